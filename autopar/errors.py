@@ -1,0 +1,29 @@
+"""The errors a user can meet: each says what was found, what is required, and what to do."""
+
+
+class AutoparError(Exception):
+    """Base of every error that autopar raises for a user's mistake or an unsupported program."""
+
+
+class InvalidArgument(AutoparError, ValueError):
+    """An option, argument, batch or device count that cannot be used as given."""
+
+
+class PlanMismatch(AutoparError, ValueError):
+    """A plan that was made for another program, another cluster, or another format."""
+
+
+class NotSplittable(AutoparError, ValueError):
+    """A step whose result cannot be computed exactly from microbatches."""
+
+
+class Unsupported(AutoparError, NotImplementedError):
+    """A program that autopar does not parallelize; the message names the equation and its source line."""
+
+
+class DonatedBuffer(AutoparError, RuntimeError):
+    """An argument whose buffer was donated to an earlier call and is gone."""
+
+
+class InvalidProgram(AutoparError, ValueError):
+    """A program that reads what was never written, leaves a transfer unmatched, or waits forever."""
