@@ -1,0 +1,1 @@
+"""From a train step to a program: trace, cut, plan, lower."""

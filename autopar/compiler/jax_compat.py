@@ -1,0 +1,154 @@
+"""The one gate to what JAX does not promise: equations, name stacks, source lines and loop parameters.
+
+Everything here differs, or may differ, between the JAX releases that autopar supports. An upgrade touches this file only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import source_info_util  # name stacks and user frames have no public reader
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
+from jax.interpreters import mlir
+
+__all__ = [
+    "ClosedJaxpr",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Loop",
+    "Primitive",
+    "Var",
+    "ad_phase",
+    "bind_equation",
+    "identity_primitive",
+    "jaxpr_as_fun",
+    "jaxpr_effects",
+    "loop_of",
+    "open_jaxpr",
+    "scope_of",
+    "source_line",
+    "subjaxprs",
+    "trace",
+]
+
+
+def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
+    """The jaxpr of `fun` on abstract values: shapes and dtypes only, no device is touched."""
+    return jax.make_jaxpr(fun)(*[jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=_weak(a)) for a in avals])
+
+
+def _weak(aval: Any) -> bool:
+    return bool(getattr(aval, "weak_type", False))
+
+
+def bind_equation(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Evaluate (or re-trace) one equation on `args`, keeping its name stack, source line and context.
+
+    `params` replaces the equation's parameters, for an equation that is to run at another shape.
+    """
+    # get_bind_params, user_context and eqn.ctx are what jax.core.eval_jaxpr itself uses; there is no public equivalent
+    # that keeps the provenance of an equation.
+    bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+        out = eqn.primitive.bind(*args, **bind_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def under_scope_of(eqn: JaxprEqn) -> Any:
+    """A context in which newly traced equations carry `eqn`'s name stack and source line."""
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
+
+
+def ad_phase(eqn: JaxprEqn) -> str | None:
+    """`"forward"` or `"backward"` by the outermost differentiation that made the equation; None outside of any.
+
+    Forward equations stand under `jvp(...)`, backward ones under `transpose(jvp(...))`; scopes that a user names
+    "transpose" are of another kind and do not count.
+    """
+    for entry in eqn.source_info.name_stack.stack:
+        if isinstance(entry, source_info_util.Transform) and entry.name in ("jvp", "transpose"):
+            return "backward" if entry.name == "transpose" else "forward"
+    return None
+
+
+def scope_of(eqn: JaxprEqn) -> str:
+    """The equation's name stack, as JAX prints it: `jvp(Model)/h_3/attention`."""
+    return str(eqn.source_info.name_stack)
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """Where the user wrote the equation: `train.py:41 (loss_fn)`."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def describe(eqn: JaxprEqn) -> str:
+    """An equation in an error message: primitive, result, and the user's line."""
+    results = ", ".join(v.aval.str_short() for v in eqn.outvars)
+    return f"`{eqn.primitive.name}` -> {results} at {source_line(eqn)}"
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, tuple[Any, ...]]:
+    """The jaxpr and its constants, of a closed or an open jaxpr (jax 0.12 has only one type for both)."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr.jaxpr, tuple(jaxpr.consts)
+    return jaxpr, ()
+
+
+def subjaxprs(eqn: JaxprEqn) -> Iterator[Any]:
+    """The jaxprs among an equation's parameters: loop bodies, branches, called functions."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (Jaxpr, ClosedJaxpr)):
+                yield item
+
+
+def jaxpr_effects(jaxpr: Any) -> frozenset[Any]:
+    """The side effects (callbacks, ordered or not) of a jaxpr."""
+    return frozenset(open_jaxpr(jaxpr)[0].effects)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A `lax.scan` equation, read apart: operands are `[consts | carry | xs]`, results `[carry | ys]`."""
+
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: int
+    body: ClosedJaxpr
+
+
+def loop_of(eqn: JaxprEqn) -> Loop:
+    """Read a scan equation (jax 0.10 counts its operands, jax 0.11 and later keep trees of them)."""
+    assert eqn.primitive.name == "scan", eqn.primitive.name
+    params = eqn.params
+    if "num_consts" in params:
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+    else:
+        consts, carry, _ = params["ft_in"].update(list(eqn.invars)).unpack()
+        num_consts, num_carry = len(list(consts)), len(list(carry))
+    return Loop(
+        num_consts=num_consts,
+        num_carry=num_carry,
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params.get("unroll", 1),
+        body=params["jaxpr"],
+    )
+
+
+def identity_primitive(name: str) -> Primitive:
+    """A primitive of any number of results that returns its operands: a marker inside a traced program."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *xs, **_: list(xs))
+    primitive.def_abstract_eval(lambda *avals, **_: list(avals))
+    mlir.register_lowering(primitive, lambda _, *xs, **__: list(xs))
+    return primitive
