@@ -1,0 +1,202 @@
+"""The words of a program: array types, executables, and the instructions run, send, receive and free.
+
+A value has a name and lives on one mesh; a mesh is a number; nothing here is a live handle. `autopar.program`
+says what the words mean together, and is where to import them from.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from autopar.errors import Unsupported
+
+KEY_BYTES = {"key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}
+LISTED = 6  # A listing shows this many names of a longer list, then how many follow.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayType:
+    """Shape and dtype of a whole value, and how it is laid out over its mesh."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec = field(default_factory=PartitionSpec)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole value, counted once."""
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+    def bytes_per_device(self, mesh: "MeshProgram") -> int:
+        """Bytes that each device of the mesh holds; an uneven dimension counts its largest shard."""
+        sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+        shards = [math.prod(sizes[axis] for axis in spec_axes(entry)) for entry in self.spec]
+        shards += [1] * (len(self.shape) - len(shards))
+        return math.prod(-(-dim // n) for dim, n in zip(self.shape, shards, strict=True)) * item_bytes(
+            self.dtype
+        )
+
+    def __str__(self) -> str:
+        entries = ["·".join(spec_axes(entry)) or "-" for entry in self.spec]
+        spec = f" ({', '.join(entries)})" if any(entry != "-" for entry in entries) else ""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]{spec}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Executable:
+    """A function that a mesh compiles once: its types, which inputs it may overwrite, and its work."""
+
+    name: str
+    mesh: int
+    inputs: tuple[ArrayType, ...]
+    outputs: tuple[ArrayType, ...]
+    donated: tuple[int, ...] = ()  # positions in `inputs`
+    flops: float = 0.0
+    bytes_accessed: float = 0.0
+    jaxpr: Any = field(
+        default=None, compare=False, repr=False
+    )  # a ClosedJaxpr, which neither compares nor pickles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a Run is for."""
+
+    # F forward, B backward, W weight gradient, U update, P prologue, Z zero accumulators, C concatenate
+    kind: str
+    stage: int
+    microbatch: int | None = None
+    round: int = 0
+    wave: int = 0  # numbers the update tasks of one stage
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch is None else f".m{self.microbatch}"
+        later = (f".r{self.round}" if self.round else "") + (f".w{self.wave}" if self.wave else "")
+        return f"{self.kind}{self.stage}{microbatch}{later}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Call an executable."""
+
+    task: Task
+    executable: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.task!s:8} {listed(self.outputs)} <- {self.executable}({listed(self.inputs)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """Copy values to another mesh; they stay here too."""
+
+    values: tuple[str, ...]
+    to: int
+
+    def __str__(self) -> str:
+        return f"{'send':8} {listed(self.values)} to mesh {self.to}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recv:
+    """Wait for the values of the matching Send, in the layout that this mesh declares for them."""
+
+    values: tuple[str, ...]
+    source: int
+
+    def __str__(self) -> str:
+        return f"{'recv':8} {listed(self.values)} from mesh {self.source}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Free:
+    """Forget values; their memory is free once the work that reads them is done."""
+
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{'free':8} {listed(self.values)}"
+
+
+Instruction = Run | Send | Recv | Free
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshProgram:
+    """One mesh: its devices, the type of every value that ever lives there, and its instructions."""
+
+    devices: tuple[int, ...]  # ordinals in the cluster, row-major over `shape`
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    values: Mapping[str, ArrayType]
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The slice [start, stop) of one axis."""
+
+    axis: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """Where a value comes from before the first instruction: a leaf of the arguments, or a constant."""
+
+    leaf: int | None  # index in the flat arguments; None: the constant below
+    mesh: int
+    value: str
+    window: Window | None = None  # a microbatch, or the piece of a stacked parameter
+    constant: int | None = None  # int32 scalar: the microbatch's number
+
+    def __str__(self) -> str:
+        if self.leaf is None:
+            return f"{self.value} = {self.constant}"
+        window = self.window
+        part = "" if window is None else f"[{window.start}:{window.stop} on axis {window.axis}]"
+        return f"{self.value} = leaf {self.leaf}{part}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where a leaf of the result lies after the last instruction; several parts are stacked along axis 0."""
+
+    leaf: int
+    parts: tuple[tuple[int, str], ...]  # (mesh, value)
+    literal: Any = None  # a result that is a constant; then `parts` is empty
+
+    def __str__(self) -> str:
+        parts = " ++ ".join(f"mesh {mesh} {value}" for mesh, value in self.parts)
+        return f"leaf {self.leaf} = {parts or repr(self.literal)}"
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element; a random key counts its words."""
+    if not dtype.startswith("key<"):
+        return jnp.dtype(dtype).itemsize
+    if dtype not in KEY_BYTES:
+        raise Unsupported(
+            f"Random keys of type {dtype} have an unknown size; the known ones are {', '.join(KEY_BYTES)}."
+        )
+    return KEY_BYTES[dtype]
+
+
+def spec_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that one entry of a PartitionSpec names."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def listed(names: tuple[Any, ...]) -> str:
+    shown = names if len(names) <= LISTED + 1 else names[:LISTED]
+    more = "" if len(shown) == len(names) else f" (+{len(names) - len(shown)})"
+    return ", ".join(map(str, shown)) + more

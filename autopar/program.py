@@ -1,0 +1,85 @@
+"""A program: for every mesh the list of what it runs, sends, receives and frees during one step.
+
+Nothing in it is a live handle: it is printed, compared, verified and simulated without devices. The rules:
+
+    inputs are on their mesh at the start        a donated input of a Run is gone after it
+    Send never waits (it is buffered)           Recv waits for the matching Send of the same two meshes
+    outputs are on their mesh at the end         whatever else was written has been freed by then
+
+Meshes share no device, so what arrives on a mesh is never the sender's buffer, and may be donated.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.instructions import (
+    ArrayType,
+    Executable,
+    Free,
+    Input,
+    Instruction,
+    MeshProgram,
+    Output,
+    Recv,
+    Run,
+    Send,
+    Task,
+    Window,
+    listed,
+)
+from autopar.verification import check_pieces, check_values, steps_in_order
+
+__all__ = [
+    "ArrayType",
+    "Executable",
+    "Free",
+    "Input",
+    "Instruction",
+    "MeshProgram",
+    "Output",
+    "Program",
+    "Recv",
+    "Run",
+    "Send",
+    "Task",
+    "Window",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """All meshes of one step, what enters them and what leaves them."""
+
+    name: str
+    meshes: tuple[MeshProgram, ...]
+    executables: Mapping[str, Executable]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    num_microbatches: int = 1
+
+    def verify(self) -> None:
+        """Raise InvalidProgram, which names the mesh and the instruction, unless every rule above holds."""
+        check_pieces(self.meshes, self.executables, self.inputs, self.outputs)
+        check_values(self.meshes, self.executables, self.inputs, self.outputs)
+
+    def linear_order(self) -> tuple[tuple[int, Instruction], ...]:
+        """(mesh, instruction) in one global order in which no Recv waits; one Run per mesh and round."""
+        return tuple((step.mesh, step.instruction) for step in steps_in_order(self.meshes))
+
+    def __str__(self) -> str:
+        counts = f"{len(self.meshes)} meshes, {len(self.executables)} executables"
+        lines = [f"program {self.name}: {counts}, {self.num_microbatches} microbatches"]
+        for number, mesh in enumerate(self.meshes):
+            lines += [
+                _heading(number, mesh),
+                *(f"  in  {i}: {mesh.values[i.value]}" for i in self.inputs if i.mesh == number),
+            ]
+            width = len(str(len(mesh.instructions)))
+            lines += [f"  {i:>{width}}  {instruction}" for i, instruction in enumerate(mesh.instructions)]
+        lines += ["executables", *(f"  {executable}" for executable in self.executables.values())]
+        return "\n".join([*lines, "results", *(f"  {output}" for output in self.outputs)])
+
+
+def _heading(number: int, mesh: MeshProgram) -> str:
+    axes = ", ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.shape, strict=True))
+    return f"mesh {number}: devices {listed(mesh.devices)} as ({axes})"
