@@ -113,6 +113,33 @@ def jaxpr_effects(jaxpr: Any) -> frozenset[Any]:
     return frozenset(open_jaxpr(jaxpr)[0].effects)
 
 
+def map_subjaxprs(params: dict[str, Any], transform: Callable[[ClosedJaxpr], ClosedJaxpr]) -> dict[str, Any]:
+    """Parameters with `transform` applied to each jaxpr among them, open ones staying open.
+
+    An open jaxpr (the body of `remat2` in jax 0.10) has no place for constants: where the transformed one needs some, the
+    original stays.
+    """
+
+    def one(item: Any) -> Any:
+        if isinstance(item, (tuple, list)):
+            return type(item)(one(i) for i in item)
+        if isinstance(item, ClosedJaxpr):
+            return transform(item)
+        if isinstance(item, Jaxpr):
+            closed = transform(ClosedJaxpr(item, []))
+            return item if closed.consts else closed.jaxpr
+        return item
+
+    return {key: one(value) for key, value in params.items()}
+
+
+def with_equations(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn]) -> ClosedJaxpr:
+    """The same program with other equations, in an order that defines every value before its use."""
+    jaxpr, consts = open_jaxpr(closed)
+    jaxpr = jaxpr.replace(eqns=list(eqns))
+    return ClosedJaxpr(jaxpr, consts) if ClosedJaxpr is not Jaxpr else jaxpr
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loop:
     """A `lax.scan` equation, read apart: operands are `[consts | carry | xs]`, results `[carry | ys]`."""
