@@ -1,0 +1,67 @@
+"""Guards that plans and options share: counts, words, mesh shapes and specs, each refused with a lesson."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
+
+from jax.sharding import PartitionSpec
+
+from autopar.errors import InvalidArgument
+
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble")
+RANDOM = ("full_batch", "per_microbatch")
+BATCH_STATISTICS = ("exact", "per_microbatch")
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Raise `InvalidArgument` unless `value` is an integer of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidArgument(f"{name} is {value!r}, it must be an integer. Give {least} or more.")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise `InvalidArgument` unless `value` is one of `choices`."""
+    if value not in choices:
+        raise InvalidArgument(
+            f"{name} is {value!r}. Choose one of {', '.join(repr(choice) for choice in choices)}."
+        )
+
+
+def check_mesh_shape(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> None:
+    """Raise `InvalidArgument` unless every mesh axis has a size of at least 1 and a name of its own."""
+    if not shape:
+        raise InvalidArgument(
+            "A mesh has the shape (), it needs at least one axis. Give a shape such as (1,)."
+        )
+    for axis, size in enumerate(shape):
+        check_count(f"The size of mesh axis {axis} in {shape}", size)
+    if len(axis_names) != len(shape) or len(set(axis_names)) != len(axis_names):
+        raise InvalidArgument(
+            f"A mesh of shape {shape} has the axis names {axis_names}. Give {len(shape)} different names."
+        )
+
+
+def check_spec(name: str, spec: object, meshes: Sequence[tuple[str, ...]]) -> None:
+    """Raise `InvalidArgument` unless one of the `meshes`, given by axis names, has every axis of the spec."""
+    if not isinstance(spec, PartitionSpec):
+        raise InvalidArgument(f"The spec of {name} is {spec!r}. Give a jax.sharding.PartitionSpec.")
+    if spec.unreduced or any(part is PartitionSpec.UNCONSTRAINED for part in spec):
+        raise InvalidArgument(
+            f"The spec of {name} is {spec}. A plan decides: name an axis or None for each dimension."
+        )
+    axes = list(_axes_of(spec))
+    if len(set(axes)) != len(axes):
+        raise InvalidArgument(f"The spec of {name} is {spec}. Use each mesh axis for one dimension only.")
+    if axes and not any(set(axes) <= set(mesh) for mesh in meshes):
+        found = " or ".join(str(mesh) for mesh in dict.fromkeys(meshes))
+        raise InvalidArgument(
+            f"The spec of {name} is {spec}, the mesh axes are {found}. "
+            f"Use axes of one mesh, or name the axis in axis_names."
+        )
+
+
+def _axes_of(spec: PartitionSpec) -> Iterator[str]:
+    for part in cast(Iterable[Any], spec):
+        if part is not None:
+            yield from (part,) if isinstance(part, str) else part

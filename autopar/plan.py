@@ -1,0 +1,357 @@
+"""The plan: every decision of a parallelization as plain data, printed as a table and kept as JSON.
+
+A plan is made once and obeyed afterwards. It names no live device and holds no array, so it can be made on a
+laptop, committed beside the model, and loaded on the cluster:
+
+    layers   0   1   2 | 3   4   5      `cuts` split the forward into layers,
+    stages   └── 0 ──┘   └── 1 ──┘      `stages` are runs of layers,
+    meshes   devices 0-3  devices 4-7   `meshes` are the devices that a stage lives on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_origin
+
+from jax.sharding import PartitionSpec
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from autopar.checks import (
+    BATCH_STATISTICS,
+    RANDOM,
+    SCHEDULES,
+    check_choice,
+    check_count,
+    check_mesh_shape,
+    check_spec,
+)
+from autopar.errors import InvalidArgument, PlanMismatch
+
+FORMAT = 1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshPlan:
+    """Devices of the cluster by ordinal, row-major over the logical `shape`, whose axes have names."""
+
+    devices: tuple[int, ...]
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidArgument` unless the devices fill the shape and each axis has its own name."""
+        check_mesh_shape(self.shape, self.axis_names)
+        if len(self.devices) != math.prod(self.shape):
+            raise InvalidArgument(
+                f"A mesh lists {len(self.devices)} devices, its shape {self.shape} needs "
+                f"{math.prod(self.shape)}. List one device for each position, or change the shape."
+            )
+        repeated = [device for device, count in Counter(self.devices).items() if count > 1]
+        if repeated or min(self.devices) < 0:
+            raise InvalidArgument(
+                f"The devices of a mesh are {self.devices}. They must be distinct ordinals, counted from 0."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """A run of layers `[start, stop)` and the mesh that it lives on."""
+
+    layers: tuple[int, int]
+    mesh: int
+    remat: bool = False  # the backward task recomputes the forward from the stage's inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every decision for one program; a spec that is missing from a mapping is `PartitionSpec()`, replicated.
+
+    `fingerprint` is that of the program it was made for, and `""` fits any program. `cuts[k]` is the index of
+    the forward equation at which layer `k + 1` begins. Several stages on one mesh are virtual stages.
+    """
+
+    fingerprint: str
+    method: str
+    meshes: tuple[MeshPlan, ...]
+    stages: tuple[StagePlan, ...]
+    cuts: tuple[int, ...]
+    loop_pieces: int = 1
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    input_specs: Mapping[str, PartitionSpec]
+    cut_specs: Mapping[str, PartitionSpec]
+    batch_statistics: str = "exact"
+    random: str = "full_batch"
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidArgument` unless layers, stages, meshes and specs fit together."""
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("batch_statistics", self.batch_statistics, BATCH_STATISTICS)
+        check_choice("random", self.random, RANDOM)
+        check_count("num_microbatches", self.num_microbatches)
+        check_count("loop_pieces", self.loop_pieces)
+        _check_cuts(self.cuts)
+        _check_stages(self.stages, self.num_layers, len(self.meshes))
+        _check_devices_disjoint(self.meshes)
+        # Copies, because the caller's dictionaries could change later.
+        object.__setattr__(self, "input_specs", dict(self.input_specs))
+        object.__setattr__(self, "cut_specs", dict(self.cut_specs))
+        axes = tuple(mesh.axis_names for mesh in self.meshes)
+        for name, spec in itertools.chain(self.input_specs.items(), self.cut_specs.items()):
+            check_spec(name, spec, axes)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that the cuts make."""
+        return len(self.cuts) + 1
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages, virtual ones included."""
+        return len(self.stages)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of all meshes together."""
+        return sum(len(mesh.devices) for mesh in self.meshes)
+
+    def to_json(self) -> str:
+        """The plan as JSON with sorted keys; a spec is a list of null, an axis name, or a list of names."""
+        fields = dataclasses.asdict(self) | {"format": FORMAT}
+        for key in ("input_specs", "cut_specs"):
+            specs: Mapping[str, PartitionSpec] = getattr(self, key)
+            fields[key] = {name: list(spec) for name, spec in specs.items()}
+        lines = (f" {json.dumps(key)}: {_json_lines(fields[key])}" for key in sorted(fields))
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan that `to_json` wrote; `PlanMismatch` if it is not JSON, or of another format or keys."""
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanMismatch(
+                f"The plan is not JSON: {error}. Load a file that Plan.save wrote, unedited or with care."
+            ) from None
+        found = cast(dict[str, Any], raw).get("format") if isinstance(raw, dict) else None
+        if found != FORMAT:
+            raise PlanMismatch(
+                f"The plan has format {found}, this version of autopar reads format {FORMAT}. "
+                f"Make the plan again with this version, or install the version that wrote it."
+            )
+        fields = _fields_of("The plan", raw, ("format", *(field.name for field in dataclasses.fields(Plan))))
+        words: dict[str, Any] = {
+            word: _typed(word, fields[word], str)
+            for word in ("fingerprint", "method", "schedule", "batch_statistics", "random")
+        }
+        return Plan(
+            **words,
+            num_microbatches=_typed("num_microbatches", fields["num_microbatches"], int),
+            loop_pieces=_typed("loop_pieces", fields["loop_pieces"], int),
+            meshes=tuple(
+                _mesh_from_json(*item) for item in enumerate(_typed("meshes", fields["meshes"], list[Any]))
+            ),
+            stages=tuple(
+                _stage_from_json(*item) for item in enumerate(_typed("stages", fields["stages"], list[Any]))
+            ),
+            cuts=_listed("cuts", fields["cuts"], int),
+            input_specs=_specs_from_json("input_specs", fields["input_specs"]),
+            cut_specs=_specs_from_json("cut_specs", fields["cut_specs"]),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON to `path`."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read the plan that `save` wrote to `path`; `PlanMismatch` as for `from_json`."""
+        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def __str__(self) -> str:
+        """The plan as a table in plain text, the same on every terminal."""
+        text = io.StringIO()
+        Console(file=text, width=110, color_system=None, legacy_windows=False).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render the header, one row per stage, and what is sharded."""
+        # Text objects, because rich would read the brackets of "params['kernel']" as markup.
+        microbatches = (
+            "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
+        )
+        fits = f"for {self.fingerprint}" if self.fingerprint else "for any program"
+        yield Text(f"{self.method}: {microbatches}, schedule {self.schedule}, {fits}")
+        yield _stage_table(self)
+        for title, specs in (("inputs", self.input_specs), ("values between stages", self.cut_specs)):
+            sharded = {name: spec for name, spec in specs.items() if any(spec)}
+            yield Text(
+                f"{title}: {len(sharded)} sharded, "
+                + ("all others replicated" if sharded else "all replicated")
+            )
+            if sharded:
+                yield _spec_table(sharded)
+
+
+def _check_cuts(cuts: tuple[int, ...]) -> None:
+    if any(later <= earlier for earlier, later in itertools.pairwise((0, *cuts))):
+        raise InvalidArgument(
+            f"The cuts are {cuts}. They must increase strictly from 1 on: each layer needs an equation."
+        )
+
+
+def _check_stages(stages: tuple[StagePlan, ...], num_layers: int, num_meshes: int) -> None:
+    if not stages:
+        raise InvalidArgument(
+            "The plan has no stage. Give at least one stage, with the layers [0, num_layers)."
+        )
+    next_layer = 0
+    for number, stage in enumerate(stages):
+        start, stop = stage.layers
+        if start != next_layer or stop <= start:
+            raise InvalidArgument(
+                f"Stage {number} has the layers [{start}, {stop}), it must begin at layer {next_layer} and "
+                f"have at least one layer. Make the stages follow each other without a gap."
+            )
+        next_layer = stop
+        if not 0 <= stage.mesh < num_meshes:
+            raise InvalidArgument(
+                f"Stage {number} lives on mesh {stage.mesh}, the plan has {num_meshes} meshes. "
+                f"Choose a mesh from 0 to {num_meshes - 1}, or add one."
+            )
+    if next_layer != num_layers:
+        raise InvalidArgument(
+            f"The stages have {next_layer} layers together, the cuts make {num_layers}. "
+            f"Give every layer to a stage."
+        )
+
+
+def _check_devices_disjoint(meshes: tuple[MeshPlan, ...]) -> None:
+    owner: dict[int, int] = {}
+    for number, mesh in enumerate(meshes):
+        for device in mesh.devices:
+            if device in owner:
+                raise InvalidArgument(
+                    f"Device {device} is in mesh {owner[device]} and in mesh {number}, it can be in one. "
+                    f"Put both stages on the same mesh, or give each mesh devices of its own."
+                )
+            owner[device] = number
+
+
+def _json_lines(value: Any) -> str:
+    """JSON with a line for each spec, mesh and stage, so that the difference of two plans can be read."""
+    if isinstance(value, Mapping):
+        specs = cast(Mapping[str, Any], value)
+        entries = [f"  {json.dumps(key)}: {json.dumps(specs[key])}" for key in sorted(specs)]
+        return "{\n" + ",\n".join(entries) + "\n }" if entries else "{}"
+    if isinstance(value, tuple) and value and isinstance(value[0], Mapping):
+        entries = [f"  {json.dumps(entry, sort_keys=True)}" for entry in cast(tuple[Any, ...], value)]
+        return "[\n" + ",\n".join(entries) + "\n ]"
+    return json.dumps(value)
+
+
+def _fields_of(what: str, raw: Any, keys: Sequence[str]) -> dict[str, Any]:
+    """A JSON object as a dictionary, if it has exactly these keys."""
+    fields = cast(dict[str, Any], raw) if isinstance(raw, dict) else {}
+    missing, unknown = sorted(set(keys) - set(fields)), sorted(set(fields) - set(keys))
+    if missing or unknown:
+        raise PlanMismatch(
+            f"{what} lacks the keys {missing} and has the unknown keys {unknown}. "
+            f"Format {FORMAT} has exactly the keys {sorted(keys)}: make the plan again, or correct the file."
+        )
+    return dict(fields)
+
+
+def _typed(what: str, raw: Any, kind: type[T]) -> T:
+    """A JSON value, if it is of the Python type `kind`."""
+    if type(raw) is not (get_origin(kind) or kind):  # `type`, because True is an int to isinstance
+        raise PlanMismatch(
+            f"In the plan, {what} is {raw!r} of type {type(raw).__name__}. "
+            f"It must be of type {(get_origin(kind) or kind).__name__}: correct the file."
+        )
+    return raw
+
+
+def _listed(what: str, raw: Any, kind: type[T]) -> tuple[T, ...]:
+    """A JSON list of values of one type."""
+    return tuple(_typed(f"an entry of {what}", entry, kind) for entry in _typed(what, raw, list[Any]))
+
+
+def _mesh_from_json(number: int, raw: Any) -> MeshPlan:
+    fields = _fields_of(f"Mesh {number}", raw, ("devices", "shape", "axis_names"))
+    return MeshPlan(
+        devices=_listed(f"devices of mesh {number}", fields["devices"], int),
+        shape=_listed(f"shape of mesh {number}", fields["shape"], int),
+        axis_names=_listed(f"axis_names of mesh {number}", fields["axis_names"], str),
+    )
+
+
+def _stage_from_json(number: int, raw: Any) -> StagePlan:
+    fields = _fields_of(f"Stage {number}", raw, ("layers", "mesh", "remat"))
+    layers = _listed(f"layers of stage {number}", fields["layers"], int)
+    if len(layers) != 2:
+        raise PlanMismatch(f"Stage {number} has the layers {list(layers)}. Write them as [start, stop].")
+    return StagePlan(
+        layers=(layers[0], layers[1]),
+        mesh=_typed(f"mesh of stage {number}", fields["mesh"], int),
+        remat=_typed(f"remat of stage {number}", fields["remat"], bool),
+    )
+
+
+def _specs_from_json(what: str, raw: Any) -> dict[str, PartitionSpec]:
+    specs: dict[str, PartitionSpec] = {}
+    for name, entries in _typed(what, raw, dict[str, Any]).items():
+        spec = f"the spec of {name}"
+        parts = (
+            part if part is None or isinstance(part, str) else _listed(spec, part, str)
+            for part in _typed(spec, entries, list[Any])
+        )
+        specs[name] = PartitionSpec(*parts)
+    return specs
+
+
+def _stage_table(plan: Plan) -> Table:
+    table = Table("stage", "layers", "mesh", "devices", "mesh shape", "remat", box=box.SIMPLE_HEAD)
+    for number, stage in enumerate(plan.stages):
+        mesh = plan.meshes[stage.mesh]
+        shape = ", ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.shape, strict=True))
+        layers = f"[{stage.layers[0]}, {stage.layers[1]})"
+        cells = (number, layers, stage.mesh, _ranges(mesh.devices), shape, "yes" if stage.remat else "no")
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    return table
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`0-3,6` for 0, 1, 2, 3, 6, in the order given."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _spec_table(specs: Mapping[str, PartitionSpec]) -> Table:
+    """One row per spec and name; names that differ in their numbers only share a row."""
+    table = Table("name", "spec", "count", box=None, padding=(0, 2))
+    rows: dict[tuple[str, PartitionSpec], list[str]] = {}
+    for name, spec in specs.items():
+        rows.setdefault((re.sub(r"\d+", "*", name), spec), []).append(name)
+    for (pattern, spec), names in rows.items():
+        table.add_row(Text(pattern if len(names) > 1 else names[0]), Text(str(spec)), Text(str(len(names))))
+    return table
