@@ -1,0 +1,1 @@
+"""The tests: sentences with tables, each with an oracle."""

@@ -1,0 +1,28 @@
+"""Eight CPU devices, a compile cache that outlives the run, and float64 for tests that compare exactly."""
+
+import os
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+# Read by jax at import, so set before it; a caller's own choice stands.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+_CACHE = Path(__file__).parent.parent / ".cache" / "jax" / version("jax")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+# Everything is worth keeping: tests compile many small programs.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+import jax
+import pytest
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """Compute in 64 bits during the test, on every thread (`jax.enable_x64` would cover only this one)."""
+    before = jax.config.read("jax_enable_x64")
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
