@@ -127,6 +127,11 @@ def check_pieces(
                 )
     for item in inputs:
         _check_input(item, meshes)
+    if sorted(output.leaf for output in outputs) != list(range(len(outputs))):
+        leaves = [output.leaf for output in outputs]
+        raise InvalidProgram(
+            f"The results are leaves {leaves}; they must be 0 to {len(outputs) - 1}, each once."
+        )
     for output in outputs:
         _check_output(output, meshes)
 
@@ -247,8 +252,8 @@ def _check_input(item: Input, meshes: Sequence[MeshProgram]) -> None:
 
 
 def _check_output(output: Output, meshes: Sequence[MeshProgram]) -> None:
-    if output.parts and output.literal is not None:
-        raise InvalidProgram(f"Result {output} has parts and a literal; it must be one of the two.")
+    if bool(output.parts) == (output.literal is not None):
+        raise InvalidProgram(f"Result {output} must have parts or be a literal, and not both.")
     kinds: list[ArrayType] = []
     for mesh, value in output.parts:
         if mesh not in range(len(meshes)) or value not in meshes[mesh].values:
@@ -273,6 +278,7 @@ def check_values(
 ) -> None:
     """Execute symbolically: what is read is there, and nothing but results is left at the end."""
     live: list[set[str]] = [set() for _ in meshes]
+    constants: list[set[str]] = [set() for _ in meshes]
     gone: list[dict[str, str]] = [{} for _ in meshes]
     sources: dict[tuple[int, int | None, int | None, Window | None], str] = {}
     for item in inputs:
@@ -285,8 +291,11 @@ def check_values(
                 f"Input {item} on mesh {item.mesh} is there already as '{sources[placed]}'. Use that."
             )
         sources[placed] = item.value
+        if item.constant is not None:
+            constants[item.mesh].add(item.value)
         live[item.mesh].add(item.value)
     for step in steps_in_order(meshes):
+        _check_constants(step, constants[step.mesh], executables)
         _apply(step, live[step.mesh], gone[step.mesh], executables)
     results = {(mesh, value) for output in outputs for mesh, value in output.parts}
     for mesh, value in sorted(results):
@@ -302,6 +311,17 @@ def check_values(
         if left:
             raise InvalidProgram(
                 f"Mesh {number} ends with {_names(left)}, which is no result. Free it after its last use."
+            )
+
+
+def _check_constants(step: Step, constants: set[str], executables: Mapping[str, Executable]) -> None:
+    if not isinstance(step.instruction, Run):
+        return
+    for position in executables[step.instruction.executable].donated:
+        if step.instruction.inputs[position] in constants:
+            raise InvalidProgram(
+                f"{step} donates the constant '{step.instruction.inputs[position]}', which the next call needs. "
+                "Donate only what a step makes or is given."
             )
 
 
