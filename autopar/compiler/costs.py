@@ -1,0 +1,268 @@
+"""Count the FLOPs of jaxpr equations, and the bytes that they read and write.
+
+    dot_general, ragged_dot   2 · |lhs| · (free dimensions of rhs): multiplications and additions
+    conv_general_dilated      2 · batch · out features · in features per group · Π taps; the taps of a
+                              dimension are the pairs (output position, kernel position) that meet an input
+                              element, not padding, nor the zeros between in a transposed convolution
+    elementwise               1 for each element of the result, also if transcendental, and for random bits
+    reductions, cumulative    1 for each element of the operand; windows: 1 for each element of each window
+    sort, top_k               the comparisons: log₂ n, and log₂ (k + 1), for each element
+    scatter                   what combines the updates; nothing if they overwrite
+    gather, slice, reshape    nothing: they move elements
+    factorizations, fft       the leading terms of the textbook's count
+    scan, while, cond         length × body; trips × body; the branch with the most
+    jit, remat, custom_vjp    what they call; Pallas: grid × body; shard_map: devices × body
+
+A `while` whose trips are unknown counts as one trip, and a primitive that is not known here as elementwise.
+Counts are those of whole arrays, before any sharding, and of real numbers: a complex product counts as one.
+
+Bytes are those of the operands and results of each equation, as if nothing were fused. What only picks or
+replaces elements reads and writes those alone, and what only renames (reshape, barrier) moves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.compiler.jax_compat import JaxprEqn, open_jaxpr, subjaxprs
+from autopar.compiler.trip_counts import trip_count
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_RENAMES = _names(
+    "reshape squeeze expand_dims stop_gradient optimization_barrier name pvary pcast sharding_constraint "
+    "layout_constraint reshard random_wrap random_unwrap bitcast_convert_type"
+)
+_MOVES = _RENAMES | _names(
+    "broadcast_in_dim transpose concatenate pad rev iota convert_element_type copy split tile get swap empty "
+    "gather slice dynamic_slice dynamic_update_slice all_gather all_gather_invariant all_to_all ppermute "
+    "axis_index program_id num_programs debug_callback debug_print pure_callback io_callback device_put"
+)
+_REDUCTIONS = _names(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin "
+    "cumsum cumprod cummax cummin cumlogsumexp"
+)
+_WINDOWS = _names("reduce_window reduce_window_sum reduce_window_max reduce_window_min")
+# Leading terms for matrices of m rows and n columns, m ≥ n (Golub and Van Loan).
+_FACTORIZATIONS: dict[str, Callable[[int, int], float]] = {
+    "cholesky": lambda m, n: n**3 / 3,
+    "lu": lambda m, n: m * n**2 - n**3 / 3,
+    "geqrf": lambda m, n: 2 * m * n**2 - 2 * n**3 / 3,
+    "householder_product": lambda m, n: 2 * m * n**2 - 2 * n**3 / 3,
+    "qr": lambda m, n: 4 * m * n**2 - 4 * n**3 / 3,
+    "eigh": lambda m, n: 9 * n**3,
+    "eig": lambda m, n: 25 * n**3,
+    "svd": lambda m, n: 4 * m**2 * n + 8 * m * n**2 + 9 * n**3,
+}
+
+
+def jaxpr_flops(jaxpr: Any) -> float:
+    """FLOPs of all equations of an open or closed jaxpr."""
+    return sum((equation_flops(eqn) for eqn in open_jaxpr(jaxpr)[0].eqns), 0.0)
+
+
+def jaxpr_bytes(jaxpr: Any) -> float:
+    """Bytes read and written by all equations of an open or closed jaxpr."""
+    return sum((equation_bytes(eqn) for eqn in open_jaxpr(jaxpr)[0].eqns), 0.0)
+
+
+def equation_flops(eqn: JaxprEqn) -> float:
+    """FLOPs of one equation, as counted by the table above."""
+    params: dict[str, Any] = eqn.params
+    match eqn.primitive.name:
+        case "dot_general" | "ragged_dot" | "ragged_dot_general":
+            return _dot_flops(eqn)
+        case "scatter" | "scatter-add" | "scatter-sub" | "scatter-mul" | "scatter-min" | "scatter-max":
+            return _scatter_flops(eqn)
+        case "conv_general_dilated":
+            return _convolution_flops(eqn)
+        case "reduce":
+            return _size(eqn.invars[0]) * jaxpr_flops(params["jaxpr"])
+        case "select_and_scatter_add" | "select_and_gather_add":
+            # A comparison for each element of a window, and the addition of what was selected.
+            return _size(eqn.invars[0]) * (math.prod(params["window_dimensions"]) + 1)
+        case "sort":
+            dimension: int = params["dimension"]
+            return _size(eqn.invars[0]) * _log2(_shape(eqn.invars[0])[dimension])
+        case "top_k":
+            return _size(eqn.invars[0]) * _log2(params["k"] + 1)
+        case "triangular_solve":
+            return _size(eqn.invars[1]) * _shape(eqn.invars[0])[-1]
+        case "fft":
+            return _fft_flops(eqn)
+        case _:
+            return _simple_flops(eqn)
+
+
+def equation_bytes(eqn: JaxprEqn) -> float:
+    """Bytes that one equation reads and writes; an operand that is read twice counts once."""
+    name = eqn.primitive.name
+    operands = {id(v): aval_bytes(v.aval) for v in eqn.invars}
+    results = float(sum(aval_bytes(v.aval) for v in eqn.outvars))
+    if name in _RENAMES:
+        return 0.0
+    if name.startswith("scatter"):
+        indices, updates = (aval_bytes(v.aval) for v in eqn.invars[1:3])
+        return indices + updates * (2 if name == "scatter" else 3)
+    match name:
+        case "slice":
+            return 2 * results
+        case "gather" | "dynamic_slice":
+            return 2 * results + sum(aval_bytes(v.aval) for v in eqn.invars[1:])
+        case "dynamic_update_slice":
+            update, *indices = (aval_bytes(v.aval) for v in eqn.invars[1:])
+            return 2.0 * update + sum(indices)
+        case _ if _calls(eqn) and name != "pallas_call":
+            return _called(eqn, jaxpr_bytes)
+        case _:
+            return sum(operands.values()) + results
+
+
+def aval_bytes(aval: Any) -> int:
+    """Bytes of an array of this shape and dtype: half for int4, a key its words, a token 0."""
+    aval = getattr(aval, "inner_aval", aval)  # a reference is as large as what it refers to
+    if not hasattr(aval, "dtype"):
+        return 0
+    return math.ceil(math.prod(aval.shape) * _bits(aval.dtype) / 8)
+
+
+def _bits(dtype: Any) -> int:
+    if jnp.issubdtype(dtype, jnp.integer):
+        return int(jnp.iinfo(dtype).bits)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return int(cast(Any, jnp.finfo(dtype)).bits)
+    return 8 * int(dtype.itemsize)
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    aval = getattr(var.aval, "inner_aval", var.aval)
+    return tuple(getattr(aval, "shape", ()))
+
+
+def _size(var: Any) -> float:
+    return float(math.prod(_shape(var)))
+
+
+def _log2(count: int) -> float:
+    """Rounds of comparisons among `count` elements."""
+    return float(math.ceil(math.log2(count))) if count > 1 else 0.0
+
+
+def _simple_flops(eqn: JaxprEqn) -> float:
+    """FLOPs of what needs no rule of its own."""
+    name = eqn.primitive.name
+    if name in _MOVES:
+        return 0.0
+    if name in _REDUCTIONS:
+        return _size(eqn.invars[0])
+    if name in _WINDOWS:
+        each = jaxpr_flops(eqn.params["jaxpr"]) if name == "reduce_window" else 1
+        return _size(eqn.outvars[0]) * math.prod(eqn.params["window_dimensions"]) * each
+    if name in _FACTORIZATIONS:
+        *batch, rows, columns = _shape(eqn.invars[0])
+        return math.prod(batch) * float(_FACTORIZATIONS[name](max(rows, columns), min(rows, columns)))
+    if _calls(eqn):
+        return _called(eqn, jaxpr_flops)
+    return sum(_size(v) for v in eqn.outvars)
+
+
+def _dot_flops(eqn: JaxprEqn) -> float:
+    """A ragged dimension is divided among the groups, so that they together cost as much as one dot."""
+    params: dict[str, Any] = eqn.params
+    group: tuple[int, ...] = ()
+    if "ragged_dot_dimension_numbers" in params:
+        ragged = params["ragged_dot_dimension_numbers"]
+        group, numbers = tuple(ragged.rhs_group_dimensions), ragged.dot_dimension_numbers
+    else:
+        numbers = params["dimension_numbers"]
+    (_, contracting), (_, batch) = numbers
+    bound = {*contracting, *batch, *group}
+    free = math.prod(size for axis, size in enumerate(_shape(eqn.invars[1])) if axis not in bound)
+    return 2 * _size(eqn.invars[0]) * free
+
+
+def _convolution_flops(eqn: JaxprEqn) -> float:
+    params: dict[str, Any] = eqn.params
+    numbers: Any = params["dimension_numbers"]
+    lhs, rhs, out = (
+        _in_order(_shape(var), spec)
+        for var, spec in zip(
+            (*eqn.invars, *eqn.outvars), (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec), strict=True
+        )
+    )
+    taps = 1
+    for dimension in range(len(params["window_strides"])):
+        taps *= _taps(
+            lhs[2 + dimension],
+            rhs[2 + dimension],
+            out[2 + dimension],
+            stride=params["window_strides"][dimension],
+            padding=params["padding"][dimension][0],
+            lhs_dilation=params["lhs_dilation"][dimension],
+            rhs_dilation=params["rhs_dilation"][dimension],
+        )
+    return 2.0 * out[0] * out[1] * rhs[1] * taps
+
+
+def _in_order(shape: tuple[int, ...], order: Sequence[int]) -> list[int]:
+    """Sizes as (batch, features, spatial...), or (out features, in features, spatial...) of a kernel."""
+    return [shape[axis] for axis in order]
+
+
+def _taps(
+    size: int, kernel: int, results: int, *, stride: int, padding: int, lhs_dilation: int, rhs_dilation: int
+) -> int:
+    """Pairs of an output and a kernel position that meet an element of the input along one dimension."""
+    positions = np.arange(results)[:, None] * stride + np.arange(kernel) * rhs_dilation - padding
+    inside = (positions >= 0) & (positions <= (size - 1) * lhs_dilation)
+    return int(np.count_nonzero(inside & (positions % lhs_dilation == 0)))
+
+
+def _scatter_flops(eqn: JaxprEqn) -> float:
+    if (combine := eqn.params.get("update_jaxpr")) is not None:
+        return _size(eqn.invars[2]) * jaxpr_flops(combine)
+    return 0.0 if eqn.primitive.name == "scatter" else _size(eqn.invars[2])
+
+
+def _fft_flops(eqn: JaxprEqn) -> float:
+    lengths = eqn.params["fft_lengths"]
+    points = max(_size(eqn.invars[0]), _size(eqn.outvars[0]))
+    avals: list[Any] = [eqn.invars[0].aval, eqn.outvars[0].aval]
+    real = any(aval.dtype.kind != "c" for aval in avals)
+    return (2.5 if real else 5.0) * points * math.log2(max(math.prod(lengths), 1))
+
+
+def _calls(eqn: JaxprEqn) -> bool:
+    return any(True for _ in subjaxprs(eqn)) and eqn.primitive.name not in _WINDOWS | {"reduce"}
+
+
+def _called(eqn: JaxprEqn, count: Callable[[Any], float]) -> float:
+    """The sum of `count` over the jaxprs that the equation runs, as often as it runs them."""
+    params: dict[str, Any] = eqn.params
+    match eqn.primitive.name:
+        case "scan":
+            return params["length"] * count(params["jaxpr"])
+        case "while":
+            trips = trip_count(eqn)
+            return trips * count(params["body_jaxpr"]) + (trips + 1) * count(params["cond_jaxpr"])
+        case "cond":
+            return max(count(branch) for branch in params["branches"])
+        case "custom_linear_solve":
+            return count(params["jaxprs"].solve)  # the others are for its derivatives
+        case "pallas_call":
+            # A dimension of the grid that is known at run time only counts once.
+            sizes = (size for size in params["grid_mapping"].grid if isinstance(size, int))
+            return math.prod(sizes) * count(params["jaxpr"])
+        case "shard_map":
+            axes = params.get("newly_manual_axes", params.get("manual_axes", ()))
+            return math.prod(params["mesh"].shape[axis] for axis in axes) * count(params["jaxpr"])
+        case _:
+            return sum((count(jaxpr) for jaxpr in subjaxprs(eqn)), 0.0)
