@@ -318,9 +318,10 @@ def _check_constants(step: Step, constants: set[str], executables: Mapping[str, 
     if not isinstance(step.instruction, Run):
         return
     for position in executables[step.instruction.executable].donated:
-        if step.instruction.inputs[position] in constants:
+        name = step.instruction.inputs[position]
+        if name in constants:
             raise InvalidProgram(
-                f"{step} donates the constant '{step.instruction.inputs[position]}', which the next call needs. "
+                f"{step} donates the constant '{name}', which the next call needs. "
                 "Donate only what a step makes or is given."
             )
 

@@ -1,0 +1,101 @@
+"""Run a program in this process: one loop over the instructions of all meshes, in an order that never waits.
+
+JAX dispatches asynchronously and every device has a queue of its own, so the loop runs ahead of the devices
+and the meshes work at the same time; `device_put` between meshes is the channel, and starts at the Send.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from autopar.program import Program
+from autopar.runtime.base import Device, Loaded, Receiver, Sender
+from autopar.runtime.executables import jitted, mesh_of
+from autopar.runtime.placement import placement
+from autopar.runtime.results import collection
+from autopar.runtime.worker import Environment, resolve
+
+Queues = dict[
+    tuple[int, int], deque[Sequence[jax.Array]]
+]  # (source, destination) -> sent and not yet received
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfers:
+    """The channel of one mesh: arrays are laid out on the destination by the sender."""
+
+    mesh: int
+    layouts: Mapping[tuple[int, str], NamedSharding]
+    queues: Queues
+
+    def sender(self, values: tuple[str, ...], to: int) -> Sender:
+        """Start the copy and queue it."""
+        queue = self.queues[self.mesh, to]
+        shardings = [self.layouts[to, value] for value in values]
+
+        def send(arrays: Sequence[jax.Array]) -> None:
+            queue.append(jax.device_put(list(arrays), shardings))
+
+        return send
+
+    def receiver(self, values: tuple[str, ...], source: int) -> Receiver:
+        """Take the oldest copy of this pair of meshes."""
+        return self.queues[source, self.mesh].popleft
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """The runtime of one process; ordinals in a program index `devices`."""
+
+    devices: Sequence[Device]
+
+    def load(self, program: Program, *, leaf_names: Sequence[str] = ()) -> Loaded:
+        """Check the program and resolve everything in it; executables compile at the first call."""
+        program.verify()
+        meshes = [mesh_of(mesh, self.devices) for mesh in program.meshes]
+        layouts = {
+            (number, name): NamedSharding(meshes[number], kind.spec)
+            for number, mesh in enumerate(program.meshes)
+            for name, kind in mesh.values.items()
+        }
+        slots = _slots(program)
+        functions = {e.name: jitted(e, meshes[e.mesh]) for e in program.executables.values()}
+        donated = {e.name: e.donated for e in program.executables.values()}
+        queues: Queues = defaultdict(deque)
+        local = [
+            {name: slots[number, name] for name in mesh.values} for number, mesh in enumerate(program.meshes)
+        ]
+        steps = [
+            resolve(
+                instruction,
+                slots=local[mesh],
+                functions=functions,
+                donated=donated,
+                channel=Transfers(mesh=mesh, layouts=layouts, queues=queues),
+            )
+            for mesh, instruction in program.linear_order()
+        ]
+        place = placement(program, [layouts[item.mesh, item.value] for item in program.inputs], leaf_names)
+        results = collection(program, slots, layouts)
+        unset: Environment = [None] * (len(slots) - len(program.inputs))
+
+        def step(leaves: Sequence[Any]) -> list[Any]:
+            env = place(leaves) + unset
+            for queue in queues.values():
+                queue.clear()  # of a call that was interrupted
+            for run in steps:
+                run(env)
+            return [result(env) for result in results]
+
+        return step
+
+
+def _slots(program: Program) -> dict[tuple[int, str], int]:
+    """A place in the environment for every value: the inputs in their order, then all others."""
+    values = [(item.mesh, item.value) for item in program.inputs]
+    values += [(number, name) for number, mesh in enumerate(program.meshes) for name in mesh.values]
+    return {value: slot for slot, value in enumerate(dict.fromkeys(values))}

@@ -1,0 +1,104 @@
+"""Give back the results of a step; pieces of a stacked result become one array where their layouts allow it.
+
+Pieces on meshes of one shape are the shards of an array over all these meshes, with a leading axis "stage":
+
+    piece 0: P(a, ...) on mesh 0,  piece 1: P(a, ...) on mesh 1  ->  P(("stage", a), ...) on [mesh 0, mesh 1]
+
+No byte moves, and the next step takes the same shards as its pieces. Other pieces are gathered on the first
+one's mesh.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.instructions import spec_axes
+from autopar.program import Output, Program
+
+Environment = list[Any]
+Result = Callable[[Environment], Any]
+Layouts = Mapping[tuple[int, str], NamedSharding]  # of (mesh, value)
+
+
+def collection(program: Program, slots: Mapping[tuple[int, str], int], layouts: Layouts) -> list[Result]:
+    """One function of the final environment per leaf of the result, in order."""
+    given: set[int] = set()
+    results: list[Result] = []
+    for output in sorted(program.outputs, key=lambda output: output.leaf):
+        places = [slots[part] for part in output.parts]
+        results.append(
+            _result(output, places, program, layouts, again=len(places) == 1 and places[0] in given)
+        )
+        given.update(places)
+    return results
+
+
+def _result(output: Output, places: list[int], program: Program, layouts: Layouts, *, again: bool) -> Result:
+    if not places:
+        # A new array each time, because the caller may donate it.
+        return lambda env: jax.device_put(np.asarray(output.literal))
+    if len(places) == 1 and again:
+        # As jit does: two results never share a buffer, or donating one would destroy the other.
+        return lambda env: env[places[0]].copy()
+    if len(places) == 1:
+        return lambda env: env[places[0]]
+    types = [program.meshes[mesh].values[value] for mesh, value in output.parts]
+    shapes = [kind.shape for kind in types]
+    return _stacked(places, shapes, [layouts[part] for part in output.parts])
+
+
+def _stacked(places: list[int], shapes: list[tuple[int, ...]], layouts: list[NamedSharding]) -> Result:
+    groups = [list(group) for _, group in groupby(range(len(places)), key=lambda i: layouts[i].mesh)]
+    concatenate = [_concatenate(layouts[group[0]]) for group in groups]
+    total = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    sharding = _over_all([layouts[group[0]] for group in groups])
+    devices = [] if sharding is None else list(_grid(sharding).flat)
+    equal = len({sum(shapes[i][0] for i in group) for group in groups}) == 1
+
+    def gathered(env: Environment) -> jax.Array:
+        return concatenate[0](*[jax.device_put(env[place], layouts[0]) for place in places])
+
+    def assembled(env: Environment) -> jax.Array:
+        assert sharding is not None
+        pieces = [
+            env[places[group[0]]] if len(group) == 1 else join(*[env[places[i]] for i in group])
+            for group, join in zip(groups, concatenate)
+        ]
+        shards = {shard.device: shard.data for piece in pieces for shard in piece.addressable_shards}
+        own = [shards[device] for device in devices]
+        return jax.make_array_from_single_device_arrays(total, sharding, own)
+
+    return assembled if sharding is not None and equal else gathered
+
+
+def _concatenate(sharding: NamedSharding) -> Callable[..., jax.Array]:
+    def concatenate(*pieces: jax.Array) -> jax.Array:
+        return jnp.concatenate(pieces)
+
+    return jax.jit(concatenate, out_shardings=sharding)
+
+
+def _over_all(layouts: Sequence[NamedSharding]) -> NamedSharding | None:
+    """The layout of all pieces as one array, if their meshes are alike, distinct, and laid out alike."""
+    first = layouts[0]
+    grids = [_grid(layout) for layout in layouts]
+    names = ("stage", *first.mesh.axis_names)
+    alike = len({(layout.mesh.axis_names, grid.shape) for layout, grid in zip(layouts, grids)}) == 1
+    distinct = len({layout.mesh for layout in layouts}) == len(layouts) > 1
+    if not alike or not distinct or names.count("stage") > 1:
+        return None
+    if any(layout.spec != first.spec for layout in layouts):
+        return None
+    mesh = Mesh(np.stack(grids), names, axis_types=(AxisType.Auto,) * len(names))
+    entries = [*first.spec] or [None]
+    return NamedSharding(mesh, PartitionSpec(("stage", *spec_axes(entries[0])), *entries[1:]))
+
+
+def _grid(layout: NamedSharding) -> np.ndarray[Any, Any]:
+    assert isinstance(layout.mesh, Mesh) and layout.mesh.devices is not None
+    return layout.mesh.devices
