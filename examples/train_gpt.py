@@ -42,7 +42,7 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2]), dtype=bool)
         h = nn.LayerNorm(name="ln_1")(x)
-        # No biases: a key's has no effect, so its gradient is rounding, which Adam would turn into full steps.
+        # No biases: a key's has no effect, so its gradient is rounding, which Adam turns into full steps.
         attend = nn.MultiHeadDotProductAttention(num_heads=HEADS, use_bias=False, name="attention")
         x = x + attend(h, h, mask=mask)
         h = nn.gelu(nn.Dense(4 * WIDTH, name="up")(nn.LayerNorm(name="ln_2")(x)))

@@ -1,0 +1,1 @@
+"""Measurements of what autopar costs and gains; each command prints a table and writes JSON."""
