@@ -24,6 +24,7 @@ __all__ = [
     "Var",
     "ad_phase",
     "bind_equation",
+    "bind_loop",
     "identity_primitive",
     "jaxpr_as_fun",
     "jaxpr_effects",
@@ -169,6 +170,16 @@ def loop_of(eqn: JaxprEqn) -> Loop:
         unroll=params.get("unroll", 1),
         body=params["jaxpr"],
     )
+
+
+def bind_loop(eqn: JaxprEqn, args: Sequence[Any], length: int) -> list[Any]:
+    """Run the body of a scan equation `length` times, on `xs` of that length.
+
+    The body of a scan is one iteration and knows nothing of their number, so no re-tracing is needed; parameters
+    that a release adds are passed on untouched.
+    """
+    unroll = min(eqn.params.get("unroll", 1), length)
+    return bind_equation(eqn, args, dict(eqn.params, length=length, unroll=unroll))
 
 
 def identity_primitive(name: str) -> Primitive:

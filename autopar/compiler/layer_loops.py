@@ -1,0 +1,276 @@
+"""Split every scan over layers, and the stacked values around it, into pieces that stages can own.
+
+    params (4, ...) ──┐                          params[0:2] ──┐      params[2:4] ──┐
+    h ─────────── scan(4) ── h'        →         h ─────── scan(2) ── h ──────── scan(2) ── h'
+    mu, nu (4, ...) ── update (4, ...)           mu[0:2] ── update (2, ...)   mu[2:4] ── update (2, ...)
+
+A *layer loop* is a scan that reads stacked parameters: floating-point values computed from floating-point
+inputs other than the batch. Its cut travels along axis 0, in both directions through every equation that
+keeps rows apart (`layer_axis`), until nothing changes: so it reaches the inputs, the optimizer's moments, and
+the results. Loops that read the batch alone (time steps, microbatches) are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+from autopar.compiler.jax_compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Var,
+    ad_phase,
+    bind_equation,
+    loop_of,
+    open_jaxpr,
+    trace,
+    under_scope_of,
+)
+from autopar.compiler.layer_axis import Bounds, Link, Rule, dtype_of, shape_of, size_of
+from autopar.compiler.layer_pieces import Pieces, filled, rows, whole
+from autopar.compiler.layer_rules import rule_of
+
+__all__ = ["Piece", "SplitLoops", "has_layer_loops", "split_layer_loops"]
+
+# A value is cut no finer: a difference of neighbouring rows would carry a cut from row to row without end.
+MOST_PIECES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """The rows `[start, stop)` of an input or output of the original step; None and None: all of it."""
+
+    leaf: int
+    start: int | None = None
+    stop: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitLoops:
+    """A step whose layer loops are split, and which piece of the original step each input and output is."""
+
+    jaxpr: ClosedJaxpr
+    inputs: tuple[Piece, ...]
+    outputs: tuple[Piece, ...]
+
+
+def has_layer_loops(closed: ClosedJaxpr, *, batch_inputs: Collection[int]) -> tuple[int, ...]:
+    """The lengths of the loops over layers in order, without those of the backward pass; () if none."""
+    jaxpr, _ = open_jaxpr(closed)
+    loops = (jaxpr.eqns[i] for i in _layer_loops(jaxpr, batch_inputs))
+    return tuple(loop_of(eqn).length for eqn in loops if ad_phase(eqn) != "backward")
+
+
+def split_layer_loops(
+    closed: ClosedJaxpr,
+    num_pieces: int,
+    *,
+    batch_inputs: Collection[int],
+    state_outputs: Mapping[int, int] | None = None,
+) -> SplitLoops:
+    """The step with every layer loop in `num_pieces` loops, or one per layer if it has fewer layers.
+
+    Stacked inputs and outputs come in the same pieces, whose sizes differ by at most one; the batch is not
+    split. `state_outputs` says which input an output replaces (output number -> input number): these two get
+    the same pieces even if no equation ties them.
+    """
+    assert num_pieces >= 1, num_pieces
+    jaxpr, consts = open_jaxpr(closed)
+    cuts = _find_cuts(jaxpr, num_pieces, batch_inputs, state_outputs or {})
+    inputs = [cuts.of_value(v) for v in jaxpr.invars]
+    outputs = [cuts.of_value(v) for v in jaxpr.outvars]
+
+    def split_step(*flat: Any) -> list[Any]:
+        remaining = iter(flat)
+        args = [_take(remaining, bounds) for bounds in inputs]
+        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+        _evaluate(jaxpr.eqns, cuts, env)
+        return _results(jaxpr, outputs, env)
+
+    avals = [aval for v, bounds in zip(jaxpr.invars, inputs) for aval in _avals(v.aval, bounds)]
+    return SplitLoops(
+        jaxpr=trace(split_step, avals) if cuts.points else closed,
+        inputs=_pieces(inputs),
+        outputs=_pieces(outputs),
+    )
+
+
+# Which loops, and where
+
+
+def _layer_loops(jaxpr: Jaxpr, batch_inputs: Collection[int]) -> list[int]:
+    """The equations that scan over floating-point values made from such inputs and not from the batch.
+
+    Random keys are not floating-point, so a loop over time with a key per step is none.
+    """
+    batch = {jaxpr.invars[i] for i in batch_inputs}
+    stacked = {v for v in jaxpr.invars if v not in batch and _is_float(v)}
+    found: list[int] = []
+    for i, eqn in enumerate(jaxpr.eqns):
+        operands = [v for v in eqn.invars if isinstance(v, Var)]
+        if not batch.isdisjoint(operands):
+            batch.update(eqn.outvars)
+        elif not stacked.isdisjoint(operands):
+            stacked.update(v for v in eqn.outvars if _is_float(v))
+        if eqn.primitive.name == "scan" and not stacked.isdisjoint(_scanned(eqn)):
+            found.append(i)
+    return found
+
+
+def _is_float(v: Any) -> bool:
+    return jnp.issubdtype(dtype_of(v), jnp.inexact)
+
+
+def _scanned(eqn: JaxprEqn) -> list[Var]:
+    loop = loop_of(eqn)
+    return [v for v in eqn.invars[loop.num_consts + loop.num_carry :] if isinstance(v, Var)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cuts:
+    """Where variables, and the axes `(equation, number)` of equations, are cut: inner points only."""
+
+    points: Mapping[Hashable, frozenset[int]]
+    rules: Sequence[Rule | None]
+
+    def of_value(self, v: Any) -> Bounds | None:
+        """The bounds of a variable's pieces; None if it stays whole."""
+        points = self.points.get(v) if isinstance(v, Var) else None
+        return (0, *sorted(points), shape_of(v)[0]) if points else None
+
+    def of_axes(self, i: int) -> list[Bounds]:
+        """The bounds along each axis of equation `i`."""
+        rule = self.rules[i]
+        lengths = rule.lengths if rule else ()
+        return [(0, *sorted(self.points.get((i, a), ())), n) if n else () for a, n in enumerate(lengths)]
+
+
+def _find_cuts(
+    jaxpr: Jaxpr, num_pieces: int, batch_inputs: Collection[int], state_outputs: Mapping[int, int]
+) -> _Cuts:
+    """Cut the layer loops, and carry each cut along the links until nothing changes.
+
+    Points are only ever added, so this ends, and all values that one axis ties together agree.
+    """
+    rules = [rule_of(eqn) for eqn in jaxpr.eqns]
+    axes: dict[tuple[int, int], tuple[int, list[Link]]] = {}
+    for i, rule in enumerate(rules):
+        if rule is not None:
+            links = [link for link in rule.links if isinstance(link.value, Var)]
+            axes |= {(i, a): (n, [k for k in links if k.axis == a]) for a, n in enumerate(rule.lengths)}
+    for result, leaf in state_outputs.items():
+        tied = [jaxpr.invars[leaf], jaxpr.outvars[result]]
+        length = size_of(tied[0])
+        if length is not None and shape_of(tied[0]) == shape_of(tied[1]):
+            axes[-1, result] = length, [Link(value=v) for v in tied if isinstance(v, Var)]
+    start = {(i, 0): _equal_parts(axes[i, 0][0], num_pieces) for i in _layer_loops(jaxpr, batch_inputs)}
+    fixed = {jaxpr.invars[i] for i in batch_inputs}
+    return _Cuts(points=_carry_cuts(axes, start, fixed), rules=rules)
+
+
+def _equal_parts(length: int, num_pieces: int) -> frozenset[int]:
+    n = min(num_pieces, length)
+    return frozenset(length * i // n for i in range(1, n))
+
+
+def _carry_cuts(
+    axes: Mapping[tuple[int, int], tuple[int, Sequence[Link]]],
+    start: Mapping[tuple[int, int], frozenset[int]],
+    fixed: Collection[Any],
+) -> dict[Hashable, frozenset[int]]:
+    points: dict[Hashable, frozenset[int]] = {}
+    places: dict[Any, list[tuple[tuple[int, int], Link]]] = defaultdict(list)
+    for axis, (_, links) in axes.items():
+        for link in links:
+            places[link.value].append((axis, link))
+    changed: deque[Any] = deque()
+
+    def add(node: Hashable, size: int, new: Collection[int]) -> None:
+        before = points.get(node, frozenset())
+        after = before.union(p for p in new if 0 < p < size)
+        if after != before and len(after) < MOST_PIECES:
+            points[node] = after
+            changed.append(node)
+
+    for axis, new in start.items():
+        add(axis, axes[axis][0], new)
+    while changed:
+        node = changed.popleft()
+        for link in axes[node][1] if node in axes else ():
+            if link.value not in fixed:
+                add(link.value, shape_of(link.value)[0], _on_value(link, points[node]))
+        for axis, link in places.get(node, ()):
+            add(axis, axes[axis][0], _on_axis(link, points[node]))
+    return points
+
+
+def _on_value(link: Link, points: Collection[int]) -> list[int]:
+    places = [(p - link.offset) / link.ratio for p in points]
+    return [int(p) for p in places if p.denominator == 1]
+
+
+def _on_axis(link: Link, points: Collection[int]) -> list[int]:
+    """The value's cuts on the axis, and its ends: what lies outside of it is no part of its pieces."""
+    places = [p * link.ratio + link.offset for p in (0, *points, shape_of(link.value)[0])]
+    return [int(p) for p in places if p.denominator == 1]
+
+
+# The step on pieces
+
+
+def _evaluate(eqns: Sequence[JaxprEqn], cuts: _Cuts, env: dict[Any, Any]) -> None:
+    """Run the equations, each on pieces if one of its axes is cut, and put the results into `env`."""
+    for i, eqn in enumerate(eqns):
+        args = [env[v] if isinstance(v, Var) else v.val for v in eqn.invars]
+        rule, bounds = cuts.rules[i], cuts.of_axes(i)
+        if rule and (any(isinstance(x, Pieces) for x in args) or any(len(b) > 2 for b in bounds)):
+            results = rule.apply(args, bounds)
+        else:
+            with under_scope_of(eqn):
+                args = [whole(x) for x in args]
+            results = bind_equation(eqn, args)
+        env.update(zip(eqn.outvars, results))
+
+
+def _take(flat: Iterator[Any], bounds: Bounds | None) -> Any:
+    if bounds is None:
+        return next(flat)
+    return Pieces(bounds=bounds, values=tuple(next(flat) for _ in bounds[1:]))
+
+
+def _results(jaxpr: Jaxpr, outputs: Sequence[Bounds | None], env: Mapping[Any, Any]) -> list[Any]:
+    """The outputs in their pieces; cutting or joining one for that counts to the equation that made it."""
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    flat: list[Any] = []
+    for v, bounds in zip(jaxpr.outvars, outputs):
+        if not isinstance(v, Var):
+            flat.append(v.val)
+            continue
+        with under_scope_of(makers[v]) if v in makers else nullcontext():
+            flat += (
+                [whole(env[v])] if bounds is None else [filled(rows(env[v], *s)) for s in pairwise(bounds)]
+            )
+    return flat
+
+
+def _avals(aval: Any, bounds: Bounds | None) -> list[Any]:
+    if bounds is None:
+        return [aval]
+    shapes = [(stop - start, *aval.shape[1:]) for start, stop in pairwise(bounds)]
+    return [jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type) for shape in shapes]
+
+
+def _pieces(bounds: Sequence[Bounds | None]) -> tuple[Piece, ...]:
+    return tuple(
+        Piece(leaf=leaf, start=start, stop=stop)
+        for leaf, spans in enumerate([(None, None)] if b is None else pairwise(b) for b in bounds)
+        for start, stop in spans
+    )
