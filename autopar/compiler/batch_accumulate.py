@@ -1,0 +1,54 @@
+"""The primitive that marks where the results of all microbatches become one value.
+
+accumulate[kind axis num_microbatches]   sum | max | min | and | or | mean | concatenate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.compiler import jax_compat as jc
+
+accumulate_p = jc.unlowered_primitive(
+    "accumulate", "an `accumulate` equation stands between microbatches and has no code of its own"
+)
+
+
+def accumulate(value: Any, *, kind: str, axis: int = 0, num_microbatches: int) -> Any:
+    """The completed value, of which each microbatch has `value`."""
+    return accumulate_p.bind(value, kind=kind, axis=axis, num_microbatches=num_microbatches)
+
+
+def combine(kind: str, axis: int, parts: Sequence[Any]) -> Any:
+    """What `accumulate` means: the parts of all microbatches as one value."""
+    match kind:
+        case "sum":
+            return reduce(jnp.add, parts)
+        case "mean":
+            return reduce(jnp.add, parts) / len(parts)
+        case "max":
+            return reduce(jnp.maximum, parts)
+        case "min":
+            return reduce(jnp.minimum, parts)
+        case "and":
+            return reduce(jnp.logical_and, parts)
+        case "or":
+            return reduce(jnp.logical_or, parts)
+        case _:
+            assert kind == "concatenate", kind
+            return jnp.concatenate(parts, axis=axis)
+
+
+def _abstract(aval: Any, *, kind: str, axis: int, num_microbatches: int) -> Any:
+    if kind != "concatenate":
+        return aval
+    shape = [n * num_microbatches if i == axis else n for i, n in enumerate(aval.shape)]
+    return jax.core.ShapedArray(tuple(shape), aval.dtype)
+
+
+accumulate_p.def_abstract_eval(_abstract)

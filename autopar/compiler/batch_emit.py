@@ -1,0 +1,193 @@
+"""Trace the program of one microbatch from the steps that the analysis decided on.
+
+split    the equation with its parameters at the microbatch's size: p(B/M) = p(B) - (p(2B) - p(B)) (1 - 1/M)
+source   at the full size, then the slice of this microbatch, right there so that XLA can fuse the two
+whole    on whole copies of the batch, once, before the microbatches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.batch_accumulate import accumulate
+from autopar.compiler.batch_emit_bodies import emit_bodies
+from autopar.compiler.batch_rules import batch_axes
+from autopar.compiler.batch_slice import Microbatch, at_microbatch
+from autopar.compiler.batch_states import Batched, Local, Partial, State
+from autopar.compiler.batch_steps import (
+    COMPLETE,
+    DRAW,
+    FIRST,
+    SHARE,
+    SOURCE,
+    WHOLE,
+    Block,
+    Step,
+)
+
+
+@dataclass(kw_only=True)
+class _Frame:
+    """The values of one block while it is traced: of the microbatch, of the whole batch, and accumulated."""
+
+    microbatch: Microbatch
+    block: Block
+    top: bool
+    values: dict[jc.Var, Any]
+    whole: dict[jc.Var, Any]
+    accumulated: dict[jc.Var, Any]
+    producers: dict[jc.Var, jc.JaxprEqn]
+
+    def read(self, atom: Any) -> Any:
+        return atom.val if isinstance(atom, jc.Literal) else self.values[atom]
+
+    def read_whole(self, atom: Any) -> Any:
+        if isinstance(atom, jc.Literal):
+            return atom.val
+        return self.whole[atom] if atom in self.whole else self.values[atom]
+
+
+def emit(
+    microbatch: Microbatch,
+    block: Block,
+    args: Sequence[Any],
+    whole: Mapping[jc.Var, Any],
+    *,
+    top: bool = False,
+) -> list[Any]:
+    """The block's results for one microbatch; at the top, accumulated over all of them.
+
+    `whole` has the values of the whole batch that the block reads: at the top its inputs, otherwise what was computed
+    before the block.
+    """
+    frame = _frame(microbatch, block, args, whole, top)
+    for step in block.steps:
+        frame.values.update(zip(step.eqn.outvars, _results(frame, step), strict=True))
+        frame.producers.update(dict.fromkeys(step.eqn.outvars, step.eqn))
+    if not top:
+        pairs = zip(block.jaxpr.outvars, block.outputs, block.output_uses, strict=True)
+        return [_used(frame, atom, state, use) for atom, state, use in pairs]
+    return [_accumulated(frame, v, s) for v, s in zip(block.jaxpr.outvars, block.outputs, strict=True)]
+
+
+def _frame(
+    microbatch: Microbatch, block: Block, args: Sequence[Any], whole: Mapping[jc.Var, Any], top: bool
+) -> _Frame:
+    consts = dict(zip(block.jaxpr.constvars, block.consts, strict=True))
+    sliced = {v: _sliced(microbatch, jnp.asarray(c), block.constants[v]) for v, c in consts.items()}
+    return _Frame(
+        microbatch=microbatch,
+        block=block,
+        top=top,
+        values={**sliced, **dict(zip(block.jaxpr.invars, args, strict=True))},
+        whole={**consts, **whole},
+        accumulated={},
+        producers={},
+    )
+
+
+def _sliced(microbatch: Microbatch, value: Any, state: State) -> Any:
+    return microbatch.rows(value, state.axis) if isinstance(state, Batched) else value
+
+
+def _results(frame: _Frame, step: Step) -> list[Any]:
+    if step.mode == WHOLE:
+        return _from_whole(frame, step, _evaluate_whole(frame, step))
+    if frame.top and step.mode != SOURCE and any(v in frame.block.needed_whole for v in step.eqn.outvars):
+        _evaluate_whole(frame, step)
+    args = [_used(frame, *operand) for operand in zip(step.eqn.invars, step.operands, step.uses, strict=True)]
+    if step.bodies:
+        return emit_bodies(emit, frame.microbatch, step, args, frame.read_whole)
+    if step.mode == SOURCE:
+        full = jc.bind_equation(step.eqn, args)
+        frame.whole.update(zip(step.eqn.outvars, full))
+        return _from_whole(frame, step, full)
+    if step.mode == DRAW:
+        args = [_folded(args[0], frame.microbatch.index)]
+    return _at_microbatch(frame, step, args)
+
+
+def _evaluate_whole(frame: _Frame, step: Step) -> list[Any]:
+    """The equation on the whole batch; in a body it was evaluated before the body."""
+    if frame.top:
+        full = jc.bind_equation(step.eqn, [frame.read_whole(a) for a in step.eqn.invars])
+        frame.whole.update(zip(step.eqn.outvars, full))
+    return [frame.whole[v] for v in step.eqn.outvars]
+
+
+def _from_whole(frame: _Frame, step: Step, full: Sequence[Any]) -> list[Any]:
+    with jc.under_scope_of(step.eqn):
+        return [_sliced(frame.microbatch, value, state) for value, state in zip(full, step.results)]
+
+
+def _at_microbatch(frame: _Frame, step: Step, args: list[Any]) -> list[Any]:
+    microbatch = frame.microbatch
+    params = at_microbatch(step.eqn.params, step.doubled.params, microbatch) if _grows(step) else None
+    if step.own_column is not None:
+        with jc.under_scope_of(step.eqn):
+            args[1] = _own_numbers(step, args[1], microbatch)
+    results = jc.bind_equation(step.eqn, args, params)
+    if step.local:
+        with jc.under_scope_of(step.eqn):
+            results = [r * jnp.asarray(microbatch.count, r.dtype) for r in results]
+    return results
+
+
+def _grows(step: Step) -> bool:
+    pairs = zip([*step.eqn.invars, *step.eqn.outvars], [*step.doubled.invars, *step.doubled.outvars])
+    return any(batch_axes(a.aval, b.aval) for a, b in pairs)
+
+
+def _own_numbers(step: Step, indices: Any, microbatch: Microbatch) -> Any:
+    """Indices that count the rows of the batch, made to count those of the microbatch."""
+    state = step.operands[0]
+    assert isinstance(state, Batched), state
+    start = microbatch.index * microbatch.size(step.eqn.invars[0].aval.shape[state.axis])
+    columns = lax.broadcasted_iota(indices.dtype, indices.shape, indices.ndim - 1)
+    shift = lax.convert_element_type(start, indices.dtype)
+    is_own = lax.convert_element_type(lax.eq(columns, lax.full_like(columns, step.own_column)), indices.dtype)
+    return lax.sub(indices, lax.mul(is_own, lax.broadcast(shift, indices.shape)))
+
+
+def _folded(key: Any, index: Any) -> Any:
+    fold = jax.random.fold_in
+    for _ in range(key.ndim):
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(key, index)
+
+
+def _used(frame: _Frame, atom: Any, state: State, use: str) -> Any:
+    if use == COMPLETE:
+        return _accumulated(frame, atom, state)
+    value = frame.read(atom)
+    if use == FIRST:
+        value = jnp.asarray(value)
+        return lax.select(frame.microbatch.index == 0, value, lax.full_like(value, 0))
+    if use == SHARE:
+        return value / jnp.asarray(frame.microbatch.count, value.dtype)
+    return value
+
+
+_KINDS: dict[type, str] = {Batched: "concatenate", Local: "mean"}
+
+
+def _accumulated(frame: _Frame, atom: Any, state: State) -> Any:
+    """The value over all microbatches, accumulated once however often it is used."""
+    if not isinstance(state, Batched | Partial | Local):
+        return frame.read(atom)
+    if atom not in frame.accumulated:
+        kind = state.kind if isinstance(state, Partial) else _KINDS[type(state)]
+        axis = state.axis if isinstance(state, Batched) else 0
+        with jc.under_scope_of(frame.producers[atom]) if atom in frame.producers else nullcontext():
+            frame.accumulated[atom] = accumulate(
+                frame.read(atom), kind=kind, axis=axis, num_microbatches=frame.microbatch.count
+            )
+    return frame.accumulated[atom]

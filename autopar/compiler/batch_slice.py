@@ -1,0 +1,47 @@
+"""One microbatch of a batch: its slice of a value, and its share of a parameter that grows with the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+
+from autopar.errors import NotSplittable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Which microbatch is computed: `index` is a traced number."""
+
+    count: int
+    index: Any
+
+    def size(self, full: int) -> int:
+        """The length of an axis in one microbatch."""
+        if full % self.count:
+            raise NotSplittable(
+                f"An axis of {full} that grows with the batch does not divide into {self.count} microbatches. "
+                f"Choose a number of microbatches that divides {full}."
+            )
+        return full // self.count
+
+    def rows(self, value: Any, axis: int) -> Any:
+        """This microbatch's slice of a value of the whole batch."""
+        size = self.size(value.shape[axis])
+        starts = [self.index * size if i == axis else 0 for i in range(value.ndim)]
+        sizes = [size if i == axis else n for i, n in enumerate(value.shape)]
+        return lax.dynamic_slice(value, starts, sizes, allow_negative_indices=False)
+
+
+def at_microbatch(value: Any, doubled: Any, microbatch: Microbatch) -> Any:
+    """A parameter at the microbatch's size. Integers that differ are affine in the batch; all else stays."""
+    if isinstance(value, dict):
+        return {key: at_microbatch(item, doubled[key], microbatch) for key, item in value.items()}
+    if isinstance(value, tuple) and isinstance(doubled, tuple) and len(value) == len(doubled):
+        items = [at_microbatch(a, b, microbatch) for a, b in zip(value, doubled)]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, int) and isinstance(doubled, int) and value != doubled:
+        grown = doubled - value
+        return value - grown + microbatch.size(grown)
+    return value

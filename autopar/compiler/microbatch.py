@@ -1,0 +1,205 @@
+"""Turn a step over the full batch into a step over microbatches with equal results.
+
+    split_batch(full, doubled, ...)  ->  MicrobatchedStep
+
+Nothing is assumed about the scale of the loss: literals such as 1/B are those of the full batch, so a sum over microbatches
+is the sum over the batch. `accumulate` equations say where the microbatches' results become one value; what follows from
+one is computed once per step, or, if it meets the examples again, in a further round over the microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.batch_accumulate import accumulate_p, combine
+from autopar.compiler.batch_axes import analyse, input_states
+from autopar.compiler.batch_emit import emit
+from autopar.compiler.batch_ledger import Ledger
+from autopar.compiler.batch_slice import Microbatch
+from autopar.compiler.batch_states import Batched
+from autopar.compiler.batch_steps import Block
+from autopar.compiler.normalize import eliminate_dead
+from autopar.errors import InvalidArgument
+
+__all__ = ["MicrobatchedStep", "StepInput", "accumulate_p", "evaluate_microbatched", "split_batch"]
+
+_SMALL = 16
+"""Integers of no more elements than this are keys or counters, not state that an example's loss is a function of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInput:
+    """An input of the microbatched step: a whole leaf, a microbatch of one, or the microbatch's number."""
+
+    kind: str  # "whole" | "microbatch" | "index"
+    leaf: int | None
+    axis: int = 0
+    """Along which axis a microbatch is sliced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchedStep:
+    """What to do for one microbatch, and where the results of all of them meet."""
+
+    jaxpr: jc.ClosedJaxpr
+    inputs: tuple[StepInput, ...]
+    num_microbatches: int
+
+
+def split_batch(
+    full: jc.ClosedJaxpr,
+    doubled: jc.ClosedJaxpr,
+    *,
+    batch_inputs: Sequence[int],
+    num_microbatches: int,
+    batch_statistics: str = "exact",
+    random: str = "full_batch",
+    input_names: Sequence[str] = (),
+) -> MicrobatchedStep:
+    """The step of one microbatch, given the normalised traces at the batch and at twice the batch.
+
+    `batch_statistics="per_microbatch"` accepts that reductions over the batch that meet the same examples again, as in
+    batch normalisation, are taken within each microbatch; `random="per_microbatch"` that random bits are drawn from a
+    key folded with the microbatch's number, instead of being those of the full batch.
+    """
+    ledger = Ledger(
+        num_microbatches=num_microbatches,
+        # One microbatch is the batch, so its own statistics are exact.
+        exact=batch_statistics == "exact" and num_microbatches > 1,
+        draw_per_microbatch=random == "per_microbatch" and num_microbatches > 1,
+    )
+    invars = jc.open_jaxpr(full)[0].invars
+    stateful = {i: i not in batch_inputs and _is_state(v.aval) for i, v in enumerate(invars)}
+    states = input_states(full, doubled, stateful)
+    for i, (var, state) in enumerate(zip(invars, states)):
+        if isinstance(state, Batched) and var.aval.shape[state.axis] % num_microbatches:
+            raise _does_not_divide(var.aval.shape[state.axis], num_microbatches, _name(i, input_names))
+    return _traced_step(analyse(ledger, full, doubled, states), num_microbatches)
+
+
+def _is_state(aval: Any) -> bool:
+    """Whether an input outside of the batch is state: everything but random keys and small integers."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return False
+    return not (jnp.issubdtype(aval.dtype, jnp.integer) and aval.size <= _SMALL)
+
+
+def _name(position: int, input_names: Sequence[str]) -> str:
+    return f"`{input_names[position]}`" if position < len(input_names) else f"input {position}"
+
+
+def _does_not_divide(size: int, num_microbatches: int, name: str) -> InvalidArgument:
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    nearest = min(divisors, key=lambda n: abs(n - num_microbatches))
+    return InvalidArgument(
+        f"The batch axis of {name} has {size} rows, which do not divide into {num_microbatches} microbatches of equal "
+        f"size. Use a number of microbatches that divides {size} (the nearest is {nearest}), or another batch size."
+    )
+
+
+def _traced_step(block: Block, num_microbatches: int) -> MicrobatchedStep:
+    invars = block.jaxpr.invars
+    copies = [
+        i for i, v in enumerate(invars) if v in block.needed_whole and isinstance(block.inputs[i], Batched)
+    ]
+    inputs = [
+        *(
+            StepInput(kind="microbatch", leaf=i, axis=s.axis)
+            if isinstance(s, Batched)
+            else StepInput(kind="whole", leaf=i)
+            for i, s in enumerate(block.inputs)
+        ),
+        StepInput(kind="index", leaf=None),
+        *(StepInput(kind="whole", leaf=i) for i in copies),
+    ]
+
+    def run(*args: Any) -> list[Any]:
+        index, whole = args[len(invars)], args[len(invars) + 1 :]
+        microbatch = Microbatch(count=num_microbatches, index=index)
+        return emit(
+            microbatch, block, args[: len(invars)], dict(zip([invars[i] for i in copies], whole)), top=True
+        )
+
+    avals = [_aval(block, given, num_microbatches) for given in inputs]
+    closed = eliminate_dead(jc.trace(run, avals))
+    return _without_unused(closed, inputs, num_microbatches)
+
+
+def _aval(block: Block, given: StepInput, num_microbatches: int) -> Any:
+    if given.leaf is None:
+        return jax.ShapeDtypeStruct((), jnp.int32)
+    aval, state = block.jaxpr.invars[given.leaf].aval, block.inputs[given.leaf]
+    shape = list(aval.shape)
+    if given.kind == "microbatch" and isinstance(state, Batched):
+        shape[state.axis] //= num_microbatches
+    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _without_unused(
+    closed: jc.ClosedJaxpr, inputs: Sequence[StepInput], num_microbatches: int
+) -> MicrobatchedStep:
+    """Drop the microbatch's number and the whole copies where nothing reads them; the step's own inputs all stay."""
+    jaxpr, _ = jc.open_jaxpr(closed)
+    read = {a for eqn in jaxpr.eqns for a in eqn.invars if isinstance(a, jc.Var)}
+    read.update(a for a in jaxpr.outvars if isinstance(a, jc.Var))
+    first = next(i for i, given in enumerate(inputs) if given.kind == "index")
+    kept = [i for i, v in enumerate(jaxpr.invars) if i < first or v in read]
+    return MicrobatchedStep(
+        jaxpr=jc.with_inputs(closed, kept),
+        inputs=tuple(inputs[i] for i in kept),
+        num_microbatches=num_microbatches,
+    )
+
+
+def evaluate_microbatched(step: MicrobatchedStep, leaves: Sequence[Any]) -> list[Any]:
+    """The step's results, by plain loops over the microbatches: what every other way to run it must equal."""
+    jaxpr, consts = jc.open_jaxpr(step.jaxpr)
+    count = step.num_microbatches
+    once: dict[jc.Var, Any] = dict(zip(jaxpr.constvars, consts))
+    each: list[dict[jc.Var, Any]] = [{} for _ in range(count)]
+    for var, given in zip(jaxpr.invars, step.inputs, strict=True):
+        if given.kind == "whole":
+            once[var] = leaves[_leaf(given)]
+            continue
+        for m, env in enumerate(each):
+            env[var] = _given(given, leaves, m, count)
+    for eqn in jaxpr.eqns:
+        _evaluate(eqn, once, each)
+    return [a.val if isinstance(a, jc.Literal) else once[a] for a in jaxpr.outvars]
+
+
+def _leaf(given: StepInput) -> int:
+    assert given.leaf is not None
+    return given.leaf
+
+
+def _given(given: StepInput, leaves: Sequence[Any], m: int, count: int) -> Any:
+    if given.kind == "index":
+        return np.int32(m)
+    leaf = leaves[_leaf(given)]
+    size = leaf.shape[given.axis] // count
+    return leaf[
+        tuple(slice(m * size, (m + 1) * size) if i == given.axis else slice(None) for i in range(leaf.ndim))
+    ]
+
+
+def _evaluate(eqn: jc.JaxprEqn, once: dict[jc.Var, Any], each: list[dict[jc.Var, Any]]) -> None:
+    """Evaluate an equation for every microbatch, or once if nothing in it depends on the microbatch."""
+
+    def values(env: dict[jc.Var, Any]) -> list[Any]:
+        return [a.val if isinstance(a, jc.Literal) else env[a] if a in env else once[a] for a in eqn.invars]
+
+    if eqn.primitive is accumulate_p:
+        parts = [values(env)[0] for env in each]
+        once[eqn.outvars[0]] = combine(eqn.params["kind"], eqn.params["axis"], parts)
+        return
+    varies = any(isinstance(a, jc.Var) and a in each[0] for a in eqn.invars)
+    for env in each if varies else [once]:
+        env.update(zip(eqn.outvars, jc.bind_equation(eqn, values(env)), strict=True))
