@@ -57,9 +57,13 @@ class Executable:
     donated: tuple[int, ...] = ()  # positions in `inputs`
     flops: float = 0.0
     bytes_accessed: float = 0.0
-    jaxpr: Any = field(
-        default=None, compare=False, repr=False
-    )  # a ClosedJaxpr, which neither compares nor pickles
+    # A ClosedJaxpr, which neither compares nor pickles.
+    jaxpr: Any = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        donated = f", donates {listed(self.donated)}" if self.donated else ""
+        sizes = f"{len(self.inputs)} inputs, {len(self.outputs)} outputs, {self.flops:.3g} flop"
+        return f"{self.name} on mesh {self.mesh}: {sizes}{donated}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ class Timeline:
         console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
         with console.capture() as captured:
             console.print(table)
-        return captured.get().rstrip()
+        return "\n".join(line.rstrip() for line in captured.get().splitlines()).rstrip()
 
 
 def _metadata(name: str, process: int, thread: int, text: str) -> dict[str, Any]:

@@ -1,0 +1,151 @@
+"""The simulated runtime tells when every mesh does what, how much it holds, and what crosses the links."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from autopar.compiler.schedule import schedule_tasks
+from autopar.program import ArrayType, Executable, Free, Input, MeshProgram, Program, Recv, Run, Send, Task
+from autopar.runtime.simulated import ConstantCosts, simulate
+from tests.schedule_programs import EDGE, program_of
+
+ONE = ConstantCosts(forward_s=1.0, backward_s=2.0)
+
+
+def schedule(name: str, num_stages: int, num_microbatches: int) -> Program:
+    stages = range(num_stages)
+    order = schedule_tasks(
+        name,
+        num_stages=num_stages,
+        num_meshes=num_stages,
+        num_microbatches=num_microbatches,
+        stage_mesh=stages,
+    )
+    return program_of(order, stages, num_microbatches)
+
+
+def test_bubble_and_busy_time_are_those_of_the_closed_form() -> None:
+    timeline = simulate(schedule("1f1b", 4, 8), ONE)
+    assert timeline.makespan_s == 33.0
+    assert timeline.busy_s == (24.0,) * 4
+    assert timeline.bubble_fraction == pytest.approx(3 / 11)
+
+
+@pytest.mark.parametrize(("name", "held"), [("gpipe", (8, 8, 8, 8)), ("1f1b", (4, 3, 2, 1))])
+def test_peak_memory_follows_the_microbatches_in_flight(name, held) -> None:
+    peaks = simulate(schedule(name, 4, 8), ONE).peak_bytes
+    # At its fullest a mesh has its residuals, and what has just come in and what is about to leave.
+    extra = [peak / EDGE.nbytes - residuals for peak, residuals in zip(peaks, held)]
+    assert all(0 <= values <= 2 for values in extra)
+
+
+def test_transfers_take_latency_and_bandwidth() -> None:
+    costs = replace(ONE, latency_s=0.25, bytes_per_s=2048.0)
+    timeline = simulate(schedule("gpipe", 2, 1), costs)
+    assert timeline.makespan_s == 1 + 0.75 + 1 + 2 + 0.75 + 2
+    assert [(t.source, t.destination, t.num_bytes, t.label) for t in timeline.transfers] == [
+        (0, 1, 1024, "h_0@0"),
+        (1, 0, 1024, "g_1@0"),
+    ]
+
+
+def test_a_link_carries_one_transfer_at_a_time_and_the_sender_goes_on() -> None:
+    timeline = simulate(schedule("gpipe", 2, 3), replace(ONE, latency_s=5.0))
+    forward = [t for t in timeline.transfers if t.source == 0]
+    assert [(t.start_s, t.stop_s) for t in forward] == [(1.0, 6.0), (6.0, 11.0), (11.0, 16.0)]
+    assert [e.start_s for e in timeline.events if e.mesh == 0 and e.label.startswith("F")] == [0.0, 1.0, 2.0]
+
+
+def test_two_directions_of_a_pair_of_meshes_do_not_share_a_link() -> None:
+    timeline = simulate(schedule("1f1b", 2, 4), replace(ONE, latency_s=4.0))
+    there = [t for t in timeline.transfers if t.source == 0]
+    back = [t for t in timeline.transfers if t.source == 1]
+    assert any(a.start_s < b.stop_s and b.start_s < a.stop_s for a in there for b in back)
+
+
+def test_memory_counts_inputs_shards_donation_and_free() -> None:
+    big, small = ArrayType(shape=(64,), dtype="float32", spec=P("d")), ArrayType(shape=(), dtype="float32")
+    run = Run(task=Task(kind="U", stage=0), executable="update", inputs=("w", "s"), outputs=("v",))
+    mesh = MeshProgram(
+        devices=(0, 1),
+        shape=(2,),
+        axis_names=("d",),
+        values={"w": big, "s": small, "v": big},
+        instructions=(run, Free(values=("s",))),
+    )
+    update = Executable(name="update", mesh=0, inputs=(big, small), outputs=(big,), donated=(0,))
+    program = Program(
+        name="update",
+        meshes=(mesh,),
+        executables={"update": update},
+        inputs=(Input(leaf=0, mesh=0, value="w"), Input(leaf=1, mesh=0, value="s")),
+        outputs=(),
+    )
+    assert simulate(program, ONE).peak_bytes == (128 + 4,)
+    kept = replace(program, executables={"update": replace(update, donated=())})
+    assert simulate(kept, ONE).peak_bytes == (128 + 4 + 128,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds"), [("F", 1.0), ("B", 2.0), ("W", 3.0), ("U", 4.0), ("P", 5.0), ("Z", 5.0), ("C", 5.0)]
+)
+def test_constant_costs_know_every_kind_of_task(kind, seconds) -> None:
+    costs = ConstantCosts(forward_s=1.0, backward_s=2.0, weight_s=3.0, update_s=4.0, other_s=5.0)
+    executable = Executable(name="e", mesh=0, inputs=(), outputs=())
+    assert costs.run_time_s(executable, Task(kind=kind, stage=0)) == seconds
+
+
+def test_an_idle_program_has_no_bubble() -> None:
+    timeline = simulate(Program(name="idle", meshes=(), executables={}, inputs=(), outputs=()), ONE)
+    assert (timeline.makespan_s, timeline.bubble_fraction, timeline.busy_s) == (0.0, 0.0, ())
+
+
+def test_values_that_wait_to_be_received_are_held_by_the_receiver_from_the_receive_on() -> None:
+    meshes = []
+    for number, instructions in enumerate(
+        [
+            (Send(values=("x",), to=1), Send(values=("y",), to=1)),
+            (
+                Recv(values=("x",), source=0),
+                Free(values=("x",)),
+                Recv(values=("y",), source=0),
+                Free(values=("y",)),
+            ),
+        ]
+    ):
+        meshes.append(
+            MeshProgram(
+                devices=(number,),
+                shape=(1,),
+                axis_names=("d",),
+                values={"x": EDGE, "y": EDGE},
+                instructions=instructions,
+            )
+        )
+    inputs = (Input(leaf=0, mesh=0, value="x"), Input(leaf=1, mesh=0, value="y"))
+    program = Program(name="move", meshes=tuple(meshes), executables={}, inputs=inputs, outputs=())
+    program.verify()
+    assert simulate(program, ONE).peak_bytes == (2 * EDGE.nbytes, EDGE.nbytes)
+
+
+def test_trace_has_every_task_and_transfer_for_perfetto(tmp_path) -> None:
+    timeline = simulate(schedule("1f1b", 2, 2), replace(ONE, latency_s=0.5))
+    timeline.write(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace == timeline.to_chrome_trace()
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(spans) == len(timeline.events) + len(timeline.transfers) == 8 + 4
+    first = next(event for event in spans if event["name"] == "F1.m0")
+    assert (first["pid"], first["tid"], first["ts"], first["dur"]) == (1, 0, 1.5e6, 1e6)
+    names = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
+    assert names == ["mesh 0", "mesh 1", "tasks", "tasks", "to mesh 1", "to mesh 0"]
+
+
+def test_a_timeline_prints_as_a_table() -> None:
+    text = str(simulate(schedule("1f1b", 2, 3), ONE))
+    lines = text.splitlines()
+    assert lines[0].strip() == "schedule: 12 s, bubble 25.0%"
+    assert [cell.strip() for cell in lines[2].split("┃")[1:3]] == ["mesh", "busy s"]
+    assert lines[4].replace("│", " ").split()[:3] == ["0", "9", "75.0%"]
