@@ -24,7 +24,7 @@ from autopar.compiler.layer_axis import (
 )
 from autopar.compiler.layer_pieces import Zeros, filled, piecewise, rows, whole
 
-__all__ = ["barrier", "concatenate", "loop", "pad", "reshape", "slices", "split"]
+__all__ = ["barrier", "concatenate", "loop", "pad", "reshape", "slices", "split", "stack", "unstack"]
 
 
 def slices(eqn: JaxprEqn) -> Rule | None:
@@ -109,6 +109,35 @@ def _within(bounds: Bounds, offset: int, size: int | None) -> Bounds:
     """The bounds that fall into `[offset, offset + size]`, counted from there, with both ends."""
     assert size is not None
     return (0, *(b - offset for b in bounds if offset < b < offset + size), size)
+
+
+def stack(eqn: JaxprEqn) -> Rule | None:
+    if eqn.params["axis"] != 0:
+        return independent(eqn)
+
+    def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
+        with under_scope_of(eqn):
+            layers = [whole(x) for x in args]
+        pieces = [bind_equation(eqn, layers[start:stop])[0] for start, stop in pairwise(bounds[0])]
+        with under_scope_of(eqn):
+            return [piecewise(bounds[0], pieces)]
+
+    return Rule(lengths=(len(eqn.invars),), links=(Link(value=eqn.outvars[0]),), apply=apply)
+
+
+def unstack(eqn: JaxprEqn) -> Rule | None:
+    if eqn.params["axis"] != 0:
+        return independent(eqn)
+
+    def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
+        layers: list[Any] = []
+        for start, stop in pairwise(bounds[0]):
+            with under_scope_of(eqn):
+                piece = filled(rows(args[0], start, stop))
+            layers += bind_equation(eqn, [piece])
+        return layers
+
+    return Rule(lengths=(len(eqn.outvars),), links=(Link(value=eqn.invars[0]),), apply=apply)
 
 
 def pad(eqn: JaxprEqn) -> Rule | None:

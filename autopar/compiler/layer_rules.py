@@ -18,12 +18,12 @@ __all__ = ["rule_of"]
 
 ELEMENTWISE = frozenset(
     """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt
-    ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp
-    exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min
-    mul name ne neg nextafter not or polygamma population_count pow real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
-    sign sin sinh sqrt square sub tan tanh xor
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
+    cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv
+    erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log
+    log1p logistic lt max min mul mulhi name ne neg nextafter not or polygamma population_count pow real
+    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
     """.split()  # noqa: SIM905 — as words it fits on a screen
 )
 # The parameter that names the axes which the operation mixes; the others are independent.
@@ -58,7 +58,8 @@ def rule_of(eqn: JaxprEqn) -> Rule | None:
     """What the equation does with axis 0; None if it has to read whole values."""
     name = eqn.primitive.name
     if name in ELEMENTWISE:
-        return independent(eqn, [size_of(v) is not None for v in eqn.invars])
+        # Scalars, and axes of length one, are broadcast.
+        return independent(eqn, [size_of(v) == size_of(eqn.outvars[0]) for v in eqn.invars])
     if name in MIXED_AXES:
         return None if _holds_first(eqn.params[MIXED_AXES[name]]) else independent(eqn)
     if name in REDUCTIONS:
@@ -85,6 +86,10 @@ def _iota(eqn: JaxprEqn) -> Rule | None:
     return None if eqn.params["dimension"] == 0 or eqn.invars else independent(eqn)
 
 
+def _tile(eqn: JaxprEqn) -> Rule | None:
+    return independent(eqn) if eqn.params["reps"][:1] == (1,) else None
+
+
 def _transpose(eqn: JaxprEqn) -> Rule | None:
     return independent(eqn) if eqn.params["permutation"][:1] == (0,) else None
 
@@ -95,11 +100,9 @@ def _dot(eqn: JaxprEqn) -> Rule | None:
         return independent(eqn) if left_batch[0] == right_batch[0] == 0 else None
     if (0, 0) in zip(left_contracted, right_contracted):
         return reduction(eqn, lax.add)
-    if 0 not in left_contracted:
-        return independent(eqn, [True, False])
-    if len(left_contracted) == len(shape_of(eqn.invars[0])) and 0 not in right_contracted:
-        return independent(eqn, [False, True])
-    return None
+    if len(left_contracted) == len(shape_of(eqn.invars[0])):
+        return independent(eqn, [False, True]) if 0 not in right_contracted else None
+    return independent(eqn, [True, False]) if 0 not in left_contracted else None
 
 
 _OTHERS: dict[str, Callable[[JaxprEqn], Rule | None]] = {
@@ -113,5 +116,8 @@ _OTHERS: dict[str, Callable[[JaxprEqn], Rule | None]] = {
     "scan": layer_moves.loop,
     "slice": layer_moves.slices,
     "split": layer_moves.split,
+    "stack": layer_moves.stack,
+    "tile": _tile,
     "transpose": _transpose,
+    "unstack": layer_moves.unstack,
 }
