@@ -15,6 +15,7 @@ from jax import lax
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_slice import Microbatch
 from autopar.compiler.batch_steps import WHOLE, Block, Step, straight_bodies
+from autopar.compiler.normalize import eliminate_dead
 
 Emit = Callable[[Microbatch, Block, Sequence[Any], Mapping[jc.Var, Any]], list[Any]]
 
@@ -86,39 +87,53 @@ def _read_whole_inside(body: Block) -> set[jc.Var]:
 def _traced(
     emit: Emit,
     microbatch: Microbatch,
-    body: Block,
+    step: Step,
     args: Sequence[Any],
-    whole: Sequence[Mapping[jc.Var, Any]],
-    own: int,
-) -> jc.ClosedJaxpr:
-    """The body as a jaxpr of `[index, *values of the whole batch for every body, *args]`."""
-    given = [(i, var) for i, group in enumerate(whole) for var in group]
+    hoisted: Sequence[Mapping[jc.Var, Any]],
+) -> tuple[list[jc.ClosedJaxpr], list[Any]]:
+    """The bodies as jaxprs of the same operands: the index where one reads it, values of the whole batch, `args`."""
+    given = [(i, var) for i, group in enumerate(hoisted) for var in group]
+    operands = [microbatch.index, *(v for group in hoisted for v in group.values()), *args]
 
-    def run(index: Any, *values: Any) -> list[Any]:
-        mine = {var: v for (i, var), v in zip(given, values) if i == own}
-        return emit(Microbatch(count=microbatch.count, index=index), body, values[len(given) :], mine)
+    def trace(own: int, body: Block) -> jc.ClosedJaxpr:
+        def run(index: Any, *values: Any) -> list[Any]:
+            mine = {var: v for (i, var), v in zip(given, values) if i == own}
+            return emit(Microbatch(count=microbatch.count, index=index), body, values[len(given) :], mine)
 
-    operands = [microbatch.index, *(v for group in whole for v in group.values()), *args]
-    return jc.trace(run, [jax.typeof(v) for v in operands])
+        return eliminate_dead(jc.trace(run, [jax.typeof(v) for v in operands]))
+
+    bodies = [trace(i, body) for i, body in enumerate(step.bodies)]
+    if any(_reads_first_input(body) for body in bodies):
+        return bodies, operands
+    kept = range(1, len(operands))
+    return [jc.with_inputs(body, kept) for body in bodies], operands[1:]
+
+
+def _reads_first_input(closed: jc.ClosedJaxpr) -> bool:
+    jaxpr, _ = jc.open_jaxpr(closed)
+    return any(jaxpr.invars[0] in eqn.invars for eqn in jaxpr.eqns)
 
 
 def _cond(
-    emit: Emit, microbatch: Microbatch, step: Step, args: list[Any], hoisted: Sequence[Mapping[jc.Var, Any]]
+    emit: Emit,
+    microbatch: Microbatch,
+    step: Step,
+    args: list[Any],
+    hoisted: Sequence[Mapping[jc.Var, Any]],
 ) -> list[Any]:
-    decides, *operands = args
-    branches = tuple(
-        _traced(emit, microbatch, body, operands, hoisted, i) for i, body in enumerate(step.bodies)
-    )
-    whole = [v for group in hoisted for v in group.values()]
-    params = {**step.eqn.params, "branches": branches}
-    return jc.bind_equation(step.eqn, [decides, microbatch.index, *whole, *operands], params)
+    branches, operands = _traced(emit, microbatch, step, args[1:], hoisted)
+    params = {**step.eqn.params, "branches": tuple(branches)}
+    return jc.bind_equation(step.eqn, [args[0], *operands], params)
 
 
 def _remat(
-    emit: Emit, microbatch: Microbatch, step: Step, args: list[Any], hoisted: Mapping[jc.Var, Any]
+    emit: Emit,
+    microbatch: Microbatch,
+    step: Step,
+    args: list[Any],
+    hoisted: Mapping[jc.Var, Any],
 ) -> list[Any]:
-    (body,) = step.bodies
-    closed = _traced(emit, microbatch, body, args, [hoisted], 0)
-    jaxpr, consts = jc.consts_as_inputs(closed)
+    (body,), operands = _traced(emit, microbatch, step, args, [hoisted])
+    jaxpr, consts = jc.consts_as_inputs(body)
     params = {**step.eqn.params, "jaxpr": jaxpr}
-    return jc.bind_equation(step.eqn, [*consts, microbatch.index, *hoisted.values(), *args], params)
+    return jc.bind_equation(step.eqn, [*consts, *operands], params)

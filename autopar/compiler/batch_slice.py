@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jax import lax
 
 from autopar.errors import NotSplittable
@@ -29,7 +30,7 @@ class Microbatch:
     def rows(self, value: Any, axis: int) -> Any:
         """This microbatch's slice of a value of the whole batch."""
         size = self.size(value.shape[axis])
-        starts = [self.index * size if i == axis else 0 for i in range(value.ndim)]
+        starts = [self.index * size if i == axis else np.int32(0) for i in range(value.ndim)]
         sizes = [size if i == axis else n for i, n in enumerate(value.shape)]
         return lax.dynamic_slice(value, starts, sizes, allow_negative_indices=False)
 

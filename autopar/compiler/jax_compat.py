@@ -190,3 +190,30 @@ def identity_primitive(name: str) -> Primitive:
     primitive.def_abstract_eval(lambda *avals, **_: list(avals))
     mlir.register_lowering(primitive, lambda _, *xs, **__: list(xs))
     return primitive
+
+
+def unlowered_primitive(name: str, reason: str) -> Primitive:
+    """A primitive of one result that a pass must remove: lowering or evaluating it is an error of ours."""
+    primitive = Primitive(name)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError(reason)
+
+    primitive.def_impl(refuse)
+    mlir.register_lowering(primitive, refuse)
+    return primitive
+
+
+def with_inputs(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:
+    """The same program without the inputs that it does not read."""
+    jaxpr, consts = open_jaxpr(closed)
+    jaxpr = jaxpr.replace(invars=[jaxpr.invars[i] for i in kept])
+    return ClosedJaxpr(jaxpr, consts) if ClosedJaxpr is not Jaxpr else jaxpr
+
+
+def consts_as_inputs(closed: ClosedJaxpr) -> tuple[Jaxpr, tuple[Any, ...]]:
+    """A jaxpr whose constants are its first inputs, and these constants: the body of `remat2` can have none."""
+    jaxpr, consts = open_jaxpr(closed)
+    if not consts:
+        return jaxpr, ()
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), consts
