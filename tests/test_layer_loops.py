@@ -284,3 +284,16 @@ def test_a_batch_that_every_layer_reads_its_own_row_of_is_not_split():
     split = split_layer_loops(closed, 2, batch_inputs=batch_inputs)
     assert bounds(split.inputs, batch_inputs[0]) == [(None, None)]
     assert_equal(evaluate_split(split, leaves), evaluate(closed, leaves))
+
+
+def test_a_cut_that_would_spread_from_row_to_row_without_end_stops():
+    def loss(params, x):
+        h, _ = lax.scan(dense, x, params)
+        flat = jnp.concatenate([p.ravel() for p in jax.tree.leaves(params)])
+        return jnp.mean(h**2) + jnp.sum((flat[1:] - flat[:-1]) ** 2), ()
+
+    closed, leaves, batch_inputs = traced(*trained(loss, dense_stack(20)))
+    split = split_layer_loops(closed, 2, batch_inputs=batch_inputs)
+    assert bounds(split.inputs, 0) == [(0, 10), (10, 20)]
+    assert len(split.jaxpr.jaxpr.eqns) < 10 * len(closed.jaxpr.eqns)
+    assert_equal(evaluate_split(split, leaves), evaluate(closed, leaves))

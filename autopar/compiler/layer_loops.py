@@ -40,8 +40,8 @@ from autopar.compiler.layer_rules import rule_of
 
 __all__ = ["Piece", "SplitLoops", "has_layer_loops", "split_layer_loops"]
 
-# A value is cut no finer: a difference of neighbouring rows would carry a cut from row to row without end.
-MOST_PIECES = 1024
+# A difference of neighbouring rows carries a cut on from row to row: what would get more pieces stays whole.
+MOST_PIECES = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +134,12 @@ def _scanned(eqn: JaxprEqn) -> list[Var]:
     return [v for v in eqn.invars[loop.num_consts + loop.num_carry :] if isinstance(v, Var)]
 
 
+_Axis = tuple[int, int]  # equation, and which of its axes
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Cuts:
-    """Where variables, and the axes `(equation, number)` of equations, are cut: inner points only."""
+    """Where variables and the axes of equations are cut: inner points only."""
 
     points: Mapping[Hashable, frozenset[int]]
     rules: Sequence[Rule | None]
@@ -161,7 +164,7 @@ def _find_cuts(
     Points are only ever added, so this ends, and all values that one axis ties together agree.
     """
     rules = [rule_of(eqn) for eqn in jaxpr.eqns]
-    axes: dict[tuple[int, int], tuple[int, list[Link]]] = {}
+    axes: dict[_Axis, tuple[int, list[Link]]] = {}
     for i, rule in enumerate(rules):
         if rule is not None:
             links = [link for link in rule.links if isinstance(link.value, Var)]
@@ -182,21 +185,36 @@ def _equal_parts(length: int, num_pieces: int) -> frozenset[int]:
 
 
 def _carry_cuts(
-    axes: Mapping[tuple[int, int], tuple[int, Sequence[Link]]],
-    start: Mapping[tuple[int, int], frozenset[int]],
+    axes: Mapping[_Axis, tuple[int, Sequence[Link]]],
+    start: Mapping[_Axis, frozenset[int]],
     fixed: Collection[Any],
 ) -> dict[Hashable, frozenset[int]]:
-    points: dict[Hashable, frozenset[int]] = {}
-    places: dict[Any, list[tuple[tuple[int, int], Link]]] = defaultdict(list)
+    """The cuts of all values and axes. What would burst into too many pieces is left whole from the start."""
+    kept_whole: set[Any] = set(fixed)
+    while True:
+        points, burst = _carry_once(axes, start, kept_whole)
+        if burst is None:
+            return points
+        kept_whole.add(burst)
+
+
+def _carry_once(
+    axes: Mapping[_Axis, tuple[int, Sequence[Link]]],
+    start: Mapping[_Axis, frozenset[int]],
+    kept_whole: Collection[Any],
+) -> tuple[dict[Hashable, frozenset[int]], Any]:
+    """The cuts, and the first value or axis with too many of them, if one has."""
+    places: dict[Any, list[tuple[_Axis, Link]]] = defaultdict(list)
     for axis, (_, links) in axes.items():
         for link in links:
             places[link.value].append((axis, link))
+    points: dict[Hashable, frozenset[int]] = {}
     changed: deque[Any] = deque()
 
-    def add(node: Hashable, size: int, new: Collection[int]) -> None:
+    def add(node: Any, size: int, new: Collection[int]) -> None:
         before = points.get(node, frozenset())
         after = before.union(p for p in new if 0 < p < size)
-        if after != before and len(after) < MOST_PIECES:
+        if after != before and node not in kept_whole:
             points[node] = after
             changed.append(node)
 
@@ -204,12 +222,13 @@ def _carry_cuts(
         add(axis, axes[axis][0], new)
     while changed:
         node = changed.popleft()
+        if len(points[node]) >= MOST_PIECES:
+            return points, node
         for link in axes[node][1] if node in axes else ():
-            if link.value not in fixed:
-                add(link.value, shape_of(link.value)[0], _on_value(link, points[node]))
+            add(link.value, shape_of(link.value)[0], _on_value(link, points[node]))
         for axis, link in places.get(node, ()):
             add(axis, axes[axis][0], _on_axis(link, points[node]))
-    return points
+    return points, None
 
 
 def _on_value(link: Link, points: Collection[int]) -> list[int]:
