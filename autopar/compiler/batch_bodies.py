@@ -25,15 +25,15 @@ from autopar.compiler.batch_states import (
 )
 from autopar.compiler.batch_steps import KEEP, NESTED, Block, Step
 
-Enter = Callable[[object, Any, Any, Sequence[State], bool], Block]
-"""Analyse a body: its role, the body, its twin at the doubled batch, its inputs' states, whether it runs exactly once."""
+Enter = Callable[[object, Any, Any, Sequence[State], Sequence[Any]], Block]
+"""Analyse a body: its role, the body, its twin at the doubled batch, its inputs' states, the values given to them."""
 
-_REMAT = ("remat2", "remat", "checkpoint")
+_ONCE = ("remat2", "remat", "checkpoint", "jit", "pjit", "closed_call")
 
 
 def has_bodies(eqn: jc.JaxprEqn) -> bool:
     """Whether the equation is one of those whose bodies are entered."""
-    return eqn.primitive.name in ("scan", "while", "cond", *_REMAT)
+    return eqn.primitive.name in ("scan", "while", "cond", *_ONCE)
 
 
 def body_avals_differ(eqn: jc.JaxprEqn, doubled: jc.JaxprEqn) -> bool:
@@ -57,7 +57,7 @@ def nested_step(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: li
         case "cond":
             return _cond(enter, eqn, doubled, states)
         case _:
-            return _remat(enter, eqn, doubled, states)
+            return _once(enter, eqn, doubled, states)
 
 
 def _scan(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Step:
@@ -69,7 +69,8 @@ def _scan(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[Sta
     inner_xs = [_moved(x, -1) for x in xs]
 
     def run(carry: Sequence[State]) -> Block:
-        return enter("body", loop.body, twin.body, [*consts, *carry, *inner_xs], False)
+        atoms = [*eqn.invars[: loop.num_consts], *(None for _ in (*initial, *xs))]
+        return enter("body", loop.body, twin.body, [*consts, *carry, *inner_xs], atoms)
 
     block, carry = _fixed_point(eqn, run, initial)
     ys = [_moved(y, 1) for y in block.outputs[loop.num_carry :]]
@@ -109,10 +110,12 @@ def _while(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[St
     cond_consts, body_consts, initial = states[:num_cond], states[num_cond:first], states[first:]
 
     def run(carry: Sequence[State]) -> Block:
-        return enter("body", p["body_jaxpr"], q["body_jaxpr"], [*body_consts, *carry], False)
+        atoms = [*eqn.invars[num_cond:first], *(None for _ in initial)]
+        return enter("body", p["body_jaxpr"], q["body_jaxpr"], [*body_consts, *carry], atoms)
 
     block, carry = _fixed_point(eqn, run, initial)
-    test = enter("test", p["cond_jaxpr"], q["cond_jaxpr"], [*cond_consts, *carry], False)
+    atoms = [*eqn.invars[:num_cond], *(None for _ in initial)]
+    test = enter("test", p["cond_jaxpr"], q["cond_jaxpr"], [*cond_consts, *carry], atoms)
     (decides,) = test.outputs
     if not isinstance(decides, Invariant | Local):
         refuse(
@@ -134,7 +137,7 @@ def _cond(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[Sta
             eqn, "chooses a branch by a condition on the batch's examples, so one microbatch cannot know it"
         )
     branches = zip(eqn.params["branches"], doubled.params["branches"], strict=True)
-    blocks = [enter(i, a, b, operands, True) for i, (a, b) in enumerate(branches)]
+    blocks = [enter(i, a, b, operands, eqn.invars[1:]) for i, (a, b) in enumerate(branches)]
     results = list(blocks[0].outputs)
     for block in blocks[1:]:
         results = [_join(eqn, a, b) for a, b in zip(results, block.outputs)]
@@ -145,8 +148,9 @@ def _cond(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[Sta
     return _nested(eqn, doubled, states, results, [KEEP] * len(states), bodies)
 
 
-def _remat(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Step:
-    block = enter("body", eqn.params["jaxpr"], doubled.params["jaxpr"], states, True)
+def _once(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Step:
+    (inner,), (twin,) = jc.subjaxprs(eqn), jc.subjaxprs(doubled)
+    block = enter("body", inner, twin, states, eqn.invars)
     body = replace(block, output_uses=(KEEP,) * len(block.outputs))
     return _nested(eqn, doubled, states, block.outputs, [KEEP] * len(states), (body,))
 

@@ -32,6 +32,9 @@ def emit_bodies(
         hoisted = [_hoisted(step, body, offset, read_whole) for body, offset in straight_bodies(step)]
     if step.eqn.primitive.name == "cond":
         return _cond(emit, microbatch, step, args, hoisted)
+    if step.eqn.primitive.name in ("jit", "pjit", "closed_call"):
+        with jc.under_scope_of(step.eqn):
+            return emit(microbatch, step.bodies[0], args, hoisted[0])
     return _remat(emit, microbatch, step, args, hoisted[0])
 
 

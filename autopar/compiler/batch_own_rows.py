@@ -27,7 +27,7 @@ def is_own_rows(
         return False
     if atom in constants:
         columns = np.moveaxis(np.asarray(constants[atom]), axis, 0)[..., column]
-        return bool((columns.T == np.arange(len(columns))).all())
+        return bool((np.arange(len(columns)) == columns.T).all())
     eqn = producers.get(atom)
     while eqn is not None:
         step = _column_source(eqn, axis, column)
@@ -61,7 +61,7 @@ def _counts(
         return False
     if atom in constants:
         rows = np.moveaxis(np.asarray(constants[atom]), axis, 0)
-        return bool((rows.reshape(len(rows), -1).T == np.arange(len(rows))).all())
+        return bool((np.arange(len(rows)) == rows.reshape(len(rows), -1).T).all())
     eqn = producers.get(atom)
     if eqn is None:
         return False

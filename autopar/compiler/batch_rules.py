@@ -253,17 +253,7 @@ def _picks_examples(site: Site) -> NoReturn:
     refuse(site.eqn, "picks examples of the batch by index")
 
 
-_ELEMENTWISE = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz
-    complex conj convert_element_type copy copy_p copysign cos cosh debug_callback debug_print digamma div eq erf erf_inv erfc
-    exp exp2 expm1 eq_to floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2
-    logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma polynomial population_count pow
-    real reduce_precision regularized_incomplete_beta rem round rsqrt select_n sharding_constraint shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
-    zeros_like layout_constraint optimization_barrier
-    broadcast_in_dim squeeze expand_dims transpose
-    random_bits random_clone random_fold_in random_seed random_split random_unwrap random_wrap
-""".split()
+_ELEMENTWISE = ["abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "copy_p", "copysign", "cos", "cosh", "debug_callback", "debug_print", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "eq_to", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "name", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "polygamma", "polynomial", "population_count", "pow", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "sharding_constraint", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "xor", "zeta", "zeros_like", "layout_constraint", "optimization_barrier", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap"]
 
 ROW_RULES: dict[str, Callable[[Site], Verdict]] = {
     **dict.fromkeys(_ELEMENTWISE, _apart),
@@ -293,17 +283,7 @@ ROW_RULES: dict[str, Callable[[Site], Verdict]] = {
     "pad": _pad,
     "dot_general": _dot_general,
     "conv_general_dilated": _conv,
-    **{
-        name: _window
-        for name in (
-            "reduce_window",
-            "reduce_window_sum",
-            "reduce_window_max",
-            "reduce_window_min",
-            "select_and_scatter_add",
-            "select_and_gather_add",
-        )
-    },
+    **dict.fromkeys(("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add", "select_and_gather_add"), _window),
     "gather": _gather,
     "scatter": _scatter(None),
     "scatter-mul": _scatter(None),
@@ -328,10 +308,7 @@ ROW_RULES: dict[str, Callable[[Site], Verdict]] = {
     "fft": _not_in_last(lambda p: len(p["fft_lengths"]), "transforms along"),
 }
 
-_STRUCTURAL = """
-    broadcast_in_dim reshape squeeze expand_dims transpose copy copy_p rev slice dynamic_slice gather sharding_constraint split
-    name layout_constraint
-""".split()
+_STRUCTURAL = ["broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p", "rev", "slice", "dynamic_slice", "gather", "sharding_constraint", "split", "name", "layout_constraint"]
 
 _FIRST = frozenset({0})
 _BOTH = frozenset({0, 1})
@@ -368,8 +345,7 @@ def _is_inexact(dtype: Any) -> bool:
 
 _LINEAR: dict[str, list[frozenset[int]]] = {
     **dict.fromkeys(
-        "neg convert_element_type reduce_sum cumsum real imag conj reduce_window_sum reduce_precision fft div "
-        "select_and_scatter_add select_and_gather_add".split(),
+        ["neg", "convert_element_type", "reduce_sum", "cumsum", "real", "imag", "conj", "reduce_window_sum", "reduce_precision", "fft", "div", "select_and_scatter_add", "select_and_gather_add"],
         [_FIRST],
     ),
     **dict.fromkeys(("add", "sub", "add_any", "pad", "complex", "dynamic_update_slice"), [_BOTH]),

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax._src import source_info_util  # name stacks and user frames have no public reader
+from jax._src.interpreters import partial_eval  # dead code inside loops has no public remover
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from jax.interpreters import mlir
 
@@ -217,3 +218,12 @@ def consts_as_inputs(closed: ClosedJaxpr) -> tuple[Jaxpr, tuple[Any, ...]]:
     if not consts:
         return jaxpr, ()
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), consts
+
+
+def only_results(eqn: JaxprEqn, wanted: Sequence[bool]) -> list[JaxprEqn]:
+    """The equation without its other results, its body without what only they need (no equation if none is needed)."""
+    invars = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
+    effects = frozenset(getattr(eqn, "effects", ()))
+    alone = Jaxpr([], invars, list(eqn.outvars), [eqn], effects)
+    pruned, _ = partial_eval.dce_jaxpr(alone, list(wanted))
+    return list(pruned.eqns)

@@ -1,0 +1,304 @@
+"""What one microbatch does for an equation without bodies, given the states of its operands.
+
+some operand batched     rows stay apart (Batched), or are reduced over (Partial)
+some operand partial     stays partial where the equation is linear and belongs to a gradient; else it is completed
+otherwise                shared, or the beginning of a batch axis: of the full size, sliced
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.batch_ledger import Ledger, Place, Unfinished
+from autopar.compiler.batch_rules import (
+    Reduced,
+    Rows,
+    Site,
+    Verdict,
+    batch_axes,
+    carries_zero,
+    refuse,
+    row_verdict,
+    summand_positions,
+)
+from autopar.compiler.batch_states import (
+    SUM,
+    Batched,
+    Invariant,
+    Local,
+    Partial,
+    State,
+    Trail,
+    Whole,
+    completed,
+    trails,
+)
+from autopar.compiler.batch_steps import COMPLETE, DRAW, FIRST, KEEP, SHARE, SOURCE, SPLIT, Step
+
+
+@dataclass(kw_only=True)
+class Scope:
+    """The program or body under analysis. A body sees where the operands it is given come from."""
+
+    place: Place = ()
+    straight: bool = True
+    """Runs exactly once per microbatch, so what it needs of the whole batch can be computed before it."""
+    states: dict[jc.Var, State] = field(default_factory=dict)
+    producers: ChainMap[jc.Var, jc.JaxprEqn] = field(default_factory=lambda: ChainMap())
+    constants: ChainMap[jc.Var, Any] = field(default_factory=lambda: ChainMap())
+
+    @property
+    def top(self) -> bool:
+        return not self.place
+
+    def read(self, atom: Any) -> State:
+        if isinstance(atom, jc.Literal):
+            return Invariant(zero=_is_zero(atom))
+        return self.states[atom]
+
+    def inside(
+        self, place: Place, straight: bool, invars: Sequence[jc.Var], atoms: Sequence[Any]
+    ) -> Scope:
+        """The scope of a body; `atoms` are the values given to its inputs, None for those that a loop changes."""
+        inner = Scope(
+            place=place,
+            straight=straight,
+            producers=self.producers.new_child(),
+            constants=self.constants.new_child(),
+        )
+        for var, atom in zip(invars, atoms, strict=True):
+            if isinstance(atom, jc.Var) and atom in self.producers:
+                inner.producers[var] = self.producers[atom]
+            if isinstance(atom, jc.Var) and atom in self.constants:
+                inner.constants[var] = self.constants[atom]
+        return inner
+
+
+def _is_zero(atom: jc.Literal) -> bool:
+    return getattr(atom.aval, "shape", None) == () and bool(atom.val == 0)
+
+
+def make_step(
+    eqn: jc.JaxprEqn,
+    doubled: jc.JaxprEqn,
+    mode: str,
+    operands: Sequence[State],
+    results: Sequence[State],
+    uses: Sequence[str] = (),
+    **more: Any,
+) -> Step:
+    return Step(
+        eqn=eqn,
+        doubled=doubled,
+        mode=mode,
+        operands=tuple(operands),
+        results=tuple(results),
+        uses=tuple(uses) or (KEEP,) * len(eqn.invars),
+        **more,
+    )
+
+
+def flat_step(
+    ledger: Ledger, scope: Scope, place: Place, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]
+) -> Step:
+    if eqn.primitive.name in ("optimization_barrier", "debug_callback", "debug_print"):
+        return make_step(eqn, doubled, SPLIT, states, states[: len(eqn.outvars)])
+    verdict = _verdict(scope, eqn, doubled, states)
+    states, uses, verdict = _settled(ledger, scope, eqn, doubled, states, verdict)
+    ledger.check_crossing(eqn, states)
+    if verdict is not None:
+        return _batched(ledger, place, eqn, doubled, states, uses, verdict)
+    partial = next((s for s in states if isinstance(s, Partial)), None)
+    if partial is not None:
+        results = [Partial(kind=partial.kind, trail=trails(states))] * len(eqn.outvars)
+        return make_step(eqn, doubled, SPLIT, states, results, uses)
+    return _from_shared(ledger, place, eqn, doubled, states, uses)
+
+
+def _verdict(scope: Scope, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Verdict | None:
+    """What happens to rows, if an operand has any."""
+    if not any(isinstance(s, Batched) for s in states):
+        return None
+    axes = tuple(s.axis if isinstance(s, Batched) else None for s in states)
+    site = Site(eqn=eqn, doubled=doubled, axes=axes, producers=scope.producers, constants=scope.constants)
+    return row_verdict(site)
+
+
+def _settled(
+    ledger: Ledger,
+    scope: Scope,
+    eqn: jc.JaxprEqn,
+    doubled: jc.JaxprEqn,
+    states: list[State],
+    verdict: Verdict | None,
+) -> tuple[list[State], list[str], Verdict | None]:
+    """Accumulate the operands that the equation needs complete; how each operand is used."""
+    group = _summands(scope, eqn, doubled, states, verdict)
+    if group is not None:
+        return states, [_use(s, i in group) for i, s in enumerate(states)], verdict
+    uses = [KEEP] * len(states)
+    last = max(s.trail.round for s in states) if states else 0
+    for i, state in enumerate(states):
+        late = isinstance(state, Local) and verdict is None and scope.top and state.trail.round < last
+        if not isinstance(state, Partial) and not late:
+            continue
+        if scope.top:
+            states, uses[i] = [*states[:i], completed(state), *states[i + 1 :]], COMPLETE
+        else:
+            states = [*states[:i], _unfinished(ledger, scope, eqn, state), *states[i + 1 :]]
+    return states, uses, verdict
+
+
+def _use(state: State, summand: bool) -> str:
+    if not summand:
+        return KEEP
+    match state:
+        case Invariant(zero=False):
+            return FIRST
+        case Local():
+            return SHARE
+        case _:
+            return KEEP
+
+
+def _summands(
+    scope: Scope, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State], verdict: Verdict | None
+) -> frozenset[int] | None:
+    """The operands that are summed with the microbatches' contributions; None if the partial ones must be completed."""
+    partial = [i for i, s in enumerate(states) if isinstance(s, Partial)]
+    if isinstance(verdict, Reduced):
+        fits = all(i in verdict.summands and _kind(states[i]) == verdict.kind for i in partial)
+        if not fits:
+            refuse(eqn, "adds the batch's examples to a value that is reduced over them in another way")
+        return frozenset(verdict.summands if verdict.kind == SUM else ())
+    if not partial:
+        return frozenset()
+    if verdict is not None or (scope.top and jc.ad_phase(eqn) is None):
+        return None
+    kind, grows = _kind(states[partial[0]]), any(map(_grows, eqn.outvars, doubled.outvars))
+    if grows or any(_kind(states[i]) != kind for i in partial):
+        return None
+    group = next((g for g in summand_positions(eqn, kind) if g.issuperset(partial)), None)
+    if group is None or kind != SUM:
+        return None if group is None else frozenset()
+    shared = any(isinstance(states[i], Invariant) and not _zero(states[i]) for i in group)
+    # At the top a sum is completed before something is added to it, once; a body has no place for that.
+    return None if shared and scope.top else group
+
+
+def _kind(state: State) -> str | None:
+    return state.kind if isinstance(state, Partial) else None
+
+
+def _zero(state: State) -> bool:
+    return isinstance(state, Invariant) and state.zero
+
+
+def _grows(var: Any, twin: Any) -> bool:
+    return bool(batch_axes(var.aval, twin.aval))
+
+
+def _unfinished(ledger: Ledger, scope: Scope, eqn: jc.JaxprEqn, state: State) -> State:
+    """A body needs a sum over the batch: the loop around it completes it, or it is taken per microbatch."""
+    behind = ledger.origins(state.trail)
+    inside = [r for r in behind if r.place[: len(scope.place)] == scope.place]
+    if len(inside) < len(behind) or not state.trail.stateful:
+        raise Unfinished(
+            f"{jc.describe(eqn)} needs a sum over the batch that is complete only after the loop or rematerialised region "
+            "around it. Compute it before or after, or use num_microbatches=1."
+        )
+    ledger.crossed(eqn, behind)
+    return Local(trail=state.trail)
+
+
+def _batched(
+    ledger: Ledger,
+    place: Place,
+    eqn: jc.JaxprEqn,
+    doubled: jc.JaxprEqn,
+    states: list[State],
+    uses: list[str],
+    verdict: Verdict,
+) -> Step:
+    trail = trails(states)
+    if isinstance(verdict, Rows):
+        results = [_rows_state(ledger, place, eqn, v, w, trail) for v, w in zip(eqn.outvars, doubled.outvars)]
+        return make_step(eqn, doubled, SPLIT, states, results, uses, own_column=verdict.own_column)
+    if place in ledger.local:
+        # The result is multiplied by the number of microbatches, so a shared summand enters by its share.
+        uses = [SHARE if use == FIRST else KEEP for use in uses]
+        local = [Local(trail=trail)]
+        return make_step(eqn, doubled, SPLIT, states, local, uses, local=verdict.kind == SUM)
+    rows = replace(trail, sums=0, origins=ledger.reduction(place, eqn, trail))
+    before = trails(states[i] for i in verdict.summands)
+    return make_step(eqn, doubled, SPLIT, states, [Partial(kind=verdict.kind, trail=rows | before)], uses)
+
+
+def _rows_state(ledger: Ledger, place: Place, eqn: jc.JaxprEqn, var: Any, twin: Any, trail: Trail) -> State:
+    axes = batch_axes(var.aval, twin.aval)
+    if len(axes) != 1:
+        refuse(eqn, "combines pairs of the batch's examples" if axes else "loses the batch axis")
+    if var.aval.shape[axes[0]] * 2 != twin.aval.shape[axes[0]]:
+        refuse(eqn, "makes an axis that is not proportional to the batch")
+    return _with_rows(ledger, place, Batched(axis=axes[0], trail=trail))
+
+
+def _with_rows(ledger: Ledger, place: Place, state: Batched) -> Batched:
+    """A batched value that depends on the state is among the rows behind everything computed from it."""
+    if not state.trail.stateful:
+        return state
+    return replace(state, trail=replace(state.trail, rows=state.trail.rows | ledger.bit(place)))
+
+
+def _from_shared(
+    ledger: Ledger,
+    place: Place,
+    eqn: jc.JaxprEqn,
+    doubled: jc.JaxprEqn,
+    states: list[State],
+    uses: list[str],
+) -> Step:
+    """No operand has a batch axis; the results may begin one."""
+    trail, local = trails(states), any(isinstance(s, Local) for s in states)
+    if ledger.draw_per_microbatch and eqn.primitive.name == "random_bits":
+        trail = replace(trail, stateful=True)  # what is drawn is not what the whole batch would draw
+    pairs = list(zip(eqn.outvars, doubled.outvars))
+    results = [sliced_state(v.aval, w.aval, trail) for v, w in pairs]
+    results = [_with_rows(ledger, place, r) if isinstance(r, Batched) else r for r in results]
+    if local and any(isinstance(r, Whole) for r in results):
+        refuse(eqn, "makes an axis that is not proportional to the batch")
+    if local:
+        results = [Local(trail=r.trail) if isinstance(r, Invariant) else r for r in results]
+    elif carries_zero(eqn, [_zero(s) for s in states]):
+        results = [replace(r, zero=True) if isinstance(r, Invariant) else r for r in results]
+    begins = any(isinstance(r, Batched | Whole) for r in results)
+    mode = _mode_of_source(ledger, eqn, results) if begins else SPLIT
+    return make_step(eqn, doubled, mode, states, results, uses)
+
+
+def _mode_of_source(ledger: Ledger, eqn: jc.JaxprEqn, results: Sequence[State]) -> str:
+    if any(isinstance(r, Whole) for r in results):
+        return SOURCE
+    match eqn.primitive.name:
+        case "broadcast_in_dim":
+            return SPLIT
+        case "iota" if isinstance(r := results[0], Batched) and r.axis != eqn.params["dimension"]:
+            return SPLIT
+        case "random_bits" if ledger.draw_per_microbatch:
+            return DRAW
+        case _:
+            return SOURCE
+
+
+def sliced_state(aval: Any, doubled: Any, trail: Trail) -> State:
+    """The state of a value known at the full size: sliced if it has one axis that is proportional to the batch."""
+    axes = batch_axes(aval, doubled)
+    if not axes:
+        return Invariant(trail=trail)
+    if len(axes) == 1 and doubled.shape[axes[0]] == 2 * aval.shape[axes[0]]:
+        return Batched(axis=axes[0], trail=trail)
+    return Whole(trail=trail)

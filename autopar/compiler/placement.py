@@ -1,0 +1,298 @@
+"""Give every equation of a microbatched step a stage, once its forward layers have theirs.
+
+    Regions, stage of every layer  ->  Placement
+
+- A forward equation lives in its layer's stage. A later round's lives where its operands and parameters live.
+- A backward equation lives on the lowest stage among its activations: residuals stay, only cotangents travel.
+- A parameter lives where it is used; used by several stages (tied), it is owned by the first of them, and its gradients
+  are accumulated on each stage and added once per step: the `add_any` that joins them is moved behind the accumulation.
+- An update equation lives with its largest placed operand. What derives from scalars only (a learning rate, a clipping
+  factor) is recomputed where needed, so that scalars move and tensors stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.regions import Region, Regions
+
+_LINEAR = {"add_any", "convert_element_type", "transpose", "reshape", "copy", "neg", "squeeze", "mul", "div", "slice"}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placement:
+    """Where equations and values live. Equations by index in `regions.equations`."""
+
+    regions: Regions
+    num_stages: int
+    stages: Mapping[int, int]
+    """Equation -> stage; free equations and those recomputed where needed have none."""
+    homes: Mapping[jc.Var, int]
+    """Owner of every value that has one: inputs, accumulated values, results of placed update equations."""
+    deferred: frozenset[int]
+    """Backward equations (sums of tied gradients) that run once per step, on accumulated operands."""
+
+
+def layer_order(regions: Regions) -> list[int]:
+    """The forward equations that are cut into layers, in program order."""
+    return [
+        i
+        for i, (eqn, kinds) in enumerate(zip(regions.equations, regions.kinds, strict=True))
+        if Region.FORWARD in kinds and regions.rounds[i] == 0 and jc.ad_phase(eqn) == "forward"
+    ]
+
+
+def place(regions: Regions, *, layer_stage: Mapping[int, int], num_stages: int) -> Placement:
+    """Place every equation. `layer_stage` gives the stage of each equation of `layer_order`."""
+    placer = _Placer(regions, num_stages, dict(layer_stage))
+    for round_number in range(regions.num_rounds):
+        placer.place_microbatch_equations(round_number)
+        placer.find_parameter_homes()
+        placer.defer_tied_sums(round_number)
+        placer.place_update_equations(round_number)
+    return Placement(
+        regions=regions,
+        num_stages=num_stages,
+        stages=placer.stages,
+        homes=placer.homes,
+        deferred=frozenset(placer.deferred),
+    )
+
+
+class _Placer:
+    """The sweeps of `place`, over shared tables."""
+
+    def __init__(self, regions: Regions, num_stages: int, layer_stage: dict[int, int]) -> None:
+        self.regions = regions
+        self.eqns = regions.equations
+        self.num_stages = num_stages
+        self.layer_stage = layer_stage
+        self.stages: dict[int, int] = {}
+        self.homes: dict[jc.Var, int] = {}
+        self.micro_stage: dict[jc.Var, int] = {}  # of activations and cotangents
+        self.deferred: set[int] = set()
+        self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.consumers: dict[jc.Var, list[int]] = {}
+        for i, eqn in enumerate(self.eqns):
+            for v in _operands(eqn):
+                self.consumers.setdefault(v, []).append(i)
+        jaxpr = regions.step.jaxpr.jaxpr
+        self.inputs = {
+            v
+            for v, spec in zip(jaxpr.invars, regions.step.inputs, strict=True)
+            if spec.kind == "whole" and v not in regions.homeless
+        }
+
+    # --- per microbatch -------------------------------------------------------------------------------------------
+
+    def place_microbatch_equations(self, round_number: int) -> None:
+        mine = [i for i in range(len(self.eqns)) if self.regions.rounds[i] == round_number]
+        for i in mine:
+            if Region.FORWARD in self.regions.kinds[i]:
+                stage = self.layer_stage.get(i)
+                self._put(i, self._latest(self.eqns[i]) if stage is None else stage)
+        only = {v: min(stages) for v, stages in self._parameter_stages().items() if len(stages) == 1}
+        for i in mine:
+            if Region.BACKWARD in self.regions.kinds[i]:
+                self._put(i, self._earliest(self.eqns[i], only))
+
+    def _put(self, index: int, stage: int) -> None:
+        self.stages[index] = stage
+        self.micro_stage.update((v, stage) for v in self.eqns[index].outvars)
+
+    def _latest(self, eqn: jc.JaxprEqn) -> int:
+        stages = [self.micro_stage[v] for v in _operands(eqn) if v in self.micro_stage]
+        parameters = [self.homes[v] for v in self._origins(_operands(eqn)) if v in self.homes]
+        return max([*stages, *parameters], default=0)
+
+    def _earliest(self, eqn: jc.JaxprEqn, only: Mapping[jc.Var, int]) -> int:
+        """The lowest stage among activations, and parameters that only one stage uses."""
+        stages = [self.micro_stage[v] for v in _operands(eqn) if v in self.micro_stage]
+        parameters = [only[v] for v in self._origins(_operands(eqn)) if v in only]
+        return min([*stages, *parameters], default=self.num_stages - 1)
+
+    def _origins(self, variables: Iterable[jc.Var]) -> set[jc.Var]:
+        """The inputs and completed values that variables derive from through free equations."""
+        found: set[jc.Var] = set()
+        seen: set[jc.Var] = set()
+        stack = list(variables)
+        while stack:
+            v = stack.pop()
+            if v in seen:
+                continue
+            seen.add(v)
+            index = self.producer.get(v)
+            if index is not None and Region.FREE in self.regions.kinds[index]:
+                stack.extend(_operands(self.eqns[index]))
+            else:
+                found.add(v)
+        return found
+
+    def find_parameter_homes(self) -> None:
+        """A parameter's home is the first stage that uses it."""
+        for v, stages in self._parameter_stages().items():
+            self.homes.setdefault(v, min(stages))
+
+    def _parameter_stages(self) -> dict[jc.Var, set[int]]:
+        """The stages that read each parameter along with the microbatches, directly or through free equations."""
+        used: dict[jc.Var, set[int]] = {}
+        for i, stage in self.stages.items():
+            if self.regions.kinds[i] & {Region.FORWARD, Region.BACKWARD}:
+                for v in self._origins(_operands(self.eqns[i])) & self.inputs:
+                    used.setdefault(v, set()).add(stage)
+        return used
+
+    # --- tied gradients -------------------------------------------------------------------------------------------
+
+    def defer_tied_sums(self, round_number: int) -> None:
+        """Find the linear tails of the backward pass that join gradients of several stages."""
+        candidates = self._only_accumulated(round_number)
+        for i in sorted(candidates):
+            eqn = self.eqns[i]
+            producers = [self.producer.get(v) for v in _operands(eqn)]
+            stages = {self.micro_stage[v] for v in _operands(eqn) if v in self.micro_stage}
+            joins = eqn.primitive.name == "add_any" and len(stages) > 1
+            if joins or any(p in self.deferred for p in producers):
+                self.deferred.add(i)
+                self.stages.pop(i, None)
+        for i, eqn in enumerate(self.eqns):
+            if Region.ACCUMULATE in self.regions.kinds[i] and self.regions.rounds[i] == round_number:
+                self._place_accumulated(i, eqn)
+
+    def _only_accumulated(self, round_number: int) -> set[int]:
+        """Linear backward equations whose results only go, through such equations, into sums over microbatches."""
+        found: set[int] = set()
+        for i in range(len(self.eqns) - 1, -1, -1):
+            eqn = self.eqns[i]
+            if Region.BACKWARD not in self.regions.kinds[i] or self.regions.rounds[i] != round_number:
+                continue
+            consumers = [c for v in eqn.outvars for c in self.consumers.get(v, [])]
+            if self._linear(eqn) and consumers and all(c in found or self._sums(c) for c in consumers):
+                found.add(i)
+        return found
+
+    def _linear(self, eqn: jc.JaxprEqn) -> bool:
+        activations = sum(v in self.micro_stage for v in _operands(eqn))
+        if eqn.primitive.name in ("mul", "div"):
+            return activations == 1 and isinstance(eqn.invars[1], jc.Literal)
+        return eqn.primitive.name in _LINEAR and activations == len(eqn.invars)
+
+    def _sums(self, index: int) -> bool:
+        return (
+            Region.ACCUMULATE in self.regions.kinds[index]
+            and self.eqns[index].params["kind"] in ("sum", "mean")
+        )
+
+    def _place_accumulated(self, index: int, eqn: jc.JaxprEqn) -> None:
+        (operand,) = eqn.invars
+        if isinstance(operand, jc.Literal) or self.producer.get(operand) in self.deferred:
+            return
+        if operand in self.micro_stage:
+            self.stages[index] = self.micro_stage[operand]
+        else:  # the same for every microbatch, or a batch input as it is
+            self.stages[index] = self._latest(eqn)
+        self.homes[eqn.outvars[0]] = self.stages[index]
+
+    # --- once per step --------------------------------------------------------------------------------------------
+
+    def place_update_equations(self, round_number: int) -> None:
+        """Sweep forward (follow the largest placed operand) and backward (join the consumer) until nothing moves."""
+        last = round_number + 1 == self.regions.num_rounds
+        todo = [
+            i
+            for i, kinds in enumerate(self.regions.kinds)
+            if (Region.STEP in kinds and (last or self.regions.rounds[i] <= round_number + 1)) or i in self.deferred
+        ]
+        todo = [i for i in todo if i not in self.stages]
+        while self._follow_operands(todo) or self._join_consumers(todo):
+            todo = [i for i in todo if i not in self.stages]
+        if last:
+            self._settle_orphans(todo)
+
+    def _follow_operands(self, todo: Sequence[int]) -> bool:
+        moved = False
+        for i in todo:
+            tensors = [v for v in self._read(i) if v in self.homes and v.aval.size > 1]
+            if i not in self.stages and tensors:
+                largest = max(v.aval.size for v in tensors)
+                stage = min(self.homes[v] for v in tensors if v.aval.size == largest)
+                self._settle(i, stage)
+                moved = True
+        return moved
+
+    def _read(self, index: int) -> list[jc.Var]:
+        """Operands of an update equation; a deferred sum reads accumulated gradients, which live where they were made."""
+        operands = _operands(self.eqns[index])
+        if index in self.deferred:
+            for v in operands:
+                if v in self.micro_stage and self.producer[v] not in self.deferred:
+                    self.homes.setdefault(v, self.micro_stage[v])
+        return operands
+
+    def _join_consumers(self, todo: Sequence[int]) -> bool:
+        moved = False
+        for i in reversed(todo):
+            if i in self.stages or not self._orphan(self.eqns[i]):
+                continue
+            stage = next((s for v in self.eqns[i].outvars if (s := self._consumer_stage(v)) is not None), None)
+            if stage is not None:
+                self._settle(i, stage)
+                moved = True
+        return moved
+
+    def _consumer_stage(self, v: jc.Var) -> int | None:
+        """The stage of the first placed equation that reads a tensor."""
+        if v.aval.size <= 1:
+            return None
+        return next((self.stages[c] for c in self.consumers.get(v, []) if c in self.stages), None)
+
+    def _runs_once(self, index: int) -> bool:
+        return Region.STEP in self.regions.kinds[index] or index in self.deferred
+
+    def _orphan(self, eqn: jc.JaxprEqn) -> bool:
+        """Whether the equation reads a tensor that has a home to be found (an optimizer's moment, say)."""
+        return any(v in self.inputs or self._made_of_orphans(v) for v in _operands(eqn))
+
+    def _made_of_orphans(self, v: jc.Var) -> bool:
+        index = self.producer.get(v)
+        return (
+            index is not None
+            and index not in self.stages
+            and self._runs_once(index)
+            and v.aval.size > 1
+            and self._orphan(self.eqns[index])
+        )
+
+    def _settle(self, index: int, stage: int) -> None:
+        self.stages[index] = stage
+        eqn = self.eqns[index]
+        self.homes.update((v, stage) for v in eqn.outvars)
+        if index in self.deferred:
+            sums = [c for v in eqn.outvars for c in self.consumers[v] if c not in self.deferred]
+            self.homes.update((self.eqns[c].outvars[0], stage) for c in sums)
+        for v in _operands(eqn):
+            if v in self.inputs:
+                self.homes.setdefault(v, stage)
+
+    def _settle_orphans(self, todo: Sequence[int]) -> None:
+        """State that touches nothing placed (never differentiated) lives on the first stage."""
+        for i in todo:
+            if i not in self.stages and self._orphan(self.eqns[i]):
+                self._settle(i, 0)
+        self._follow_operands([i for i in todo if i not in self.stages])
+        for v in self.inputs:
+            self.homes.setdefault(v, 0)
+
+
+def _operands(eqn: jc.JaxprEqn) -> list[jc.Var]:
+    return [v for v in eqn.invars if isinstance(v, jc.Var)]
+
+
+def value_bytes(aval: Any) -> int:
+    """Bytes of an abstract value; PRNG keys count as eight."""
+    return int(np.prod(aval.shape)) * getattr(aval.dtype, "itemsize", 8)

@@ -1,0 +1,185 @@
+"""The stage graph: a train step as tasks of stages, each a small program of its own, joined by named values.
+
+    F0 -> F1 -> ... -> F(S-1)      forward, for every microbatch
+    B0 <- B1 <- ... <- B(S-1)      backward (W: weight gradients, where a schedule wants them apart)
+    U0    U1    ...    U(S-1)      update, once per step; waves where scalars cross stages
+
+A value is either of one microbatch or of the whole step; an accumulation turns the first kind into the second.
+`evaluate` is the meaning of a stage graph: it must equal the step it was cut from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.batch_accumulate import combine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A value that crosses from one task to another. Shape in elements, of one microbatch if `per_microbatch`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    per_microbatch: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulation:
+    """`result` = the sum (max, min, and, or, mean, concatenation along `axis`) of `operand` over the microbatches."""
+
+    operand: str
+    result: str
+    kind: str
+    axis: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageTask:
+    """What one stage does: F, B or W of a microbatch, or U once per step. Inputs and outputs are value names."""
+
+    kind: str
+    stage: int
+    round: int
+    wave: int = 0
+    jaxpr: jc.ClosedJaxpr
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    accumulations: tuple[Accumulation, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """`F0`, `B1`, `U0.1` (wave 1), `F0'` (second round)."""
+        return f"{self.kind}{self.stage}" + (f".{self.wave}" if self.wave else "") + "'" * self.round
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphInput:
+    """An input value: a flat argument, a piece of it (axis 0), its microbatch, or the microbatch's number."""
+
+    value: str
+    kind: str  # "whole" | "microbatch" | "index"
+    leaf: int | None
+    stages: tuple[int, ...]  # that read it, its owner first
+    start: int | None = None
+    stop: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOutput:
+    """A piece of a result: a value, owned by a stage, or a constant."""
+
+    leaf: int
+    value: str | None
+    stage: int
+    literal: Any = None
+    start: int | None = None
+    stop: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageGraph:
+    """All tasks of a step, in an order in which they may run."""
+
+    name: str
+    num_stages: int
+    num_rounds: int
+    num_microbatches: int
+    tasks: tuple[StageTask, ...]
+    values: Mapping[str, Value]
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+
+    def crossing(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Values made on one stage and read on others: name -> (stage that makes it, stages that read it)."""
+        made = {name: task.stage for task in self.tasks for name in _made_by(task)}
+        made |= {i.value: i.stages[0] for i in self.inputs if i.stages and i.kind == "whole" and i.value in self.values}
+        read: dict[str, set[int]] = {}
+        for task in self.tasks:
+            for name in task.inputs:
+                if name in made and made[name] != task.stage:
+                    read.setdefault(name, set()).add(task.stage)
+        small = {i.value for i in self.inputs if i.kind != "whole"}
+        return {n: (made[n], tuple(sorted(stages))) for n, stages in read.items() if n not in small}
+
+    def __str__(self) -> str:
+        lines = [
+            f"StageGraph of {self.name}: {self.num_stages} stages, {self.num_microbatches} microbatches, "
+            f"{self.num_rounds} round{'s' if self.num_rounds > 1 else ''}"
+        ]
+        for task in self.tasks:
+            lines.append(
+                f"  {task.name:6} {len(task.jaxpr.jaxpr.eqns):5} equations, {len(task.inputs):3} in, "
+                f"{len(task.outputs):3} out, {len(task.accumulations):3} accumulated"
+            )
+        for name, (source, readers) in sorted(self.crossing().items(), key=lambda item: item[1]):
+            v = self.values[name]
+            when = "per microbatch" if v.per_microbatch else "per step"
+            lines.append(f"  {source} -> {','.join(map(str, readers))}: {name} {v.dtype}{list(v.shape)} {when}")
+        return "\n".join(lines)
+
+
+def _made_by(task: StageTask) -> Iterable[str]:
+    yield from task.outputs
+    yield from (a.result for a in task.accumulations)
+
+
+def evaluate(graph: StageGraph, leaves: Sequence[Any]) -> list[Any]:
+    """Run the graph task by task, without stages, schedules or devices: the reference for everything behind it.
+
+    `leaves` are the flat inputs of the step; the result has one entry per flat output.
+    """
+    step_values: dict[str, Any] = {}
+    for spec in graph.inputs:
+        if spec.kind == "whole" and spec.leaf is not None:
+            step_values[spec.value] = leaves[spec.leaf] if spec.start is None else leaves[spec.leaf][spec.start : spec.stop]
+    micro_values = [_microbatch_inputs(graph, leaves, m) for m in range(graph.num_microbatches)]
+    for round_number in range(graph.num_rounds + 1):
+        _run_updates(graph, round_number, step_values)
+        for env in micro_values:
+            for task in graph.tasks:
+                if task.kind != "U" and task.round == round_number:
+                    env.update(_run(task, {**step_values, **env}))
+        for task in graph.tasks:
+            if task.kind != "U" and task.round == round_number:
+                for a in task.accumulations:
+                    step_values[a.result] = combine(a.kind, a.axis, [env[a.operand] for env in micro_values])
+    return _assemble(graph, step_values)
+
+
+def _microbatch_inputs(graph: StageGraph, leaves: Sequence[Any], microbatch: int) -> dict[str, Any]:
+    env: dict[str, Any] = {}
+    for spec in graph.inputs:
+        if spec.kind == "index":
+            env[spec.value] = jnp.int32(microbatch)
+        elif spec.kind == "microbatch" and spec.leaf is not None:
+            size = leaves[spec.leaf].shape[0] // graph.num_microbatches
+            env[spec.value] = leaves[spec.leaf][microbatch * size : (microbatch + 1) * size]
+    return env
+
+
+def _run(task: StageTask, env: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip(task.outputs, jc.jaxpr_as_fun(task.jaxpr)(*[env[n] for n in task.inputs]), strict=True))
+
+
+def _run_updates(graph: StageGraph, group: int, step_values: dict[str, Any]) -> None:
+    for task in graph.tasks:
+        if task.kind == "U" and task.round == group:
+            step_values.update(_run(task, step_values))
+
+
+def _assemble(graph: StageGraph, step_values: Mapping[str, Any]) -> list[Any]:
+    results: dict[int, list[Any]] = {}
+    for out in graph.outputs:
+        results.setdefault(out.leaf, []).append(out.literal if out.value is None else step_values[out.value])
+    return [
+        parts[0] if len(parts) == 1 else jax.lax.concatenate([jnp.asarray(p) for p in parts], 0)
+        for _, parts in sorted(results.items())
+    ]

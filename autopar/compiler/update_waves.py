@@ -1,0 +1,279 @@
+"""Arrange what runs once per step in waves, so that each exchange between stages happens once.
+
+Update equations come in groups: group g runs before round g of the microbatches, the last one after all rounds. Within a
+group, an equation that reads what another stage's update made is one wave later. Equations without a place (they read
+only scalars) are computed in every task that needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.batch_accumulate import accumulate_p
+from autopar.compiler.placement import Placement
+from autopar.compiler.regions import Region
+
+Key = tuple[jc.Var, str | int | None]
+"""A value of the graph: a variable, and which of its copies: None, a stage's free copy, "sum", or a stage's update copy."""
+
+
+def free_key(v: jc.Var, stage: int) -> Key:
+    """A free value as computed on one stage along with a microbatch."""
+    return (v, stage)
+
+
+def floating_key(v: jc.Var, stage: int) -> Key:
+    """A value without a place as computed on one stage once per step."""
+    return (v, f"step{stage}")
+
+
+class UpdateWaves:
+    """The tasks (group, wave, stage) of everything that runs once per step."""
+
+    def __init__(self, placement: Placement, members: Mapping[tuple[str, int, int], Sequence[int]]) -> None:
+        self.placement = placement
+        self.regions = placement.regions
+        self.eqns = self.regions.equations
+        self.members = members
+        self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.last_group = self.regions.num_rounds
+        self.groups = self._find_groups()
+        self.waves: dict[int, int] = {}
+        self.roots: dict[tuple[int, int, int], list[int]] = {}
+        self.outputs: dict[jc.Var, tuple[Key, int]] = {}
+        self._assign_placed()
+        self._assign_effects()
+        self._assign_values_for_microbatches()
+
+    # --- groups and waves --------------------------------------------------------------------------------------------
+
+    def _runs_once(self, index: int) -> bool:
+        return Region.STEP in self.regions.kinds[index] or index in self.placement.deferred
+
+    def _find_groups(self) -> dict[int, int]:
+        """The latest group that is early enough for every reader."""
+        earliest: dict[jc.Var, int] = {}
+        groups: dict[int, int] = {}
+        for i in range(len(self.eqns) - 1, -1, -1):
+            eqn, kinds = self.eqns[i], self.regions.kinds[i]
+            needed = min((earliest.get(v, self.last_group) for v in eqn.outvars), default=self.last_group)
+            if self._runs_once(i) or (eqn.primitive is accumulate_p and self._is_alias(i)):
+                groups[i] = needed
+            readers = [groups[i]] if i in groups else []
+            if kinds & {Region.FORWARD, Region.BACKWARD, Region.FREE}:
+                readers.append(self.regions.rounds[i])
+            if readers:
+                for v in _operands(eqn):
+                    earliest[v] = min(earliest.get(v, self.last_group), *readers)
+        return groups
+
+    def _is_alias(self, index: int) -> bool:
+        """Whether an accumulation only names the result of a deferred sum."""
+        (operand,) = self.eqns[index].invars
+        return isinstance(operand, jc.Var) and self.producer.get(operand) in self.placement.deferred
+
+    def _assign_placed(self) -> None:
+        for i in sorted(i for i in self.groups if i in self.placement.stages):
+            stage, group = self.placement.stages[i], self.groups[i]
+            self.waves[i] = self._available(_operands(self.eqns[i]), stage, group)
+            self.roots.setdefault((group, self.waves[i], stage), []).append(i)
+
+    def _available(self, variables: Sequence[jc.Var], stage: int, group: int) -> int:
+        """The wave of `group` in which `stage` can read all of them."""
+        wave = 0
+        seen: set[jc.Var] = set()
+        stack = list(variables)
+        while stack:
+            v = stack.pop()
+            if v in seen:
+                continue
+            seen.add(v)
+            i = self.producer.get(v)
+            if i is None:
+                continue
+            if i in self.waves:
+                if self.groups[i] == group:
+                    wave = max(wave, self.waves[i] + (self.placement.stages[i] != stage))
+            elif self._floating(i) or self._is_alias_equation(i):
+                stack.extend(_operands(self.eqns[i]))
+        return wave
+
+    def _floating(self, index: int) -> bool:
+        return self._runs_once(index) and index not in self.placement.stages
+
+    def _is_alias_equation(self, index: int) -> bool:
+        return self.eqns[index].primitive is accumulate_p and self._is_alias(index)
+
+    # --- roots without a place -----------------------------------------------------------------------------------------
+
+    def _assign_effects(self) -> None:
+        for i, eqn in enumerate(self.eqns):
+            if eqn.effects and self._floating(i):
+                self._add_root(i, self._nearest_stage(_operands(eqn)), self.last_group)
+
+    def _assign_values_for_microbatches(self) -> None:
+        for (_, stage, round_number), indices in self.members.items():
+            for i in indices:
+                for v in _operands(self.eqns[i]):
+                    producer = self.producer.get(v)
+                    if (
+                        producer is not None
+                        and self._floating(producer)
+                        and Region.FREE not in self.regions.kinds[producer]
+                    ):
+                        self._add_root(producer, stage, round_number)
+
+    def assign_outputs(self, state_outputs: Mapping[int, int]) -> None:
+        """Decide where each result of the step is: where it is made, or for scalars where its successor is read."""
+        jaxpr = self.regions.step.jaxpr.jaxpr
+        for position, v in enumerate(jaxpr.outvars):
+            if isinstance(v, jc.Literal) or v in jaxpr.constvars:
+                continue
+            i = self.producer.get(v)
+            if i is None:
+                self.outputs[v] = ((v, None), self.placement.homes.get(v, 0))
+            elif self._floating(i):
+                replaced = state_outputs.get(position)
+                home = self.placement.homes.get(jaxpr.invars[replaced]) if replaced is not None else None
+                stage = self._nearest_stage([v]) if home is None else home
+                self._add_root(i, stage, self.last_group)
+                self.outputs[v] = (floating_key(v, stage), stage)
+            else:
+                key = self.source(v, i, 0)
+                self.outputs[v] = (key, self._stage_of(key, v))
+
+    def output(self, v: jc.Var) -> tuple[Key, int]:
+        """The value that is a result of the step, and its stage."""
+        return self.outputs[v]
+
+    def _stage_of(self, key: Key, v: jc.Var) -> int:
+        if key[1] == "sum":
+            return self.placement.stages[self.producer[key[0]]]
+        return self.placement.homes[v]
+
+    def _nearest_stage(self, variables: Sequence[jc.Var]) -> int:
+        """The highest stage among the placed values that these derive from; 0 if there are none."""
+        stages = [0]
+        seen: set[jc.Var] = set()
+        stack = list(variables)
+        while stack:
+            v = stack.pop()
+            i = self.producer.get(v)
+            if v in seen:
+                continue
+            seen.add(v)
+            if v in self.placement.homes:
+                stages.append(self.placement.homes[v])
+            elif i is not None and self._floating(i):
+                stack.extend(_operands(self.eqns[i]))
+        return max(stages)
+
+    def _add_root(self, index: int, stage: int, group: int) -> None:
+        wave = self._available(_operands(self.eqns[index]), stage, group)
+        roots = self.roots.setdefault((group, wave, stage), [])
+        if index not in roots:
+            roots.append(index)
+
+    # --- tasks ---------------------------------------------------------------------------------------------------------
+
+    def tasks(self) -> list[tuple[int, int, int]]:
+        """All (group, wave, stage), in order."""
+        return sorted(self.roots)
+
+    def equations(self, key: tuple[int, int, int]) -> list[int]:
+        """A task's equations with those without a place that they need, in program order."""
+        found = set(self.roots[key])
+        stack = list(found)
+        while stack:
+            index = stack.pop()
+            for v in _operands(self.eqns[index]):
+                i = self.producer.get(v)
+                if i is not None and i not in found and self._floating(i):
+                    found.add(i)
+                    stack.append(i)
+        return sorted(found)
+
+    def source(self, v: jc.Var, reader: int, stage: int) -> Key:
+        """The value that equation `reader` means by operand `v`."""
+        i = self.producer.get(v)
+        if reader in self.placement.deferred and reader != i:
+            return (v, "sum")
+        if i is None:
+            return (v, None)
+        if i in self.placement.deferred:
+            return (v, "sum")
+        if self._is_alias_equation(i):
+            (operand,) = self.eqns[i].invars
+            return (operand, "sum")
+        return floating_key(v, stage) if self._floating(i) else (v, None)
+
+    def interface(self, key: tuple[int, int, int]) -> tuple[list[Key], list[Key]]:
+        """What a task reads and what it makes for others, in order of appearance."""
+        _, _, stage = key
+        steps = self.equations(key)
+        made = dict.fromkeys(k for i in steps for k in self._made(i, stage))
+        consts = set(self.regions.step.jaxpr.jaxpr.constvars)
+        reads = dict.fromkeys(
+            k
+            for i in steps
+            for v in _operands(self.eqns[i])
+            if v not in consts and (k := self.source(v, i, stage)) not in made
+        )
+        roots = set(self.roots[key])
+        results = [k for i in steps if i in roots for k in self._made(i, stage) if self._read_outside(k, key)]
+        return list(reads), results
+
+    def _made(self, index: int, stage: int) -> list[Key]:
+        outs = self.eqns[index].outvars
+        if index in self.placement.deferred:
+            return [(v, "sum") for v in outs]
+        return [floating_key(v, stage) if self._floating(index) else (v, None) for v in outs]
+
+    def _read_outside(self, value: Key, key: tuple[int, int, int]) -> bool:
+        if any(value == out for out, _ in self.outputs.values()):
+            return True
+        return value in self._read_by_microbatches() or any(
+            value in self._reads_of(other) for other in self.roots if other != key
+        )
+
+    def _reads_of(self, key: tuple[int, int, int]) -> frozenset[Key]:
+        """What a task's equations read; the answer is kept, since every task asks."""
+        cache: dict[tuple[int, int, int], frozenset[Key]] = self.__dict__.setdefault("_reads", {})
+        if key not in cache:
+            steps = self.equations(key)
+            cache[key] = frozenset(self.source(v, i, key[2]) for i in steps for v in _operands(self.eqns[i]))
+        return cache[key]
+
+    def _read_by_microbatches(self) -> frozenset[Key]:
+        if "_micro_reads" not in self.__dict__:
+            found: set[Key] = set()
+            for (_, stage, _), indices in self.members.items():
+                for i in indices:
+                    for v in _operands(self.eqns[i]):
+                        producer = self.producer.get(v)
+                        floating = producer is not None and self._floating(producer)
+                        found.add(floating_key(v, stage) if floating else (v, None))
+            self.__dict__["_micro_reads"] = frozenset(found)
+        return self.__dict__["_micro_reads"]
+
+    def program(
+        self, stage: int, steps: Sequence[int], reads: Sequence[Key], results: Sequence[Key], consts: Mapping[jc.Var, Any]
+    ) -> jc.ClosedJaxpr:
+        """The task as a jaxpr from `reads` to `results`."""
+
+        def run(*args: Any) -> list[Any]:
+            env: dict[Key, Any] = {(v, None): c for v, c in consts.items()}
+            env.update(zip(reads, args, strict=True))
+            for i in steps:
+                eqn = self.eqns[i]
+                values = [a.val if isinstance(a, jc.Literal) else env[self.source(a, i, stage)] for a in eqn.invars]
+                env.update(zip(self._made(i, stage), jc.bind_equation(eqn, values), strict=True))
+            return [env[k] for k in results]
+
+        return jc.trace(run, [k[0].aval for k in reads])
+
+
+def _operands(eqn: jc.JaxprEqn) -> list[jc.Var]:
+    return [v for v in eqn.invars if isinstance(v, jc.Var)]
