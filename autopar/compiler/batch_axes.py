@@ -41,9 +41,18 @@ def analyse(ledger: Ledger, full: jc.ClosedJaxpr, doubled: jc.ClosedJaxpr, input
     """The steps of one microbatch for every equation of `full`, whose inputs are in the states given."""
     while True:
         block = _block(ledger, Scope(), full, doubled, inputs)
-        if ledger.exact or ledger.found <= ledger.local:
-            return block
+        known = (ledger.local, ledger.apart)
         ledger.local = ledger.local | ledger.found
+        ledger.apart = ledger.apart | _wanted_once(ledger, block)
+        if (ledger.local, ledger.apart) == known:
+            return block
+
+
+def _wanted_once(ledger: Ledger, block: Block) -> set[Place]:
+    """Equations whose shared results leave the microbatches without an accumulation."""
+    once = [*block.outputs, *(s for step in block.steps if step.mode == WHOLE for s in step.operands)]
+    repeated = trails(s for s in once if isinstance(s, Invariant)).repeated
+    return {place for bit, place in ledger.repeating.items() if repeated & bit}
 
 
 def _block(ledger: Ledger, scope: Scope, full: Any, doubled: Any, inputs: Sequence[State]) -> Block:
@@ -90,22 +99,47 @@ def _structure_differs(found: str) -> NotSplittable:
     )
 
 
-def _steps(
-    ledger: Ledger, scope: Scope, place: Place, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn
-) -> list[Step]:
-    """The step of an equation, or of two: a loop that sums a loss and counts tokens is taken apart.
+def _steps(ledger: Ledger, scope: Scope, place: Place, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn) -> list[Step]:
+    """The step of an equation, or of several: a loop that sums a loss and counts tokens is taken apart.
 
     The count depends on the batch alone and so is taken of the whole batch, by a loop that does nothing else.
     """
     step = _step(ledger, scope, place, eqn, doubled)
-    alone = [isinstance(r, Partial) and not r.trail.stateful for r in step.results]
-    if not step.bodies or not scope.straight or not any(alone) or all(alone):
+    if not scope.straight or step.mode == WHOLE:
         return [step]
-    steps: list[Step] = []
-    for wanted in (alone, [not a for a in alone]):
-        pairs = zip(jc.only_results(eqn, wanted), jc.only_results(doubled, wanted), strict=True)
-        steps += [_step(ledger, scope, (*place, wanted is alone), a, b) for a, b in pairs]
-    return steps
+    counts = [isinstance(r, Partial) and not r.trail.stateful for r in step.results]
+    shared = [place in ledger.apart and isinstance(r, Invariant) for r in step.results]
+    rest = [not a and not b for a, b in zip(counts, shared)]
+    groups = [wanted for wanted in (counts, shared, rest) if any(wanted)]
+    if step.bodies and len(groups) > 1:
+        pairs = [(jc.only_results(eqn, wanted), jc.only_results(doubled, wanted)) for wanted in groups]
+        if all(len(a) == len(b) == 1 and len(a[0].outvars) < len(eqn.outvars) for a, b in pairs):
+            return [
+                step
+                for number, ((a,), (b,)) in enumerate(pairs)
+                for step in _steps(ledger, scope, (*place, "part", number), a, b)
+            ]
+    return [_repeating(ledger, scope, place, step)]
+
+
+def _repeating(ledger: Ledger, scope: Scope, place: Place, step: Step) -> Step:
+    """Mark the shared results of an equation that is evaluated for every microbatch."""
+    operands = [s for s, use in zip(step.operands, step.uses) if step.bodies and use != COMPLETE]
+    varies = any(map(_varies, (*operands, *step.results)))
+    if not scope.top or not varies or not any(isinstance(r, Invariant) for r in step.results):
+        return step
+    results = [
+        _marked(ledger, place, r, v.aval) if isinstance(r, Invariant) else r
+        for r, v in zip(step.results, step.eqn.outvars)
+    ]
+    return replace(step, results=tuple(results))
+
+
+def _marked(ledger: Ledger, place: Place, state: Invariant, aval: Any) -> State:
+    if place in ledger.apart:
+        # The largest of equal values is that value.
+        return Partial(kind="or" if aval.dtype == bool else "max", trail=state.trail)
+    return replace(state, trail=replace(state.trail, repeated=ledger.repeats(place)))
 
 
 def _step(ledger: Ledger, scope: Scope, place: Place, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn) -> Step:
@@ -125,7 +159,9 @@ def _step(ledger: Ledger, scope: Scope, place: Place, eqn: jc.JaxprEqn, doubled:
         if ledger.num_microbatches == 1:
             return _alone(eqn, doubled, states)
         raise
-    if any(isinstance(r, Partial | Whole) for r in step.results) and _can_be_whole(scope, eqn, states):
+    shared = nested and any(map(_varies, states)) and any(isinstance(r, Invariant) for r in step.results)
+    reduced = shared or any(isinstance(r, Partial | Whole) for r in step.results)
+    if reduced and _can_be_whole(scope, eqn, states):
         # What depends on the batch alone is exact, and the same for every microbatch, if taken of the whole batch.
         return _whole(eqn, doubled, states)
     return replace(step, operands=tuple(states))
@@ -169,18 +205,26 @@ def _nested(
     finish = scope.top and bool(partial)
     if not (finish and jc.ad_phase(eqn) is None):
         try:
-            return _enter(enter, eqn, doubled, states, ())
+            return _enter(ledger, enter, eqn, doubled, states, ())
         except (NotSplittable, Unsupported):
             if not finish:
                 raise
     whole = [completed(s) if isinstance(s, Partial) else s for s in states]
-    return _enter(enter, eqn, doubled, whole, partial)
+    return _enter(ledger, enter, eqn, doubled, whole, partial)
 
 
 def _enter(
-    enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State], complete: Sequence[int]
+    ledger: Ledger,
+    enter: Enter,
+    eqn: jc.JaxprEqn,
+    doubled: jc.JaxprEqn,
+    states: list[State],
+    complete: Sequence[int],
 ) -> Step:
     nested = nested_step(enter, eqn, doubled, states)
+    if eqn.primitive.name == "cond":
+        merged = Local(trail=trails(states[1:]))
+        ledger.check_crossing(eqn, [states[0], merged])
     uses = [COMPLETE if i in complete else use for i, use in enumerate(nested.uses)]
     return replace(nested, uses=tuple(uses))
 

@@ -127,7 +127,7 @@ def _while(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[St
     uses = [*(KEEP for _ in (*cond_consts, *body_consts)), *map(use_as, initial, carry)]
     body = replace(block, output_uses=tuple(map(use_as, block.outputs, carry)))
     carry = [replace(s, trail=s.trail | decides.trail) for s in carry]
-    return _nested(eqn, doubled, states, carry, uses, (test, body))
+    return _nested(eqn, doubled, states, carry, uses, (replace(test, output_uses=(KEEP,)), body))
 
 
 def _cond(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Step:

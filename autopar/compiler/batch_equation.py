@@ -60,9 +60,7 @@ class Scope:
             return Invariant(zero=_is_zero(atom))
         return self.states[atom]
 
-    def inside(
-        self, place: Place, straight: bool, invars: Sequence[jc.Var], atoms: Sequence[Any]
-    ) -> Scope:
+    def inside(self, place: Place, straight: bool, invars: Sequence[jc.Var], atoms: Sequence[Any]) -> Scope:
         """The scope of a body; `atoms` are the values given to its inputs, None for those that a loop changes."""
         inner = Scope(
             place=place,

@@ -33,9 +33,13 @@ class Ledger:
     exact: bool
     draw_per_microbatch: bool
     local: frozenset[Place] = frozenset()
-    found: set[Place] = field(default_factory=set)
-    bits: dict[Place, int] = field(default_factory=dict)
-    reductions: dict[int, Reduction] = field(default_factory=dict)
+    """Reductions to be taken within each microbatch."""
+    found: set[Place] = field(default_factory=lambda: set())
+    apart: frozenset[Place] = frozenset()
+    """Equations to take apart, because a result that is the same for every microbatch is wanted once."""
+    repeating: dict[int, Place] = field(default_factory=lambda: {})
+    bits: dict[Place, int] = field(default_factory=lambda: {})
+    reductions: dict[int, Reduction] = field(default_factory=lambda: {})
 
     def bit(self, place: Place) -> int:
         """The bit that stands for an equation in a trail."""
@@ -45,6 +49,12 @@ class Ledger:
         """Register a reduction; its bit in the `origins` of a trail."""
         bit = self.bit((*place, "reduction"))
         self.reductions[bit] = Reduction(place=place, eqn=eqn, rows=trail.rows)
+        return bit
+
+    def repeats(self, place: Place) -> int:
+        """Register an equation that computes a shared value for every microbatch; its bit."""
+        bit = self.bit((*place, "repeats"))
+        self.repeating[bit] = place
         return bit
 
     def origins(self, trail: Trail) -> list[Reduction]:

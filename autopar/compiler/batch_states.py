@@ -30,6 +30,8 @@ class Trail:
     """The batched, stateful values behind the accumulations from which it is computed."""
     origins: int = 0
     """The reductions over the batch behind `sums`."""
+    repeated: int = 0
+    """The equations that compute it for every microbatch although it is the same for all: their other results vary."""
 
     def __or__(self, other: Trail) -> Trail:
         return Trail(
@@ -38,6 +40,7 @@ class Trail:
             rows=self.rows | other.rows,
             sums=self.sums | other.sums,
             origins=self.origins | other.origins,
+            repeated=self.repeated | other.repeated,
         )
 
 
@@ -91,7 +94,7 @@ def completed(state: State) -> Invariant:
     """The state after accumulation over all microbatches: rows have become sums, one round later."""
     trail = state.trail
     sums = trail.sums if isinstance(state, Local) else trail.sums | trail.rows
-    return Invariant(trail=replace(trail, round=trail.round + 1, rows=0, sums=sums))
+    return Invariant(trail=replace(trail, round=trail.round + 1, rows=0, sums=sums, repeated=0))
 
 
 def joined(a: State, b: State) -> State | None:

@@ -56,7 +56,7 @@ def bind_equation(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | N
     # that keeps the provenance of an equation.
     bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+    with source_info_util.user_context(_traceback_of(eqn), name_stack=name_stack), eqn.ctx.manager:
         out = eqn.primitive.bind(*args, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -64,7 +64,13 @@ def bind_equation(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | N
 def under_scope_of(eqn: JaxprEqn) -> Any:
     """A context in which newly traced equations carry `eqn`'s name stack and source line."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
+    return source_info_util.user_context(_traceback_of(eqn), name_stack=name_stack)
+
+
+def _traceback_of(eqn: JaxprEqn) -> Any:
+    """Where the user wrote the equation; inside jitted library functions that is where the function was called."""
+    outer = source_info_util._source_info_context.context.traceback  # type: ignore[reportPrivateUsage]
+    return eqn.source_info.traceback if outer is None or source_line(eqn) else outer
 
 
 def ad_phase(eqn: JaxprEqn) -> str | None:
@@ -212,6 +218,20 @@ def with_inputs(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, consts) if ClosedJaxpr is not Jaxpr else jaxpr
 
 
+def with_outputs(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:
+    """The same program with some of its results."""
+    jaxpr, _ = open_jaxpr(closed)
+    if list(kept) == list(range(len(jaxpr.outvars))):
+        return closed
+    function = jaxpr_as_fun(closed)
+
+    def run(*args: Any) -> list[Any]:
+        results = function(*args)
+        return [results[i] for i in kept]
+
+    return trace(run, [v.aval for v in jaxpr.invars])
+
+
 def consts_as_inputs(closed: ClosedJaxpr) -> tuple[Jaxpr, tuple[Any, ...]]:
     """A jaxpr whose constants are its first inputs, and these constants: the body of `remat2` can have none."""
     jaxpr, consts = open_jaxpr(closed)
@@ -224,6 +244,7 @@ def only_results(eqn: JaxprEqn, wanted: Sequence[bool]) -> list[JaxprEqn]:
     """The equation without its other results, its body without what only they need (no equation if none is needed)."""
     invars = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, Var)))
     effects = frozenset(getattr(eqn, "effects", ()))
-    alone = Jaxpr([], invars, list(eqn.outvars), [eqn], effects)
+    info = open_jaxpr(next(subjaxprs(eqn)))[0].debug_info
+    alone = Jaxpr([], invars, list(eqn.outvars), [eqn], effects, info.with_unknown_names())
     pruned, _ = partial_eval.dce_jaxpr(alone, list(wanted))
     return list(pruned.eqns)

@@ -1,0 +1,60 @@
+"""Split a step by hand in a test: trace it at the batch and at twice the batch, split it, evaluate it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.microbatch import MicrobatchedStep, evaluate_microbatched, split_batch
+from autopar.compiler.normalize import normalize
+
+
+def split(step: Any, *args: Any, batch: tuple[int, ...] = (1,), microbatches: int = 4, **options: Any) -> Any:
+    """The microbatched step and the flat arguments."""
+    leaves, tree = jax.tree.flatten(args)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    owner = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    batch_inputs = [i for i, argument in enumerate(owner) if argument in batch]
+
+    def flat(*values: Any) -> Any:
+        return step(*jax.tree.unflatten(tree, values))
+
+    twice = [jnp.concatenate([v, v]) if i in batch_inputs and v.ndim else v for i, v in enumerate(leaves)]
+    full, doubled = (normalize(jax.make_jaxpr(flat)(*values)) for values in (leaves, twice))
+    result = split_batch(full, doubled, batch_inputs=batch_inputs, num_microbatches=microbatches, **options)
+    return result, leaves
+
+
+def evaluate_both(
+    step: Any, *args: Any, batch: tuple[int, ...] = (1,), microbatches: int = 4, **options: Any
+) -> tuple[Any, Any]:
+    """The step's results from microbatches, and from the step itself."""
+    microbatched, leaves = split(step, *args, batch=batch, microbatches=microbatches, **options)
+    want = step(*jax.tree.map(jnp.asarray, args))
+    got = jax.tree.unflatten(jax.tree.structure(want), evaluate_microbatched(microbatched, leaves))
+    return got, want
+
+
+def assert_equal(got: Any, want: Any, tolerance: float = 1e-9, leave_out: tuple[str, ...] = ()) -> None:
+    """Equal up to the order of sums: relative to the largest entry of each leaf."""
+    named, _ = jax.tree.flatten_with_path(want)
+    for value, (path, expected) in zip(jax.tree.leaves(got), named, strict=True):
+        if any(part in jax.tree_util.keystr(path) for part in leave_out):
+            continue
+        a, b = (np.asarray(_plain(v)) for v in (value, expected))
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), path
+        a, b = (v.astype(np.float64) for v in (a, b))
+        assert np.all(np.abs(a - b) <= tolerance * (np.abs(b).max(initial=0) + 1e-3)), path
+
+
+def _plain(value: Any) -> Any:
+    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(value) if is_key else value
+
+
+def accumulations(step: MicrobatchedStep) -> list[str]:
+    """The kinds of the accumulations, in order."""
+    eqns = jc.open_jaxpr(step.jaxpr)[0].eqns
+    return [eqn.params["kind"] for eqn in eqns if eqn.primitive.name == "accumulate"]
