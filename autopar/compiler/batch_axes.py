@@ -33,7 +33,7 @@ from autopar.compiler.batch_states import (
     completed,
     trails,
 )
-from autopar.compiler.batch_steps import COMPLETE, SPLIT, WHOLE, Block, Step, needed_whole
+from autopar.compiler.batch_steps import COMPLETE, LOOPS, SPLIT, WHOLE, Block, Step, needed_whole
 from autopar.errors import NotSplittable, Unsupported
 
 
@@ -197,7 +197,7 @@ def _nested(
     """Enter the bodies of a loop, condition or rematerialised region."""
 
     def enter(role: object, body: Any, twin: Any, inputs: Sequence[State], atoms: Sequence[Any]) -> Block:
-        straight = scope.straight and eqn.primitive.name not in ("scan", "while")
+        straight = scope.straight and eqn.primitive.name not in LOOPS
         inner = scope.inside((*place, role), straight, jc.open_jaxpr(body)[0].invars, atoms)
         return _block(ledger, inner, body, twin, inputs)
 

@@ -23,17 +23,14 @@ from autopar.compiler.batch_states import (
     joined,
     use_as,
 )
-from autopar.compiler.batch_steps import KEEP, NESTED, Block, Step
+from autopar.compiler.batch_steps import CALLS, KEEP, LOOPS, NESTED, REMATS, Block, Step
 
 Enter = Callable[[object, Any, Any, Sequence[State], Sequence[Any]], Block]
 """Analyse a body: its role, the body, its twin at the doubled batch, its inputs' states, the values given to them."""
 
-_ONCE = ("remat2", "remat", "checkpoint", "jit", "pjit", "closed_call")
-
-
 def has_bodies(eqn: jc.JaxprEqn) -> bool:
     """Whether the equation is one of those whose bodies are entered."""
-    return eqn.primitive.name in ("scan", "while", "cond", *_ONCE)
+    return eqn.primitive.name in ("cond", *LOOPS, *REMATS, *CALLS)
 
 
 def body_avals_differ(eqn: jc.JaxprEqn, doubled: jc.JaxprEqn) -> bool:

@@ -14,7 +14,7 @@ from jax import lax
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_slice import Microbatch
-from autopar.compiler.batch_steps import WHOLE, Block, Step, straight_bodies
+from autopar.compiler.batch_steps import CALLS, WHOLE, Block, Step, straight_bodies
 from autopar.compiler.normalize import eliminate_dead
 
 Emit = Callable[[Microbatch, Block, Sequence[Any], Mapping[jc.Var, Any]], list[Any]]
@@ -32,7 +32,7 @@ def emit_bodies(
         hoisted = [_hoisted(step, body, offset, read_whole) for body, offset in straight_bodies(step)]
     if step.eqn.primitive.name == "cond":
         return _cond(emit, microbatch, step, args, hoisted)
-    if step.eqn.primitive.name in ("jit", "pjit", "closed_call"):
+    if step.eqn.primitive.name in CALLS:
         with jc.under_scope_of(step.eqn):
             return emit(microbatch, step.bodies[0], args, hoisted[0])
     return _remat(emit, microbatch, step, args, hoisted[0])

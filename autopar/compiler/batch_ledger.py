@@ -37,9 +37,9 @@ class Ledger:
     found: set[Place] = field(default_factory=lambda: set())
     apart: frozenset[Place] = frozenset()
     """Equations to take apart, because a result that is the same for every microbatch is wanted once."""
-    repeating: dict[int, Place] = field(default_factory=lambda: {})
-    bits: dict[Place, int] = field(default_factory=lambda: {})
-    reductions: dict[int, Reduction] = field(default_factory=lambda: {})
+    repeating: dict[int, Place] = field(default_factory=dict)
+    bits: dict[Place, int] = field(default_factory=dict)
+    reductions: dict[int, Reduction] = field(default_factory=dict)
 
     def bit(self, place: Place) -> int:
         """The bit that stands for an equation in a trail."""

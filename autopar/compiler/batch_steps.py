@@ -17,6 +17,11 @@ SPLIT, SOURCE, DRAW, WHOLE, NESTED = "split", "source", "draw", "whole", "nested
 """How an equation is evaluated: at the microbatch's shape; at the full shape, then sliced; random bits at the microbatch's
 shape; on the whole batch, before the microbatches; with its bodies rewritten."""
 
+LOOPS = ("scan", "while")
+REMATS = ("remat2", "remat", "checkpoint")
+CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr")
+"""Equations with bodies, beside `cond`. Calls are left only where constants keep them from being inlined."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -73,6 +78,6 @@ def needed_whole(
 
 def straight_bodies(step: Step) -> list[tuple[Block, int]]:
     """Bodies that run once, with the number of operands that precede theirs: what they need whole is computed outside."""
-    if step.mode != NESTED or step.eqn.primitive.name in ("scan", "while"):
+    if step.mode != NESTED or step.eqn.primitive.name in LOOPS:
         return []
     return [(body, 1 if step.eqn.primitive.name == "cond" else 0) for body in step.bodies]

@@ -68,3 +68,17 @@ def forward_costs(regions: Regions, order: Sequence[int]) -> tuple[list[float], 
         if v not in micro_inputs and first[v] < last[v]
     ]
     return flops, list(liveness_bytes(values, len(order)))
+
+
+def group_layers(regions: Regions, cuts: Sequence[int], num_stages: int) -> list[tuple[int, int]]:
+    """Runs of layers `[start, stop)` for each stage, with even FLOPs and few bytes across."""
+    num_layers = len(cuts) + 1
+    if num_layers == num_stages:
+        return [(s, s + 1) for s in range(num_stages)]
+    order = layer_order(regions)
+    flops, crossing = forward_costs(regions, order)
+    starts = [0, *cuts]
+    stops = [*cuts, len(order)]
+    layer_flops = [sum(flops[a:b]) for a, b in zip(starts, stops, strict=True)]
+    borders = cut_layers(layer_flops, [crossing[a] for a in starts], num_stages)
+    return list(zip([0, *borders], [*borders, num_layers], strict=True))

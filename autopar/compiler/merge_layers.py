@@ -36,19 +36,21 @@ def merge_layers(
     inputs: Sequence[Piece],
     outputs: Sequence[Piece],
     input_names: Sequence[str],
+    leaf_names: Sequence[str],
     remat_stages: Iterable[int] = (),
     split_weight_gradients: bool = False,
     state_outputs: Mapping[int, int] | None = None,
 ) -> StageGraph:
     """Build the stage graph.
 
-    `inputs` and `outputs` say which piece of which leaf the step's flat values are, `input_names` name the former;
+    `inputs` and `outputs` say which piece of which leaf the step's flat values are; `input_names` name the step's inputs,
+    `leaf_names` the leaves;
     `state_outputs` pairs flat outputs with the flat inputs that they replace. Stages in `remat_stages` compute their forward
     again in the backward task; with `split_weight_gradients` what no earlier stage waits for becomes a task W.
     """
     merger = _Merger(placement, input_names, frozenset(remat_stages))
     merger.collect_microbatch_tasks(split_weight_gradients)
-    return merger.build(name, inputs, outputs, state_outputs or {})
+    return merger.build(name, inputs, outputs, leaf_names, state_outputs or {})
 
 
 class _Merger:
@@ -67,6 +69,8 @@ class _Merger:
         self.names: dict[Key, str] = {
             (v, None): n for v, n in zip(self.jaxpr.invars, input_names, strict=True)
         }
+        specs = zip(self.jaxpr.invars, self.step.inputs, strict=True)
+        self.of_microbatch = {v for v, spec in specs if spec.kind != "whole"}
         self.values: dict[str, Value] = {}
         self.accumulations: dict[tuple[str, int, int], list[int]] = {}
         self.tied: dict[tuple[str, int, int], list[jc.Var]] = {}
@@ -76,10 +80,8 @@ class _Merger:
     def collect_microbatch_tasks(self, split_weight_gradients: bool) -> None:
         anchored: dict[tuple[str, int, int], list[int]] = {}
         for i, stage in self.placement.stages.items():
-            kinds = self.regions.kinds[i]
-            kind = "F" if Region.FORWARD in kinds else "B" if Region.BACKWARD in kinds else None
-            if kind is not None and i not in self.placement.deferred:
-                anchored.setdefault((kind, stage, self.regions.rounds[i]), []).append(i)
+            if self.regions.kinds[i] & {Region.FORWARD, Region.BACKWARD} and i not in self.placement.deferred:
+                anchored.setdefault((self._kind(i), stage, self.regions.rounds[i]), []).append(i)
         self._attach_accumulations(anchored)
         for key, indices in list(anchored.items()):
             if key[0] == "B" and key[1] in self.remat_stages:
@@ -95,7 +97,7 @@ class _Merger:
             if Region.ACCUMULATE not in self.regions.kinds[i] or self._deferred(eqn.invars[0]):
                 continue
             producer = self.producer.get(eqn.invars[0]) if isinstance(eqn.invars[0], jc.Var) else None
-            kind = "B" if producer is not None and Region.BACKWARD in self.regions.kinds[producer] else "F"
+            kind = "F" if producer is None else self._kind(producer)
             key = (kind, self.placement.stages[i], self.regions.rounds[i])
             self.accumulations.setdefault(key, []).append(i)
             members = anchored.setdefault(key, [])
@@ -105,11 +107,15 @@ class _Merger:
             for v in _operands(self.eqns[i]):
                 if not self._deferred(v):
                     producer = self.producer[v]
-                    kind = "B" if Region.BACKWARD in self.regions.kinds[producer] else "F"
-                    key = (kind, self.placement.stages[producer], self.regions.rounds[producer])
+                    key = (self._kind(producer), self.placement.stages[producer], self.regions.rounds[producer])
                     known = self.tied.setdefault(key, [])
                     if v not in known:
                         known.append(v)
+
+    def _kind(self, index: int) -> str:
+        """With one stage nothing happens between forward and backward: they are one task."""
+        backward = Region.BACKWARD in self.regions.kinds[index] and self.placement.num_stages > 1
+        return "B" if backward else "F"
 
     def _deferred(self, atom: Any) -> bool:
         return isinstance(atom, jc.Var) and self.producer.get(atom) in self.placement.deferred
@@ -209,7 +215,12 @@ class _Merger:
     # --- tasks ---------------------------------------------------------------------------------------------------------
 
     def build(
-        self, name: str, inputs: Sequence[Piece], outputs: Sequence[Piece], state_outputs: Mapping[int, int]
+        self,
+        name: str,
+        inputs: Sequence[Piece],
+        outputs: Sequence[Piece],
+        leaf_names: Sequence[str],
+        state_outputs: Mapping[int, int],
     ) -> StageGraph:
         waves = UpdateWaves(self.placement, self.members)
         waves.assign_outputs(state_outputs)
@@ -222,8 +233,8 @@ class _Merger:
             num_rounds=self.regions.num_rounds,
             num_microbatches=self.step.num_microbatches,
             tasks=tuple(tasks),
-            inputs=tuple(self._graph_inputs(inputs, tasks)),
-            outputs=tuple(self._graph_outputs(outputs, waves)),
+            inputs=tuple(self._graph_inputs(inputs, leaf_names, tasks)),
+            outputs=tuple(self._graph_outputs(outputs, waves, state_outputs)),
             values=self.values,
         )
 
@@ -254,7 +265,7 @@ class _Merger:
     def _input_name(self, v: jc.Var, stage: int) -> str:
         i = self.producer.get(v)
         if i is None:
-            return self.name((v, None), per_microbatch=False)
+            return self.name((v, None), per_microbatch=v in self.of_microbatch)
         kinds = self.regions.kinds[i]
         if kinds & {Region.FORWARD, Region.BACKWARD, Region.FREE}:
             return self.name(self._key(v, stage), per_microbatch=True)
@@ -319,7 +330,9 @@ class _Merger:
 
     # --- the borders of the graph ----------------------------------------------------------------------------------------
 
-    def _graph_inputs(self, pieces: Sequence[Piece], tasks: Sequence[StageTask]) -> Iterable[GraphInput]:
+    def _graph_inputs(
+        self, pieces: Sequence[Piece], leaf_names: Sequence[str], tasks: Sequence[StageTask]
+    ) -> Iterable[GraphInput]:
         readers: dict[str, set[int]] = {}
         for task in tasks:
             for value in task.inputs:
@@ -337,12 +350,17 @@ class _Merger:
                 kind=spec.kind,
                 leaf=None if spec.leaf is None else piece.leaf,
                 stages=tuple(order),
+                owned=owned,
                 start=piece.start,
                 stop=piece.stop,
+                axis=spec.axis,
+                name="" if spec.leaf is None else leaf_names[piece.leaf],
             )
 
-    def _graph_outputs(self, pieces: Sequence[Piece], waves: UpdateWaves) -> Iterable[GraphOutput]:
-        for v, piece in zip(self.jaxpr.outvars, pieces, strict=True):
+    def _graph_outputs(
+        self, pieces: Sequence[Piece], waves: UpdateWaves, state_outputs: Mapping[int, int]
+    ) -> Iterable[GraphOutput]:
+        for position, (v, piece) in enumerate(zip(self.jaxpr.outvars, pieces, strict=True)):
             where = {"leaf": piece.leaf, "start": piece.start, "stop": piece.stop}
             if isinstance(v, jc.Literal):
                 yield GraphOutput(value=None, literal=v.val, stage=0, **where)
@@ -350,7 +368,13 @@ class _Merger:
                 yield GraphOutput(value=None, literal=self.consts[v], stage=0, **where)
             else:
                 key, stage = waves.output(v)
-                yield GraphOutput(value=self.name(key, per_microbatch=False), stage=stage, **where)
+                replaced = state_outputs.get(position)
+                yield GraphOutput(
+                    value=self.name(key, per_microbatch=False),
+                    stage=stage,
+                    replaces=None if replaced is None else self.names[self.jaxpr.invars[replaced], None],
+                    **where,
+                )
 
 
 def _in_order(tasks: Sequence[StageTask], num_rounds: int) -> list[StageTask]:

@@ -68,8 +68,11 @@ class GraphInput:
     kind: str  # "whole" | "microbatch" | "index"
     leaf: int | None
     stages: tuple[int, ...]  # that read it, its owner first
+    owned: bool = False  # lives on its owner and is sent to other readers; otherwise every reader is given it
     start: int | None = None
     stop: int | None = None
+    axis: int = 0  # along which microbatches are sliced
+    name: str = ""  # of the leaf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,7 @@ class GraphOutput:
     literal: Any = None
     start: int | None = None
     stop: int | None = None
+    replaces: str | None = None  # the input value whose successor this is
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,8 +164,9 @@ def _microbatch_inputs(graph: StageGraph, leaves: Sequence[Any], microbatch: int
         if spec.kind == "index":
             env[spec.value] = jnp.int32(microbatch)
         elif spec.kind == "microbatch" and spec.leaf is not None:
-            size = leaves[spec.leaf].shape[0] // graph.num_microbatches
-            env[spec.value] = leaves[spec.leaf][microbatch * size : (microbatch + 1) * size]
+            size = leaves[spec.leaf].shape[spec.axis] // graph.num_microbatches
+            start = microbatch * size
+            env[spec.value] = jax.lax.slice_in_dim(leaves[spec.leaf], start, start + size, axis=spec.axis)
     return env
 
 

@@ -1,0 +1,42 @@
+"""autopar: an auto-parallelizing compiler for JAX. Put `@autopar.parallelize` on a train step."""
+
+from autopar.api import Compiled, Lowered, Planned, Step, Traced, parallelize
+from autopar.cluster import Cluster
+from autopar.errors import (
+    AutoparError,
+    DonatedBuffer,
+    InvalidArgument,
+    InvalidProgram,
+    NotSplittable,
+    PlanMismatch,
+    Unsupported,
+)
+from autopar.options import DataParallel, PipelineParallel, ShardParallel
+from autopar.plan import MeshPlan, Plan, StagePlan
+from autopar.program import Program
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoparError",
+    "Cluster",
+    "Compiled",
+    "DataParallel",
+    "DonatedBuffer",
+    "InvalidArgument",
+    "InvalidProgram",
+    "Lowered",
+    "MeshPlan",
+    "NotSplittable",
+    "PipelineParallel",
+    "Plan",
+    "PlanMismatch",
+    "Planned",
+    "Program",
+    "ShardParallel",
+    "StagePlan",
+    "Step",
+    "Traced",
+    "Unsupported",
+    "parallelize",
+]

@@ -1,0 +1,191 @@
+"""Turn a stage task into an executable: what it computes, and the accumulators that it adds to.
+
+With several microbatches, a value that is completed over them becomes an accumulator, an input and an output of the task
+that makes its parts: `total, ... = task(total, ...)`. With one microbatch it is an output like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.batch_accumulate import combine
+from autopar.compiler.costs import jaxpr_bytes, jaxpr_flops
+from autopar.compiler.stage_graph import Accumulation, StageGraph, StageTask
+from autopar.program import ArrayType, Executable
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EmittedTask:
+    """A task's function with the names of what it reads and writes.
+
+    Names in `per_microbatch` stand for one value per microbatch; accumulators are both inputs and outputs.
+    """
+
+    task: StageTask
+    jaxpr: jc.ClosedJaxpr
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    per_microbatch: frozenset[str]
+
+
+def emit_task(graph: StageGraph, task: StageTask, *, read: frozenset[str]) -> EmittedTask:
+    """The function of a task. `read` names the values that some task of the graph reads, which must be handed on."""
+    micro = frozenset(n for n, v in graph.values.items() if v.per_microbatch)
+    if graph.num_microbatches == 1:
+        return _emit_single(task, read, micro)
+    totals = [a for a in task.accumulations if a.kind != "concatenate"]
+    parts = {a.operand for a in task.accumulations if a.kind == "concatenate"}
+    handed_on = [n for n in task.outputs if n in read or n in parts or task.kind == "U"]
+    function = jc.jaxpr_as_fun(task.jaxpr)
+    num_inputs = len(task.inputs)
+
+    def run(*args: Any) -> list[Any]:
+        made = dict(zip(task.outputs, function(*args[:num_inputs]), strict=True))
+        added = [
+            _add(a, total, made[a.operand], graph.num_microbatches)
+            for a, total in zip(totals, args[num_inputs:], strict=True)
+        ]
+        return [made[n] for n in handed_on] + added
+
+    avals = [*task.jaxpr.in_avals, *(_struct(graph, a.operand) for a in totals)]
+    return EmittedTask(
+        task=task,
+        jaxpr=jc.trace(run, avals) if totals else jc.trace(run, task.jaxpr.in_avals),
+        inputs=(*task.inputs, *(a.result for a in totals)),
+        outputs=(*handed_on, *(a.result for a in totals)),
+        per_microbatch=micro,
+    )
+
+
+def _emit_single(task: StageTask, read: frozenset[str], micro: frozenset[str]) -> EmittedTask:
+    """One microbatch: its parts are the completed values."""
+    outputs = [(n, n) for n in task.outputs if n in read or task.kind == "U"]
+    outputs += [(a.operand, a.result) for a in task.accumulations]
+    position = {n: i for i, n in enumerate(task.outputs)}
+    function = jc.jaxpr_as_fun(task.jaxpr)
+
+    def run(*args: Any) -> list[Any]:
+        made = function(*args)
+        return [made[position[n]] for n, _ in outputs]
+
+    return EmittedTask(
+        task=task,
+        jaxpr=jc.trace(run, task.jaxpr.in_avals),
+        inputs=task.inputs,
+        outputs=tuple(name for _, name in outputs),
+        per_microbatch=micro,
+    )
+
+
+def _add(a: Accumulation, total: Any, part: Any, num_microbatches: int) -> Any:
+    if a.kind == "mean":
+        return total + part / num_microbatches
+    return combine(a.kind, a.axis, [total, part])
+
+
+def _struct(graph: StageGraph, name: str) -> jax.ShapeDtypeStruct:
+    value = graph.values[name]
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def emit_zeros(graph: StageGraph, task: StageTask) -> EmittedTask | None:
+    """The start of a task's accumulators: the neutral element of each. None where there is nothing to accumulate."""
+    totals = [a for a in task.accumulations if a.kind != "concatenate"]
+    if graph.num_microbatches == 1 or not totals:
+        return None
+
+    def run() -> list[Any]:
+        return [jnp.full(graph.values[a.operand].shape, _neutral(a.kind, graph.values[a.operand].dtype)) for a in totals]
+
+    return _once(task, "Z", run, [], [a.result for a in totals], graph)
+
+
+def emit_concatenation(graph: StageGraph, task: StageTask) -> EmittedTask | None:
+    """Join the parts of per-example results, one of each microbatch in order. None where there are no such results."""
+    joined = [a for a in task.accumulations if a.kind == "concatenate"]
+    if graph.num_microbatches == 1 or not joined:
+        return None
+    count = graph.num_microbatches
+
+    def run(*parts: Any) -> list[Any]:
+        return [jnp.concatenate(parts[i * count : (i + 1) * count], axis=a.axis) for i, a in enumerate(joined)]
+
+    inputs = [instance(a.operand, m) for a in joined for m in range(count)]
+    avals = [_struct(graph, a.operand) for a in joined for _ in range(count)]
+    return _once(task, "C", run, list(zip(inputs, avals, strict=True)), [a.result for a in joined], graph)
+
+
+def _once(
+    task: StageTask,
+    kind: str,
+    run: Callable[..., Any],
+    inputs: Sequence[tuple[str, Any]],
+    outputs: Sequence[str],
+    graph: StageGraph,
+) -> EmittedTask:
+    # The wave tells apart the accumulators of forward and backward tasks of one stage.
+    wave = ("F", "B", "W").index(task.kind)
+    jaxpr = jc.trace(run, [aval for _, aval in inputs])
+    names = tuple(name for name, _ in inputs)
+    return EmittedTask(
+        task=StageTask(
+            kind=kind, stage=task.stage, round=task.round, wave=wave, jaxpr=jaxpr, inputs=names, outputs=tuple(outputs)
+        ),
+        jaxpr=jaxpr,
+        inputs=names,
+        outputs=tuple(outputs),
+        per_microbatch=frozenset(),
+    )
+
+
+def _neutral(kind: str, dtype: Any) -> Any:
+    match kind:
+        case "sum" | "mean":
+            return np.zeros((), dtype)
+        case "and" | "or":
+            return np.array(kind == "and")
+        case "max" | "min":
+            limits = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
+            infinite = jnp.issubdtype(dtype, jnp.floating)
+            low, high = (-np.inf, np.inf) if infinite else (limits.min, limits.max)
+            return np.array(low if kind == "max" else high, dtype)
+        case _:
+            raise AssertionError(kind)
+
+
+def instance(name: str, microbatch: int | None) -> str:
+    """The name of a value of one microbatch: `h_1@2`."""
+    return name if microbatch is None else f"{name}@{microbatch}"
+
+
+def executable_of(
+    emitted: EmittedTask, mesh: int, types: Mapping[str, ArrayType], donated: Sequence[int]
+) -> Executable:
+    """The executable of a task on a mesh, with the types that the mesh declares for its values."""
+    return Executable(
+        name=executable_name(emitted),
+        mesh=mesh,
+        inputs=tuple(types[n] for n in emitted.inputs),
+        outputs=tuple(types[n] for n in emitted.outputs),
+        donated=tuple(donated),
+        flops=jaxpr_flops(emitted.jaxpr),
+        bytes_accessed=jaxpr_bytes(emitted.jaxpr),
+        jaxpr=emitted.jaxpr,
+    )
+
+
+def executable_name(emitted: EmittedTask) -> str:
+    """A name for the reader: `forward_0`, `update_1.w1`, `backward_0.r1`."""
+    words = {
+        "F": "forward", "B": "backward", "W": "weight_gradient", "U": "update", "Z": "zeros", "C": "concatenate",
+    }  # fmt: skip
+    task = emitted.task
+    wave = f".w{task.wave}" if task.wave else ""
+    return f"{words[task.kind]}_{task.stage}{wave}" + (f".r{task.round}" if task.round else "")

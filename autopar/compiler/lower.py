@@ -1,0 +1,338 @@
+"""Lower a stage graph and its plan to a program: for every mesh, what to run, send, receive and free, in order.
+
+    StageGraph, Plan  ->  Program
+
+Each mesh runs its tasks in the order of the schedule. A value is sent as soon as it is made, to every mesh that reads it; a
+mesh receives what another one sent it in the order of sending, as late as its tasks allow; a value is freed, or its buffer
+handed to the executable, at its last use.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.compiler.emit import (
+    EmittedTask,
+    emit_concatenation,
+    emit_task,
+    emit_zeros,
+    executable_name,
+    executable_of,
+    instance,
+)
+from autopar.compiler.schedule import schedule_tasks
+from autopar.compiler.stage_graph import GraphInput, StageGraph
+from autopar.compiler.value_specs import value_types
+from autopar.plan import Plan
+from autopar.program import (
+    ArrayType,
+    Executable,
+    Free,
+    Input,
+    Instruction,
+    MeshProgram,
+    Output,
+    Program,
+    Recv,
+    Run,
+    Send,
+    Task,
+    Window,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One Run to be: an emitted task, its microbatch, and the values it reads and writes."""
+
+    emitted: EmittedTask
+    microbatch: int | None
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def lower(
+    graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donated_leaves: Iterable[int]
+) -> Program:
+    """The program. `leaf_sizes` gives the first axis of each batch leaf; `donated_leaves` may be overwritten."""
+    meshes = [plan.stages[s].mesh for s in range(graph.num_stages)]
+    calls = _ordered_calls(graph, plan, meshes)
+    inputs = list(_program_inputs(graph, meshes, leaf_sizes))
+    outputs = list(_program_outputs(graph, meshes))
+    base = value_types(graph, plan)
+    instructions = _with_transfers(calls, inputs)
+    kept = {part for output in outputs for part in output.parts}
+    donated_leaves = set(donated_leaves)
+    overwritable = {(i.mesh, i.value) for i in inputs if i.leaf in donated_leaves and i.window is None}
+    overwritable |= _pieces_overwritable(graph, inputs, donated_leaves)
+    executables: dict[str, Executable] = {}
+    programs: list[MeshProgram] = []
+    for number, mesh in enumerate(plan.meshes):
+        here = {i.value for i in inputs if i.mesh == number}
+        alive = {value for m, value in kept if m == number}
+        frozen = alive | {v for v in here if (number, v) not in overwritable}
+        donations = _donations(calls[number], instructions[number], frozen, base)
+        executables |= _executables(calls[number], number, base, donations)
+        listed = _with_frees(instructions[number], here, alive, executables)
+        names = here | {n for i in listed for n in _touched(i)}
+        programs.append(
+            MeshProgram(
+                devices=mesh.devices,
+                shape=mesh.shape,
+                axis_names=mesh.axis_names,
+                values={n: base[n.partition("@")[0]] for n in sorted(names)},
+                instructions=tuple(listed),
+            )
+        )
+    return Program(
+        name=graph.name,
+        meshes=tuple(programs),
+        executables=executables,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        num_microbatches=graph.num_microbatches,
+    )
+
+
+# --- the order of calls ------------------------------------------------------------------------------------------------
+
+
+def _ordered_calls(graph: StageGraph, plan: Plan, meshes: Sequence[int]) -> list[list[_Call]]:
+    """Per mesh: update waves before each round, then the round in the order of the schedule."""
+    read = frozenset(n for task in graph.tasks for n in task.inputs)
+    emitted = {
+        (t.kind, t.stage, t.round, t.wave): emit_task(graph, t, read=read) for t in graph.tasks
+    }
+    calls: list[list[_Call]] = [[] for _ in plan.meshes]
+    for round_number in range(graph.num_rounds + 1):
+        for e in emitted.values():
+            if e.task.kind == "U" and e.task.round == round_number:
+                calls[meshes[e.task.stage]].append(_call(e, None))
+        micro = [e.task for e in emitted.values() if e.task.kind != "U" and e.task.round == round_number]
+        if not micro:
+            continue
+        for task in micro:
+            zeros = emit_zeros(graph, task)
+            if zeros is not None:
+                calls[meshes[task.stage]].append(_call(zeros, None))
+        order = schedule_tasks(
+            plan.schedule,
+            num_stages=graph.num_stages,
+            num_meshes=len(plan.meshes),
+            num_microbatches=graph.num_microbatches,
+            stage_mesh=meshes,
+        )
+        for number, tasks in enumerate(order):
+            for t in tasks:
+                # A stage without parameters, or in front of all of them, has no backward task.
+                if (e := emitted.get((t.kind, t.stage, round_number, 0))) is not None:
+                    calls[number].append(_call(e, t.microbatch))
+        for task in micro:
+            joined = emit_concatenation(graph, task)
+            if joined is not None:
+                calls[meshes[task.stage]].append(_call(joined, None))
+    return calls
+
+
+def _call(emitted: EmittedTask, microbatch: int | None) -> _Call:
+    def names(values: Sequence[str]) -> tuple[str, ...]:
+        return tuple(instance(n, microbatch) if n in emitted.per_microbatch else n for n in values)
+
+    return _Call(
+        emitted=emitted, microbatch=microbatch, inputs=names(emitted.inputs), outputs=names(emitted.outputs)
+    )
+
+
+# --- what comes in and what goes out -----------------------------------------------------------------------------------
+
+
+def _program_inputs(graph: StageGraph, meshes: Sequence[int], leaf_sizes: Mapping[int, int]) -> Iterable[Input]:
+    for spec in graph.inputs:
+        used = list(dict.fromkeys(meshes[s] for s in spec.stages))
+        if spec.kind == "whole" and spec.owned:
+            used = used[:1]  # other meshes receive a copy from the owner's
+        for mesh in used:
+            yield from _placed(spec, mesh, graph.num_microbatches, leaf_sizes)
+
+
+def _placed(spec: GraphInput, mesh: int, count: int, leaf_sizes: Mapping[int, int]) -> Iterable[Input]:
+    if spec.kind == "index":
+        for m in range(count):
+            yield Input(leaf=None, mesh=mesh, value=instance(spec.value, m), constant=m)
+    elif spec.kind == "whole":
+        window = None if spec.start is None or spec.stop is None else Window(axis=0, start=spec.start, stop=spec.stop)
+        yield Input(leaf=spec.leaf, mesh=mesh, value=spec.value, window=window)
+    else:
+        assert spec.leaf is not None
+        size = leaf_sizes[spec.leaf] // count
+        for m in range(count):
+            window = None if count == 1 else Window(axis=spec.axis, start=m * size, stop=(m + 1) * size)
+            yield Input(leaf=spec.leaf, mesh=mesh, value=instance(spec.value, m), window=window)
+
+
+def _program_outputs(graph: StageGraph, meshes: Sequence[int]) -> Iterable[Output]:
+    leaves: dict[int, Output] = {}
+    for out in graph.outputs:
+        if out.value is None:
+            leaves[out.leaf] = Output(leaf=out.leaf, parts=(), literal=out.literal)
+        else:
+            part = (meshes[out.stage], out.value)
+            known = leaves.get(out.leaf, Output(leaf=out.leaf, parts=()))
+            leaves[out.leaf] = replace(known, parts=(*known.parts, part))
+    return [leaves[leaf] for leaf in sorted(leaves)]
+
+
+def _pieces_overwritable(graph: StageGraph, inputs: Sequence[Input], donated: set[int]) -> set[tuple[int, str]]:
+    """Pieces of donated stacked leaves may be overwritten too."""
+    pieces = {i.value for i in graph.inputs if i.kind == "whole" and i.start is not None and i.leaf in donated}
+    return {(i.mesh, i.value) for i in inputs if i.value in pieces}
+
+
+# --- transfers ---------------------------------------------------------------------------------------------------------
+
+
+def _with_transfers(calls: Sequence[Sequence[_Call]], inputs: Sequence[Input]) -> list[list[Instruction]]:
+    """Runs with their sends behind them and their receives in front."""
+    placed = {(i.mesh, i.value) for i in inputs}
+    wanted = _wanted(calls, placed)
+    queues: dict[tuple[int, int], deque[Send]] = {}
+    sends: list[list[list[Send]]] = []
+    for number, mine in enumerate(calls):
+        start = list(_sends([i.value for i in inputs if i.mesh == number], number, wanted))
+        completed_by = {value: position for position, call in enumerate(mine) for value in call.outputs}
+        behind = [
+            list(_sends([v for v in call.outputs if completed_by[v] == position], number, wanted))
+            for position, call in enumerate(mine)
+        ]
+        sends.append([start, *behind])
+        for group in sends[-1]:
+            for send in group:
+                queues.setdefault((number, send.to), deque()).append(send)
+    result: list[list[Instruction]] = []
+    for number, mine in enumerate(calls):
+        here = {value for mesh, value in placed if mesh == number}
+        instructions: list[Instruction] = [*sends[number][0]]
+        for call, behind in zip(mine, sends[number][1:], strict=True):
+            for value in call.inputs:
+                if value not in here:
+                    instructions += _receive(value, number, queues, here)
+            instructions.append(_run(call))
+            here.update(call.outputs)
+            instructions += behind
+        result.append(instructions)
+    return result
+
+
+def _wanted(calls: Sequence[Sequence[_Call]], placed: set[tuple[int, str]]) -> dict[str, list[int]]:
+    """For every value, the meshes that read it without having it."""
+    made = [{n for call in mine for n in call.outputs} for mine in calls]
+    wanted: dict[str, list[int]] = {}
+    for number, mine in enumerate(calls):
+        for value in dict.fromkeys(n for call in mine for n in call.inputs):
+            if value not in made[number] and (number, value) not in placed:
+                wanted.setdefault(value, []).append(number)
+    return wanted
+
+
+def _sends(values: Iterable[str], mesh: int, wanted: Mapping[str, Sequence[int]]) -> Iterable[Send]:
+    by_mesh: dict[int, list[str]] = {}
+    for value in values:
+        for to in wanted.get(value, ()):
+            if to != mesh:
+                by_mesh.setdefault(to, []).append(value)
+    return [Send(values=tuple(names), to=to) for to, names in sorted(by_mesh.items())]
+
+
+def _receive(value: str, mesh: int, queues: Mapping[tuple[int, int], deque[Send]], here: set[str]) -> list[Instruction]:
+    """Everything that the sender of `value` sent before it, then the value."""
+    sources = [s for (s, to), queue in queues.items() if to == mesh and any(value in send.values for send in queue)]
+    assert sources, f"mesh {mesh} reads {value}, which no mesh makes"
+    source = sources[0]
+    queue = queues[source, mesh]
+    received: list[Instruction] = []
+    while value not in here:
+        send = queue.popleft()
+        here.update(send.values)
+        received.append(Recv(values=send.values, source=source))
+    return received
+
+
+def _run(call: _Call) -> Run:
+    task = call.emitted.task
+    return Run(
+        task=Task(kind=task.kind, stage=task.stage, microbatch=call.microbatch, round=task.round, wave=task.wave),
+        executable=executable_name(call.emitted),
+        inputs=call.inputs,
+        outputs=call.outputs,
+    )
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _touched(instruction: Instruction) -> tuple[str, ...]:
+    if isinstance(instruction, Run):
+        return (*instruction.inputs, *instruction.outputs)
+    return instruction.values
+
+
+def _last_uses(instructions: Sequence[Instruction]) -> dict[str, int]:
+    return {name: position for position, i in enumerate(instructions) for name in _touched(i)}
+
+
+def _donations(
+    calls: Sequence[_Call],
+    instructions: Sequence[Instruction],
+    frozen: set[str],
+    types: Mapping[str, ArrayType],
+) -> dict[str, tuple[int, ...]]:
+    """Per executable, the inputs that die in every one of its runs and whose buffers an output can take."""
+    last = _last_uses(instructions)
+    dying: dict[str, set[int]] = {}
+    for position, i in enumerate(instructions):
+        if isinstance(i, Run):
+            mine = {
+                p
+                for p, name in enumerate(i.inputs)
+                if i.inputs.count(name) == 1
+                and (name in i.outputs or (name not in frozen and last[name] == position))
+            }
+            dying[i.executable] = dying.get(i.executable, mine) & mine
+    donations: dict[str, tuple[int, ...]] = {}
+    for emitted in {executable_name(c.emitted): c.emitted for c in calls}.values():
+        room = [types[n] for n in emitted.outputs]
+        found: list[int] = []
+        for p in sorted(dying[executable_name(emitted)]):
+            if types[emitted.inputs[p].partition("@")[0]] in room:
+                room.remove(types[emitted.inputs[p].partition("@")[0]])
+                found.append(p)
+        donations[executable_name(emitted)] = tuple(found)
+    return donations
+
+
+def _executables(
+    calls: Sequence[_Call], mesh: int, types: Mapping[str, ArrayType], donations: Mapping[str, Sequence[int]]
+) -> dict[str, Executable]:
+    tasks = {executable_name(c.emitted): c.emitted for c in calls}
+    by_name = {n: types[n.partition("@")[0]] for e in tasks.values() for n in (*e.inputs, *e.outputs)}
+    return {name: executable_of(e, mesh, by_name, donations[name]) for name, e in tasks.items()}
+
+
+def _with_frees(
+    instructions: Sequence[Instruction], here: set[str], alive: set[str], executables: Mapping[str, Executable]
+) -> list[Instruction]:
+    """A Free behind the last use of everything that is neither a result nor handed to an executable."""
+    last = _last_uses(instructions)
+    result: list[Instruction] = []
+    for position, i in enumerate(instructions):
+        result.append(i)
+        given = set[str]()
+        if isinstance(i, Run):
+            given = {i.inputs[p] for p in executables[i.executable].donated} - set(i.outputs)
+        dead = [n for n in dict.fromkeys(_touched(i)) if last[n] == position and n not in alive | given]
+        if dead:
+            result.append(Free(values=tuple(dead)))
+    unread = sorted(here - set(last) - alive)
+    return [Free(values=tuple(unread)), *result] if unread else result

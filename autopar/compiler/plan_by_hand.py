@@ -1,0 +1,181 @@
+"""Write down as a plan what a method by hand asks for: every decision of it, for one program and a number of devices.
+
+    Trace, DataParallel | ShardParallel | PipelineParallel, number of devices  ->  Plan
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from autopar.compiler.cut_forward import cut_forward, group_layers
+from autopar.compiler.prepare import PreparedStep, layer_loop_lengths, prepare, stage_graph
+from autopar.compiler.trace import Trace
+from autopar.compiler.value_specs import batch_spec, microbatch_rows, rows_axis
+from autopar.errors import InvalidArgument
+from autopar.options import DataParallel, Method, PipelineParallel, ShardParallel
+from autopar.plan import MeshPlan, Plan, StagePlan
+
+
+def plan_by_hand(trace: Trace, method: Method, *, num_devices: int) -> Plan:
+    """The plan that a method describes. Raises `InvalidArgument` where it does not fit the program or the devices."""
+    match method:
+        case DataParallel():
+            return _one_stage(trace, method, (num_devices,), ("data",), {})
+        case ShardParallel():
+            _check_devices(method.mesh_shape, num_devices)
+            return _one_stage(trace, method, method.mesh_shape, method.mesh_axes, method.specs)
+        case PipelineParallel():
+            if method.num_virtual_stages == 1:
+                shape = method.mesh_shape or (num_devices,)
+                _check_devices(shape, num_devices)
+                return _one_stage(trace, method, shape, method.mesh_axes, method.specs)
+            if not trace.differentiates:
+                warnings.warn(
+                    f"{trace.name} takes no gradient, so there is no backward pass to pipeline and it runs as one stage, "
+                    f"sharded over all {num_devices} devices. Use ShardParallel or DataParallel to say so.",
+                    stacklevel=2,
+                )
+                return _one_stage(trace, method, (num_devices,), ("data",), {})
+            return _pipeline(trace, method, num_devices)
+
+
+def _check_devices(mesh_shape: tuple[int, ...], num_devices: int) -> None:
+    size = 1
+    for axis in mesh_shape:
+        size *= axis
+    if size != num_devices:
+        raise InvalidArgument(
+            f"mesh_shape {mesh_shape} needs {size} devices, there are {num_devices}. Give a shape whose product is "
+            f"{num_devices}, or pass `devices=` with {size} of them."
+        )
+
+
+def _one_stage(
+    trace: Trace,
+    method: Method,
+    mesh_shape: tuple[int, ...],
+    axis_names: tuple[str, ...],
+    specs: Mapping[str, PartitionSpec],
+) -> Plan:
+    count = 1
+    for size in mesh_shape:
+        count *= size
+    mesh = MeshPlan(devices=tuple(range(count)), shape=mesh_shape, axis_names=axis_names)
+    num_microbatches = method.num_microbatches if trace.differentiates else 1
+    return Plan(
+        fingerprint=trace.fingerprint,
+        method=type(method).__name__,
+        meshes=(mesh,),
+        stages=(StagePlan(layers=(0, 1), mesh=0),),
+        cuts=(),
+        num_microbatches=num_microbatches,
+        input_specs=_input_specs(trace, mesh, specs, num_microbatches),
+        cut_specs={},
+        batch_statistics=method.batch_statistics,
+        random=method.random,
+    )
+
+
+def _pipeline(trace: Trace, method: PipelineParallel, num_devices: int) -> Plan:
+    meshes = _stage_meshes(method, num_devices)
+    pieces = method.num_layers if layer_loop_lengths(trace) else 1
+    prepared = prepare(
+        trace,
+        num_microbatches=method.num_microbatches,
+        loop_pieces=pieces,
+        batch_statistics=method.batch_statistics,
+        random=method.random,
+    )
+    cuts = cut_forward(prepared.regions, method.num_layers)
+    ranges = group_layers(prepared.regions, cuts, method.num_virtual_stages)
+    stages = tuple(
+        StagePlan(layers=layers, mesh=s % method.num_stages, remat=method.remat) for s, layers in enumerate(ranges)
+    )
+    fields: dict[str, Any] = dict(
+        fingerprint=trace.fingerprint,
+        method=type(method).__name__,
+        meshes=meshes,
+        stages=stages,
+        cuts=cuts,
+        loop_pieces=pieces,
+        num_microbatches=method.num_microbatches,
+        schedule=method.schedule,
+        input_specs=_input_specs(trace, meshes[0], method.specs, method.num_microbatches),
+        batch_statistics=method.batch_statistics,
+        random=method.random,
+    )
+    return Plan(**fields, cut_specs=_cut_specs(prepared, Plan(**fields, cut_specs={})))
+
+
+def _stage_meshes(method: PipelineParallel, num_devices: int) -> tuple[MeshPlan, ...]:
+    if num_devices % method.num_stages:
+        raise InvalidArgument(
+            f"{num_devices} devices do not divide into {method.num_stages} stages of equal size. Use a number of stages "
+            f"that divides {num_devices}, or pass `devices=` with a multiple of {method.num_stages}."
+        )
+    each = num_devices // method.num_stages
+    shape = method.mesh_shape or (each,)
+    _check_stage_shape(shape, each, method.num_stages)
+    return tuple(
+        MeshPlan(devices=tuple(range(s * each, (s + 1) * each)), shape=shape, axis_names=method.mesh_axes)
+        for s in range(method.num_stages)
+    )
+
+
+def _check_stage_shape(shape: tuple[int, ...], each: int, num_stages: int) -> None:
+    size = 1
+    for axis in shape:
+        size *= axis
+    if size != each:
+        raise InvalidArgument(
+            f"mesh_shape {shape} needs {size} devices per stage, each of the {num_stages} stages has {each}. "
+            f"Give a shape whose product is {each}, or another number of stages."
+        )
+
+
+def _input_specs(
+    trace: Trace, mesh: MeshPlan, specs: Mapping[str, PartitionSpec], num_microbatches: int
+) -> dict[str, PartitionSpec]:
+    """The user's spec by pattern; the batch along the data axis; everything else replicated."""
+    batch = set(trace.batch_inputs)
+    found: dict[str, PartitionSpec] = {}
+    for i, leaf in enumerate(trace.inputs):
+        pattern = next((p for p in specs if re.search(p, leaf.name)), None)
+        if pattern is not None and leaf.aval.ndim >= len(specs[pattern]):
+            found[leaf.name] = specs[pattern]
+            _check_divides(leaf.name, leaf.aval.shape, specs[pattern], mesh)
+        elif i in batch and leaf.aval.shape[0] % num_microbatches == 0:
+            rows = (leaf.aval.shape[0] // num_microbatches, *leaf.aval.shape[1:])
+            found[leaf.name] = batch_spec(rows, 0, mesh)
+    return {name: spec for name, spec in found.items() if any(entry is not None for entry in spec)}
+
+
+def _check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: MeshPlan) -> None:
+    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    for axis, entry in enumerate(spec):
+        parts = 1
+        for mesh_axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
+            parts *= sizes[mesh_axis]
+        if shape[axis] % parts:
+            raise InvalidArgument(
+                f"{name} has shape {shape}; its axis {axis} of size {shape[axis]} does not divide into {parts} parts, as "
+                f"{spec} asks for. Choose another axis for it, or a narrower pattern."
+            )
+
+
+def _cut_specs(prepared: PreparedStep, plan: Plan) -> dict[str, PartitionSpec]:
+    """Activations and cotangents that cross stages are split along the batch."""
+    graph = stage_graph(prepared, plan)
+    rows = microbatch_rows(graph)
+    found: dict[str, PartitionSpec] = {}
+    for name in sorted(graph.crossing()):
+        value = graph.values[name]
+        spec = batch_spec(value.shape, rows_axis(value, rows), plan.meshes[0])
+        if any(entry is not None for entry in spec):
+            found[name] = spec
+    return found

@@ -1,0 +1,142 @@
+"""Prepare a traced step for cutting: split its layer loops and its batch, and say when every equation runs.
+
+    Trace, decisions that change the program  ->  PreparedStep
+
+The decisions are few (microbatches, pieces of the layer loops, what is exact), and a plan holds them, so that the same plan
+always prepares the same program.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.layer_loops import Piece, has_layer_loops, split_layer_loops
+from autopar.compiler.merge_layers import merge_layers
+from autopar.compiler.microbatch import MicrobatchedStep, split_batch
+from autopar.compiler.placement import layer_order, place
+from autopar.compiler.regions import Regions, find_regions
+from autopar.compiler.stage_graph import StageGraph
+from autopar.compiler.trace import Trace
+from autopar.compiler.whole_batch import whole_batch
+from autopar.errors import InvalidArgument, NotSplittable
+from autopar.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedStep:
+    """A microbatched step with its regions, and the names of its inputs."""
+
+    trace: Trace
+    regions: Regions
+    inputs: tuple[Piece, ...]
+    outputs: tuple[Piece, ...]
+    input_names: tuple[str, ...]
+    state_outputs: Mapping[int, int]
+
+
+def layer_loop_lengths(trace: Trace) -> tuple[int, ...]:
+    """The lengths of the scans over layers, () if there are none."""
+    return has_layer_loops(trace.jaxpr, batch_inputs=trace.batch_inputs)
+
+
+def prepare(
+    trace: Trace, *, num_microbatches: int, loop_pieces: int, batch_statistics: str, random: str
+) -> PreparedStep:
+    """Split loops and batch as asked for."""
+    closed, inputs, outputs, state_outputs = _split_loops(trace, trace.jaxpr, loop_pieces)
+    names = [_piece_name(trace, piece) for piece in inputs]
+    batch = set(trace.batch_inputs)
+    batch_inputs = [i for i, piece in enumerate(inputs) if piece.leaf in batch]
+    if num_microbatches == 1:
+        step = whole_batch(closed, batch_inputs=batch_inputs)
+    else:
+        step = split_batch(
+            closed,
+            _doubled(trace, num_microbatches, loop_pieces),
+            batch_inputs=batch_inputs,
+            num_microbatches=num_microbatches,
+            batch_statistics=batch_statistics,
+            random=random,
+            input_names=names,
+        )
+    return PreparedStep(
+        trace=trace,
+        regions=find_regions(step),
+        inputs=inputs,
+        outputs=outputs,
+        input_names=_step_input_names(step, names, len(inputs)),
+        state_outputs=state_outputs,
+    )
+
+
+def stage_graph(prepared: PreparedStep, plan: Plan) -> StageGraph:
+    """Merge the layers of a prepared step into the plan's stages."""
+    stage_of_layer = [s for s, stage in enumerate(plan.stages) for _ in range(*stage.layers)]
+    order = layer_order(prepared.regions)
+    layer_stage = {i: stage_of_layer[bisect_right(plan.cuts, p)] for p, i in enumerate(order)}
+    placement = place(prepared.regions, layer_stage=layer_stage, num_stages=plan.num_stages)
+    return merge_layers(
+        placement,
+        name=prepared.trace.name,
+        inputs=prepared.inputs,
+        outputs=prepared.outputs,
+        input_names=prepared.input_names,
+        leaf_names=[leaf.name for leaf in prepared.trace.inputs],
+        state_outputs=prepared.state_outputs,
+        remat_stages=[s for s, stage in enumerate(plan.stages) if stage.remat],
+        split_weight_gradients=plan.schedule == "zero-bubble",
+    )
+
+
+def _split_loops(
+    trace: Trace, closed: jc.ClosedJaxpr, loop_pieces: int
+) -> tuple[jc.ClosedJaxpr, tuple[Piece, ...], tuple[Piece, ...], dict[int, int]]:
+    if loop_pieces > 1:
+        split = split_layer_loops(
+            closed, loop_pieces, batch_inputs=trace.batch_inputs, state_outputs=trace.state_outputs
+        )
+        closed, inputs, outputs = split.jaxpr, split.inputs, split.outputs
+    else:
+        inputs = tuple(Piece(leaf=i) for i in range(len(trace.inputs)))
+        outputs = tuple(Piece(leaf=i) for i in range(len(trace.outputs)))
+    position = {piece: i for i, piece in enumerate(inputs)}
+    state_outputs: dict[int, int] = {}
+    for i, piece in enumerate(outputs):
+        leaf = trace.state_outputs.get(piece.leaf)
+        replaced = None if leaf is None else position.get(Piece(leaf=leaf, start=piece.start, stop=piece.stop))
+        if replaced is not None:
+            state_outputs[i] = replaced
+    return closed, inputs, outputs, state_outputs
+
+
+def _doubled(trace: Trace, num_microbatches: int, loop_pieces: int) -> jc.ClosedJaxpr:
+    if not trace.batch_inputs:
+        raise InvalidArgument(
+            f"{num_microbatches} microbatches were asked for, but {trace.not_doubled_because}. "
+            "Name the arguments that carry the batch in batch_argnums, or use one microbatch."
+        )
+    if trace.doubled is None:
+        raise NotSplittable(
+            f"{num_microbatches} microbatches need a step that accepts other batch sizes, but {trace.not_doubled_because}. "
+            "Take sizes from the arguments' shapes in the model, or use one microbatch."
+        )
+    return _split_loops(trace, trace.doubled, loop_pieces)[0]
+
+
+def _piece_name(trace: Trace, piece: Piece) -> str:
+    # "@" separates a value's name from its microbatch.
+    name = trace.inputs[piece.leaf].name.replace("@", "(at)")
+    return name if piece.start is None else f"{name}[{piece.start}:{piece.stop}]"
+
+
+def _step_input_names(step: MicrobatchedStep, names: Sequence[str], num_inputs: int) -> tuple[str, ...]:
+    found: list[str] = []
+    for i, spec in enumerate(step.inputs):
+        if spec.leaf is None:
+            found.append("microbatch")
+        else:
+            found.append(names[spec.leaf] + ("/whole" if i >= num_inputs else ""))
+    return tuple(found)

@@ -1,0 +1,122 @@
+"""The type of every value of a stage graph: shape, dtype, and the spec that follows from the plan.
+
+A plan gives the specs of inputs and of values that cross stages. What stays inside of a stage follows: a value of a microbatch
+is split along the batch like the activations, and what an update joins elementwise with a piece of state (its gradient, its
+moments, its successor) is laid out like that state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.stage_graph import StageGraph, StageTask, Value
+from autopar.plan import MeshPlan, Plan
+from autopar.program import ArrayType
+
+DATA = "data"
+"""The mesh axis along which batches are split."""
+
+
+def batch_spec(shape: Sequence[int], axis: int | None, mesh: MeshPlan) -> PartitionSpec:
+    """Split `axis` over the mesh's data axis, where there is one and it divides; replicated otherwise."""
+    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    if axis is None or DATA not in sizes or not shape or shape[axis] % sizes[DATA]:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * axis, DATA)
+
+
+def rows_axis(value: Value, rows: int) -> int | None:
+    """The axis of a microbatch's value that holds its examples: the first one as long as the microbatch.
+
+    A guess by size decides only where the value is laid out, never what it is.
+    """
+    if not value.per_microbatch or not rows:
+        return None
+    return next((axis for axis, size in enumerate(value.shape) if size == rows), None)
+
+
+def value_types(graph: StageGraph, plan: Plan) -> dict[str, ArrayType]:
+    """The type of every value, by its name without the microbatch."""
+    mesh = plan.meshes[plan.stages[0].mesh]
+    specs = dict(_state_specs(graph, plan))
+    rows = microbatch_rows(graph)
+    types: dict[str, ArrayType] = {}
+    for name, value in graph.values.items():
+        spec = plan.cut_specs.get(name, specs.get(name))
+        if spec is None:
+            spec = batch_spec(value.shape, rows_axis(value, rows), mesh)
+        types[name] = ArrayType(shape=value.shape, dtype=str(value.dtype), spec=spec)
+    return types
+
+
+def microbatch_rows(graph: StageGraph) -> int:
+    """Examples of one microbatch; 0 if the step has no batch."""
+    batch = [graph.values[i.value].shape[i.axis] for i in graph.inputs if i.kind == "microbatch"]
+    return batch[0] if batch else 0
+
+
+def _state_specs(graph: StageGraph, plan: Plan) -> Mapping[str, PartitionSpec]:
+    """Specs of inputs, and of what updates join with them."""
+    joined = _Classes()
+    for task in graph.tasks:
+        if task.kind == "U":
+            _join_elementwise(task, joined)
+        for a in task.accumulations:
+            if a.kind != "concatenate":
+                joined.join(a.operand, a.result)
+    for out in graph.outputs:
+        if out.value is not None and out.replaces is not None:
+            joined.join(out.value, out.replaces)
+    specs: dict[Any, PartitionSpec] = {}
+    direct: dict[str, PartitionSpec] = {}
+    for spec in graph.inputs:
+        given = plan.input_specs.get(spec.name)
+        if given is not None:
+            direct[spec.value] = given
+            if spec.kind == "whole" and any(entry is not None for entry in given):
+                specs.setdefault(joined.find(spec.value), given)
+    found = {n: specs[joined.find(n)] for n in graph.values if joined.find(n) in specs}
+    return {**found, **direct}
+
+
+# Results of the shape of an operand whose axes are not the operand's.
+_MOVES_AXES = {"transpose", "dot_general", "gather", "scatter", "sort", "scan", "while", "cond", "reshape", "concatenate"}
+
+
+class _Classes:
+    """Values that are joined, as a union-find forest."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Any, Any] = {}
+
+    def find(self, x: Any) -> Any:
+        while self.parent.get(x, x) != x:
+            x = self.parent[x]
+        return x
+
+    def join(self, a: Any, b: Any) -> None:
+        self.parent[self.find(a)] = self.find(b)
+
+
+def _join_elementwise(task: StageTask, joined: _Classes) -> None:
+    """Join the operands and results of equal shape of every update equation."""
+    jaxpr = task.jaxpr.jaxpr
+    names: dict[Any, Any] = dict(zip(jaxpr.invars, task.inputs, strict=True))
+
+    def node(v: Any) -> Any:
+        return names.get(v, (task.name, v))
+
+    for eqn in jaxpr.eqns:
+        for out in eqn.outvars:
+            if not out.aval.shape or eqn.primitive.name in _MOVES_AXES:
+                continue
+            for v in eqn.invars:
+                if isinstance(v, jc.Var) and v.aval.shape == out.aval.shape:
+                    joined.join(node(v), node(out))
+    for v, name in zip(jaxpr.outvars, task.outputs, strict=True):
+        if isinstance(v, jc.Var):
+            joined.join(node(v), name)

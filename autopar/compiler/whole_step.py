@@ -1,0 +1,94 @@
+"""One stage and one microbatch need no cutting: the step as it was traced is the one executable of its program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.costs import jaxpr_bytes, jaxpr_flops
+from autopar.compiler.trace import Trace
+from autopar.compiler.value_specs import batch_spec
+from autopar.plan import MeshPlan, Plan
+from autopar.program import ArrayType, Executable, Free, Input, Instruction, MeshProgram, Output, Program, Run, Task
+
+
+def whole_step_program(trace: Trace, plan: Plan) -> Program:
+    """The program: place the arguments, run the step."""
+    (mesh,) = plan.meshes
+    inputs = [leaf.name.replace("@", "(at)") for leaf in trace.inputs]
+    outvars = trace.jaxpr.jaxpr.outvars
+    computed = [i for i, v in enumerate(outvars) if not isinstance(v, jc.Literal)]
+    outputs = {i: f"result{trace.outputs[i].name}".replace("@", "(at)") for i in computed}
+    types = {
+        name: _type(leaf.aval, plan.input_specs.get(leaf.name, PartitionSpec()))
+        for name, leaf in zip(inputs, trace.inputs, strict=True)
+    }
+    input_types = [types[name] for name in inputs]
+    output_types = [_type(trace.outputs[i].aval, _output_spec(trace, plan, i, mesh)) for i in computed]
+    types |= dict(zip(outputs.values(), output_types, strict=True))
+    donated = _donated(trace, input_types, output_types)
+    executable = Executable(
+        name=trace.name,
+        mesh=0,
+        inputs=tuple(input_types),
+        outputs=tuple(output_types),
+        donated=donated,
+        flops=jaxpr_flops(trace.jaxpr),
+        bytes_accessed=jaxpr_bytes(trace.jaxpr),
+        jaxpr=jc.with_outputs(trace.jaxpr, computed),
+    )
+    run = Run(
+        task=Task(kind="U", stage=0), executable=trace.name, inputs=tuple(inputs), outputs=tuple(outputs.values())
+    )
+    kept = [n for i, n in enumerate(inputs) if i not in donated]
+    instructions: list[Instruction] = [run, *([Free(values=tuple(kept))] if kept else [])]
+    return Program(
+        name=trace.name,
+        meshes=(
+            MeshProgram(
+                devices=mesh.devices,
+                shape=mesh.shape,
+                axis_names=mesh.axis_names,
+                values=types,
+                instructions=tuple(instructions),
+            ),
+        ),
+        executables={trace.name: executable},
+        inputs=tuple(Input(leaf=i, mesh=0, value=name) for i, name in enumerate(inputs)),
+        outputs=tuple(_output(i, v, outputs) for i, v in enumerate(outvars)),
+        num_microbatches=1,
+    )
+
+
+def _type(aval: Any, spec: PartitionSpec) -> ArrayType:
+    return ArrayType(shape=tuple(aval.shape), dtype=str(aval.dtype), spec=spec)
+
+
+def _output_spec(trace: Trace, plan: Plan, output: int, mesh: MeshPlan) -> PartitionSpec:
+    """State is laid out as it came in; per-example results like the batch."""
+    if output in trace.state_outputs:
+        return plan.input_specs.get(trace.inputs[trace.state_outputs[output]].name, PartitionSpec())
+    if not trace.batch_inputs:
+        return PartitionSpec()
+    shape = trace.outputs[output].aval.shape
+    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
+    return batch_spec(shape, 0 if shape[:1] == (rows,) else None, mesh)
+
+
+def _donated(trace: Trace, inputs: list[ArrayType], outputs: list[ArrayType]) -> tuple[int, ...]:
+    """Donated inputs whose buffer some output can take; XLA would refuse the others."""
+    room = list(outputs)
+    found: list[int] = []
+    for i in sorted(trace.donated_inputs):
+        if inputs[i] in room:
+            room.remove(inputs[i])
+            found.append(i)
+    return tuple(found)
+
+
+def _output(leaf: int, v: Any, names: dict[int, str]) -> Output:
+    if leaf in names:
+        return Output(leaf=leaf, parts=((0, names[leaf]),))
+    return Output(leaf=leaf, parts=(), literal=v.val)
