@@ -1,6 +1,8 @@
 """The primitive that marks where the results of all microbatches become one value.
 
-accumulate[kind axis num_microbatches]   sum | max | min | and | or | mean | concatenate
+    accumulate[kind axis num_microbatches]   sum | max | min | and | or | mean | concatenate
+
+Its operand is evaluated for every microbatch; its result is there once, after the last of them.
 """
 
 from __future__ import annotations
@@ -9,12 +11,11 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from autopar.compiler import jax_compat as jc
 
-accumulate_p = jc.unlowered_primitive(
+accumulate_p: Any = jc.unlowered_primitive(
     "accumulate", "an `accumulate` equation stands between microbatches and has no code of its own"
 )
 
@@ -48,7 +49,7 @@ def _abstract(aval: Any, *, kind: str, axis: int, num_microbatches: int) -> Any:
     if kind != "concatenate":
         return aval
     shape = [n * num_microbatches if i == axis else n for i, n in enumerate(aval.shape)]
-    return jax.core.ShapedArray(tuple(shape), aval.dtype)
+    return aval.update(shape=tuple(shape))
 
 
 accumulate_p.def_abstract_eval(_abstract)

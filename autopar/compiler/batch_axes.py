@@ -1,14 +1,15 @@
 """Find out where the batch is in every value of a train step, and what each equation does for one microbatch.
 
-An abstract interpretation of the program at the full batch, beside the same program at twice the batch: an axis whose size
-differs is the batch axis. Every value gets a state (`batch_states`), every equation a step (`batch_steps`):
+An abstract interpretation of the program at the full batch, beside the same program at twice the batch: an
+axis whose size differs is the batch axis. Every value gets a state (`batch_states`), every equation a step
+(`batch_steps`):
 
-    batch input     Batched                      reduce over the batch    Partial, until a use that is not linear
-    other input     Invariant                    nonlinear use            accumulated: Invariant, one round later
+    batch input    Batched       reduce over the batch    Partial, until a use that is not linear
+    other input    Invariant     nonlinear use            accumulated: Invariant, one round later
 
-A reduction that depends on the batch alone is taken of the whole batch before the microbatches, which makes masked means
-exact. One that depends on the state and meets the same examples again (batch normalisation) is refused, or, on request,
-taken within each microbatch.
+A reduction that depends on the batch alone is taken of the whole batch before the microbatches, which makes
+masked means exact. One that depends on the state and meets the same examples again (batch normalisation) is
+refused, or, on request, taken within each microbatch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_bodies import Enter, body_avals_differ, has_bodies, nested_step
 from autopar.compiler.batch_equation import Scope, flat_step, make_step, sliced_state
 from autopar.compiler.batch_ledger import Ledger, Place
-from autopar.compiler.batch_rules import batch_axes, refuse
+from autopar.compiler.batch_sites import batch_axes, refuse
 from autopar.compiler.batch_states import (
     Batched,
     Invariant,
@@ -82,7 +83,7 @@ def _block(ledger: Ledger, scope: Scope, full: Any, doubled: Any, inputs: Sequen
 
 def _check_same_structure(jaxpr: jc.Jaxpr, double: jc.Jaxpr) -> None:
     for eqn, twin in zip(jaxpr.eqns, double.eqns):
-        if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
+        if eqn.primitive is not twin.primitive or _arity(eqn) != _arity(twin):
             found = (
                 f"with the given batch there is {jc.describe(eqn)}, with twice the batch {jc.describe(twin)}"
             )
@@ -92,10 +93,15 @@ def _check_same_structure(jaxpr: jc.Jaxpr, double: jc.Jaxpr) -> None:
         raise _structure_differs(found)
 
 
+def _arity(eqn: jc.JaxprEqn) -> tuple[int, int]:
+    return len(eqn.invars), len(eqn.outvars)
+
+
 def _structure_differs(found: str) -> NotSplittable:
     return NotSplittable(
-        f"The program's structure depends on the batch size: {found}. A microbatch must run the same operations on fewer "
-        "examples. Replace Python loops and conditions over the batch by array operations, or use num_microbatches=1."
+        f"The program's structure depends on the batch size: {found}. A microbatch must run the same "
+        "operations on fewer examples. Replace Python loops and conditions over the batch by array operations, or use "
+        "num_microbatches=1."
     )
 
 
@@ -162,7 +168,7 @@ def _step(ledger: Ledger, scope: Scope, place: Place, eqn: jc.JaxprEqn, doubled:
     shared = nested and any(map(_varies, states)) and any(isinstance(r, Invariant) for r in step.results)
     reduced = shared or any(isinstance(r, Partial | Whole) for r in step.results)
     if reduced and _can_be_whole(scope, eqn, states):
-        # What depends on the batch alone is exact, and the same for every microbatch, if taken of the whole batch.
+        # What depends on the batch alone is exact and shared if it is taken of the whole batch.
         return _whole(eqn, doubled, states)
     return replace(step, operands=tuple(states))
 
@@ -172,7 +178,7 @@ def _varies(state: State) -> bool:
 
 
 def _can_be_whole(scope: Scope, eqn: jc.JaxprEqn, states: Sequence[State]) -> bool:
-    """Whether the equation can be evaluated on the whole batch, before the microbatches: no parameter is involved."""
+    """Whether the equation can be evaluated on the whole batch: no state is involved."""
     apart = all(isinstance(s, Invariant | Batched | Whole) and not s.trail.stateful for s in states)
     return scope.straight and apart and not eqn.effects
 
@@ -209,7 +215,7 @@ def _nested(
         except (NotSplittable, Unsupported):
             if not finish:
                 raise
-    whole = [completed(s) if isinstance(s, Partial) else s for s in states]
+    whole: list[State] = [completed(s) if isinstance(s, Partial) else s for s in states]
     return _enter(ledger, enter, eqn, doubled, whole, partial)
 
 

@@ -1,9 +1,11 @@
 """Carry the states of a microbatch through loops, conditions and rematerialised regions.
 
-scan, while   the carry's state is the fixed point of `initial or result`; what decides the number of rounds must be
-              the same for every example
-cond          all branches are entered, and their results joined
-remat2        one body, entered as if its equations stood outside
+    scan, while    the carry's state is the fixed point of `initial or result`; what decides the number of
+                   rounds must be the same for every example
+    cond           all branches are entered, and their results joined
+    remat2, jit    one body, entered as if its equations stood outside
+
+A body cannot accumulate over the microbatches: its sums are completed by the equations after it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.batch_rules import batch_axes, refuse
+from autopar.compiler.batch_sites import batch_axes, refuse
 from autopar.compiler.batch_states import (
     Batched,
     Invariant,
@@ -26,7 +28,8 @@ from autopar.compiler.batch_states import (
 from autopar.compiler.batch_steps import CALLS, KEEP, LOOPS, NESTED, REMATS, Block, Step
 
 Enter = Callable[[object, Any, Any, Sequence[State], Sequence[Any]], Block]
-"""Analyse a body: its role, the body, its twin at the doubled batch, its inputs' states, the values given to them."""
+"""Analyse a body, given its role, the body, its twin at the doubled batch, its inputs' states and values."""
+
 
 def has_bodies(eqn: jc.JaxprEqn) -> bool:
     """Whether the equation is one of those whose bodies are entered."""
@@ -117,7 +120,7 @@ def _while(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[St
     if not isinstance(decides, Invariant | Local):
         refuse(
             eqn,
-            "repeats until a condition on the batch's examples holds, so its number of rounds depends on all of them",
+            "repeats until a condition on the batch's examples holds, so the number of rounds depends on all",
         )
     if isinstance(decides, Local):
         carry = [Local(trail=s.trail | decides.trail) if isinstance(s, Invariant) else s for s in carry]

@@ -1,8 +1,10 @@
 """Trace the program of one microbatch from the steps that the analysis decided on.
 
-split    the equation with its parameters at the microbatch's size: p(B/M) = p(B) - (p(2B) - p(B)) (1 - 1/M)
-source   at the full size, then the slice of this microbatch, right there so that XLA can fuse the two
-whole    on whole copies of the batch, once, before the microbatches
+    split     the parameters at the microbatch's size, p(B/M) = p(B) - (p(2B) - p(B)) (1 - 1/M)
+    source    at the full size, then this microbatch's slice, right there so that XLA can fuse the two
+    whole     on whole copies of the batch, once, before the microbatches
+
+Every equation keeps its name stack and source line.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from jax import lax
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_accumulate import accumulate
 from autopar.compiler.batch_emit_bodies import emit_bodies
-from autopar.compiler.batch_rules import batch_axes
-from autopar.compiler.batch_slice import Microbatch, at_microbatch
+from autopar.compiler.batch_sites import batch_axes, shape_of
+from autopar.compiler.batch_slice import Microbatch, params_at_microbatch
 from autopar.compiler.batch_states import Batched, Local, Partial, State
 from autopar.compiler.batch_steps import (
     COMPLETE,
@@ -32,6 +34,9 @@ from autopar.compiler.batch_steps import (
     Block,
     Step,
 )
+
+_jnp: Any = jnp  # annotated in part, which a strict checker does not take
+_lax: Any = lax
 
 
 @dataclass(kw_only=True)
@@ -65,8 +70,8 @@ def emit(
 ) -> list[Any]:
     """The block's results for one microbatch; at the top, accumulated over all of them.
 
-    `whole` has the values of the whole batch that the block reads: at the top its inputs, otherwise what was computed
-    before the block.
+    `whole` has the values of the whole batch that the block reads: at the top its inputs, otherwise what was
+    computed before the block.
     """
     frame = _frame(microbatch, block, args, whole, top)
     for step in block.steps:
@@ -82,7 +87,7 @@ def _frame(
     microbatch: Microbatch, block: Block, args: Sequence[Any], whole: Mapping[jc.Var, Any], top: bool
 ) -> _Frame:
     consts = dict(zip(block.jaxpr.constvars, block.consts, strict=True))
-    sliced = {v: _sliced(microbatch, jnp.asarray(c), block.constants[v]) for v, c in consts.items()}
+    sliced = {v: _sliced(microbatch, _jnp.asarray(c), block.constants[v]) for v, c in consts.items()}
     return _Frame(
         microbatch=microbatch,
         block=block,
@@ -130,14 +135,14 @@ def _from_whole(frame: _Frame, step: Step, full: Sequence[Any]) -> list[Any]:
 
 def _at_microbatch(frame: _Frame, step: Step, args: list[Any]) -> list[Any]:
     microbatch = frame.microbatch
-    params = at_microbatch(step.eqn.params, step.doubled.params, microbatch) if _grows(step) else None
+    params = params_at_microbatch(step.eqn.params, step.doubled.params, microbatch) if _grows(step) else None
     if step.own_column is not None:
         with jc.under_scope_of(step.eqn):
-            args[1] = _own_numbers(step, args[1], microbatch)
+            args[1] = _own_numbers(step, step.own_column, args[1], microbatch)
     results = jc.bind_equation(step.eqn, args, params)
     if step.local:
         with jc.under_scope_of(step.eqn):
-            results = [r * jnp.asarray(microbatch.count, r.dtype) for r in results]
+            results = [r * _jnp.asarray(microbatch.count, r.dtype) for r in results]
     return results
 
 
@@ -146,15 +151,15 @@ def _grows(step: Step) -> bool:
     return any(batch_axes(a.aval, b.aval) for a, b in pairs)
 
 
-def _own_numbers(step: Step, indices: Any, microbatch: Microbatch) -> Any:
+def _own_numbers(step: Step, column: int, indices: Any, microbatch: Microbatch) -> Any:
     """Indices that count the rows of the batch, made to count those of the microbatch."""
     state = step.operands[0]
     assert isinstance(state, Batched), state
-    start = microbatch.index * microbatch.size(step.eqn.invars[0].aval.shape[state.axis])
-    columns = lax.broadcasted_iota(indices.dtype, indices.shape, indices.ndim - 1)
+    start = microbatch.index * microbatch.size(shape_of(step.eqn.invars[0])[state.axis])
+    columns = _lax.broadcasted_iota(indices.dtype, indices.shape, indices.ndim - 1)
     shift = lax.convert_element_type(start, indices.dtype)
-    is_own = lax.convert_element_type(lax.eq(columns, lax.full_like(columns, step.own_column)), indices.dtype)
-    return lax.sub(indices, lax.mul(is_own, lax.broadcast(shift, indices.shape)))
+    is_own = lax.convert_element_type(lax.eq(columns, lax.full_like(columns, column)), indices.dtype)
+    return lax.sub(indices, lax.mul(is_own, lax.full_like(indices, shift)))
 
 
 def _folded(key: Any, index: Any) -> Any:
@@ -169,10 +174,10 @@ def _used(frame: _Frame, atom: Any, state: State, use: str) -> Any:
         return _accumulated(frame, atom, state)
     value = frame.read(atom)
     if use == FIRST:
-        value = jnp.asarray(value)
+        value = _jnp.asarray(value)
         return lax.select(frame.microbatch.index == 0, value, lax.full_like(value, 0))
     if use == SHARE:
-        return value / jnp.asarray(frame.microbatch.count, value.dtype)
+        return value / _jnp.asarray(frame.microbatch.count, value.dtype)
     return value
 
 

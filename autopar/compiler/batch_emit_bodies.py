@@ -1,7 +1,7 @@
 """Rebuild a loop, condition or rematerialised region around the bodies of one microbatch.
 
-What a body needs of the whole batch is computed before it and handed in. Loops close over it and over the microbatch's
-index; `cond` and `remat2` get both as further operands, so that their other parameters stay as they were.
+What a body needs of the whole batch is computed before it and handed in. Loops close over the microbatch's
+index; `cond` and `remat2` get it as a further operand, so that their other parameters stay as they were.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _traced(
     args: Sequence[Any],
     hoisted: Sequence[Mapping[jc.Var, Any]],
 ) -> tuple[list[jc.ClosedJaxpr], list[Any]]:
-    """The bodies as jaxprs of the same operands: the index where one reads it, values of the whole batch, `args`."""
+    """The bodies as jaxprs of the same operands: index (if read), values of the whole batch, `args`."""
     given = [(i, var) for i, group in enumerate(hoisted) for var in group]
     operands = [microbatch.index, *(v for group in hoisted for v in group.values()), *args]
 

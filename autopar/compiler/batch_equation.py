@@ -1,8 +1,10 @@
 """What one microbatch does for an equation without bodies, given the states of its operands.
 
-some operand batched     rows stay apart (Batched), or are reduced over (Partial)
-some operand partial     stays partial where the equation is linear and belongs to a gradient; else it is completed
-otherwise                shared, or the beginning of a batch axis: of the full size, sliced
+    an operand is batched    rows stay apart (Batched), or are reduced over (Partial)
+    an operand is partial    stays partial in linear equations of a gradient, else it is completed first
+    neither                  shared, or the beginning of a batch axis: of the full size, then sliced
+
+Where the rules say no, what depends on the batch alone can still be taken of the whole batch (`batch_axes`).
 """
 
 from __future__ import annotations
@@ -14,17 +16,9 @@ from typing import Any
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_ledger import Ledger, Place, Unfinished
-from autopar.compiler.batch_rules import (
-    Reduced,
-    Rows,
-    Site,
-    Verdict,
-    batch_axes,
-    carries_zero,
-    refuse,
-    row_verdict,
-    summand_positions,
-)
+from autopar.compiler.batch_linear import carries_zero, summand_positions
+from autopar.compiler.batch_rules import row_verdict
+from autopar.compiler.batch_sites import Reduced, Rows, Site, Verdict, batch_axes, refuse
 from autopar.compiler.batch_states import (
     SUM,
     Batched,
@@ -47,7 +41,7 @@ class Scope:
     place: Place = ()
     straight: bool = True
     """Runs exactly once per microbatch, so what it needs of the whole batch can be computed before it."""
-    states: dict[jc.Var, State] = field(default_factory=dict)
+    states: dict[jc.Var, State] = field(default_factory=dict[jc.Var, State])
     producers: ChainMap[jc.Var, jc.JaxprEqn] = field(default_factory=lambda: ChainMap())
     constants: ChainMap[jc.Var, Any] = field(default_factory=lambda: ChainMap())
 
@@ -61,7 +55,7 @@ class Scope:
         return self.states[atom]
 
     def inside(self, place: Place, straight: bool, invars: Sequence[jc.Var], atoms: Sequence[Any]) -> Scope:
-        """The scope of a body; `atoms` are the values given to its inputs, None for those that a loop changes."""
+        """The scope of a body; `atoms` are what its inputs are given, None for those that a loop changes."""
         inner = Scope(
             place=place,
             straight=straight,
@@ -166,7 +160,7 @@ def _use(state: State, summand: bool) -> str:
 def _summands(
     scope: Scope, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State], verdict: Verdict | None
 ) -> frozenset[int] | None:
-    """The operands that are summed with the microbatches' contributions; None if the partial ones must be completed."""
+    """The operands that take part in the sum over microbatches; None if partial ones must be completed."""
     partial = [i for i, s in enumerate(states) if isinstance(s, Partial)]
     if isinstance(verdict, Reduced):
         fits = all(i in verdict.summands and _kind(states[i]) == verdict.kind for i in partial)
@@ -177,7 +171,7 @@ def _summands(
         return frozenset()
     if verdict is not None or (scope.top and jc.ad_phase(eqn) is None):
         return None
-    kind, grows = _kind(states[partial[0]]), any(map(_grows, eqn.outvars, doubled.outvars))
+    kind, grows = str(_kind(states[partial[0]])), any(map(_grows, eqn.outvars, doubled.outvars))
     if grows or any(_kind(states[i]) != kind for i in partial):
         return None
     group = next((g for g in summand_positions(eqn, kind) if g.issuperset(partial)), None)
@@ -206,8 +200,8 @@ def _unfinished(ledger: Ledger, scope: Scope, eqn: jc.JaxprEqn, state: State) ->
     inside = [r for r in behind if r.place[: len(scope.place)] == scope.place]
     if len(inside) < len(behind) or not state.trail.stateful:
         raise Unfinished(
-            f"{jc.describe(eqn)} needs a sum over the batch that is complete only after the loop or rematerialised region "
-            "around it. Compute it before or after, or use num_microbatches=1."
+            f"{jc.describe(eqn)} needs a sum over the batch that is complete only after the loop or "
+            "rematerialised region around it. Compute it before or after, or use num_microbatches=1."
         )
     ledger.crossed(eqn, behind)
     return Local(trail=state.trail)
@@ -293,7 +287,7 @@ def _mode_of_source(ledger: Ledger, eqn: jc.JaxprEqn, results: Sequence[State]) 
 
 
 def sliced_state(aval: Any, doubled: Any, trail: Trail) -> State:
-    """The state of a value known at the full size: sliced if it has one axis that is proportional to the batch."""
+    """The state of a value of the full size: sliced if it has one axis that is proportional to the batch."""
     axes = batch_axes(aval, doubled)
     if not axes:
         return Invariant(trail=trail)

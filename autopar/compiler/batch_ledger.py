@@ -1,4 +1,4 @@
-"""What an analysis remembers across equations: which reductions crossed back to the examples, and who they came from."""
+"""What an analysis remembers across equations: which reductions over the batch met their examples again."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Ledger:
     draw_per_microbatch: bool
     local: frozenset[Place] = frozenset()
     """Reductions to be taken within each microbatch."""
-    found: set[Place] = field(default_factory=lambda: set())
+    found: set[Place] = field(default_factory=set[Place])
     apart: frozenset[Place] = frozenset()
     """Equations to take apart, because a result that is the same for every microbatch is wanted once."""
-    repeating: dict[int, Place] = field(default_factory=dict)
-    bits: dict[Place, int] = field(default_factory=dict)
-    reductions: dict[int, Reduction] = field(default_factory=dict)
+    repeating: dict[int, Place] = field(default_factory=dict[int, Place])
+    bits: dict[Place, int] = field(default_factory=dict[Place, int])
+    reductions: dict[int, Reduction] = field(default_factory=dict[int, Reduction])
 
     def bit(self, place: Place) -> int:
         """The bit that stands for an equation in a trail."""
@@ -77,8 +77,9 @@ class Ledger:
             return
         names = "; ".join(jc.describe(r.eqn) for r in behind) or "a reduction"
         raise NotSplittable(
-            f"The reduction over the batch {names} depends on the parameters, and its result is combined again with single "
-            f"examples in {jc.describe(eqn)}, as batch normalisation does. The gradient of one microbatch would need the "
-            'activations of all others. Use batch_statistics="per_microbatch" (the usual approximation: each microbatch '
-            "its own statistics), a normalisation within each example, or num_microbatches=1."
+            f"The reduction over the batch {names} depends on the parameters, and its result is combined "
+            f"again with single examples in {jc.describe(eqn)}, as batch normalisation does. The gradient of "
+            "one microbatch would need the activations of all others. Use "
+            'batch_statistics="per_microbatch" (the usual approximation: each microbatch its own '
+            "statistics), a normalisation within each example, or num_microbatches=1."
         )

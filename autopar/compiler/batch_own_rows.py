@@ -1,8 +1,9 @@
 """Recognize indices that name each row's own position, as `arange(B)` does in `logits[arange(B), labels]`.
 
-Such a gather looks as if it picked examples from anywhere in the batch, yet row i reads row i only. The walk goes from the
-indices back to the `iota`, through what JAX puts between: conversions, broadcasts, the column-wise concatenation, and the
-wrapping of negative indices `select_n(i < 0, i, i + B)`, which never wraps here.
+Such a gather looks as if it picked examples from anywhere in the batch, yet row i reads row i only. The walk
+goes from the indices back to the `iota`, through what JAX puts between: conversions, broadcasts, the
+column-wise concatenation, and the wrapping of negative indices `select_n(i < 0, i, i + B)`, which never
+wraps here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler import jax_compat as jc
+from autopar.compiler.batch_sites import shape_of
 
 
 def is_own_rows(
@@ -22,7 +24,7 @@ def is_own_rows(
     producers: Mapping[jc.Var, jc.JaxprEqn],
     constants: Mapping[jc.Var, Any],
 ) -> bool:
-    """Whether `atom[..., column]` is, at position i along `axis`, the number i. The last axis counts the columns."""
+    """Whether `atom[..., column]` is the number i at position i along `axis`."""
     if not isinstance(atom, jc.Var):
         return False
     if atom in constants:
@@ -42,13 +44,13 @@ def is_own_rows(
 
 def _column_source(eqn: jc.JaxprEqn, axis: int, column: int) -> tuple[Any, int] | None:
     """The operand and its column from which this column comes; None where the columns begin."""
-    if eqn.primitive.name == "concatenate" and eqn.params["dimension"] == len(eqn.outvars[0].aval.shape) - 1:
+    if eqn.primitive.name == "concatenate" and eqn.params["dimension"] == len(shape_of(eqn.outvars[0])) - 1:
         for operand in eqn.invars:
-            width = operand.aval.shape[-1]
+            width = shape_of(operand)[-1]
             if column < width:
                 return operand, column
             column -= width
-    if eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.shape[-1] > 1:
+    if eqn.primitive.name == "convert_element_type" and shape_of(eqn.outvars[0])[-1] > 1:
         return eqn.invars[0], column
     return None
 
@@ -72,7 +74,7 @@ def _counts(
             return _counts(eqn.invars[0], axis, producers, constants)
         case "broadcast_in_dim":
             dims = eqn.params["broadcast_dimensions"]
-            if axis not in dims or eqn.invars[0].aval.shape[dims.index(axis)] != atom.aval.shape[axis]:
+            if axis not in dims or shape_of(eqn.invars[0])[dims.index(axis)] != shape_of(atom)[axis]:
                 return False
             return _counts(eqn.invars[0], dims.index(axis), producers, constants)
         case "reshape":
@@ -93,7 +95,7 @@ def _counts(
 
 def _same_axis(eqn: jc.JaxprEqn, axis: int) -> int | None:
     """The operand's axis that a reshape (adding or dropping dimensions of size 1) made into `axis`."""
-    source, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    source, result = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     if [n for n in source if n != 1] != [n for n in result if n != 1] or result[axis] == 1:
         return None
     rank = sum(n != 1 for n in result[:axis])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +23,8 @@ class Microbatch:
         """The length of an axis in one microbatch."""
         if full % self.count:
             raise NotSplittable(
-                f"An axis of {full} that grows with the batch does not divide into {self.count} microbatches. "
-                f"Choose a number of microbatches that divides {full}."
+                f"An axis of {full}, which grows with the batch, does not divide into {self.count} "
+                f"microbatches. Choose a number of microbatches that divides {full}."
             )
         return full // self.count
 
@@ -35,13 +36,21 @@ class Microbatch:
         return lax.dynamic_slice(value, starts, sizes, allow_negative_indices=False)
 
 
+def params_at_microbatch(
+    params: Mapping[str, Any], doubled: Mapping[str, Any], microbatch: Microbatch
+) -> dict[str, Any]:
+    """An equation's parameters at the microbatch's size."""
+    return {key: at_microbatch(value, doubled[key], microbatch) for key, value in params.items()}
+
+
 def at_microbatch(value: Any, doubled: Any, microbatch: Microbatch) -> Any:
     """A parameter at the microbatch's size. Integers that differ are affine in the batch; all else stays."""
-    if isinstance(value, dict):
-        return {key: at_microbatch(item, doubled[key], microbatch) for key, item in value.items()}
-    if isinstance(value, tuple) and isinstance(doubled, tuple) and len(value) == len(doubled):
-        items = [at_microbatch(a, b, microbatch) for a, b in zip(value, doubled)]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, tuple):
+        named: Any = value
+        items = [at_microbatch(a, b, microbatch) for a, b in zip(named, doubled, strict=True)]
+        return (
+            named._replace(**dict(zip(named._fields, items))) if hasattr(named, "_fields") else tuple(items)
+        )
     if isinstance(value, int) and isinstance(doubled, int) and value != doubled:
         grown = doubled - value
         return value - grown + microbatch.size(grown)

@@ -1,10 +1,12 @@
-"""What a value of the full-batch step is to one microbatch: shared, a slice of rows, a summand, or its own statistic.
+"""What a value of the full-batch step is to one microbatch: shared, a slice, a summand, or its own statistic.
 
-Invariant   the same for every microbatch
-Batched     the microbatch has a contiguous slice along `axis`
-Partial     the full value is the sum (max, min, and, or) of the microbatches' values
-Local       the microbatch has its own approximation of one value (statistics per microbatch); their mean stands for it
-Whole       known at the full size only, and cannot be sliced: it must have no part in what depends on the state
+    Invariant    the same for every microbatch
+    Batched      the microbatch has a contiguous slice along `axis`
+    Partial      the full value is the sum (max, min, and, or) of the microbatches' values
+    Local        each microbatch has its own approximation of one value (statistics per microbatch)
+    Whole        known at the full size only: it must have no part in what depends on the state
+
+A state carries a trail of where the value comes from.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ class Trail:
     """Where a value comes from. Sets are bits of an int: a train step has tens of thousands of equations."""
 
     stateful: bool = False
-    """Depends on an input that is neither of the batch, nor a random key, nor a small integer such as a counter."""
+    """Depends on an input that is neither of the batch, nor a random key, nor a small integer (a counter)."""
     round: int = 0
     """How many accumulations over the microbatches precede it."""
     rows: int = 0
@@ -31,7 +33,7 @@ class Trail:
     origins: int = 0
     """The reductions over the batch behind `sums`."""
     repeated: int = 0
-    """The equations that compute it for every microbatch although it is the same for all: their other results vary."""
+    """The equations that compute it again for every microbatch, because their other results vary."""
 
     def __or__(self, other: Trail) -> Trail:
         return Trail(
@@ -98,7 +100,7 @@ def completed(state: State) -> Invariant:
 
 
 def joined(a: State, b: State) -> State | None:
-    """The state that holds for either value (a loop's carry, the branches of a condition); None if there is none."""
+    """The state that holds for either value, as in a loop's carry; None if there is none."""
     trail = a.trail | b.trail
     match a, b:
         case (Invariant(), Invariant()):

@@ -10,12 +10,12 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_states import State
 
 KEEP, COMPLETE, FIRST, SHARE = "keep", "complete", "first", "share"
-"""How an operand is used: as it is; accumulated over the microbatches; by the first microbatch only (the others use zero);
-divided by the number of microbatches."""
+"""How an operand is used: as it is; accumulated over the microbatches; by the first microbatch only (the
+others use zero); divided by the number of microbatches."""
 
 SPLIT, SOURCE, DRAW, WHOLE, NESTED = "split", "source", "draw", "whole", "nested"
-"""How an equation is evaluated: at the microbatch's shape; at the full shape, then sliced; random bits at the microbatch's
-shape; on the whole batch, before the microbatches; with its bodies rewritten."""
+"""How an equation is evaluated: at the microbatch's shape; at the full shape, then sliced; random bits at the
+microbatch's shape; on the whole batch, before the microbatches; with its bodies rewritten."""
 
 LOOPS = ("scan", "while")
 REMATS = ("remat2", "remat", "checkpoint")
@@ -51,14 +51,14 @@ class Block:
     outputs: tuple[State, ...]
     needed_whole: frozenset[jc.Var]
     """Values that are wanted of the whole batch, before the microbatches."""
-    constants: Mapping[jc.Var, State] = field(default_factory=dict)
+    constants: Mapping[jc.Var, State] = field(default_factory=dict[jc.Var, State])
     output_uses: tuple[str, ...] = ()
 
 
 def needed_whole(
     jaxpr: jc.Jaxpr, steps: tuple[Step, ...], states: Mapping[jc.Var, State], top: bool
 ) -> frozenset[jc.Var]:
-    """What must be computed on the whole batch, for the steps that are. At the top, shared values are at hand."""
+    """What those steps read that work on the whole batch. At the top, shared values are at hand."""
     needed: set[jc.Var] = set()
 
     def want(atom: Any) -> None:
@@ -77,7 +77,7 @@ def needed_whole(
 
 
 def straight_bodies(step: Step) -> list[tuple[Block, int]]:
-    """Bodies that run once, with the number of operands that precede theirs: what they need whole is computed outside."""
+    """Bodies that run once, so that what they need whole is computed outside; the operands before theirs."""
     if step.mode != NESTED or step.eqn.primitive.name in LOOPS:
         return []
     return [(body, 1 if step.eqn.primitive.name == "cond" else 0) for body in step.bodies]

@@ -304,11 +304,12 @@ def _donations(
     for emitted in {executable_name(c.emitted): c.emitted for c in calls}.values():
         room = [types[n] for n in emitted.outputs]
         found: list[int] = []
-        for p in sorted(dying[executable_name(emitted)]):
+        # Accumulators first: they are written again under their name, so they must be given up.
+        for p in sorted(dying[executable_name(emitted)], key=lambda p: (emitted.inputs[p] not in emitted.outputs, p)):
             if types[emitted.inputs[p].partition("@")[0]] in room:
                 room.remove(types[emitted.inputs[p].partition("@")[0]])
                 found.append(p)
-        donations[executable_name(emitted)] = tuple(found)
+        donations[executable_name(emitted)] = tuple(sorted(found))
     return donations
 
 

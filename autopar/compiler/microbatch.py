@@ -2,9 +2,10 @@
 
     split_batch(full, doubled, ...)  ->  MicrobatchedStep
 
-Nothing is assumed about the scale of the loss: literals such as 1/B are those of the full batch, so a sum over microbatches
-is the sum over the batch. `accumulate` equations say where the microbatches' results become one value; what follows from
-one is computed once per step, or, if it meets the examples again, in a further round over the microbatches.
+Nothing is assumed about the scale of the loss: literals such as 1/B are those of the full batch, so a sum
+over microbatches is the sum over the batch. `accumulate` equations say where the microbatches' results
+become one value; what follows from one is computed once per step, or, if it meets the examples again, in a
+further round over them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from autopar.compiler.batch_accumulate import accumulate_p, combine
 from autopar.compiler.batch_axes import analyse, input_states
 from autopar.compiler.batch_emit import emit
 from autopar.compiler.batch_ledger import Ledger
+from autopar.compiler.batch_sites import shape_of
 from autopar.compiler.batch_slice import Microbatch
 from autopar.compiler.batch_states import Batched
 from autopar.compiler.batch_steps import Block
@@ -31,7 +33,7 @@ from autopar.errors import InvalidArgument
 __all__ = ["MicrobatchedStep", "StepInput", "accumulate_p", "evaluate_microbatched", "split_batch"]
 
 _SMALL = 16
-"""Integers of no more elements than this are keys or counters, not state that an example's loss is a function of."""
+"""Integers of no more elements than this are keys or counters, not state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +67,9 @@ def split_batch(
 ) -> MicrobatchedStep:
     """The step of one microbatch, given the normalised traces at the batch and at twice the batch.
 
-    `batch_statistics="per_microbatch"` accepts that reductions over the batch that meet the same examples again, as in
-    batch normalisation, are taken within each microbatch; `random="per_microbatch"` that random bits are drawn from a
-    key folded with the microbatch's number, instead of being those of the full batch.
+    `batch_statistics="per_microbatch"` accepts that reductions over the batch that meet the same examples
+    again, as in batch normalisation, are taken within each microbatch; `random="per_microbatch"` that random
+    bits are drawn from a key folded with the microbatch's number, instead of being those of the full batch.
     """
     ledger = Ledger(
         num_microbatches=num_microbatches,
@@ -79,14 +81,15 @@ def split_batch(
     stateful = {i: i not in batch_inputs and _is_state(v.aval) for i, v in enumerate(invars)}
     states = input_states(full, doubled, stateful)
     for i, (var, state) in enumerate(zip(invars, states)):
-        if isinstance(state, Batched) and var.aval.shape[state.axis] % num_microbatches:
-            raise _does_not_divide(var.aval.shape[state.axis], num_microbatches, _name(i, input_names))
+        size = shape_of(var)[state.axis] if isinstance(state, Batched) else 0
+        if size % num_microbatches:
+            raise _does_not_divide(size, num_microbatches, _name(i, input_names))
     return _traced_step(analyse(ledger, full, doubled, states), num_microbatches)
 
 
 def _is_state(aval: Any) -> bool:
     """Whether an input outside of the batch is state: everything but random keys and small integers."""
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return False
     return not (jnp.issubdtype(aval.dtype, jnp.integer) and aval.size <= _SMALL)
 
@@ -99,8 +102,9 @@ def _does_not_divide(size: int, num_microbatches: int, name: str) -> InvalidArgu
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     nearest = min(divisors, key=lambda n: abs(n - num_microbatches))
     return InvalidArgument(
-        f"The batch axis of {name} has {size} rows, which do not divide into {num_microbatches} microbatches of equal "
-        f"size. Use a number of microbatches that divides {size} (the nearest is {nearest}), or another batch size."
+        f"The batch axis of {name} has {size} rows, which do not divide into {num_microbatches} microbatches "
+        f"of equal size. Use a number of microbatches that divides {size} (the nearest is {nearest}), or another "
+        "batch size."
     )
 
 
@@ -135,8 +139,8 @@ def _traced_step(block: Block, num_microbatches: int) -> MicrobatchedStep:
 def _aval(block: Block, given: StepInput, num_microbatches: int) -> Any:
     if given.leaf is None:
         return jax.ShapeDtypeStruct((), jnp.int32)
-    aval, state = block.jaxpr.invars[given.leaf].aval, block.inputs[given.leaf]
-    shape = list(aval.shape)
+    aval: Any = block.jaxpr.invars[given.leaf].aval
+    state, shape = block.inputs[given.leaf], list(shape_of(block.jaxpr.invars[given.leaf]))
     if given.kind == "microbatch" and isinstance(state, Batched):
         shape[state.axis] //= num_microbatches
     return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=getattr(aval, "weak_type", False))
@@ -145,7 +149,7 @@ def _aval(block: Block, given: StepInput, num_microbatches: int) -> Any:
 def _without_unused(
     closed: jc.ClosedJaxpr, inputs: Sequence[StepInput], num_microbatches: int
 ) -> MicrobatchedStep:
-    """Drop the microbatch's number and the whole copies where nothing reads them; the step's own inputs all stay."""
+    """Drop the microbatch's number and the whole copies where nothing reads them."""
     jaxpr, _ = jc.open_jaxpr(closed)
     read = {a for eqn in jaxpr.eqns for a in eqn.invars if isinstance(a, jc.Var)}
     read.update(a for a in jaxpr.outvars if isinstance(a, jc.Var))
