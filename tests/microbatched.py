@@ -10,6 +10,37 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.microbatch import MicrobatchedStep, evaluate_microbatched, split_batch
 from autopar.compiler.normalize import normalize
 
+BATCH, WIDTH = 8, 6
+_DRAW = np.random.default_rng(0)
+PARAMS = {
+    "a": _DRAW.normal(size=(WIDTH, WIDTH)),
+    "b": _DRAW.normal(size=WIDTH),
+    "c": _DRAW.normal(size=(WIDTH, WIDTH)),
+    "table": _DRAW.normal(size=(11, WIDTH)),
+}
+X = {
+    "x": _DRAW.normal(size=(BATCH, WIDTH)),
+    "series": _DRAW.normal(size=(BATCH, 5, WIDTH)),
+    "image": _DRAW.normal(size=(BATCH, 6, 6, 2)),
+    "tokens": _DRAW.integers(0, 11, size=(BATCH, 5)),
+    "label": _DRAW.integers(0, WIDTH, size=BATCH),
+    "mask": _DRAW.integers(0, 2, size=(BATCH, 5)).astype(np.float64),
+}
+
+
+def sgd(loss: Any, has_aux: bool = False) -> Any:
+    """A train step on `loss(params, batch)`."""
+
+    def step(params, batch):
+        value, grads = jax.value_and_grad(loss, has_aux=has_aux)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step
+
+
+def hidden(p, x):
+    return jnp.tanh(x @ p["a"] + p["b"])
+
 
 def split(step: Any, *args: Any, batch: tuple[int, ...] = (1,), microbatches: int = 4, **options: Any) -> Any:
     """The microbatched step and the flat arguments."""

@@ -1,51 +1,27 @@
 """A microbatched step equals the step, for what train steps are made of; what cannot be split says why."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.microbatch import evaluate_microbatched
-from autopar.errors import InvalidArgument, NotSplittable, Unsupported
-from tests.microbatched import accumulations, assert_equal, evaluate_both, split
-
-BATCH, WIDTH = 8, 6
-_DRAW = np.random.default_rng(0)
-PARAMS = {
-    "a": _DRAW.normal(size=(WIDTH, WIDTH)),
-    "b": _DRAW.normal(size=WIDTH),
-    "c": _DRAW.normal(size=(WIDTH, WIDTH)),
-    "table": _DRAW.normal(size=(11, WIDTH)),
-}
-X = {
-    "x": _DRAW.normal(size=(BATCH, WIDTH)),
-    "series": _DRAW.normal(size=(BATCH, 5, WIDTH)),
-    "image": _DRAW.normal(size=(BATCH, 6, 6, 2)),
-    "tokens": _DRAW.integers(0, 11, size=(BATCH, 5)),
-    "label": _DRAW.integers(0, WIDTH, size=BATCH),
-    "mask": _DRAW.integers(0, 2, size=(BATCH, 5)).astype(np.float64),
-}
+from autopar.errors import InvalidArgument, NotSplittable
+from tests.microbatched import (
+    BATCH,
+    PARAMS,
+    WIDTH,
+    X,
+    accumulations,
+    assert_equal,
+    evaluate_both,
+    hidden,
+    sgd,
+    split,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def sgd(loss: Any, has_aux: bool = False) -> Any:
-    """A train step on `loss(params, batch)`."""
-
-    def step(params, batch):
-        value, grads = jax.value_and_grad(loss, has_aux=has_aux)(params, batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    return step
-
-
-def hidden(p, x):
-    return jnp.tanh(x @ p["a"] + p["b"])
 
 
 def mean_loss(p, batch):
@@ -385,84 +361,6 @@ def test_batch_normalization_is_refused_with_its_line():
     assert 'batch_statistics="per_microbatch"' in message
 
 
-def contrastive(p, batch):
-    h = hidden(p, batch["x"])
-    return jnp.mean(jax.nn.logsumexp(h @ h.T, axis=1))
-
-
-def sorted_batch(p, batch):
-    return jnp.mean(jnp.sort(hidden(p, batch["x"]), axis=0)[..., 0])
-
-
-def shifted(p, batch):
-    h = hidden(p, batch["x"])
-    return jnp.mean(h[1:] * h[:-1])
-
-
-def picked(p, batch):
-    return jnp.mean(hidden(p, batch["x"])[batch["label"]])
-
-
-def loop_over_examples(p, batch):
-    return jax.lax.scan(lambda c, x: (c + jnp.sum(hidden(p, x)), None), 0.0, batch["x"])[0]
-
-
-def loop_until_all(p, batch):
-    start = jax.lax.stop_gradient(hidden(p, batch["x"]))
-    return mean_loss(p, batch) + jnp.sum(
-        jax.lax.while_loop(lambda x: jnp.any(x > 0.1), lambda x: x / 2, start)
-    )
-
-
-def branch_on_batch(p, batch):
-    h = hidden(p, batch["x"])
-    return jax.lax.cond(jnp.sum(h) > 0, lambda: jnp.sum(h**2), lambda: 0.0)
-
-
-def callback(p, batch):
-    h = hidden(p, batch["x"])
-    return jnp.mean(jax.pure_callback(lambda v: v, h, jax.lax.stop_gradient(h)))
-
-
-def time_first(p, batch):
-    return jnp.mean(hidden(p, batch["series"].swapaxes(0, 1).reshape(-1, WIDTH)) ** 2)
-
-
-REFUSED = [
-    (contrastive, NotSplittable, "pairs of the batch's examples"),
-    (sorted_batch, NotSplittable, "sorts the batch"),
-    (shifted, NotSplittable, "some of the batch's examples by position"),
-    (picked, NotSplittable, "picks examples of the batch by index"),
-    (loop_over_examples, NotSplittable, "loop over the batch's examples"),
-    (loop_until_all, NotSplittable, "repeats until a condition on the batch's examples holds"),
-    (branch_on_batch, NotSplittable, "as batch normalisation does"),
-    (callback, Unsupported, "no rule says"),
-]
-
-
-@pytest.mark.parametrize(("loss", "error", "found"), REFUSED, ids=lambda f: getattr(f, "__name__", ""))
-def test_what_mixes_the_examples_is_refused_by_name_and_line(loss, error, found):
-    forward = lambda p, batch: (p, loss(p, batch))  # noqa: E731
-    with pytest.raises(error, match=found) as raised:
-        split(forward, PARAMS, X)
-    assert f"({loss.__name__})" in str(raised.value)
-    assert "num_microbatches=1" in str(raised.value)
-
-
-@pytest.mark.parametrize("loss", [c[0] for c in REFUSED if c[0] is not callback], ids=lambda f: f.__name__)
-def test_what_mixes_the_examples_runs_as_one_microbatch(loss):
-    got, want = evaluate_both(lambda p, batch: (p, loss(p, batch)), PARAMS, X, microbatches=1)
-    assert_equal(got, want)
-
-
-def test_a_program_that_depends_on_the_batch_size_is_refused():
-    def loss(p, batch):
-        return sum(jnp.sum(hidden(p, row)) for row in batch["x"])
-
-    with pytest.raises(NotSplittable, match="structure depends on the batch size"):
-        split(sgd(loss), PARAMS, X)
-
-
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_does():
     with pytest.raises(InvalidArgument, match=r"8 rows.*3 microbatches.*nearest is 2"):
         split(sgd(mean_loss), PARAMS, X, microbatches=3)
@@ -473,7 +371,7 @@ def test_groups_of_examples_that_do_not_divide_are_refused():
         return jnp.mean(jnp.square(hidden(p, batch["x"]).reshape(-1, 4, WIDTH).mean(1)))
 
     assert_equal(*evaluate_both(sgd(loss), PARAMS, X, microbatches=2))
-    with pytest.raises(NotSplittable, match="An axis of 2 .* 4 microbatches"):
+    with pytest.raises(NotSplittable, match=r"An axis of 2, .* 4 microbatches"):
         split(sgd(loss), PARAMS, X, microbatches=4)
 
 
@@ -495,52 +393,4 @@ def test_source_lines_and_scopes_survive():
     eqns = jc.open_jaxpr(step.jaxpr)[0].eqns
     assert {jc.ad_phase(e) for e in eqns} == {None, "forward", "backward"}
     assert any("block" in jc.scope_of(e) for e in eqns)
-    assert all("test_microbatch.py" in jc.source_line(e) for e in eqns if e.primitive.name != "transpose")
-
-
-# A random program: layers of random operations, a random loss, random wrappers around them.
-LAYERS = {
-    "dense": lambda p, x, b: hidden(p, x),
-    "residual": lambda p, x, b: x + 0.5 * jnp.sin(x @ p["c"]),
-    "norm": lambda p, x, b: (x - x.mean(-1, keepdims=True)) / (1 + x.std(-1, keepdims=True)) * p["b"],
-    "softmax": lambda p, x, b: jax.nn.softmax(x) * x,
-    "embed": lambda p, x, b: x + p["table"][b["tokens"]].mean(1),
-    "select": lambda p, x, b: jnp.where(b["label"][:, None] > 2, x, x @ p["a"]),
-    "merge": lambda p, x, b: jnp.cumsum(x.reshape(-1, 2), axis=1).reshape(-1, WIDTH),
-    "centre": lambda p, x, b: x * (1 + b["x"] - b["x"].mean(0)),
-    "attend": lambda p, x, b: jnp.einsum("bt,btd->bd", jax.nn.softmax(b["series"] @ p["b"]), b["series"]) + x,
-    "own": lambda p, x, b: x * x[jnp.arange(len(x)), b["label"]][:, None],
-    "drop": lambda p, x, b: x * jax.random.bernoulli(jax.random.key(5), 0.7, x.shape),
-    "loop": lambda p, x, b: jax.lax.scan(lambda c, w: (jnp.tanh(c * w), None), x, p["a"])[0],
-    "branch": lambda p, x, b: jax.lax.cond(p["b"][0] > 0, lambda v: v @ p["a"], lambda v: 2 * v, x),
-    "concat": lambda p, x, b: jnp.concatenate([x[:, 3:], jnp.flip(x, 1)[:, :3]], axis=1),
-    "top": lambda p, x, b: x * jax.lax.top_k(x, 1)[0],
-}
-ENDS = {
-    "mean": lambda p, x, b: jnp.mean(x**2),
-    "sum": lambda p, x, b: jnp.sum(jnp.abs(x)),
-    "masked": lambda p, x, b: jnp.sum(x.sum(1) * b["mask"][:, 0]) / (1 + b["mask"][:, 0].sum()),
-    "l2": lambda p, x, b: jnp.mean(x) + jnp.sum(p["a"] ** 2),
-    "label": lambda p, x, b: -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), b["label"][:, None], 1)),
-}
-WRAPPERS = {"plain": lambda f: f, "remat": jax.checkpoint, "jit": jax.jit}
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    layers=st.lists(
-        st.tuples(st.sampled_from(sorted(LAYERS)), st.sampled_from(sorted(WRAPPERS))), max_size=4
-    ),
-    end=st.sampled_from(sorted(ENDS)),
-    whole=st.sampled_from(sorted(WRAPPERS)),
-    microbatches=st.sampled_from([2, 4]),
-)
-def test_random_programs_equal_the_plain_step(layers, end, whole, microbatches):
-    def loss(p, batch):
-        x = batch["x"]
-        for name, wrapper in layers:
-            x = WRAPPERS[wrapper](LAYERS[name])(p, x, batch)
-        return ENDS[end](p, x, batch)
-
-    got, want = evaluate_both(sgd(WRAPPERS[whole](loss)), PARAMS, X, microbatches=microbatches)
-    assert_equal(got, want)
+    assert all("tests/" in jc.source_line(e) for e in eqns)

@@ -100,8 +100,8 @@ def _arity(eqn: jc.JaxprEqn) -> tuple[int, int]:
 def _structure_differs(found: str) -> NotSplittable:
     return NotSplittable(
         f"The program's structure depends on the batch size: {found}. A microbatch must run the same "
-        "operations on fewer examples. Replace Python loops and conditions over the batch by array operations, or use "
-        "num_microbatches=1."
+        "operations on fewer examples. Replace Python loops and conditions over the batch by array "
+        "operations, or use num_microbatches=1."
     )
 
 

@@ -51,7 +51,7 @@ def gather(site: Site) -> Verdict:
 
 
 def scatter(kind: str | None) -> Callable[[Site], Verdict]:
-    """`kind`: how updates of several rows meet in a value without a batch axis; None if their order counts."""
+    """`kind`: how updates of several rows meet in a value without a batch axis; None: their order counts."""
 
     def rule(site: Site) -> Verdict:
         numbers, (axis, rows, updates) = site.eqn.params["dimension_numbers"], site.axes

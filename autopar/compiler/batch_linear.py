@@ -14,7 +14,8 @@ _SCATTERED = frozenset({0, 2})
 
 _STRUCTURAL = (
     *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "copy", "copy_p", "rev", "split"),
-    *("slice", "dynamic_slice", "gather", "sharding_constraint", "layout_constraint", "name"),
+    *("slice", "dynamic_slice", "gather", "sharding_constraint", "layout_constraint", "name", "tile"),
+    "unstack",
 )
 _LINEAR_IN_FIRST = (
     *("neg", "convert_element_type", "reduce_precision", "real", "imag", "conj", "reduce_sum", "cumsum"),
@@ -29,7 +30,7 @@ def summand_positions(eqn: jc.JaxprEqn, kind: str) -> list[frozenset[int]]:
     name = eqn.primitive.name
     if name in _STRUCTURAL:
         return [_FIRST]
-    if name == "concatenate":
+    if name in ("concatenate", "stack"):
         return [frozenset(range(len(eqn.invars)))]
     if name == "select_n":
         return [frozenset(range(1, len(eqn.invars)))]

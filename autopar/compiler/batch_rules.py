@@ -32,8 +32,8 @@ def row_verdict(site: Site) -> Verdict:
     if rule is None:
         raise Unsupported(
             f"{jc.describe(site.eqn)} has batched operands, and no rule says whether "
-            f"`{site.eqn.primitive.name}` keeps the examples apart. Write it with other operations, or train without microbatches "
-            "(num_microbatches=1)."
+            f"`{site.eqn.primitive.name}` keeps the examples apart. Write it with other operations, or train "
+            "without microbatches (num_microbatches=1)."
         )
     return rule(site)
 
@@ -82,7 +82,16 @@ def _reshape(site: Site) -> Verdict:
     axes = batch_axes(result.aval, double.aval)
     if len(axes) == 1 and math.prod(site.shape(0)[:axis]) == math.prod(shape_of(result)[: axes[0]]):
         return Rows()
-    return refuse(site.eqn, "puts the batch inside another dimension, where a microbatch is no contiguous slice")
+    return refuse(
+        site.eqn, "puts the batch inside another dimension, where a microbatch is no contiguous slice"
+    )
+
+
+def _tile(site: Site) -> Verdict:
+    axis = site.axes[0]
+    if axis is not None and site.eqn.params["reps"][axis] != 1:
+        refuse(site.eqn, "repeats the batch")
+    return Rows()
 
 
 def _pad(site: Site) -> Verdict:
@@ -174,6 +183,9 @@ ROW_RULES: dict[str, Callable[[Site], Verdict]] = {
     "rev": _not_along("dimensions", "reverses"),
     "concatenate": _not_along("dimension", "appends to"),
     "split": _not_along("axis", "splits"),
+    "stack": _apart,
+    "unstack": _not_along("axis", "takes apart"),
+    "tile": _tile,
     "reshape": _reshape,
     "slice": static_slice,
     "dynamic_slice": dynamic_slice,

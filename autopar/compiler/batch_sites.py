@@ -56,7 +56,7 @@ def batch_axes(aval: Any, doubled: Any) -> tuple[int, ...]:
 def refuse(eqn: jc.JaxprEqn, found: str) -> NoReturn:
     """Raise for an equation that mixes the examples of the batch."""
     raise NotSplittable(
-        f"{jc.describe(eqn)} {found}. A microbatch has only its own examples, so every operation on the batch "
-        "must treat them independently or reduce over them. Apply it along another axis or outside of the train "
-        "step, or use num_microbatches=1."
+        f"{jc.describe(eqn)} {found}. A microbatch has only its own examples, so every operation on the "
+        "batch must treat them independently or reduce over them. Apply it along another axis or outside of "
+        "the train step, or use num_microbatches=1."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jax import lax
@@ -45,12 +45,9 @@ def params_at_microbatch(
 
 def at_microbatch(value: Any, doubled: Any, microbatch: Microbatch) -> Any:
     """A parameter at the microbatch's size. Integers that differ are affine in the batch; all else stays."""
-    if isinstance(value, tuple):
-        named: Any = value
-        items = [at_microbatch(a, b, microbatch) for a, b in zip(named, doubled, strict=True)]
-        return (
-            named._replace(**dict(zip(named._fields, items))) if hasattr(named, "_fields") else tuple(items)
-        )
+    if type(value) is tuple:
+        items = cast("tuple[Any, ...]", value)
+        return tuple(at_microbatch(a, b, microbatch) for a, b in zip(items, doubled, strict=True))
     if isinstance(value, int) and isinstance(doubled, int) and value != doubled:
         grown = doubled - value
         return value - grown + microbatch.size(grown)

@@ -103,8 +103,8 @@ def _does_not_divide(size: int, num_microbatches: int, name: str) -> InvalidArgu
     nearest = min(divisors, key=lambda n: abs(n - num_microbatches))
     return InvalidArgument(
         f"The batch axis of {name} has {size} rows, which do not divide into {num_microbatches} microbatches "
-        f"of equal size. Use a number of microbatches that divides {size} (the nearest is {nearest}), or another "
-        "batch size."
+        f"of equal size. Use a number of microbatches that divides {size} (the nearest is {nearest}), or "
+        "another batch size."
     )
 
 
