@@ -1,12 +1,12 @@
 """`autopar.parallelize`: from a train step to a step that runs on all devices, in one line or rung by rung.
 
-    step = autopar.parallelize(train_step, method=autopar.PipelineParallel(num_stages=2, num_microbatches=4))
-    state, metrics = step(state, batch)
+step = autopar.parallelize(train_step, method=autopar.PipelineParallel(num_stages=2, num_microbatches=4))
+state, metrics = step(state, batch)
 
-    step.trace(state, batch)   Traced      the jaxpr            (like the ladder of `jax.stages`)
-        .plan()                Planned     every decision
-        .lower()               Lowered     instructions per mesh
-        .compile()             Compiled    runs
+step.trace(state, batch)   Traced      the jaxpr            (like the ladder of `jax.stages`)
+    .plan()                Planned     every decision
+    .lower()               Lowered     instructions per mesh
+    .compile()             Compiled    runs
 """
 
 from __future__ import annotations
@@ -150,9 +150,7 @@ class Traced:
         """Decide everything, by the step's method or another one."""
         chosen = self._target.method if method is None else method
         plan = passes.make_plan(self.trace, chosen, num_devices=self._target.num_devices())
-        return Planned(
-            plan=plan, trace=self.trace, _arguments=self._arguments, _keys=self._keys, _target=self._target
-        )
+        return Planned(plan=plan, trace=self.trace, _arguments=self._arguments, _keys=self._keys, _target=self._target)
 
     def __str__(self) -> str:
         return str(self.trace)

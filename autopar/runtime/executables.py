@@ -1,20 +1,34 @@
-"""Make a jitted function of an executable: exactly the planned layouts in and out, compiled once.
+"""Compile the executables of a program: exactly the planned layouts in and out, all before the first step.
 
 This file takes `jaxpr_as_fun` from `jax.extend` itself, where all else goes through the compiler's gate: a
 runtime imports nothing of the compiler, so that either can be replaced without the other.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
+from rich.console import Console
+from rich.progress import track
 
 from autopar.errors import InvalidArgument
 from autopar.program import ArrayType, Executable, MeshProgram
 from autopar.runtime.base import Device
+
+KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+
+
+def dtype_of(name: str) -> Any:
+    """The dtype that a program names: `float32`, or that of random keys, `key<fry>`."""
+    if name not in KEY_IMPLEMENTATIONS:
+        return jnp.dtype(name)
+    return jax.eval_shape(lambda: jax.random.key(0, impl=KEY_IMPLEMENTATIONS[name])).dtype
 
 
 def mesh_of(program: MeshProgram, devices: Sequence[Device]) -> Mesh:
@@ -29,8 +43,28 @@ def mesh_of(program: MeshProgram, devices: Sequence[Device]) -> Mesh:
     return Mesh(grid, program.axis_names, axis_types=(AxisType.Auto,) * len(program.axis_names))
 
 
-def jitted(executable: Executable, mesh: Mesh) -> Callable[..., list[jax.Array]]:
-    """Arrays of the input types to arrays of the output types; jit compiles it at the first call."""
+def compile_all(executables: Sequence[Executable], meshes: Sequence[Mesh]) -> Mapping[str, Callable[..., Any]]:
+    """Compile every executable for its mesh, as many at a time as there are cores, and show how far it is.
+
+    Lowering reads JAX's thread-local configuration, so it stays on this thread; XLA compiles on the others.
+    """
+    lowered = [_lowered(e, meshes[e.mesh]) for e in executables]
+    console = Console(stderr=True)
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        compiling = [pool.submit(low.compile) for low in lowered]
+        shown = track(compiling, "compiling", console=console, transient=True, disable=not console.is_terminal)
+        return {e.name: work.result() for e, work in zip(executables, shown, strict=True)}
+
+
+def _lowered(executable: Executable, mesh: Mesh) -> Any:
+    arguments = [
+        jax.ShapeDtypeStruct(kind.shape, dtype_of(kind.dtype), sharding=sharding)
+        for kind, sharding in zip(executable.inputs, _shardings(executable.inputs, mesh), strict=True)
+    ]
+    return _jitted(executable, mesh).lower(*arguments)
+
+
+def _jitted(executable: Executable, mesh: Mesh) -> Any:
     fun = jaxpr_as_fun(executable.jaxpr)
 
     def call(*arrays: jax.Array) -> list[Any]:

@@ -14,14 +14,12 @@ from jax.sharding import NamedSharding
 
 from autopar.program import Program
 from autopar.runtime.base import Device, Loaded, Receiver, Sender
-from autopar.runtime.executables import jitted, mesh_of
+from autopar.runtime.executables import compile_all, mesh_of
 from autopar.runtime.placement import placement
 from autopar.runtime.results import collection
 from autopar.runtime.worker import Environment, resolve
 
-Queues = dict[
-    tuple[int, int], deque[Sequence[jax.Array]]
-]  # (source, destination) -> sent and not yet received
+Queues = dict[tuple[int, int], deque[Sequence[jax.Array]]]  # (source, destination) -> sent and not yet received
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,7 @@ class InProcess:
     devices: Sequence[Device]
 
     def load(self, program: Program, *, leaf_names: Sequence[str] = ()) -> Loaded:
-        """Check the program and resolve everything in it; executables compile at the first call."""
+        """Check the program, compile its executables, and look up everything that its instructions name."""
         program.verify()
         meshes = [mesh_of(mesh, self.devices) for mesh in program.meshes]
         layouts = {
@@ -63,12 +61,10 @@ class InProcess:
             for name, kind in mesh.values.items()
         }
         slots = _slots(program)
-        functions = {e.name: jitted(e, meshes[e.mesh]) for e in program.executables.values()}
+        functions = compile_all(list(program.executables.values()), meshes)
         donated = {e.name: e.donated for e in program.executables.values()}
         queues: Queues = defaultdict(deque)
-        local = [
-            {name: slots[number, name] for name in mesh.values} for number, mesh in enumerate(program.meshes)
-        ]
+        local = [{name: slots[number, name] for name in mesh.values} for number, mesh in enumerate(program.meshes)]
         steps = [
             resolve(
                 instruction,

@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from autopar.errors import DonatedBuffer, InvalidArgument
 from autopar.program import ArrayType, Program, Window
 from autopar.runtime.base import Device
+from autopar.runtime.executables import dtype_of
 
-KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 Moves = list[tuple[int, Any, NamedSharding]]  # (place among the inputs, array, layout)
 
 
@@ -193,19 +192,13 @@ def _leaf(number: int, uses: Sequence[Use], kind: ArrayType, leaf_names: Sequenc
         number=number,
         name=f"'{leaf_names[number]}'" if number < len(leaf_names) else str(number),
         shape=total,
-        dtype=_dtype_of(kind.dtype),
+        dtype=dtype_of(kind.dtype),
         whole=whole,
         windows=windows,
         split=jax.jit(split),
         reshard=jax.jit(split, out_shardings=[use.sharding for use in windows]) if len(meshes) == 1 else None,
         mesh_devices=frozenset(windows[0].sharding.device_set) if windows else frozenset(),
     )
-
-
-def _dtype_of(name: str) -> Any:
-    if name not in KEY_IMPLEMENTATIONS:
-        return jnp.dtype(name)
-    return jax.eval_shape(lambda: jax.random.key(0, impl=KEY_IMPLEMENTATIONS[name])).dtype
 
 
 def _splitter(windows: Sequence[Window | None]) -> Callable[[jax.Array], list[jax.Array]]:

@@ -31,9 +31,7 @@ def collection(program: Program, slots: Mapping[tuple[int, str], int], layouts: 
     results: list[Result] = []
     for output in sorted(program.outputs, key=lambda output: output.leaf):
         places = [slots[part] for part in output.parts]
-        results.append(
-            _result(output, places, program, layouts, again=len(places) == 1 and places[0] in given)
-        )
+        results.append(_result(output, places, program, layouts, again=len(places) == 1 and places[0] in given))
         given.update(places)
     return results
 

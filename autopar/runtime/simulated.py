@@ -138,9 +138,7 @@ def _metadata(name: str, process: int, thread: int, text: str) -> dict[str, Any]
     return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": {"name": text}}
 
 
-def _span(
-    name: str, process: int, thread: int, start_s: float, stop_s: float, args: dict[str, Any]
-) -> dict[str, Any]:
+def _span(name: str, process: int, thread: int, start_s: float, stop_s: float, args: dict[str, Any]) -> dict[str, Any]:
     times = {"ts": start_s * 1e6, "dur": (stop_s - start_s) * 1e6}
     return {"name": name, "ph": "X", "pid": process, "tid": thread, "args": args, **times}
 
