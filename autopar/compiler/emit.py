@@ -18,7 +18,7 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_accumulate import combine
 from autopar.compiler.costs import jaxpr_bytes, jaxpr_flops
 from autopar.compiler.stage_graph import Accumulation, StageGraph, StageTask
-from autopar.program import ArrayType, Executable
+from autopar.program import ArrayType, Executable, Task
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -184,8 +184,18 @@ def executable_of(
 def executable_name(emitted: EmittedTask) -> str:
     """A name for the reader: `forward_0`, `update_1.w1`, `backward_0.r1`."""
     words = {
-        "F": "forward", "B": "backward", "W": "weight_gradient", "U": "update", "Z": "zeros", "C": "concatenate",
+        "F": "forward", "B": "backward", "W": "weight_gradient", "U": "update", "P": "prologue", "Z": "zeros",
+        "C": "concatenate",
     }  # fmt: skip
-    task = emitted.task
+    task = task_of(emitted, None)
     wave = f".w{task.wave}" if task.wave else ""
     return f"{words[task.kind]}_{task.stage}{wave}" + (f".r{task.round}" if task.round else "")
+
+
+def task_of(emitted: EmittedTask, microbatch: int | None) -> Task:
+    """What a run of the task is for. Updates of group 0 come before all rounds, those of group g belong to round g - 1."""
+    task = emitted.task
+    kind, round_number = task.kind, task.round
+    if kind == "U":
+        kind, round_number = ("U", round_number - 1) if round_number else ("P", 0)
+    return Task(kind=kind, stage=task.stage, microbatch=microbatch, round=round_number, wave=task.wave)

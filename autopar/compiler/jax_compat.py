@@ -116,6 +116,14 @@ def subjaxprs(eqn: JaxprEqn) -> Iterator[Any]:
                 yield item
 
 
+def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
+    """The equations of a jaxpr and of every jaxpr inside of it."""
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        yield eqn
+        for sub in subjaxprs(eqn):
+            yield from all_equations(sub)
+
+
 def jaxpr_effects(jaxpr: Any) -> frozenset[Any]:
     """The side effects (callbacks, ordered or not) of a jaxpr."""
     return frozenset(open_jaxpr(jaxpr)[0].effects)

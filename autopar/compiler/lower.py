@@ -21,9 +21,11 @@ from autopar.compiler.emit import (
     executable_name,
     executable_of,
     instance,
+    task_of,
 )
 from autopar.compiler.schedule import schedule_tasks
 from autopar.compiler.stage_graph import GraphInput, StageGraph
+from autopar.compiler.user_wishes import on_mesh
 from autopar.compiler.value_specs import value_types
 from autopar.plan import Plan
 from autopar.program import (
@@ -38,7 +40,6 @@ from autopar.program import (
     Recv,
     Run,
     Send,
-    Task,
     Window,
 )
 
@@ -74,7 +75,7 @@ def lower(
         alive = {value for m, value in kept if m == number}
         frozen = alive | {v for v in here if (number, v) not in overwritable}
         donations = _donations(calls[number], instructions[number], frozen, base)
-        executables |= _executables(calls[number], number, base, donations)
+        executables |= _executables(calls[number], number, plan, base, donations)
         listed = _with_frees(instructions[number], here, alive, executables)
         names = here | {n for i in listed for n in _touched(i)}
         programs.append(
@@ -260,9 +261,8 @@ def _receive(value: str, mesh: int, queues: Mapping[tuple[int, int], deque[Send]
 
 
 def _run(call: _Call) -> Run:
-    task = call.emitted.task
     return Run(
-        task=Task(kind=task.kind, stage=task.stage, microbatch=call.microbatch, round=task.round, wave=task.wave),
+        task=task_of(call.emitted, call.microbatch),
         executable=executable_name(call.emitted),
         inputs=call.inputs,
         outputs=call.outputs,
@@ -314,10 +314,15 @@ def _donations(
 
 
 def _executables(
-    calls: Sequence[_Call], mesh: int, types: Mapping[str, ArrayType], donations: Mapping[str, Sequence[int]]
+    calls: Sequence[_Call],
+    mesh: int,
+    plan: Plan,
+    types: Mapping[str, ArrayType],
+    donations: Mapping[str, Sequence[int]],
 ) -> dict[str, Executable]:
     tasks = {executable_name(c.emitted): c.emitted for c in calls}
     by_name = {n: types[n.partition("@")[0]] for e in tasks.values() for n in (*e.inputs, *e.outputs)}
+    tasks = {name: replace(e, jaxpr=on_mesh(e.jaxpr, plan.meshes[mesh])) for name, e in tasks.items()}
     return {name: executable_of(e, mesh, by_name, donations[name]) for name, e in tasks.items()}
 
 

@@ -197,13 +197,12 @@ class _Merger:
         return i is not None and Region.FREE in self.regions.kinds[i]
 
     def name(self, key: Key, *, per_microbatch: bool) -> str:
-        """The name of a value, given when it is first met: the primitive that made it and its number."""
+        """The name of a value, given when it is first met: the primitive that made it and its number; a total, of what."""
         if key not in self.names:
             v, tag = key
-            i = self.producer[v]
-            position = self.eqns[i].outvars.index(v)
-            text = f"{self.eqns[i].primitive.name}_{i}" + (f".{position}" if position else "")
-            self.names[key] = text + {None: "", "sum": "/total"}.get(tag, f"/{tag}")  # type: ignore[arg-type]
+            text = self._made_name(v) + ("" if tag is None else "/total" if tag == "sum" else f"/{tag}")
+            taken = text in self.values  # totals of one value, of different kinds
+            self.names[key] = f"{text}_{self.producer[v]}" if taken else text
         name = self.names[key]
         if name not in self.values:
             aval = key[0].aval
@@ -211,6 +210,14 @@ class _Merger:
                 name=name, shape=tuple(aval.shape), dtype=aval.dtype, per_microbatch=per_microbatch
             )
         return name
+
+    def _made_name(self, v: jc.Var) -> str:
+        i = self.producer[v]
+        operand = self.eqns[i].invars[0] if self.eqns[i].invars else None
+        if Region.ACCUMULATE in self.regions.kinds[i] and isinstance(operand, jc.Var):
+            return (self._made_name(operand) if operand in self.producer else self.names[operand, None]) + "/total"
+        position = self.eqns[i].outvars.index(v)
+        return f"{self.eqns[i].primitive.name}_{i}" + (f".{position}" if position else "")
 
     # --- tasks ---------------------------------------------------------------------------------------------------------
 

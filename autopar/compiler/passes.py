@@ -15,6 +15,7 @@ from autopar.compiler.plan_by_hand import plan_by_hand
 from autopar.compiler.prepare import prepare, stage_graph
 from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.trace import Trace, trace_step
+from autopar.compiler.user_wishes import check_callbacks
 from autopar.compiler.whole_step import whole_step_program
 from autopar.errors import PlanMismatch
 from autopar.options import Method
@@ -68,7 +69,8 @@ def cut_step(trace: Trace, plan: Plan) -> StageGraph:
 
 
 def lower_step(trace: Trace, plan: Plan) -> Program:
-    """The program of a plan, verified."""
+    """The program of a plan, verified. Raises `Unsupported` for callbacks that it could not keep in order."""
+    check_callbacks(trace, plan)
     if plan.num_stages == 1 and plan.num_microbatches == 1:
         program = whole_step_program(trace, plan)
     else:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import jaxpr_bytes, jaxpr_flops
 from autopar.compiler.trace import Trace
+from autopar.compiler.user_wishes import on_mesh
 from autopar.compiler.value_specs import batch_spec
 from autopar.plan import MeshPlan, Plan
 from autopar.program import ArrayType, Executable, Free, Input, Instruction, MeshProgram, Output, Program, Run, Task
@@ -37,7 +38,7 @@ def whole_step_program(trace: Trace, plan: Plan) -> Program:
         donated=donated,
         flops=jaxpr_flops(trace.jaxpr),
         bytes_accessed=jaxpr_bytes(trace.jaxpr),
-        jaxpr=jc.with_outputs(trace.jaxpr, computed),
+        jaxpr=on_mesh(jc.with_outputs(trace.jaxpr, computed), mesh),
     )
     run = Run(
         task=Task(kind="U", stage=0), executable=trace.name, inputs=tuple(inputs), outputs=tuple(outputs.values())

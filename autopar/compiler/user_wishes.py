@@ -1,0 +1,93 @@
+"""What a user wrote into the model about places and order: sharding constraints and callbacks, checked and carried over.
+
+A `with_sharding_constraint` names the axes of a mesh that the user made. A stage has a mesh of its own, so the constraint moves
+to the axes of the same names there. Callbacks that must keep an order need one executable that all of them are in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.trace import Trace
+from autopar.errors import InvalidArgument, Unsupported
+from autopar.plan import MeshPlan, Plan
+
+
+def check_callbacks(trace: Trace, plan: Plan) -> None:
+    """Raise `Unsupported` for ordered callbacks in a step that becomes several executables."""
+    if plan.num_stages == 1 and plan.num_microbatches == 1:
+        return
+    for eqn in jc.all_equations(trace.jaxpr):
+        if eqn.params.get("ordered"):
+            raise Unsupported(
+                f"The step calls Python in order, by {jc.describe(eqn)}, and the plan has {plan.num_stages} stages and "
+                f"{plan.num_microbatches} microbatches, which have no common order. Use ordered=False, or one stage and "
+                "one microbatch."
+            )
+
+
+def has_constraints(closed: jc.ClosedJaxpr) -> bool:
+    """Whether the program holds any sharding constraint of the user."""
+    return any(eqn.primitive.name == "sharding_constraint" for eqn in jc.all_equations(closed))
+
+
+def on_mesh(closed: jc.ClosedJaxpr, mesh: MeshPlan) -> jc.ClosedJaxpr:
+    """The program with its sharding constraints on the axes of `mesh`.
+
+    Raises `InvalidArgument` for a constraint over axes that the mesh does not have, or that do not divide its value.
+    """
+    if not has_constraints(closed):
+        return closed
+    target = AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
+    return _moved(closed, target)
+
+
+def _moved(closed: Any, target: AbstractMesh) -> jc.ClosedJaxpr:
+    jaxpr, consts = jc.open_jaxpr(closed)
+
+    def run(*args: Any) -> list[Any]:
+        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        for eqn in jaxpr.eqns:
+            values = [a.val if isinstance(a, jc.Literal) else env[a] for a in eqn.invars]
+            if eqn.primitive.name == "sharding_constraint":
+                with jc.under_scope_of(eqn):
+                    results = [jax.lax.with_sharding_constraint(values[0], _on_target(eqn, target))]
+            else:
+                params = jc.map_subjaxprs(eqn.params, lambda sub: _moved(sub, target))
+                results = jc.bind_equation(eqn, values, params)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [a.val if isinstance(a, jc.Literal) else env[a] for a in jaxpr.outvars]
+
+    return jc.trace(run, [v.aval for v in jaxpr.invars])
+
+
+def _on_target(eqn: jc.JaxprEqn, target: AbstractMesh) -> NamedSharding:
+    wanted = eqn.params["sharding"]
+    if not isinstance(wanted, NamedSharding):
+        raise Unsupported(
+            f"The sharding constraint {jc.describe(eqn)} is a {type(wanted).__name__}; only NamedSharding, or a "
+            "PartitionSpec, can be moved to the mesh of a stage."
+        )
+    sizes = dict(zip(target.axis_names, target.axis_sizes, strict=True))
+    shape = eqn.outvars[0].aval.shape
+    for axis, entry in enumerate(wanted.spec):
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        missing = [name for name in names if name not in sizes]
+        if missing:
+            raise InvalidArgument(
+                f"The sharding constraint {jc.describe(eqn)} names the mesh axis {missing[0]!r}; the mesh of its stage has "
+                f"{list(sizes)}. Name the axes alike with axis_names=, or leave the constraint out."
+            )
+        parts = 1
+        for name in names:
+            parts *= sizes[name]
+        if shape[axis] % parts:
+            raise InvalidArgument(
+                f"The sharding constraint {jc.describe(eqn)} splits axis {axis} of size {shape[axis]} into {parts} parts "
+                "on the mesh of its stage, which does not divide. Use another mesh_shape or fewer microbatches."
+            )
+    return NamedSharding(target, wanted.spec)
