@@ -119,6 +119,17 @@ def test_statistics_of_several_layers_are_taken_per_microbatch():
     assert_equal(scale, sum(p[1] for p in parts) / 4)
 
 
+def test_a_statistic_that_meets_an_accumulated_value_is_accumulated_too():
+    def step(w, x):
+        h = w * x
+        mean = h.mean(0)
+        return (h - mean).sum(1), jnp.sqrt(jnp.max(h)) * mean
+
+    microbatched, leaves = split(step, W, V, batch_statistics="per_microbatch")
+    assert accumulations(microbatched).count("mean") == 1
+    assert_equal(evaluate_microbatched(microbatched, leaves)[1], step(W, V)[1])
+
+
 def test_a_condition_on_the_state_is_taken_by_every_microbatch():
     def step(w, x):
         return jax.lax.cond(w[0] > 0, lambda: (w * x).sum(), lambda: jnp.float64(3.0)), w + 1
@@ -155,9 +166,7 @@ def loop_over_examples(p, batch):
 
 def loop_until_all(p, batch):
     start = jax.lax.stop_gradient(hidden(p, batch["x"]))
-    return mean_loss(p, batch) + jnp.sum(
-        jax.lax.while_loop(lambda x: jnp.any(x > 0.1), lambda x: x / 2, start)
-    )
+    return mean_loss(p, batch) + jnp.sum(jax.lax.while_loop(lambda x: jnp.any(x > 0.1), lambda x: x / 2, start))
 
 
 def branch_on_batch(p, batch):

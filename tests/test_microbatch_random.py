@@ -39,9 +39,7 @@ WRAPPERS = {"plain": lambda f: f, "remat": jax.checkpoint, "jit": jax.jit}
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
-    layers=st.lists(
-        st.tuples(st.sampled_from(sorted(LAYERS)), st.sampled_from(sorted(WRAPPERS))), max_size=4
-    ),
+    layers=st.lists(st.tuples(st.sampled_from(sorted(LAYERS)), st.sampled_from(sorted(WRAPPERS))), max_size=4),
     end=st.sampled_from(sorted(ENDS)),
     whole=st.sampled_from(sorted(WRAPPERS)),
     microbatches=st.sampled_from([2, 4]),

@@ -84,9 +84,7 @@ def _block(ledger: Ledger, scope: Scope, full: Any, doubled: Any, inputs: Sequen
 def _check_same_structure(jaxpr: jc.Jaxpr, double: jc.Jaxpr) -> None:
     for eqn, twin in zip(jaxpr.eqns, double.eqns):
         if eqn.primitive is not twin.primitive or _arity(eqn) != _arity(twin):
-            found = (
-                f"with the given batch there is {jc.describe(eqn)}, with twice the batch {jc.describe(twin)}"
-            )
+            found = f"with the given batch there is {jc.describe(eqn)}, with twice the batch {jc.describe(twin)}"
             raise _structure_differs(found)
     if len(jaxpr.eqns) != len(double.eqns):
         found = f"{len(jaxpr.eqns)} equations with the given batch, {len(double.eqns)} with twice the batch"
@@ -238,6 +236,4 @@ def _enter(
 def input_states(full: jc.ClosedJaxpr, doubled: jc.ClosedJaxpr, stateful: Mapping[int, bool]) -> list[State]:
     """The states of a step's inputs."""
     pairs = zip(jc.open_jaxpr(full)[0].invars, jc.open_jaxpr(doubled)[0].invars, strict=True)
-    return [
-        sliced_state(var.aval, twin.aval, Trail(stateful=stateful[i])) for i, (var, twin) in enumerate(pairs)
-    ]
+    return [sliced_state(var.aval, twin.aval, Trail(stateful=stateful[i])) for i, (var, twin) in enumerate(pairs)]

@@ -133,9 +133,7 @@ def _while(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[St
 def _cond(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Step:
     decides, operands = states[0], states[1:]
     if not isinstance(decides, Invariant | Local):
-        refuse(
-            eqn, "chooses a branch by a condition on the batch's examples, so one microbatch cannot know it"
-        )
+        refuse(eqn, "chooses a branch by a condition on the batch's examples, so one microbatch cannot know it")
     branches = zip(eqn.params["branches"], doubled.params["branches"], strict=True)
     blocks = [enter(i, a, b, operands, eqn.invars[1:]) for i, (a, b) in enumerate(branches)]
     results = list(blocks[0].outputs)

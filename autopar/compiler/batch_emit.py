@@ -83,9 +83,7 @@ def emit(
     return [_accumulated(frame, v, s) for v, s in zip(block.jaxpr.outvars, block.outputs, strict=True)]
 
 
-def _frame(
-    microbatch: Microbatch, block: Block, args: Sequence[Any], whole: Mapping[jc.Var, Any], top: bool
-) -> _Frame:
+def _frame(microbatch: Microbatch, block: Block, args: Sequence[Any], whole: Mapping[jc.Var, Any], top: bool) -> _Frame:
     consts = dict(zip(block.jaxpr.constvars, block.consts, strict=True))
     sliced = {v: _sliced(microbatch, _jnp.asarray(c), block.constants[v]) for v, c in consts.items()}
     return _Frame(

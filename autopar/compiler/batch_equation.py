@@ -98,9 +98,12 @@ def flat_step(
     ledger: Ledger, scope: Scope, place: Place, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]
 ) -> Step:
     if eqn.primitive.name in ("optimization_barrier", "debug_callback", "debug_print"):
-        return make_step(eqn, doubled, SPLIT, states, states[: len(eqn.outvars)])
+        # What a callback shows of the batch is its value, not the part of one microbatch.
+        shown = scope.top and not eqn.outvars
+        uses = [COMPLETE if shown and isinstance(s, Partial) else KEEP for s in states]
+        return make_step(eqn, doubled, SPLIT, states, states[: len(eqn.outvars)], uses)
     verdict = _verdict(scope, eqn, doubled, states)
-    states, uses, verdict = _settled(ledger, scope, eqn, doubled, states, verdict)
+    states, uses = _settled(ledger, scope, eqn, doubled, states, verdict)
     ledger.check_crossing(eqn, states)
     if verdict is not None:
         return _batched(ledger, place, eqn, doubled, states, uses, verdict)
@@ -127,22 +130,24 @@ def _settled(
     doubled: jc.JaxprEqn,
     states: list[State],
     verdict: Verdict | None,
-) -> tuple[list[State], list[str], Verdict | None]:
+) -> tuple[list[State], list[str]]:
     """Accumulate the operands that the equation needs complete; how each operand is used."""
-    group = _summands(scope, eqn, doubled, states, verdict)
+    late = [scope.top and verdict is None and _is_late(s, states) for s in states]
+    group = None if any(late) else _summands(scope, eqn, doubled, states, verdict)
     if group is not None:
-        return states, [_use(s, i in group) for i, s in enumerate(states)], verdict
-    uses = [KEEP] * len(states)
-    last = max(s.trail.round for s in states) if states else 0
+        return states, [_use(s, i in group) for i, s in enumerate(states)]
+    settled, uses = list(states), [KEEP] * len(states)
     for i, state in enumerate(states):
-        late = isinstance(state, Local) and verdict is None and scope.top and state.trail.round < last
-        if not isinstance(state, Partial) and not late:
-            continue
-        if scope.top:
-            states, uses[i] = [*states[:i], completed(state), *states[i + 1 :]], COMPLETE
-        else:
-            states = [*states[:i], _unfinished(ledger, scope, eqn, state), *states[i + 1 :]]
-    return states, uses, verdict
+        if scope.top and (isinstance(state, Partial) or late[i]):
+            settled[i], uses[i] = completed(state), COMPLETE
+        elif isinstance(state, Partial):
+            settled[i] = _unfinished(ledger, scope, eqn, state)
+    return settled, uses
+
+
+def _is_late(state: State, states: Sequence[State]) -> bool:
+    """A microbatch's own statistic that meets a value accumulated over all of them: their mean stands for it."""
+    return isinstance(state, Local) and state.trail.round < max(s.trail.round for s in states)
 
 
 def _use(state: State, summand: bool) -> str:

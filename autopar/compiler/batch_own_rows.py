@@ -55,9 +55,7 @@ def _column_source(eqn: jc.JaxprEqn, axis: int, column: int) -> tuple[Any, int] 
     return None
 
 
-def _counts(
-    atom: Any, axis: int, producers: Mapping[jc.Var, jc.JaxprEqn], constants: Mapping[jc.Var, Any]
-) -> bool:
+def _counts(atom: Any, axis: int, producers: Mapping[jc.Var, jc.JaxprEqn], constants: Mapping[jc.Var, Any]) -> bool:
     """Whether every entry at position i along `axis` is the number i."""
     if not isinstance(atom, jc.Var):
         return False

@@ -82,9 +82,7 @@ def _reshape(site: Site) -> Verdict:
     axes = batch_axes(result.aval, double.aval)
     if len(axes) == 1 and math.prod(site.shape(0)[:axis]) == math.prod(shape_of(result)[: axes[0]]):
         return Rows()
-    return refuse(
-        site.eqn, "puts the batch inside another dimension, where a microbatch is no contiguous slice"
-    )
+    return refuse(site.eqn, "puts the batch inside another dimension, where a microbatch is no contiguous slice")
 
 
 def _tile(site: Site) -> Verdict:

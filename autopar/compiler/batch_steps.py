@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.batch_states import State
+from autopar.compiler.batch_states import Invariant, State
 
 KEEP, COMPLETE, FIRST, SHARE = "keep", "complete", "first", "share"
 """How an operand is used: as it is; accumulated over the microbatches; by the first microbatch only (the
@@ -62,7 +62,7 @@ def needed_whole(
     needed: set[jc.Var] = set()
 
     def want(atom: Any) -> None:
-        if isinstance(atom, jc.Var) and not (top and type(states[atom]).__name__ == "Invariant"):
+        if isinstance(atom, jc.Var) and not (top and isinstance(states[atom], Invariant)):
             needed.add(atom)
 
     for step in reversed(steps):

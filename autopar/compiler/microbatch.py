@@ -110,9 +110,7 @@ def _does_not_divide(size: int, num_microbatches: int, name: str) -> InvalidArgu
 
 def _traced_step(block: Block, num_microbatches: int) -> MicrobatchedStep:
     invars = block.jaxpr.invars
-    copies = [
-        i for i, v in enumerate(invars) if v in block.needed_whole and isinstance(block.inputs[i], Batched)
-    ]
+    copies = [i for i, v in enumerate(invars) if v in block.needed_whole and isinstance(block.inputs[i], Batched)]
     inputs = [
         *(
             StepInput(kind="microbatch", leaf=i, axis=s.axis)
@@ -127,9 +125,7 @@ def _traced_step(block: Block, num_microbatches: int) -> MicrobatchedStep:
     def run(*args: Any) -> list[Any]:
         index, whole = args[len(invars)], args[len(invars) + 1 :]
         microbatch = Microbatch(count=num_microbatches, index=index)
-        return emit(
-            microbatch, block, args[: len(invars)], dict(zip([invars[i] for i in copies], whole)), top=True
-        )
+        return emit(microbatch, block, args[: len(invars)], dict(zip([invars[i] for i in copies], whole)), top=True)
 
     avals = [_aval(block, given, num_microbatches) for given in inputs]
     closed = eliminate_dead(jc.trace(run, avals))
@@ -146,9 +142,7 @@ def _aval(block: Block, given: StepInput, num_microbatches: int) -> Any:
     return jax.ShapeDtypeStruct(tuple(shape), aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def _without_unused(
-    closed: jc.ClosedJaxpr, inputs: Sequence[StepInput], num_microbatches: int
-) -> MicrobatchedStep:
+def _without_unused(closed: jc.ClosedJaxpr, inputs: Sequence[StepInput], num_microbatches: int) -> MicrobatchedStep:
     """Drop the microbatch's number and the whole copies where nothing reads them."""
     jaxpr, _ = jc.open_jaxpr(closed)
     read = {a for eqn in jaxpr.eqns for a in eqn.invars if isinstance(a, jc.Var)}
@@ -189,9 +183,7 @@ def _given(given: StepInput, leaves: Sequence[Any], m: int, count: int) -> Any:
         return np.int32(m)
     leaf = leaves[_leaf(given)]
     size = leaf.shape[given.axis] // count
-    return leaf[
-        tuple(slice(m * size, (m + 1) * size) if i == given.axis else slice(None) for i in range(leaf.ndim))
-    ]
+    return leaf[tuple(slice(m * size, (m + 1) * size) if i == given.axis else slice(None) for i in range(leaf.ndim))]
 
 
 def _evaluate(eqn: jc.JaxprEqn, once: dict[jc.Var, Any], each: list[dict[jc.Var, Any]]) -> None:
