@@ -204,7 +204,9 @@ def _micro_kind(eqn: jc.JaxprEqn, facts: _Facts) -> Region:
         return Region.FREE
     if jc.ad_phase(eqn) == "forward":
         return Region.FORWARD
-    return Region.BACKWARD if any(v in facts.after_backward for v in eqn.outvars) else Region.FORWARD
+    # A callback may have no results: it is as late as what it reads.
+    late = any(v in facts.after_backward for v in eqn.outvars or _operands(eqn))
+    return Region.BACKWARD if late or jc.ad_phase(eqn) == "backward" else Region.FORWARD
 
 
 def _may_repeat(eqn: jc.JaxprEqn, facts: _Facts, ready: int) -> bool:

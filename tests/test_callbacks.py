@@ -1,0 +1,181 @@
+"""Callbacks in a parallelized step: each runs where it can, as often as its data is there, and sees whole values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from tests.small_steps import assert_same, devices, mlp_batch, mlp_loss, mlp_params, sgd, two_stages
+
+Show = Callable[..., None]
+
+METHODS = {
+    "pipeline": two_stages(),
+    "remat": two_stages(remat=True),
+    "zero bubble": two_stages(schedule="zero-bubble"),
+    "one mesh": autopar.ShardParallel(mesh_shape=(2,), num_microbatches=2),
+}
+
+
+def shown(step: Any, method: Any) -> tuple[list[Any], list[Any]]:
+    """What `step(show)` shows when parallelized and when plain, each sorted."""
+    found: list[list[Any]] = []
+    for run in (lambda f: autopar.parallelize(f, method=method, devices=devices()), jax.jit):
+        values: list[Any] = []
+
+        def show(name: str, *arrays: Any, values: list[Any] = values) -> None:
+            values.append((name, *(round(float(a), 4) if a.ndim == 0 else a.shape for a in map(np.asarray, arrays))))
+
+        result = run(step(lambda name, *a, show=show: jax.debug.callback(lambda *b: show(name, *b), *a)))(
+            mlp_params(), mlp_batch()
+        )
+        jax.effects_barrier()
+        found.append(sorted(values))
+        if len(found) == 1:
+            first = result
+    assert_same(first, result)
+    return found[0], found[1]
+
+
+def activation(show: Show) -> Any:
+    def loss(params, batch):
+        h = jnp.tanh(batch[0] @ params[0]["w"])
+        show("hidden", h)
+        return mlp_loss(params[1:], (h, batch[1]))
+
+    return sgd(loss)
+
+
+def cotangent(show: Show) -> Any:
+    @jax.custom_vjp
+    def watched(x):
+        return x
+
+    def backward(_, g):
+        show("cotangent", g)
+        return (g,)
+
+    watched.defvjp(lambda x: (x, None), backward)
+
+    def loss(params, batch):
+        return mlp_loss(params[1:], (watched(jnp.tanh(batch[0] @ params[0]["w"])), batch[1]))
+
+    return sgd(loss)
+
+
+def scanned(show: Show) -> Any:
+    def layer(h, params):
+        show("layer", h)
+        return jnp.tanh(h @ params["w"] + params["b"]), None
+
+    def loss(params, batch):
+        h, _ = jax.lax.scan(layer, batch[0], jax.tree.map(lambda *p: jnp.stack(p), *params))
+        return jnp.mean((h - batch[1]) ** 2)
+
+    return sgd(loss)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("step", [activation, cotangent, scanned])
+def test_callback_on_examples_runs_once_per_microbatch(step, method):
+    mine, plain = shown(step, method)
+    assert mine == [(name, (4, 4)) for name, _ in plain for _ in range(2)]
+
+
+def on_the_loss(show: Show) -> Any:
+    def step(params, batch):
+        new, value = sgd(mlp_loss)(params, batch)
+        show("loss", value)
+        return new, value
+
+    return step
+
+
+def on_a_gradient(show: Show) -> Any:
+    def step(params, batch):
+        grads = jax.grad(mlp_loss)(params, batch)
+        show("gradient of the first layer", grads[0]["w"])
+        show("sum over the last layer", jnp.sum(grads[-1]["w"]))
+        return grads
+
+    return step
+
+
+def on_the_loss_inside(show: Show) -> Any:
+    def loss(params, batch):
+        value = mlp_loss(params, batch)
+        show("loss", value)
+        return value
+
+    return sgd(loss)
+
+
+def on_parameters(show: Show) -> Any:
+    def step(params, batch):
+        show("parameters", params[1]["w"])
+        show("nothing")
+        return sgd(mlp_loss)(params, batch)
+
+    return step
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+@pytest.mark.parametrize("step", [on_the_loss, on_a_gradient, on_the_loss_inside, on_parameters])
+def test_callback_on_values_of_the_whole_step_runs_once_and_sees_the_whole_value(step, method):
+    mine, plain = shown(step, method)
+    assert mine == plain
+
+
+def test_callback_on_the_loss_and_examples_sees_the_whole_loss_with_every_microbatch():
+    def step(show: Show) -> Any:
+        def loss(params, batch):
+            h = jnp.tanh(batch[0] @ params[0]["w"])
+            value = mlp_loss(params[1:], (h, batch[1]))
+            show("both", value, h)
+            return value
+
+        return sgd(loss)
+
+    mine, ((_, value, _),) = shown(step, two_stages())
+    assert mine == [("both", value, (4, 4))] * 2
+
+
+def test_printing_in_the_model_prints_once_per_microbatch(capfd):
+    def loss(params, batch):
+        value = mlp_loss(params, batch)
+        jax.debug.print("rows {rows}", rows=batch[0][:, :1].T)
+        return value
+
+    step = autopar.parallelize(sgd(loss), method=two_stages(), devices=devices())
+    jax.block_until_ready(step(mlp_params(), mlp_batch()))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("rows") == 2
+
+
+def pure(h: Any) -> Any:
+    return h * jax.pure_callback(np.ones_like, jax.ShapeDtypeStruct(h.shape, h.dtype), jax.lax.stop_gradient(h))
+
+
+def impure(h: Any) -> Any:
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    jax.experimental.io_callback(lambda h: np.float32(0), shape, jax.lax.stop_gradient(h))
+    return h
+
+
+@pytest.mark.parametrize(("call", "primitive"), [(pure, "pure_callback"), (impure, "io_callback")])
+def test_callback_whose_result_may_mix_examples_is_refused_with_microbatches(call, primitive):
+    step = sgd(lambda params, batch: mlp_loss(params, (call(batch[0] @ params[0]["w"]), batch[1])))
+    with pytest.raises(autopar.Unsupported, match=rf"`{primitive}` -> .* at .*test_callbacks.py.*num_microbatches=1"):
+        autopar.parallelize(step, method=two_stages(), devices=devices()).trace(mlp_params(), mlp_batch()).plan()
+
+
+@pytest.mark.parametrize("call", [pure, impure])
+def test_callback_whose_result_may_mix_examples_runs_with_the_whole_batch(call):
+    step = sgd(lambda params, batch: mlp_loss(params, (call(batch[0] @ params[0]["w"]), batch[1])))
+    parallel = autopar.parallelize(step, method=two_stages(num_microbatches=1), devices=devices())
+    assert_same(parallel(mlp_params(), mlp_batch()), jax.jit(step)(mlp_params(), mlp_batch()))
