@@ -12,7 +12,7 @@ step.trace(state, batch)   Traced      the jaxpr            (like the ladder of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -61,7 +61,7 @@ class Compiled:
     _loaded: Loaded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step. Raises `InvalidArgument` for arguments of other shapes, and `DonatedBuffer` for deleted ones."""
+        """Run one step. Raises `InvalidArgument` for other shapes, and `DonatedBuffer` for deleted arrays."""
         call = self._arguments.split(args, kwargs)
         if call.key() not in self.keys:
             raise InvalidArgument(
@@ -94,7 +94,8 @@ class Lowered:
         devices = self._target.live_devices()
         if self.plan.num_devices > len(devices):
             raise InvalidArgument(
-                f"The plan needs {self.plan.num_devices} devices, this process has {len(devices)}. Plan for these devices, "
+                f"The plan needs {self.plan.num_devices} devices, this process has {len(devices)}. Plan for these "
+                "devices, "
                 "or run where there are enough."
             )
         loaded = InProcess(devices).load(self.program, leaf_names=[leaf.name for leaf in self.trace.inputs])
@@ -197,11 +198,31 @@ class Step:
 
 
 @overload
-def parallelize(fun: Callable[..., Any], **options: Any) -> Step: ...
+def parallelize(
+    fun: Callable[..., Any],
+    *,
+    method: Method | Plan | None = ...,
+    num_microbatches: int | None = ...,
+    batch_argnums: Sequence[int] | int | None = ...,
+    static_argnums: Sequence[int] | int = ...,
+    static_argnames: Sequence[str] | str = ...,
+    donate_argnums: Sequence[int] | int = ...,
+    devices: Devices | None = ...,
+    cluster: Cluster | None = ...,
+) -> Step: ...
 @overload
-def parallelize(fun: None = None, **options: Any) -> Callable[[Callable[..., Any]], Step]: ...
-
-
+def parallelize(
+    fun: None = None,
+    *,
+    method: Method | Plan | None = ...,
+    num_microbatches: int | None = ...,
+    batch_argnums: Sequence[int] | int | None = ...,
+    static_argnums: Sequence[int] | int = ...,
+    static_argnames: Sequence[str] | str = ...,
+    donate_argnums: Sequence[int] | int = ...,
+    devices: Devices | None = ...,
+    cluster: Cluster | None = ...,
+) -> Callable[[Callable[..., Any]], Step]: ...
 def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
@@ -260,7 +281,8 @@ def _with_microbatches(method: Any, num_microbatches: int | None) -> Method | Pl
     if isinstance(method, Plan):
         if method.num_microbatches != num_microbatches:
             raise InvalidArgument(
-                f"num_microbatches is {num_microbatches}, the plan has {method.num_microbatches}. A plan is obeyed as it "
+                f"num_microbatches is {num_microbatches}, the plan has {method.num_microbatches}. A plan is obeyed as "
+                "it "
                 "is: leave num_microbatches out, or make another plan."
             )
         return method

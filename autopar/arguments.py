@@ -108,8 +108,10 @@ class Arguments:
             hash(value)
         except TypeError:
             raise InvalidArgument(
-                f"Static argument {where!r} of {self.name} is a {type(value).__name__}, which cannot be hashed. The step "
-                "is compiled once for each static value, so it must be hashable: pass a tuple or a frozen dataclass, or "
+                f"Static argument {where!r} of {self.name} is a {type(value).__name__}, which cannot be hashed. The "
+                "step "
+                "is compiled once for each static value, so it must be hashable: pass a tuple or a frozen dataclass, "
+                "or "
                 "make it a traced argument."
             ) from None
         return value

@@ -1,7 +1,7 @@
 """Turn a stage task into an executable: what it computes, and the accumulators that it adds to.
 
-With several microbatches, a value that is completed over them becomes an accumulator, an input and an output of the task
-that makes its parts: `total, ... = task(total, ...)`. With one microbatch it is an output like any other.
+With several microbatches, a value that is completed over them becomes an accumulator, an input and an output of the
+task that makes its parts: `total, ... = task(total, ...)`. With one microbatch it is an output like any other.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def emit_zeros(graph: StageGraph, task: StageTask) -> EmittedTask | None:
         return None
 
     def run() -> list[Any]:
-        return [jnp.full(graph.values[a.operand].shape, _neutral(a.kind, graph.values[a.operand].dtype)) for a in totals]
+        return [
+            jnp.full(graph.values[a.operand].shape, _neutral(a.kind, graph.values[a.operand].dtype)) for a in totals
+        ]
 
     return _once(task, "Z", run, [], [a.result for a in totals], graph)
 
@@ -193,7 +195,9 @@ def executable_name(emitted: EmittedTask) -> str:
 
 
 def task_of(emitted: EmittedTask, microbatch: int | None) -> Task:
-    """What a run of the task is for. Updates of group 0 come before all rounds, those of group g belong to round g - 1."""
+    """What a run of the task is for. Updates of group 0 come before all rounds, those of group g belong to round g -
+    1.
+    """
     task = emitted.task
     kind, round_number = task.kind, task.round
     if kind == "U":

@@ -1,6 +1,7 @@
 """The one gate to what JAX does not promise: equations, name stacks, source lines and loop parameters.
 
-Everything here differs, or may differ, between the JAX releases that autopar supports. An upgrade touches this file only.
+Everything here differs, or may differ, between the JAX releases that autopar supports. An upgrade touches this file
+only.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ def jaxpr_effects(jaxpr: Any) -> frozenset[Any]:
 def map_subjaxprs(params: dict[str, Any], transform: Callable[[ClosedJaxpr], ClosedJaxpr]) -> dict[str, Any]:
     """Parameters with `transform` applied to each jaxpr among them, open ones staying open.
 
-    An open jaxpr (the body of `remat2` in jax 0.10) has no place for constants: where the transformed one needs some, the
-    original stays.
+    An open jaxpr (the body of `remat2` in jax 0.10) has no place for constants: where the transformed one needs some,
+    the original stays.
     """
 
     def one(item: Any) -> Any:
@@ -149,11 +150,17 @@ def map_subjaxprs(params: dict[str, Any], transform: Callable[[ClosedJaxpr], Clo
     return {key: one(value) for key, value in params.items()}
 
 
+def _closed(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:
+    """A closed jaxpr; jax 0.12 has one type for open and closed ones, which keeps its constants."""
+    one_type: Any = Jaxpr
+    return jaxpr if one_type is ClosedJaxpr else ClosedJaxpr(jaxpr, consts)
+
+
 def with_equations(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn]) -> ClosedJaxpr:
     """The same program with other equations, in an order that defines every value before its use."""
     jaxpr, consts = open_jaxpr(closed)
     jaxpr = jaxpr.replace(eqns=list(eqns))
-    return ClosedJaxpr(jaxpr, consts) if ClosedJaxpr is not Jaxpr else jaxpr
+    return _closed(jaxpr, consts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +230,7 @@ def with_inputs(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:
     """The same program without the inputs that it does not read."""
     jaxpr, consts = open_jaxpr(closed)
     jaxpr = jaxpr.replace(invars=[jaxpr.invars[i] for i in kept])
-    return ClosedJaxpr(jaxpr, consts) if ClosedJaxpr is not Jaxpr else jaxpr
+    return _closed(jaxpr, consts)
 
 
 def with_outputs(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:

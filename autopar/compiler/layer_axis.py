@@ -108,6 +108,4 @@ def reduction(eqn: JaxprEqn, combine: Callable[[Any, Any], Any]) -> Rule:
         with under_scope_of(eqn):
             return [reduce(combine, partials)]
 
-    return Rule(
-        lengths=(shape_of(eqn.invars[0])[0],), links=tuple(Link(value=v) for v in eqn.invars), apply=apply
-    )
+    return Rule(lengths=(shape_of(eqn.invars[0])[0],), links=tuple(Link(value=v) for v in eqn.invars), apply=apply)

@@ -156,9 +156,7 @@ class _Cuts:
         return [(0, *sorted(self.points.get((i, a), ())), n) if n else () for a, n in enumerate(lengths)]
 
 
-def _find_cuts(
-    jaxpr: Jaxpr, num_pieces: int, batch_inputs: Collection[int], state_outputs: Mapping[int, int]
-) -> _Cuts:
+def _find_cuts(jaxpr: Jaxpr, num_pieces: int, batch_inputs: Collection[int], state_outputs: Mapping[int, int]) -> _Cuts:
     """Cut the layer loops, and carry each cut along the links until nothing changes.
 
     Points are only ever added, so this ends, and all values that one axis ties together agree.
@@ -274,9 +272,7 @@ def _results(jaxpr: Jaxpr, outputs: Sequence[Bounds | None], env: Mapping[Any, A
             flat.append(v.val)
             continue
         with under_scope_of(makers[v]) if v in makers else nullcontext():
-            flat += (
-                [whole(env[v])] if bounds is None else [filled(rows(env[v], *s)) for s in pairwise(bounds)]
-            )
+            flat += [whole(env[v])] if bounds is None else [filled(rows(env[v], *s)) for s in pairwise(bounds)]
     return flat
 
 

@@ -153,9 +153,7 @@ def pad(eqn: JaxprEqn) -> Rule | None:
         shape = (stop - start, *shape_of(result)[1:])
         with under_scope_of(eqn):
             if first >= end:
-                return (
-                    Zeros(shape=shape, dtype=dtype_of(result)) if zero else jnp.broadcast_to(args[1], shape)
-                )
+                return Zeros(shape=shape, dtype=dtype_of(result)) if zero else jnp.broadcast_to(args[1], shape)
             inner = rows(args[0], first - low, end - low)
             if inner.shape == shape:
                 return inner
@@ -200,19 +198,12 @@ def barrier(eqn: JaxprEqn) -> Rule:
 
     def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
         with under_scope_of(eqn):
-            cut = [
-                [filled(rows(x, *span)) for span in pairwise(b)] if b else [x] for x, b in zip(args, bounds)
-            ]
+            cut = [[filled(rows(x, *span)) for span in pairwise(b)] if b else [x] for x, b in zip(args, bounds)]
         through = iter(bind_equation(eqn, [piece for pieces in cut for piece in pieces]))
         with under_scope_of(eqn):
             return [piecewise(b, [next(through) for _ in pieces]) for pieces, b in zip(cut, bounds)]
 
-    links = [
-        Link(value=v, axis=i)
-        for i, pair in enumerate(zip(eqn.invars, eqn.outvars))
-        for v in pair
-        if size_of(v)
-    ]
+    links = [Link(value=v, axis=i) for i, pair in enumerate(zip(eqn.invars, eqn.outvars)) for v in pair if size_of(v)]
     return Rule(lengths=tuple(size_of(v) or 0 for v in eqn.invars), links=tuple(links), apply=apply)
 
 

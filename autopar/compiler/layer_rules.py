@@ -49,9 +49,7 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "reduce_xor": lax.bitwise_xor,
 }
 # Leading axes of their operands are batch axes.
-MATRIX_FUNCTIONS = frozenset(
-    ["cholesky", "eigh", "householder_product", "lu", "qr", "svd", "triangular_solve"]
-)
+MATRIX_FUNCTIONS = frozenset(["cholesky", "eigh", "householder_product", "lu", "qr", "svd", "triangular_solve"])
 
 
 def rule_of(eqn: JaxprEqn) -> Rule | None:
@@ -77,9 +75,7 @@ def _broadcast(eqn: JaxprEqn) -> Rule | None:
     if len(eqn.invars) != 1:
         return None
     operand, result = eqn.invars[0], eqn.outvars[0]
-    return independent(
-        eqn, [eqn.params["broadcast_dimensions"][:1] == (0,) and size_of(operand) == size_of(result)]
-    )
+    return independent(eqn, [eqn.params["broadcast_dimensions"][:1] == (0,) and size_of(operand) == size_of(result)])
 
 
 def _iota(eqn: JaxprEqn) -> Rule | None:

@@ -2,9 +2,9 @@
 
     StageGraph, Plan  ->  Program
 
-Each mesh runs its tasks in the order of the schedule. A value is sent as soon as it is made, to every mesh that reads it; a
-mesh receives what another one sent it in the order of sending, as late as its tasks allow; a value is freed, or its buffer
-handed to the executable, at its last use.
+Each mesh runs its tasks in the order of the schedule. A value is sent as soon as it is made, to every mesh that reads
+it; a mesh receives what another one sent it in the order of sending, as late as its tasks allow; a value is freed, or
+its buffer handed to the executable, at its last use.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ class _Call:
     outputs: tuple[str, ...]
 
 
-def lower(
-    graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donated_leaves: Iterable[int]
-) -> Program:
+def lower(graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donated_leaves: Iterable[int]) -> Program:
     """The program. `leaf_sizes` gives the first axis of each batch leaf; `donated_leaves` may be overwritten."""
     meshes = [plan.stages[s].mesh for s in range(graph.num_stages)]
     calls = _ordered_calls(graph, plan, meshes)
@@ -97,15 +95,13 @@ def lower(
     )
 
 
-# --- the order of calls ------------------------------------------------------------------------------------------------
+# --- the order of calls -------------------------------------------------------------------------------------
 
 
 def _ordered_calls(graph: StageGraph, plan: Plan, meshes: Sequence[int]) -> list[list[_Call]]:
     """Per mesh: update waves before each round, then the round in the order of the schedule."""
     read = frozenset(n for task in graph.tasks for n in task.inputs)
-    emitted = {
-        (t.kind, t.stage, t.round, t.wave): emit_task(graph, t, read=read) for t in graph.tasks
-    }
+    emitted = {(t.kind, t.stage, t.round, t.wave): emit_task(graph, t, read=read) for t in graph.tasks}
     calls: list[list[_Call]] = [[] for _ in plan.meshes]
     for round_number in range(graph.num_rounds + 1):
         for e in emitted.values():
@@ -141,12 +137,10 @@ def _call(emitted: EmittedTask, microbatch: int | None) -> _Call:
     def names(values: Sequence[str]) -> tuple[str, ...]:
         return tuple(instance(n, microbatch) if n in emitted.per_microbatch else n for n in values)
 
-    return _Call(
-        emitted=emitted, microbatch=microbatch, inputs=names(emitted.inputs), outputs=names(emitted.outputs)
-    )
+    return _Call(emitted=emitted, microbatch=microbatch, inputs=names(emitted.inputs), outputs=names(emitted.outputs))
 
 
-# --- what comes in and what goes out -----------------------------------------------------------------------------------
+# --- what comes in and what goes out ------------------------------------------------------------------------
 
 
 def _program_inputs(graph: StageGraph, meshes: Sequence[int], leaf_sizes: Mapping[int, int]) -> Iterable[Input]:
@@ -191,7 +185,7 @@ def _pieces_overwritable(graph: StageGraph, inputs: Sequence[Input], donated: se
     return {(i.mesh, i.value) for i in inputs if i.value in pieces}
 
 
-# --- transfers ---------------------------------------------------------------------------------------------------------
+# --- transfers ----------------------------------------------------------------------------------------------
 
 
 def _with_transfers(calls: Sequence[Sequence[_Call]], inputs: Sequence[Input]) -> list[list[Instruction]]:
@@ -269,7 +263,7 @@ def _run(call: _Call) -> Run:
     )
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 def _touched(instruction: Instruction) -> tuple[str, ...]:
@@ -296,8 +290,7 @@ def _donations(
             mine = {
                 p
                 for p, name in enumerate(i.inputs)
-                if i.inputs.count(name) == 1
-                and (name in i.outputs or (name not in frozen and last[name] == position))
+                if i.inputs.count(name) == 1 and (name in i.outputs or (name not in frozen and last[name] == position))
             }
             dying[i.executable] = dying.get(i.executable, mine) & mine
     donations: dict[str, tuple[int, ...]] = {}

@@ -1,9 +1,9 @@
 """Bring a traced step into the form that every later pass reads: calls inlined, dead equations removed.
 
-After this pass no equation at any depth is a call of another function (`jit`, `custom_jvp_call`, `custom_vjp_call`, ...):
-what is left of nested programs are loops (`scan`, `while`), branches (`cond`) and rematerialised regions (`remat2`), whose
-bodies are normalised too. Differentiation is over when a step has been traced, so custom rules have nothing left to say.
-Name stacks and source lines stay with their equations.
+After this pass no equation at any depth is a call of another function (`jit`, `custom_jvp_call`, `custom_vjp_call`,
+...): what is left of nested programs are loops (`scan`, `while`), branches (`cond`) and rematerialised regions
+(`remat2`), whose bodies are normalised too. Differentiation is over when a step has been traced, so custom rules have
+nothing left to say. Name stacks and source lines stay with their equations.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def check_plan(plan: Plan, trace: Trace, *, num_devices: int) -> None:
     needed = max(max(mesh.devices) for mesh in plan.meshes) + 1
     if needed > num_devices:
         raise PlanMismatch(
-            f"The plan uses {plan.num_devices} devices numbered up to {needed - 1}, there are {num_devices}. Run it where "
+            f"The plan uses {plan.num_devices} devices numbered up to {needed - 1}, there are {num_devices}. Run it "
+            "where "
             f"there are {needed} devices, or make a plan for {num_devices}."
         )
     names = {leaf.name for leaf in trace.inputs}

@@ -183,10 +183,7 @@ class _Placer:
         return eqn.primitive.name in _LINEAR and activations == len(eqn.invars)
 
     def _sums(self, index: int) -> bool:
-        return (
-            Region.ACCUMULATE in self.regions.kinds[index]
-            and self.eqns[index].params["kind"] in ("sum", "mean")
-        )
+        return Region.ACCUMULATE in self.regions.kinds[index] and self.eqns[index].params["kind"] in ("sum", "mean")
 
     def _place_accumulated(self, index: int, eqn: jc.JaxprEqn) -> None:
         (operand,) = eqn.invars
@@ -217,10 +214,10 @@ class _Placer:
     def _follow_operands(self, todo: Sequence[int]) -> bool:
         moved = False
         for i in todo:
-            tensors = [v for v in self._read(i) if v in self.homes and v.aval.size > 1]
+            tensors = [v for v in self._read(i) if v in self.homes and _size(v) > 1]
             if i not in self.stages and tensors:
-                largest = max(v.aval.size for v in tensors)
-                stage = min(self.homes[v] for v in tensors if v.aval.size == largest)
+                largest = max(_size(v) for v in tensors)
+                stage = min(self.homes[v] for v in tensors if _size(v) == largest)
                 self._settle(i, stage)
                 moved = True
         return moved
@@ -247,7 +244,7 @@ class _Placer:
 
     def _consumer_stage(self, v: jc.Var) -> int | None:
         """The stage of the first placed equation that reads a tensor."""
-        if v.aval.size <= 1:
+        if _size(v) <= 1:
             return None
         return next((self.stages[c] for c in self.consumers.get(v, []) if c in self.stages), None)
 
@@ -264,7 +261,7 @@ class _Placer:
             index is not None
             and index not in self.stages
             and self._runs_once(index)
-            and v.aval.size > 1
+            and _size(v) > 1
             and self._orphan(self.eqns[index])
         )
 
@@ -293,6 +290,6 @@ def _operands(eqn: jc.JaxprEqn) -> list[jc.Var]:
     return [v for v in eqn.invars if isinstance(v, jc.Var)]
 
 
-def value_bytes(aval: Any) -> int:
-    """Bytes of an abstract value; PRNG keys count as eight."""
-    return int(np.prod(aval.shape)) * getattr(aval.dtype, "itemsize", 8)
+def _size(v: jc.Var) -> int:
+    aval: Any = v.aval
+    return int(np.prod(aval.shape))

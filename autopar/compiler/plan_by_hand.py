@@ -1,6 +1,6 @@
 """Write down as a plan what a method by hand asks for: every decision of it, for one program and a number of devices.
 
-    Trace, DataParallel | ShardParallel | PipelineParallel, number of devices  ->  Plan
+Trace, DataParallel | ShardParallel | PipelineParallel, number of devices  ->  Plan
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def plan_by_hand(trace: Trace, method: Method, *, num_devices: int) -> Plan:
                 return _one_stage(trace, method, shape, method.mesh_axes, method.specs)
             if not trace.differentiates:
                 warnings.warn(
-                    f"{trace.name} takes no gradient, so there is no backward pass to pipeline and it runs as one stage, "
+                    f"{trace.name} takes no gradient, so there is no backward pass to pipeline and it runs as one "
+                    "stage, "
                     f"sharded over all {num_devices} devices. Use ShardParallel or DataParallel to say so.",
                     stacklevel=2,
                 )
@@ -96,26 +97,27 @@ def _pipeline(trace: Trace, method: PipelineParallel, num_devices: int) -> Plan:
     stages = tuple(
         StagePlan(layers=layers, mesh=s % method.num_stages, remat=method.remat) for s, layers in enumerate(ranges)
     )
-    fields: dict[str, Any] = dict(
-        fingerprint=trace.fingerprint,
-        method=type(method).__name__,
-        meshes=meshes,
-        stages=stages,
-        cuts=cuts,
-        loop_pieces=pieces,
-        num_microbatches=method.num_microbatches,
-        schedule=method.schedule,
-        input_specs=_input_specs(trace, meshes[0], method.specs, method.num_microbatches),
-        batch_statistics=method.batch_statistics,
-        random=method.random,
-    )
+    fields: dict[str, Any] = {
+        "fingerprint": trace.fingerprint,
+        "method": type(method).__name__,
+        "meshes": meshes,
+        "stages": stages,
+        "cuts": cuts,
+        "loop_pieces": pieces,
+        "num_microbatches": method.num_microbatches,
+        "schedule": method.schedule,
+        "input_specs": _input_specs(trace, meshes[0], method.specs, method.num_microbatches),
+        "batch_statistics": method.batch_statistics,
+        "random": method.random,
+    }
     return Plan(**fields, cut_specs=_cut_specs(prepared, Plan(**fields, cut_specs={})))
 
 
 def _stage_meshes(method: PipelineParallel, num_devices: int) -> tuple[MeshPlan, ...]:
     if num_devices % method.num_stages:
         raise InvalidArgument(
-            f"{num_devices} devices do not divide into {method.num_stages} stages of equal size. Use a number of stages "
+            f"{num_devices} devices do not divide into {method.num_stages} stages of equal size. Use a number of "
+            "stages "
             f"that divides {num_devices}, or pass `devices=` with a multiple of {method.num_stages}."
         )
     each = num_devices // method.num_stages
@@ -163,7 +165,8 @@ def _check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh:
             parts *= sizes[mesh_axis]
         if shape[axis] % parts:
             raise InvalidArgument(
-                f"{name} has shape {shape}; its axis {axis} of size {shape[axis]} does not divide into {parts} parts, as "
+                f"{name} has shape {shape}; its axis {axis} of size {shape[axis]} does not divide into {parts} parts, "
+                "as "
                 f"{spec} asks for. Choose another axis for it, or a narrower pattern."
             )
 

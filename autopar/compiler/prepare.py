@@ -2,8 +2,8 @@
 
     Trace, decisions that change the program  ->  PreparedStep
 
-The decisions are few (microbatches, pieces of the layer loops, what is exact), and a plan holds them, so that the same plan
-always prepares the same program.
+The decisions are few (microbatches, pieces of the layer loops, what is exact), and a plan holds them, so that the same
+plan always prepares the same program.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def _doubled(trace: Trace, num_microbatches: int, loop_pieces: int) -> jc.Closed
         )
     if trace.doubled is None:
         raise NotSplittable(
-            f"{num_microbatches} microbatches need a step that accepts other batch sizes, but {trace.not_doubled_because}. "
+            f"{num_microbatches} microbatches need a step that accepts other batch sizes, but "
+            f"{trace.not_doubled_because}. "
             "Take sizes from the arguments' shapes in the model, or use one microbatch."
         )
     return _split_loops(trace, trace.doubled, loop_pieces)[0]

@@ -1,14 +1,15 @@
-"""Say of every equation of a microbatched step when it runs: for each microbatch (forward or backward), or once per step.
+"""Say of every equation of a microbatched step when it runs: for each microbatch (forward or backward), or once per
+step.
 
     MicrobatchedStep -> Regions
 
-The step's jaxpr describes one microbatch; an `accumulate` equation completes a value over all of them. So an equation that
-depends on the microbatch, other than through an `accumulate`, runs per microbatch, and what depends on completed values runs
-once: that is the update. Per microbatch, an equation is
+The step's jaxpr describes one microbatch; an `accumulate` equation completes a value over all of them. So an equation
+that depends on the microbatch, other than through an `accumulate`, runs per microbatch, and what depends on completed
+values runs once: that is the update. Per microbatch, an equation is
 
-    forward   made by differentiation's forward pass (name stack `jvp(...)`), or reading only such values
-    backward  made by transposition (`transpose(jvp(...))`), or reading such values
-    free      of either, but reading no activation: casts of parameters, masks, dropout draws. It has no place of its own
+    forward   made by differentiation's forward pass (name stack `jvp(...)`), or reading only such values backward
+    made by transposition (`transpose(jvp(...))`), or reading such values free      of either, but reading no
+    activation: casts of parameters, masks, dropout draws. It has no place of its own
               and is computed on whichever stage needs it.
 
 A *round* is one sweep of all microbatches; a step that takes a second gradient with what the first one updated (a GAN)
@@ -22,6 +23,7 @@ from enum import StrEnum
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar.compiler import jax_compat as jc
@@ -42,13 +44,16 @@ class Region(StrEnum):
 # Primitives whose work or randomness one does not want to repeat in the backward task.
 _RANDOM = {"random_bits", "random_gamma", "rng_bit_generator", "threefry2x32"}
 _COSTLY = _RANDOM | {
-    "dot_general", "ragged_dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "cumsum", "cumlogsumexp",
+    "dot_general", "ragged_dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "cumsum",
+    "cumlogsumexp",
     "fft", "cholesky", "eigh", "svd", "qr",
     "triangular_solve", "pure_callback", "custom_call", "ffi_call", "remat2", "checkpoint",
 }  # fmt: skip
 
 SMALL = 16
-"""Inputs of at most this many elements (counters, keys, learning rates) have no home: every stage that reads one gets a copy."""
+"""Inputs of at most this many elements (counters, keys, learning rates) have no home: every stage that reads one gets
+a copy.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,7 +63,8 @@ class Regions:
     step: MicrobatchedStep
     kinds: tuple[frozenset[Region], ...]
     rounds: tuple[int, ...]
-    """Micro equations: their round. Step equations: the round that they wait for (0: none, they may run at the start)."""
+    """Micro equations: their round. Step equations: the round that they wait for (0: none, they may run at the start).
+    """
     costly: frozenset[jc.Var]
     """Results of free equations that the backward pass keeps rather than computes again."""
     homeless: frozenset[jc.Var]
@@ -79,7 +85,7 @@ class Regions:
 def is_small(aval: Any) -> bool:
     """A scalar, a PRNG key, a counter: cheaper to copy than to own."""
     return int(np.prod(aval.shape)) <= SMALL and (
-        not aval.shape or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) or aval.dtype == np.uint32
+        not aval.shape or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or aval.dtype == np.uint32
     )
 
 
@@ -212,17 +218,15 @@ def _micro_kind(eqn: jc.JaxprEqn, facts: _Facts) -> Region:
 def _may_repeat(eqn: jc.JaxprEqn, facts: _Facts, ready: int) -> bool:
     """Whether an equation that does not depend on the microbatch is computed along with each of them.
 
-    What the user wrote inside of the differentiated function is (a cast of the parameters costs little and keeps no copy
-    alive), and so is what derives from counters and keys; the rest is computed once, before the round.
+    What the user wrote inside of the differentiated function is (a cast of the parameters costs little and keeps no
+    copy alive), and so is what derives from counters and keys; the rest is computed once, before the round.
     """
     if any(v in facts.batch_whole for v in _operands(eqn)):
         return False
     return jc.ad_phase(eqn) is not None or (ready == 0 and all(v in facts.homeless for v in eqn.outvars))
 
 
-def _costly(
-    eqns: list[jc.JaxprEqn], kinds: list[frozenset[Region]], facts: _Facts
-) -> frozenset[jc.Var]:
+def _costly(eqns: list[jc.JaxprEqn], kinds: list[frozenset[Region]], facts: _Facts) -> frozenset[jc.Var]:
     costly: set[jc.Var] = set()
     for eqn, kind in zip(eqns, kinds, strict=True):
         if Region.FREE in kind and (

@@ -78,15 +78,11 @@ def check_order(order: Order, *, stage_mesh: Sequence[int], num_microbatches: in
     counts = Counter(chain(*order))
     for task in sorted(wanted | set(counts), key=str):
         if counts[task] != (task in wanted):
-            raise InvalidProgram(
-                f"Task {task} is scheduled {counts[task]} times; it must be {int(task in wanted)}."
-            )
+            raise InvalidProgram(f"Task {task} is scheduled {counts[task]} times; it must be {int(task in wanted)}.")
     for mesh, tasks in enumerate(order):
         for task in tasks:
             if stage_mesh[task.stage] != mesh:
-                raise InvalidProgram(
-                    f"Task {task} is on mesh {mesh}; its stage lives on {stage_mesh[task.stage]}."
-                )
+                raise InvalidProgram(f"Task {task} is on mesh {mesh}; its stage lives on {stage_mesh[task.stage]}.")
     _check_acyclic(order, len(stage_mesh))
 
 
@@ -97,18 +93,14 @@ def _check_acyclic(order: Order, num_stages: int) -> None:
     while moved:
         moved = False
         for mesh, tasks in enumerate(order):
-            while positions[mesh] < len(tasks) and done.issuperset(
-                _needs(tasks[positions[mesh]], num_stages)
-            ):
+            while positions[mesh] < len(tasks) and done.issuperset(_needs(tasks[positions[mesh]], num_stages)):
                 done.add(tasks[positions[mesh]])
                 positions[mesh] += 1
                 moved = True
     stuck = [(mesh, tasks[at]) for mesh, (tasks, at) in enumerate(zip(order, positions)) if at < len(tasks)]
     if stuck:
         waits = ", ".join(f"mesh {mesh} at {task}" for mesh, task in stuck)
-        raise InvalidProgram(
-            f"Deadlock: {waits}. Each needs a task that comes later. Reorder one of the lists."
-        )
+        raise InvalidProgram(f"Deadlock: {waits}. Each needs a task that comes later. Reorder one of the lists.")
 
 
 def _needs(task: Task, num_stages: int) -> list[Task]:
@@ -252,9 +244,7 @@ def _limit(name: str, num_meshes: int, depth: int, per_mesh: int) -> int:
             return per_mesh * below
 
 
-def _ready(
-    counts: dict[tuple[str, int], int], mine: list[int], limit: int, num_microbatches: int
-) -> list[Task]:
+def _ready(counts: dict[tuple[str, int], int], mine: list[int], limit: int, num_microbatches: int) -> list[Task]:
     """The next task of each kind and stage of one mesh, where what it needs has run."""
     last = "W" if ("W", 0) in counts else "B"
     full = sum(counts["F", stage] - counts[last, stage] for stage in mine) >= limit
@@ -265,8 +255,7 @@ def _ready(
         if counts[task.kind, task.stage] < num_microbatches
         and not (full and task.kind == "F" and task.stage == mine[0])
         and all(
-            counts[need.kind, need.stage] > counts[task.kind, task.stage]
-            for need in _needs(task, _num_stages(counts))
+            counts[need.kind, need.stage] > counts[task.kind, task.stage] for need in _needs(task, _num_stages(counts))
         )
     ]
 

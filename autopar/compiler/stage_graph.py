@@ -143,7 +143,9 @@ def evaluate(graph: StageGraph, leaves: Sequence[Any]) -> list[Any]:
     step_values: dict[str, Any] = {}
     for spec in graph.inputs:
         if spec.kind == "whole" and spec.leaf is not None:
-            step_values[spec.value] = leaves[spec.leaf] if spec.start is None else leaves[spec.leaf][spec.start : spec.stop]
+            step_values[spec.value] = (
+                leaves[spec.leaf] if spec.start is None else leaves[spec.leaf][spec.start : spec.stop]
+            )
     micro_values = [_microbatch_inputs(graph, leaves, m) for m in range(graph.num_microbatches)]
     for round_number in range(graph.num_rounds + 1):
         _run_updates(graph, round_number, step_values)

@@ -51,9 +51,7 @@ class Trace:
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the program in plans: equal steps on equal shapes have equal fingerprints in every process."""
-        text = re.sub(
-            r"0x[0-9a-f]+", "0x", str(self.jaxpr)
-        )  # addresses of callbacks differ between processes
+        text = re.sub(r"0x[0-9a-f]+", "0x", str(self.jaxpr))  # addresses of callbacks differ between processes
         names = "\n".join(f"{leaf.name}: {leaf.aval.dtype}{list(leaf.aval.shape)}" for leaf in self.inputs)
         return hashlib.sha256(f"{text}\n{names}".encode()).hexdigest()[:16]
 
@@ -67,7 +65,8 @@ class Trace:
         return (
             f"Trace of {self.name} ({self.fingerprint}): {len(phases)} equations, "
             f"{phases.count('forward')} forward, {phases.count('backward')} backward, {phases.count(None)} outside of "
-            f"the gradient; {len(self.inputs)} inputs ({len(self.batch_inputs)} batch, {len(self.donated_inputs)} donated), "
+            f"the gradient; {len(self.inputs)} inputs ({len(self.batch_inputs)} batch, {len(self.donated_inputs)} "
+            "donated), "
             f"{len(self.outputs)} outputs"
         )
 
@@ -114,7 +113,8 @@ def _check_batch(leaves: Sequence[Leaf], batch_inputs: Sequence[int]) -> None:
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{n}: {s[0]}" for n, s in sizes.items())
         raise InvalidArgument(
-            f"Batch inputs have different batch sizes ({found}); one size is required on the first axis of all of them. "
+            f"Batch inputs have different batch sizes ({found}); one size is required on the first axis of all of "
+            "them. "
             "Name only the arguments that carry the batch in batch_argnums."
         )
 
@@ -126,9 +126,7 @@ def _trace_doubled(
         return None, "no argument is a batch (see batch_argnums)"
     batch = set(batch_inputs)
     larger = [
-        jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype, weak_type=a.weak_type)
-        if i in batch
-        else a
+        jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype, weak_type=a.weak_type) if i in batch else a
         for i, a in enumerate(avals)
     ]
     try:
@@ -141,8 +139,8 @@ def _trace_doubled(
 def _match_state(leaves: Sequence[Leaf], outputs: Sequence[Leaf], batch: set[int]) -> dict[int, int]:
     """Pair the outputs with the inputs that they replace: a subtree of the result that looks just like an argument.
 
-    An argument `state` is matched by `result[0]` when every leaf of it stands there under the same path with the same shape
-    and dtype.
+    An argument `state` is matched by `result[0]` when every leaf of it stands there under the same path with the same
+    shape and dtype.
     """
     by_path = {leaf.name: i for i, leaf in enumerate(outputs)}
     matches: dict[int, int] = {}
@@ -154,12 +152,8 @@ def _match_state(leaves: Sequence[Leaf], outputs: Sequence[Leaf], batch: set[int
         paths = _relative_paths([leaves[i].name for i in members])
         for prefix in (p[: len(p) - len(paths[0])] for p in by_path if p.endswith(paths[0])):
             found = [by_path.get(prefix + path) for path in paths]
-            if all(
-                o is not None and _same(leaves[i], outputs[o]) for i, o in zip(members, found, strict=True)
-            ):
-                new = {
-                    o: i for i, o in zip(members, found, strict=True) if o is not None and o not in matches
-                }
+            if all(o is not None and _same(leaves[i], outputs[o]) for i, o in zip(members, found, strict=True)):
+                new = {o: i for i, o in zip(members, found, strict=True) if o is not None and o not in matches}
                 matches.update(new)
                 break
     return matches

@@ -1,13 +1,14 @@
 """Arrange what runs once per step in waves, so that each exchange between stages happens once.
 
-Update equations come in groups: group g runs before round g of the microbatches, the last one after all rounds. Within a
-group, an equation that reads what another stage's update made is one wave later. Equations without a place (they read
-only scalars) are computed in every task that needs them.
+Update equations come in groups: group g runs before round g of the microbatches, the last one after all rounds. Within
+a group, an equation that reads what another stage's update made is one wave later. Equations without a place (they
+read only scalars) are computed in every task that needs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from autopar.compiler import jax_compat as jc
@@ -16,7 +17,9 @@ from autopar.compiler.placement import Placement
 from autopar.compiler.regions import Region
 
 Key = tuple[jc.Var, str | int | None]
-"""A value of the graph: a variable, and which of its copies: None, a stage's free copy, "sum", or a stage's update copy."""
+"""A value of the graph: a variable, and which of its copies: None, a stage's free copy, "sum", or a stage's update
+copy.
+"""
 
 
 def free_key(v: jc.Var, stage: int) -> Key:
@@ -41,6 +44,7 @@ class UpdateWaves:
         self.last_group = self.regions.num_rounds
         self.groups = self._find_groups()
         self.waves: dict[int, int] = {}
+        self._reads: dict[tuple[int, int, int], frozenset[Key]] = {}
         self.roots: dict[tuple[int, int, int], list[int]] = {}
         self.outputs: dict[jc.Var, tuple[Key, int]] = {}
         self._assign_placed()
@@ -106,7 +110,7 @@ class UpdateWaves:
     def _is_alias_equation(self, index: int) -> bool:
         return self.eqns[index].primitive is accumulate_p and self._is_alias(index)
 
-    # --- roots without a place -----------------------------------------------------------------------------------------
+    # --- roots without a place ------------------------------------------------------------------------------
 
     def _assign_effects(self) -> None:
         for i, eqn in enumerate(self.eqns):
@@ -176,7 +180,7 @@ class UpdateWaves:
         if index not in roots:
             roots.append(index)
 
-    # --- tasks ---------------------------------------------------------------------------------------------------------
+    # --- tasks ----------------------------------------------------------------------------------------------
 
     def tasks(self) -> list[tuple[int, int, int]]:
         """All (group, wave, stage), in order."""
@@ -205,8 +209,8 @@ class UpdateWaves:
         if i in self.placement.deferred:
             return (v, "sum")
         if self._is_alias_equation(i):
-            (operand,) = self.eqns[i].invars
-            return (operand, "sum")
+            alias: Any = self.eqns[i].invars[0]
+            return (alias, "sum")
         return floating_key(v, stage) if self._floating(i) else (v, None)
 
     def interface(self, key: tuple[int, int, int]) -> tuple[list[Key], list[Key]]:
@@ -234,32 +238,35 @@ class UpdateWaves:
     def _read_outside(self, value: Key, key: tuple[int, int, int]) -> bool:
         if any(value == out for out, _ in self.outputs.values()):
             return True
-        return value in self._read_by_microbatches() or any(
+        return value in self._read_by_microbatches or any(
             value in self._reads_of(other) for other in self.roots if other != key
         )
 
     def _reads_of(self, key: tuple[int, int, int]) -> frozenset[Key]:
         """What a task's equations read; the answer is kept, since every task asks."""
-        cache: dict[tuple[int, int, int], frozenset[Key]] = self.__dict__.setdefault("_reads", {})
-        if key not in cache:
+        if key not in self._reads:
             steps = self.equations(key)
-            cache[key] = frozenset(self.source(v, i, key[2]) for i in steps for v in _operands(self.eqns[i]))
-        return cache[key]
+            self._reads[key] = frozenset(self.source(v, i, key[2]) for i in steps for v in _operands(self.eqns[i]))
+        return self._reads[key]
 
+    @cached_property
     def _read_by_microbatches(self) -> frozenset[Key]:
-        if "_micro_reads" not in self.__dict__:
-            found: set[Key] = set()
-            for (_, stage, _), indices in self.members.items():
-                for i in indices:
-                    for v in _operands(self.eqns[i]):
-                        producer = self.producer.get(v)
-                        floating = producer is not None and self._floating(producer)
-                        found.add(floating_key(v, stage) if floating else (v, None))
-            self.__dict__["_micro_reads"] = frozenset(found)
-        return self.__dict__["_micro_reads"]
+        found: set[Key] = set()
+        for (_, stage, _), indices in self.members.items():
+            for i in indices:
+                for v in _operands(self.eqns[i]):
+                    producer = self.producer.get(v)
+                    floating = producer is not None and self._floating(producer)
+                    found.add(floating_key(v, stage) if floating else (v, None))
+        return frozenset(found)
 
     def program(
-        self, stage: int, steps: Sequence[int], reads: Sequence[Key], results: Sequence[Key], consts: Mapping[jc.Var, Any]
+        self,
+        stage: int,
+        steps: Sequence[int],
+        reads: Sequence[Key],
+        results: Sequence[Key],
+        consts: Mapping[jc.Var, Any],
     ) -> jc.ClosedJaxpr:
         """The task as a jaxpr from `reads` to `results`."""
 

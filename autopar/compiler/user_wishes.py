@@ -1,7 +1,9 @@
-"""What a user wrote into the model about places and order: sharding constraints and callbacks, checked and carried over.
+"""What a user wrote into the model about places and order: sharding constraints and callbacks, checked and carried
+over.
 
-A `with_sharding_constraint` names the axes of a mesh that the user made. A stage has a mesh of its own, so the constraint moves
-to the axes of the same names there. Callbacks that must keep an order need one executable that all of them are in.
+A `with_sharding_constraint` names the axes of a mesh that the user made. A stage has a mesh of its own, so the
+constraint moves to the axes of the same names there. Callbacks that must keep an order need one executable that all of
+them are in.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def check_callbacks(trace: Trace, plan: Plan) -> None:
         if eqn.params.get("ordered"):
             raise Unsupported(
                 f"The step calls Python in order, by {jc.describe(eqn)}, and the plan has {plan.num_stages} stages and "
-                f"{plan.num_microbatches} microbatches, which have no common order. Use ordered=False, or one stage and "
+                f"{plan.num_microbatches} microbatches, which have no common order. Use ordered=False, or one stage "
+                "and "
                 "one microbatch."
             )
 
@@ -73,13 +76,15 @@ def _on_target(eqn: jc.JaxprEqn, target: AbstractMesh) -> NamedSharding:
             "PartitionSpec, can be moved to the mesh of a stage."
         )
     sizes = dict(zip(target.axis_names, target.axis_sizes, strict=True))
-    shape = eqn.outvars[0].aval.shape
+    aval: Any = eqn.outvars[0].aval
+    shape = aval.shape
     for axis, entry in enumerate(wanted.spec):
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         missing = [name for name in names if name not in sizes]
         if missing:
             raise InvalidArgument(
-                f"The sharding constraint {jc.describe(eqn)} names the mesh axis {missing[0]!r}; the mesh of its stage has "
+                f"The sharding constraint {jc.describe(eqn)} names the mesh axis {missing[0]!r}; the mesh of its "
+                "stage has "
                 f"{list(sizes)}. Name the axes alike with axis_names=, or leave the constraint out."
             )
         parts = 1
@@ -87,7 +92,8 @@ def _on_target(eqn: jc.JaxprEqn, target: AbstractMesh) -> NamedSharding:
             parts *= sizes[name]
         if shape[axis] % parts:
             raise InvalidArgument(
-                f"The sharding constraint {jc.describe(eqn)} splits axis {axis} of size {shape[axis]} into {parts} parts "
+                f"The sharding constraint {jc.describe(eqn)} splits axis {axis} of size {shape[axis]} into {parts} "
+                "parts "
                 "on the mesh of its stage, which does not divide. Use another mesh_shape or fewer microbatches."
             )
     return NamedSharding(target, wanted.spec)

@@ -1,8 +1,8 @@
 """The type of every value of a stage graph: shape, dtype, and the spec that follows from the plan.
 
-A plan gives the specs of inputs and of values that cross stages. What stays inside of a stage follows: a value of a microbatch
-is split along the batch like the activations, and what an update joins elementwise with a piece of state (its gradient, its
-moments, its successor) is laid out like that state.
+A plan gives the specs of inputs and of values that cross stages. What stays inside of a stage follows: a value of a
+microbatch is split along the batch like the activations, and what an update joins elementwise with a piece of state
+(its gradient, its moments, its successor) is laid out like that state.
 """
 
 from __future__ import annotations
@@ -84,7 +84,18 @@ def _state_specs(graph: StageGraph, plan: Plan) -> Mapping[str, PartitionSpec]:
 
 
 # Results of the shape of an operand whose axes are not the operand's.
-_MOVES_AXES = {"transpose", "dot_general", "gather", "scatter", "sort", "scan", "while", "cond", "reshape", "concatenate"}
+_MOVES_AXES = {
+    "transpose",
+    "dot_general",
+    "gather",
+    "scatter",
+    "sort",
+    "scan",
+    "while",
+    "cond",
+    "reshape",
+    "concatenate",
+}
 
 
 class _Classes:
@@ -112,11 +123,16 @@ def _join_elementwise(task: StageTask, joined: _Classes) -> None:
 
     for eqn in jaxpr.eqns:
         for out in eqn.outvars:
-            if not out.aval.shape or eqn.primitive.name in _MOVES_AXES:
+            if not _shape(out) or eqn.primitive.name in _MOVES_AXES:
                 continue
             for v in eqn.invars:
-                if isinstance(v, jc.Var) and v.aval.shape == out.aval.shape:
+                if isinstance(v, jc.Var) and _shape(v) == _shape(out):
                     joined.join(node(v), node(out))
     for v, name in zip(jaxpr.outvars, task.outputs, strict=True):
         if isinstance(v, jc.Var):
             joined.join(node(v), name)
+
+
+def _shape(v: jc.Var) -> tuple[int, ...]:
+    aval: Any = v.aval
+    return tuple(aval.shape)

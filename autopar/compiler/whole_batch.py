@@ -2,8 +2,9 @@
 
     normalised jaxpr -> MicrobatchedStep with num_microbatches = 1
 
-The border between what runs per microbatch and what runs once is where values leave the differentiated part of the program:
-a value made by `jvp` or `transpose` equations and read outside of them is completed there, by an `accumulate` of one part.
+The border between what runs per microbatch and what runs once is where values leave the differentiated part of the
+program: a value made by `jvp` or `transpose` equations and read outside of them is completed there, by an `accumulate`
+of one part.
 """
 
 from __future__ import annotations

@@ -1,0 +1,177 @@
+"""Say which equations each forward, backward and weight-gradient task holds.
+
+    Placement -> Members
+
+A task holds the equations placed on its stage, and the free ones that they need. Costly free values (masks, dropout
+draws) are made once, by the forward task, and kept for the backward one; cheap ones (casts of parameters) are made
+again, so that no copy of them waits in memory. A rematerialised stage makes its whole forward again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.placement import Placement
+from autopar.compiler.regions import Region
+
+TaskKey = tuple[str, int, int]
+"""Kind ("F", "B", "W"), stage, round."""
+
+ORDER = ("F", "B", "W")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Members:
+    """The equations of every microbatch task, by index in program order."""
+
+    equations: Mapping[TaskKey, list[int]]
+    accumulations: Mapping[TaskKey, list[int]]
+    """`accumulate` equations whose operand the task makes."""
+    tied: Mapping[TaskKey, list[jc.Var]]
+    """Gradients of tied parameters that the task makes, accumulated apart and added once per step."""
+    kept: Mapping[TaskKey, frozenset[jc.Var]]
+    """Free values that an earlier task of the stage hands on."""
+
+
+def find_members(placement: Placement, *, remat_stages: frozenset[int], split_weight_gradients: bool) -> Members:
+    """Gather the equations of every task."""
+    gatherer = _Gatherer(placement, remat_stages)
+    gatherer.gather(split_weight_gradients)
+    return Members(
+        equations=gatherer.members,
+        accumulations=gatherer.accumulations,
+        tied=gatherer.tied,
+        kept={key: frozenset(gatherer.kept_by_earlier_tasks(key)) for key in gatherer.members},
+    )
+
+
+class _Gatherer:
+    """The tables of `find_members` while it works."""
+
+    def __init__(self, placement: Placement, remat_stages: frozenset[int]) -> None:
+        self.placement = placement
+        self.regions = placement.regions
+        self.eqns = self.regions.equations
+        self.remat_stages = remat_stages
+        self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.members: dict[TaskKey, list[int]] = {}
+        self.accumulations: dict[TaskKey, list[int]] = {}
+        self.tied: dict[TaskKey, list[jc.Var]] = {}
+
+    def gather(self, split_weight_gradients: bool) -> None:
+        anchored: dict[TaskKey, list[int]] = {}
+        for i, stage in self.placement.stages.items():
+            if self.regions.kinds[i] & {Region.FORWARD, Region.BACKWARD} and i not in self.placement.deferred:
+                anchored.setdefault((self._kind(i), stage, self.regions.rounds[i]), []).append(i)
+        self._attach_accumulations(anchored)
+        for key, indices in list(anchored.items()):
+            if key[0] == "B" and key[1] in self.remat_stages:
+                anchored[key] = self._with_forward(key, indices)
+        if split_weight_gradients:
+            self._split_weight_gradients(anchored)
+        for key in sorted(anchored, key=lambda k: (k[2], ORDER.index(k[0]), k[1])):
+            self.members[key] = self._closure(anchored[key], self.kept_by_earlier_tasks(key))
+
+    def _attach_accumulations(self, anchored: dict[TaskKey, list[int]]) -> None:
+        """Every accumulation belongs to the task that makes its operand; tied gradients are accumulated on their own."""
+        for i, eqn in enumerate(self.eqns):
+            if Region.ACCUMULATE not in self.regions.kinds[i] or self._deferred(eqn.invars[0]):
+                continue
+            producer = self.producer.get(eqn.invars[0]) if isinstance(eqn.invars[0], jc.Var) else None
+            kind = "F" if producer is None else self._kind(producer)
+            key = (kind, self.placement.stages[i], self.regions.rounds[i])
+            self.accumulations.setdefault(key, []).append(i)
+            members = anchored.setdefault(key, [])
+            if producer is not None and Region.FREE in self.regions.kinds[producer]:
+                members.append(producer)
+        for i in sorted(self.placement.deferred):
+            for v in _operands(self.eqns[i]):
+                if not self._deferred(v):
+                    producer = self.producer[v]
+                    key = (self._kind(producer), self.placement.stages[producer], self.regions.rounds[producer])
+                    known = self.tied.setdefault(key, [])
+                    if v not in known:
+                        known.append(v)
+
+    def _kind(self, index: int) -> str:
+        """With one stage nothing happens between forward and backward: they are one task."""
+        backward = Region.BACKWARD in self.regions.kinds[index] and self.placement.num_stages > 1
+        return "B" if backward else "F"
+
+    def _deferred(self, atom: Any) -> bool:
+        return isinstance(atom, jc.Var) and self.producer.get(atom) in self.placement.deferred
+
+    def _with_forward(self, key: TaskKey, indices: list[int]) -> list[int]:
+        """A rematerialised stage: the backward task also holds the forward equations whose results it reads."""
+        needed = {v for i in indices for v in _operands(self.eqns[i])}
+        found = set(indices)
+        for i in range(max(indices), -1, -1):
+            same = self.placement.stages.get(i) == key[1] and self.regions.rounds[i] == key[2]
+            forward = same and Region.FORWARD in self.regions.kinds[i] and not self.eqns[i].effects
+            if forward and needed.intersection(self.eqns[i].outvars):
+                found.add(i)
+                needed.update(_operands(self.eqns[i]))
+        return sorted(found)
+
+    def _split_weight_gradients(self, anchored: dict[TaskKey, list[int]]) -> None:
+        """Move to W what no other stage waits for (Zero Bubble, arXiv 2401.10241, section 2)."""
+        for key in [k for k in anchored if k[0] == "B" and k[1] not in self.remat_stages]:
+            indices = anchored[key]
+            outside = {
+                v
+                for other, others in anchored.items()
+                if other[1] != key[1] or other[2] != key[2]
+                for i in others
+                for v in _operands(self.eqns[i])
+            }
+            wanted, first = set(outside), set[int]()
+            for i in reversed(indices):
+                if wanted.intersection(self.eqns[i].outvars):
+                    first.add(i)
+                    wanted.update(_operands(self.eqns[i]))
+            rest = [i for i in indices if i not in first]
+            if not rest:
+                continue
+            anchored[key] = [i for i in indices if i in first]
+            anchored[("W", *key[1:])] = rest
+            self._move_accumulations(key, set(rest))
+
+    def _move_accumulations(self, key: TaskKey, moved: set[int]) -> None:
+        target = ("W", *key[1:])
+        mine = self.accumulations.pop(key, [])
+        for i in mine:
+            operand: Any = self.eqns[i].invars[0]
+            late = self.producer.get(operand) in moved
+            self.accumulations.setdefault(target if late else key, []).append(i)
+        for v in self.tied.pop(key, []):
+            self.tied.setdefault(target if self.producer[v] in moved else key, []).append(v)
+
+    def kept_by_earlier_tasks(self, key: TaskKey) -> set[jc.Var]:
+        """Costly free values that an earlier task of the same stage has made: read, not made again."""
+        kind, stage, round_number = key
+        if kind == "F" or stage in self.remat_stages:
+            return set()
+        kept: set[jc.Var] = set()
+        for earlier in ORDER[: ORDER.index(kind)]:
+            for i in self.members.get((earlier, stage, round_number), []):
+                kept.update(v for v in self.eqns[i].outvars if v in self.regions.costly)
+        return kept
+
+    def _closure(self, indices: Sequence[int], kept: set[jc.Var]) -> list[int]:
+        """The equations and the free ones that they need, in program order."""
+        found = set(indices)
+        stack = list(indices)
+        while stack:
+            for v in _operands(self.eqns[stack.pop()]):
+                i = self.producer.get(v)
+                if i is not None and i not in found and v not in kept and Region.FREE in self.regions.kinds[i]:
+                    found.add(i)
+                    stack.append(i)
+        return sorted(found)
+
+
+def _operands(eqn: jc.JaxprEqn) -> list[jc.Var]:
+    return [v for v in eqn.invars if isinstance(v, jc.Var)]
