@@ -56,6 +56,7 @@ class Arguments:
         self.name = getattr(fun, "__name__", type(fun).__name__)
         self.positional = _positional_names(fun)
         self.static_positions = self._positions("static_argnums", roles.static_argnums)
+        self._check_names(roles.static_argnames)
         self.static_names = frozenset(roles.static_argnames) | {
             self.positional[i] for i in self.static_positions if i < len(self.positional)
         }
@@ -84,6 +85,14 @@ class Arguments:
                 )
             found.add(position)
         return frozenset(found)
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        taken = _names(self.fun)
+        for name in names:
+            if taken is not None and name not in taken:
+                raise InvalidArgument(
+                    f"static_argnames names {name!r}, but {self.name} takes {', '.join(taken)}. Name one of these."
+                )
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Sort one call's arguments."""
@@ -151,6 +160,18 @@ def _positional_names(fun: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in kinds)
 
 
+def _names(fun: Callable[..., Any]) -> tuple[str, ...] | None:
+    """The arguments that may be passed by name; None if any may."""
+    try:
+        parameters = inspect.signature(fun).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(name for name, p in parameters.items() if p.kind in kinds)
+
+
 def _takes_any(fun: Callable[..., Any]) -> bool:
     parameters = inspect.signature(fun).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
@@ -160,7 +181,10 @@ def leaf_type(leaf: Any) -> tuple[Any, Any, bool]:
     """What a compiled step depends on of an argument: shape, dtype, and whether the dtype is a Python number's."""
     if hasattr(leaf, "dtype"):
         return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
-    aval = abstract(leaf, "an argument")
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError:  # no array: tracing names it
+        return ((), type(leaf), False)
     return (aval.shape, aval.dtype, True)
 
 

@@ -223,7 +223,7 @@ class _Placer:
         return moved
 
     def _read(self, index: int) -> list[jc.Var]:
-        """Operands of an update equation; a deferred sum reads accumulated gradients, which live where they were made."""
+        """Operands of an update equation; a deferred sum reads accumulated gradients, where they were made."""
         operands = _operands(self.eqns[index])
         if index in self.deferred:
             for v in operands:

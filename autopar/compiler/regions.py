@@ -58,7 +58,7 @@ a copy.
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Regions:
-    """Per equation of `step.jaxpr`: its regions (a free one may run in the step region too) and the round it runs in."""
+    """Per equation of `step.jaxpr`: its regions (a free one may be of the step too) and the round it runs in."""
 
     step: MicrobatchedStep
     kinds: tuple[frozenset[Region], ...]

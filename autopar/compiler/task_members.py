@@ -76,7 +76,7 @@ class _Gatherer:
             self.members[key] = self._closure(anchored[key], self.kept_by_earlier_tasks(key))
 
     def _attach_accumulations(self, anchored: dict[TaskKey, list[int]]) -> None:
-        """Every accumulation belongs to the task that makes its operand; tied gradients are accumulated on their own."""
+        """An accumulation belongs to the task that makes its operand; tied gradients are accumulated on their own."""
         for i, eqn in enumerate(self.eqns):
             if Region.ACCUMULATE not in self.regions.kinds[i] or self._deferred(eqn.invars[0]):
                 continue

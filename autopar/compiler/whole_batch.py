@@ -19,41 +19,29 @@ from autopar.compiler.microbatch import MicrobatchedStep, StepInput
 
 def whole_batch(closed: jc.ClosedJaxpr, *, batch_inputs: Sequence[int]) -> MicrobatchedStep:
     """The step with every value that leaves the differentiated part completed at once."""
-    jaxpr = closed.jaxpr
-    num_inputs = len(jaxpr.invars)
-    avals = [v.aval for v in jaxpr.invars]
+    avals = [v.aval for v in closed.jaxpr.invars]
 
     def run(*args: Any) -> list[Any]:
-        whole = dict(zip((jaxpr.invars[i] for i in batch_inputs), args[num_inputs:], strict=True))
-        return _Completion(closed, args[:num_inputs], whole).run()
+        return _Completion(closed, args, batch_inputs).run()
 
-    traced = jc.trace(run, [*avals, *(avals[i] for i in batch_inputs)])
-    batch = set(batch_inputs)
-    inputs = [StepInput(kind="microbatch" if i in batch else "whole", leaf=i) for i in range(num_inputs)]
-    inputs += [StepInput(kind="whole", leaf=i) for i in batch_inputs]
-    kept = [True] * num_inputs + [v in _used(traced.jaxpr) for v in traced.jaxpr.invars[num_inputs:]]
+    kinds = ["microbatch" if i in batch_inputs else "whole" for i in range(len(avals))]
     return MicrobatchedStep(
-        jaxpr=jc.with_inputs(traced, [i for i, keep in enumerate(kept) if keep]),
-        inputs=tuple(spec for spec, keep in zip(inputs, kept, strict=True) if keep),
+        jaxpr=jc.trace(run, avals),
+        inputs=tuple(StepInput(kind=kind, leaf=i) for i, kind in enumerate(kinds)),
         num_microbatches=1,
     )
-
-
-def _used(jaxpr: jc.Jaxpr) -> set[jc.Var]:
-    read = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, jc.Var)}
-    return read | {v for v in jaxpr.outvars if isinstance(v, jc.Var)}
 
 
 class _Completion:
     """One evaluation of the step that completes values on their way out."""
 
-    def __init__(self, closed: jc.ClosedJaxpr, args: Sequence[Any], whole: dict[jc.Var, Any]) -> None:
+    def __init__(self, closed: jc.ClosedJaxpr, args: Sequence[Any], batch_inputs: Sequence[int]) -> None:
         self.jaxpr = closed.jaxpr
         self.env: dict[jc.Var, Any] = dict(zip(self.jaxpr.invars, args, strict=True))
         self.env.update(zip(self.jaxpr.constvars, closed.consts, strict=True))
-        self.completed = dict(whole)  # a batch input read by the update is read as a whole
+        self.completed: dict[jc.Var, Any] = {}
         self.differentiated: dict[jc.Var, str] = {}
-        self.of_batch = set(whole)  # depends on the batch, before any completion
+        self.of_batch = {self.jaxpr.invars[i] for i in batch_inputs}  # depends on the batch, before any completion
         self.late: set[jc.Var] = set()  # depends on a completed value
 
     def run(self) -> list[Any]:
