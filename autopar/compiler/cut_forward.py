@@ -2,8 +2,9 @@
 
     Regions, number of layers  ->  positions in the forward order at which layers begin
 
-A cut costs the activations alive across it, and for a parameter that is used on both sides (tied) its bytes twice per step:
-once as a copy, once as a gradient. Free equations (casts, masks) count where they are first needed.
+A cut costs the activations alive across it, and for a parameter that is used on both sides (tied) its bytes twice per
+step: once as a copy, once as a gradient. Free equations (casts, masks) count where they are first needed. No cut falls
+inside of a rematerialised block as long as there are enough other places.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from autopar.compiler.costs import aval_bytes, equation_flops
 from autopar.compiler.layers import cut_layers, liveness_bytes
 from autopar.compiler.placement import layer_order
 from autopar.compiler.regions import Region, Regions
+from autopar.compiler.remat_regions import cut_allowed
 from autopar.errors import InvalidArgument
 
 
@@ -29,7 +31,10 @@ def cut_forward(regions: Regions, num_layers: int) -> tuple[int, ...]:
     if num_layers == 1:
         return ()
     flops, crossing = forward_costs(regions, order)
-    return cut_layers(flops, crossing, num_layers)
+    allowed = cut_allowed(regions, order)
+    if num_layers > 1 + sum(allowed[1:]):  # more layers than rematerialised blocks: some of them must be cut
+        allowed = None
+    return cut_layers(flops, crossing, num_layers, allowed=allowed)
 
 
 def forward_costs(regions: Regions, order: Sequence[int]) -> tuple[list[float], list[float]]:

@@ -1,33 +1,31 @@
 """Compute once what a program computes again: the backward half of `jax.checkpoint`, joined to the forward.
 
-    equations, which of them recompute  ->  their results, each value computed by the first equation that makes it
+    program, which of its equations recompute  ->  the same program, which reads those values from the forward
 
-Values are numbered so that equal numbers mean equal values: an equation with the primitive, the parameters and the operand
-numbers of an earlier one has its result numbers. A recomputed value whose number the forward made is read from there.
+Values are numbered so that equal numbers mean equal values: an equation with the primitive, the parameters and the
+operand numbers of an earlier one has its result numbers.
 
 A scan that is recomputed returns more than the forward's, for the backward pass needs the inside of every iteration:
 
     forward     h_n        = scan(body,  h_0, w)
     recomputed  h_n, a, b  = scan(body', h_0, w)
 
-If both bodies, numbered side by side, carry the same values, the two become one scan in the forward's place that returns what
-either does. This is the step that `jax.grad` would have made without `jax.checkpoint`.
+If both bodies, numbered side by side, carry the same values, the two become one scan in the forward's place that
+returns what either does. So the program becomes the one that `jax.grad` would have made without `jax.checkpoint`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import ChainMap
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from autopar.compiler import jax_compat as jc
-
-_Table = MutableMapping[Hashable, tuple[int, ...]]
 
 
 def join_recomputed(closed: jc.ClosedJaxpr, recomputes: Sequence[bool]) -> jc.ClosedJaxpr:
@@ -36,14 +34,16 @@ def join_recomputed(closed: jc.ClosedJaxpr, recomputes: Sequence[bool]) -> jc.Cl
     Every equation keeps its name stack; marked ones are not shared with each other. Equations with effects stay.
     """
     jaxpr, consts = jc.open_jaxpr(closed)
-    level = _Level(fresh=itertools.count(), table={})
-    inputs = [*jaxpr.constvars, *jaxpr.invars]
-    level.numbers.update((v, next(level.fresh)) for v in inputs)
+    level = _Level(shared=_Shared(fresh=itertools.count(), literals={}, constants={}))
+    level.numbers.update((v, level.new()) for v in [*jaxpr.constvars, *jaxpr.invars])
     level.add(jaxpr.eqns, recomputes)
 
     def run(*args: Any) -> list[Any]:
-        known = {level.numbers[v]: value for v, value in zip(inputs, [*consts, *args], strict=True)}
-        return _Evaluation(level, known).run(jaxpr.outvars)
+        inputs = zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True)
+        known = level.shared.constants | {level.numbers[v]: value for v, value in inputs}
+        evaluation = _Evaluation(level, known)
+        evaluation.run()
+        return [evaluation.read(atom) for atom in jaxpr.outvars]
 
     return jc.trace(run, [v.aval for v in jaxpr.invars])
 
@@ -51,34 +51,62 @@ def join_recomputed(closed: jc.ClosedJaxpr, recomputes: Sequence[bool]) -> jc.Cl
 # Which values are equal
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Loop:
     """A scan of the forward, the scans that repeat it, and the one body that computes for all of them."""
 
     body: _Level
-    carry: list[int]  # numbers inside of the body
+    carry: list[int]  # numbers in the body
     xs: dict[int, int]  # number of a stacked operand -> of its slice in the body
-    ys: dict[int, int]  # number of a slice in the body -> of the stacked result
+    outs: list[int]  # numbers in the body of what the forward's scan returns
+    ys: dict[int, tuple[Any, int]]  # number in the body -> who holds it there, number of the stacked result
+
+    def copy(self) -> _Loop:
+        """The same, to be extended on trial."""
+        return replace(self, body=self.body.copy(), xs=dict(self.xs), ys=dict(self.ys))
+
+    @property
+    def repeated(self) -> bool:
+        """Whether a scan was found that repeats this one."""
+        return any(self.body.recomputes)
+
+    def slice_of(self, number: int) -> int:
+        """The number in the body of a slice of a stacked value, which may be a result of the loop."""
+        for inner, (_, outer) in self.ys.items():
+            if outer == number:
+                return inner
+        return self.xs.setdefault(number, self.body.new())
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Shared:
+    """What the program and all loop bodies have in common."""
+
+    fresh: Iterator[int]
+    literals: dict[Hashable, int]
+    constants: dict[int, Any]  # literals and captured arrays by number
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Level:
     """The equations of the program, or of a loop's body, and the numbers of their values."""
 
-    fresh: Iterator[int]
-    table: _Table
+    shared: _Shared
+    outer: _Level | None = None
+    table: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
+    varying: set[int] = field(default_factory=set)  # values that differ between the iterations of this body
     numbers: dict[jc.Var, int] = field(default_factory=dict)
     eqns: list[jc.JaxprEqn] = field(default_factory=list)
     recomputes: list[bool] = field(default_factory=list)
     made_at: dict[int, int] = field(default_factory=dict)
-    loops: dict[int, _Loop] = field(default_factory=dict)
-    """By number of the forward's scan equation."""
+    loops: dict[int, _Loop] = field(default_factory=dict)  # by index of the forward's scan equation
 
     def copy(self) -> _Level:
         """The same, to be extended on trial."""
-        return _Level(
-            fresh=self.fresh,
-            table=ChainMap({}, self.table),
+        return replace(
+            self,
+            table=dict(self.table),
+            varying=set(self.varying),
             numbers=dict(self.numbers),
             eqns=list(self.eqns),
             recomputes=list(self.recomputes),
@@ -86,102 +114,109 @@ class _Level:
             loops=dict(self.loops),
         )
 
+    def new(self) -> int:
+        """A number that no value has."""
+        return next(self.shared.fresh)
+
     def number(self, atom: Any) -> int:
         """The number of a variable or literal."""
         if isinstance(atom, jc.Literal):
-            key = ("literal", *_literal_key(atom))
-            return self.table.setdefault(key, (next(self.fresh),))[0]
+            return self._constant(("literal", *_literal_key(atom)), atom.val)
         return self.numbers[atom]
+
+    def _constant(self, key: Hashable, value: Any) -> int:
+        number = self.shared.literals.setdefault(key, self.new())
+        self.shared.constants[number] = value
+        return number
+
+    def enter(self, closed: jc.ClosedJaxpr, inputs: Sequence[int], *, recompute: bool) -> list[int]:
+        """Add the equations of a body to this level; the numbers of its results."""
+        jaxpr, consts = jc.open_jaxpr(closed)
+        for v, value in zip(jaxpr.constvars, consts, strict=True):
+            self.numbers[v] = self._constant(("captured", id(value)), value)
+        self.numbers.update(zip(jaxpr.invars, inputs, strict=True))
+        self.add(jaxpr.eqns, [recompute] * len(jaxpr.eqns))
+        return [self.number(atom) for atom in jaxpr.outvars]
 
     def add(self, eqns: Sequence[jc.JaxprEqn], recomputes: Sequence[bool]) -> None:
         """Number the results of further equations."""
         for eqn, recompute in zip(eqns, recomputes, strict=True):
-            index = len(self.eqns)
-            self.eqns.append(eqn)
-            self.recomputes.append(recompute)
             results = self._results(eqn, recompute)
             self.numbers.update(zip(eqn.outvars, results, strict=True))
             for number in results:
-                self.made_at.setdefault(number, index)
+                self.made_at.setdefault(number, len(self.eqns))
+            self.eqns.append(eqn)
+            self.recomputes.append(recompute)
 
     def _results(self, eqn: jc.JaxprEqn, recompute: bool) -> Sequence[int]:
         operands = [self.number(atom) for atom in eqn.invars]
         if _changes_nothing(eqn):
             return operands
-        new = tuple(next(self.fresh) for _ in eqn.outvars)
-        if eqn.effects:
-            return new
+        new = tuple(self.new() for _ in eqn.outvars)
         key = (eqn.primitive, _params_key(eqn.params), tuple(operands))
-        if key in self.table:
-            return self.table[key]
-        if not recompute:
-            self.table[key] = new
-        elif eqn.primitive.name == "scan":
-            return self._join_scan(eqn, operands) or new
+        # What does not vary is the same outside of the loop: JAX recomputes it there, once for all iterations.
+        level = self
+        while level.outer is not None and level.varying.isdisjoint(operands):
+            level = level.outer
+        if not eqn.effects and key in level.table:
+            return level.table[key]
+        if recompute:
+            joined = self._join_scan(jc.loop_of(eqn), operands) if eqn.primitive.name == "scan" else None
+            new = tuple(joined or new)
+        elif not eqn.effects:
+            level.table[key] = new
+            if eqn.primitive.name == "scan":
+                self.loops[len(self.eqns)] = self._loop(jc.loop_of(eqn), operands, new)
+        level.varying.update(new)
         return new
 
-    def _join_scan(self, eqn: jc.JaxprEqn, operands: Sequence[int]) -> Sequence[int] | None:
+    # Scans that repeat a scan
+
+    def _join_scan(self, scan: jc.Loop, operands: Sequence[int]) -> Sequence[int] | None:
         """The numbers of a recomputed scan's results, if a scan of the forward can compute them too."""
-        for index, other in enumerate(self.eqns):
-            if other.primitive.name == "scan" and not self.recomputes[index]:
-                loop = self.loops.get(index) or self._loop(other)
-                joined = self._join(index, loop, eqn, operands)
-                if joined is not None:
-                    self.loops[index], results = joined
-                    return results
+        consts, carry, xs = _split(scan, operands)
+        for index, loop in self.loops.items():
+            other = self.eqns[index]
+            forward = jc.loop_of(other)
+            starts = _split(forward, [self.number(atom) for atom in other.invars])[1]
+            places = _places(carry, starts)
+            # Read in the body, or stacked by it: such values are there although they are made later outside.
+            stacked = {outer for _, outer in loop.ys.values()}
+            late = {n for n, i in self.made_at.items() if i >= index}
+            in_time = late.isdisjoint({*consts} - {*loop.body.made_at}) and late.isdisjoint({*xs} - stacked)
+            if places is None or not in_time or (scan.length, scan.reverse) != (forward.length, forward.reverse):
+                continue
+            trial = loop.copy()
+            ys = self._repeat(trial, places, scan, consts, xs)
+            if ys is not None:
+                self.loops[index] = trial
+                return [*(self.numbers[other.outvars[k]] for k in places), *ys]
         return None
 
-    def _loop(self, eqn: jc.JaxprEqn) -> _Loop:
-        """A scan of the forward, its body numbered; what it reads in every iteration keeps its number inside."""
-        scan = jc.loop_of(eqn)
-        jaxpr, _ = jc.open_jaxpr(scan.body)
-        consts, carry, xs = _split(scan, [self.number(atom) for atom in eqn.invars])
-        inner_carry, inner_xs = ([next(self.fresh) for _ in part] for part in (carry, xs))
-        body = _Level(fresh=self.fresh, table=ChainMap({}, self.table))
-        body.bind(scan.body, [*consts, *inner_carry, *inner_xs])
-        body.add(jaxpr.eqns, [False] * len(jaxpr.eqns))
-        results = [self.number(v) for v in eqn.outvars]
-        inner_ys = [body.number(atom) for atom in jaxpr.outvars[scan.num_carry :]]
-        return _Loop(
-            body=body,
-            carry=inner_carry,
-            xs=dict(zip(xs, inner_xs, strict=True)),
-            ys=dict(zip(inner_ys, results[scan.num_carry :], strict=True)),
-        )
-
-    def bind(self, closed: jc.ClosedJaxpr, numbers: Sequence[int]) -> None:
-        """Number the inputs of a body; its constants, if it has any, are values of their own."""
-        jaxpr, _ = jc.open_jaxpr(closed)
-        assert not jaxpr.constvars, "the bodies of a normalised step have no constants"
-        self.numbers.update(zip(jaxpr.invars, numbers, strict=True))
-
-    def _join(
-        self, index: int, loop: _Loop, eqn: jc.JaxprEqn, operands: Sequence[int]
-    ) -> tuple[_Loop, list[int]] | None:
-        scan, forward = jc.loop_of(eqn), jc.loop_of(self.eqns[index])
-        if (scan.length, scan.reverse) != (forward.length, forward.reverse):
-            return None
+    def _loop(self, scan: jc.Loop, operands: Sequence[int], results: Sequence[int]) -> _Loop:
+        """A scan of the forward; what all its iterations read keeps its number inside."""
         consts, carry, xs = _split(scan, operands)
-        if any(self.made_at.get(number, -1) >= index for number in (*consts, *xs)):
+        inner_carry = [self.new() for _ in carry]
+        inner_xs = {number: self.new() for number in xs}
+        body = _Level(shared=self.shared, outer=self, varying={*inner_carry, *inner_xs.values()})
+        inputs = [*consts, *inner_carry, *(inner_xs[n] for n in xs)]
+        outs = body.enter(scan.body, inputs, recompute=False)
+        holders = zip(outs, _results_of(scan), results, strict=True)
+        ys = {inner: (atom, outer) for inner, atom, outer in list(holders)[scan.num_carry :]}
+        return _Loop(body=body, carry=inner_carry, xs=inner_xs, outs=outs, ys=ys)
+
+    def _repeat(
+        self, loop: _Loop, places: Sequence[int], scan: jc.Loop, consts: Sequence[int], xs: Sequence[int]
+    ) -> list[int] | None:
+        """Let the loop compute what `scan` does: the numbers of its stacked results; None if the carries differ."""
+        slices = [loop.slice_of(number) for number in xs]
+        loop.body.varying.update(slices)
+        inputs = [*consts, *(loop.carry[k] for k in places), *slices]
+        outs = loop.body.enter(scan.body, inputs, recompute=True)
+        if [loop.outs[k] for k in places] != outs[: scan.num_carry]:
             return None
-        inits = [self.number(a) for a in self.eqns[index].invars[forward.num_consts :][: forward.num_carry]]
-        places = _places(carry, inits)
-        if places is None:
-            return None
-        loop = _Loop(body=loop.body.copy(), carry=loop.carry, xs=dict(loop.xs), ys=dict(loop.ys))
-        for number in xs:
-            if number not in loop.xs:
-                loop.xs[number] = next(self.fresh)
-        jaxpr, _ = jc.open_jaxpr(scan.body)
-        loop.body.bind(scan.body, [*consts, *(loop.carry[k] for k in places), *(loop.xs[n] for n in xs)])
-        loop.body.add(jaxpr.eqns, [True] * len(jaxpr.eqns))
-        outs = [loop.body.number(atom) for atom in jaxpr.outvars]
-        body, _ = jc.open_jaxpr(forward.body)
-        if any(loop.body.number(body.outvars[k]) != n for k, n in zip(places, outs)):
-            return None
-        results = [self.number(self.eqns[index].outvars[k]) for k in places]
-        results += [loop.ys.setdefault(n, next(self.fresh)) for n in outs[scan.num_carry :]]
-        return loop, results
+        holders = list(zip(outs, _results_of(scan), strict=True))[scan.num_carry :]
+        return [loop.ys.setdefault(inner, (atom, self.new()))[1] for inner, atom in holders]
 
 
 def _split(scan: jc.Loop, operands: Sequence[int]) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
@@ -189,11 +224,15 @@ def _split(scan: jc.Loop, operands: Sequence[int]) -> tuple[Sequence[int], Seque
     return operands[: scan.num_consts], operands[scan.num_consts : border], operands[border:]
 
 
-def _places(carry: Sequence[int], inits: Sequence[int]) -> list[int] | None:
-    """For each carried value of a scan, the place of one with the same start in another, in order."""
+def _results_of(scan: jc.Loop) -> list[Any]:
+    return jc.open_jaxpr(scan.body)[0].outvars
+
+
+def _places(carry: Sequence[int], starts: Sequence[int]) -> list[int] | None:
+    """For each carried value of a scan, the first place of one with the same start in another that is still free."""
     places: list[int] = []
     for number in carry:
-        free = [k for k, init in enumerate(inits) if init == number and k not in places]
+        free = [k for k, start in enumerate(starts) if start == number and k not in places]
         if not free:
             return None
         places.append(free[0])
@@ -203,8 +242,8 @@ def _places(carry: Sequence[int], inits: Sequence[int]) -> list[int] | None:
 def _changes_nothing(eqn: jc.JaxprEqn) -> bool:
     """Whether the results are the operands: JAX puts such equations around what it recomputes."""
     if eqn.primitive.name == "reduce_precision":
-        finfo = np.finfo(eqn.invars[0].aval.dtype)  # type: ignore[attr-defined]
-        return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (finfo.iexp, finfo.nmant)
+        finfo: Any = jnp.finfo(eqn.invars[0].aval.dtype)  # type: ignore[attr-defined]
+        return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (finfo.nexp, finfo.nmant)
     return eqn.primitive.name in ("optimization_barrier", "name")
 
 
@@ -237,14 +276,14 @@ def _jaxpr_key(value: Any) -> Hashable:
     eqns: list[Hashable] = []
     for eqn in jaxpr.eqns:
         eqns.append((eqn.primitive, _params_key(eqn.params), *(read(atom) for atom in eqn.invars)))
-        numbers.update((v, len(numbers) + k) for k, v in enumerate(eqn.outvars))
-    inputs = tuple((v.aval.shape, v.aval.dtype) for v in jaxpr.invars)
+        numbers.update({v: len(numbers) + k for k, v in enumerate(eqn.outvars)})
+    inputs = tuple(str(v.aval) for v in jaxpr.invars)
     return (inputs, tuple(id(c) for c in consts), tuple(eqns), *(read(atom) for atom in jaxpr.outvars))
 
 
 def _literal_key(atom: jc.Literal) -> tuple[Hashable, ...]:
     value = np.asarray(atom.val)
-    return (atom.aval.dtype, value.shape, value.tobytes())
+    return (value.dtype, value.shape, value.tobytes())
 
 
 # The program on values
@@ -258,43 +297,41 @@ class _Evaluation:
         self.known = known
         self.env: dict[jc.Var, Any] = {}
 
-    def run(self, outvars: Sequence[Any]) -> list[Any]:
-        for index, eqn in enumerate(self.level.eqns):
-            numbers = [self.level.numbers[v] for v in eqn.outvars]
-            if self.level.recomputes[index] and not eqn.effects and all(n in self.known for n in numbers):
-                results = [self.known[n] for n in numbers]
-            elif index in self.level.loops:
-                results = self._run_joined(eqn, self.level.loops[index])
-            else:
-                results = jc.bind_equation(eqn, [self._read(atom) for atom in eqn.invars])
-            self.env.update(zip(eqn.outvars, results, strict=True))
-            for number, value in zip(numbers, results, strict=True):
-                self.known.setdefault(number, value)
-        return [self._read(atom) for atom in outvars]
-
-    def _read(self, atom: Any) -> Any:
+    def read(self, atom: Any) -> Any:
+        """The value of a variable or literal."""
         if isinstance(atom, jc.Literal):
             return atom.val
         return self.env[atom] if atom in self.env else self.known[self.level.numbers[atom]]
 
-    def _run_joined(self, eqn: jc.JaxprEqn, loop: _Loop) -> list[Any]:
-        """Run a scan of the forward with what its repetitions return besides."""
+    def run(self) -> None:
+        """Evaluate every equation that nothing before it has computed."""
+        for index, eqn in enumerate(self.level.eqns):
+            numbers = [self.level.numbers[v] for v in eqn.outvars]
+            if self.level.recomputes[index] and not eqn.effects and all(n in self.known for n in numbers):
+                results = [self.known[n] for n in numbers]
+            elif index in self.level.loops and self.level.loops[index].repeated:
+                results = self._run_loop(eqn, self.level.loops[index])
+            else:
+                results = jc.bind_equation(eqn, [self.read(atom) for atom in eqn.invars])
+            self.env.update(zip(eqn.outvars, results, strict=True))
+            for number, value in zip(numbers, results, strict=True):
+                self.known.setdefault(number, value)
+
+    def _run_loop(self, eqn: jc.JaxprEqn, loop: _Loop) -> list[Any]:
+        """Run a scan of the forward together with those that repeat it."""
         scan = jc.loop_of(eqn)
-        jaxpr, _ = jc.open_jaxpr(scan.body)
-        forward_ys = len(jaxpr.outvars) - scan.num_carry
-        inner_ys = list(loop.ys)
 
         def body(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             inside = dict(zip([*loop.carry, *loop.xs.values()], [*carry, *xs], strict=True))
             evaluation = _Evaluation(loop.body, self.known | inside)
-            outs = evaluation.run(jaxpr.outvars)
-            return outs[: scan.num_carry], [*outs[scan.num_carry :], *(evaluation.known[n] for n in inner_ys)]
+            evaluation.run()
+            outs = [evaluation.read(atom) for atom in _results_of(scan)[: scan.num_carry]]
+            return outs, [evaluation.read(atom) for atom, _ in loop.ys.values()]
 
-        inits = [self._read(atom) for atom in eqn.invars[scan.num_consts :][: scan.num_carry]]
-        xs = [self._number_value(eqn, number) for number in loop.xs]
+        starts = [self.read(atom) for atom in eqn.invars[scan.num_consts :][: scan.num_carry]]
+        xs = [self.known[number] for number in loop.xs]
         with jc.under_scope_of(eqn):
-            carry, ys = lax.scan(
-                body, inits, xs, length=scan.length, reverse=scan.reverse, unroll=scan.unroll
-            )
-        self.known.update(zip((loop.ys[n] for n in inner_ys), ys[forward_ys:], strict=True))
-        return [*carry, *ys[:forward_ys]]
+            carry, stacked = lax.scan(body, starts, xs, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
+        self.known.update(zip((outer for _, outer in loop.ys.values()), stacked, strict=True))
+        ys = dict(zip(loop.ys, stacked, strict=True))
+        return [*carry, *(ys[inner] for inner in loop.outs[scan.num_carry :])]
