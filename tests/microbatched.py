@@ -42,8 +42,8 @@ def hidden(p, x):
     return jnp.tanh(x @ p["a"] + p["b"])
 
 
-def split(step: Any, *args: Any, batch: tuple[int, ...] = (1,), microbatches: int = 4, **options: Any) -> Any:
-    """The microbatched step and the flat arguments."""
+def traces(step: Any, *args: Any, batch: tuple[int, ...] = (1,)) -> Any:
+    """The step traced at the batch and at twice the batch, the positions of the batch's leaves, and all leaves."""
     leaves, tree = jax.tree.flatten(args)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     owner = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
@@ -54,6 +54,12 @@ def split(step: Any, *args: Any, batch: tuple[int, ...] = (1,), microbatches: in
 
     twice = [jnp.concatenate([v, v]) if i in batch_inputs and v.ndim else v for i, v in enumerate(leaves)]
     full, doubled = (normalize(jax.make_jaxpr(flat)(*values)) for values in (leaves, twice))
+    return full, doubled, batch_inputs, leaves
+
+
+def split(step: Any, *args: Any, batch: tuple[int, ...] = (1,), microbatches: int = 4, **options: Any) -> Any:
+    """The microbatched step and the flat arguments."""
+    full, doubled, batch_inputs, leaves = traces(step, *args, batch=batch)
     result = split_batch(full, doubled, batch_inputs=batch_inputs, num_microbatches=microbatches, **options)
     return result, leaves
 
