@@ -66,7 +66,7 @@ class UpdateWaves:
             if self._runs_once(i) or (eqn.primitive is accumulate_p and self._is_alias(i)):
                 groups[i] = needed
             readers = [groups[i]] if i in groups else []
-            if kinds & {Region.FORWARD, Region.BACKWARD, Region.FREE}:
+            if kinds & {Region.FORWARD, Region.BACKWARD, Region.FREE} and i not in self.placement.deferred:
                 readers.append(self.regions.rounds[i])
             if readers:
                 for v in _operands(eqn):
