@@ -42,7 +42,7 @@ def emit_task(graph: StageGraph, task: StageTask, *, read: frozenset[str]) -> Em
         return _emit_single(task, read, micro)
     totals = [a for a in task.accumulations if a.kind != "concatenate"]
     parts = {a.operand for a in task.accumulations if a.kind == "concatenate"}
-    handed_on = [n for n in task.outputs if n in read or n in parts or task.kind == "U"]
+    handed_on = [n for n in _made(task) if n in read or n in parts or task.kind == "U"]
     function = jc.jaxpr_as_fun(task.jaxpr)
     num_inputs = len(task.inputs)
 
@@ -66,7 +66,7 @@ def emit_task(graph: StageGraph, task: StageTask, *, read: frozenset[str]) -> Em
 
 def _emit_single(task: StageTask, read: frozenset[str], micro: frozenset[str]) -> EmittedTask:
     """One microbatch: its parts are the completed values."""
-    outputs = [(n, n) for n in task.outputs if n in read or task.kind == "U"]
+    outputs = [(n, n) for n in _made(task) if n in read or task.kind == "U"]
     outputs += [(a.operand, a.result) for a in task.accumulations]
     position = {n: i for i, n in enumerate(task.outputs)}
     function = jc.jaxpr_as_fun(task.jaxpr)
@@ -82,6 +82,11 @@ def _emit_single(task: StageTask, read: frozenset[str], micro: frozenset[str]) -
         outputs=tuple(name for _, name in outputs),
         per_microbatch=micro,
     )
+
+
+def _made(task: StageTask) -> list[str]:
+    """Outputs that are not there already: an input that is accumulated as it is stays the caller's."""
+    return [n for n in task.outputs if n not in task.inputs]
 
 
 def _add(a: Accumulation, total: Any, part: Any, num_microbatches: int) -> Any:
