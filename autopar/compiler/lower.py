@@ -72,7 +72,7 @@ def lower(graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donat
         here = {i.value for i in inputs if i.mesh == number}
         alive = {value for m, value in kept if m == number}
         frozen = alive | {v for v in here if (number, v) not in overwritable}
-        donations = _donations(calls[number], instructions[number], frozen, base)
+        donations = _donations(calls[number], instructions[number], frozen, here - frozen, base)
         executables |= _executables(calls[number], number, plan, base, donations)
         listed = _with_frees(instructions[number], here, alive, executables)
         names = here | {n for i in listed for n in _touched(i)}
@@ -280,9 +280,14 @@ def _donations(
     calls: Sequence[_Call],
     instructions: Sequence[Instruction],
     frozen: set[str],
+    donated: set[str],
     types: Mapping[str, ArrayType],
 ) -> dict[str, tuple[int, ...]]:
-    """Per executable, the inputs that die in every one of its runs and whose buffers an output can take."""
+    """Per executable, the inputs that die in every one of its runs and whose buffers an output can take.
+
+    The caller's `donated` buffers come before what the step made itself: that is freed here in any case, theirs only
+    by taking them.
+    """
     last = _last_uses(instructions)
     dying: dict[str, set[int]] = {}
     for position, i in enumerate(instructions):
@@ -298,7 +303,9 @@ def _donations(
         room = [types[n] for n in emitted.outputs]
         found: list[int] = []
         # Accumulators first: they are written again under their name, so they must be given up.
-        for p in sorted(dying[executable_name(emitted)], key=lambda p: (emitted.inputs[p] not in emitted.outputs, p)):
+        inputs, written = emitted.inputs, set(emitted.outputs)
+        dead = dying[executable_name(emitted)]
+        for p in sorted(dead, key=lambda p: (inputs[p] not in written, inputs[p] not in donated, p)):
             if types[emitted.inputs[p].partition("@")[0]] in room:
                 room.remove(types[emitted.inputs[p].partition("@")[0]])
                 found.append(p)
