@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax._src import source_info_util  # name stacks and user frames have no public reader
+from jax._src import (
+    effects,  # whether an effect is ordered is asked of its kind, and the kinds are private
+    source_info_util,  # name stacks and user frames have no public reader
+)
 from jax._src.interpreters import partial_eval  # dead code inside loops has no public remover
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from jax.interpreters import mlir
@@ -123,6 +126,16 @@ def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
         yield eqn
         for sub in subjaxprs(eqn):
             yield from all_equations(sub)
+
+
+def keeps_order(eqn: JaxprEqn) -> bool:
+    """Whether the equation's side effects happen in program order, as the kind of its effect says."""
+    return any(effects.ordered_effects.contains(effect) for effect in eqn.effects)
+
+
+def runs_on_one_device(eqn: JaxprEqn) -> bool:
+    """Whether the equation keeps an order that JAX can keep on a single device only."""
+    return keeps_order(eqn) and not all(effects.shardable_ordered_effects.contains(effect) for effect in eqn.effects)
 
 
 def jaxpr_effects(jaxpr: Any) -> frozenset[Any]:

@@ -10,6 +10,10 @@ What comes before the plan decides; what comes after it only carries out.
 
 from __future__ import annotations
 
+import math
+
+from jax.sharding import PartitionSpec
+
 from autopar.compiler.lower import lower
 from autopar.compiler.plan_by_hand import plan_by_hand
 from autopar.compiler.prepare import prepare, stage_graph
@@ -18,8 +22,9 @@ from autopar.compiler.trace import Trace, trace_step
 from autopar.compiler.user_wishes import check_callbacks
 from autopar.compiler.whole_step import whole_step_program
 from autopar.errors import PlanMismatch
+from autopar.instructions import listed, spec_axes
 from autopar.options import Method
-from autopar.plan import Plan
+from autopar.plan import MeshPlan, Plan
 from autopar.program import Program
 
 __all__ = ["check_plan", "cut_step", "lower_step", "make_plan", "trace_step"]
@@ -44,16 +49,27 @@ def check_plan(plan: Plan, trace: Trace, *, num_devices: int) -> None:
     needed = max(max(mesh.devices) for mesh in plan.meshes) + 1
     if needed > num_devices:
         raise PlanMismatch(
-            f"The plan uses {plan.num_devices} devices numbered up to {needed - 1}, there are {num_devices}. Run it "
-            "where "
-            f"there are {needed} devices, or make a plan for {num_devices}."
+            f"The plan uses {plan.num_devices} devices numbered up to {needed - 1}, there are {num_devices}. "
+            f"Run it where there are {needed} devices, or make a plan for {num_devices}."
         )
-    names = {leaf.name for leaf in trace.inputs}
-    unknown = sorted(set(plan.input_specs) - names)
-    if unknown:
+    shapes = {leaf.name: leaf.aval.shape for leaf in trace.inputs}
+    for name, spec in sorted(plan.input_specs.items()):
+        if name not in shapes:
+            raise PlanMismatch(
+                f"The plan gives a spec to {name!r}, which is no input of {trace.name}. Its inputs are "
+                f"{listed(tuple(sorted(shapes)))}. Use one of these names, or leave the spec out."
+            )
+        for mesh in plan.meshes:
+            _check_spec_fits(name, shapes[name], spec, mesh)
+
+
+def _check_spec_fits(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: MeshPlan) -> None:
+    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    parts = [math.prod(sizes.get(axis, 1) for axis in spec_axes(entry)) for entry in spec]
+    if len(parts) > len(shape) or any(size % count for size, count in zip(shape, parts)):
         raise PlanMismatch(
-            f"The plan gives a spec to {unknown[0]!r}, which is no input of {trace.name}. Its inputs are named like "
-            f"{sorted(names)[0]!r}."
+            f"The plan splits {name}, of shape {shape}, by {spec} over a mesh of {sizes}. Every entry needs an axis of "
+            "the array, whose size it divides: give another spec, or make a new plan."
         )
 
 
@@ -66,7 +82,17 @@ def cut_step(trace: Trace, plan: Plan) -> StageGraph:
         batch_statistics=plan.batch_statistics,
         random=plan.random,
     )
-    return stage_graph(prepared, plan)
+    graph = stage_graph(prepared, plan)
+    for name, spec in sorted(plan.cut_specs.items()):
+        if name not in graph.values:
+            crossing = listed(tuple(sorted(graph.crossing())))
+            raise PlanMismatch(
+                f"The plan gives a spec to {name!r}, which is no value between the stages of {trace.name}. These are "
+                f"{crossing}. Use one of these names, or leave the spec out."
+            )
+        for mesh in plan.meshes:
+            _check_spec_fits(name, graph.values[name].shape, spec, mesh)
+    return graph
 
 
 def lower_step(trace: Trace, plan: Plan) -> Program:

@@ -1,5 +1,4 @@
-"""Say of every equation of a microbatched step when it runs: for each microbatch (forward or backward), or once per
-step.
+"""Say of every equation of a microbatched step when it runs: for each microbatch, forward or backward, or once.
 
     MicrobatchedStep -> Regions
 
@@ -7,10 +6,10 @@ The step's jaxpr describes one microbatch; an `accumulate` equation completes a 
 that depends on the microbatch, other than through an `accumulate`, runs per microbatch, and what depends on completed
 values runs once: that is the update. Per microbatch, an equation is
 
-    forward   made by differentiation's forward pass (name stack `jvp(...)`), or reading only such values backward
-    made by transposition (`transpose(jvp(...))`), or reading such values free      of either, but reading no
-    activation: casts of parameters, masks, dropout draws. It has no place of its own
-              and is computed on whichever stage needs it.
+    forward   made by differentiation's forward pass (name stack `jvp(...)`), or reading only such values
+    backward  made by transposition (`transpose(jvp(...))`), or reading such values
+    free      of either, but reading no activation: casts of parameters, masks, dropout draws. It has no place of its
+              own and is computed on whichever stage needs it.
 
 A *round* is one sweep of all microbatches; a step that takes a second gradient with what the first one updated (a GAN)
 has two.

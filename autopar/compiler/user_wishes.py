@@ -1,5 +1,4 @@
-"""What a user wrote into the model about places and order: sharding constraints and callbacks, checked and carried
-over.
+"""Check what a user wrote into the model about places and order, and carry it over: sharding constraints, callbacks.
 
 A `with_sharding_constraint` names the axes of a mesh that the user made. A stage has a mesh of its own, so the
 constraint moves to the axes of the same names there. Callbacks that must keep an order need one executable that all of
@@ -20,16 +19,19 @@ from autopar.plan import MeshPlan, Plan
 
 
 def check_callbacks(trace: Trace, plan: Plan) -> None:
-    """Raise `Unsupported` for ordered callbacks in a step that becomes several executables."""
-    if plan.num_stages == 1 and plan.num_microbatches == 1:
-        return
+    """Raise `Unsupported` for ordered callbacks in several executables, or on more devices than JAX can order."""
+    several = plan.num_stages > 1 or plan.num_microbatches > 1
     for eqn in jc.all_equations(trace.jaxpr):
-        if eqn.params.get("ordered"):
+        if several and jc.keeps_order(eqn):
             raise Unsupported(
                 f"The step calls Python in order, by {jc.describe(eqn)}, and the plan has {plan.num_stages} stages and "
                 f"{plan.num_microbatches} microbatches, which have no common order. Use ordered=False, or one stage "
-                "and "
-                "one microbatch."
+                "and one microbatch."
+            )
+        if plan.num_devices > 1 and jc.runs_on_one_device(eqn):
+            raise Unsupported(
+                f"The step calls Python in order, by {jc.describe(eqn)}, which JAX supports on one device only; the "
+                f"plan has {plan.num_devices}. Use ordered=False, or pass `devices=` with one."
             )
 
 
