@@ -117,11 +117,9 @@ class Arguments:
             hash(value)
         except TypeError:
             raise InvalidArgument(
-                f"Static argument {where!r} of {self.name} is a {type(value).__name__}, which cannot be hashed. The "
-                "step "
-                "is compiled once for each static value, so it must be hashable: pass a tuple or a frozen dataclass, "
-                "or "
-                "make it a traced argument."
+                f"Static argument {where!r} of {self.name} is a {type(value).__name__}, which cannot be hashed. "
+                "The step is compiled once for each static value, so it must be hashable: pass a tuple or a frozen "
+                "dataclass, or make it a traced argument."
             ) from None
         return value
 
@@ -179,13 +177,13 @@ def _takes_any(fun: Callable[..., Any]) -> bool:
 
 def leaf_type(leaf: Any) -> tuple[Any, Any, bool]:
     """What a compiled step depends on of an argument: shape, dtype, and whether the dtype is a Python number's."""
-    if hasattr(leaf, "dtype"):
-        return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+        return (leaf.shape, leaf.dtype, leaf.weak_type)
     try:
-        aval = jax.typeof(leaf)
+        aval = jax.typeof(leaf)  # of numpy's 64 bits it keeps what JAX is set to keep
     except TypeError:  # no array: tracing names it
         return ((), type(leaf), False)
-    return (aval.shape, aval.dtype, True)
+    return (aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False)))
 
 
 def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,157 @@
+"""Arguments are sorted alike however they are passed, and calls that differ in what matters have other keys."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.arguments import ArgumentRoles, Arguments, abstract
+from autopar.errors import InvalidArgument
+
+
+def step(state, batch, scale=1.0, *, train=True):
+    return state, batch, scale, train
+
+
+def arguments(fun: Any = step, **roles: Any) -> Arguments:
+    return Arguments(fun, ArgumentRoles(**roles))
+
+
+CALLS = {
+    "by position": ((1.0, 2.0, 3.0), {}),
+    "batch by name": ((1.0,), {"batch": 2.0, "scale": 3.0}),
+    "all by name": ((), {"scale": 3.0, "batch": 2.0, "state": 1.0}),
+    "with a default": ((1.0, 2.0), {}),
+}
+
+
+@pytest.mark.parametrize(("args", "kwargs"), CALLS.values(), ids=CALLS)
+def test_flat_function_gives_what_the_call_gives(args, kwargs):
+    sorter = arguments()
+    call = sorter.split(args, kwargs)
+    assert sorter.call_flat(call)(*call.leaves) == step(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("args", "kwargs"), CALLS.values(), ids=CALLS)
+def test_leaves_are_named_after_the_parameters_however_they_are_passed(args, kwargs):
+    sorter = arguments()
+    named = dict(sorter.describe_leaves(sorter.split(args, kwargs)))
+    assert named == {n: i for i, n in enumerate(("state", "batch", "scale")) if n in named}
+    assert {"state", "batch"} <= set(named)
+
+
+def test_names_are_key_paths_in_the_order_of_the_leaves():
+    sorter = arguments()
+    call = sorter.split(({"b": [1.0, 2.0], "a": 3.0}, (4.0, None)), {"extra": {"x": 5.0}})
+    described = sorter.describe_leaves(call)
+    assert described == [
+        ("state['a']", 0),
+        ("state['b'][0]", 0),
+        ("state['b'][1]", 0),
+        ("batch[0]", 1),
+        ("extra['x']", None),
+    ]
+    assert call.leaves == [3.0, 1.0, 2.0, 4.0, 5.0]
+
+
+STATIC = {
+    "by number, passed by position": ({"static_argnums": 2}, (1.0, 2.0, "big"), {}),
+    "by number, passed by name": ({"static_argnums": 2}, (1.0, 2.0), {"scale": "big"}),
+    "by negative number": ({"static_argnums": -1}, (1.0, 2.0, "big"), {}),
+    "by name, passed by position": ({"static_argnames": ("scale",)}, (1.0, 2.0, "big"), {}),
+    "by name, passed by name": ({"static_argnames": ("scale",)}, (1.0, 2.0), {"scale": "big"}),
+}
+
+
+@pytest.mark.parametrize(("roles", "args", "kwargs"), STATIC.values(), ids=STATIC)
+def test_static_arguments_are_set_apart_however_they_are_named_and_passed(roles, args, kwargs):
+    sorter = arguments(**{k: (v,) if isinstance(v, int) else v for k, v in roles.items()})
+    call = sorter.split(args, kwargs)
+    assert [value for _, value in call.static] == ["big"] and call.leaves == [1.0, 2.0]
+    assert sorter.call_flat(call)(*call.leaves) == (1.0, 2.0, "big", True)
+
+
+def test_batch_is_the_second_argument_by_default():
+    assert arguments().batch == {1}
+    assert arguments(lambda params: params).batch == set()
+    assert arguments(static_argnums=(1,)).batch == set()
+    assert arguments(batch_argnums=(0, -1)).batch == {0, 2}
+
+
+def test_function_without_a_signature_takes_any_number_of_arguments():
+    sorter = arguments(jnp.add, batch_argnums=(0, 5))
+    call = sorter.split((1.0, 2.0), {})
+    assert sorter.call_flat(call)(*call.leaves) == 3.0
+
+
+def test_partial_function_is_named_by_its_type_and_counted_without_what_is_bound():
+    sorter = arguments(functools.partial(step, 1.0), donate_argnums=(0,))
+    assert sorter.name == "partial"
+    assert sorter.describe_leaves(sorter.split((2.0,), {})) == [("batch", 0)]
+
+
+X = jnp.ones((4, 2))
+SAME = {
+    "other numbers": ((X, 2.0), (X + 1, 3.0)),
+    "numpy and jax": ((X, 2.0), (np.ones((4, 2), np.float32), 2.0)),
+    "numpy's 64 bits": ((X, 2.0), (np.ones((4, 2)), 2.0)),
+    "numpy's scalars": ((X, np.int64(2)), (X, jnp.int32(2))),
+    "truth values": ((X, True), (X, jnp.array(False))),
+    "abstract": ((X, 2.0), (jax.ShapeDtypeStruct(X.shape, X.dtype), 2.0)),
+}
+OTHER = {
+    "shape": ((X, 2.0), (X[:2], 2.0)),
+    "dtype": ((X, 2.0), (X.astype(jnp.int32), 2.0)),
+    "structure": ((X, 2.0), ([X], 2.0)),
+    "kind of number": ((X, 2.0), (X, 2)),
+    "strong and weak type": ((X, 2.0), (X, jnp.float32(2.0))),
+    "position and name": ((X, 2.0), (X,)),
+    "static value": ((X, 2.0, 1), (X, 2.0, 2)),
+}
+
+
+@pytest.mark.parametrize(("one", "two"), SAME.values(), ids=SAME)
+def test_calls_that_one_compiled_step_serves_have_equal_keys(one, two):
+    sorter = arguments(static_argnums=(2,))
+    assert sorter.split(one, {}).key() == sorter.split(two, {}).key()
+
+
+@pytest.mark.parametrize(("one", "two"), OTHER.values(), ids=OTHER)
+def test_calls_that_need_a_step_of_their_own_have_other_keys(one, two):
+    sorter = arguments(static_argnums=(2,))
+    rest = {"batch": 2.0} if len(two) == 1 else {}
+    assert sorter.split(one, {}).key() != sorter.split(two, rest).key()
+
+
+def test_key_of_the_next_call_has_arrays_where_the_state_had_numbers():
+    sorter = arguments()
+    first, next_call = sorter.split((0, 2.0), {}), sorter.split((jnp.int32(1), 2.0), {})
+    assert first.key() != next_call.key()
+    assert first.key_of_successor({0}) == next_call.key()
+
+
+@pytest.mark.parametrize(
+    ("leaf", "shape", "dtype", "weak"),
+    [
+        (1, (), "int32", True),
+        (True, (), "bool", False),
+        (2.5, (), "float32", True),
+        (np.float32(1), (), "float32", False),
+        (np.arange(3), (3,), "int32", False),
+        (jnp.ones(2, jnp.bfloat16), (2,), "bfloat16", False),
+        (jax.random.key(0), (), "key<fry>", False),
+        (jax.ShapeDtypeStruct((2, 3), jnp.int8), (2, 3), "int8", False),
+    ],
+    ids=repr,
+)
+def test_abstract_value_is_what_jax_will_see(leaf, shape, dtype, weak):
+    aval = abstract(leaf, "x")
+    assert (aval.shape, str(aval.dtype), bool(aval.weak_type)) == (shape, dtype, weak)
+
+
+def test_what_is_no_array_is_refused_by_name():
+    with pytest.raises(InvalidArgument, match=r"state\['text'\] is a str; arrays and numbers are required"):
+        abstract("hello", "state['text']")
