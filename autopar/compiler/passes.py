@@ -77,6 +77,7 @@ def cut_step(trace: Trace, plan: Plan) -> StageGraph:
     """The stages of a plan as programs of their own."""
     prepared = prepare(
         trace,
+        num_layers=plan.num_layers,
         num_microbatches=plan.num_microbatches,
         loop_pieces=plan.loop_pieces,
         batch_statistics=plan.batch_statistics,

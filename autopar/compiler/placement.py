@@ -3,22 +3,24 @@
     Regions, stage of every layer  ->  Placement
 
 - A forward equation lives in its layer's stage. A later round's lives where its operands and parameters live.
-- A backward equation lives on the lowest stage among its activations: residuals stay, only cotangents travel.
+- A backward equation lives on the lowest stage among its activations, each counted where the forward read it last:
+  residuals stay, only cotangents travel.
 - A parameter lives where it is used; used by several stages (tied), it is owned by the first of them, and its gradients
   are accumulated on each stage and added once per step: the `add_any` that joins them is moved behind the accumulation.
-- An update equation lives with its largest placed operand. What derives from scalars only (a learning rate, a clipping
+- An update equation lives with the parameter that it updates, or else with its largest placed operand. What derives from scalars only (a learning rate, a clipping
   factor) is recomputed where needed, so that scalars move and tensors stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from autopar.compiler import jax_compat as jc
+from autopar.compiler.elementwise import Classes, joined_values
 from autopar.compiler.regions import Region, Regions
 
 _LINEAR = {"add_any", "convert_element_type", "transpose", "reshape", "copy", "neg", "squeeze", "mul", "div", "slice"}
@@ -75,6 +77,7 @@ class _Placer:
         self.stages: dict[int, int] = {}
         self.homes: dict[jc.Var, int] = {}
         self.micro_stage: dict[jc.Var, int] = {}  # of activations and cotangents
+        self.reach: dict[jc.Var, int] = {}  # the last stage that an activation is read on in the forward pass
         self.deferred: set[int] = set()
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.consumers: dict[jc.Var, list[int]] = {}
@@ -96,10 +99,18 @@ class _Placer:
             if Region.FORWARD in self.regions.kinds[i]:
                 stage = self.layer_stage.get(i)
                 self._put(i, self._latest(self.eqns[i]) if stage is None else stage)
+        self._find_reach(mine)
         only = {v: min(stages) for v, stages in self._parameter_stages().items() if len(stages) == 1}
         for i in mine:
             if Region.BACKWARD in self.regions.kinds[i]:
                 self._put(i, self._earliest(self.eqns[i], only))
+
+    def _find_reach(self, equations: Iterable[int]) -> None:
+        for i in equations:
+            if Region.FORWARD in self.regions.kinds[i]:
+                for v in _operands(self.eqns[i]):
+                    if v in self.micro_stage:
+                        self.reach[v] = max(self.reach.get(v, self.micro_stage[v]), self.stages[i])
 
     def _put(self, index: int, stage: int) -> None:
         self.stages[index] = stage
@@ -111,8 +122,12 @@ class _Placer:
         return max([*stages, *parameters], default=0)
 
     def _earliest(self, eqn: jc.JaxprEqn, only: Mapping[jc.Var, int]) -> int:
-        """The lowest stage among activations, and parameters that only one stage uses."""
-        stages = [self.micro_stage[v] for v in _operands(eqn) if v in self.micro_stage]
+        """The lowest stage among activations, and parameters that only one stage uses.
+
+        An activation that the forward pass has sent on counts where it was sent last: a weight's gradient is made where
+        the weight is, from the activation that its stage received.
+        """
+        stages = [self.reach.get(v, self.micro_stage[v]) for v in _operands(eqn) if v in self.micro_stage]
         parameters = [only[v] for v in self._origins(_operands(eqn)) if v in only]
         return min([*stages, *parameters], default=self.num_stages - 1)
 
@@ -206,10 +221,26 @@ class _Placer:
             if (Region.STEP in kinds and (last or self.regions.rounds[i] <= round_number + 1)) or i in self.deferred
         ]
         todo = [i for i in todo if i not in self.stages]
+        self._follow_parameters(todo)
         while self._follow_operands(todo) or self._join_consumers(todo):
             todo = [i for i in todo if i not in self.stages]
         if last:
             self._settle_orphans(todo)
+
+    def _follow_parameters(self, todo: Sequence[int]) -> None:
+        """What is joined elementwise with a parameter lives where it lives, also where its gradient is made elsewhere."""
+        joined = Classes()
+        for i in todo:
+            for operand, result in joined_values(self.eqns[i]):
+                joined.join(operand, result)
+        homes: dict[Hashable, int] = {}
+        for v in self.inputs & self.homes.keys():
+            homes[joined.find(v)] = min(self.homes[v], homes.get(joined.find(v), self.num_stages))
+        for i in todo:
+            stages = [homes[c] for v in self.eqns[i].outvars if (c := joined.find(v)) in homes]
+            if stages:
+                self._read(i)
+                self._settle(i, min(stages))
 
     def _follow_operands(self, todo: Sequence[int]) -> bool:
         moved = False

@@ -13,7 +13,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from autopar.compiler.cut_forward import cut_forward, group_layers
-from autopar.compiler.prepare import PreparedStep, layer_loop_lengths, prepare, stage_graph
+from autopar.compiler.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
 from autopar.compiler.trace import Trace
 from autopar.compiler.value_specs import batch_spec, microbatch_rows, rows_axis
 from autopar.errors import InvalidArgument
@@ -84,9 +84,10 @@ def _one_stage(
 
 def _pipeline(trace: Trace, method: PipelineParallel, num_devices: int) -> Plan:
     meshes = _stage_meshes(method, num_devices)
-    pieces = method.num_layers if layer_loop_lengths(trace) else 1
+    pieces = loop_pieces_for(trace, method.num_layers)
     prepared = prepare(
         trace,
+        num_layers=method.num_layers,
         num_microbatches=method.num_microbatches,
         loop_pieces=pieces,
         batch_statistics=method.batch_statistics,
@@ -95,7 +96,8 @@ def _pipeline(trace: Trace, method: PipelineParallel, num_devices: int) -> Plan:
     cuts = cut_forward(prepared.regions, method.num_layers)
     ranges = group_layers(prepared.regions, cuts, method.num_virtual_stages)
     stages = tuple(
-        StagePlan(layers=layers, mesh=s % method.num_stages, remat=method.remat) for s, layers in enumerate(ranges)
+        StagePlan(layers=layers, mesh=s % method.num_stages, remat=method.remat or prepared.recomputes)
+        for s, layers in enumerate(ranges)
     )
     fields: dict[str, Any] = {
         "fingerprint": trace.fingerprint,

@@ -13,6 +13,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from autopar.compiler import jax_compat as jc
+from autopar.compiler.elementwise import Classes, joined_values
 from autopar.compiler.stage_graph import StageGraph, StageTask, Value
 from autopar.plan import MeshPlan, Plan
 from autopar.program import ArrayType
@@ -61,7 +62,7 @@ def microbatch_rows(graph: StageGraph) -> int:
 
 def _state_specs(graph: StageGraph, plan: Plan) -> Mapping[str, PartitionSpec]:
     """Specs of inputs, and of what updates join with them."""
-    joined = _Classes()
+    joined = Classes()
     for task in graph.tasks:
         if task.kind == "U":
             _join_elementwise(task, joined)
@@ -83,37 +84,7 @@ def _state_specs(graph: StageGraph, plan: Plan) -> Mapping[str, PartitionSpec]:
     return {**found, **direct}
 
 
-# Results of the shape of an operand whose axes are not the operand's.
-_MOVES_AXES = {
-    "transpose",
-    "dot_general",
-    "gather",
-    "scatter",
-    "sort",
-    "scan",
-    "while",
-    "cond",
-    "reshape",
-    "concatenate",
-}
-
-
-class _Classes:
-    """Values that are joined, as a union-find forest."""
-
-    def __init__(self) -> None:
-        self.parent: dict[Any, Any] = {}
-
-    def find(self, x: Any) -> Any:
-        while self.parent.get(x, x) != x:
-            x = self.parent[x]
-        return x
-
-    def join(self, a: Any, b: Any) -> None:
-        self.parent[self.find(a)] = self.find(b)
-
-
-def _join_elementwise(task: StageTask, joined: _Classes) -> None:
+def _join_elementwise(task: StageTask, joined: Classes) -> None:
     """Join the operands and results of equal shape of every update equation."""
     jaxpr = task.jaxpr.jaxpr
     names: dict[Any, Any] = dict(zip(jaxpr.invars, task.inputs, strict=True))
@@ -122,17 +93,8 @@ def _join_elementwise(task: StageTask, joined: _Classes) -> None:
         return names.get(v, (task.name, v))
 
     for eqn in jaxpr.eqns:
-        for out in eqn.outvars:
-            if not _shape(out) or eqn.primitive.name in _MOVES_AXES:
-                continue
-            for v in eqn.invars:
-                if isinstance(v, jc.Var) and _shape(v) == _shape(out):
-                    joined.join(node(v), node(out))
+        for operand, result in joined_values(eqn):
+            joined.join(node(operand), node(result))
     for v, name in zip(jaxpr.outvars, task.outputs, strict=True):
         if isinstance(v, jc.Var):
             joined.join(node(v), name)
-
-
-def _shape(v: jc.Var) -> tuple[int, ...]:
-    aval: Any = v.aval
-    return tuple(aval.shape)

@@ -8,6 +8,10 @@ import numpy as np
 
 BATCH = 16  # Four microbatches of four examples, so that a stage of four devices holds one each.
 
+# A bias on all keys of an attention has a gradient of zero, computed as rounding: 1e-17 or so. Adam divides by the
+# gradient's size, and with the usual 1e-8 beside it the update keeps a visible part of that noise.
+ADAM_EPS = 1e-5
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:

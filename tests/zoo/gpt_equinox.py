@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tests.zoo.case import BATCH, Case, draw
+from tests.zoo.case import ADAM_EPS, BATCH, Case, draw
 
 VOCABULARY, LENGTH, WIDTH, LAYERS = 32, 8, 16, 4
 
@@ -57,7 +57,7 @@ def loss_fn(model, tokens):
 
 def make() -> tuple[Any, ...]:
     params, static = eqx.partition(GPT(jax.random.key(30)), eqx.is_inexact_array)
-    tx = optax.adamw(1e-2)
+    tx = optax.adamw(1e-2, eps=ADAM_EPS)
     tokens = jnp.asarray(draw(30).integers(0, VOCABULARY, size=(BATCH, LENGTH + 1)), jnp.int32)
 
     def step(state, tokens):
@@ -71,6 +71,4 @@ def make() -> tuple[Any, ...]:
     return step, (params, tx.init(params)), tokens
 
 
-CASES = (
-    Case(name="gpt_equinox", make=make, note="partition, combine, filter_value_and_grad; the batch by vmap"),
-)
+CASES = (Case(name="gpt_equinox", make=make, note="partition, combine, filter_value_and_grad; the batch by vmap"),)

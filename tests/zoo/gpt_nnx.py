@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from tests.zoo.case import BATCH, Case, draw
+from tests.zoo.case import ADAM_EPS, BATCH, Case, draw
 
 VOCABULARY, LENGTH, WIDTH, LAYERS = 32, 8, 16, 4
 
@@ -42,7 +42,7 @@ class GPT(nnx.Module):
 
 def make() -> tuple[Any, ...]:
     graphdef, params = nnx.split(GPT(nnx.Rngs(0)), nnx.Param)
-    tx = optax.adamw(1e-2)
+    tx = optax.adamw(1e-2, eps=ADAM_EPS)
     tokens = jnp.asarray(draw(20).integers(0, VOCABULARY, size=(BATCH, LENGTH + 1)), jnp.int32)
 
     def loss_fn(params, tokens):

@@ -22,9 +22,7 @@ class ConvNet(nn.Module):
     def __call__(self, x):
         x = nn.Conv(WIDTH, (3, 3), **TYPE, name="stem")(x)
         for i in range(4):
-            h = nn.relu(
-                self.normalize(nn.Conv(WIDTH, (3, 3), use_bias=False, **TYPE, name=f"conv_{i}")(x), i)
-            )
+            h = nn.relu(self.normalize(nn.Conv(WIDTH, (3, 3), use_bias=False, **TYPE, name=f"conv_{i}")(x), i))
             x = nn.avg_pool(x + h, (2, 2), strides=(2, 2)) if i == 1 else x + h
         return nn.Dense(CLASSES, **TYPE, name="head")(x.mean(axis=(1, 2)))
 
@@ -112,7 +110,5 @@ CASES = (
         note="statistics of the whole batch, and their running average in the state",
         batch_statistics="per_microbatch",
     ),
-    Case(
-        name="vit", make=lambda: make_stateless(ViT()), note="patches by convolution, a class token, nesterov"
-    ),
+    Case(name="vit", make=lambda: make_stateless(ViT()), note="patches by convolution, a class token, nesterov"),
 )

@@ -116,9 +116,7 @@ def make_arange_loss() -> tuple[Any, ...]:
 
 def make_regularized() -> tuple[Any, ...]:
     schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-2, warmup_steps=2, decay_steps=20)
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.scale_by_learning_rate(schedule)
-    )
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.scale_by_learning_rate(schedule))
     params = init_layers(8)
 
     def loss_fn(params, batch):
@@ -181,29 +179,21 @@ def make_several_arguments() -> tuple[Any, ...]:
     def step(state, x, targets, *, scale):
         loss, grads = jax.value_and_grad(loss_fn)(state["params"], x, targets, scale)
         updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {
-            "loss": loss
-        }
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, {"loss": loss}
 
     return step, {"params": params, "opt_state": tx.init(params)}, x, targets
 
 
 CASES = (
     Case(name="mlp", make=make_mlp, note="AdamW; the state is a tuple; the metrics are one bare scalar"),
-    Case(
-        name="tied_embedding", make=make_tied, note="one table on the first and the last layer; gradient norm"
-    ),
-    Case(
-        name="sum_loss", make=make_sum_loss, note="summed, not averaged; integer and boolean inputs; momentum"
-    ),
+    Case(name="tied_embedding", make=make_tied, note="one table on the first and the last layer; gradient norm"),
+    Case(name="sum_loss", make=make_sum_loss, note="summed, not averaged; integer and boolean inputs; momentum"),
     Case(
         name="arange_loss",
         make=make_arange_loss,
         note="logits[arange(B), labels]; accuracy through has_aux; SGD",
     ),
-    Case(
-        name="regularized", make=make_regularized, note="weight decay in the loss, moving average, schedule"
-    ),
+    Case(name="regularized", make=make_regularized, note="weight decay in the loss, moving average, schedule"),
     Case(name="remat_whole", make=make_remat_whole, note="jax.checkpoint around the whole loss"),
     Case(
         name="several_arguments",

@@ -76,6 +76,4 @@ def make() -> tuple[Any, ...]:
     return step, (params, tx.init(params)), tokens
 
 
-CASES = (
-    Case(name="moe", make=make, note="top-2 of four experts, einsum dispatch, auxiliary loss per sequence"),
-)
+CASES = (Case(name="moe", make=make, note="top-2 of four experts, einsum dispatch, auxiliary loss per sequence"),)

@@ -26,9 +26,7 @@ class Dropped(nn.Module):
 
 def make_dropout() -> tuple[Any, ...]:
     model, batch, tx = Dropped(), regression_batch(70), optax.adam(1e-2)
-    params = jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch["x"])[
-        "params"
-    ]
+    params = jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch["x"])["params"]
 
     def step(state, batch):
         key, dropout_key = jax.random.split(state["key"])

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tests.zoo.case import BATCH, Case, draw
+from tests.zoo.case import ADAM_EPS, BATCH, Case, draw
 
 VOCABULARY, LENGTH, WIDTH = 32, 8, 16
 TYPE = {"param_dtype": jnp.float64}
@@ -86,7 +86,7 @@ def make_recurrent() -> tuple[Any, ...]:
 
 
 def make_encoder_decoder() -> tuple[Any, ...]:
-    model, tx = EncoderDecoder(), optax.adamw(1e-2)
+    model, tx = EncoderDecoder(), optax.adamw(1e-2, eps=ADAM_EPS)
     batch = {"source": draw_tokens(61), "target": draw_tokens(62, 7)}
     params = jax.jit(model.init)(jax.random.key(61), batch["source"], batch["target"][:, :-1])["params"]
 
@@ -105,7 +105,7 @@ def make_encoder_decoder() -> tuple[Any, ...]:
 
 
 def make_masked() -> tuple[Any, ...]:
-    model, tx = MaskedModel(), optax.adam(1e-2)
+    model, tx = MaskedModel(), optax.adam(1e-2, eps=ADAM_EPS)
     rng, tokens = draw(63), draw_tokens(64)
     # Sentences of different lengths: microbatches hold different numbers of counted tokens.
     lengths = rng.integers(3, LENGTH + 1, size=BATCH)
