@@ -37,7 +37,7 @@ class Classes:
 
 
 def joined_values(eqn: jc.JaxprEqn) -> Iterator[tuple[jc.Var, jc.Var]]:
-    """Operand and result of every pair that the equation joins: equal in shape, and with elements in the same places."""
+    """Operand and result of every pair that the equation joins: of equal shape, with elements in the same places."""
     if eqn.primitive.name in _MOVES_AXES:
         return
     for out in eqn.outvars:

@@ -7,8 +7,9 @@
   residuals stay, only cotangents travel.
 - A parameter lives where it is used; used by several stages (tied), it is owned by the first of them, and its gradients
   are accumulated on each stage and added once per step: the `add_any` that joins them is moved behind the accumulation.
-- An update equation lives with the parameter that it updates, or else with its largest placed operand. What derives from scalars only (a learning rate, a clipping
-  factor) is recomputed where needed, so that scalars move and tensors stay.
+- An update equation lives with the parameter that it updates, or else with its largest placed operand. What derives
+  from scalars only (a learning rate, a clipping factor) is recomputed where needed, so that scalars move and tensors
+  stay.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ class _Placer:
             self._settle_orphans(todo)
 
     def _follow_parameters(self, todo: Sequence[int]) -> None:
-        """What is joined elementwise with a parameter lives where it lives, also where its gradient is made elsewhere."""
+        """What is joined elementwise with a parameter lives where it lives, wherever its gradient is made."""
         joined = Classes()
         for i in todo:
             for operand, result in joined_values(self.eqns[i]):

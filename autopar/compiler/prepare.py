@@ -18,7 +18,7 @@ from autopar.compiler.merge_layers import merge_layers
 from autopar.compiler.microbatch import MicrobatchedStep, split_batch
 from autopar.compiler.placement import layer_order, place
 from autopar.compiler.regions import Regions, find_regions
-from autopar.compiler.remat_regions import inline_wide_regions
+from autopar.compiler.remat_regions import Path, find_wide_regions, inline_regions
 from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.trace import Trace
 from autopar.compiler.whole_batch import whole_batch
@@ -42,7 +42,7 @@ class PreparedStep:
 
 def loop_pieces_for(trace: Trace, num_layers: int) -> int:
     """Into how many pieces scans over layers are split, to be cut into `num_layers`; 1 if there are none."""
-    closed, _ = inline_wide_regions(trace.jaxpr, num_layers=num_layers)
+    closed = inline_regions(trace.jaxpr, find_wide_regions(trace.jaxpr, num_layers=num_layers))
     return num_layers if has_layer_loops(closed, batch_inputs=trace.batch_inputs) else 1
 
 
@@ -50,8 +50,8 @@ def prepare(
     trace: Trace, *, num_layers: int, num_microbatches: int, loop_pieces: int, batch_statistics: str, random: str
 ) -> PreparedStep:
     """Dissolve rematerialised regions wider than a layer, and split loops and batch as asked for."""
-    whole, recomputes = inline_wide_regions(trace.jaxpr, num_layers=num_layers)
-    closed, inputs, outputs, state_outputs = _split_loops(trace, whole, loop_pieces)
+    wide = find_wide_regions(trace.jaxpr, num_layers=num_layers)
+    closed, inputs, outputs, state_outputs = _split_loops(trace, inline_regions(trace.jaxpr, wide), loop_pieces)
     names = [_piece_name(trace, piece) for piece in inputs]
     batch = set(trace.batch_inputs)
     batch_inputs = [i for i, piece in enumerate(inputs) if piece.leaf in batch]
@@ -60,7 +60,7 @@ def prepare(
     else:
         step = split_batch(
             closed,
-            _doubled(trace, num_microbatches, loop_pieces, num_layers),
+            _doubled(trace, num_microbatches, loop_pieces, wide),
             batch_inputs=batch_inputs,
             num_microbatches=num_microbatches,
             batch_statistics=batch_statistics,
@@ -74,7 +74,7 @@ def prepare(
         outputs=outputs,
         input_names=_step_input_names(step, names, len(inputs)),
         state_outputs=state_outputs,
-        recomputes=recomputes,
+        recomputes=bool(wide),
     )
 
 
@@ -84,7 +84,8 @@ def stage_graph(prepared: PreparedStep, plan: Plan) -> StageGraph:
     order = layer_order(prepared.regions)
     if plan.cuts and plan.cuts[-1] >= len(order):
         raise PlanMismatch(
-            f"The plan begins a layer at forward equation {plan.cuts[-1]}, {prepared.trace.name} has {len(order)} of them. "
+            f"The plan begins a layer at forward equation {plan.cuts[-1]}, {prepared.trace.name} has {len(order)} of "
+            "them. "
             "Make a new plan with step.trace(...).plan(), or load the one that belongs to this program."
         )
     layer_stage = {i: stage_of_layer[bisect_right(plan.cuts, p)] for p, i in enumerate(order)}
@@ -123,7 +124,7 @@ def _split_loops(
     return closed, inputs, outputs, state_outputs
 
 
-def _doubled(trace: Trace, num_microbatches: int, loop_pieces: int, num_layers: int) -> jc.ClosedJaxpr:
+def _doubled(trace: Trace, num_microbatches: int, loop_pieces: int, wide: frozenset[Path]) -> jc.ClosedJaxpr:
     if not trace.batch_inputs:
         raise InvalidArgument(
             f"{num_microbatches} microbatches were asked for, but {trace.not_doubled_because}. "
@@ -135,8 +136,7 @@ def _doubled(trace: Trace, num_microbatches: int, loop_pieces: int, num_layers: 
             f"{trace.not_doubled_because}. "
             "Take sizes from the arguments' shapes in the model, or use one microbatch."
         )
-    doubled, _ = inline_wide_regions(trace.doubled, num_layers=num_layers)
-    return _split_loops(trace, doubled, loop_pieces)[0]
+    return _split_loops(trace, inline_regions(trace.doubled, wide), loop_pieces)[0]
 
 
 def _piece_name(trace: Trace, piece: Piece) -> str:
