@@ -178,7 +178,7 @@ def _takes_any(fun: Callable[..., Any]) -> bool:
 def leaf_type(leaf: Any) -> tuple[Any, Any, bool]:
     """What a compiled step depends on of an argument: shape, dtype, and whether the dtype is a Python number's."""
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
-        return (leaf.shape, leaf.dtype, leaf.weak_type)
+        return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
     try:
         aval = jax.typeof(leaf)  # of numpy's 64 bits it keeps what JAX is set to keep
     except TypeError:  # no array: tracing names it

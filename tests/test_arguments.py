@@ -99,6 +99,7 @@ SAME = {
     "numpy and jax": ((X, 2.0), (np.ones((4, 2), np.float32), 2.0)),
     "numpy's 64 bits": ((X, 2.0), (np.ones((4, 2)), 2.0)),
     "numpy's scalars": ((X, np.int64(2)), (X, jnp.int32(2))),
+    "keys": ((X, jax.random.key(0)), (X, jax.random.key(1))),
     "truth values": ((X, True), (X, jnp.array(False))),
     "abstract": ((X, 2.0), (jax.ShapeDtypeStruct(X.shape, X.dtype), 2.0)),
 }
