@@ -36,9 +36,7 @@ class ArrayType:
         sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
         shards = [math.prod(sizes[axis] for axis in spec_axes(entry)) for entry in self.spec]
         shards += [1] * (len(self.shape) - len(shards))
-        return math.prod(-(-dim // n) for dim, n in zip(self.shape, shards, strict=True)) * item_bytes(
-            self.dtype
-        )
+        return math.prod(-(-dim // n) for dim, n in zip(self.shape, shards, strict=True)) * item_bytes(self.dtype)
 
     def __str__(self) -> str:
         entries = ["·".join(spec_axes(entry)) or "-" for entry in self.spec]
@@ -176,10 +174,11 @@ class Output:
     leaf: int
     parts: tuple[tuple[int, str], ...]  # (mesh, value)
     literal: Any = None  # a result that is a constant; then `parts` is empty
+    copied: bool = False  # a part is an argument that the caller keeps, so the result must not share its buffer
 
     def __str__(self) -> str:
         parts = " ++ ".join(f"mesh {mesh} {value}" for mesh, value in self.parts)
-        return f"leaf {self.leaf} = {parts or repr(self.literal)}"
+        return f"leaf {self.leaf} = {parts or repr(self.literal)}" + (", copied" if self.copied else "")
 
 
 def item_bytes(dtype: str) -> int:

@@ -59,19 +59,20 @@ def lower(graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donat
     meshes = [plan.stages[s].mesh for s in range(graph.num_stages)]
     calls = _ordered_calls(graph, plan, meshes)
     inputs = list(_program_inputs(graph, meshes, leaf_sizes))
-    outputs = list(_program_outputs(graph, meshes))
-    base = value_types(graph, plan)
-    instructions = _with_transfers(calls, inputs)
-    kept = {part for output in outputs for part in output.parts}
     donated_leaves = set(donated_leaves)
     overwritable = {(i.mesh, i.value) for i in inputs if i.leaf in donated_leaves and i.window is None}
     overwritable |= _pieces_overwritable(graph, inputs, donated_leaves)
+    lent = {(i.mesh, i.value) for i in inputs} - overwritable
+    outputs = [replace(out, copied=not lent.isdisjoint(out.parts)) for out in _program_outputs(graph, meshes)]
+    base = value_types(graph, plan)
+    instructions = _with_transfers(calls, inputs)
+    kept = {part for output in outputs for part in output.parts}
     executables: dict[str, Executable] = {}
     programs: list[MeshProgram] = []
     for number, mesh in enumerate(plan.meshes):
         here = {i.value for i in inputs if i.mesh == number}
         alive = {value for m, value in kept if m == number}
-        frozen = alive | {v for v in here if (number, v) not in overwritable}
+        frozen = alive | {v for m, v in lent if m == number}
         donations = _donations(calls[number], instructions[number], frozen, here - frozen, base)
         executables |= _executables(calls[number], number, plan, base, donations)
         listed = _with_frees(instructions[number], here, alive, executables)

@@ -10,6 +10,7 @@ one's mesh.
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -40,14 +41,16 @@ def _result(output: Output, places: list[int], program: Program, layouts: Layout
     if not places:
         # A new array each time, because the caller may donate it.
         return lambda env: jax.device_put(np.asarray(output.literal))
-    if len(places) == 1 and again:
-        # As jit does: two results never share a buffer, or donating one would destroy the other.
-        return lambda env: env[places[0]].copy()
     if len(places) == 1:
-        return lambda env: env[places[0]]
-    types = [program.meshes[mesh].values[value] for mesh, value in output.parts]
-    shapes = [kind.shape for kind in types]
-    return _stacked(places, shapes, [layouts[part] for part in output.parts])
+        result: Result = itemgetter(places[0])
+    else:
+        shapes = [program.meshes[mesh].values[value].shape for mesh, value in output.parts]
+        result = _stacked(places, shapes, [layouts[part] for part in output.parts])
+    if again or output.copied:
+        # As jit does: results never share a buffer with each other, nor with an argument that was not donated, or
+        # donating one would destroy the other.
+        return lambda env: result(env).copy()
+    return result
 
 
 def _stacked(places: list[int], shapes: list[tuple[int, ...]], layouts: list[NamedSharding]) -> Result:
