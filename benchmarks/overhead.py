@@ -23,9 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-if (
-    "XLA_FLAGS" not in os.environ
-):  # This only adds devices to the CPU; accelerators are used where there are any.
+if "XLA_FLAGS" not in os.environ:  # This only adds devices to the CPU; accelerators are used where there are any.
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
@@ -57,9 +55,7 @@ class DriverTime:
     num_instructions: int
     us_per_instruction: float  # median over steps
     interval: tuple[float, float]
-    jit_call_us: (
-        float  # yardstick: one call of a jitted function on the devices of one stage, measured in turn
-    )
+    jit_call_us: float  # yardstick: one call of a jitted function on the devices of one stage, measured in turn
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -82,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def compare_one_device(repetitions: int) -> Comparison:
     step, create_state, batch = make_step(width=384, num_layers=8, batch_size=384)
-    ours = autopar.parallelize(step, method=autopar.DataParallel(), devices=jax.devices()[:1])
+    ours = autopar.parallelize(step, method=autopar.DataParallel(), donate_argnums=(0,), devices=jax.devices()[:1])
     plain = jax.jit(step, donate_argnums=0)
     times = time_pairs(plain, ours, create_state, batch, repetitions)
     return compare("one device, against jax.jit", times)
@@ -93,7 +89,7 @@ def compare_data_parallel(repetitions: int) -> Comparison:
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     plain = jax.jit(step, donate_argnums=0, in_shardings=(whole, split), out_shardings=whole)
-    ours = autopar.parallelize(step, method=autopar.DataParallel())
+    ours = autopar.parallelize(step, method=autopar.DataParallel(), donate_argnums=(0,))
     times = time_pairs(plain, ours, create_state, batch, repetitions)
     return compare(f"data parallel on {jax.device_count()} devices, against jit with shardings", times)
 
@@ -115,9 +111,7 @@ def make_step(*, width: int, num_layers: int, batch_size: int) -> tuple[Step, Ca
         return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
 
     rng = np.random.default_rng(0)
-    weights = [
-        rng.normal(size=(width, width), scale=width**-0.5).astype(np.float32) for _ in range(num_layers)
-    ]
+    weights = [rng.normal(size=(width, width), scale=width**-0.5).astype(np.float32) for _ in range(num_layers)]
     x, y = rng.normal(size=(2, batch_size, width)).astype(np.float32)
 
     def create_state() -> Any:
@@ -173,7 +167,9 @@ def median_interval(values: Sequence[float]) -> tuple[float, tuple[float, float]
 def time_driver(repetitions: int) -> DriverTime:
     """Host time per instruction of a two-stage pipeline of eight microbatches."""
     step, create_state, batch = make_step(width=8, num_layers=4, batch_size=64)
-    ours = autopar.parallelize(step, method=autopar.PipelineParallel(num_stages=2, num_microbatches=8))
+    ours = autopar.parallelize(
+        step, method=autopar.PipelineParallel(num_stages=2, num_microbatches=8), donate_argnums=(0,)
+    )
     state = create_state()
     program = ours.trace(state, batch).plan().lower().program
     num_instructions = sum(len(mesh.instructions) for mesh in program.meshes)
@@ -201,9 +197,7 @@ def time_driver(repetitions: int) -> DriverTime:
 
 def jit_on(devices: Sequence[jax.Device]) -> tuple[Callable[[jax.Array], jax.Array], jax.Array]:
     """A jitted multiplication of small arrays split over the devices, and an argument for it."""
-    mesh = jax.make_mesh(
-        (len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices
-    )
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
     split = NamedSharding(mesh, PartitionSpec("data"))
     return jax.jit(lambda x: x * 2), jax.device_put(jnp.ones((len(devices), 8)), split)
 
