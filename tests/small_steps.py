@@ -10,7 +10,9 @@ import numpy as np
 import autopar
 from autopar.arguments import abstract
 from autopar.compiler import passes
+from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.trace import Leaf, Trace
+from autopar.program import Program
 
 ROWS, WIDTH, VOCABULARY, LENGTH = 8, 4, 11, 3
 
@@ -111,6 +113,31 @@ def devices(count: int = 2) -> list[Any]:
     return jax.devices()[:count]
 
 
+def gan_params() -> dict[str, Any]:
+    return {"generator": mlp_params(2), "critic": [jax.tree.map(lambda p: p + 0.1, layer) for layer in mlp_params(2)]}
+
+
+def gan_step(params: dict[str, Any], batch: Any) -> Any:
+    """A step of two gradients: the generator's meets the critic that the first one has updated."""
+
+    def generate(generator: Any, noise: jax.Array) -> jax.Array:
+        for layer in generator:
+            noise = jnp.tanh(noise @ layer["w"] + layer["b"])
+        return noise
+
+    def judge(critic: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.sum(generate(critic, x), axis=-1))
+
+    def critic_loss(critic: Any) -> jax.Array:
+        return judge(critic, generate(params["generator"], batch[0])) - judge(critic, batch[1])
+
+    loss, grads = jax.value_and_grad(critic_loss)(params["critic"])
+    critic = jax.tree.map(lambda p, g: p - 0.1 * g, params["critic"], grads)
+    grads = jax.grad(lambda generator: -judge(critic, generate(generator, batch[0])))(params["generator"])
+    generator = jax.tree.map(lambda p, g: p - 0.1 * g, params["generator"], grads)
+    return {"generator": generator, "critic": critic}, loss
+
+
 def traced(step: Callable[..., Any], *args: Any, batch: Sequence[int] = (1,), donated: Sequence[int] = ()) -> Trace:
     """The trace of a step, its leaves named like `args` of one letter each: `a['w']`, `b`."""
     leaves: list[Leaf] = []
@@ -130,6 +157,20 @@ def traced(step: Callable[..., Any], *args: Any, batch: Sequence[int] = (1,), do
         batch_inputs=[i for i, leaf in enumerate(leaves) if leaf.argument in batch],
         donated_inputs=[i for i, leaf in enumerate(leaves) if leaf.argument in donated],
     )
+
+
+def cut(step: Callable[..., Any], *args: Any, num_devices: int = 2, **options: Any) -> StageGraph:
+    """The stages of a step; `options` are those of `PipelineParallel`."""
+    trace = traced(step, *args)
+    return passes.cut_step(trace, passes.make_plan(trace, two_stages(**options), num_devices=num_devices))
+
+
+def lowered(
+    step: Callable[..., Any], *args: Any, num_devices: int = 2, donated: Sequence[int] = (), **options: Any
+) -> Program:
+    """The program of a step; `options` are those of `PipelineParallel`."""
+    trace = traced(step, *args, donated=donated)
+    return passes.lower_step(trace, passes.make_plan(trace, two_stages(**options), num_devices=num_devices))
 
 
 def assert_same(got: Any, want: Any, tolerance: float = 1e-5) -> None:

@@ -150,11 +150,11 @@ def _match_state(leaves: Sequence[Leaf], outputs: Sequence[Leaf], batch: set[int
             arguments.setdefault(leaf.argument, []).append(i)
     for members in arguments.values():
         paths = _relative_paths([leaves[i].name for i in members])
-        for prefix in (p[: len(p) - len(paths[0])] for p in by_path if p.endswith(paths[0])):
+        for prefix in [p[: len(p) - len(paths[0])] for p in by_path if p.endswith(paths[0])]:
             found = [by_path.get(prefix + path) for path in paths]
-            if all(o is not None and _same(leaves[i], outputs[o]) for i, o in zip(members, found, strict=True)):
-                new = {o: i for i, o in zip(members, found, strict=True) if o is not None and o not in matches}
-                matches.update(new)
+            pairs = {o: i for i, o in zip(members, found, strict=True) if o is not None and o not in matches}
+            if len(pairs) == len(members) and all(_same(leaves[i], outputs[o]) for o, i in pairs.items()):
+                matches.update(pairs)
                 break
     return matches
 
