@@ -1,0 +1,64 @@
+"""Whatever the program and wherever it is cut, stages compute what the step computes: on paper and on devices.
+
+Examples are drawn from a fixed seed for each test, so that a run is the same everywhere, and a failing one is
+printed as a `Model` and a `Cutting`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import jax
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+
+import autopar
+from autopar.compiler import passes
+from autopar.compiler.stage_graph import evaluate
+from tests.equivalence import largest_difference
+from tests.random_programs import Cutting, Model, cuttings, make_arguments, make_plan, make_step, models
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+TOLERANCE = 1e-9  # float64; microbatches and stages add up in another order
+
+
+def check(holds: Callable[[Model, Cutting], None], *, seed: int, num_examples: int) -> None:
+    """Check a property of models and cuttings on examples that depend on the seed alone."""
+    options: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+    checked = settings(max_examples=num_examples, **options)(given(model=models, cutting=cuttings())(holds))
+    hypothesis.seed(seed)(checked)()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_stages_of_a_random_program_evaluate_to_it(seed):
+    def holds(model: Model, cutting: Cutting) -> None:
+        state, batch = make_arguments()
+        step = make_step(model)
+        trace = autopar.parallelize(step).trace(state, batch).trace
+        plan = make_plan(trace, cutting)
+        assume(plan is not None)
+        got = evaluate(passes.cut_step(trace, plan), jax.tree.leaves((state, batch)))
+        want = step(state, batch)
+        agreement = largest_difference(jax.tree.unflatten(jax.tree.structure(want), got), want, TOLERANCE)
+        assert agreement.holds, str(agreement)
+
+    check(holds, seed=seed, num_examples=30)
+
+
+@pytest.mark.parametrize("seed", range(100, 104))
+def test_the_program_of_a_random_step_runs_to_the_same_result(seed):
+    def holds(model: Model, cutting: Cutting) -> None:
+        state, batch = make_arguments()
+        step = make_step(model)
+        traced = autopar.parallelize(step, donate_argnums=(0,) if cutting.seed % 2 else ()).trace(state, batch)
+        plan = make_plan(traced.trace, cutting)
+        assume(plan is not None)
+        compiled = traced.plan(plan).lower().compile()
+        got, want = (jax.tree.map(jax.numpy.array, state), None), (state, None)
+        for _ in range(2):
+            got, want = compiled(got[0], batch), step(want[0], batch)
+        agreement = largest_difference(got, want, TOLERANCE)
+        assert agreement.holds, str(agreement)
+
+    check(holds, seed=seed, num_examples=15)
