@@ -104,7 +104,7 @@ class StageGraph:
     def crossing(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Values made on one stage and read on others: name -> (stage that makes it, stages that read it)."""
         made = {name: task.stage for task in self.tasks for name in _made_by(task)}
-        made |= {i.value: i.stages[0] for i in self.inputs if i.stages and i.kind == "whole" and i.value in self.values}
+        made |= {i.value: i.stages[0] for i in self.inputs if i.stages and i.owned and i.value in self.values}
         read: dict[str, set[int]] = {}
         for task in self.tasks:
             for name in task.inputs:

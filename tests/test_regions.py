@@ -1,0 +1,163 @@
+"""Every equation of a microbatched step runs when its region says: per microbatch, once, or wherever it is needed."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.prepare import prepare
+from autopar.compiler.regions import Region, Regions, is_small
+from tests.small_steps import WIDTH, draw, gan_params, gan_step, mlp_batch, mlp_params, mlp_step, traced
+
+FREE, FORWARD, BACKWARD, STEP = Region.FREE, Region.FORWARD, Region.BACKWARD, Region.STEP
+
+
+def regions(step, *args, num_microbatches: int = 2) -> Regions:
+    trace = traced(step, *args)
+    prepared = prepare(
+        trace,
+        num_layers=2,
+        num_microbatches=num_microbatches,
+        loop_pieces=1,
+        batch_statistics="exact",
+        random="full_batch",
+    )
+    return prepared.regions
+
+
+def step_of_many_regions(state, batch):
+    """Every named scope holds equations of one kind; `expected` below says which."""
+    with jax.named_scope("counter"):
+        temperature = 1.0 / (1.0 + state["count"].astype(jnp.float32))
+        key = jax.random.fold_in(state["key"], state["count"])
+    with jax.named_scope("normalised weights"):
+        first = state["first"] / jnp.sqrt(jnp.sum(state["first"] ** 2))
+
+    def loss(params):
+        first, second = params
+        with jax.named_scope("cast"):
+            low = first.astype(jnp.bfloat16).astype(jnp.float32)
+        with jax.named_scope("mask"):
+            x = batch[0] * (batch[0] > 0).astype(jnp.float32)
+        with jax.named_scope("dropout"):
+            dropout = jax.random.bernoulli(key, 0.5, batch[0].shape).astype(jnp.float32)
+        with jax.named_scope("activation"):
+            h = jnp.tanh(x @ low) * dropout
+            out = jnp.tanh(h @ second) * temperature
+        return jnp.mean((out - batch[1]) ** 2), out
+
+    (value, out), grads = jax.value_and_grad(loss, has_aux=True)((first, state["second"]))
+    with jax.named_scope("metric of examples"):
+        error = jnp.sum(jnp.abs(out - batch[1]), axis=-1)
+    with jax.named_scope("gradient of examples"):
+        backwards = jnp.sum(jnp.sin(grads[0]))
+    with jax.named_scope("update"):
+        rate = 0.1 / jnp.sqrt(state["count"].astype(jnp.float32) + 1.0)
+        new = {"first": state["first"] - rate * grads[0], "second": state["second"] - rate * grads[1]}
+    return new, (value, error, backwards)
+
+
+def state() -> dict[str, jax.Array]:
+    key = jax.random.key(0)
+    return {"first": draw(0, WIDTH, WIDTH), "second": draw(1, WIDTH, WIDTH), "count": jnp.int32(0), "key": key}
+
+
+EXPECTED = {
+    "counter": {frozenset({FREE})},
+    "normalised weights": {frozenset({STEP})},
+    "cast": {frozenset({FREE})},
+    "mask": {frozenset({FREE})},
+    "dropout": {frozenset({FREE})},
+    "activation": {frozenset({FORWARD})},
+    "gradient of examples": {frozenset({STEP})},
+    "update": {frozenset({STEP})},
+}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["whole batch", "two microbatches"])
+def many(request) -> Regions:
+    return regions(step_of_many_regions, state(), mlp_batch(), num_microbatches=request.param)
+
+
+@pytest.mark.parametrize(("scope", "kinds"), EXPECTED.items(), ids=EXPECTED)
+def test_equations_run_when_they_must(many, scope, kinds):
+    found = [
+        kind
+        for eqn, kind in zip(many.equations, many.kinds, strict=True)
+        if scope in jc.scope_of(eqn) and jc.ad_phase(eqn) != "backward" and Region.ACCUMULATE not in kind
+    ]
+    assert found and set(found) == kinds
+
+
+def test_what_is_made_of_each_example_runs_with_its_microbatch_and_once_if_there_is_one(many):
+    found = {k for eqn, k in zip(many.equations, many.kinds) if "metric of examples" in jc.scope_of(eqn)}
+    assert found - {frozenset({Region.ACCUMULATE})} == {
+        frozenset({FORWARD if many.step.num_microbatches > 1 else STEP})
+    }
+
+
+def test_transposed_equations_run_backward_and_accumulations_on_the_border(many):
+    for eqn, kind in zip(many.equations, many.kinds, strict=True):
+        if eqn.primitive.name == "accumulate":
+            assert kind == {Region.ACCUMULATE}
+        elif jc.ad_phase(eqn) == "backward":
+            assert kind in ({BACKWARD}, {FREE})
+
+
+def test_every_equation_has_a_region_and_nothing_of_a_microbatch_runs_once(many):
+    micro = {v for v, spec in zip(many.step.jaxpr.jaxpr.invars, many.step.inputs) if spec.kind != "whole"}
+    for eqn, kind in zip(many.equations, many.kinds, strict=True):
+        assert kind
+        if Region.ACCUMULATE not in kind and any(v in micro for v in eqn.invars if isinstance(v, jc.Var)):
+            assert Region.STEP not in kind
+            micro.update(eqn.outvars)
+
+
+def test_random_draws_and_what_is_made_of_the_batch_are_kept_for_the_backward_pass(many):
+    def costly(scope):
+        eqns = [eqn for eqn in many.equations if scope in jc.scope_of(eqn)]
+        return [v in many.costly for eqn in eqns for v in eqn.outvars]
+
+    assert any(costly("dropout")) and any(costly("mask")) and not any(costly("cast"))
+
+
+def test_counters_and_keys_have_no_home_and_weights_have():
+    trace = traced(step_of_many_regions, state(), mlp_batch())
+    found = regions(step_of_many_regions, state(), mlp_batch())
+    homeless = {
+        trace.inputs[spec.leaf].name
+        for v, spec in zip(found.step.jaxpr.jaxpr.invars, found.step.inputs)
+        if spec.leaf is not None and v in found.homeless
+    }
+    assert homeless == {"a['count']", "a['key']"}
+
+
+@pytest.mark.parametrize(
+    ("value", "small"),
+    [
+        (jnp.float32(0), True),
+        (jax.random.key(0), True),
+        (jax.random.PRNGKey(0), True),
+        (jnp.zeros(16, jnp.uint32), True),
+        (jnp.zeros(17, jnp.uint32), False),
+        (jnp.zeros(1), False),
+        (jnp.zeros(4), False),
+    ],
+    ids=lambda value: f"{value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else "",
+)
+def test_small_inputs_are_scalars_keys_and_counters(value, small):
+    assert is_small(jax.typeof(value)) == small
+
+
+def test_plain_step_is_one_round():
+    found = regions(mlp_step, mlp_params(), mlp_batch())
+    assert found.num_rounds == 1
+    assert {r for r, k in zip(found.rounds, found.kinds) if STEP in k} == {1}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_gradient_through_what_an_earlier_gradient_updated_is_a_second_round(num_microbatches):
+    found = regions(gan_step, gan_params(), mlp_batch(), num_microbatches=num_microbatches)
+    assert found.num_rounds == 2
+    per_kind = {kind: {r for r, k in zip(found.rounds, found.kinds) if kind in k} for kind in (FORWARD, BACKWARD, STEP)}
+    assert per_kind == {FORWARD: {0, 1}, BACKWARD: {0, 1}, STEP: {1, 2}}
