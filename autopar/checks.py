@@ -23,17 +23,13 @@ def check_count(name: str, value: object, least: int = 1) -> None:
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise `InvalidArgument` unless `value` is one of `choices`."""
     if value not in choices:
-        raise InvalidArgument(
-            f"{name} is {value!r}. Choose one of {', '.join(repr(choice) for choice in choices)}."
-        )
+        raise InvalidArgument(f"{name} is {value!r}. Choose one of {', '.join(repr(choice) for choice in choices)}.")
 
 
 def check_mesh_shape(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> None:
     """Raise `InvalidArgument` unless every mesh axis has a size of at least 1 and a name of its own."""
     if not shape:
-        raise InvalidArgument(
-            "A mesh has the shape (), it needs at least one axis. Give a shape such as (1,)."
-        )
+        raise InvalidArgument("A mesh has the shape (), it needs at least one axis. Give a shape such as (1,).")
     for axis, size in enumerate(shape):
         check_count(f"The size of mesh axis {axis} in {shape}", size)
     if len(axis_names) != len(shape) or len(set(axis_names)) != len(axis_names):
@@ -47,9 +43,7 @@ def check_spec(name: str, spec: object, meshes: Sequence[tuple[str, ...]]) -> No
     if not isinstance(spec, PartitionSpec):
         raise InvalidArgument(f"The spec of {name} is {spec!r}. Give a jax.sharding.PartitionSpec.")
     if spec.unreduced or any(part is PartitionSpec.UNCONSTRAINED for part in spec):
-        raise InvalidArgument(
-            f"The spec of {name} is {spec}. A plan decides: name an axis or None for each dimension."
-        )
+        raise InvalidArgument(f"The spec of {name} is {spec}. A plan decides: name an axis or None for each dimension.")
     axes = list(_axes_of(spec))
     if len(set(axes)) != len(axes):
         raise InvalidArgument(f"The spec of {name} is {spec}. Use each mesh axis for one dimension only.")

@@ -28,7 +28,5 @@ class Cluster:
         """The cluster of these JAX devices; `InvalidArgument` if there is none or they differ in kind."""
         kinds = sorted({str(device.device_kind) for device in devices})
         if len(kinds) > 1:
-            raise InvalidArgument(
-                f"The devices are of {len(kinds)} kinds, {kinds}. Pass devices of one kind only."
-            )
+            raise InvalidArgument(f"The devices are of {len(kinds)} kinds, {kinds}. Pass devices of one kind only.")
         return Cluster(num_devices=len(devices), kind=kinds[0] if kinds else "")

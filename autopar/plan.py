@@ -162,12 +162,8 @@ class Plan:
             **words,
             num_microbatches=_typed("num_microbatches", fields["num_microbatches"], int),
             loop_pieces=_typed("loop_pieces", fields["loop_pieces"], int),
-            meshes=tuple(
-                _mesh_from_json(*item) for item in enumerate(_typed("meshes", fields["meshes"], list[Any]))
-            ),
-            stages=tuple(
-                _stage_from_json(*item) for item in enumerate(_typed("stages", fields["stages"], list[Any]))
-            ),
+            meshes=tuple(_mesh_from_json(*item) for item in enumerate(_typed("meshes", fields["meshes"], list[Any]))),
+            stages=tuple(_stage_from_json(*item) for item in enumerate(_typed("stages", fields["stages"], list[Any]))),
             cuts=_listed("cuts", fields["cuts"], int),
             input_specs=_specs_from_json("input_specs", fields["input_specs"]),
             cut_specs=_specs_from_json("cut_specs", fields["cut_specs"]),
@@ -191,17 +187,14 @@ class Plan:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the header, one row per stage, and what is sharded."""
         # Text objects, because rich would read the brackets of "params['kernel']" as markup.
-        microbatches = (
-            "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
-        )
+        microbatches = "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
         fits = f"for {self.fingerprint}" if self.fingerprint else "for any program"
         yield Text(f"{self.method}: {microbatches}, schedule {self.schedule}, {fits}")
         yield _stage_table(self)
         for title, specs in (("inputs", self.input_specs), ("values between stages", self.cut_specs)):
             sharded = {name: spec for name, spec in specs.items() if any(spec)}
             yield Text(
-                f"{title}: {len(sharded)} sharded, "
-                + ("all others replicated" if sharded else "all replicated")
+                f"{title}: {len(sharded)} sharded, " + ("all others replicated" if sharded else "all replicated")
             )
             if sharded:
                 yield _spec_table(sharded)
@@ -216,9 +209,7 @@ def _check_cuts(cuts: tuple[int, ...]) -> None:
 
 def _check_stages(stages: tuple[StagePlan, ...], num_layers: int, num_meshes: int) -> None:
     if not stages:
-        raise InvalidArgument(
-            "The plan has no stage. Give at least one stage, with the layers [0, num_layers)."
-        )
+        raise InvalidArgument("The plan has no stage. Give at least one stage, with the layers [0, num_layers).")
     next_layer = 0
     for number, stage in enumerate(stages):
         start, stop = stage.layers
@@ -235,8 +226,7 @@ def _check_stages(stages: tuple[StagePlan, ...], num_layers: int, num_meshes: in
             )
     if next_layer != num_layers:
         raise InvalidArgument(
-            f"The stages have {next_layer} layers together, the cuts make {num_layers}. "
-            f"Give every layer to a stage."
+            f"The stages have {next_layer} layers together, the cuts make {num_layers}. Give every layer to a stage."
         )
 
 

@@ -129,9 +129,7 @@ def check_pieces(
         _check_input(item, meshes)
     if sorted(output.leaf for output in outputs) != list(range(len(outputs))):
         leaves = [output.leaf for output in outputs]
-        raise InvalidProgram(
-            f"The results are leaves {leaves}; they must be 0 to {len(outputs) - 1}, each once."
-        )
+        raise InvalidProgram(f"The results are leaves {leaves}; they must be 0 to {len(outputs) - 1}, each once.")
     for output in outputs:
         _check_output(output, meshes)
 
@@ -158,9 +156,7 @@ def _check_mesh(number: int, mesh: MeshProgram, owners: dict[int, int]) -> None:
 
 def _fits(kind: ArrayType, mesh: MeshProgram) -> bool:
     sizes = dict(zip(mesh.axis_names, mesh.shape))
-    if len(kind.spec) > len(kind.shape) or any(
-        a not in sizes for entry in kind.spec for a in spec_axes(entry)
-    ):
+    if len(kind.spec) > len(kind.shape) or any(a not in sizes for entry in kind.spec for a in spec_axes(entry)):
         return False
     return all(dim % math.prod(sizes[a] for a in spec_axes(e)) == 0 for dim, e in zip(kind.shape, kind.spec))
 
@@ -168,18 +164,14 @@ def _fits(kind: ArrayType, mesh: MeshProgram) -> bool:
 def _check_declared(step: Step, mesh: MeshProgram) -> None:
     for name in (*_reads(step.instruction), *_writes(step.instruction)):
         if name not in mesh.values:
-            raise InvalidProgram(
-                f"{step} names '{name}', which has no type there. Declare it in the mesh's values."
-            )
+            raise InvalidProgram(f"{step} names '{name}', which has no type there. Declare it in the mesh's values.")
 
 
 def _check_call(step: Step, run: Run, mesh: MeshProgram, executables: Mapping[str, Executable]) -> None:
     executable = executables.get(run.executable)
     if executable is None or executable.mesh != step.mesh or executable.name != run.executable:
         known = ", ".join(name for name, e in executables.items() if e.mesh == step.mesh)
-        raise InvalidProgram(
-            f"{step} calls '{run.executable}'; the executables of mesh {step.mesh} are: {known}."
-        )
+        raise InvalidProgram(f"{step} calls '{run.executable}'; the executables of mesh {step.mesh} are: {known}.")
     for what, names, types in (
         ("inputs", run.inputs, executable.inputs),
         ("outputs", run.outputs, executable.outputs),
@@ -239,9 +231,7 @@ def _check_input(item: Input, meshes: Sequence[MeshProgram]) -> None:
     if kind is None:
         raise InvalidProgram(f"Input {item} goes to mesh {item.mesh}, which declares no such value.")
     if (item.leaf is None) == (item.constant is None):
-        raise InvalidProgram(
-            f"Input {item} on mesh {item.mesh} must come from a leaf or be a constant, and not both."
-        )
+        raise InvalidProgram(f"Input {item} on mesh {item.mesh} must come from a leaf or be a constant, and not both.")
     if item.constant is not None and (kind.shape, kind.dtype) != ((), "int32"):
         raise InvalidProgram(f"Input {item} on mesh {item.mesh} is {kind}; a constant is an int32 scalar.")
     window = item.window
@@ -257,13 +247,9 @@ def _check_output(output: Output, meshes: Sequence[MeshProgram]) -> None:
     kinds: list[ArrayType] = []
     for mesh, value in output.parts:
         if mesh not in range(len(meshes)) or value not in meshes[mesh].values:
-            raise InvalidProgram(
-                f"Result {output} reads '{value}' on mesh {mesh}, which declares no such value."
-            )
+            raise InvalidProgram(f"Result {output} reads '{value}' on mesh {mesh}, which declares no such value.")
         kinds.append(meshes[mesh].values[value])
-    if len(kinds) > 1 and (
-        len({(k.shape[1:], k.dtype) for k in kinds}) > 1 or any(k.shape == () for k in kinds)
-    ):
+    if len(kinds) > 1 and (len({(k.shape[1:], k.dtype) for k in kinds}) > 1 or any(k.shape == () for k in kinds)):
         raise InvalidProgram(
             f"Result {output} stacks {', '.join(map(str, kinds))}. "
             "Parts need an axis 0, and may differ in nothing else."
@@ -287,9 +273,7 @@ def check_values(
         # Two placements of one array may share its buffer, so that donating one would destroy the other.
         placed = (item.mesh, item.leaf, item.constant, item.window)
         if placed in sources:
-            raise InvalidProgram(
-                f"Input {item} on mesh {item.mesh} is there already as '{sources[placed]}'. Use that."
-            )
+            raise InvalidProgram(f"Input {item} on mesh {item.mesh} is there already as '{sources[placed]}'. Use that.")
         sources[placed] = item.value
         if item.constant is not None:
             constants[item.mesh].add(item.value)
@@ -337,18 +321,13 @@ def _apply(step: Step, live: set[str], gone: dict[str, str], executables: Mappin
         donated = executables[step.instruction.executable].donated
         leaving = [(step.instruction.inputs[position], "donated") for position in donated]
     else:
-        leaving = [
-            (name, "freed")
-            for name in (step.instruction.values if isinstance(step.instruction, Free) else ())
-        ]
+        leaving = [(name, "freed") for name in (step.instruction.values if isinstance(step.instruction, Free) else ())]
     for name, how in leaving:
         live.discard(name)
         gone[name] = f"was {how} by instruction {step.position}"
     for name in _writes(step.instruction):
         if name in live:
-            raise InvalidProgram(
-                f"{step} writes '{name}', which is there already. Free it first, or use another name."
-            )
+            raise InvalidProgram(f"{step} writes '{name}', which is there already. Free it first, or use another name.")
         live.add(name)
 
 

@@ -15,9 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-if (
-    "XLA_FLAGS" not in os.environ
-):  # This only adds devices to the CPU; accelerators are used where there are any.
+if "XLA_FLAGS" not in os.environ:  # This only adds devices to the CPU; accelerators are used where there are any.
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import flax.linen as nn
@@ -107,9 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "tokens_per_s": BATCH * LENGTH / float(np.median(seconds[1:] or seconds)),
         "plan": json.loads(plan.to_json()),
     }
-    write(
-        f"loss {loss[0]:.4f} -> {loss[-1]:.4f} in {args.steps} steps, {result['tokens_per_s']:,.0f} tokens/s"
-    )
+    write(f"loss {loss[0]:.4f} -> {loss[-1]:.4f} in {args.steps} steps, {result['tokens_per_s']:,.0f} tokens/s")
     write("largest difference from plain jax.jit on one device:")
     write(f"  loss       {result['max_loss_diff']:.1e} (relative, over all steps)")
     write(f"  parameters {result['max_param_diff']:.1e} (absolute, after the last step)")
@@ -124,9 +120,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=4)
     schedules = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble")
     parser.add_argument("--schedule", default="1f1b", choices=schedules)
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write losses, differences and plan here"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write losses, differences and plan here")
     args = parser.parse_args(argv)
     if args.steps < 1:
         parser.error(f"--steps is {args.steps}; at least 1 is needed.")

@@ -65,9 +65,7 @@ def adamw() -> optax.GradientTransformation:
 
 def penalty(params: Any, x: jax.Array) -> tuple[jax.Array, Any]:
     h, _ = lax.scan(dense, x, params)
-    squares = jax.tree.map(
-        lambda p: jnp.sum(p**2) + jnp.max(jnp.abs(p)) + jnp.vdot(p.ravel(), p.ravel()), params
-    )
+    squares = jax.tree.map(lambda p: jnp.sum(p**2) + jnp.max(jnp.abs(p)) + jnp.vdot(p.ravel(), p.ravel()), params)
     return jnp.mean(h**2) + 0.1 * sum(jax.tree.leaves(squares)), ()
 
 
@@ -152,9 +150,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x, _):
         h = nn.LayerNorm(param_dtype=jnp.float64)(x)
-        h = nn.MultiHeadDotProductAttention(
-            2, param_dtype=jnp.float64, dropout_rate=0.2, deterministic=False
-        )(h)
+        h = nn.MultiHeadDotProductAttention(2, param_dtype=jnp.float64, dropout_rate=0.2, deterministic=False)(h)
         x = x + nn.Dropout(0.2, deterministic=False)(h)
         return x + nn.Dense(WIDTH, param_dtype=jnp.float64)(nn.gelu(x)), None
 

@@ -50,11 +50,7 @@ def program_of(order: Order, stage_mesh: Sequence[int], num_microbatches: int) -
             if leaving:
                 instructions.append(Send(values=tuple(leaving), to=stage_mesh[target]))
                 instructions.append(Free(values=tuple(leaving)))
-        names = {
-            name
-            for i in instructions
-            for name in ((*i.inputs, *i.outputs) if isinstance(i, Run) else i.values)
-        }
+        names = {name for i in instructions for name in ((*i.inputs, *i.outputs) if isinstance(i, Run) else i.values)}
         meshes.append(
             MeshProgram(
                 devices=(number,),
@@ -65,9 +61,7 @@ def program_of(order: Order, stage_mesh: Sequence[int], num_microbatches: int) -
             )
         )
     executables = {
-        _name(task): _executable(task, stage_mesh[task.stage], last, split)
-        for tasks in order
-        for task in tasks
+        _name(task): _executable(task, stage_mesh[task.stage], last, split) for tasks in order for task in tasks
     }
     return Program(
         name="schedule",

@@ -191,9 +191,7 @@ def test_scan_costs_its_length_times_its_body():
 
 def counted_loop(start, keeps_on, step):
     def loop(x):
-        return lax.while_loop(
-            lambda c: keeps_on(c[0]), lambda c: (step(c[0]), c[1] * 2), (jnp.int32(start), x)
-        )
+        return lax.while_loop(lambda c: keeps_on(c[0]), lambda c: (step(c[0]), c[1] * 2), (jnp.int32(start), x))
 
     return loop
 
@@ -265,10 +263,7 @@ def test_gather_and_scatter_touch_the_rows_they_name_only():
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
     )
     rows_bytes, index_bytes = 64, 8
-    assert (
-        bytes_moved(lambda t, i: lax.gather(t, i, take, (1, 8), mode="clip"), table, indices)
-        >= 2 * rows_bytes
-    )
+    assert bytes_moved(lambda t, i: lax.gather(t, i, take, (1, 8), mode="clip"), table, indices) >= 2 * rows_bytes
     (gather,) = [
         eqn
         for eqn in jax.make_jaxpr(lambda t, i: lax.gather(t, i, take, (1, 8)))(table, indices).jaxpr.eqns

@@ -46,9 +46,7 @@ def executable(
     avals = [jax.ShapeDtypeStruct(a.shape, x.dtype) for a, x in zip(inputs, avals)]
     jaxpr = jax.make_jaxpr(lambda *xs: tuple(fun(*xs)))(*avals)
     types = [array(*a.shape, dtype=str(a.dtype), spec=s) for a, s in zip(jaxpr.out_avals, outputs)]
-    return Executable(
-        name=name, mesh=mesh, inputs=tuple(inputs), outputs=tuple(types), donated=donated, jaxpr=jaxpr
-    )
+    return Executable(name=name, mesh=mesh, inputs=tuple(inputs), outputs=tuple(types), donated=donated, jaxpr=jaxpr)
 
 
 def run(name: str, inputs: str, outputs: str, stage: int = 0, microbatch: int | None = None) -> Run:
@@ -249,18 +247,13 @@ def test_python_and_numpy_scalars_are_arguments(scalar) -> None:
 
 def test_random_keys_are_sliced_moved_and_compared_like_arrays() -> None:
     keys, one = array(4, dtype="key<fry>", spec=P("d")), array(4, 2, spec=P("d"))
-    draw = executable(
-        "draw", 0, lambda k: [jax.vmap(lambda q: jax.random.normal(q, (2,)))(k)], [keys], [P("d")]
-    )
+    draw = executable("draw", 0, lambda k: [jax.vmap(lambda q: jax.random.normal(q, (2,)))(k)], [keys], [P("d")])
     values = {f"k@{m}": keys for m in (0, 1)} | {f"r@{m}": one for m in (0, 1)}
     program = one_mesh(
         [draw],
         values,
         [run("draw", f"k@{m}", f"r@{m}", microbatch=m) for m in (0, 1)],
-        [
-            Input(leaf=0, mesh=0, value=f"k@{m}", window=Window(axis=0, start=4 * m, stop=4 * m + 4))
-            for m in (0, 1)
-        ],
+        [Input(leaf=0, mesh=0, value=f"k@{m}", window=Window(axis=0, start=4 * m, stop=4 * m + 4)) for m in (0, 1)],
         [Output(leaf=0, parts=((0, "r@0"), (0, "r@1")))],
     )
     step = InProcess(jax.devices()).load(program)
@@ -284,9 +277,7 @@ def stacked(pieces: Sequence[int], rows: int = 4, sizes: Sequence[int] = (4, 4),
             shape=(sizes[mesh],),
             axis_names=("d",),
             values={f"{n}{i}": kind for n in "pq" for i, home in enumerate(pieces) if home == mesh},
-            instructions=tuple(
-                run(f"add{mesh}", f"p{i}", f"q{i}", i) for i, home in enumerate(pieces) if home == mesh
-            ),
+            instructions=tuple(run(f"add{mesh}", f"p{i}", f"q{i}", i) for i, home in enumerate(pieces) if home == mesh),
         )
         for mesh in used
     )
@@ -296,9 +287,7 @@ def stacked(pieces: Sequence[int], rows: int = 4, sizes: Sequence[int] = (4, 4),
         meshes=meshes,
         executables={e.name: e for e in adds},
         inputs=tuple(
-            Input(
-                leaf=0, mesh=mesh, value=f"p{i}", window=Window(axis=0, start=rows * i, stop=rows * (i + 1))
-            )
+            Input(leaf=0, mesh=mesh, value=f"p{i}", window=Window(axis=0, start=rows * i, stop=rows * (i + 1)))
             for i, mesh in enumerate(pieces)
         ),
         outputs=(Output(leaf=0, parts=tuple((mesh, f"q{i}") for i, mesh in enumerate(pieces))),),
@@ -317,9 +306,7 @@ def stacked(pieces: Sequence[int], rows: int = 4, sizes: Sequence[int] = (4, 4),
     ],
 )
 @pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P()], ids=str)
-def test_pieces_of_a_stacked_parameter_go_in_and_come_out_as_one_array(
-    pieces, sizes, num_devices, spec
-) -> None:
+def test_pieces_of_a_stacked_parameter_go_in_and_come_out_as_one_array(pieces, sizes, num_devices, spec) -> None:
     step = InProcess(jax.devices()).load(stacked(pieces, sizes=sizes, spec=spec))
     given = np.arange(len(pieces) * 16, dtype=np.float32).reshape(-1, 4)
     once = step([given])[0]

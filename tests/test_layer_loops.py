@@ -111,9 +111,7 @@ def test_stacked_parameters_and_their_moments_are_in_the_same_pieces_before_and_
     _, state, _ = MODELS[name]()
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     whole = [path for i, path in enumerate(paths) if bounds(split.inputs, i) == [(None, None)]]
-    assert whole == [
-        p for i, p in enumerate(paths) if p in NOT_STACKED.get(name, ()) or not jnp.ndim(leaves[i])
-    ]
+    assert whole == [p for i, p in enumerate(paths) if p in NOT_STACKED.get(name, ()) or not jnp.ndim(leaves[i])]
     assert all(bounds(split.inputs, i) == bounds(split.outputs, i) for i in range(len(paths)))
     assert all(bounds(split.inputs, i) == [(None, None)] for i in batch_inputs)
 

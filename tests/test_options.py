@@ -44,9 +44,7 @@ def test_pipeline_counts_layers_and_stages(method, layers, stages, per_mesh):
     )
 
 
-@pytest.mark.parametrize(
-    "method", [DataParallel, lambda **kw: ShardParallel(mesh_shape=(1,), **kw), PipelineParallel]
-)
+@pytest.mark.parametrize("method", [DataParallel, lambda **kw: ShardParallel(mesh_shape=(1,), **kw), PipelineParallel])
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

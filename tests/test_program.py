@@ -368,9 +368,7 @@ def test_a_broken_program_is_refused_with_place_and_reason(change, message) -> N
 def test_a_name_may_be_used_again_after_it_was_freed() -> None:
     again = (*INSTRUCTIONS[1], at(1, 0), at(1, 3))
     sender = (*INSTRUCTIONS[0][:2], *INSTRUCTIONS[0][3:6], at(0, 1), at(0, 2), *INSTRUCTIONS[0][6:])
-    changed = mesh(1, instructions=(*again[:-1], Free(values=("h@0",))))(
-        mesh(0, instructions=sender)(program())
-    )
+    changed = mesh(1, instructions=(*again[:-1], Free(values=("h@0",))))(mesh(0, instructions=sender)(program()))
     changed.verify()
 
 
@@ -392,9 +390,7 @@ def test_layouts_that_differ_in_nothing_are_equal() -> None:
     ],
 )
 def test_bytes_are_counted_whole_and_per_device(kind, nbytes, per_device) -> None:
-    grid = MeshProgram(
-        devices=tuple(range(8)), shape=(2, 4), axis_names=("a", "b"), values={}, instructions=()
-    )
+    grid = MeshProgram(devices=tuple(range(8)), shape=(2, 4), axis_names=("a", "b"), values={}, instructions=())
     assert (kind.nbytes, kind.bytes_per_device(grid)) == (nbytes, per_device)
 
 

@@ -98,9 +98,7 @@ def test_microbatches_in_flight_are_those_of_the_paper(name, bound, num_stages, 
 
 
 def test_interleaved_order_is_megatrons() -> None:
-    order = schedule_tasks(
-        "interleaved", num_stages=4, num_meshes=2, num_microbatches=4, stage_mesh=[0, 1, 0, 1]
-    )
+    order = schedule_tasks("interleaved", num_stages=4, num_meshes=2, num_microbatches=4, stage_mesh=[0, 1, 0, 1])
     assert text(order) == [
         "F0.m0 F0.m1 F2.m0 F2.m1 F0.m2 B2.m0 F0.m3 B2.m1 F2.m2 B0.m0 F2.m3 B0.m1 B2.m2 B2.m3 B0.m2 B0.m3",
         "F1.m0 F1.m1 F3.m0 B3.m0 F3.m1 B3.m1 F1.m2 B1.m0 F1.m3 B1.m1 F3.m2 B3.m2 F3.m3 B3.m3 B1.m2 B1.m3",

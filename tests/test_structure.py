@@ -91,9 +91,7 @@ def test_private_parts_of_jax_are_not_reached_by_attribute_either(path):
 
 @over_files
 def test_imports_within_the_package_are_absolute(path):
-    assert not [
-        node.lineno for node in ast.walk(TREES[path]) if isinstance(node, ast.ImportFrom) and node.level
-    ]
+    assert not [node.lineno for node in ast.walk(TREES[path]) if isinstance(node, ast.ImportFrom) and node.level]
 
 
 @over_files
