@@ -133,7 +133,7 @@ class _Gatherer:
                     first.add(i)
                     wanted.update(_operands(self.eqns[i]))
             rest = [i for i in indices if i not in first]
-            if not rest:
+            if not rest or not first:  # nobody waits for the first stage
                 continue
             anchored[key] = [i for i in indices if i in first]
             anchored[("W", *key[1:])] = rest
