@@ -19,6 +19,11 @@ import jax
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--update-goldens` writes tests/golden anew."""
+    parser.addoption("--update-goldens", action="store_true", help="write the texts in tests/golden anew")
+
+
 @pytest.fixture
 def float64() -> Iterator[None]:
     """Compute in 64 bits during the test, on every thread (`jax.enable_x64` would cover only this one)."""
