@@ -35,6 +35,7 @@ __all__ = [
     "jaxpr_effects",
     "loop_of",
     "open_jaxpr",
+    "operands",
     "scope_of",
     "source_line",
     "subjaxprs",
@@ -110,6 +111,11 @@ def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, tuple[Any, ...]]:
     if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr.jaxpr, tuple(jaxpr.consts)
     return jaxpr, ()
+
+
+def operands(eqn: JaxprEqn) -> list[Var]:
+    """The variables that an equation reads, without its literals."""
+    return [v for v in eqn.invars if isinstance(v, Var)]
 
 
 def subjaxprs(eqn: JaxprEqn) -> Iterator[Any]:

@@ -141,7 +141,7 @@ class _Merger:
         wanted.update((v, None) for e in accumulated if isinstance(v := e.invars[0], jc.Var))
         wanted.update((v, None) for v in tied)
         reads = dict.fromkeys(
-            v for i in indices for v in _operands(self.eqns[i]) if v not in made and v not in self.consts
+            v for i in indices for v in jc.operands(self.eqns[i]) if v not in made and v not in self.consts
         )
         reads |= dict.fromkeys(v for v in wanted if v not in made)  # a batch input passed on as it is
         results = list(wanted)
@@ -176,7 +176,7 @@ class _Merger:
                 continue
             theirs = {v for i in indices for v in self.eqns[i].outvars}
             for i in indices:
-                for v in _operands(self.eqns[i]):
+                for v in jc.operands(self.eqns[i]):
                     if v not in theirs and (not self._free(v) or (other[1] == stage and v in self.members.kept[other])):
                         readers.add(v)
         found = dict.fromkeys(v for i in self.members.equations[key] for v in self.eqns[i].outvars if v in readers)
@@ -284,7 +284,3 @@ def _in_order(tasks: Sequence[StageTask], num_rounds: int) -> list[StageTask]:
 
     assert all(task.round <= num_rounds for task in tasks)
     return sorted(tasks, key=rank)
-
-
-def _operands(eqn: jc.JaxprEqn) -> list[jc.Var]:
-    return [v for v in eqn.invars if isinstance(v, jc.Var)]

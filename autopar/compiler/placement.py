@@ -83,7 +83,7 @@ class _Placer:
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.consumers: dict[jc.Var, list[int]] = {}
         for i, eqn in enumerate(self.eqns):
-            for v in _operands(eqn):
+            for v in jc.operands(eqn):
                 self.consumers.setdefault(v, []).append(i)
         jaxpr = regions.step.jaxpr.jaxpr
         self.inputs = {
@@ -109,7 +109,7 @@ class _Placer:
     def _find_reach(self, equations: Iterable[int]) -> None:
         for i in equations:
             if Region.FORWARD in self.regions.kinds[i]:
-                for v in _operands(self.eqns[i]):
+                for v in jc.operands(self.eqns[i]):
                     if v in self.micro_stage:
                         self.reach[v] = max(self.reach.get(v, self.micro_stage[v]), self.stages[i])
 
@@ -118,8 +118,8 @@ class _Placer:
         self.micro_stage.update((v, stage) for v in self.eqns[index].outvars)
 
     def _latest(self, eqn: jc.JaxprEqn) -> int:
-        stages = [self.micro_stage[v] for v in _operands(eqn) if v in self.micro_stage]
-        parameters = [self.homes[v] for v in self._origins(_operands(eqn)) if v in self.homes]
+        stages = [self.micro_stage[v] for v in jc.operands(eqn) if v in self.micro_stage]
+        parameters = [self.homes[v] for v in self._origins(jc.operands(eqn)) if v in self.homes]
         return max([*stages, *parameters], default=0)
 
     def _earliest(self, eqn: jc.JaxprEqn, only: Mapping[jc.Var, int]) -> int:
@@ -128,8 +128,8 @@ class _Placer:
         An activation that the forward pass has sent on counts where it was sent last: a weight's gradient is made where
         the weight is, from the activation that its stage received.
         """
-        stages = [self.reach.get(v, self.micro_stage[v]) for v in _operands(eqn) if v in self.micro_stage]
-        parameters = [only[v] for v in self._origins(_operands(eqn)) if v in only]
+        stages = [self.reach.get(v, self.micro_stage[v]) for v in jc.operands(eqn) if v in self.micro_stage]
+        parameters = [only[v] for v in self._origins(jc.operands(eqn)) if v in only]
         return min([*stages, *parameters], default=self.num_stages - 1)
 
     def _origins(self, variables: Iterable[jc.Var]) -> set[jc.Var]:
@@ -144,7 +144,7 @@ class _Placer:
             seen.add(v)
             index = self.producer.get(v)
             if index is not None and Region.FREE in self.regions.kinds[index]:
-                stack.extend(_operands(self.eqns[index]))
+                stack.extend(jc.operands(self.eqns[index]))
             else:
                 found.add(v)
         return found
@@ -159,7 +159,7 @@ class _Placer:
         used: dict[jc.Var, set[int]] = {}
         for i, stage in self.stages.items():
             if self.regions.kinds[i] & {Region.FORWARD, Region.BACKWARD}:
-                for v in self._origins(_operands(self.eqns[i])) & self.inputs:
+                for v in self._origins(jc.operands(self.eqns[i])) & self.inputs:
                     used.setdefault(v, set()).add(stage)
         return used
 
@@ -170,8 +170,8 @@ class _Placer:
         candidates = self._only_accumulated(round_number)
         for i in sorted(candidates):
             eqn = self.eqns[i]
-            producers = [self.producer.get(v) for v in _operands(eqn)]
-            stages = {self.micro_stage[v] for v in _operands(eqn) if v in self.micro_stage}
+            producers = [self.producer.get(v) for v in jc.operands(eqn)]
+            stages = {self.micro_stage[v] for v in jc.operands(eqn) if v in self.micro_stage}
             joins = eqn.primitive.name == "add_any" and len(stages) > 1
             if joins or any(p in self.deferred for p in producers):
                 self.deferred.add(i)
@@ -193,7 +193,7 @@ class _Placer:
         return found
 
     def _linear(self, eqn: jc.JaxprEqn) -> bool:
-        activations = sum(v in self.micro_stage for v in _operands(eqn))
+        activations = sum(v in self.micro_stage for v in jc.operands(eqn))
         if eqn.primitive.name in ("mul", "div"):
             return activations == 1 and isinstance(eqn.invars[1], jc.Literal)
         return eqn.primitive.name in _LINEAR and activations == len(eqn.invars)
@@ -256,7 +256,7 @@ class _Placer:
 
     def _read(self, index: int) -> list[jc.Var]:
         """Operands of an update equation; a deferred sum reads accumulated gradients, where they were made."""
-        operands = _operands(self.eqns[index])
+        operands = jc.operands(self.eqns[index])
         if index in self.deferred:
             for v in operands:
                 if v in self.micro_stage and self.producer[v] not in self.deferred:
@@ -285,7 +285,7 @@ class _Placer:
 
     def _orphan(self, eqn: jc.JaxprEqn) -> bool:
         """Whether the equation reads a tensor that has a home to be found (an optimizer's moment, say)."""
-        return any(v in self.inputs or self._made_of_orphans(v) for v in _operands(eqn))
+        return any(v in self.inputs or self._made_of_orphans(v) for v in jc.operands(eqn))
 
     def _made_of_orphans(self, v: jc.Var) -> bool:
         index = self.producer.get(v)
@@ -304,7 +304,7 @@ class _Placer:
         if index in self.deferred:
             sums = [c for v in eqn.outvars for c in self.consumers[v] if c not in self.deferred]
             self.homes.update((self.eqns[c].outvars[0], stage) for c in sums)
-        for v in _operands(eqn):
+        for v in jc.operands(eqn):
             if v in self.inputs:
                 self.homes.setdefault(v, stage)
 
@@ -316,10 +316,6 @@ class _Placer:
         self._follow_operands([i for i in todo if i not in self.stages])
         for v in self.inputs:
             self.homes.setdefault(v, 0)
-
-
-def _operands(eqn: jc.JaxprEqn) -> list[jc.Var]:
-    return [v for v in eqn.invars if isinstance(v, jc.Var)]
 
 
 def _size(v: jc.Var) -> int:

@@ -134,13 +134,9 @@ def _initial_facts(step: MicrobatchedStep) -> _Facts:
     return facts
 
 
-def _operands(eqn: jc.JaxprEqn) -> list[jc.Var]:
-    return [v for v in eqn.invars if isinstance(v, jc.Var)]
-
-
 def _sweep(eqn: jc.JaxprEqn, facts: _Facts) -> int:
     """Derive the facts of the equation's results; return its round."""
-    operands = _operands(eqn)
+    operands = jc.operands(eqn)
     ready = max((facts.ready.get(v, 0) for v in operands), default=0)
     outs = eqn.outvars
     if eqn.primitive is accumulate_p:
@@ -182,7 +178,7 @@ def _kinds(jaxpr: jc.Jaxpr, facts: _Facts, rounds: list[int]) -> list[frozenset[
     needed_by_step = {v for v in jaxpr.outvars if isinstance(v, jc.Var)}
     kinds: list[frozenset[Region]] = []
     for eqn, ready in zip(reversed(jaxpr.eqns), reversed(rounds), strict=True):
-        operands = _operands(eqn)
+        operands = jc.operands(eqn)
         found: set[Region] = set()
         if eqn.primitive is accumulate_p:
             found = {Region.ACCUMULATE}
@@ -210,7 +206,7 @@ def _micro_kind(eqn: jc.JaxprEqn, facts: _Facts) -> Region:
     if jc.ad_phase(eqn) == "forward":
         return Region.FORWARD
     # A callback may have no results: it is as late as what it reads.
-    late = any(v in facts.after_backward for v in eqn.outvars or _operands(eqn))
+    late = any(v in facts.after_backward for v in eqn.outvars or jc.operands(eqn))
     return Region.BACKWARD if late or jc.ad_phase(eqn) == "backward" else Region.FORWARD
 
 
@@ -220,7 +216,7 @@ def _may_repeat(eqn: jc.JaxprEqn, facts: _Facts, ready: int) -> bool:
     What the user wrote inside of the differentiated function is (a cast of the parameters costs little and keeps no
     copy alive), and so is what derives from counters and keys; the rest is computed once, before the round.
     """
-    if any(v in facts.batch_whole for v in _operands(eqn)):
+    if any(v in facts.batch_whole for v in jc.operands(eqn)):
         return False
     return jc.ad_phase(eqn) is not None or (ready == 0 and all(v in facts.homeless for v in eqn.outvars))
 
@@ -230,7 +226,7 @@ def _costly(eqns: list[jc.JaxprEqn], kinds: list[frozenset[Region]], facts: _Fac
     for eqn, kind in zip(eqns, kinds, strict=True):
         if Region.FREE in kind and (
             eqn.primitive.name in _COSTLY
-            or any(v in costly for v in _operands(eqn))
+            or any(v in costly for v in jc.operands(eqn))
             or any(v in facts.micro for v in eqn.outvars)
         ):
             costly.update(eqn.outvars)

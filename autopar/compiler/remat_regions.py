@@ -77,17 +77,17 @@ class _Forward:
                     yield min(inside), max(inside)
 
     def _read(self, eqn: jc.JaxprEqn) -> set[jc.Var]:
-        return {p for v in _operands(eqn) for p in self.parameters.get(v, ())}
+        return {p for v in jc.operands(eqn) for p in self.parameters.get(v, ())}
 
     def _inside(self, eqn: jc.JaxprEqn, own: Sequence[jc.Var]) -> set[int]:
         """The readers of the region's own parameters, and what leads there from its input activations."""
-        activations = {v for v in _operands(eqn) if v in self.producer}
+        activations = {v for v in jc.operands(eqn) if v in self.producer}
         before = self._ancestors([self.producer[v] for v in activations], set())
         after = set(activations)
         for i in self.order:
-            if not after.isdisjoint(_operands(self.eqns[i])):
+            if not after.isdisjoint(jc.operands(self.eqns[i])):
                 after.update(self.eqns[i].outvars)
-        follows = {p for p, i in enumerate(self.order) if not after.isdisjoint(_operands(self.eqns[i]))}
+        follows = {p for p, i in enumerate(self.order) if not after.isdisjoint(jc.operands(self.eqns[i]))}
         # A parameter that is also read elsewhere (a tied embedding) says nothing about the region.
         readers = [p for v in own if not activations or follows.issuperset(self.readers[v]) for p in self.readers[v]]
         return {*readers, *(self._ancestors(readers, before) & follows)}
@@ -100,7 +100,7 @@ class _Forward:
             p = stack.pop()
             if p not in found and p not in known:
                 found.add(p)
-                operands = _operands(self.eqns[self.order[p]])
+                operands = jc.operands(self.eqns[self.order[p]])
                 stack.extend(self.producer[v] for v in operands if v in self.producer)
         return found
 
@@ -115,7 +115,7 @@ def _parameters(regions: Regions) -> dict[jc.Var, frozenset[jc.Var]]:
     found = {v: frozenset([v]) for v, spec in inputs if spec.kind == "whole" and v not in regions.homeless}
     for eqn, kinds in zip(regions.equations, regions.kinds, strict=True):
         if Region.FREE in kinds:
-            sources = frozenset(p for v in _operands(eqn) for p in found.get(v, ()))
+            sources = frozenset(p for v in jc.operands(eqn) for p in found.get(v, ()))
             found.update((v, sources) for v in eqn.outvars if _size(v) > 1)
         elif not kinds & {Region.FORWARD, Region.BACKWARD}:
             found.update((v, frozenset([v])) for v in eqn.outvars if v not in regions.homeless)
@@ -124,10 +124,6 @@ def _parameters(regions: Regions) -> dict[jc.Var, frozenset[jc.Var]]:
 
 def _size(v: Any) -> int:
     return v.aval.size
-
-
-def _operands(eqn: jc.JaxprEqn) -> list[jc.Var]:
-    return [v for v in eqn.invars if isinstance(v, jc.Var)]
 
 
 def inline_wide_regions(closed: jc.ClosedJaxpr, *, num_layers: int) -> tuple[jc.ClosedJaxpr, bool]:

@@ -88,7 +88,7 @@ class _Gatherer:
             if producer is not None and Region.FREE in self.regions.kinds[producer]:
                 members.append(producer)
         for i in sorted(self.placement.deferred):
-            for v in _operands(self.eqns[i]):
+            for v in jc.operands(self.eqns[i]):
                 if not self._deferred(v):
                     producer = self.producer[v]
                     key = (self._kind(producer), self.placement.stages[producer], self.regions.rounds[producer])
@@ -106,14 +106,14 @@ class _Gatherer:
 
     def _with_forward(self, key: TaskKey, indices: list[int]) -> list[int]:
         """A rematerialised stage: the backward task also holds the forward equations whose results it reads."""
-        needed = {v for i in indices for v in _operands(self.eqns[i])}
+        needed = {v for i in indices for v in jc.operands(self.eqns[i])}
         found = set(indices)
         for i in range(max(indices), -1, -1):
             same = self.placement.stages.get(i) == key[1] and self.regions.rounds[i] == key[2]
             forward = same and Region.FORWARD in self.regions.kinds[i] and not self.eqns[i].effects
             if forward and needed.intersection(self.eqns[i].outvars):
                 found.add(i)
-                needed.update(_operands(self.eqns[i]))
+                needed.update(jc.operands(self.eqns[i]))
         return sorted(found)
 
     def _split_weight_gradients(self, anchored: dict[TaskKey, list[int]]) -> None:
@@ -125,13 +125,13 @@ class _Gatherer:
                 for other, others in anchored.items()
                 if other[1] != key[1] or other[2] != key[2]
                 for i in others
-                for v in _operands(self.eqns[i])
+                for v in jc.operands(self.eqns[i])
             }
             wanted, first = set(outside), set[int]()
             for i in reversed(indices):
                 if wanted.intersection(self.eqns[i].outvars):
                     first.add(i)
-                    wanted.update(_operands(self.eqns[i]))
+                    wanted.update(jc.operands(self.eqns[i]))
             rest = [i for i in indices if i not in first]
             if not rest or not first:  # nobody waits for the first stage
                 continue
@@ -165,13 +165,9 @@ class _Gatherer:
         found = set(indices)
         stack = list(indices)
         while stack:
-            for v in _operands(self.eqns[stack.pop()]):
+            for v in jc.operands(self.eqns[stack.pop()]):
                 i = self.producer.get(v)
                 if i is not None and i not in found and v not in kept and Region.FREE in self.regions.kinds[i]:
                     found.add(i)
                     stack.append(i)
         return sorted(found)
-
-
-def _operands(eqn: jc.JaxprEqn) -> list[jc.Var]:
-    return [v for v in eqn.invars if isinstance(v, jc.Var)]

@@ -69,7 +69,7 @@ class UpdateWaves:
             if kinds & {Region.FORWARD, Region.BACKWARD, Region.FREE} and i not in self.placement.deferred:
                 readers.append(self.regions.rounds[i])
             if readers:
-                for v in _operands(eqn):
+                for v in jc.operands(eqn):
                     earliest[v] = min(earliest.get(v, self.last_group), *readers)
         return groups
 
@@ -81,7 +81,7 @@ class UpdateWaves:
     def _assign_placed(self) -> None:
         for i in sorted(i for i in self.groups if i in self.placement.stages):
             stage, group = self.placement.stages[i], self.groups[i]
-            self.waves[i] = self._available(_operands(self.eqns[i]), stage, group)
+            self.waves[i] = self._available(jc.operands(self.eqns[i]), stage, group)
             self.roots.setdefault((group, self.waves[i], stage), []).append(i)
 
     def _available(self, variables: Sequence[jc.Var], stage: int, group: int) -> int:
@@ -101,7 +101,7 @@ class UpdateWaves:
                 if self.groups[i] == group:
                     wave = max(wave, self.waves[i] + (self.placement.stages[i] != stage))
             elif self._floating(i) or self._is_alias_equation(i):
-                stack.extend(_operands(self.eqns[i]))
+                stack.extend(jc.operands(self.eqns[i]))
         return wave
 
     def _floating(self, index: int) -> bool:
@@ -115,12 +115,12 @@ class UpdateWaves:
     def _assign_effects(self) -> None:
         for i, eqn in enumerate(self.eqns):
             if eqn.effects and self._floating(i):
-                self._add_root(i, self._nearest_stage(_operands(eqn)), self.last_group)
+                self._add_root(i, self._nearest_stage(jc.operands(eqn)), self.last_group)
 
     def _assign_values_for_microbatches(self) -> None:
         for (_, stage, round_number), indices in self.members.items():
             for i in indices:
-                for v in _operands(self.eqns[i]):
+                for v in jc.operands(self.eqns[i]):
                     producer = self.producer.get(v)
                     if (
                         producer is not None
@@ -171,11 +171,11 @@ class UpdateWaves:
             if v in self.placement.homes:
                 stages.append(self.placement.homes[v])
             elif i is not None and self._floating(i):
-                stack.extend(_operands(self.eqns[i]))
+                stack.extend(jc.operands(self.eqns[i]))
         return max(stages)
 
     def _add_root(self, index: int, stage: int, group: int) -> None:
-        wave = self._available(_operands(self.eqns[index]), stage, group)
+        wave = self._available(jc.operands(self.eqns[index]), stage, group)
         roots = self.roots.setdefault((group, wave, stage), [])
         if index not in roots:
             roots.append(index)
@@ -192,7 +192,7 @@ class UpdateWaves:
         stack = list(found)
         while stack:
             index = stack.pop()
-            for v in _operands(self.eqns[index]):
+            for v in jc.operands(self.eqns[index]):
                 i = self.producer.get(v)
                 if i is not None and i not in found and self._floating(i):
                     found.add(i)
@@ -222,7 +222,7 @@ class UpdateWaves:
         reads = dict.fromkeys(
             k
             for i in steps
-            for v in _operands(self.eqns[i])
+            for v in jc.operands(self.eqns[i])
             if v not in consts and (k := self.source(v, i, stage)) not in made
         )
         roots = set(self.roots[key])
@@ -246,7 +246,7 @@ class UpdateWaves:
         """What a task's equations read; the answer is kept, since every task asks."""
         if key not in self._reads:
             steps = self.equations(key)
-            self._reads[key] = frozenset(self.source(v, i, key[2]) for i in steps for v in _operands(self.eqns[i]))
+            self._reads[key] = frozenset(self.source(v, i, key[2]) for i in steps for v in jc.operands(self.eqns[i]))
         return self._reads[key]
 
     @cached_property
@@ -254,7 +254,7 @@ class UpdateWaves:
         found: set[Key] = set()
         for (_, stage, _), indices in self.members.items():
             for i in indices:
-                for v in _operands(self.eqns[i]):
+                for v in jc.operands(self.eqns[i]):
                     producer = self.producer.get(v)
                     floating = producer is not None and self._floating(producer)
                     found.add(floating_key(v, stage) if floating else (v, None))
@@ -280,7 +280,3 @@ class UpdateWaves:
             return [env[k] for k in results]
 
         return jc.trace(run, [k[0].aval for k in reads])
-
-
-def _operands(eqn: jc.JaxprEqn) -> list[jc.Var]:
-    return [v for v in eqn.invars if isinstance(v, jc.Var)]
