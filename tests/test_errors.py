@@ -109,6 +109,20 @@ def test_plan_for_more_devices_than_there_are_can_be_made_but_not_compiled():
         low.compile()
 
 
+NOTHING_TO_CUT = {
+    "no batch": (sgd(lambda params, _: mlp_loss(params, mlp_batch())), None),
+    "linear": (jax.grad(lambda params, batch: jnp.sum(batch[0] @ params[0]["w"])), mlp_batch()),
+}
+
+
+@pytest.mark.parametrize(("step", "batch"), NOTHING_TO_CUT.values(), ids=NOTHING_TO_CUT)
+def test_forward_pass_without_a_batch_is_not_cut(step, batch):
+    with pytest.raises(
+        InvalidArgument, match=r"no operation of the forward pass depends on .* batch_argnums, or use Data"
+    ):
+        planned(step, mlp_params(), batch, method=two_stages(num_microbatches=1))
+
+
 # --- plans --------------------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,11 @@ from autopar.errors import InvalidArgument
 def cut_forward(regions: Regions, num_layers: int) -> tuple[int, ...]:
     """Where layers 1, 2, ... begin, as positions in `layer_order(regions)`: `num_layers - 1` of them."""
     order = layer_order(regions)
+    if not order:
+        raise InvalidArgument(
+            f"{num_layers} layers were asked for, but no operation of the forward pass depends on the parameters and on "
+            "the batch. Name the arguments that carry the batch in batch_argnums, or use DataParallel or ShardParallel."
+        )
     if num_layers > len(order):
         raise InvalidArgument(
             f"{num_layers} layers were asked for, but the forward pass has only {len(order)} equations to cut between. "
