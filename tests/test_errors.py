@@ -118,7 +118,7 @@ NOTHING_TO_CUT = {
 @pytest.mark.parametrize(("step", "batch"), NOTHING_TO_CUT.values(), ids=NOTHING_TO_CUT)
 def test_forward_pass_without_a_batch_is_not_cut(step, batch):
     with pytest.raises(
-        InvalidArgument, match=r"no operation of the forward pass depends on parameters and batch.*, or use Data"
+        InvalidArgument, match=r"no operation of the forward depends on parameters and batch.*, or use Data"
     ):
         planned(step, mlp_params(), batch, method=two_stages(num_microbatches=1))
 

@@ -25,8 +25,8 @@ def cut_forward(regions: Regions, num_layers: int) -> tuple[int, ...]:
     order = layer_order(regions)
     if not order:
         raise InvalidArgument(
-            f"{num_layers} layers were asked for, but no operation of the forward pass depends on parameters and batch. "
-            "Name the arguments that carry the batch in batch_argnums, or use DataParallel or ShardParallel."
+            f"{num_layers} layers were asked for, but no operation of the forward depends on parameters and batch: "
+            "name the arguments that carry the batch in batch_argnums, or use DataParallel or ShardParallel."
         )
     if num_layers > len(order):
         raise InvalidArgument(
