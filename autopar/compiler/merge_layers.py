@@ -73,8 +73,9 @@ class _Merger:
 
     # --- values ---------------------------------------------------------------------------------------------
 
-    def _key(self, v: jc.Var, stage: int) -> Key:
-        return free_key(v, stage) if self._free(v) else (v, None)
+    def _key(self, v: jc.Var, place: tuple[int, int]) -> Key:
+        """`place`: the stage and the round of the task that makes or reads it."""
+        return free_key(v, *place) if self._free(v) else (v, None)
 
     def _free(self, v: jc.Var) -> bool:
         i = self.producer.get(v)
@@ -150,26 +151,26 @@ class _Merger:
             stage=stage,
             round=round_number,
             jaxpr=self._program(indices, list(reads), results),
-            inputs=tuple(self._input_name(v, stage) for v in reads),
-            outputs=tuple(self.name(self._key(v, stage), per_microbatch=True) for v in results),
+            inputs=tuple(self._input_name(v, key[1:]) for v in reads),
+            outputs=tuple(self.name(self._key(v, key[1:]), per_microbatch=True) for v in results),
             accumulations=tuple(
-                [self._accumulation(e, stage) for e in accumulated] + [self._tied_accumulation(v, stage) for v in tied]
+                [self._accumulation(e, key[1:]) for e in accumulated]
+                + [self._tied_accumulation(v, key[1:]) for v in tied]
             ),
         )
 
-    def _input_name(self, v: jc.Var, stage: int) -> str:
+    def _input_name(self, v: jc.Var, place: tuple[int, int]) -> str:
         i = self.producer.get(v)
         if i is None:
             return self.name((v, None), per_microbatch=v in self.of_microbatch)
         kinds = self.regions.kinds[i]
         if kinds & {Region.FORWARD, Region.BACKWARD, Region.FREE}:
-            return self.name(self._key(v, stage), per_microbatch=True)
+            return self.name(self._key(v, place), per_microbatch=True)
         floating = Region.STEP in kinds and i not in self.placement.stages
-        return self.name(floating_key(v, stage) if floating else (v, None), per_microbatch=False)
+        return self.name(floating_key(v, place[0]) if floating else (v, None), per_microbatch=False)
 
     def _read_elsewhere(self, key: TaskKey, made: set[jc.Var]) -> dict[jc.Var, None]:
         """Values of this task that other microbatch tasks read and do not make themselves, in order of appearance."""
-        _, stage, _ = key
         readers: set[jc.Var] = set()
         for other, indices in self.members.equations.items():
             if other == key:
@@ -177,7 +178,9 @@ class _Merger:
             theirs = {v for i in indices for v in self.eqns[i].outvars}
             for i in indices:
                 for v in jc.operands(self.eqns[i]):
-                    if v not in theirs and (not self._free(v) or (other[1] == stage and v in self.members.kept[other])):
+                    if v not in theirs and (
+                        not self._free(v) or (other[1:] == key[1:] and v in self.members.kept[other])
+                    ):
                         readers.add(v)
         found = dict.fromkeys(v for i in self.members.equations[key] for v in self.eqns[i].outvars if v in readers)
         return {v: None for v in found if v in made and self._first_maker(key, v)}
@@ -189,14 +192,14 @@ class _Merger:
             v in self.eqns[i].outvars for kind in earlier for i in self.members.equations.get((kind, *key[1:]), [])
         )
 
-    def _accumulation(self, eqn: jc.JaxprEqn, stage: int) -> Accumulation:
+    def _accumulation(self, eqn: jc.JaxprEqn, place: tuple[int, int]) -> Accumulation:
         source: Any = eqn.invars[0]
-        operand = self.name(self._key(source, stage), per_microbatch=True)
+        operand = self.name(self._key(source, place), per_microbatch=True)
         result = self.name((eqn.outvars[0], None), per_microbatch=False)
         return Accumulation(operand=operand, result=result, kind=eqn.params["kind"], axis=eqn.params.get("axis") or 0)
 
-    def _tied_accumulation(self, v: jc.Var, stage: int) -> Accumulation:
-        operand = self.name(self._key(v, stage), per_microbatch=True)
+    def _tied_accumulation(self, v: jc.Var, place: tuple[int, int]) -> Accumulation:
+        operand = self.name(self._key(v, place), per_microbatch=True)
         return Accumulation(operand=operand, result=self.name((v, "sum"), per_microbatch=False), kind="sum")
 
     def _update_task(self, key: tuple[int, int, int], waves: UpdateWaves) -> StageTask:

@@ -22,9 +22,9 @@ copy.
 """
 
 
-def free_key(v: jc.Var, stage: int) -> Key:
-    """A free value as computed on one stage along with a microbatch."""
-    return (v, stage)
+def free_key(v: jc.Var, stage: int, round_number: int) -> Key:
+    """A free value as computed on one stage along with a microbatch, again in every round that needs it."""
+    return (v, f"{stage}" + "'" * round_number)
 
 
 def floating_key(v: jc.Var, stage: int) -> Key:
