@@ -176,6 +176,11 @@ class Step:
             self._compiled.update(dict.fromkeys(compiled.keys, compiled))
         return compiled.run(call)
 
+    def __repr__(self) -> str:
+        method = self._target.method
+        compiled = len(set(map(id, self._compiled.values())))
+        return f"<parallelized {self._arguments.name} by {type(method).__name__}, compiled {compiled} times>"
+
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Trace the step on these arguments, which may be `jax.ShapeDtypeStruct`s."""
         return self._trace(self._arguments.split(args, kwargs))

@@ -365,3 +365,13 @@ def test_nothing_is_deleted_that_was_not_donated(method):
     state, _ = step(adam_state(mlp_params()), mlp_batch())
     step(state, mlp_batch())
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, mlp_batch())))
+
+
+def test_step_says_what_it_is() -> None:
+    def double(x):
+        return x * 2
+
+    step = autopar.parallelize(double, method=autopar.DataParallel(), batch_argnums=())
+    assert repr(step) == "<parallelized double by DataParallel, compiled 0 times>"
+    step(jnp.ones(4))
+    assert repr(step) == "<parallelized double by DataParallel, compiled 1 times>"
