@@ -86,8 +86,16 @@ LIGHT = {
 }
 TABLE = {**HEAVY, **LIGHT}
 
+# Of the heavy models, the ones that run on the second Python version too, in two stages.
+REPRESENTATIVES = {"gpt_linen", "gpt_nnx", "convnet_batch_norm", "recurrent", "dropout", "gan"}
+
+
+def is_slow(name: str, configuration: Configuration) -> bool:
+    return name in HEAVY and not (name in REPRESENTATIVES and configuration.num_stages == 2)
+
+
 ROWS = [
-    pytest.param(name, c, id=f"{name}: {c}", marks=[pytest.mark.slow] if name in HEAVY and c.num_stages != 2 else [])
+    pytest.param(name, c, id=f"{name}: {c}", marks=[pytest.mark.slow] * is_slow(name, c))
     for name, configurations in TABLE.items()
     for c in configurations
 ]

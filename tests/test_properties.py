@@ -62,12 +62,12 @@ def step_on_devices(model: Model, cutting: Cutting) -> None:
     assert agreement.holds, str(agreement)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))])
 def test_the_stages_of_a_random_program_evaluate_to_it(seed):
     check(step_on_paper, seed=seed, num_examples=30)
 
 
-@pytest.mark.parametrize("seed", range(100, 104))
+@pytest.mark.parametrize("seed", [100, 101, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (102, 103))])
 def test_the_program_of_a_random_step_runs_to_the_same_result(seed):
     check(step_on_devices, seed=seed, num_examples=15)
 
