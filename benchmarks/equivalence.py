@@ -2,7 +2,7 @@
 
     python -m benchmarks.equivalence --models mlp gpt_linen --stages 2 4 --json equivalence.json
 
-Without options this is the full product of all models, stages, schedules and microbatches, which takes an hour. The
+Without options this is the full product of all models, stages, schedules and microbatches, which takes two hours. The
 tests run a part of it that covers every model, number and schedule. Exits with 1 if anything differs or fails.
 """
 
