@@ -30,9 +30,7 @@ __all__ = [
     "ad_phase",
     "bind_equation",
     "bind_loop",
-    "identity_primitive",
     "jaxpr_as_fun",
-    "jaxpr_effects",
     "loop_of",
     "open_jaxpr",
     "operands",
@@ -144,11 +142,6 @@ def runs_on_one_device(eqn: JaxprEqn) -> bool:
     return keeps_order(eqn) and not all(effects.shardable_ordered_effects.contains(effect) for effect in eqn.effects)
 
 
-def jaxpr_effects(jaxpr: Any) -> frozenset[Any]:
-    """The side effects (callbacks, ordered or not) of a jaxpr."""
-    return frozenset(open_jaxpr(jaxpr)[0].effects)
-
-
 def map_subjaxprs(params: dict[str, Any], transform: Callable[[ClosedJaxpr], ClosedJaxpr]) -> dict[str, Any]:
     """Parameters with `transform` applied to each jaxpr among them, open ones staying open.
 
@@ -221,16 +214,6 @@ def bind_loop(eqn: JaxprEqn, args: Sequence[Any], length: int) -> list[Any]:
     """
     unroll = min(eqn.params.get("unroll", 1), length)
     return bind_equation(eqn, args, dict(eqn.params, length=length, unroll=unroll))
-
-
-def identity_primitive(name: str) -> Primitive:
-    """A primitive of any number of results that returns its operands: a marker inside a traced program."""
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_impl(lambda *xs, **_: list(xs))
-    primitive.def_abstract_eval(lambda *avals, **_: list(avals))
-    mlir.register_lowering(primitive, lambda _, *xs, **__: list(xs))
-    return primitive
 
 
 def unlowered_primitive(name: str, reason: str) -> Primitive:

@@ -82,9 +82,7 @@ class _Merger:
         return i is not None and Region.FREE in self.regions.kinds[i]
 
     def name(self, key: Key, *, per_microbatch: bool) -> str:
-        """The name of a value, given when it is first met: the primitive that made it and its number; a total, of
-        what.
-        """
+        """The name of a value, given when it is first met: after the primitive that made it, or what it totals."""
         if key not in self.names:
             v, tag = key
             text = self._made_name(v) + ("" if tag is None else "/total" if tag == "sum" else f"/{tag}")

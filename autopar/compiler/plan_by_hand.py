@@ -5,6 +5,7 @@ Trace, DataParallel | ShardParallel | PipelineParallel, number of devices  ->  P
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Mapping
@@ -46,9 +47,7 @@ def plan_by_hand(trace: Trace, method: Method, *, num_devices: int) -> Plan:
 
 
 def _check_devices(mesh_shape: tuple[int, ...], num_devices: int) -> None:
-    size = 1
-    for axis in mesh_shape:
-        size *= axis
+    size = math.prod(mesh_shape)
     if size != num_devices:
         raise InvalidArgument(
             f"mesh_shape {mesh_shape} needs {size} devices, there are {num_devices}. Give a shape whose product is "
@@ -63,9 +62,7 @@ def _one_stage(
     axis_names: tuple[str, ...],
     specs: Mapping[str, PartitionSpec],
 ) -> Plan:
-    count = 1
-    for size in mesh_shape:
-        count *= size
+    count = math.prod(mesh_shape)
     mesh = MeshPlan(devices=tuple(range(count)), shape=mesh_shape, axis_names=axis_names)
     num_microbatches = method.num_microbatches if trace.differentiates else 1
     return Plan(
@@ -132,9 +129,7 @@ def _stage_meshes(method: PipelineParallel, num_devices: int) -> tuple[MeshPlan,
 
 
 def _check_stage_shape(shape: tuple[int, ...], each: int, num_stages: int) -> None:
-    size = 1
-    for axis in shape:
-        size *= axis
+    size = math.prod(shape)
     if size != each:
         raise InvalidArgument(
             f"mesh_shape {shape} needs {size} devices per stage, each of the {num_stages} stages has {each}. "

@@ -16,10 +16,8 @@ from autopar.compiler.batch_accumulate import accumulate_p
 from autopar.compiler.placement import Placement
 from autopar.compiler.regions import Region
 
-Key = tuple[jc.Var, str | int | None]
-"""A value of the graph: a variable, and which of its copies: None, a stage's free copy, "sum", or a stage's update
-copy.
-"""
+Key = tuple[jc.Var, str | None]
+"""A variable, and which of its copies: None the only one, "sum" its total, or that of `free_key` or `floating_key`."""
 
 
 def free_key(v: jc.Var, stage: int, round_number: int) -> Key:
