@@ -240,7 +240,7 @@ def test_callbacks_run_once_per_layer_and_in_order():
     params = dense_stack(5) | {"b": jnp.arange(5.0)[:, None] * jnp.ones(WIDTH)}
     closed, leaves, batch_inputs = traced(lambda p, x: lax.scan(layer, x, p)[0], params, draw(0, ROWS, WIDTH))
     split = split_layer_loops(closed, 3, batch_inputs=batch_inputs)
-    assert jc.jaxpr_effects(split.jaxpr) == jc.jaxpr_effects(closed)
+    assert split.jaxpr.effects == closed.effects
     evaluate_split(split, leaves)
     jax.effects_barrier()
     assert seen == [0, 1, 2, 3, 4]
