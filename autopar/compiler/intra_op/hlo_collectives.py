@@ -1,0 +1,272 @@
+"""Read the collectives of a compiled program from its HLO text: what each moves, among how many, how often.
+
+XLA prints one computation after the other, the called before the calling one, one instruction to a line:
+
+    %body (...) -> (...) {
+      %x = f32[8,8]{1,0} get-tuple-element(%p), index=1
+      %sum = f32[8,8]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
+      ...
+    }
+    ENTRY %main (...) -> (...) {
+      ... while(%start), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+
+The operands of a collective and the size of its groups say what it moves, whatever the form of its result (which
+differs between a plain collective, a combined one, and the start of an asynchronous one).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.compiler.intra_op.figures import PASSES, wire_bytes
+from autopar.errors import Unsupported
+
+KINDS = tuple(PASSES)
+# What moves bytes between devices as well, without a figure for its time (or, the ragged one, for its bytes).
+UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")
+
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)="
+    r"(\{[^}]*\}|[^\s,]+)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledCollective:
+    """One collective instruction; several arrays if the compiler combined their collectives into one."""
+
+    name: str
+    """The instruction's name, unique in the program."""
+    scope: str
+    """Where JAX made it: `jit(step)/shard_map/psum`; empty if the compiler did."""
+    kind: str
+    """One of `KINDS`."""
+    group_size: int
+    """How many devices exchange with each other; of a permutation, those of its longest chain or cycle."""
+    operands: tuple[float, ...]
+    """Bytes of each array on one device: before a reduction, after a gather (as in `figures.wire_bytes`)."""
+    dtypes: tuple[str, ...]
+    """Their element types in HLO's words; a reduction in bf16 may have been promoted to f32."""
+    count: float
+    """How often it runs in one execution of the program."""
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of all arrays of one execution."""
+        return sum(self.operands)
+
+    def __str__(self) -> str:
+        types = "+".join(dict.fromkeys(self.dtypes))
+        return f"{self.count:g} x {self.kind} of {self.nbytes:.0f} bytes {types} over {self.group_size}: {self.scope}"
+
+
+def compiled_collectives(hlo_text: str) -> tuple[CompiledCollective, ...]:
+    """The collectives of a compiled program (`compiled.as_text()`) that communicate, in the order of the text.
+
+    Every branch of a conditional counts as taken, and a loop as run once if the compiler did not find out how often it
+    runs. A group of one device does not communicate. Raises `Unsupported` for a transfer of another kind than `KINDS`.
+    """
+    module = _read(hlo_text)
+    times = _executions(module)
+    found = (
+        _collective(instruction, operation, computation.types, module.num_devices, times[computation.name])
+        for computation in module.computations
+        if times[computation.name]
+        for instruction in computation.instructions
+        if (operation := _operation(instruction.opcode))
+    )
+    return tuple(collective for collective in found if collective.group_size > 1)
+
+
+def wire_bytes_by_kind(collectives: Iterable[CompiledCollective]) -> dict[str, float]:
+    """Bytes that each device sends in one execution of the program, by kind of collective; sorted."""
+    total = defaultdict[str, float](float)
+    for c in collectives:
+        total[c.kind] += c.count * wire_bytes(c.kind, c.group_size, c.nbytes)
+    return dict(sorted(total.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Instruction:
+    name: str
+    opcode: str
+    operands: tuple[str, ...]
+    """Names of values of the same computation."""
+    attributes: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Computation:
+    name: str
+    is_entry: bool
+    types: Mapping[str, str]
+    """The type of every value."""
+    instructions: tuple[_Instruction, ...]
+    """Those that communicate or call other computations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Module:
+    num_devices: int
+    computations: tuple[_Computation, ...]
+
+
+def _read(text: str) -> _Module:
+    computations: list[_Computation] = []
+    lines = iter(text.splitlines())
+    header = next(lines, "")
+    for line in lines:
+        if opening := _COMPUTATION.match(line):
+            computations.append(_read_computation(opening[2], bool(opening[1]), lines))
+    sizes = [int(size) for size in re.findall(r"(?:replica_count|num_partitions)=(\d+)", header)]
+    return _Module(num_devices=math.prod(sizes), computations=tuple(computations))
+
+
+def _read_computation(name: str, is_entry: bool, lines: Iterator[str]) -> _Computation:
+    """Read the lines up to the closing brace."""
+    types: dict[str, str] = {}
+    instructions: list[_Instruction] = []
+    for line in lines:
+        if line.startswith("}"):
+            break
+        if not (defined := _INSTRUCTION.match(line)):
+            continue
+        type_end = _type_end(line, defined.end())
+        types[defined[1]] = line[defined.end() : type_end]
+        opcode, _, rest = line[type_end + 1 :].partition("(")
+        if opcode == "send" and "is_host_transfer=true" in rest:
+            continue  # a callback: nothing for other devices
+        if _operation(opcode) or (_CALLED.search(rest) and not opcode.endswith(("-done", "-update"))):
+            close = _closing(rest, 0, depth=1)
+            instructions.append(
+                _Instruction(
+                    name=defined[1], opcode=opcode, operands=_operand_names(rest[:close]), attributes=rest[close + 1 :]
+                )
+            )
+    return _Computation(name=name, is_entry=is_entry, types=types, instructions=tuple(instructions))
+
+
+def _operation(opcode: str) -> str | None:
+    """The collective that an opcode performs or starts (its end moves nothing more)."""
+    operation = opcode.removesuffix("-start")
+    return operation if operation in KINDS or operation in UNCOUNTED else None
+
+
+def _type_end(line: str, start: int) -> int:
+    """Where the type that begins at `start` ends: a tuple `(f32[8]{0}, s32[])` contains blanks, an array does not."""
+    return _closing(line, start + 1, depth=1) + 1 if line[start] == "(" else line.index(" ", start)
+
+
+def _closing(text: str, start: int, depth: int) -> int:
+    """Where the parenthesis closes that is `depth` deep at `start`."""
+    for match in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    return len(text)
+
+
+def _operand_names(text: str) -> tuple[str, ...]:
+    """The names in `f32[8]{0} %a, /*index=1*/ %b`; types are printed on request only, and repeat the definition's."""
+    if "%" in text:
+        return tuple(re.findall(r"%([\w.\-]+)", text))
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _executions(module: _Module) -> dict[str, float]:
+    """How often each computation runs in one execution of the program."""
+    times = defaultdict[str, float](float)
+    for computation in reversed(module.computations):  # the calling before the called
+        if computation.is_entry:
+            times[computation.name] = 1
+        for instruction in computation.instructions:
+            attributes = _QUOTED.sub("", instruction.attributes)
+            trips = _trip_count(instruction)
+            for called in _CALLED.findall(attributes):
+                for name in called.strip("{}").split(","):
+                    times[name.strip().lstrip("%")] += times[computation.name] * trips
+    return times
+
+
+def _trip_count(instruction: _Instruction) -> int:
+    """How often the computations that an instruction names run: once, but for the body of a counted loop."""
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
+    return int(known[1]) if known and instruction.opcode == "while" else 1
+
+
+def _collective(
+    instruction: _Instruction, kind: str, types: Mapping[str, str], num_devices: int, count: float
+) -> CompiledCollective:
+    scope = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
+    if kind in UNCOUNTED:
+        raise Unsupported(
+            f"The compiled program moves data by `{kind}` ({instruction.name}, from {scope[1] if scope else '?'}); "
+            f"what can be counted is {', '.join(KINDS)}. Write that part of the step with one of these."
+        )
+    group_size = _group_size(kind, _QUOTED.sub("", instruction.attributes), num_devices)
+    arrays = [_array(types[name]) for name in instruction.operands]
+    copies = group_size if kind == "all-gather" else 1
+    return CompiledCollective(
+        name=instruction.name,
+        scope=scope[1] if scope else "",
+        kind=kind,
+        group_size=group_size,
+        operands=tuple(copies * nbytes for _, nbytes in arrays),
+        dtypes=tuple(dtype for dtype, _ in arrays),
+        count=count,
+    )
+
+
+def _array(text: str) -> tuple[str, float]:
+    """Element type and bytes of an array type: `bf16[8,16]{1,0:T(8,128)}` is ("bf16", 256.0)."""
+    match = re.match(r"([a-z]\w*)\[([^\]]*)\]", text)
+    assert match, text
+    # The first number in the name is the width in bits, as in `f8e4m3fn` and `c64`; truth values take a byte.
+    bits = re.search(r"\d+", match[1])
+    sizes = [int(size.removeprefix("<=")) for size in match[2].split(",") if size]
+    return match[1], math.prod(sizes) * (int(bits[0]) if bits else 8) / 8
+
+
+def _group_size(kind: str, attributes: str, num_devices: int) -> int:
+    """Devices per group, of every way to write groups:
+
+    {{0,1},{2,3}}               listed
+    [2,4]<=[8]                  2 groups of 4, consecutive or after a transposition that follows
+    mesh['x'=2,'y'=4] {'y'}     along axes of a mesh; 'y':(2)2 is the part of size 2 of an axis
+    {}                          all devices in one
+    """
+    if kind == "collective-permute":
+        pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
+        assert pairs, attributes
+        return _longest_chain([(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs[1])])
+    if listed := re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attributes):
+        groups = [group.count(",") + 1 for group in re.findall(r"\{([\d,]*)\}", listed[1])]
+        return max(groups, default=num_devices)
+    if counted := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
+        return int(counted[1])
+    mesh = re.search(r"replica_groups=@?mesh\w*\[([^\]]*)\][^{]*\{([^}]*)\}", attributes)
+    assert mesh, attributes
+    sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
+    axes = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", mesh[2])
+    return math.prod(int(part or sizes[axis]) for axis, part in axes)
+
+
+def _longest_chain(pairs: Sequence[tuple[int, int]]) -> int:
+    """Devices of the longest chain or cycle that a permutation sends along; 1 if every device keeps its own."""
+    target = dict(pairs)
+    firsts = [source for source in target if source not in target.values()]
+
+    def length(device: int) -> int:
+        seen = {device}
+        while (device := target.get(device, device)) not in seen:
+            seen.add(device)
+        return len(seen)
+
+    return max((length(device) for device in firsts or target), default=1)
