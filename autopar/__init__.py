@@ -9,6 +9,7 @@ from autopar.errors import (
     InvalidProgram,
     NotSplittable,
     PlanMismatch,
+    ReplicatedWarning,
     Unsupported,
 )
 from autopar.options import DataParallel, PipelineParallel, ShardParallel
@@ -33,6 +34,7 @@ __all__ = [
     "PlanMismatch",
     "Planned",
     "Program",
+    "ReplicatedWarning",
     "ShardParallel",
     "StagePlan",
     "Step",

@@ -27,3 +27,11 @@ class DonatedBuffer(AutoparError, RuntimeError):
 
 class InvalidProgram(AutoparError, ValueError):
     """A program that reads what was never written, leaves a transfer unmatched, or waits forever."""
+
+
+class SolverFailed(AutoparError, RuntimeError):
+    """The integer-programming solver ended in a state that gives no plan; the message says which."""
+
+
+class ReplicatedWarning(UserWarning):
+    """An equation that every device computes as a whole, because nothing says how it can be split."""

@@ -21,9 +21,10 @@ VAGUE_NAMES = {"utils", "core", "common", "helpers", "misc"}
 GATES = {
     "jax._src": ("compiler/jax_compat.py", "runtime/executables.py"),
     "jax.extend": ("compiler/jax_compat.py", "runtime/executables.py"),
-    "jaxlib": ("compiler/jax_compat.py", "runtime/executables.py"),
+    "jaxlib": ("compiler/intra_op/shardy.py", "compiler/jax_compat.py", "runtime/executables.py"),
     "ray": ("runtime/ray_cluster.py",),
     "cupy": ("runtime/nccl.py",),
+    "highspy": ("compiler/intra_op/local_polytope.py",),
 }
 
 over_files = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())

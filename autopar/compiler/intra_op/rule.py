@@ -1,0 +1,170 @@
+"""The sharding rule of an equation: the factors that the dimensions of its operands and results are made of.
+
+A factor is an index of the equation written as an einsum. The product `ij,jk->ik` of matrices has three: i and k
+stand in the result, j is summed away. A dimension that a reshape splits is made of several: `(ij)->ij`. An axis of the
+mesh that splits a factor splits every dimension that the factor belongs to.
+
+    str(rule)                      an axis that splits the factor
+    ij,jk->ik sum(j)               i or k: splits the result; j: leaves a summand of the result on each device
+    ij->i max(j)                   j: leaves values of which the greatest is the result
+    ij->ij blocked(j)              j: never (here a sort along j, say)
+
+The promise: under every choice of axes for the factors that are not blocked, the same primitive on the local parts,
+shapes among its parameters made local, gives the local parts of the results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Dims = tuple[tuple[int, ...], ...]
+"""The factors of every dimension of one array, major to minor; none for a dimension of size 1."""
+
+_LETTERS = "ijklmnopqrstuvwxyzabcdefghABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Factors are numbers, in the order in which operands and results show them."""
+
+    sizes: tuple[int, ...]
+    """Of every factor."""
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    reductions: Mapping[int, str]
+    """How the parts along a factor that no result has are combined: `"sum"`, `"max"` or `"min"`."""
+    blocked: frozenset[int]
+    """The factors that must not be split."""
+    source: str
+    """Who says so: `"shardy"`, `"by hand"`, `"user"`; `"none"` where nobody does and everything is blocked."""
+
+    def __str__(self) -> str:
+        """`ij,jk->ik sum(j)`: a letter for each factor, 1 for a dimension of size 1."""
+        operands, results = (",".join(map(_letters_of, side)) for side in (self.operands, self.results))
+        notes = [
+            f"{kind}({''.join(_letter(f) for f in sorted(self.reductions) if self.reductions[f] == kind)})"
+            for kind in sorted(set(self.reductions.values()))
+        ]
+        if self.blocked:
+            notes.append(f"blocked({''.join(map(_letter, sorted(self.blocked)))})")
+        return " ".join([f"{operands}->{results}", *notes])
+
+
+def _letter(factor: int) -> str:
+    return _LETTERS[factor] if factor < len(_LETTERS) else f"<{factor}>"
+
+
+def _letters_of(dims: Dims) -> str:
+    words = ("".join(map(_letter, factors)) or "1" for factors in dims)
+    return "".join(f"({word})" if len(factors) > 1 else word for word, factors in zip(words, dims, strict=True))
+
+
+Label = Hashable
+"""What a dimension is called: an int or a string; None: a dimension that must not be split; a tuple: several factors."""
+
+
+def shapes_of(atoms: Iterable[Any]) -> list[tuple[int, ...]]:
+    """The shapes of the variables and literals of an equation."""
+    return [tuple(atom.aval.shape) for atom in atoms]
+
+
+def rule_of_labels(
+    eqn: Any,
+    operands: Sequence[Sequence[Label]],
+    results: Sequence[Sequence[Label]],
+    *,
+    reductions: Mapping[Label, str] | None = None,
+    blocked: Collection[Label] = (),
+    sizes: Mapping[Label, int] | None = None,
+    creates: bool = False,
+    source: str = "by hand",
+) -> Rule:
+    """The rule of an equation whose dimensions of equal label are split alike.
+
+    `sizes` are needed for the labels inside of tuples only. A label that stands on one side only is blocked, unless
+    it is reduced or the equation `creates` its results' elements by their place, as a broadcast does.
+    """
+    known = dict(sizes or {})
+    factors = _Factors(known)
+    operand_dims = tuple(
+        factors.of_array(shape, labels) for shape, labels in zip(shapes_of(eqn.invars), operands, strict=True)
+    )
+    result_dims = tuple(
+        factors.of_array(shape, labels) for shape, labels in zip(shapes_of(eqn.outvars), results, strict=True)
+    )
+    numbers = factors.numbers
+    reduced = {numbers[label]: kind for label, kind in (reductions or {}).items() if label in numbers}
+    never = (
+        factors.touched
+        | {numbers[label] for label in blocked if label in numbers}
+        | (reduced.keys() & _factors_in(result_dims))
+        | _unmatched(operand_dims, result_dims, reduced, creates)
+        | _repeated((*operand_dims, *result_dims))
+    )
+    return Rule(
+        sizes=tuple(factors.sizes),
+        operands=operand_dims,
+        results=result_dims,
+        reductions={factor: reduced[factor] for factor in sorted(reduced.keys() - never)},
+        blocked=frozenset(never),
+        source=source,
+    )
+
+
+class _Factors:
+    """Numbers for labels, by order of appearance."""
+
+    def __init__(self, known: dict[Label, int]) -> None:
+        self.known = known
+        self.numbers: dict[Label, int] = {}
+        self.sizes: list[int] = []
+        self.touched: set[int] = set()
+
+    def of_array(self, shape: tuple[int, ...], labels: Sequence[Label]) -> Dims:
+        assert len(shape) == len(labels), (shape, labels)
+        return tuple(self._of_dimension(size, label) for size, label in zip(shape, labels, strict=True))
+
+    def _of_dimension(self, size: int, label: Label) -> tuple[int, ...]:
+        if size == 1:
+            return ()
+        if label is None:
+            self.touched.add(len(self.sizes))
+            self.sizes.append(size)
+            return (len(self.sizes) - 1,)
+        parts = label if isinstance(label, tuple) else (label,)
+        if not isinstance(label, tuple):
+            self.known.setdefault(label, size)
+        assert math.prod(self.known[part] for part in parts) == size, (size, label, self.known)
+        return tuple(self._number(part) for part in parts if self.known[part] != 1)
+
+    def _number(self, label: Label) -> int:
+        if label not in self.numbers:
+            self.numbers[label] = len(self.sizes)
+            self.sizes.append(self.known[label])
+        return self.numbers[label]
+
+
+def _factors_in(arrays: Iterable[Dims]) -> set[int]:
+    return {factor for dims in arrays for factors in dims for factor in factors}
+
+
+def _unmatched(operands: Sequence[Dims], results: Sequence[Dims], reduced: Collection[int], creates: bool) -> set[int]:
+    """Factors of one side only: what an equation does along them is unknown."""
+    read, written = _factors_in(operands), _factors_in(results)
+    return (read - written - set(reduced)) | (set() if creates else written - read)
+
+
+def _repeated(arrays: Iterable[Dims]) -> set[int]:
+    """Factors that one array has twice: its diagonal is not the diagonal of its blocks."""
+    counts = (Counter(factor for factors in dims for factor in factors) for dims in arrays)
+    return {factor for count in counts for factor, times in count.items() if times > 1}
+
+
+def blocked_rule(eqn: Any, source: str) -> Rule:
+    """Nothing can be split: every device computes the whole equation."""
+    operands, results = ([(None,) * len(s) for s in shapes_of(atoms)] for atoms in (eqn.invars, eqn.outvars))
+    return rule_of_labels(eqn, operands, results, source=source)

@@ -1,0 +1,184 @@
+"""The sharding rule of every equation of a step: by hand where positions matter, else from Shardy, else none.
+
+    equation -> key -> known already, or
+                       by hand            positions, indices, windows, random numbers       (`rules_by_hand`)
+                       lowered, by Shardy everything else that has a lowering of known parts (`shardy`, `factors`)
+                       none               side effects, callbacks, kernels: every device computes the whole
+
+Equations that are equal but for their operands share one rule, so that a model of many layers asks once.
+"""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.factors import compose
+from autopar.compiler.intra_op.rule import Rule, blocked_rule, rule_of_labels, shapes_of
+from autopar.compiler.intra_op.rules_by_hand import rule_by_hand
+from autopar.compiler.intra_op.shardy import FactorRule, lowered_functions
+from autopar.errors import ReplicatedWarning
+
+__all__ = ["Rule", "equation_key", "sharding_rules"]
+
+_ENTERED = frozenset({"scan", "while", "cond", "remat2", "checkpoint", "remat"})
+_REDUCTIONS = {"dot_general": "sum", "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
+# Primitives whose parameters hold numbers that are right for local parts too, or that are made local.
+_READ_APART = frozenset(
+    {
+        "argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "convert_element_type", "dot_general",
+        "integer_pow", "reduce", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_precision",
+        "reduce_prod", "reduce_sum", "reduce_xor", "reshape", "squeeze", "stack", "transpose", "unstack",
+    }
+)  # fmt: skip
+_PLACEMENT = frozenset({"copy_semantics", "devices", "out_sharding", "out_shardings", "sharding", "srcs"})
+
+_known: dict[Hashable, Rule] = {}
+
+
+def sharding_rules(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
+    """The rule of each equation; those that are not known yet are lowered together.
+
+    Warns once for each equation that has no rule. Equations with bodies that are planned themselves have none to ask
+    for.
+    """
+    keys = [equation_key(eqn) for eqn in eqns]
+    asked = dict(zip(keys, eqns, strict=True))
+    missing = {key: eqn for key, eqn in asked.items() if key not in _known}
+    _known.update(zip(missing, _rules_of(list(missing.values())), strict=True))
+    for key, eqn in asked.items():
+        if _known[key].source == "none":
+            _warn(eqn)
+    return [_known[key] for key in keys]
+
+
+def equation_key(eqn: jc.JaxprEqn) -> Hashable:
+    """Equal for equations that have the same rule: primitive, parameters but for placement, shapes and types."""
+    name = eqn.primitive.name
+    params = () if name == "name" else ((k, _frozen(v)) for k, v in sorted(eqn.params.items()) if k not in _PLACEMENT)
+    avals = ((tuple(aval.shape), aval.dtype) for aval in _avals([*eqn.invars, *eqn.outvars]))
+    return (name, tuple(params), tuple(avals), bool(eqn.effects))
+
+
+def _avals(atoms: Iterable[Any]) -> list[Any]:
+    return [atom.aval for atom in atoms]
+
+
+def _frozen(value: Any) -> Hashable:
+    """A parameter as something that can be compared and hashed."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple(sorted((str(k), _frozen(v)) for k, v in value.items()))
+    if isinstance(value, np.ndarray):
+        return (value.shape, value.dtype, value.tobytes())
+    if isinstance(value, (jc.Jaxpr, jc.ClosedJaxpr)):
+        return str(value)
+    try:
+        hash(value)
+    except TypeError:
+        return str(value)
+    return value
+
+
+def _rules_of(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
+    rules = [_rule_without_lowering(eqn) for eqn in eqns]
+    lowered = [eqn for eqn, rule in zip(eqns, rules, strict=True) if rule is None]
+    found = iter(_rules_by_lowering(lowered))
+    return [rule or next(found) for rule in rules]
+
+
+def _rule_without_lowering(eqn: jc.JaxprEqn) -> Rule | None:
+    name = eqn.primitive.name
+    assert name not in _ENTERED, f"{jc.describe(eqn)} has a body, which has rules of its own"
+    if eqn.effects:
+        return blocked_rule(eqn, "none")
+    if not _can_be_split(eqn):
+        return blocked_rule(eqn, "by hand")
+    if rule := rule_by_hand(eqn):
+        return rule
+    if name in _READ_APART or not any(map(_holds_numbers, eqn.params.values())):
+        return None
+    return blocked_rule(eqn, "none")
+
+
+def _can_be_split(eqn: jc.JaxprEqn) -> bool:
+    return any(size > 1 for shape in shapes_of([*eqn.invars, *eqn.outvars]) for size in shape)
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Whether a parameter may describe shapes, positions or bodies, which parts of arrays do not share."""
+    if isinstance(value, (tuple, list)):
+        return any(map(_holds_numbers, value))
+    if value is None or isinstance(value, (bool, str, enum.Enum, np.dtype, type)):
+        return False
+    return isinstance(value, (int, float, np.ndarray, np.generic, dict)) or callable(value) or _is_program(value)
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, (jc.Jaxpr, jc.ClosedJaxpr))
+
+
+def _rules_by_lowering(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
+    """Rules after Shardy. Where one equation cannot be lowered, the others still can."""
+    if not eqns:
+        return []
+    try:
+        names, functions = lowered_functions(list(map(_function_of, eqns)), [_avals(eqn.invars) for eqn in eqns])
+    except Exception:
+        if len(eqns) == 1:
+            # Why is not known here, only that this platform has no lowering: another may have one.
+            return [blocked_rule(eqns[0], "none")]
+        half = len(eqns) // 2
+        return _rules_by_lowering(eqns[:half]) + _rules_by_lowering(eqns[half:])
+    known: dict[str, FactorRule | None] = {}
+    factors = [compose(name, functions, known) for name in names]
+    return [_rule_of_factors(eqn, own) for eqn, own in zip(eqns, factors, strict=True)]
+
+
+def _function_of(eqn: jc.JaxprEqn) -> Callable[..., Any]:
+    def run(*args: Any) -> list[Any]:
+        return jc.bind_equation(eqn, args)
+
+    return run
+
+
+def _rule_of_factors(eqn: jc.JaxprEqn, factors: FactorRule | None) -> Rule:
+    if factors is None:
+        return blocked_rule(eqn, "none")
+    name = eqn.primitive.name
+    kind = _REDUCTIONS.get(name)
+    if not all(map(_adds_up, eqn.outvars)):
+        kind = None
+    # What is lowered of a random key has one dimension more than the key: its words stay together.
+    operands = [dims[: len(shape)] for dims, shape in zip(factors.operands, shapes_of(eqn.invars), strict=True)]
+    results = [dims[: len(shape)] for dims, shape in zip(factors.results, shapes_of(eqn.outvars), strict=True)]
+    return rule_of_labels(
+        eqn,
+        operands,
+        results,
+        reductions=dict.fromkeys(factors.reduced, kind) if kind else {},
+        blocked=factors.blocked if kind else factors.blocked | factors.reduced,
+        sizes=dict(enumerate(factors.sizes)),
+        creates=name == "broadcast_in_dim",
+        source="shardy",
+    )
+
+
+def _adds_up(atom: Any) -> bool:
+    return isinstance(atom.aval.dtype, np.dtype) and atom.aval.dtype != np.bool_
+
+
+def _warn(eqn: jc.JaxprEqn) -> None:
+    if _can_be_split(eqn):
+        warnings.warn(
+            f"{jc.describe(eqn)} has no sharding rule: every device computes the whole of it, and its operands are "
+            "gathered for that. Write it with other operations, or declare a rule with autopar.sharding_rule.",
+            ReplicatedWarning,
+            stacklevel=3,
+        )
