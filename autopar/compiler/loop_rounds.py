@@ -1,0 +1,204 @@
+"""Say when every equation of a microbatched step runs if each sweep over the microbatches is one loop.
+
+    MicrobatchedStep -> Rounds
+
+    time   0        1         2         3         4
+           once     round 0   once      round 1   once        (two rounds: a GAN, exact batch statistics)
+
+What depends on the microbatch runs at odd times, in the body of a loop, all else at even times; an `accumulate` of one
+round is complete at the next time. An equation runs as late as its readers allow, so that no value waits outside of the
+loop that reads it: the whole forward pass of a loss per counted token stands in the round after that which counts. It
+runs earlier where its results are smaller than what would have to be kept for it.
+
+A value that is made before a loop is made again in its body instead, if that is cheap and saves memory: broadcasts,
+masks, random bits, and what only moves the entries of a parameter. A cast to fewer bits stays in front of the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.batch_accumulate import accumulate_p
+from autopar.compiler.costs import aval_bytes, equation_flops
+from autopar.compiler.microbatch import MicrobatchedStep
+
+_MOVES = frozenset(
+    [
+        "transpose",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "rev",
+        "copy",
+        "slice",
+        "dynamic_slice",
+        "split",
+        "broadcast_in_dim",
+    ],
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rounds:
+    """Indices of the step's equations, in program order; `len(once) == len(each) + 1`."""
+
+    step: MicrobatchedStep
+    once: tuple[tuple[int, ...], ...]
+    """Before each round, and after the last."""
+    each: tuple[tuple[int, ...], ...]
+    """For each microbatch, per round: with what is made again there, and the accumulations."""
+
+    @property
+    def equations(self) -> list[jc.JaxprEqn]:
+        """The equations of the step, by index."""
+        return self.step.jaxpr.jaxpr.eqns
+
+
+def find_rounds(step: MicrobatchedStep) -> Rounds:
+    """The times of all equations."""
+    timetable = _Timetable(step)
+    earliest = timetable.earliest()
+    swept = [t for t in earliest if t % 2]
+    end = max(swept, default=-1) + 1
+    times = timetable.settled(earliest, timetable.latest(earliest, end))
+    again = timetable.cheap_to_repeat()
+    return Rounds(
+        step=step,
+        once=tuple(tuple(i for i, t in enumerate(times) if t == time) for time in range(0, end + 1, 2)),
+        each=tuple(timetable.body(times, again, time) for time in range(1, end, 2)),
+    )
+
+
+class _Timetable:
+    """The equations of a step, which of them depend on the microbatch, and the passes that find their times."""
+
+    def __init__(self, step: MicrobatchedStep) -> None:
+        jaxpr = step.jaxpr.jaxpr
+        self.eqns = jaxpr.eqns
+        self.num_microbatches = step.num_microbatches
+        inputs = list(zip(jaxpr.invars, step.inputs, strict=True))
+        self.given = {*jaxpr.constvars, *jaxpr.invars}
+        self.varying = {v for v, spec in inputs if spec.kind != "whole"}
+        self.sliced = frozenset(self.varying)
+        for eqn in self.eqns:
+            if eqn.primitive is not accumulate_p and not self.varying.isdisjoint(jc.operands(eqn)):
+                self.varying.update(eqn.outvars)
+        self.swept = [
+            eqn.primitive is accumulate_p or not self.varying.isdisjoint((*eqn.outvars, *jc.operands(eqn)))
+            for eqn in self.eqns
+        ]
+
+    def earliest(self) -> list[int]:
+        """When the operands are there."""
+        known: dict[jc.Var, int] = {}
+        times: list[int] = []
+        for index in range(len(self.eqns)):
+            times.append(self._from(index, max((known.get(v, 0) for v in jc.operands(self.eqns[index])), default=0)))
+            self._note(known, index, times[-1])
+        return times
+
+    def latest(self, earliest: Sequence[int], end: int) -> list[int]:
+        """When the first reader needs the results. Side effects keep their order: they happen at the earliest."""
+        due: dict[jc.Var, int] = {}
+        times = list(earliest)
+        for index in reversed(range(len(self.eqns))):
+            eqn = self.eqns[index]
+            if not eqn.effects:
+                times[index] = self._until(index, min((due.get(v, end) for v in eqn.outvars), default=end))
+            assert times[index] >= earliest[index], (eqn.primitive.name, times[index], earliest[index])
+            for v in jc.operands(eqn):
+                due[v] = min(due.get(v, end), times[index])
+        return times
+
+    def settled(self, earliest: Sequence[int], latest: Sequence[int]) -> list[int]:
+        """The latest times, but earlier where the results are smaller than the operands that would be kept."""
+        known: dict[jc.Var, int] = {}
+        times: list[int] = []
+        for index, eqn in enumerate(self.eqns):
+            made = {v: known[v] for v in jc.operands(eqn) if v in known}
+            kept = sum(self._bytes(v) for v, t in made.items() if t < latest[index])
+            if kept > sum(self._bytes(v) for v in eqn.outvars):
+                times.append(self._from(index, max(earliest[index], *made.values())))
+            else:
+                times.append(latest[index])
+            self._note(known, index, times[-1])
+        return times
+
+    def _from(self, index: int, time: int) -> int:
+        return time | 1 if self.swept[index] else time
+
+    def _until(self, index: int, time: int) -> int:
+        if self.eqns[index].primitive is accumulate_p:
+            time -= 1
+        return time - (time + self.swept[index]) % 2
+
+    def _note(self, known: dict[jc.Var, int], index: int, time: int) -> None:
+        done = time + 1 if self.eqns[index].primitive is accumulate_p else time
+        known.update(dict.fromkeys(self.eqns[index].outvars, done))
+
+    def _bytes(self, v: jc.Var) -> int:
+        """What keeping a value between loops takes: one that varies is kept for every microbatch."""
+        return aval_bytes(v.aval) * (self.num_microbatches if v in self.varying else 1)
+
+    def cheap_to_repeat(self) -> list[bool]:
+        """Which equations take less to repeat in a loop than to keep the results of: time and memory considered."""
+        origins: dict[jc.Var, frozenset[jc.Var]] = {}
+        cheap: list[bool] = []
+        for eqn in self.eqns:
+            sources = frozenset[jc.Var]().union(*(origins.get(v, {v}) for v in jc.operands(eqn)))
+            cheap.append(_is_light(eqn) and self._saves(eqn, sources))
+            if cheap[-1]:
+                origins.update(dict.fromkeys(eqn.outvars, sources))
+        return cheap
+
+    def _saves(self, eqn: jc.JaxprEqn, sources: frozenset[jc.Var]) -> bool:
+        moves = eqn.primitive.name in _MOVES
+        if moves and sources <= self.given:
+            return True
+        # Slices of the batch are at hand in every loop.
+        kept = sum(self._bytes(v) for v in sources - self.sliced)
+        made = sum(self._bytes(v) for v in eqn.outvars)
+        return made > kept or (moves and made == kept)
+
+    def body(self, times: Sequence[int], cheap: Sequence[bool], time: int) -> tuple[int, ...]:
+        """What the loop at `time` runs: its own equations, and those that it repeats for them."""
+        needed: set[jc.Var] = set()
+        found: list[int] = []
+        for index in reversed(range(len(self.eqns))):
+            eqn = self.eqns[index]
+            repeated = times[index] < time and cheap[index] and not needed.isdisjoint(eqn.outvars)
+            if times[index] == time or repeated:
+                found.append(index)
+                needed.update(jc.operands(eqn))
+        return tuple(reversed(found))
+
+
+def _is_light(eqn: jc.JaxprEqn) -> bool:
+    """At most one operation for each element of the results, and nothing that is to happen once."""
+    if eqn.effects or eqn.primitive in (accumulate_p,) or eqn.primitive.name == "pure_callback":
+        return False
+    size = sum(getattr(v.aval, "size", 0) for v in eqn.outvars)
+    return not any(True for _ in jc.subjaxprs(eqn)) and equation_flops(eqn) <= size
+
+
+def carried_between(rounds: Rounds) -> Mapping[jc.Var, int]:
+    """Values of single microbatches that leave the body of a loop, and the round of that: for a later round's body, or
+    to be joined.
+    """
+    eqns = rounds.equations
+    home: dict[jc.Var, int] = {}
+    leaving: dict[jc.Var, int] = {}
+    for number, body in enumerate(rounds.each):
+        own = {v for i in body if eqns[i].primitive is not accumulate_p for v in eqns[i].outvars}
+        for i in body:
+            joined = eqns[i].primitive is accumulate_p and eqns[i].params["kind"] == "concatenate"
+            for v in jc.operands(eqns[i]):
+                if v in home and v not in own:
+                    leaving[v] = home[v]
+                elif joined and v in own:
+                    leaving.setdefault(v, number)
+        for v in own:
+            home.setdefault(v, number)
+    return leaving
