@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import (
     effects,  # whether an effect is ordered is asked of its kind, and the kinds are private
     source_info_util,  # name stacks and user frames have no public reader
 )
 from jax._src.interpreters import partial_eval  # dead code inside loops has no public remover
+from jax.extend import random as jex_random
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from jax.interpreters import mlir
 
@@ -206,6 +208,27 @@ def loop_of(eqn: JaxprEqn) -> Loop:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class While:
+    """A `lax.while_loop` equation, read apart: operands are `[consts of cond | consts of body | carry]`."""
+
+    cond_consts: int
+    body_consts: int
+    cond: ClosedJaxpr
+    body: ClosedJaxpr
+
+
+def while_of(eqn: JaxprEqn) -> While:
+    """Read a while equation."""
+    params = eqn.params
+    return While(
+        cond_consts=params["cond_nconsts"],
+        body_consts=params["body_nconsts"],
+        cond=params["cond_jaxpr"],
+        body=params["body_jaxpr"],
+    )
+
+
 def bind_loop(eqn: JaxprEqn, args: Sequence[Any], length: int) -> list[Any]:
     """Run the body of a scan equation `length` times, on `xs` of that length.
 
@@ -265,3 +288,23 @@ def only_results(eqn: JaxprEqn, wanted: Sequence[bool]) -> list[JaxprEqn]:
     alone = Jaxpr([], invars, list(eqn.outvars), [eqn], effects, info.with_unknown_names())
     pruned, _ = partial_eval.dce_jaxpr(alone, list(wanted))
     return list(pruned.eqns)
+
+
+def is_threefry_key(key: Any) -> bool:
+    """Whether a key array draws its bits by the threefry generator, whose bits depend on their position only."""
+    return "fry" in str(key.dtype)
+
+
+def threefry_bits(key: Any, counter: Any, bit_width: int) -> Any:
+    """The random bits at the positions `counter` (below 2**32) of what `jax.random.bits(key, ...)` draws.
+
+    Only `jax.extend` has the generator itself; that the bits of a position do not depend on the others is what
+    `jax_threefry_partitionable` promises.
+    """
+    words = jax.random.key_data(key)
+    high, low = jex_random.threefry2x32_p.bind(
+        *jnp.broadcast_arrays(words[0], words[1], jnp.zeros_like(counter), counter)
+    )
+    if bit_width == 64:
+        return (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)
+    return (high ^ low).astype(jnp.dtype(f"uint{bit_width}"))

@@ -1,0 +1,188 @@
+"""What the solver decided about one program, as plain data: the layouts of every equation's operands and results.
+
+    BlockChoices, states  ->  BlockPlan  <->  JSON
+
+A layout is written by the names of mesh axes: `data,-` splits the first of two dimensions, `data*model` one dimension
+by two axes, `-,-|model` is a sum over "model" still to be made, `.` a scalar; operands, then `->`, then results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, EquationChoice
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh, used_axes
+from autopar.compiler.intra_op.strategies import Strategy
+from autopar.errors import PlanMismatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class EquationPlan:
+    """The layouts of an equation's operands and results; with bodies, None for what is free."""
+
+    operands: tuple[Layout | None, ...]
+    results: tuple[Layout | None, ...]
+    combined: tuple[int, ...] = ()
+    bodies: tuple[BlockPlan, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPlan:
+    """The plan of one jaxpr. Values go by number: its inputs, then the results of its equations in order."""
+
+    arguments: tuple[Layout | None, ...]
+    equations: tuple[EquationPlan | None, ...]
+    results: tuple[Layout | None, ...]
+    forms: Mapping[tuple[int, str], Layout] = field(default_factory=dict[tuple[int, str], Layout])
+    """By value and form: the layout in which it is kept ("stored"), and read by a phase ("forward", ...)."""
+
+
+def value_numbers(jaxpr: jc.Jaxpr) -> dict[jc.Var, int]:
+    """Numbers of a jaxpr's variables: inputs first, then results in program order."""
+    numbers: dict[jc.Var, int] = {}
+    for v in (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)):
+        numbers.setdefault(v, len(numbers))
+    return numbers
+
+
+def planned(block: BlockChoices, states: Sequence[int]) -> BlockPlan:
+    """The plan that a solution means."""
+
+    def layout(choice: Choice | None) -> Layout | None:
+        return None if choice is None else choice.layouts[states[choice.node]]
+
+    def equation(choice: EquationChoice) -> EquationPlan:
+        if choice.node is not None:
+            strategy = choice.strategies[states[choice.node]]
+            return EquationPlan(operands=strategy.operands, results=strategy.results, combined=strategy.combined)
+        return EquationPlan(
+            operands=tuple(layout(c) for c in choice.arguments),
+            results=tuple(layout(c) for c in choice.results),
+            bodies=tuple(planned(body, states) for body in choice.bodies),
+        )
+
+    # Equations of folded layers share one choice.
+    made = {id(c): equation(c) for c in block.equations if c is not None}
+    forms: dict[tuple[int, str], Layout] = {}
+    for v, number in value_numbers(block.jaxpr).items():
+        first = block.alike.get(v, v)
+        if first in block.stored:
+            forms[number, "stored"] = block.stored[first].layouts[states[block.stored[first].node]]
+        for phase, choice in block.copies.get(first, {}).items():
+            forms[number, phase] = choice.layouts[states[choice.node]]
+    return BlockPlan(
+        arguments=tuple(layout(c) for c in block.arguments),
+        equations=tuple(None if c is None else made[id(c)] for c in block.equations),
+        results=tuple(layout(c) for c in block.results),
+        forms=forms,
+    )
+
+
+def strategy_of(plan: EquationPlan, mesh: LogicalMesh) -> Strategy:
+    """The strategy of an equation without bodies."""
+    layouts = [layout for layout in (*plan.operands, *plan.results) if layout is not None]
+    axes = {axis for layout in layouts for axis in used_axes(layout)}
+    operands = tuple(layout for layout in plan.operands if layout is not None)
+    results = tuple(layout for layout in plan.results if layout is not None)
+    return Strategy(operands, results, plan.combined, mesh.size(axes))
+
+
+# --- JSON ---------------------------------------------------------------------------------------------------
+
+
+def to_data(plan: BlockPlan, mesh: LogicalMesh) -> dict[str, Any]:
+    """The plan as JSON data; equal equations share one entry of "lines"."""
+    lines: dict[str, int] = {}
+
+    def entry(equation: EquationPlan | None) -> Any:
+        if equation is None:
+            return None
+        line = _line(equation, mesh)
+        if not equation.bodies:
+            return lines.setdefault(line, len(lines))
+        return {"line": line, "bodies": [to_data(body, mesh) for body in equation.bodies]}
+
+    entries = [entry(equation) for equation in plan.equations]
+    return {
+        "arguments": [_text(layout, mesh) for layout in plan.arguments],
+        "equations": entries,
+        "forms": {f"{number} {form}": _text(layout, mesh) for (number, form), layout in sorted(plan.forms.items())},
+        "lines": list(lines),
+        "results": [_text(layout, mesh) for layout in plan.results],
+    }
+
+
+def from_data(data: Any, mesh: LogicalMesh) -> BlockPlan:
+    """The plan that `to_data` wrote; `PlanMismatch` if it cannot be read."""
+    try:
+        return _read_block(data, mesh)
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+        raise PlanMismatch(
+            f"The shardings of the plan cannot be read: {type(error).__name__}: {error}. They must be as Plan.save "
+            f"wrote them, over the axes {mesh.axis_names}: make the plan again, or correct the file."
+        ) from None
+
+
+def _read_block(data: Mapping[str, Any], mesh: LogicalMesh) -> BlockPlan:
+    lines = [_read_line(line, mesh, ()) for line in data["lines"]]
+
+    def equation(entry: Any) -> EquationPlan | None:
+        if isinstance(entry, Mapping):
+            nested = cast(Mapping[str, Any], entry)
+            return _read_line(nested["line"], mesh, tuple(_read_block(body, mesh) for body in nested["bodies"]))
+        return None if entry is None else lines[entry]
+
+    forms: dict[tuple[int, str], Layout] = {}
+    for key, text in data["forms"].items():
+        number, form = key.split(" ")
+        layout = _layout(text, mesh)
+        assert layout is not None
+        forms[int(number), form] = layout
+    return BlockPlan(
+        arguments=tuple(_layout(text, mesh) for text in data["arguments"]),
+        equations=tuple(equation(entry) for entry in data["equations"]),
+        results=tuple(_layout(text, mesh) for text in data["results"]),
+        forms=forms,
+    )
+
+
+def _line(plan: EquationPlan, mesh: LogicalMesh) -> str:
+    operands = " ".join(_text(layout, mesh) for layout in plan.operands)
+    results = " ".join(_text(layout, mesh) for layout in plan.results)
+    combined = f" over {'*'.join(mesh.names(plan.combined))}" if plan.combined else ""
+    return f"{operands} -> {results}{combined}"
+
+
+def _read_line(line: str, mesh: LogicalMesh, bodies: tuple[BlockPlan, ...]) -> EquationPlan:
+    line, _, combined = line.partition(" over ")
+    operands, _, results = line.partition("->")
+    return EquationPlan(
+        operands=tuple(_layout(text, mesh) for text in operands.split()),
+        results=tuple(_layout(text, mesh) for text in results.split()),
+        combined=_axes(combined, mesh) if combined else (),
+        bodies=bodies,
+    )
+
+
+def _text(layout: Layout | None, mesh: LogicalMesh) -> str:
+    if layout is None:
+        return "free"
+    dims = ",".join("*".join(mesh.names(axes)) or "-" for axes in layout.dims) or "."
+    return dims + (f"|{'*'.join(mesh.names(layout.partial))}" if layout.partial else "")
+
+
+def _layout(text: str, mesh: LogicalMesh) -> Layout | None:
+    if text == "free":
+        return None
+    dims, _, partial = text.partition("|")
+    return Layout(
+        () if dims == "." else tuple(_axes(entry, mesh) for entry in dims.split(",")),
+        _axes(partial, mesh) if partial else (),
+    )
+
+
+def _axes(text: str, mesh: LogicalMesh) -> tuple[int, ...]:
+    return () if text == "-" else tuple(mesh.axis_names.index(name) for name in text.split("*"))

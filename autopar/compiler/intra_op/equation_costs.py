@@ -1,0 +1,76 @@
+"""Seconds that one device works on its part of an equation: the roofline of its FLOPs and of the bytes it moves.
+
+products          max(FLOPs / matmul rate, bytes / memory bandwidth)
+renaming, moving  a little: XLA fuses them into what reads the result
+all others        the share of their bytes that fusion leaves, or their FLOPs at a vector rate
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.costs import aval_bytes, equation_flops
+from autopar.compiler.intra_op.figures import MeshFigures
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh, num_shards
+from autopar.compiler.intra_op.strategies import Strategy
+
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+_MOVES = frozenset(
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "iota",
+        "reshape",
+        "sharding_constraint",
+        "slice",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+    }
+)
+_SHARE_OF_MOVES = 0.05
+# Threefry takes about 100 integer operations for 4 bytes; vector units do a fraction of the matmul rate.
+_FLOPS_PER_RANDOM_WORD = 100
+_VECTOR_SHARE = 1 / 16
+
+
+def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh, figures: MeshFigures) -> float:
+    """Seconds of one equation on one device under a strategy, the collectives of a split maximum included."""
+    read = sum(_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True))
+    written = sum(_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True))
+    return _compute_s(eqn, strategy, read, written, figures) + _combine_s(strategy, written, mesh, figures)
+
+
+def _compute_s(eqn: jc.JaxprEqn, strategy: Strategy, read: float, written: float, figures: MeshFigures) -> float:
+    name = eqn.primitive.name
+    if name in _PRODUCTS:
+        rate = figures.matmul_flops_16 if _is_16_bit(eqn) else figures.matmul_flops
+        flops = equation_flops(eqn) / strategy.devices
+        return max(flops / rate, (read + written) / figures.memory_bandwidth)
+    if name in _MOVES:
+        return _SHARE_OF_MOVES * written / figures.memory_bandwidth
+    if name in ("random_bits", "threefry2x32"):
+        return written / 4 * _FLOPS_PER_RANDOM_WORD / (figures.matmul_flops * _VECTOR_SHARE)
+    if name.startswith(("gather", "scatter", "dynamic")):
+        # They touch the rows that they move, not the whole table.
+        read = min(read, 3 * min(written, read))
+    flops = equation_flops(eqn) / strategy.devices
+    return max(
+        figures.fused * (read + written) / figures.memory_bandwidth, flops / (figures.matmul_flops * _VECTOR_SHARE)
+    )
+
+
+def _combine_s(strategy: Strategy, written: float, mesh: LogicalMesh, figures: MeshFigures) -> float:
+    return figures.collective_s("all-reduce", strategy.combined, written, mesh) if strategy.combined else 0.0
+
+
+def _part(aval: Any, layout: Layout, mesh: LogicalMesh) -> float:
+    return aval_bytes(aval) / num_shards(layout, mesh)
+
+
+def _is_16_bit(eqn: jc.JaxprEqn) -> bool:
+    aval: Any = eqn.invars[0].aval
+    return aval.dtype.itemsize <= 2

@@ -1,0 +1,86 @@
+"""Find the values that every device may compute for itself at no cost worth counting.
+
+Free is what comes from small inputs and constants alone by cheap equations: step counters, iotas, masks, schedules.
+Such a value needs no layout: each reader takes the part that it wants.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.costs import equation_flops
+
+SMALL = 64
+"""Arrays of at most so many elements are never split."""
+
+NESTED = frozenset({"scan", "while", "cond", "remat2", "checkpoint", "remat"})
+"""Equations whose bodies are planned, not the equation itself."""
+
+_EXPENSIVE = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "sort", "dot_general"})
+
+
+def is_small(aval: Any) -> bool:
+    """Whether an array is too small to be worth splitting."""
+    return math.prod(getattr(aval, "shape", ())) <= SMALL
+
+
+def free_results(eqn: jc.JaxprEqn, operands: Sequence[bool]) -> list[bool]:
+    """Which results are free, given which operands are."""
+    if eqn.primitive.name in NESTED:
+        return _free_nested(eqn, list(operands))
+    sizes = [math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars]
+    if eqn.effects or not all(operands):
+        return [False] * len(sizes)
+    cheap = eqn.primitive.name not in _EXPENSIVE and equation_flops(eqn) <= 4 * sum(sizes)
+    return [cheap or size <= SMALL for size in sizes]
+
+
+def free_variables(jaxpr: jc.Jaxpr, inputs: Sequence[bool]) -> set[jc.Var]:
+    """The free variables of a jaxpr, given which of its inputs are; constants are."""
+    free = {*jaxpr.constvars, *(v for v, is_free in zip(jaxpr.invars, inputs, strict=True) if is_free)}
+    for eqn in jaxpr.eqns:
+        results = free_results(eqn, [isinstance(a, jc.Literal) or a in free for a in eqn.invars])
+        free.update(v for v, is_free in zip(eqn.outvars, results, strict=True) if is_free)
+    return free
+
+
+def free_outputs(jaxpr: jc.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Which results of a jaxpr are free."""
+    free = free_variables(jaxpr, inputs)
+    return [isinstance(v, jc.Literal) or v in free for v in jaxpr.outvars]
+
+
+def free_carry(body: jc.Jaxpr, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool]) -> list[bool]:
+    """Which parts of a loop's carry are free: those that come in free and that the body keeps so."""
+    carry = list(carry)
+    while True:
+        after = free_outputs(body, [*consts, *carry, *xs])[: len(carry)]
+        kept = [a and b for a, b in zip(carry, after, strict=True)]
+        if kept == carry:
+            return kept
+        carry = kept
+
+
+def _free_nested(eqn: jc.JaxprEqn, operands: list[bool]) -> list[bool]:
+    match eqn.primitive.name:
+        case "scan":
+            loop = jc.loop_of(eqn)
+            body = jc.open_jaxpr(loop.body)[0]
+            consts, rest = operands[: loop.num_consts], operands[loop.num_consts :]
+            carry, xs = rest[: loop.num_carry], rest[loop.num_carry :]
+            carry = free_carry(body, consts, carry, xs)
+            return free_outputs(body, [*consts, *carry, *xs])
+        case "while":
+            loop = jc.while_of(eqn)
+            own = operands[loop.cond_consts : loop.cond_consts + loop.body_consts]
+            carry = free_carry(jc.open_jaxpr(loop.body)[0], own, operands[loop.cond_consts + loop.body_consts :], [])
+            asked = free_outputs(jc.open_jaxpr(loop.cond)[0], [*operands[: loop.cond_consts], *carry])
+            return carry if all(asked) else [False] * len(carry)
+        case "cond":
+            branches = [free_outputs(jc.open_jaxpr(b)[0], operands[1:]) for b in eqn.params["branches"]]
+            return [operands[0] and all(each) for each in zip(*branches, strict=True)]
+        case _:
+            return free_outputs(jc.open_jaxpr(next(jc.subjaxprs(eqn)))[0], operands)

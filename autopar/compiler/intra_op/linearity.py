@@ -1,0 +1,81 @@
+"""Which operands of an equation may be sums still to be made, so that its results are such sums too.
+
+f is linear in a set of operands if f(a + b) = f(a) + f(b) on them together, the others fixed. Then a device that holds
+summands of these operands computes a summand of the result, and the reduction can wait: one all-reduce for the sum of
+three gradients instead of three, one for all microbatches instead of one for each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from autopar.compiler import jax_compat as jc
+
+# Linear in their first operand, whatever the others are (sizes, indices).
+_IN_FIRST = frozenset(
+    {
+        "broadcast_in_dim",
+        "copy",
+        "copy_p",
+        "cumsum",
+        "div",
+        "dynamic_slice",
+        "expand_dims",
+        "gather",
+        "neg",
+        "reduce_sum",
+        "reduce_window_sum",
+        "reshape",
+        "rev",
+        "slice",
+        "squeeze",
+        "transpose",
+    }
+)
+_IN_BOTH = frozenset({"add", "add_any", "sub"})
+_IN_EITHER = frozenset({"mul", "dot_general", "conv_general_dilated"})
+
+
+def linear_operands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
+    """The sets of operands that an equation is linear in; none if it is not linear, or sums in fewer bits."""
+    if not all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars if hasattr(v.aval, "dtype")):
+        return ()
+    name = eqn.primitive.name
+    if name in _IN_FIRST:
+        return ((0,),)
+    if name in _IN_BOTH:
+        return ((0, 1),)
+    if name in _IN_EITHER:
+        return ((0,), (1,))
+    return _others(eqn)
+
+
+def _others(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
+    everything = tuple(range(len(eqn.invars)))
+    match eqn.primitive.name:
+        case "convert_element_type":
+            # Rounding summands to fewer bits loses what rounding their sum keeps.
+            source, target = (_bits(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+            return ((0,),) if 0 < source <= target else ()
+        case "concatenate":
+            return (everything,)
+        case "select_n":
+            return (everything[1:],)
+        case "pad":
+            return ((0,),) if _is_zero(eqn.invars[1]) else ()
+        case "dynamic_update_slice":
+            return ((0, 1),)
+        case "scatter-add":
+            return ((0, 2),)
+        case _:
+            return ()
+
+
+def _bits(aval: Any) -> int:
+    return 8 * aval.dtype.itemsize if jnp.issubdtype(aval.dtype, jnp.floating) else 0
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, jc.Literal) and not atom.val

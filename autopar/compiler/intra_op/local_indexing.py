@@ -1,0 +1,113 @@
+"""Gather from, and scatter into, an array whose indexed dimension is split.
+
+Every device holds some of the rows. It shifts the indices to its own numbering and leaves out what is not its own:
+
+    gather    rows of other devices count as zero, so that the parts are summands of the result
+    scatter   updates of other devices' rows are dropped; where the updates are split, the results are summands, and the
+              operand is counted on the first of these devices only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.layout import Axes, LogicalMesh
+from autopar.compiler.intra_op.strategies import Strategy
+
+_lax: Any = lax
+_jnp: Any = jnp
+
+
+def position(axes: Axes, mesh: LogicalMesh) -> Any:
+    """The number of this device's part along `axes`, the first of them major."""
+    index: Any = 0
+    for axis in axes:
+        index = index * mesh.shape[axis] + lax.axis_index(mesh.axis_names[axis])
+    return index
+
+
+def gather_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: LogicalMesh) -> Any:
+    """This device's part, or summand, of the gathered slices."""
+    operand, indices = args
+    numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+    dims = strategy.operands[0].dims
+    aval: Any = eqn.invars[0].aval
+    indexed = {d: p for p, d in enumerate(numbers.start_index_map) if dims[d] and eqn.params["slice_sizes"][d] == 1}
+    sizes = tuple(
+        1 if d in indexed else size if not dims[d] else operand.shape[d]
+        for d, size in enumerate(eqn.params["slice_sizes"])
+    )
+    if not indexed:
+        return jc.bind_equation(eqn, args, dict(eqn.params, slice_sizes=sizes))[0]
+    mine: Any = True
+    outside: Any = False
+    for dimension, place in indexed.items():
+        wanted = indices[..., place].astype(_jnp.int32)
+        outside = outside | (wanted < 0) | (wanted >= aval.shape[dimension])
+        if mode == _lax.GatherScatterMode.CLIP:
+            wanted = _jnp.clip(wanted, 0, aval.shape[dimension] - 1)
+        own = wanted - position(dims[dimension], mesh) * operand.shape[dimension]
+        mine = mine & (own >= 0) & (own < operand.shape[dimension])
+        indices = indices.at[..., place].set(own.astype(indices.dtype))
+    params = dict(eqn.params, slice_sizes=sizes, mode=_lax.GatherScatterMode.CLIP)
+    gathered = jc.bind_equation(eqn, (operand, indices), params)[0]
+    batch = [d for d in range(gathered.ndim) if d not in numbers.offset_dims]
+
+    def along_rows(mask: Any) -> Any:
+        return _lax.broadcast_in_dim(mask, gathered.shape, batch)
+
+    result = _jnp.where(along_rows(mine), gathered, _jnp.zeros((), gathered.dtype))
+    if mode == _lax.GatherScatterMode.FILL_OR_DROP:
+        axes = tuple(axis for dimension in indexed for axis in dims[dimension])
+        first = position(axes, mesh) == 0
+        result = _jnp.where(along_rows(outside & first), _fill_value(eqn, gathered.dtype), result)
+    return result
+
+
+def scatter_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: LogicalMesh) -> Any:
+    """This device's part, or summand, of the operand with its updates."""
+    operand, indices, updates = args
+    numbers = eqn.params["dimension_numbers"]
+    dims = strategy.operands[0].dims
+    aval: Any = eqn.invars[0].aval
+    windows = _window_dimensions(numbers, len(dims))
+    indexed = {d: p for p, d in enumerate(numbers.scatter_dims_to_operand_dims) if dims[d] and d not in windows}
+    params = dict(eqn.params)
+    for dimension, place in indexed.items():
+        wanted = indices[..., place].astype(_jnp.int32)
+        if params["mode"] == _lax.GatherScatterMode.CLIP:
+            wanted = _jnp.clip(wanted, 0, aval.shape[dimension] - 1)
+        own = wanted - position(dims[dimension], mesh) * operand.shape[dimension]
+        # Negative indices are out of range here, not counted from the end.
+        own = _jnp.where((own >= 0) & (own < operand.shape[dimension]), own, operand.shape[dimension])
+        indices = indices.at[..., place].set(own.astype(indices.dtype))
+    if indexed:
+        params["mode"] = _lax.GatherScatterMode.FILL_OR_DROP
+    summed = [axis for axis in strategy.results[0].partial if axis not in strategy.operands[0].partial]
+    if summed:
+        first = position(tuple(summed), mesh) == 0
+        operand = _jnp.where(first, operand, _jnp.zeros((), operand.dtype))
+    return jc.bind_equation(eqn, (operand, indices, updates), params)[0]
+
+
+def _window_dimensions(numbers: Any, rank: int) -> set[int]:
+    """The operand's dimensions that an update covers as a window."""
+    inserted = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    return set(range(rank)) - inserted
+
+
+def _fill_value(eqn: jc.JaxprEqn, dtype: Any) -> Any:
+    """What a gather puts for an index out of range, as `jax.lax.gather` says."""
+    value = eqn.params["fill_value"]
+    if value is not None:
+        return _jnp.asarray(value, dtype)
+    if _jnp.issubdtype(dtype, _jnp.inexact):
+        return _jnp.asarray(_jnp.nan, dtype)
+    if _jnp.issubdtype(dtype, _jnp.signedinteger):
+        return _jnp.asarray(_jnp.iinfo(dtype).min, dtype)
+    return _jnp.asarray(_jnp.iinfo(dtype).max if dtype != _jnp.bool_ else True, dtype)

@@ -1,0 +1,263 @@
+"""Write down what every device does: reshard this, evaluate that on parts, run this body.
+
+    jaxpr, BlockPlan, mesh  ->  LocalBlock
+
+All that the plan left implicit is spelled out here, once: where a value is reduced or gathered, which readers share
+the result, in which layout a loop's body finds its operands. The traced program, the list of its collectives and its
+memory are all read off this, so they cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.block_plan import BlockPlan, EquationPlan, strategy_of, value_numbers
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh, describe_layout, replicated
+from autopar.compiler.intra_op.resharding import Collective, reshard_steps, step_collectives
+from autopar.compiler.intra_op.resharding_steps import Step
+from autopar.compiler.intra_op.strategies import Strategy
+from autopar.compiler.trip_counts import trip_count
+
+
+class Value(NamedTuple):
+    """A variable of the jaxpr in some layout, for the readers of one phase if it was resharded for them."""
+
+    variable: Any
+    layout: Layout
+    form: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reshard:
+    """Bring a value, or a constant, into another layout; not before `after` is there, if that is given."""
+
+    operand: Value | jc.Literal
+    result: Value
+    steps: tuple[Step, ...]
+    after: Value | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluate:
+    """Evaluate an equation on parts."""
+
+    eqn: jc.JaxprEqn
+    operands: tuple[Value | jc.Literal, ...]
+    results: tuple[Value, ...]
+    strategy: Strategy
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Enter:
+    """Run the bodies of a loop, a branch or a remat region."""
+
+    eqn: jc.JaxprEqn
+    operands: tuple[Value | jc.Literal, ...]
+    results: tuple[Value, ...]
+    bodies: tuple[LocalBlock, ...]
+
+
+Action = Reshard | Evaluate | Enter
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LocalBlock:
+    """The actions of one jaxpr, in order."""
+
+    jaxpr: jc.Jaxpr
+    inputs: tuple[Value, ...]
+    actions: tuple[Action, ...]
+    outputs: tuple[Value | jc.Literal, ...]
+
+
+class PlannedCollective(NamedTuple):
+    """A collective of the program: how often a step runs it, for which equation, and in which phase."""
+
+    collective: Collective
+    count: float
+    what: str
+    scope: str
+    phase: str
+
+
+def local_block(jaxpr: jc.Jaxpr, plan: BlockPlan, mesh: LogicalMesh, *, nested: bool = False) -> LocalBlock:
+    """Spell out a plan."""
+    writer = _Writer(jaxpr=jaxpr, plan=plan, mesh=mesh, nested=nested, numbers=value_numbers(jaxpr))
+    inputs = [
+        writer.define(v, _or_replicated(layout, v)) for v, layout in zip(jaxpr.invars, plan.arguments, strict=True)
+    ]
+    for v in jaxpr.constvars:
+        writer.define(v, _or_replicated(None, v))
+    for eqn, equation in zip(jaxpr.eqns, plan.equations, strict=True):
+        writer.write(eqn, equation)
+    outputs = [
+        writer.read(atom, _or_replicated(layout, atom), "body" if nested else "update")
+        for atom, layout in zip(jaxpr.outvars, plan.results, strict=True)
+    ]
+    return LocalBlock(jaxpr=jaxpr, inputs=tuple(inputs), actions=tuple(writer.actions), outputs=tuple(outputs))
+
+
+def planned_collectives(block: LocalBlock, mesh: LogicalMesh, count: float = 1.0) -> Iterator[PlannedCollective]:
+    """The collectives that a step runs, in program order."""
+    reader = _readers(block)
+    for action in block.actions:
+        match action:
+            case Reshard(operand=operand, result=result, steps=steps):
+                aval: Any = operand.val.aval if isinstance(operand, jc.Literal) else operand.variable.aval
+                source = replicated(aval.ndim) if isinstance(operand, jc.Literal) else operand.layout
+                eqn = reader.get(result)
+                for each in step_collectives(steps, source, tuple(aval.shape), aval.dtype.itemsize, mesh):
+                    what = (
+                        f"{aval.str_short()} {describe_layout(source, mesh)} -> {describe_layout(result.layout, mesh)}"
+                    )
+                    scope = jc.scope_of(eqn) if eqn is not None else ""
+                    yield PlannedCollective(each, count, what, scope, result.form)
+            case Evaluate(eqn=eqn, results=results, strategy=strategy):
+                if strategy.combined:
+                    aval = eqn.outvars[0].aval
+                    nbytes = aval.size * aval.dtype.itemsize / _parts(results[0].layout, mesh)
+                    combined = Collective(kind="all-reduce", axes=strategy.combined, nbytes=nbytes)
+                    yield PlannedCollective(
+                        combined, count, f"{eqn.primitive.name} {aval.str_short()}", jc.scope_of(eqn), ""
+                    )
+            case Enter(eqn=eqn, bodies=bodies):
+                for body in bodies:
+                    yield from planned_collectives(body, mesh, count * _trips(eqn))
+
+
+@dataclass(kw_only=True, eq=False)
+class _Writer:
+    jaxpr: jc.Jaxpr
+    plan: BlockPlan
+    mesh: LogicalMesh
+    nested: bool
+    numbers: dict[jc.Var, int]
+    produced: dict[Any, Value] = field(default_factory=dict[Any, Value])
+    forms: dict[Value, Value] = field(default_factory=dict[Value, Value])
+    actions: list[Action] = field(default_factory=list[Action])
+    gathered: set[tuple[Value, Layout]] = field(default_factory=set[tuple[Value, Layout]])
+
+    def define(self, v: Any, layout: Layout) -> Value:
+        self.produced[v] = Value(v, layout)
+        return self.produced[v]
+
+    def write(self, eqn: jc.JaxprEqn, plan: EquationPlan | None) -> None:
+        phase = "body" if self.nested else jc.ad_phase(eqn) or "update"
+        if plan is None:
+            plan = _everywhere(eqn, self.mesh)
+        latest = self._latest(eqn)
+        operands = tuple(
+            self.read(atom, _or_replicated(layout, atom), phase, latest)
+            for atom, layout in zip(eqn.invars, plan.operands, strict=True)
+        )
+        results = tuple(
+            self.define(v, _or_replicated(layout, v)) for v, layout in zip(eqn.outvars, plan.results, strict=True)
+        )
+        if plan.bodies:
+            bodies = [
+                local_block(body, each, self.mesh, nested=True)
+                for body, each in zip(_bodies(eqn), plan.bodies, strict=True)
+            ]
+            self.actions.append(Enter(eqn=eqn, operands=operands, results=results, bodies=tuple(bodies)))
+        else:
+            strategy = strategy_of(plan, self.mesh)
+            self.actions.append(Evaluate(eqn=eqn, operands=operands, results=results, strategy=strategy))
+
+    def read(self, atom: Any, layout: Layout, phase: str, latest: Value | None = None) -> Value | jc.Literal:
+        """The value in the layout that a reader of this phase wants, by way of the planned forms."""
+        if isinstance(atom, jc.Literal):
+            return atom if not layout.partial else self._reshard(atom, Value(atom, layout), None)
+        value = self.produced[atom]
+        number = self.numbers.get(atom)
+        for form in ("stored", phase):
+            if value.layout == layout:
+                return value
+            planned = None if number is None else self.plan.forms.get((number, form))
+            if planned is not None:
+                value = self._form(value, Value(atom, planned, form), latest)
+        return value if value.layout == layout else self._form(value, Value(atom, layout, phase), latest)
+
+    def _form(self, origin: Value, wanted: Value, latest: Value | None) -> Value:
+        if wanted.layout == self.produced[wanted.variable].layout:
+            return self.produced[wanted.variable]
+        if wanted not in self.forms:
+            self.forms[wanted] = wanted
+            again = (origin, wanted.layout) in self.gathered
+            self.gathered.add((origin, wanted.layout))
+            self._reshard(origin, wanted, latest if again else None)
+        return self.forms[wanted]
+
+    def _reshard(self, operand: Value | jc.Literal, result: Value, after: Value | None) -> Value:
+        aval: Any = operand.aval if isinstance(operand, jc.Literal) else operand.variable.aval
+        source = replicated(aval.ndim) if isinstance(operand, jc.Literal) else operand.layout
+        steps = reshard_steps(source, result.layout, tuple(aval.shape), self.mesh)
+        self.actions.append(Reshard(operand=operand, result=result, steps=steps, after=after))
+        return result
+
+    def _latest(self, eqn: jc.JaxprEqn) -> Value | None:
+        """What the equation reads that was made last: what is gathered again for it should not come sooner."""
+        made = [self.produced[v] for v in jc.operands(eqn) if v in self.numbers]
+        return max(made, key=lambda value: self.numbers[value.variable], default=None)
+
+
+def _bodies(eqn: jc.JaxprEqn) -> list[jc.Jaxpr]:
+    match eqn.primitive.name:
+        case "scan":
+            return [jc.open_jaxpr(jc.loop_of(eqn).body)[0]]
+        case "while":
+            loop = jc.while_of(eqn)
+            return [jc.open_jaxpr(loop.cond)[0], jc.open_jaxpr(loop.body)[0]]
+        case "cond":
+            return [jc.open_jaxpr(branch)[0] for branch in eqn.params["branches"]]
+        case _:
+            return [jc.open_jaxpr(next(jc.subjaxprs(eqn)))[0]]
+
+
+def _trips(eqn: jc.JaxprEqn) -> float:
+    match eqn.primitive.name:
+        case "scan":
+            return jc.loop_of(eqn).length
+        case "while":
+            return trip_count(eqn)
+        case _:
+            return 1.0
+
+
+def _everywhere(eqn: jc.JaxprEqn, mesh: LogicalMesh) -> EquationPlan:
+    """What is free is evaluated by every device on whole arrays."""
+    return EquationPlan(
+        operands=tuple(_or_replicated(None, atom) for atom in eqn.invars),
+        results=tuple(_or_replicated(None, v) for v in eqn.outvars),
+    )
+
+
+def _or_replicated(layout: Layout | None, atom: Any) -> Layout:
+    return replicated(len(getattr(atom.aval, "shape", ()))) if layout is None else layout
+
+
+def _parts(layout: Layout, mesh: LogicalMesh) -> int:
+    return mesh.size(axis for axes in layout.dims for axis in axes)
+
+
+def _readers(block: LocalBlock) -> dict[Value, jc.JaxprEqn]:
+    """For every value the equation that reads it first."""
+    readers: dict[Value, jc.JaxprEqn] = {}
+    for action in reversed(block.actions):
+        if isinstance(action, Evaluate | Enter):
+            readers.update({v: action.eqn for v in action.operands if isinstance(v, Value)})
+        elif isinstance(action.operand, Value) and action.result in readers:
+            readers[action.operand] = readers[action.result]
+    return readers
+
+
+def operands_of(action: Action) -> Sequence[Value]:
+    """The values that an action reads."""
+    match action:
+        case Reshard(operand=operand, after=after):
+            read = (operand, *(() if after is None else (after,)))
+        case Evaluate(operands=operands) | Enter(operands=operands):
+            read = operands
+    return [value for value in read if isinstance(value, Value)]

@@ -1,0 +1,161 @@
+"""Trace the program of one device: a single `shard_map` over the whole mesh, in which every collective is explicit.
+
+    closed jaxpr, LocalBlock, mesh  ->  closed jaxpr with the same inputs and outputs
+
+XLA finds nothing to partition, so the compiled collectives are the planned ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.layout import LogicalMesh, replicated, to_spec
+from autopar.compiler.intra_op.local_equation import evaluate_locally
+from autopar.compiler.intra_op.local_program import Enter, Evaluate, LocalBlock, Reshard, Value
+from autopar.compiler.intra_op.resharding import apply_steps
+
+_lax: Any = lax
+
+
+def localize(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh) -> jc.ClosedJaxpr:
+    """The program as every device runs it, wrapped so that it takes and gives whole arrays."""
+    _, consts = jc.open_jaxpr(closed)
+    abstract = AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
+    computed = [number for number, v in enumerate(block.outputs) if isinstance(v, Value)]
+
+    def on_device(*args: Any) -> list[Any]:
+        results = _run(block, consts, args, mesh)
+        return [results[number] for number in computed]
+
+    run: Any = jax.shard_map(
+        on_device,
+        mesh=abstract,
+        in_specs=tuple(to_spec(value.layout, mesh) for value in block.inputs),
+        out_specs=[to_spec(v.layout, mesh) for v in block.outputs if isinstance(v, Value)],
+        check_vma=False,  # which results are equal on which devices is the plan's to know
+    )
+    return jc.trace(run, [value.variable.aval for value in block.inputs])
+
+
+@dataclass(kw_only=True, eq=False)
+class _Frame:
+    mesh: LogicalMesh
+    values: dict[Value, Any] = field(default_factory=dict[Value, Any])
+
+    def read(self, value: Value | jc.Literal) -> Any:
+        return value.val if isinstance(value, jc.Literal) else self.values[value]
+
+
+def _run(block: LocalBlock, consts: Sequence[Any], args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
+    frame = _Frame(mesh=mesh)
+    frame.values.update(zip(block.inputs, args, strict=True))
+    for v, const in zip(block.jaxpr.constvars, consts, strict=True):
+        aval: Any = v.aval
+        frame.values[Value(v, replicated(aval.ndim))] = const
+    for action in block.actions:
+        match action:
+            case Reshard():
+                frame.values[action.result] = _reshard(action, frame)
+            case Evaluate(eqn=eqn, operands=operands, strategy=strategy):
+                results = evaluate_locally(eqn, [frame.read(v) for v in operands], strategy, mesh)
+                frame.values.update(zip(action.results, results, strict=True))
+            case Enter():
+                frame.values.update(zip(action.results, _enter(action, frame), strict=True))
+    return [frame.read(value) for value in block.outputs]
+
+
+def _reshard(action: Reshard, frame: _Frame) -> Any:
+    x = frame.read(action.operand)
+    if action.after is not None:
+        # Without it XLA sees that the same was gathered before, and keeps that until now.
+        x, _ = _lax.optimization_barrier((x, frame.read(action.after)))
+    return apply_steps(x, action.steps, frame.mesh)
+
+
+def _enter(action: Enter, frame: _Frame) -> list[Any]:
+    args = [frame.read(value) for value in action.operands]
+    with jc.under_scope_of(action.eqn):
+        match action.eqn.primitive.name:
+            case "scan":
+                return _scan(action, args, frame.mesh)
+            case "while":
+                return _while(action, args, frame.mesh)
+            case "cond":
+                return _cond(action, args, frame.mesh)
+            case _:
+                return _remat(action, args, frame.mesh)
+
+
+def _scan(action: Enter, args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
+    loop = jc.loop_of(action.eqn)
+    (body,) = action.bodies
+    body_consts = jc.open_jaxpr(loop.body)[1]
+    consts, rest = args[: loop.num_consts], args[loop.num_consts :]
+    carry, xs = rest[: loop.num_carry], rest[loop.num_carry :]
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = _run(body, body_consts, [*consts, *carry, *x], mesh)
+        return _like(results[: loop.num_carry], carry), results[loop.num_carry :]
+
+    final, ys = _lax.scan(
+        step, _typed(carry, body.inputs[loop.num_consts :]), list(xs), loop.length, loop.reverse, loop.unroll
+    )
+    return [*final, *ys]
+
+
+def _while(action: Enter, args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
+    loop = jc.while_of(action.eqn)
+    cond, body = action.bodies
+    first = loop.cond_consts + loop.body_consts
+    cond_args, body_args, carry = args[: loop.cond_consts], args[loop.cond_consts : first], args[first:]
+
+    def go_on(carry: list[Any]) -> Any:
+        return _run(cond, jc.open_jaxpr(loop.cond)[1], [*cond_args, *carry], mesh)[0]
+
+    def step(carry: list[Any]) -> list[Any]:
+        return _like(_run(body, jc.open_jaxpr(loop.body)[1], [*body_args, *carry], mesh), carry)
+
+    return list(_lax.while_loop(go_on, step, _typed(carry, body.inputs[loop.body_consts :])))
+
+
+def _cond(action: Enter, args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
+    index, *operands = args
+    types = [v.aval for v in action.eqn.outvars]
+
+    def taken(number: int) -> Any:
+        consts = jc.open_jaxpr(action.eqn.params["branches"][number])[1]
+        return lambda *xs: [
+            _as(x, t) for x, t in zip(_run(action.bodies[number], consts, xs, mesh), types, strict=True)
+        ]
+
+    return list(_lax.switch(index, [taken(number) for number in range(len(action.bodies))], *operands))
+
+
+def _remat(action: Enter, args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
+    """Bound as it stands, so that what makes XLA keep the recomputation apart is kept too."""
+    (body,) = action.bodies
+    body_consts = jc.open_jaxpr(next(jc.subjaxprs(action.eqn)))[1]
+    args = [jax.numpy.asarray(x) if not hasattr(x, "aval") else x for x in args]
+    traced = jc.trace(lambda *xs: _run(body, body_consts, xs, mesh), [jax.typeof(x) for x in args])
+    region, consts = jc.consts_as_inputs(traced)
+    return jc.bind_equation(action.eqn, [*consts, *args], dict(action.eqn.params, jaxpr=region))
+
+
+def _typed(values: Sequence[Any], like: Sequence[Value]) -> list[Any]:
+    """Literals among a loop's first carry get the type that the body expects."""
+    return [_as(x, value.variable.aval) for x, value in zip(values, like, strict=False)]
+
+
+def _like(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    return [_as(x, y) for x, y in zip(values, like, strict=True)]
+
+
+def _as(x: Any, like: Any) -> Any:
+    return x if getattr(x, "dtype", None) == like.dtype else jax.numpy.asarray(x, like.dtype)

@@ -1,0 +1,194 @@
+"""Enter loops, branches and remat regions: their bodies are planned like the rest, once for all iterations.
+
+    scan     consts and carry are laid out before the loop, a slice of xs like the stack without its first axis; the
+             carry has one layout, in and out of every iteration; the body's costs count `length` times
+    while    the same, and the condition is known to every device
+    cond     operands and results have one layout for all branches; the branch taken is known to every device
+    remat    operands and results have a layout of their own at the border of the region
+
+A carry that is only added to may stay a sum over mesh axes through the whole loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, EquationChoice
+from autopar.compiler.intra_op.free_values import free_carry, is_small
+from autopar.compiler.intra_op.graph import Block
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
+from autopar.compiler.trip_counts import trip_count
+
+
+def enter(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
+    """The choices of an equation with bodies, which stands `weight` times in the step."""
+    match eqn.primitive.name:
+        case "scan":
+            return _scan(block, eqn, weight)
+        case "while":
+            return _while(block, eqn, weight)
+        case "cond":
+            return _cond(block, eqn, weight)
+        case _:
+            return _remat(block, eqn, weight)
+
+
+def _scan(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
+    loop = jc.loop_of(eqn)
+    body = jc.open_jaxpr(loop.body)[0]
+    is_free = [_is_free(block, atom) for atom in eqn.invars]
+    first_xs = loop.num_consts + loop.num_carry
+    carry_free = free_carry(body, is_free[: loop.num_consts], is_free[loop.num_consts : first_xs], is_free[first_xs:])
+    is_free[loop.num_consts : first_xs] = carry_free
+    arguments = [
+        None if free else _argument(block, f"scan operand {number}", v.aval, _accumulates(body, v, number, loop))
+        for number, (v, free) in enumerate(zip(body.invars, is_free, strict=True))
+    ]
+    inside = _body(block, body, arguments, weight * loop.length)
+    carry = arguments[loop.num_consts : first_xs]
+    ends = _ends(inside, carry)
+    outside = [choice if number < first_xs else _stacked(choice) for number, choice in enumerate(arguments)]
+    results = [choice if number < loop.num_carry else _stacked(choice) for number, choice in enumerate(ends)]
+    return EquationChoice(arguments=tuple(outside), results=tuple(results), bodies=(inside.finish(ends),))
+
+
+def _while(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
+    loop = jc.while_of(eqn)
+    body, cond = jc.open_jaxpr(loop.body)[0], jc.open_jaxpr(loop.cond)[0]
+    is_free = [_is_free(block, atom) for atom in eqn.invars]
+    first_carry = loop.cond_consts + loop.body_consts
+    is_free[first_carry:] = free_carry(body, is_free[loop.cond_consts : first_carry], is_free[first_carry:], [])
+    arguments = [
+        None if free else _argument(block, f"while operand {number}", atom.aval)
+        for number, (atom, free) in enumerate(zip(eqn.invars, is_free, strict=True))
+    ]
+    carry = arguments[first_carry:]
+    weight *= trip_count(eqn)
+    asked = _body(block, cond, [*arguments[: loop.cond_consts], *carry], weight)
+    inside = _body(block, body, [*arguments[loop.cond_consts : first_carry], *carry], weight)
+    return EquationChoice(
+        arguments=tuple(arguments),
+        results=tuple(carry),
+        bodies=(_finished(asked, [_everywhere(block, 0)]), inside.finish(_ends(inside, carry))),
+    )
+
+
+def _cond(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
+    branches = [jc.open_jaxpr(branch)[0] for branch in eqn.params["branches"]]
+    index = None if _is_free(block, eqn.invars[0]) else _everywhere(block, 0)
+    arguments = [
+        None if _is_free(block, atom) else _argument(block, f"cond operand {number}", atom.aval)
+        for number, atom in enumerate(eqn.invars[1:])
+    ]
+    insides = [_body(block, branch, arguments, weight / len(branches)) for branch in branches]
+    known = [all(_is_free(b, b.jaxpr.outvars[number]) for b in insides) for number in range(len(eqn.outvars))]
+    results = [
+        None if free and index is None else _argument(block, f"cond result {number}", v.aval)
+        for number, (v, free) in enumerate(zip(eqn.outvars, known, strict=True))
+    ]
+    return EquationChoice(
+        arguments=(index, *arguments),
+        results=tuple(results),
+        bodies=tuple(_finished(inside, results) for inside in insides),
+    )
+
+
+def _remat(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
+    body = jc.open_jaxpr(next(jc.subjaxprs(eqn)))[0]
+    arguments = [
+        None if _is_free(block, atom) else _argument(block, f"remat operand {number}", atom.aval)
+        for number, atom in enumerate(eqn.invars)
+    ]
+    inside = _body(block, body, arguments, weight)
+    ends = _ends(inside, [])
+    return EquationChoice(arguments=tuple(arguments), results=tuple(ends), bodies=(inside.finish(ends),))
+
+
+# --- blocks -------------------------------------------------------------------------------------------------
+
+
+def _body(block: Block, jaxpr: jc.Jaxpr, arguments: Sequence[Choice | None], weight: float) -> Block:
+    inside = Block(
+        planner=block.planner,
+        jaxpr=jaxpr,
+        arguments=tuple(arguments),
+        weight=weight,
+        nested=True,
+        classes=range(len(jaxpr.eqns)),
+    )
+    inside.collect()
+    return inside
+
+
+def _ends(inside: Block, carry: Sequence[Choice | None]) -> list[Choice | None]:
+    """The layouts in which a body's results leave: the carry's, then a free choice for each of the others."""
+    ends: list[Choice | None] = []
+    for number, atom in enumerate(inside.jaxpr.outvars):
+        if number < len(carry):
+            end = carry[number]
+        else:
+            source = inside.source(atom)
+            sums = source is not None and any(layout.partial for layout in source.layouts)
+            end = None if source is None else _argument(inside, f"body result {number}", atom.aval, sums)
+        if end is not None:
+            inside.read(atom, end, ("result", number), phase="body")
+        ends.append(end)
+    return ends
+
+
+def _finished(inside: Block, results: Sequence[Choice | None]) -> BlockChoices:
+    for number, (atom, end) in enumerate(zip(inside.jaxpr.outvars, results, strict=True)):
+        if end is not None:
+            inside.read(atom, end, ("result", number), phase="body")
+    return inside.finish(results)
+
+
+def _is_free(block: Block, atom: Any) -> bool:
+    return isinstance(atom, jc.Literal) or atom in block.free
+
+
+# --- layouts ------------------------------------------------------------------------------------------------
+
+
+def _argument(block: Block, name: str, aval: Any, sums: bool = False) -> Choice:
+    mesh, shape = block.planner.table.mesh, tuple(aval.shape)
+    layouts = (replicated(len(shape)),) if is_small(aval) else all_layouts(shape, mesh)
+    if sums and jnp.issubdtype(aval.dtype, jnp.floating):
+        layouts = tuple(summed for layout in layouts for summed in _summed(layout, mesh))
+    return block.planner.table.add_layouts(name, layouts)
+
+
+def _summed(layout: Layout, mesh: LogicalMesh) -> list[Layout]:
+    """The layout, and it as a sum over every set of the axes that do not split it."""
+    left = [axis for axis in range(len(mesh.shape)) if axis not in used_axes(layout)]
+    sets = itertools.chain.from_iterable(itertools.combinations(left, count) for count in range(len(left) + 1))
+    return [Layout(layout.dims, axes) for axes in sets]
+
+
+def _everywhere(block: Block, rank: int) -> Choice:
+    return block.planner.table.add_layouts("known everywhere", (replicated(rank),))
+
+
+def _stacked(choice: Choice | None) -> Choice | None:
+    """The same node for a stack of such values along a new first axis, which is not split."""
+    if choice is None:
+        return None
+    return Choice(choice.node, tuple(Layout(((), *layout.dims), layout.partial) for layout in choice.layouts))
+
+
+def _accumulates(body: jc.Jaxpr, v: jc.Var, number: int, loop: jc.Loop) -> bool:
+    """Whether the body does nothing with a part of the carry but add to it."""
+    position = number - loop.num_consts
+    if not 0 <= position < loop.num_carry:
+        return False
+    readers = [eqn for eqn in body.eqns if v in jc.operands(eqn)]
+    return (
+        len(readers) == 1
+        and readers[0].primitive.name in ("add", "add_any")
+        and readers[0].outvars[0] is body.outvars[position]
+    )

@@ -1,0 +1,100 @@
+"""Plan a program on one logical mesh: rules, graph of choices, optimum, layouts.
+
+jaxpr, mesh, figures  ->  IntraOpPlan
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.block_plan import BlockPlan, planned
+from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable
+from autopar.compiler.intra_op.choice_problem import Optimum
+from autopar.compiler.intra_op.figures import MeshFigures
+from autopar.compiler.intra_op.free_values import NESTED, is_small
+from autopar.compiler.intra_op.graph import Planner, build_graph
+from autopar.compiler.intra_op.ilp import solve
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts
+from autopar.compiler.intra_op.nested import enter
+from autopar.compiler.intra_op.rule import Rule
+from autopar.compiler.intra_op.sharding_rules import equation_key, sharding_rules
+from autopar.compiler.intra_op.strategies import Strategy
+
+# Latency of a collective of the update: XLA combines many into one.
+_SHARE_OF_LATENCY = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class IntraOpPlan:
+    """The layouts of every value, and how good they are."""
+
+    plan: BlockPlan
+    optimum: Optimum
+    choices: BlockChoices
+    table: ChoiceTable
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Wishes:
+    """What is fixed before the search: layouts of inputs and results by number, and which strategies are allowed."""
+
+    inputs: dict[int, tuple[Layout, ...]] = field(default_factory=dict[int, tuple[Layout, ...]])
+    results: dict[int, tuple[Layout, ...]] = field(default_factory=dict[int, tuple[Layout, ...]])
+    allowed: Callable[[jc.JaxprEqn, Strategy], bool] = lambda eqn, strategy: True
+
+
+def plan_intra_op(
+    closed: jc.ClosedJaxpr,
+    mesh: LogicalMesh,
+    figures: MeshFigures,
+    *,
+    state_outputs: dict[int, int],
+    wishes: Wishes | None = None,
+    classes: Sequence[int] | None = None,
+    alike_inputs: dict[int, int] | None = None,
+    time_limit_s: float = 60.0,
+) -> IntraOpPlan:
+    """The best layouts of a program's values. `state_outputs` maps results to the inputs that they replace."""
+    wishes = Wishes() if wishes is None else wishes
+    jaxpr, _ = jc.open_jaxpr(closed)
+    table = ChoiceTable(mesh=mesh, figures=figures, update_figures=_with_shared_latency(figures))
+    planner = Planner(table=table, rules=_rules(jaxpr), allowed=wishes.allowed, enter=enter)
+    choices = build_graph(
+        planner,
+        jaxpr,
+        inputs=[wishes.inputs.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.invars)],
+        results=[wishes.results.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.outvars)],
+        state_outputs=state_outputs,
+        classes=range(len(jaxpr.eqns)) if classes is None else classes,
+        alike_inputs=alike_inputs or {},
+    )
+    optimum = solve(table.problem(), time_limit_s=time_limit_s)
+    return IntraOpPlan(plan=planned(choices, optimum.states), optimum=optimum, choices=choices, table=table)
+
+
+def _with_shared_latency(figures: MeshFigures) -> MeshFigures:
+    return dataclasses.replace(figures, latency_s=tuple(_SHARE_OF_LATENCY * t for t in figures.latency_s))
+
+
+def _layouts(aval: Any, mesh: LogicalMesh) -> tuple[Layout, ...] | None:
+    return None if is_small(aval) else all_layouts(tuple(aval.shape), mesh)
+
+
+def _rules(jaxpr: jc.Jaxpr) -> Callable[[jc.JaxprEqn], Rule]:
+    """The rules of all equations at every depth, found together."""
+    eqns = list(_equations(jaxpr))
+    rules = dict(zip(map(equation_key, eqns), sharding_rules(eqns), strict=True))
+    return lambda eqn: rules[equation_key(eqn)]
+
+
+def _equations(jaxpr: Any) -> Iterator[jc.JaxprEqn]:
+    for eqn in jc.open_jaxpr(jaxpr)[0].eqns:
+        if eqn.primitive.name not in NESTED:
+            yield eqn
+        else:
+            for body in jc.subjaxprs(eqn):
+                yield from _equations(body)
