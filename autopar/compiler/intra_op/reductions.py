@@ -1,0 +1,284 @@
+"""Shrink a choice problem without losing its optimum: a smaller problem, and the way back.
+
+Until nothing changes (Scholz & Eckstein 2002, "Register allocation for irregular architectures"; Goldstein 1994),
+
+    forbidden   a state that costs ∞, or that some neighbour has no partner for, goes;
+    dominated   state a goes if b costs no more whatever the neighbours are: c[a] - c[b] + Σ_j min_k (M_j[a,k] - M_j[b,k]) >= 0;
+    split       an edge M[a,b] = u[a] + v[b] goes, u and v to its ends;
+    R0, R1, R2  a node of at most two neighbours goes: its best state is a function of theirs, T[p,q] = min_a (A[a,p] + B[a,q]).
+
+Protected nodes keep all states that are not forbidden, and stay: something else, a row, depends on them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.compiler.intra_op.choice_problem import Floats, Infeasible, Problem, States
+
+LARGEST_TABLE = 4_000_000
+"""Entries that eliminating a node of two neighbours may look at."""
+COMPARISONS = 200_000
+"""Entries that one search for dominated states may look at."""
+STANDS_FOR_INFINITY = 1e30
+ROUND_OFF = 1e-13
+
+Indices = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eliminated:
+    """A node that left: its best state is that of the least entry, given the neighbours' states."""
+
+    node: int
+    states: Indices
+    cost: Floats
+    neighbours: tuple[tuple[int, Indices, Floats], ...]
+    """Per neighbour: its number, its states at the time, and the matrix (rows: states of `node`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """A smaller problem with the same optimum, `constant` aside."""
+
+    core: Problem
+    nodes: tuple[int, ...]
+    """Node of the whole problem that each node of the core is."""
+    states: tuple[Indices, ...]
+    """State of the whole problem that each state of the core is, per node."""
+    constant: float
+    num_nodes: int
+    eliminated: tuple[Eliminated, ...]
+
+    def expand(self, core_states: Sequence[int]) -> States:
+        """The states of the whole problem that go with those of the core."""
+        chosen = [-1] * self.num_nodes
+        for node, domain, state in zip(self.nodes, self.states, core_states, strict=True):
+            chosen[node] = int(domain[state])
+        for gone in reversed(self.eliminated):
+            total = gone.cost
+            for neighbour, domain, matrix in gone.neighbours:
+                total = total + matrix[:, np.searchsorted(domain, chosen[neighbour])]
+            chosen[gone.node] = int(gone.states[total.argmin()])
+        return tuple(chosen)
+
+
+def reduce_problem(problem: Problem, protected: Collection[int] = ()) -> Reduced:
+    """Apply every reduction until none applies. Raises `Infeasible` when a node has no state left."""
+    work = _Work.of(problem, frozenset(protected))
+    work.remove_forbidden(range(len(problem.costs)))
+    while True:
+        work.eliminate_nodes()
+        if not work.remove_dominated():
+            break
+    return work.result()
+
+
+@dataclass(kw_only=True)
+class _Work:
+    """The problem while it shrinks. Matrices are never changed in place: several edges share one."""
+
+    costs: list[Floats]
+    links: list[dict[int, Floats]]
+    """Per node: neighbour → matrix whose rows are the node's states."""
+    states: list[Indices]
+    alive: list[bool]
+    protected: frozenset[int]
+    constant: float = 0.0
+    eliminated: list[Eliminated] = field(default_factory=list[Eliminated])
+    unexamined: set[int] = field(default_factory=set[int])
+    """Nodes something changed at since dominated states were last searched for."""
+
+    @classmethod
+    def of(cls, problem: Problem, protected: frozenset[int]) -> _Work:
+        num_nodes = len(problem.costs)
+        work = cls(
+            costs=list(problem.costs),
+            links=[{} for _ in range(num_nodes)],
+            states=[np.arange(cost.size) for cost in problem.costs],
+            alive=[True] * num_nodes,
+            protected=protected,
+            unexamined=set(range(num_nodes)),
+        )
+        transposed: dict[int, Floats] = {}
+        for (i, j), matrix in problem.edges.items():
+            if id(matrix) not in transposed:
+                transposed[id(matrix)] = np.ascontiguousarray(matrix.T)
+            work.links[i][j], work.links[j][i] = matrix, transposed[id(matrix)]
+        return work
+
+    def result(self) -> Reduced:
+        nodes = tuple(node for node, alive in enumerate(self.alive) if alive)
+        place = {node: index for index, node in enumerate(nodes)}
+        core = Problem(
+            costs=tuple(self.costs[node] for node in nodes),
+            edges={(place[i], place[j]): matrix for i in nodes for j, matrix in sorted(self.links[i].items()) if i < j},
+        )
+        return Reduced(
+            core=core,
+            nodes=nodes,
+            states=tuple(self.states[node] for node in nodes),
+            constant=self.constant,
+            num_nodes=len(self.alive),
+            eliminated=tuple(self.eliminated),
+        )
+
+    def remove_forbidden(self, nodes: Collection[int]) -> None:
+        """Remove states of infinite cost and states without a partner at some neighbour, and what follows from it."""
+        waiting = set(nodes)
+        while waiting:
+            node = min(waiting)
+            waiting.remove(node)
+            possible = np.isfinite(self.costs[node])
+            for matrix in self.links[node].values():
+                possible &= matrix.min(1) < np.inf
+            if not possible.all():
+                self.keep(node, possible)
+                waiting.update(self.links[node])
+
+    def keep(self, node: int, kept: npt.NDArray[np.bool_]) -> None:
+        """Restrict a node to some of its states."""
+        if not kept.any():
+            raise Infeasible(())
+        self.costs[node], self.states[node] = self.costs[node][kept], self.states[node][kept]
+        for neighbour, matrix in self.links[node].items():
+            self.links[node][neighbour] = matrix[kept]
+            self.links[neighbour][node] = np.ascontiguousarray(self.links[neighbour][node][:, kept])
+        self.unexamined.update((node, *self.links[node]))
+
+    def eliminate_nodes(self) -> None:
+        """R0, R1 and R2, the fewest neighbours first, until no node has so few."""
+        queue = [(len(self.links[n]), self.costs[n].size, n) for n, alive in enumerate(self.alive) if alive]
+        heapq.heapify(queue)
+        while queue and queue[0][0] <= 2:
+            degree, size, node = heapq.heappop(queue)
+            if not self.alive[node] or (degree, size) != (len(self.links[node]), self.costs[node].size):
+                continue
+            neighbours = sorted(self.links[node])
+            if self.costs[node].size == 1:
+                self.absorb(node)
+            elif node in self.protected or not self.table_is_small(node):
+                continue
+            else:
+                self.eliminate(node)
+            for other in neighbours:
+                heapq.heappush(queue, (len(self.links[other]), self.costs[other].size, other))
+
+    def table_is_small(self, node: int) -> bool:
+        sizes = [self.costs[other].size for other in self.links[node]]
+        return len(sizes) < 2 or self.costs[node].size * sizes[0] * sizes[1] <= LARGEST_TABLE
+
+    def eliminate(self, node: int) -> None:
+        """Put the best state of a node, as a function of its neighbours' states, into their costs."""
+        cost, (*matrices,) = self.costs[node], sorted(self.links[node].items())
+        self.remember(node)
+        if not matrices:
+            self.constant += float(cost.min())
+        elif len(matrices) == 1:
+            ((other, matrix),) = matrices
+            self.costs[other] = self.costs[other] + (cost[:, None] + matrix).min(0)
+            self.remove_forbidden((other,))
+        else:
+            (p, to_p), (q, to_q) = matrices
+            self.add_edge(p, q, _least_sums(cost[:, None] + to_p, to_q))
+
+    def absorb(self, node: int) -> None:
+        """Put the costs of a node's only state into its neighbours'."""
+        self.constant += float(self.costs[node][0])
+        neighbours = list(self.links[node].items())
+        self.remember(node)
+        for other, matrix in neighbours:
+            self.costs[other] = self.costs[other] + matrix[0]
+        self.remove_forbidden([other for other, _ in neighbours])
+
+    def remember(self, node: int) -> None:
+        """Take a node out of the graph and keep what its state follows from."""
+        links = sorted(self.links[node].items())
+        self.alive[node] = False
+        self.unexamined.discard(node)
+        self.eliminated.append(
+            Eliminated(
+                node=node,
+                states=self.states[node],
+                cost=self.costs[node],
+                neighbours=tuple((other, self.states[other], matrix) for other, matrix in links),
+            )
+        )
+        for other, _ in links:
+            del self.links[other][node]
+            self.unexamined.add(other)
+        self.links[node] = {}
+
+    def add_edge(self, i: int, j: int, matrix: Floats) -> None:
+        """Add to the matrix between two nodes; what one state costs whatever the other goes to the nodes."""
+        if j in self.links[i]:
+            matrix = matrix + self.links[i].pop(j)
+            del self.links[j][i]
+        for_i = matrix.min(1)
+        rest = matrix - np.where(np.isfinite(for_i), for_i, 0.0)[:, None]
+        for_j = rest.min(0)
+        rest = rest - np.where(np.isfinite(for_j), for_j, 0.0)
+        self.costs[i], self.costs[j] = self.costs[i] + for_i, self.costs[j] + for_j
+        finite = for_i[np.isfinite(for_i)]
+        if rest.max() > ROUND_OFF * max(
+            np.abs(finite).max(initial=0.0), np.abs(for_j).max(initial=0.0, where=np.isfinite(for_j))
+        ):
+            self.links[i][j], self.links[j][i] = rest, np.ascontiguousarray(rest.T)
+        self.unexamined.update((i, j))
+        self.remove_forbidden((i, j))
+
+    def remove_dominated(self) -> bool:
+        """Search every node that changed for dominated states; whether some were found."""
+        found = False
+        while self.unexamined:
+            node = min(self.unexamined)
+            self.unexamined.remove(node)
+            if node in self.protected or self.costs[node].size < 2:
+                continue
+            kept = _undominated(self.costs[node], list(self.links[node].values()))
+            if not kept.all():
+                found = True
+                self.keep(node, kept)
+                self.unexamined.discard(node)
+        return found
+
+
+def _least_sums(left: Floats, right: Floats) -> Floats:
+    """T[p, q] = min_a (left[a, p] + right[a, q]), a few a at a time."""
+    step = max(1, 100_000 // (left.shape[1] * right.shape[1]))
+    table = np.full((left.shape[1], right.shape[1]), np.inf)
+    for start in range(0, left.shape[0], step):
+        block = slice(start, start + step)
+        np.minimum(table, (left[block, :, None] + right[block, None, :]).min(0), out=table)
+    return table
+
+
+def _undominated(cost: Floats, matrices: Sequence[Floats]) -> npt.NDArray[np.bool_]:
+    """The states that no state dominates; of states that dominate each other the first stays."""
+    size = cost.size
+    width = sum(matrix.shape[1] for matrix in matrices)
+    best = cost + sum((matrix.min(1) for matrix in matrices), np.zeros(size))
+    # A state that is cheap at its best is the likeliest to dominate: with many states only such are tried.
+    tried = np.argsort(best, kind="stable")[: max(1, COMPARISONS // max(1, size * width))]
+    surplus = cost[None, :] - cost[tried][:, None]
+    for matrix in matrices:
+        # inf - inf would be NaN; taken as 0 it can only keep a state that could go.
+        matrix = np.minimum(matrix, STANDS_FOR_INFINITY)
+        surplus = surplus + (matrix[None, :, :] - matrix[tried][:, None, :]).min(2)
+    kept = np.ones(size, bool)
+    for row, state in zip(surplus, tried):
+        if kept[state]:
+            dominated = row >= 0
+            dominated[state] = False
+            kept &= ~dominated
+    return kept
+
+
+def total_states(problem: Problem) -> int:
+    """How many pairs of states the edges have: the size of what is left to solve."""
+    return sum(matrix.size for matrix in problem.edges.values())
