@@ -214,6 +214,76 @@ def test_bytes_follow_from_the_element_type_and_the_sizes(dtype):
     assert [c.nbytes for c in compiled_collectives(text)] == [TYPES[dtype]]
 
 
+# What XLA prints for GPUs: an instruction that starts a collective, its result holding the operands as well, and one that
+# ends it.
+ASYNCHRONOUS = [
+    (
+        "all-reduce",
+        256,
+        "%s = f32[8,8]{1,0} all-reduce-start(%x), channel_id=1, {groups}, to_apply=%add",
+        "ROOT %d = f32[8,8]{1,0} all-reduce-done(%s)",
+    ),
+    (
+        "all-reduce",
+        256,
+        "%s = ((f32[8,8]{1,0}), f32[8,8]{1,0}) all-reduce-start(%x), {groups}, to_apply=%add, "
+        "output_to_operand_aliasing={{1}: (0, {})}",
+        "ROOT %d = f32[8,8]{1,0} all-reduce-done(%s)",
+    ),
+    (
+        "all-gather",
+        1024,
+        "%s = (f32[8,8]{1,0}, f32[32,8]{1,0}) all-gather-start(%x), channel_id=1, {groups}, dimensions={0}",
+        "ROOT %d = f32[32,8]{1,0} all-gather-done(%s)",
+    ),
+    (
+        "all-gather",
+        2048,
+        "%s = ((f32[8,8]{1,0}, f32[8,8]{1,0}), (f32[32,8]{1,0}, /*index=1*/f32[32,8]{1,0})) "
+        "all-gather-start(%x, /*index=1*/%x), {groups}, dimensions={0}",
+        "ROOT %d = (f32[32,8]{1,0}, f32[32,8]{1,0}) all-gather-done(%s)",
+    ),
+    (
+        "reduce-scatter",
+        256,
+        "%s = ((f32[8,8]{1,0}), f32[2,8]{1,0}) reduce-scatter-start(%x), {groups}, dimensions={0}, to_apply=%add",
+        "ROOT %d = f32[2,8]{1,0} reduce-scatter-done(%s)",
+    ),
+    (
+        "all-to-all",
+        256,
+        "%s = ((f32[8,8]{1,0}), f32[8,8]{1,0}) all-to-all-start(%x), channel_id=1, {groups}, dimensions={0}",
+        "ROOT %d = f32[8,8]{1,0} all-to-all-done(%s)",
+    ),
+    (
+        "collective-permute",
+        256,
+        "%s = (f32[8,8]{1,0}, f32[8,8]{1,0}) collective-permute-start(%x), channel_id=1, "
+        "source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,4}}",
+        "ROOT %d = f32[8,8]{1,0} collective-permute-done(%s)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "nbytes", "start", "done"), ASYNCHRONOUS)
+def test_collective_that_is_started_and_ended_counts_once(kind, nbytes, start, done):
+    text = module_text(start.replace("{groups}", "replica_groups=[4,4]<=[16]"), done)
+    assert figures_of(text) == [(kind, 4, nbytes, 1)]
+
+
+def test_computation_that_is_started_and_ended_counts_once():
+    wrapped = (
+        "%wrapped (p: f32[8,8]) -> f32[2,8] {\n  %p = f32[8,8]{1,0} parameter(0)\n"
+        "  ROOT %s = f32[2,8]{1,0} reduce-scatter(%p), replica_groups=[4,4]<=[16], to_apply=%add\n}\n\n"
+    )
+    calls = module_text(
+        "%start = ((f32[8,8]{1,0}), f32[2,8]{1,0}, u32[]) async-start(%x), calls=%wrapped",
+        "%update = ((f32[8,8]{1,0}), f32[2,8]{1,0}, u32[]) async-update(%start), calls=%wrapped",
+        "ROOT %done = f32[2,8]{1,0} async-done(%update), calls=%wrapped",
+    )
+    assert figures_of(calls.replace("ENTRY", f"{wrapped}ENTRY")) == [("reduce-scatter", 4, 256, 1)]
+
+
 def test_operands_with_types_and_names_without_percent_are_read_too():
     groups = "replica_groups=[4,4]<=[16]"
     assert figures_of(module_text(f"%s = f32[8,8]{{1,0}} all-reduce(f32[8,8]{{1,0}} %x), {groups}")) == [
