@@ -1,0 +1,203 @@
+"""Find the cheapest steps between layouts: shortest paths in the graph of all layouts of an array.
+
+Nodes are the layouts that an array may have on a mesh, whatever the order of the axes in a dimension; edges are the
+steps between them. What a path costs does not depend on the size of the array, and only the divisors of its
+dimensions say which layouts it may have: so all arrays share a few graphs. A path costs, in this order of importance,
+
+    b + c / 4n + m / 1000      b: bytes that a device sends, as a share of the array; c: number of collectives;
+                               n: number of devices; m: bytes read and written for copies, as a share of the array
+
+that is, another collective has to save a quarter of what one of n parts of the array weighs. Costs are counted in
+integers, where equal is equal; of equal paths, the one whose steps come first in the order of `_steps_from` is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.compiler.intra_op.figures import wire_bytes
+from autopar.compiler.intra_op.layout import Axes, Layout, used_axes
+from autopar.compiler.intra_op.resharding_steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Pad,
+    Permute,
+    ReduceScatter,
+    Slice,
+    Step,
+    Summand,
+    after,
+    collective_kind,
+    copied_share,
+    moved_share,
+)
+
+# More distances than this at once would take too much memory.
+_BLOCK = 2_000_000
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Graph:
+    """The layouts of an array, and the steps between them, grouped by where they lead.
+
+    The last edge into every layout is None: to stay there, at no cost.
+    """
+
+    layouts: tuple[Layout, ...]
+    number: dict[Layout, int]
+    steps: tuple[Step | None, ...]
+    source: np.ndarray
+    """The layout that each edge leaves."""
+    target: np.ndarray
+    """The layout that each edge leads to."""
+    weight: np.ndarray
+    first_into: np.ndarray
+    """The first edge that leads to each layout."""
+    parts: tuple[int, ...]
+    """Into how many parts each layout splits the array."""
+
+
+@functools.cache
+def paths_from(graph: Graph, source: Layout) -> np.ndarray:
+    """The last edge of the cheapest path from `source` to each layout."""
+    return last_edges(graph, [graph.number[source]])[0]
+
+
+def path(graph: Graph, source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The steps of the cheapest path."""
+    last = paths_from(graph, source)
+    here = graph.number[target]
+    backwards: list[Step] = []
+    while (step := graph.steps[last[here]]) is not None:
+        backwards.append(step)
+        here = graph.source[last[here]]
+    return tuple(reversed(backwards))
+
+
+def last_edges(graph: Graph, sources: Sequence[int]) -> np.ndarray:
+    """For each source and each layout, the last edge of the cheapest path between them."""
+    block = max(1, _BLOCK // len(graph.steps))
+    return np.concatenate([_last_edges(graph, sources[i : i + block]) for i in range(0, len(sources), block)])
+
+
+def _last_edges(graph: Graph, sources: Sequence[int]) -> np.ndarray:
+    far = np.iinfo(np.int64).max // 4
+    distance = np.full((len(sources), len(graph.layouts)), far)
+    distance[np.arange(len(sources)), sources] = 0
+    while True:
+        through = distance[:, graph.source] + graph.weight
+        shorter = np.minimum.reduceat(through, graph.first_into, axis=1)
+        if np.array_equal(shorter, distance):
+            break
+        distance = shorter
+    edges = np.arange(len(graph.steps))
+    # Staying is the last edge, so it is only taken where no step is as good: at the source.
+    attains = np.where(through == distance[:, graph.target], edges, len(edges))
+    return np.minimum.reduceat(attains, graph.first_into, axis=1)
+
+
+@functools.cache
+def graph_of(divisors: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Graph:
+    """The graph for arrays whose dimensions have these greatest common divisors with the number of devices."""
+    layouts = tuple(sorted(_all_orders(divisors, mesh_shape)))
+    number = {layout: n for n, layout in enumerate(layouts)}
+    parts = tuple(_size(used_axes(layout), mesh_shape) for layout in layouts)
+    into: list[list[tuple[int, Step | None]]] = [[] for _ in layouts]
+    for n, layout in enumerate(layouts):
+        for step in _steps_from(layout, divisors, mesh_shape):
+            into[number[after(layout, step)]].append((n, step))
+    for source, target, step in _permutes(layouts, mesh_shape):
+        into[number[target]].append((number[source], step))
+    weights = [
+        0 if step is None else _weight(step, parts[n], parts[target], mesh_shape)
+        for target, edges in enumerate(into)
+        for n, step in [*edges, (target, None)]
+    ]
+    edges = [edge for target, steps in enumerate(into) for edge in [*steps, (target, None)]]
+    return Graph(
+        layouts=layouts,
+        number=number,
+        steps=tuple(step for _, step in edges),
+        source=np.array([n for n, _ in edges]),
+        target=np.repeat(np.arange(len(layouts)), [len(steps) + 1 for steps in into]),
+        weight=np.array(weights),
+        first_into=np.cumsum([0, *(len(steps) + 1 for steps in into[:-1])]),
+        parts=parts,
+    )
+
+
+def _weight(step: Step, parts: int, parts_after: int, mesh_shape: tuple[int, ...]) -> int:
+    """The cost of a step in units of the array's size / (4000 n²): all shares are multiples of 1 / n²."""
+    devices = math.prod(mesh_shape)
+    copied = round(4 * devices**2 * copied_share(parts, parts_after, step))
+    kind = collective_kind(step)
+    if kind is None:
+        return copied
+    sent = wire_bytes(kind, _size(step.axes, mesh_shape), moved_share(parts, parts_after, step))
+    return round(4000 * devices**2 * sent) + 1000 * devices + copied
+
+
+def _all_orders(divisors: tuple[int, ...], mesh_shape: tuple[int, ...]) -> set[Layout]:
+    """Every layout with equal parts, with and without partial sums, the axes of a dimension in any order."""
+    found = {Layout(((),) * len(divisors))}
+    for axis in (a for a, size in enumerate(mesh_shape) if size > 1):
+        more = set[Layout]()
+        for dims, partial in found:
+            more.add(Layout(dims, (*partial, axis)))
+            for d, axes in enumerate(dims):
+                if divisors[d] % _size((*axes, axis), mesh_shape) == 0:
+                    orders = ((*axes[:i], axis, *axes[i:]) for i in range(len(axes) + 1))
+                    more |= {Layout((*dims[:d], order, *dims[d + 1 :]), partial) for order in orders}
+        found |= more
+    return found
+
+
+def _steps_from(layout: Layout, divisors: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[Step]:
+    free = [a for a, n in enumerate(mesh_shape) if n > 1 and a not in used_axes(layout) and a not in layout.partial]
+    rooms = [d // _size(axes, mesh_shape) for d, axes in zip(divisors, layout.dims, strict=True)]
+    for dim, room in enumerate(rooms):
+        fitting = (axes for axes in _ordered_subsets(free) if room % _size(axes, mesh_shape) == 0)
+        yield from (Slice(axes, dim) for axes in fitting)
+        fitting = (axes for axes in _ordered_subsets(layout.partial) if room % _size(axes, mesh_shape) == 0)
+        yield from (ReduceScatter(axes, dim) for axes in fitting)
+    for dim, axes in enumerate(layout.dims):
+        for start in range(len(axes)):
+            minor = axes[start:]
+            targets = (d for d, room in enumerate(rooms) if d != dim and room % _size(minor, mesh_shape) == 0)
+            yield from (AllToAll(minor, dim, target) for target in targets)
+            yield AllGather(minor, dim)
+            yield Pad(minor, dim)
+    yield from (AllReduce(axes) for axes in _subsets(layout.partial))
+    yield from (Summand(axes) for axes in _subsets(free))
+
+
+def _permutes(layouts: Sequence[Layout], mesh_shape: tuple[int, ...]) -> Iterator[tuple[Layout, Layout, Permute]]:
+    """Between layouts whose parts have the same shape, and that are sums over the same axes."""
+    alike = defaultdict[tuple[tuple[int, ...], Axes], list[Layout]](list)
+    for layout in layouts:
+        alike[tuple(_size(axes, mesh_shape) for axes in layout.dims), layout.partial].append(layout)
+    for group in alike.values():
+        for source, target in itertools.permutations(group, 2):
+            yield source, target, Permute(source.dims, target.dims)
+
+
+def _subsets(axes: Sequence[int]) -> Iterator[Axes]:
+    for length in range(1, len(axes) + 1):
+        yield from itertools.combinations(axes, length)
+
+
+def _ordered_subsets(axes: Sequence[int]) -> Iterator[Axes]:
+    for length in range(1, len(axes) + 1):
+        yield from itertools.permutations(axes, length)
+
+
+def _size(axes: Sequence[int] | frozenset[int], mesh_shape: tuple[int, ...]) -> int:
+    return math.prod(mesh_shape[axis] for axis in axes)

@@ -1,0 +1,187 @@
+"""The steps that take an array from one layout to another: each is one collective, or one local copy.
+
+On a dimension split over the axes `a b` (a major), with `s` an axis that each device holds a summand along:
+
+    Slice          [-]      -> [a]        a device keeps its part of what it has
+    AllGather      [a b]    -> [a]        the minor axes of a dimension
+    AllToAll       [a b, -] -> [a, b]     from the end of one dimension to the end of another
+    Permute        [a b]    -> [b a]      every device sends what it has to another one
+    ReduceScatter  [-] + s  -> [s]        add up, and keep a part
+    AllReduce      [-] + s  -> [-]        add up
+    Summand        [-]      -> [-] + s    the first device along an axis keeps the array, the others take zeros
+    Pad            [a b]    -> [a] + b    a part among zeros is a summand of the whole
+
+Axes join and leave a dimension at its minor end, where the parts are adjacent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import assert_never
+
+from autopar.compiler.intra_op.layout import Axes, Layout
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Split a dimension over axes along which all devices hold the same."""
+
+    axes: Axes
+    dim: int
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """Join the parts of a dimension along its minor axes."""
+
+    axes: Axes
+    dim: int
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Join the parts of dimension `source` along its minor axes, and split dimension `target` over them."""
+
+    axes: Axes
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Permute:
+    """Exchange whole parts: from a split of the dimensions to another one into as many parts of the same shape."""
+
+    source: tuple[Axes, ...]
+    target: tuple[Axes, ...]
+
+    @property
+    def axes(self) -> Axes:
+        """The axes along which parts move, in the order of the mesh."""
+        changed = [axes for s, t in zip(self.source, self.target, strict=True) if s != t for axes in (s, t)]
+        return tuple(sorted({axis for axes in changed for axis in axes}))
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """Add up the summands along axes, and split a dimension over them."""
+
+    axes: Axes
+    dim: int
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """Add up the summands along axes."""
+
+    axes: Axes
+
+
+@dataclass(frozen=True)
+class Summand:
+    """Make an array that all devices along axes hold a sum of one array and zeros."""
+
+    axes: Axes
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Make the parts of a dimension along its minor axes summands, each with zeros around it."""
+
+    axes: Axes
+    dim: int
+
+
+Step = Slice | AllGather | AllToAll | Permute | ReduceScatter | AllReduce | Summand | Pad
+
+
+def after(layout: Layout, step: Step) -> Layout:
+    """The layout that a step makes of one that it applies to."""
+    dims, partial = list(layout.dims), layout.partial
+    match step:
+        case Slice(axes, dim):
+            dims[dim] += axes
+        case AllGather(axes, dim):
+            dims[dim] = _without_last(dims[dim], axes)
+        case AllToAll(axes, source, target):
+            dims[source] = _without_last(dims[source], axes)
+            dims[target] += axes
+        case Permute(source, target):
+            assert layout.dims == source, (layout, step)
+            dims = list(target)
+        case ReduceScatter(axes, dim):
+            partial = _without(partial, axes)
+            dims[dim] += axes
+        case AllReduce(axes):
+            partial = _without(partial, axes)
+        case Summand(axes):
+            partial = _with(partial, axes)
+        case Pad(axes, dim):
+            dims[dim] = _without_last(dims[dim], axes)
+            partial = _with(partial, axes)
+        case _:
+            assert_never(step)
+    return Layout(tuple(dims), partial)
+
+
+def collective_kind(step: Step) -> str | None:
+    """The collective that a step is, as `figures.PASSES` calls it; None if it sends nothing."""
+    match step:
+        case AllGather():
+            return "all-gather"
+        case AllToAll():
+            return "all-to-all"
+        case Permute():
+            return "collective-permute"
+        case ReduceScatter():
+            return "reduce-scatter"
+        case AllReduce():
+            return "all-reduce"
+        case Slice() | Summand() | Pad():
+            return None
+        case _:
+            assert_never(step)
+
+
+def moved_share(parts: int, parts_after: int, step: Step) -> float:
+    """What the collective of a step has on one device, operand or result, as a share of the whole array."""
+    return 0.0 if collective_kind(step) is None else 1 / min(parts, parts_after)
+
+
+def copied_share(parts: int, parts_after: int, step: Step) -> float:
+    """What a step reads from and writes to a device's memory besides its collective, as a share of the whole array.
+
+    Collectives work on the major dimension. On any other one the array is transposed before or after: read once,
+    written once.
+    """
+    match step:
+        case Slice():
+            return 2 / parts_after
+        case Summand():
+            return 2 / parts
+        case Pad():
+            return 1 / parts + 1 / parts_after
+        case AllGather(_, dim):
+            return 2 / parts_after if dim else 0.0
+        case ReduceScatter(_, dim):
+            return 2 / parts if dim else 0.0
+        case AllToAll(_, source, target):
+            return 2 / parts * ((source > 0) + (target > 0))
+        case AllReduce() | Permute():
+            return 0.0
+        case _:
+            assert_never(step)
+
+
+def _without_last(axes: Axes, last: Axes) -> Axes:
+    assert axes[-len(last) :] == last, (axes, last)
+    return axes[: -len(last)]
+
+
+def _without(axes: Axes, removed: Axes) -> Axes:
+    assert set(removed) <= set(axes), (axes, removed)
+    return tuple(axis for axis in axes if axis not in removed)
+
+
+def _with(axes: Axes, added: Iterable[int]) -> Axes:
+    return tuple(sorted((*axes, *added)))
