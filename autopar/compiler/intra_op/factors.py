@@ -8,11 +8,45 @@ the dimension is blocked.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from autopar.compiler.intra_op.rule import Dims
-from autopar.compiler.intra_op.shardy import FactorRule, Function
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.rule import Dims, Rule, rule_of_labels, shapes_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorRule:
+    """The factors of an operation, or of a function; sizes, dimensions and `blocked` as in a `Rule`."""
+
+    sizes: tuple[int, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    reduced: frozenset[int]
+    blocked: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operation on values by number. It has a rule, or is the call of a function."""
+
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    rule: FactorRule | None
+    callee: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """A function's operations; the values of its arguments come first."""
+
+    arguments: tuple[tuple[int, ...], ...]
+    """Their shapes."""
+    operations: tuple[Operation, ...] | None
+    """None where one of them has no rule."""
+    results: tuple[int, ...]
 
 
 def compose(name: str, functions: Mapping[str, Function], known: dict[str, FactorRule | None]) -> FactorRule | None:
@@ -30,8 +64,7 @@ def _compose(
     joined = _Joined()
     values = dict(enumerate(joined.of_shape(shape) for shape in function.arguments))
     for operation in function.operations:
-        called = isinstance(operation.rule, str)
-        rule = compose(operation.rule, functions, known) if called else operation.rule
+        rule = operation.rule or compose(operation.callee, functions, known)
         if rule is None:
             return None
         numbers = joined.adopt(rule)
@@ -42,6 +75,18 @@ def _compose(
             values[value] = [[numbers[f] for f in factors] for factors in dims]
     arguments = [values[i] for i in range(len(function.arguments))]
     return joined.rule(arguments, [values[i] for i in function.results])
+
+
+def reshaped(eqn: jc.JaxprEqn) -> Rule:
+    """A reshape: elements keep their order, so that all dimensions together are one dimension of both arrays."""
+    joined = _Joined()
+    (read,), (written,) = shapes_of(eqn.invars[:1]), shapes_of(eqn.outvars)
+    before, after = joined.of_shape(read), joined.of_shape(written)
+    joined.join(itertools.chain(*before), itertools.chain(*after))
+    factors = joined.rule([before], [after])
+    return rule_of_labels(
+        eqn, factors.operands, factors.results, blocked=factors.blocked, sizes=dict(enumerate(factors.sizes))
+    )
 
 
 class _Joined:

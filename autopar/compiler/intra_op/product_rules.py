@@ -21,7 +21,7 @@ def convolution(eqn: jc.JaxprEqn) -> Rule:
     (result,) = shapes_of(eqn.outvars)
     by_features, by_batch = params["feature_group_count"], params["batch_group_count"]
     groups = max(by_features, by_batch)
-    sizes = {
+    sizes: dict[Label, int] = {
         "group": groups,
         "batch": result[numbers.out_spec[0]],
         "in": right[numbers.rhs_spec[1]],

@@ -64,7 +64,7 @@ def _letters_of(dims: Dims) -> str:
 
 
 Label = Hashable
-"""What a dimension is called: an int or a string; None: a dimension that must not be split; a tuple: several factors."""
+"""What a dimension is called: an int or a string; a tuple: its several factors; None: it must not be split."""
 
 
 def shapes_of(atoms: Iterable[Any]) -> list[tuple[int, ...]]:

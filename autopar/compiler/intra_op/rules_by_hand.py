@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.factors import reshaped
 from autopar.compiler.intra_op.index_rules import gather, scatter
 from autopar.compiler.intra_op.product_rules import convolution, ragged_dot
 from autopar.compiler.intra_op.rule import Label, Rule, blocked_rule, rule_of_labels, shapes_of
@@ -158,6 +159,7 @@ _RULES: dict[str, Callable[[jc.JaxprEqn], Rule]] = {
         ),
         _replicated,
     ),
+    "reshape": reshaped,
     "gather": gather,
     **dict.fromkeys(
         ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), scatter

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.intra_op.factors import compose
+from autopar.compiler.intra_op.factors import FactorRule, compose
 from autopar.compiler.intra_op.rule import Rule, blocked_rule, rule_of_labels, shapes_of
 from autopar.compiler.intra_op.rules_by_hand import rule_by_hand
-from autopar.compiler.intra_op.shardy import FactorRule, lowered_functions
+from autopar.compiler.intra_op.shardy import lowered_functions
 from autopar.errors import ReplicatedWarning
 
 __all__ = ["Rule", "equation_key", "sharding_rules"]
@@ -33,7 +33,7 @@ _READ_APART = frozenset(
     {
         "argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "convert_element_type", "dot_general",
         "integer_pow", "reduce", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_precision",
-        "reduce_prod", "reduce_sum", "reduce_xor", "reshape", "squeeze", "stack", "transpose", "unstack",
+        "reduce_prod", "reduce_sum", "reduce_xor", "squeeze", "stack", "transpose", "unstack",
     }
 )  # fmt: skip
 _PLACEMENT = frozenset({"copy_semantics", "devices", "out_sharding", "out_shardings", "sharding", "srcs"})

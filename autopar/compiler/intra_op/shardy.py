@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy
 
+from autopar.compiler.intra_op.factors import FactorRule, Function, Operation
 from autopar.compiler.intra_op.rule import Dims
 
 _sdy: Any = sdy
@@ -37,37 +37,6 @@ _POSITIONAL = frozenset(
         "select_and_scatter",
     )
 )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class FactorRule:
-    """The factors of an operation, or of a function; sizes, dimensions and `blocked` as in a `Rule`."""
-
-    sizes: tuple[int, ...]
-    operands: tuple[Dims, ...]
-    results: tuple[Dims, ...]
-    reduced: frozenset[int]
-    blocked: frozenset[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """One operation on values by number: with a rule, or the function that it calls."""
-
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-    rule: FactorRule | str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Function:
-    """A function's operations; the values of its arguments come first."""
-
-    arguments: tuple[tuple[int, ...], ...]
-    """Their shapes."""
-    operations: tuple[Operation, ...] | None
-    """None where one of them has no rule."""
-    results: tuple[int, ...]
 
 
 def lowered_functions(
@@ -112,8 +81,9 @@ def _read_function(op: Any) -> Function:
         if inner.name == "func.return":
             results = tuple(numbers[value] for value in inner.operands)
             return Function(arguments=arguments, operations=tuple(operations), results=results)
-        rule = _read_rule(inner)
-        if rule is None:
+        called = inner.name == "func.call"
+        rule = None if called else _read_rule(inner)
+        if rule is None and not called:
             break
         for value in inner.results:
             numbers[value] = len(numbers)
@@ -122,15 +92,14 @@ def _read_function(op: Any) -> Function:
                 operands=tuple(numbers[value] for value in inner.operands),
                 results=tuple(numbers[value] for value in inner.results),
                 rule=rule,
+                callee=ir.FlatSymbolRefAttr(inner.attributes["callee"]).value if called else "",
             )
         )
     return Function(arguments=arguments, operations=None, results=())
 
 
-def _read_rule(op: Any) -> FactorRule | str | None:
+def _read_rule(op: Any) -> FactorRule | None:
     operands, results = ([tuple(v.type.shape) for v in side] for side in (op.operands, op.results))
-    if op.name == "func.call":
-        return ir.FlatSymbolRefAttr(op.attributes["callee"]).value
     if op.name in _ELEMENTWISE:
         dims = tuple((d,) for d in range(len(results[0])))
         return _rule(results[0], [dims] * len(operands), [dims], operands, results)

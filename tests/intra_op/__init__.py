@@ -1,0 +1,1 @@
+"""The intra-operator pass, module by module."""
