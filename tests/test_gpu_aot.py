@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+from importlib.resources import files
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar.compiler.gpu_aot import gpu_devices, gpu_targets
+from autopar.compiler.intra_op.figures import h100_figures
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
 from autopar.errors import InvalidArgument
 
@@ -25,6 +28,14 @@ needs_compiler = pytest.mark.skipif(not INSTALLED, reason="XLA's GPU compiler: p
 
 def test_targets_are_listed_by_name():
     assert gpu_targets() == ("a100", "h100", "h200")
+
+
+def test_compiler_and_planner_know_the_same_h100():
+    text = (files("autopar.compiler") / "gpu_targets" / "h100.txtpb").read_text(encoding="utf-8")
+    figures = {name: float(number) for name, number in re.findall(r"(\w+): ([\d.]+)", text)}
+    planner = h100_figures(num_axes=1)
+    assert figures["device_memory_size"] == planner.memory_bytes
+    assert 0.8 * figures["memory_bandwidth"] < planner.memory_bandwidth < figures["memory_bandwidth"]
 
 
 def test_unknown_target_is_an_error_that_names_the_known_ones():

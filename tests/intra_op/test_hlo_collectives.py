@@ -214,7 +214,7 @@ def test_bytes_follow_from_the_element_type_and_the_sizes(dtype):
     assert [c.nbytes for c in compiled_collectives(text)] == [TYPES[dtype]]
 
 
-# What XLA prints for GPUs: an instruction that starts a collective, its result holding the operands as well, and one that
+# What XLA prints for GPUs: an instruction that starts a collective, whose result holds the operands too, and one that
 # ends it.
 ASYNCHRONOUS = [
     (
