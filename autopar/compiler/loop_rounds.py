@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_accumulate import accumulate_p
@@ -25,19 +26,11 @@ from autopar.compiler.costs import aval_bytes, equation_flops
 from autopar.compiler.microbatch import MicrobatchedStep
 
 _MOVES = frozenset(
-    [
-        "transpose",
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "rev",
-        "copy",
-        "slice",
-        "dynamic_slice",
-        "split",
-        "broadcast_in_dim",
-    ],
+    {"transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "slice", "dynamic_slice", "split"}
+    | {"broadcast_in_dim"}
 )
+_ONCE = frozenset({"random_seed", "random_split", "random_fold_in", "pure_callback"})
+"""Never repeated: keys take no memory, and the user may count the calls of a callback."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,9 +79,12 @@ class _Timetable:
             if eqn.primitive is not accumulate_p and not self.varying.isdisjoint(jc.operands(eqn)):
                 self.varying.update(eqn.outvars)
         self.swept = [
-            eqn.primitive is accumulate_p or not self.varying.isdisjoint((*eqn.outvars, *jc.operands(eqn)))
-            for eqn in self.eqns
+            eqn.primitive is accumulate_p or not self.varying.isdisjoint(jc.operands(eqn)) for eqn in self.eqns
         ]
+        self.readers: dict[jc.Var, list[int]] = {}
+        for index, eqn in enumerate(self.eqns):
+            for v in jc.operands(eqn):
+                self.readers.setdefault(v, []).append(index)
 
     def earliest(self) -> list[int]:
         """When the operands are there."""
@@ -113,17 +109,20 @@ class _Timetable:
         return times
 
     def settled(self, earliest: Sequence[int], latest: Sequence[int]) -> list[int]:
-        """The latest times, but earlier where the results are smaller than the operands that would be kept."""
+        """The latest times, but earlier where the results are smaller than the operands that would be kept.
+
+        They may be as large if no other equation reads the operands that late.
+        """
         known: dict[jc.Var, int] = {}
-        times: list[int] = []
+        times = list(latest)
         for index, eqn in enumerate(self.eqns):
             made = {v: known[v] for v in jc.operands(eqn) if v in known}
-            kept = sum(self._bytes(v) for v, t in made.items() if t < latest[index])
-            if kept > sum(self._bytes(v) for v in eqn.outvars):
-                times.append(self._from(index, max(earliest[index], *made.values())))
-            else:
-                times.append(latest[index])
-            self._note(known, index, times[-1])
+            early = [v for v, time in made.items() if time < latest[index]]
+            spared = sum(map(self._bytes, early)) - sum(map(self._bytes, eqn.outvars))
+            last = all(times[i] <= known[v] for v in early for i in self.readers[v] if i != index)
+            if spared > 0 or (early and last and spared == 0):
+                times[index] = self._from(index, max(earliest[index], *made.values()))
+            self._note(known, index, times[index])
         return times
 
     def _from(self, index: int, time: int) -> int:
@@ -177,10 +176,11 @@ class _Timetable:
 
 def _is_light(eqn: jc.JaxprEqn) -> bool:
     """At most one operation for each element of the results, and nothing that is to happen once."""
-    if eqn.effects or eqn.primitive in (accumulate_p,) or eqn.primitive.name == "pure_callback":
+    if eqn.effects or eqn.primitive is accumulate_p or eqn.primitive.name in _ONCE:
         return False
-    size = sum(getattr(v.aval, "size", 0) for v in eqn.outvars)
-    return not any(True for _ in jc.subjaxprs(eqn)) and equation_flops(eqn) <= size
+    avals: list[Any] = [v.aval for v in eqn.outvars]
+    has_body = next(jc.subjaxprs(eqn), None) is not None
+    return not has_body and equation_flops(eqn) <= sum(a.size for a in avals)
 
 
 def carried_between(rounds: Rounds) -> Mapping[jc.Var, int]:
