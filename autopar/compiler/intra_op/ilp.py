@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from autopar.compiler.intra_op.choice_problem import Infeasible, Optimum, Problem, Row, States, choice_value
-from autopar.compiler.intra_op.local_polytope import solve_in_whole_numbers, solve_relaxation
-from autopar.compiler.intra_op.reductions import reduce_problem
+from autopar.compiler.intra_op.minimize import Effort, minimize
 
 __all__ = ["Infeasible", "Optimum", "Problem", "Row", "solve"]
 
@@ -17,30 +16,17 @@ def solve(
     *,
     violated_rows: Callable[[Sequence[int]], Sequence[Row]] | None = None,
     time_limit_s: float = 60,
+    max_gap: float = 0.0,
     starts: Sequence[Sequence[int]] = (),
 ) -> Optimum:
     """The choice of least cost."""
     began = time.monotonic()
-    reduced = reduce_problem(problem)
-    constant = reduced.constant
-    how = "reductions"
-    states: States | None = ()
-    bound = 0.0
-    if reduced.core.costs:
-        relaxed = solve_relaxation(reduced.core, time_limit_s=time_limit_s)
-        states, bound, how = relaxed.states, relaxed.bound, "reductions, linear program"
-        if not relaxed.whole:
-            left = time_limit_s - (time.monotonic() - began)
-            mixed = solve_in_whole_numbers(reduced.core, start=None, time_limit_s=left)
-            states, how = mixed.states, how + ", branch and bound"
-            bound = max(bound, mixed.bound)
-    assert states is not None
-    whole = reduced.expand(states)
-    value = choice_value(problem, whole)
+    found = minimize(problem, Effort(deadline=began + time_limit_s, max_gap=max_gap))
+    assert found.states is not None
     return Optimum(
-        states=whole,
-        value=value,
-        lower_bound=min(value, bound + constant),
+        states=found.states,
+        value=found.value,
+        lower_bound=min(found.value, found.bound),
         seconds=time.monotonic() - began,
-        how=how,
+        how=", ".join(found.how),
     )

@@ -279,6 +279,6 @@ def _undominated(cost: Floats, matrices: Sequence[Floats]) -> npt.NDArray[np.boo
     return kept
 
 
-def total_states(problem: Problem) -> int:
-    """How many pairs of states the edges have: the size of what is left to solve."""
-    return sum(matrix.size for matrix in problem.edges.values())
+def total_pairs(problem: Problem) -> int:
+    """How many pairs of states the edges allow: the size of what is left to solve."""
+    return sum(int(np.isfinite(matrix).sum()) for matrix in problem.edges.values())

@@ -1,0 +1,218 @@
+"""Bound a choice problem from below, and find good choices, by moving costs between nodes and edges.
+
+A reparametrisation adds u(a) to an edge's matrix and takes it from a node's costs, so that every choice costs what it
+did; the sum of all least entries is then a lower bound. Sweeps over the nodes raise it: a node collects from its edges
+all that they cost at least, its least cost goes to the bound, and shares of the rest go to the edges ahead
+(sequential reweighted message passing, Kolmogorov 2015; without the higher orders it is TRW-S).
+
+Three things come out: the bound, a choice rounded from the costs as moved, and for every state a bound on all choices
+that contain it, so that states (and pairs) too costly for the optimum can go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.compiler.intra_op.choice_problem import Floats, Mask, Problem, States, choice_value
+
+MAX_SWEEPS = 400
+WINDOW = 8
+"""Sweeps over which progress is judged."""
+LEAST_PROGRESS = 0.02
+"""Share of the gap that a window must close for another one."""
+ROUND_OFF = 1e-12
+"""Share of the value by which sums of the same numbers may differ."""
+
+
+@dataclass(kw_only=True)
+class Edge:
+    """A matrix, its transpose, and what was added to its rows and columns so far."""
+
+    low: int
+    high: int
+    by_low: Floats
+    by_high: Floats
+    at_low: Floats
+    at_high: Floats
+
+    def to_low(self) -> Floats:
+        """What every state of the lower node costs at least along this edge; taken out of the edge."""
+        least = self.at_low
+        self.at_low = -(self.by_high + self.at_high[:, None]).min(0)
+        return least - self.at_low
+
+    def to_high(self) -> Floats:
+        """The same of the higher node."""
+        least = self.at_high
+        self.at_high = -(self.by_low + self.at_low[:, None]).min(0)
+        return least - self.at_high
+
+    def matrix(self) -> Floats:
+        """The edge's costs as they are now."""
+        return self.by_low + self.at_low[:, None] + self.at_high
+
+
+@dataclass(kw_only=True)
+class Ascent:
+    """A reparametrised problem: `costs`, `edges` and `bound` sum to what `problem` costs."""
+
+    problem: Problem
+    costs: list[Floats]
+    edges: list[Edge]
+    ahead: list[list[Edge]]
+    behind: list[list[Edge]]
+    bound: float
+    least: list[Floats]
+    """Per state: no choice that contains it costs less."""
+    states: States
+    """The best choice so far."""
+    value: float
+    constant: float
+    """What belongs to every value but is not part of the problem; rounding errors grow with it."""
+    sweeps: int = 0
+
+    @classmethod
+    def of(cls, problem: Problem, upper: float = np.inf, constant: float = 0.0) -> Ascent:
+        """Nothing moved yet. Every state must have a partner along every edge."""
+        transposed: dict[int, Floats] = {}
+        edges = list[Edge]()
+        ahead: list[list[Edge]] = [[] for _ in problem.costs]
+        behind: list[list[Edge]] = [[] for _ in problem.costs]
+        for (i, j), matrix in sorted(problem.edges.items(), key=lambda item: item[0]):
+            if id(matrix) not in transposed:
+                transposed[id(matrix)] = np.ascontiguousarray(matrix.T)
+            edge = Edge(
+                low=i,
+                high=j,
+                by_low=matrix,
+                by_high=transposed[id(matrix)],
+                at_low=np.zeros(matrix.shape[0]),
+                at_high=np.zeros(matrix.shape[1]),
+            )
+            edges.append(edge)
+            ahead[i].append(edge)
+            behind[j].append(edge)
+        return cls(
+            problem=problem,
+            costs=list(problem.costs),
+            edges=edges,
+            ahead=ahead,
+            behind=behind,
+            bound=0.0,
+            least=[np.full(cost.size, -np.inf) for cost in problem.costs],
+            states=(),
+            value=upper,
+            constant=constant,
+        )
+
+    def sweep_back(self) -> None:
+        """From the last node to the first: collect from the edges ahead, share among those behind."""
+        for node in reversed(range(len(self.costs))):
+            cost = self.costs[node]
+            for edge in self.ahead[node]:
+                cost = cost + edge.to_low()
+            share = self.settle(node, cost, len(self.behind[node]))
+            for edge in self.behind[node]:
+                edge.at_high = edge.at_high + share
+
+    def sweep_forward(self) -> States:
+        """From the first node to the last, choosing for each the best state given those chosen before."""
+        chosen = list[int]()
+        for node in range(len(self.costs)):
+            cost = self.costs[node]
+            score = cost
+            for edge in self.behind[node]:
+                score = score + (edge.by_low[chosen[edge.low]] + edge.at_high)
+            chosen.append(int(score.argmin()))
+            for edge in self.behind[node]:
+                cost = cost + edge.to_high()
+            share = self.settle(node, cost, len(self.ahead[node]))
+            for edge in self.ahead[node]:
+                edge.at_low = edge.at_low + share
+        return tuple(chosen)
+
+    def settle(self, node: int, cost: Floats, num_targets: int) -> Floats:
+        """Put the least of a node's collected costs into the bound; of the rest return what each target edge gets."""
+        np.maximum(self.least[node], self.bound + cost, out=self.least[node])
+        least = float(cost.min())
+        self.bound += least
+        cost = cost - least
+        # As much to each edge as to one on the side with more of them: the rest waits for the sweep back.
+        share = cost / max(len(self.ahead[node]), len(self.behind[node]), 1)
+        self.costs[node] = cost - num_targets * share
+        return share
+
+    def offer(self, states: States) -> None:
+        """Keep a choice if it is the best so far."""
+        value = choice_value(self.problem, states)
+        if value < self.value:
+            self.states, self.value = states, value
+
+    @property
+    def closed(self) -> bool:
+        """Whether the best choice is proven to be the optimum."""
+        return self.value - self.bound <= self.round_off
+
+    @property
+    def round_off(self) -> float:
+        """By how much sums that should be equal may differ."""
+        return ROUND_OFF * (abs(self.value) + abs(self.constant)) if np.isfinite(self.value) else 0.0
+
+
+def ascend(ascent: Ascent, is_enough: Callable[[float, float], bool], deadline: float) -> None:
+    """Sweep until the gap closes, or until sweeping does not get on with it."""
+    ascent.sweep_back()
+    window_start = -np.inf
+    for sweep in range(MAX_SWEEPS):
+        rounded = ascent.sweep_forward()
+        ascent.sweep_back()
+        ascent.offer(rounded)
+        ascent.sweeps += 1
+        if sweep % WINDOW == WINDOW - 1:
+            ascent.offer(improved(ascent.problem, rounded))
+            gap = ascent.value - ascent.bound
+            if ascent.bound - window_start < LEAST_PROGRESS * gap:
+                break
+            window_start = ascent.bound
+        if ascent.closed or is_enough(ascent.value, ascent.bound) or time.monotonic() > deadline:
+            break
+
+
+def improved(problem: Problem, states: Sequence[int]) -> States:
+    """A choice in which no single node can do better: node after node takes its best state."""
+    links: list[list[tuple[int, Floats]]] = [[] for _ in problem.costs]
+    for (i, j), matrix in problem.edges.items():
+        links[i].append((j, matrix))
+        links[j].append((i, matrix.T))
+    chosen = list(states)
+    for _ in range(10):
+        before = list(chosen)
+        for node, cost in enumerate(problem.costs):
+            for other, matrix in links[node]:
+                cost = cost + matrix[:, chosen[other]]
+            if cost.min() < cost[chosen[node]]:
+                chosen[node] = int(cost.argmin())
+        if chosen == before:
+            break
+    return tuple(chosen)
+
+
+def within_gap(ascent: Ascent) -> tuple[Problem, list[Mask]]:
+    """What remains of the problem, as moved, without the states and pairs that cost more than the best choice.
+
+    Its optimum is the problem's, less `ascent.bound`.
+    """
+    most = ascent.value + ascent.round_off
+    kept = [least <= most for least in ascent.least]
+    spare = most - ascent.bound
+    edges = dict[tuple[int, int], Floats]()
+    for edge in ascent.edges:
+        i, j = edge.low, edge.high
+        matrix = np.maximum(edge.matrix()[kept[i]][:, kept[j]], 0.0)
+        total = matrix + ascent.costs[i][kept[i]][:, None] + ascent.costs[j][kept[j]]
+        edges[i, j] = np.where(total > spare, np.inf, matrix)
+    return Problem(costs=tuple(cost[keep] for cost, keep in zip(ascent.costs, kept)), edges=edges), kept
