@@ -2,6 +2,7 @@
 
 from autopar.api import Compiled, Lowered, Planned, Step, Traced, parallelize
 from autopar.cluster import Cluster
+from autopar.compiler.intra_op.declared_rules import sharding_rule
 from autopar.errors import (
     AutoparError,
     DonatedBuffer,
@@ -41,4 +42,5 @@ __all__ = [
     "Traced",
     "Unsupported",
     "parallelize",
+    "sharding_rule",
 ]

@@ -17,9 +17,10 @@ from jax._src import (
     source_info_util,  # name stacks and user frames have no public reader
 )
 from jax._src.interpreters import partial_eval  # dead code inside loops has no public remover
+from jax.core import Tracer
 from jax.extend import random as jex_random
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 
 __all__ = [
     "ClosedJaxpr",
@@ -249,6 +250,47 @@ def unlowered_primitive(name: str, reason: str) -> Primitive:
     primitive.def_impl(refuse)
     mlir.register_lowering(primitive, refuse)
     return primitive
+
+
+def calling_primitive(name: str) -> Primitive:
+    """A primitive that calls its parameter `function`, a function of arrays to a list of arrays.
+
+    It is one equation at any shape of its operands, also inside of `jit` and `shard_map`. Differentiation and `vmap`
+    look inside.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def call(*args: Any, function: Callable[..., list[Any]], **_: Any) -> list[Any]:
+        return function(*args)
+
+    def abstract(*avals: Any, function: Callable[..., list[Any]], **_: Any) -> list[Any]:
+        return [v.aval for v in open_jaxpr(trace(function, avals))[0].outvars]
+
+    def jvp(primals: Any, tangents: Any, *, function: Callable[..., list[Any]], **_: Any) -> Any:
+        moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+        def of_moving(*args: Any) -> list[Any]:
+            changed = dict(zip(moving, args, strict=True))
+            return function(*[changed.get(i, primal) for i, primal in enumerate(primals)])
+
+        return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+    def batched(args: Any, axes: Any, *, function: Callable[..., list[Any]], **_: Any) -> Any:
+        results = jax.vmap(function, in_axes=tuple(axes))(*args)
+        return results, [0] * len(results)
+
+    primitive.def_impl(call)
+    primitive.def_abstract_eval(abstract)
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batched
+    mlir.register_lowering(primitive, mlir.lower_fun(call, multiple_results=True))
+    return primitive
+
+
+def closes_over_tracers(closed: ClosedJaxpr) -> bool:
+    """Whether constants of a program are values of a trace around it."""
+    return any(isinstance(const, Tracer) for const in open_jaxpr(closed)[1])
 
 
 def with_inputs(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.intra_op.rule import Label, Rule, rule_of_labels, shapes_of
+from autopar.compiler.intra_op.rule import Label, Rule, adds_up, rule_of_labels, shapes_of
 
 
 def gather(eqn: jc.JaxprEqn) -> Rule:
@@ -30,7 +28,7 @@ def gather(eqn: jc.JaxprEqn) -> Rule:
             return f"index {batching[d]}"
         if sizes[d] == array[d]:
             return f"window {d}"
-        return f"place {d}" if sizes[d] == 1 and d in numbers.start_index_map and _adds(eqn) else None
+        return f"place {d}" if sizes[d] == 1 and d in numbers.start_index_map and adds_up(eqn.outvars[0]) else None
 
     windows = _outside(len(array), numbers.collapsed_slice_dims, batching)
     named = dict(zip(numbers.offset_dims, windows, strict=True))
@@ -59,7 +57,7 @@ def scatter(eqn: jc.JaxprEqn) -> Rule:
 
     batch = iter(_index_labels(indices))
     array_labels = [of_array(d) for d in range(len(array))]
-    adds = eqn.primitive.name == "scatter-add" and _adds(eqn)
+    adds = eqn.primitive.name == "scatter-add" and adds_up(eqn.outvars[0])
     rows = [label for k, label in enumerate(_index_labels(indices)) if k not in batching.values()]
     return rule_of_labels(
         eqn,
@@ -85,9 +83,3 @@ def _window(d: int, size: int, array: tuple[int, ...]) -> Label:
 def _outside(rank: int, *dims: Any) -> list[int]:
     inside = {d for group in dims for d in group}
     return [d for d in range(rank) if d not in inside]
-
-
-def _adds(eqn: jc.JaxprEqn) -> bool:
-    """Whether elements of the result can be added up: not booleans, nor random keys."""
-    aval: Any = eqn.outvars[0].aval
-    return isinstance(aval.dtype, np.dtype) and aval.dtype != np.bool_

@@ -21,6 +21,8 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 Dims = tuple[tuple[int, ...], ...]
 """The factors of every dimension of one array, major to minor; none for a dimension of size 1."""
 
@@ -70,6 +72,11 @@ Label = Hashable
 def shapes_of(atoms: Iterable[Any]) -> list[tuple[int, ...]]:
     """The shapes of the variables and literals of an equation."""
     return [tuple(atom.aval.shape) for atom in atoms]
+
+
+def adds_up(atom: Any) -> bool:
+    """Whether the elements of a variable can be summands: not booleans, nor random keys."""
+    return isinstance(atom.aval.dtype, np.dtype) and atom.aval.dtype != np.bool_
 
 
 def rule_of_labels(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.declared_rules import declared_rule
 from autopar.compiler.intra_op.factors import reshaped
 from autopar.compiler.intra_op.index_rules import gather, scatter
 from autopar.compiler.intra_op.product_rules import convolution, ragged_dot
@@ -159,6 +160,7 @@ _RULES: dict[str, Callable[[jc.JaxprEqn], Rule]] = {
         ),
         _replicated,
     ),
+    "declared_rule": declared_rule,
     "reshape": reshaped,
     "gather": gather,
     **dict.fromkeys(

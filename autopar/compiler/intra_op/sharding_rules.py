@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.factors import FactorRule, compose
-from autopar.compiler.intra_op.rule import Rule, blocked_rule, rule_of_labels, shapes_of
+from autopar.compiler.intra_op.rule import Rule, adds_up, blocked_rule, rule_of_labels, shapes_of
 from autopar.compiler.intra_op.rules_by_hand import rule_by_hand
 from autopar.compiler.intra_op.shardy import lowered_functions
 from autopar.errors import ReplicatedWarning
@@ -152,9 +152,7 @@ def _rule_of_factors(eqn: jc.JaxprEqn, factors: FactorRule | None) -> Rule:
     if factors is None:
         return blocked_rule(eqn, "none")
     name = eqn.primitive.name
-    kind = _REDUCTIONS.get(name)
-    if not all(map(_adds_up, eqn.outvars)):
-        kind = None
+    kind = _REDUCTIONS.get(name) if all(map(adds_up, eqn.outvars)) else None
     # What is lowered of a random key has one dimension more than the key: its words stay together.
     operands = [dims[: len(shape)] for dims, shape in zip(factors.operands, shapes_of(eqn.invars), strict=True)]
     results = [dims[: len(shape)] for dims, shape in zip(factors.results, shapes_of(eqn.outvars), strict=True)]
@@ -168,10 +166,6 @@ def _rule_of_factors(eqn: jc.JaxprEqn, factors: FactorRule | None) -> Rule:
         creates=name == "broadcast_in_dim",
         source="shardy",
     )
-
-
-def _adds_up(atom: Any) -> bool:
-    return isinstance(atom.aval.dtype, np.dtype) and atom.aval.dtype != np.bool_
 
 
 def _warn(eqn: jc.JaxprEqn) -> None:

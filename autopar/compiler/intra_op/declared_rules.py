@@ -1,0 +1,163 @@
+"""Let users say how a function of their own is split: `sharding_rule(attention, "b s h, b t h -> b s h")`.
+
+Such a function is one equation of a step. What it does inside is its own affair (a kernel, a callback, a loop), and
+what the rule says of it is taken on trust: on parts of its operands, split alike where they share a letter, it gives
+the parts of its results.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.rule import Label, Rule, adds_up, rule_of_labels
+from autopar.errors import InvalidArgument
+
+_EXAMPLE = 'such as "b s d, d f -> b s f"'
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*|_")
+_declared: Any = jc.calling_primitive("declared_rule")
+
+
+def sharding_rule(fn: Callable[..., Any], text: str) -> Callable[..., Any]:
+    """`fn` as one equation that is split as `text` says, when `autopar.Auto` plans a step that calls it.
+
+    Operands stand left of `->`, results right of it, in the order of `jax.tree.leaves`, separated by commas; each is
+    the names of its dimensions, separated by blanks (nothing for a single number). Dimensions of the same name are
+    split together. A name that only operands have is summed: on a part of such a dimension, `fn` must give summands of
+    its results. A dimension called `_` is never split, nor one whose name stands on the right only, or in some results
+    but not in all.
+
+        attention = autopar.sharding_rule(attention, "b s h d, b t h d, b t h d -> b s h d")   # wrong: sums over t
+        attention = autopar.sharding_rule(attention, "b s h _, b _ h _, b _ h _ -> b s h _")   # right
+
+    `fn` must take shapes as they come, read no traced value but its arguments, and have no side effects. `grad` and
+    `vmap` look inside of `fn`, where the rule has no say: for a kernel, declare the two functions of its
+    `jax.custom_vjp`.
+
+    Raises `InvalidArgument` for a text that cannot be read, and at the call for one that does not fit the arguments.
+    """
+    declared = _read(text)
+
+    @functools.cache
+    def on_leaves(tree: Any) -> Callable[..., list[Any]]:
+        # One object for all calls alike, so that they are equal equations.
+        return lambda *leaves: jax.tree.leaves(fn(*jax.tree.unflatten(tree, leaves)))
+
+    @functools.wraps(fn)
+    def call(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        arrays = [jnp.asarray(leaf) for leaf in leaves]
+        body, result = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.unflatten(tree, arrays))
+        _check(body, arrays, jax.tree.leaves(result), declared, _name(fn))
+        results = _declared.bind(*arrays, function=on_leaves(tree), rule=declared)
+        return jax.tree.unflatten(jax.tree.structure(result), results)
+
+    return call
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Declared:
+    """A rule as its user wrote it, and the names of the dimensions in it."""
+
+    text: str
+    operands: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def declared_rule(eqn: jc.JaxprEqn) -> Rule:
+    """The rule of an equation that `sharding_rule` made."""
+    declared: _Declared = eqn.params["rule"]
+
+    def labels(arrays: Sequence[Sequence[str]]) -> list[list[Label]]:
+        return [[None if name == "_" else name for name in names] for names in arrays]
+
+    everywhere = set(declared.results[0]).intersection(*declared.results) if declared.results else set[str]()
+    anywhere = {name for names in declared.results for name in names}
+    read = {name for names in declared.operands for name in names}
+    summed = read - anywhere if all(map(adds_up, eqn.outvars)) else set[str]()
+    return rule_of_labels(
+        eqn,
+        labels(declared.operands),
+        labels(declared.results),
+        reductions=dict.fromkeys(sorted(summed), "sum"),
+        blocked=anywhere - everywhere,
+        source="user",
+    )
+
+
+@functools.cache
+def _read(text: str) -> _Declared:
+    sides = text.split("->")
+    if len(sides) != 2:
+        raise InvalidArgument(
+            f"The sharding rule {text!r} has {len(sides) - 1} arrows; it must have one, between operands and results. "
+            f"Write one {_EXAMPLE}."
+        )
+    arrays = [tuple(tuple(names.split()) for names in side.split(",")) for side in sides]
+    for name in (name for side in arrays for names in side for name in names):
+        if not _NAME.fullmatch(name):
+            raise InvalidArgument(
+                f"The sharding rule {text!r} names a dimension {name!r}; names are letters and digits that begin with "
+                f"a letter, or `_`, with blanks between. Write one {_EXAMPLE}."
+            )
+    for names in (names for side in arrays for names in side):
+        for name in sorted(set(names) - {"_"}):
+            if names.count(name) > 1:
+                raise InvalidArgument(
+                    f"The sharding rule {text!r} has {name!r} twice in one array; its dimensions must have names of "
+                    "their own. Call one of them `_`, which is never split."
+                )
+    return _Declared(text=text, operands=arrays[0], results=arrays[1])
+
+
+def _check(body: Any, operands: Sequence[Any], results: Sequence[Any], declared: _Declared, name: str) -> None:
+    """Raise `InvalidArgument` unless the function can be one equation, and the rule fits its arrays."""
+    if jc.closes_over_tracers(body):
+        raise InvalidArgument(
+            f"{name!r} has the sharding rule {declared.text!r} and reads a traced value that is not among its "
+            "arguments; the rule says nothing of it. Make it an argument."
+        )
+    if body.effects:
+        raise InvalidArgument(
+            f"{name!r} has the sharding rule {declared.text!r} and the side effects {sorted(map(str, body.effects))}; "
+            "a function with a rule must have none. Move them out of it."
+        )
+    sizes: dict[str, int] = {}
+    for side, arrays, named in (("operand", operands, declared.operands), ("result", results, declared.results)):
+        if len(arrays) != len(named):
+            raise InvalidArgument(
+                f"{name!r} has {len(arrays)} {side}s, its sharding rule {declared.text!r} has {len(named)}; they must "
+                "be as many. Write one list of names for each leaf, separated by commas."
+            )
+        for i, (array, names) in enumerate(zip(arrays, named, strict=True)):
+            _check_array(array.shape, names, sizes, f"{side} {i} of {name!r}", declared)
+
+
+def _check_array(
+    shape: tuple[int, ...], names: Sequence[str], sizes: dict[str, int], what: str, declared: _Declared
+) -> None:
+    if len(shape) != len(names):
+        raise InvalidArgument(
+            f"The {what} has the shape {shape}, its sharding rule {declared.text!r} names {len(names)} dimensions; "
+            "there must be a name for each. Write `_` for those that are never split."
+        )
+    for size, dimension in zip(shape, names, strict=True):
+        if dimension != "_" and sizes.setdefault(dimension, size) != size:
+            raise InvalidArgument(
+                f"The {what} has {size} elements along {dimension!r} of its sharding rule {declared.text!r}, another "
+                f"array has {sizes[dimension]}; dimensions of one name must have one size. Give them two names."
+            )
