@@ -26,8 +26,18 @@ from autopar.compiler.costs import aval_bytes, equation_flops
 from autopar.compiler.microbatch import MicrobatchedStep
 
 _MOVES = frozenset(
-    {"transpose", "reshape", "squeeze", "expand_dims", "rev", "copy", "slice", "dynamic_slice", "split"}
-    | {"broadcast_in_dim"}
+    {
+        "broadcast_in_dim",
+        "copy",
+        "dynamic_slice",
+        "expand_dims",
+        "reshape",
+        "rev",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+    }
 )
 _ONCE = frozenset({"random_seed", "random_split", "random_fold_in", "pure_callback"})
 """Never repeated: keys take no memory, and the user may count the calls of a callback."""
@@ -184,9 +194,7 @@ def _is_light(eqn: jc.JaxprEqn) -> bool:
 
 
 def carried_between(rounds: Rounds) -> Mapping[jc.Var, int]:
-    """Values of single microbatches that leave the body of a loop, and the round of that: for a later round's body, or
-    to be joined.
-    """
+    """The round of each value of single microbatches that leaves its loop: to be joined, or for a later round."""
     eqns = rounds.equations
     home: dict[jc.Var, int] = {}
     leaving: dict[jc.Var, int] = {}
