@@ -1,5 +1,6 @@
 """Resharding steps: exact on eight devices for every pair of layouts, and moving what they are said to move."""
 
+import dataclasses
 import itertools
 from collections import Counter
 
@@ -9,13 +10,26 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from autopar.compiler.intra_op.figures import cpu_figures, h100_figures
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, local_shape, used_axes
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, fits, local_shape, replicated, used_axes
 from autopar.compiler.intra_op.resharding import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    Pad,
+    Permute,
+    ReduceScatter,
+    Slice,
+    Summand,
     apply_steps,
+    reshard_matrix,
+    reshard_s,
     reshard_steps,
     step_collectives,
 )
+from autopar.compiler.intra_op.resharding_steps import after
 
 
 def mesh_of(*shape):
@@ -50,8 +64,10 @@ def parts_of(array, layout, mesh):
 def summands_of(array, layout, mesh, rng):
     """What each device holds of an array that is a sum over `layout.partial`: [*mesh, *part]."""
     counts = [mesh.shape[axis] for axis in layout.partial]
-    summands = rng.integers(-50, 50, (*counts, *array.shape)).astype(array.dtype)
-    summands[(-1,) * len(counts)] += array - summands.sum(tuple(range(len(counts))))
+    if not counts:
+        return parts_of(array, layout, mesh)
+    summands = rng.integers(-8, 8, (*counts, *array.shape)).astype(array.dtype)
+    summands[(-1,) * len(counts)] += array - summands.sum(tuple(range(len(counts))), dtype=array.dtype)
     held = np.empty((*mesh.shape, *local_shape(array.shape, layout, mesh)), array.dtype)
     for index in np.ndindex(*counts):
         here = [slice(None)] * len(mesh.shape)
@@ -89,7 +105,7 @@ def check_exact(array, pairs, mesh):
     compiled, results = run_on_devices(run, arrays, mesh)
     for (source, target), result in zip(pairs, results, strict=True):
         expected = parts_of(array, Layout(target.dims), mesh)
-        total = np.broadcast_to(result.sum(target.partial, keepdims=True), expected.shape)
+        total = np.broadcast_to(result.sum(target.partial, dtype=array.dtype, keepdims=True), expected.shape)
         np.testing.assert_array_equal(total, expected, err_msg=f"{source} -> {target}")
     return compiled
 
@@ -131,3 +147,226 @@ def test_every_pair_of_layouts_is_exact_and_moves_what_is_planned(shape, mesh):
     pairs = list(itertools.product(layouts, layouts))
     compiled = check_exact(numbered(shape), pairs, mesh)
     check_moves_as_planned(compiled, pairs, shape, mesh)
+
+
+def orders_of(shape, mesh):
+    """Every layout without partial sums, the axes of a dimension in any order."""
+    for layout in all_layouts(shape, mesh):
+        yield from (Layout(dims) for dims in itertools.product(*map(itertools.permutations, layout.dims)))
+
+
+@pytest.mark.slow
+def test_pairs_of_layouts_on_three_axes_are_exact():
+    shape, mesh = (8, 16), mesh_of(2, 2, 2)
+    layouts = list(all_layouts(shape, mesh))
+    pairs = list(itertools.product(layouts, layouts))
+    compiled = check_exact(numbered(shape), pairs, mesh)
+    check_moves_as_planned(compiled, pairs, shape, mesh)
+
+
+@pytest.mark.parametrize("mesh", [mesh_of(2, 4), mesh_of(2, 2, 2), mesh_of(4, 1, 2)], ids=lambda mesh: str(mesh.shape))
+def test_axes_of_a_dimension_may_be_in_any_order_and_drawn_pairs_are_exact(mesh):
+    shape = (8, 16, 8)
+    layouts = [*with_partial_sums(shape, mesh), *orders_of(shape, mesh)]
+    drawn = np.random.default_rng(1).integers(len(layouts), size=(60, 2))
+    check_exact(numbered(shape), [(layouts[a], layouts[b]) for a, b in drawn], mesh)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "bfloat16", "complex64"])
+def test_every_dtype_is_resharded_exactly(dtype):
+    mesh, array = mesh_of(2, 4), np.arange(64).reshape(8, 8) % 3
+    whole = [Layout(((), ())), Layout(((0,), (1,))), Layout(((0, 1), ())), Layout(((), (1,)))]
+    sums = [Layout(((0,), ()), (1,)), Layout(((), ()), (0, 1))]
+    pairs = itertools.product(whole if dtype == "bool" else whole + sums, whole)
+    check_exact(array.astype(jnp.dtype(dtype)), list(pairs), mesh)
+
+
+def test_summands_of_booleans_are_one_array_and_otherwise_false():
+    mesh, array = mesh_of(2, 4), np.arange(64).reshape(8, 8) % 3 == 0
+    layouts = [Layout(((0,), ())), Layout(((), ()), (0,)), Layout(((), (1,)), (0,)), Layout(((0, 1), ()))]
+    start = Layout(((0,), (1,)))
+
+    def run(part):
+        for source, target in itertools.pairwise([start, *layouts, start]):
+            part = apply_steps(part, reshard_steps(source, target, array.shape, mesh), mesh)
+        return [part]
+
+    before = parts_of(array, start, mesh)
+    _, (result,) = run_on_devices(run, [before], mesh)
+    np.testing.assert_array_equal(result, before)
+
+
+def test_arrays_of_keys_are_resharded_as_they_are():
+    mesh, shape = mesh_of(2, 4), (8, 8)
+    words = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), shape)))
+    pairs = list(itertools.product(all_layouts(shape, mesh)[::2], repeat=2))
+    held = [parts_of(words, Layout((*source.dims, ())), mesh) for source, _ in pairs]
+
+    def run(*parts):
+        for (source, target), part in zip(pairs, parts, strict=True):
+            keys = jax.random.wrap_key_data(part)
+            yield jax.random.key_data(apply_steps(keys, reshard_steps(source, target, shape, mesh), mesh))
+
+    _, results = run_on_devices(run, held, mesh)
+    for (source, target), result in zip(pairs, results, strict=True):
+        expected = parts_of(words, Layout((*target.dims, ())), mesh)
+        np.testing.assert_array_equal(result, expected, err_msg=f"{source} -> {target}")
+
+
+# --- which steps --------------------------------------------------------------------------------------------
+
+WHOLE = replicated(2)
+ROWS, COLUMNS = Layout(((0,), ())), Layout(((), (0,)))
+BLOCKS = Layout(((0,), (1,)))
+ALL_ROWS, ALL_COLUMNS = Layout(((0, 1), ())), Layout(((), (0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "steps"),
+    [
+        pytest.param(BLOCKS, BLOCKS, (), id="nothing to do"),
+        pytest.param(WHOLE, ALL_ROWS, (Slice((0, 1), 0),), id="what every device has is split by slicing"),
+        pytest.param(ALL_ROWS, WHOLE, (AllGather((0, 1), 0),), id="two axes are gathered at once"),
+        pytest.param(ALL_ROWS, ROWS, (AllGather((1,), 0),), id="the minor axis alone"),
+        pytest.param(ROWS, COLUMNS, (AllToAll((0,), 0, 1),), id="from one dimension to another"),
+        pytest.param(ALL_ROWS, BLOCKS, (AllToAll((1,), 0, 1),), id="the minor axis to another dimension"),
+        pytest.param(ALL_ROWS, ALL_COLUMNS, (AllToAll((0, 1), 0, 1),), id="two axes to another dimension at once"),
+        pytest.param(
+            ROWS, ALL_COLUMNS, (Slice((1,), 0), AllToAll((0, 1), 0, 1)), id="sliced first, so that less is sent"
+        ),
+        pytest.param(
+            ALL_ROWS,
+            Layout(((1,), ())),
+            (Permute(((0, 1), ()), ((1, 0), ())), AllGather((0,), 0)),
+            id="the major axis is made the minor one before it is gathered",
+        ),
+        pytest.param(Layout(((), ()), (0, 1)), WHOLE, (AllReduce((0, 1)),), id="added up over two axes at once"),
+        pytest.param(Layout(((), ()), (0,)), ROWS, (ReduceScatter((0,), 0),), id="added up where it is needed"),
+        pytest.param(Layout(((), ()), (0, 1)), ALL_ROWS, (ReduceScatter((0, 1), 0),), id="the same over two axes"),
+        pytest.param(
+            Layout(((), ()), (0, 1)), ROWS, (ReduceScatter((0,), 0), AllReduce((1,))), id="scattered before the rest"
+        ),
+        pytest.param(
+            Layout(((), ()), (0,)), Layout(((), (1,))), (Slice((1,), 1), AllReduce((0,))), id="sliced before added up"
+        ),
+        pytest.param(WHOLE, Layout(((), ()), (0, 1)), (Summand((0, 1)),), id="an array as a sum"),
+        pytest.param(ALL_ROWS, Layout(((0,), ()), (1,)), (Pad((1,), 0),), id="a part as a summand"),
+    ],
+)
+def test_steps_are_the_ones_that_send_least(source, target, steps):
+    assert reshard_steps(source, target, (64, 64), mesh_of(2, 4)) == steps
+
+
+def test_where_nothing_else_fits_parts_are_permuted_not_gathered_whole():
+    # The second dimension divides by neither axis, so nothing can be exchanged with it.
+    steps = reshard_steps(ROWS, Layout(((1,), ())), (8, 3), mesh_of(2, 4))
+    assert steps == (Slice((1,), 0), Permute(((0, 1), ()), ((1, 0), ())), AllGather((0,), 0))
+
+
+def test_an_array_is_made_a_sum_only_along_axes_along_which_the_target_is_one():
+    mesh, shape = mesh_of(2, 4), (8, 3)
+    layouts = [*with_partial_sums(shape, mesh), *orders_of(shape, mesh)]
+    for source, target in itertools.product(layouts, repeat=2):
+        made = [s.axes for s in reshard_steps(source, target, shape, mesh) if isinstance(s, Summand | Pad)]
+        assert sorted(itertools.chain(*made)) == sorted({*target.partial} - {*source.partial})
+
+
+def test_dimensions_and_axes_of_size_one_take_no_part():
+    mesh = mesh_of(2, 1, 4)
+    steps = reshard_steps(Layout(((1,), (0,), (2,))), Layout(((), (0, 2), ()), (1,)), (1, 8, 16), mesh)
+    assert steps == (AllToAll((2,), 2, 1),)
+    permuted = reshard_steps(Layout(((), (2, 0))), Layout(((), (0, 1, 2))), (1, 8), mesh)
+    assert permuted == (Permute(((), (2, 0)), ((), (0, 2))),)
+
+
+def test_where_one_axis_is_slow_sums_are_made_along_the_fast_one_first():
+    mesh = mesh_of(2, 4)
+    source = Layout(((), ()), (0, 1))
+    slow = dataclasses.replace(h100_figures(2), bandwidth=(5e10, 3.6e11))
+    hierarchical = (ReduceScatter((1,), 0), AllReduce((0,)), AllGather((1,), 0))
+    assert reshard_steps(source, WHOLE, (64, 64), mesh, slow) == hierarchical
+    equal = dataclasses.replace(slow, bandwidth=(3e11, 3e11))
+    assert reshard_s(source, WHOLE, (2**14, 2**14), 4, mesh, slow) < 2 * 7 / 8 * 2**30 / 5e10
+    assert reshard_steps(source, WHOLE, (64, 64), mesh, equal) == reshard_steps(source, WHOLE, (64, 64), mesh)
+
+
+# --- what they cost -----------------------------------------------------------------------------------------
+
+
+def test_collectives_count_the_larger_of_operand_and_result_on_one_device():
+    mesh, shape = mesh_of(2, 4), (64, 32)
+    source = Layout(((), ()), (0, 1))
+    steps = (ReduceScatter((0,), 0), AllReduce((1,)), Slice((1,), 0), AllToAll((1,), 0, 1), AllGather((0,), 0))
+    whole = 64 * 32 * 2
+    assert step_collectives(steps, source, shape, 2, mesh) == (
+        Collective(kind="reduce-scatter", axes=(0,), nbytes=whole),
+        Collective(kind="all-reduce", axes=(1,), nbytes=whole / 2),
+        Collective(kind="all-to-all", axes=(1,), nbytes=whole / 8),
+        Collective(kind="all-gather", axes=(0,), nbytes=whole / 4),
+    )
+
+
+@pytest.mark.parametrize("figures", [cpu_figures(2), h100_figures(2)], ids=lambda figures: figures.name)
+@pytest.mark.parametrize("shape", [(8, 64), (1, 8, 16), (), (16, 3)], ids=str)
+def test_seconds_are_those_of_the_collectives_and_of_copies(shape, figures):
+    mesh = mesh_of(2, 4)
+    layouts = tuple(with_partial_sums(shape, mesh))
+    matrix = reshard_matrix(layouts, layouts, shape, 4, mesh, figures)
+    for (i, source), (j, target) in itertools.product(enumerate(layouts), repeat=2):
+        steps = reshard_steps(source, target, shape, mesh, figures)
+        collectives = step_collectives(steps, source, shape, 4, mesh)
+        sent = sum(figures.collective_s(c.kind, c.axes, c.nbytes, mesh) for c in collectives)
+        # Besides that, each step copies the array at most twice.
+        copies = len(steps) * 4 * np.prod(shape) * 4 / figures.memory_bandwidth
+        assert sent * (1 - 1e-9) <= matrix[i, j] <= (sent + copies) * (1 + 1e-9)
+        assert reshard_s(source, target, shape, 4, mesh, figures) == matrix[i, j]
+
+
+def test_what_is_there_already_costs_nothing_and_slicing_sends_nothing():
+    mesh, figures, shape = mesh_of(2, 2, 2), h100_figures(3), (64, 64, 64)
+    layouts = all_layouts(shape, mesh)
+    matrix = reshard_matrix(layouts, layouts, shape, 4, mesh, figures)
+    assert not matrix.diagonal().any()
+    assert (matrix + np.eye(len(layouts)) > 0).all()
+    part = 4 * 64**3 / 8
+    assert matrix[layouts.index(replicated(3))].max() == pytest.approx(3 * 2 * 4 * 64**3 / 2 / 2.8e12, rel=0.5)
+    assert matrix[layouts.index(replicated(3))].max() < figures.latency_s[0]
+    assert reshard_s(replicated(3), Layout(((0, 1, 2), (), ())), shape, 4, mesh, figures) == 2 * part / 2.8e12
+
+
+def test_seconds_grow_with_the_array_but_for_the_latency():
+    mesh, figures = mesh_of(2, 4), h100_figures(2)
+    layouts = all_layouts((8, 8), mesh)
+    small, large, larger = (reshard_matrix(layouts, layouts, (n, 8), 4, mesh, figures) for n in (8, 16, 24))
+    np.testing.assert_allclose(larger - large, large - small, rtol=1e-6)
+
+
+# --- the search itself --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(8,), (2, 4), (3, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(48,), (48, 2), (24, 1, 5, 48)], ids=str)
+def test_every_layout_is_reached_from_every_other(shape, sizes):
+    mesh = mesh_of(*sizes)
+    layouts = [*with_partial_sums(shape, mesh), *orders_of(shape, mesh)]
+    for source, target in itertools.product(layouts, repeat=2):
+        reached = source
+        for step in reshard_steps(source, target, shape, mesh):
+            reached = after(reached, step)
+            assert fits(shape, reached, mesh)
+        assert reached == target
+
+
+def test_no_detour_that_makes_no_new_sums_sends_much_less():
+    mesh, shape = mesh_of(2, 2, 2), (16, 8)
+    whole, layouts = all_layouts(shape, mesh), tuple(with_partial_sums(shape, mesh))
+    # Only bytes count: collectives take no time by themselves, and copies none at all.
+    figures = dataclasses.replace(h100_figures(3), latency_s=(0.0,) * 3, memory_bandwidth=1e30, bandwidth=(1.0,) * 3)
+    to_middle = reshard_matrix(layouts, layouts, shape, 1, mesh, figures)
+    to_end = reshard_matrix(layouts, whole, shape, 1, mesh, figures)
+    new_sums = np.array([[not {*middle.partial} <= {*source.partial} for middle in layouts] for source in layouts])
+    detours = (np.where(new_sums, np.inf, to_middle)[:, :, None] + to_end).min(1)
+    # A collective more has to save a quarter of the smallest part.
+    part = np.prod(shape) / mesh.num_devices
+    assert (to_end <= detours + 5 * part / 4).all()
+    assert (to_end <= detours + 1e-6).mean() > 0.9

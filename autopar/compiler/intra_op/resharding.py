@@ -65,10 +65,15 @@ class Collective:
 
 
 @functools.cache
-def reshard_steps(source: Layout, target: Layout, shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[Step, ...]:
-    """The steps that take an array from `source` to `target` with the fewest bytes sent (see `resharding_search`)."""
+def reshard_steps(
+    source: Layout, target: Layout, shape: tuple[int, ...], mesh: LogicalMesh, figures: MeshFigures | None = None
+) -> tuple[Step, ...]:
+    """The steps that take an array from `source` to `target` with the fewest bytes sent (see `resharding_search`).
+
+    Of `figures` only the ratios of the bandwidths along the axes matter; without them all axes are equally fast.
+    """
     assert fits(shape, source, mesh) and fits(shape, target, mesh), (source, target, shape, mesh)
-    short = path(_graph(shape, mesh), _short(source, shape, mesh), _short(target, shape, mesh))
+    short = path(_graph(shape, mesh, figures), _short(source, shape, mesh), _short(target, shape, mesh))
     return tuple(_in_full(step, shape) for step in short)
 
 
@@ -96,7 +101,7 @@ def reshard_s(
     return float(reshard_matrix((source,), (target,), shape, itemsize, mesh, figures)[0, 0])
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)
 def reshard_matrix(
     sources: tuple[Layout, ...],
     targets: tuple[Layout, ...],
@@ -107,61 +112,61 @@ def reshard_matrix(
 ) -> np.ndarray:
     """`reshard_s` from every source to every target; not to be written to, for it is kept."""
     assert all(fits(shape, layout, mesh) for layout in {*sources, *targets}), (sources, targets, shape, mesh)
-    short_sources = tuple(_short(source, shape, mesh) for source in sources)
-    short_targets = tuple(_short(target, shape, mesh) for target in targets)
-    fixed, per_byte = _seconds_of_paths(_graph(shape, mesh), short_sources, short_targets, mesh, figures)
+    graph = _graph(shape, mesh, figures)
+    starts, ends = ([graph.number[_short(layout, shape, mesh)] for layout in some] for some in (sources, targets))
+    lines = np.array([_seconds_from(graph, start, mesh, figures) for start in starts])
+    fixed, per_byte = lines[:, 0, ends], lines[:, 1, ends]
     seconds = fixed + per_byte * (math.prod(shape) * itemsize)
     seconds.setflags(write=False)
     return seconds
 
 
-@functools.lru_cache(maxsize=1024)
-def _seconds_of_paths(
-    graph: Graph, sources: tuple[Layout, ...], targets: tuple[Layout, ...], mesh: LogicalMesh, figures: MeshFigures
-) -> tuple[np.ndarray, np.ndarray]:
-    """Of the steps from every source to every target: seconds for no bytes, and more seconds per byte of the array."""
-    fixed, per_byte = _seconds_of_edges(graph, mesh, figures)
-    starts, ends = ([graph.number[layout] for layout in layouts] for layouts in (sources, targets))
-    last = last_edges(graph, starts)
-    total = np.zeros((2, len(starts), len(ends)))
-    rows, here = np.arange(len(starts))[:, None], np.array([ends] * len(starts))
-    # Back along all paths at once; a path that has arrived at its source stays there, at no cost.
-    while (here != np.array(starts)[:, None]).any():
-        edges = last[rows, here]
-        total[0] += fixed[edges]
-        total[1] += per_byte[edges]
+@functools.lru_cache(maxsize=4096)
+def _seconds_from(graph: Graph, source: int, mesh: LogicalMesh, figures: MeshFigures) -> np.ndarray:
+    """From one layout to every one: [seconds for no bytes, and more seconds per byte of the array]."""
+    of_edges = _seconds_of_edges(graph, mesh, figures)
+    last = last_edges(graph, source)
+    here = np.arange(len(graph.layouts))
+    total = np.zeros((2, len(here)))
+    # Back along all paths at once; a path that has arrived at the source stays there, at no cost.
+    while (here != source).any():
+        edges = last[here]
+        total += of_edges[:, edges]
         here = graph.source[edges]
-    return total[0], total[1]
+    return total
 
 
-@functools.cache
-def _seconds_of_edges(graph: Graph, mesh: LogicalMesh, figures: MeshFigures) -> tuple[np.ndarray, np.ndarray]:
-    """Of every step: seconds for no bytes, and more seconds per byte of the array."""
-    fixed, per_byte = np.zeros(len(graph.steps)), np.zeros(len(graph.steps))
-    latency_and_rate = functools.cache(lambda kind, axes: _line(figures, kind, axes, mesh))
+@functools.lru_cache(maxsize=64)
+def _seconds_of_edges(graph: Graph, mesh: LogicalMesh, figures: MeshFigures) -> np.ndarray:
+    """Of every step: [seconds for no bytes, and more seconds per byte of the array]."""
+    line = functools.cache(lambda kind, axes: _line(figures, kind, axes, mesh))
+    seconds = np.zeros((2, len(graph.steps)))
     for edge, (step, source, target) in enumerate(zip(graph.steps, graph.source, graph.target, strict=True)):
         if step is None:
             continue
         parts = graph.parts[source], graph.parts[target]
-        per_byte[edge] = copied_share(*parts, step) / figures.memory_bandwidth
+        seconds[1, edge] = copied_share(*parts, step) / figures.memory_bandwidth
         kind = collective_kind(step)
         if kind is not None:
-            fixed[edge], rate = latency_and_rate(kind, step.axes)
-            per_byte[edge] += rate * moved_share(*parts, step)
-    return fixed, per_byte
+            latency, per_byte = line(kind, step.axes)
+            seconds[:, edge] += latency, per_byte * moved_share(*parts, step)
+    return seconds
 
 
 def _line(figures: MeshFigures, kind: str, axes: Axes, mesh: LogicalMesh) -> tuple[float, float]:
     """Seconds of a collective without bytes, and per byte: its time is a line."""
-    latency = figures.collective_s(kind, axes, 0.0, mesh)
-    return latency, figures.collective_s(kind, axes, 1.0, mesh) - latency
+    latency, many = figures.collective_s(kind, axes, 0.0, mesh), 2.0**50
+    return latency, (figures.collective_s(kind, axes, many, mesh) - latency) / many
 
 
 # --- arrays without what does not matter --------------------------------------------------------------------
 
 
-def _graph(shape: tuple[int, ...], mesh: LogicalMesh) -> Graph:
-    return graph_of(tuple(math.gcd(size, mesh.num_devices) for size in shape if size != 1), mesh.shape)
+def _graph(shape: tuple[int, ...], mesh: LogicalMesh, figures: MeshFigures | None) -> Graph:
+    bandwidth = (1.0,) * len(mesh.shape) if figures is None else figures.bandwidth
+    slowness = tuple(round(max(bandwidth) / rate) for rate in bandwidth)
+    divisors = tuple(math.gcd(size, mesh.num_devices) for size in shape if size != 1)
+    return graph_of(divisors, mesh.shape, slowness)
 
 
 def _short(layout: Layout, shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:

@@ -4,11 +4,17 @@ Nodes are the layouts that an array may have on a mesh, whatever the order of th
 steps between them. What a path costs does not depend on the size of the array, and only the divisors of its
 dimensions say which layouts it may have: so all arrays share a few graphs. A path costs, in this order of importance,
 
-    b + c / 4n + m / 1000      b: bytes that a device sends, as a share of the array; c: number of collectives;
-                               n: number of devices; m: bytes read and written for copies, as a share of the array
+    b + c / 4n + m / 1000      b: bytes that a device sends, as a share of the array, times the slowness of the links;
+                               c: number of collectives; n: number of devices;
+                               m: bytes read and written for copies, as a share of the array
 
-that is, another collective has to save a quarter of what one of n parts of the array weighs. Costs are counted in
-integers, where equal is equal; of equal paths, the one whose steps come first in the order of `_steps_from` is taken.
+that is, another collective has to save a quarter of what one of n parts of the array weighs. A collective over several
+axes is as slow as the slowest: where axes differ, a sum is made along the fast one first, and then of its parts along
+the slow one. Costs are counted in integers, where equal is equal; of equal paths, the one whose steps come first in the
+order of `_steps_from` is taken.
+
+A path makes an array a sum along those axes only along which the target is one. Padding parts with zeros and adding
+them up would be a gather too, at times a cheap one, but -0.0 would become 0.0: such a detour costs more than any other.
 """
 
 from __future__ import annotations
@@ -40,9 +46,6 @@ from autopar.compiler.intra_op.resharding_steps import (
     moved_share,
 )
 
-# More distances than this at once would take too much memory.
-_BLOCK = 2_000_000
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Graph:
@@ -65,15 +68,9 @@ class Graph:
     """Into how many parts each layout splits the array."""
 
 
-@functools.cache
-def paths_from(graph: Graph, source: Layout) -> np.ndarray:
-    """The last edge of the cheapest path from `source` to each layout."""
-    return last_edges(graph, [graph.number[source]])[0]
-
-
 def path(graph: Graph, source: Layout, target: Layout) -> tuple[Step, ...]:
     """The steps of the cheapest path."""
-    last = paths_from(graph, source)
+    last = last_edges(graph, graph.number[source])
     here = graph.number[target]
     backwards: list[Step] = []
     while (step := graph.steps[last[here]]) is not None:
@@ -82,31 +79,28 @@ def path(graph: Graph, source: Layout, target: Layout) -> tuple[Step, ...]:
     return tuple(reversed(backwards))
 
 
-def last_edges(graph: Graph, sources: Sequence[int]) -> np.ndarray:
-    """For each source and each layout, the last edge of the cheapest path between them."""
-    block = max(1, _BLOCK // len(graph.steps))
-    return np.concatenate([_last_edges(graph, sources[i : i + block]) for i in range(0, len(sources), block)])
-
-
-def _last_edges(graph: Graph, sources: Sequence[int]) -> np.ndarray:
-    far = np.iinfo(np.int64).max // 4
-    distance = np.full((len(sources), len(graph.layouts)), far)
-    distance[np.arange(len(sources)), sources] = 0
+@functools.cache
+def last_edges(graph: Graph, source: int) -> np.ndarray:
+    """The last edge of the cheapest path from `source` to each layout."""
+    distance = np.full(len(graph.layouts), np.iinfo(np.int64).max // 2)
+    distance[source] = 0
     while True:
-        through = distance[:, graph.source] + graph.weight
-        shorter = np.minimum.reduceat(through, graph.first_into, axis=1)
+        through = distance[graph.source] + graph.weight
+        shorter = np.minimum.reduceat(through, graph.first_into)
         if np.array_equal(shorter, distance):
             break
         distance = shorter
-    edges = np.arange(len(graph.steps))
     # Staying is the last edge, so it is only taken where no step is as good: at the source.
-    attains = np.where(through == distance[:, graph.target], edges, len(edges))
-    return np.minimum.reduceat(attains, graph.first_into, axis=1)
+    edges = np.where(through == distance[graph.target], np.arange(len(through)), len(through))
+    return np.minimum.reduceat(edges, graph.first_into)
 
 
 @functools.cache
-def graph_of(divisors: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Graph:
-    """The graph for arrays whose dimensions have these greatest common divisors with the number of devices."""
+def graph_of(divisors: tuple[int, ...], mesh_shape: tuple[int, ...], slowness: tuple[int, ...]) -> Graph:
+    """The graph for arrays whose dimensions have these greatest common divisors with the number of devices.
+
+    `slowness` says of each mesh axis how many times slower its links are than the fastest.
+    """
     layouts = tuple(sorted(_all_orders(divisors, mesh_shape)))
     number = {layout: n for n, layout in enumerate(layouts)}
     parts = tuple(_size(used_axes(layout), mesh_shape) for layout in layouts)
@@ -117,7 +111,7 @@ def graph_of(divisors: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Graph:
     for source, target, step in _permutes(layouts, mesh_shape):
         into[number[target]].append((number[source], step))
     weights = [
-        0 if step is None else _weight(step, parts[n], parts[target], mesh_shape)
+        0 if step is None else _weight(step, parts[n], parts[target], mesh_shape, slowness)
         for target, edges in enumerate(into)
         for n, step in [*edges, (target, None)]
     ]
@@ -134,15 +128,16 @@ def graph_of(divisors: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Graph:
     )
 
 
-def _weight(step: Step, parts: int, parts_after: int, mesh_shape: tuple[int, ...]) -> int:
+def _weight(step: Step, parts: int, parts_after: int, mesh_shape: tuple[int, ...], slowness: tuple[int, ...]) -> int:
     """The cost of a step in units of the array's size / (4000 n²): all shares are multiples of 1 / n²."""
     devices = math.prod(mesh_shape)
     copied = round(4 * devices**2 * copied_share(parts, parts_after, step))
     kind = collective_kind(step)
     if kind is None:
-        return copied
+        detour = 400_000 * devices**2 * max(slowness)
+        return copied + (detour * len(step.axes) if isinstance(step, Summand | Pad) else 0)
     sent = wire_bytes(kind, _size(step.axes, mesh_shape), moved_share(parts, parts_after, step))
-    return round(4000 * devices**2 * sent) + 1000 * devices + copied
+    return round(4000 * devices**2 * sent) * max(slowness[axis] for axis in step.axes) + 1000 * devices + copied
 
 
 def _all_orders(divisors: tuple[int, ...], mesh_shape: tuple[int, ...]) -> set[Layout]:

@@ -158,7 +158,8 @@ def copied_share(parts: int, parts_after: int, step: Step) -> float:
         case Slice():
             return 2 / parts_after
         case Summand():
-            return 2 / parts
+            # Zeros are written without reading anything.
+            return 1 / parts
         case Pad():
             return 1 / parts + 1 / parts_after
         case AllGather(_, dim):
