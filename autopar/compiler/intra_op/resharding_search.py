@@ -2,7 +2,7 @@
 
 Nodes are the layouts that an array may have on a mesh, whatever the order of the axes in a dimension; edges are the
 steps between them. What a path costs does not depend on the size of the array, and only the divisors of its
-dimensions say which layouts it may have: so all arrays share a few graphs. A path costs, in this order of importance,
+dimensions say which layouts it may have: so all arrays share a few graphs. A path costs
 
     b + c / 4n + m / 1000      b: bytes that a device sends, as a share of the array, times the slowness of the links;
                                c: number of collectives; n: number of devices;
@@ -10,8 +10,8 @@ dimensions say which layouts it may have: so all arrays share a few graphs. A pa
 
 that is, another collective has to save a quarter of what one of n parts of the array weighs. A collective over several
 axes is as slow as the slowest: where axes differ, a sum is made along the fast one first, and then of its parts along
-the slow one. Costs are counted in integers, where equal is equal; of equal paths, the one whose steps come first in the
-order of `_steps_from` is taken.
+the slow one. Costs are counted in integers, where equal is equal; which of equal paths is taken depends on the order of
+the layouts and of `_steps_from` alone.
 
 A path makes an array a sum along those axes only along which the target is one. Padding parts with zeros and adding
 them up would be a gather too, at times a cheap one, but -0.0 would become 0.0: such a detour costs more than any other.
