@@ -24,7 +24,7 @@ GATES = {
     "jaxlib": ("compiler/intra_op/shardy.py", "compiler/jax_compat.py", "runtime/executables.py"),
     "ray": ("runtime/ray_cluster.py",),
     "cupy": ("runtime/nccl.py",),
-    "highspy": ("compiler/intra_op/local_polytope.py",),
+    "highspy": ("compiler/intra_op/highs.py",),
 }
 
 over_files = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())

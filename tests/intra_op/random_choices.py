@@ -18,7 +18,7 @@ def small_problem(seed: int) -> Problem:
         lambda shape: rng.random(shape) * (rng.random(shape) < 0.4),
         lambda shape: 10 ** rng.uniform(-7, 0, shape),
     ][rng.integers(4)]
-    forbidden = rng.choice([0.0, 0.05, 0.3])
+    forbidden = rng.choice([0.0, 0.05, 0.15])
 
     def costs(shape):
         return np.where(rng.random(shape) < forbidden, np.inf, draw(shape))
@@ -40,7 +40,7 @@ def small_rows(problem: Problem, seed: int) -> list[Row]:
         edges = {e: rng.integers(0, 5, m.shape) * 1e8 for e, m in problem.edges.items() if rng.random() < 0.2}
         lightest = sum(w.min() for w in [*nodes.values(), *edges.values()])
         heaviest = sum(w.max() for w in [*nodes.values(), *edges.values()])
-        limit = lightest + rng.uniform(-0.05, 0.8) * (heaviest - lightest) + 1.0
+        limit = lightest + rng.uniform(-0.02, 0.9) * (heaviest - lightest) + 1.0
         rows.append(Row(name=f"row {number}", nodes=nodes, edges=edges, limit=limit))
     return rows
 

@@ -92,3 +92,9 @@ def row_weight(row: Row, states: Sequence[int]) -> float:
     """What a choice uses up."""
     nodes = sum(float(weight[states[i]]) for i, weight in row.nodes.items())
     return nodes + sum(float(weight[states[i], states[j]]) for (i, j), weight in row.edges.items())
+
+
+def row_scale(row: Row) -> float:
+    """What to divide a row by so that its numbers are near 1: the limit; of a limit of zero, the largest weight."""
+    weights = [*row.nodes.values(), *row.edges.values()]
+    return abs(row.limit) or max((float(np.abs(weight).max()) for weight in weights), default=1.0) or 1.0

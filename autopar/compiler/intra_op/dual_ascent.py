@@ -12,7 +12,7 @@ that contain it, so that states (and pairs) too costly for the optimum can go.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -163,7 +163,18 @@ class Ascent:
         return ROUND_OFF * (abs(self.value) + abs(self.constant)) if np.isfinite(self.value) else 0.0
 
 
-def ascend(ascent: Ascent, is_enough: Callable[[float, float], bool], deadline: float) -> None:
+def continued(before: Ascent, problem: Problem, upper: float = np.inf) -> Ascent:
+    """The ascent of a problem with the same edges but other costs, from where another one's stands."""
+    ascent = Ascent.of(problem, upper, before.constant)
+    for edge, old in zip(ascent.edges, before.edges, strict=True):
+        assert (edge.low, edge.high) == (old.low, old.high)
+        edge.at_low, edge.at_high = old.at_low, old.at_high
+        ascent.costs[edge.low] = ascent.costs[edge.low] - old.at_low
+        ascent.costs[edge.high] = ascent.costs[edge.high] - old.at_high
+    return ascent
+
+
+def ascend(ascent: Ascent, deadline: float) -> None:
     """Sweep until the gap closes, or until sweeping does not get on with it."""
     ascent.sweep_back()
     window_start = -np.inf
@@ -178,7 +189,7 @@ def ascend(ascent: Ascent, is_enough: Callable[[float, float], bool], deadline: 
             if ascent.bound - window_start < LEAST_PROGRESS * gap:
                 break
             window_start = ascent.bound
-        if ascent.closed or is_enough(ascent.value, ascent.bound) or time.monotonic() > deadline:
+        if ascent.closed or time.monotonic() > deadline:
             break
 
 

@@ -72,8 +72,8 @@ def minimize(problem: Problem, effort: Effort, upper: float = np.inf) -> Found:
 
 def _minimize_core(core: Problem, effort: Effort, upper: float) -> Found:
     ascent = Ascent.of(core, upper, effort.constant)
-    ascend(ascent, effort.is_enough, effort.deadline)
-    if effort.is_enough(ascent.value, ascent.bound) or ascent.closed or effort.left_s <= 0:
+    ascend(ascent, effort.deadline)
+    if ascent.closed or effort.left_s <= 0:
         return _best_of(ascent, ())
     rest, kept = within_gap(ascent)
     if total_pairs(rest) > SMALL_ENOUGH:
@@ -143,7 +143,7 @@ def _by_solver(problem: Problem, effort: Effort, start: States | None, upper: fl
         found = Found(states=relaxed.states, value=value, bound=relaxed.bound, how=found.how)
     if relaxed.whole or effort.is_enough(found.value, found.bound) or effort.left_s <= 0:
         return found
-    mixed = solve_in_whole_numbers(problem, start=found.states or start, time_limit_s=effort.left_s, gap=0.0)
+    mixed = solve_in_whole_numbers(problem, start=found.states or start, time_limit_s=effort.left_s)
     bound, how = max(found.bound, mixed.bound), (*found.how, "branch and bound")
     if mixed.states is not None and (value := choice_value(problem, mixed.states)) <= found.value:
         return Found(states=mixed.states, value=value, bound=bound, how=how)

@@ -3,9 +3,11 @@
 Until nothing changes (Scholz & Eckstein 2002, "Register allocation for irregular architectures"; Goldstein 1994),
 
     forbidden   a state that costs ∞, or that some neighbour has no partner for, goes;
-    dominated   state a goes if b costs no more whatever the neighbours are: c[a] - c[b] + Σ_j min_k (M_j[a,k] - M_j[b,k]) >= 0;
+    dominated   state a goes if b costs no more whatever the neighbours are,
+                c[a] - c[b] + Σ_j min_k (M_j[a,k] - M_j[b,k]) >= 0;
     split       an edge M[a,b] = u[a] + v[b] goes, u and v to its ends;
-    R0, R1, R2  a node of at most two neighbours goes: its best state is a function of theirs, T[p,q] = min_a (A[a,p] + B[a,q]).
+    R0, R1, R2  a node of at most two neighbours goes: its best state is a function of theirs,
+                T[p,q] = min_a (A[a,p] + B[a,q]).
 
 Protected nodes keep all states that are not forbidden, and stay: something else, a row, depends on them.
 """
@@ -160,9 +162,11 @@ class _Work:
             if not self.alive[node] or (degree, size) != (len(self.links[node]), self.costs[node].size):
                 continue
             neighbours = sorted(self.links[node])
+            if node in self.protected:
+                continue
             if self.costs[node].size == 1:
                 self.absorb(node)
-            elif node in self.protected or not self.table_is_small(node):
+            elif not self.table_is_small(node):
                 continue
             else:
                 self.eliminate(node)
@@ -220,14 +224,12 @@ class _Work:
             matrix = matrix + self.links[i].pop(j)
             del self.links[j][i]
         for_i = matrix.min(1)
-        rest = matrix - np.where(np.isfinite(for_i), for_i, 0.0)[:, None]
+        rest = matrix - _finite(for_i)[:, None]
         for_j = rest.min(0)
-        rest = rest - np.where(np.isfinite(for_j), for_j, 0.0)
+        rest = rest - _finite(for_j)
         self.costs[i], self.costs[j] = self.costs[i] + for_i, self.costs[j] + for_j
-        finite = for_i[np.isfinite(for_i)]
-        if rest.max() > ROUND_OFF * max(
-            np.abs(finite).max(initial=0.0), np.abs(for_j).max(initial=0.0, where=np.isfinite(for_j))
-        ):
+        largest = max(np.abs(_finite(for_i)).max(), np.abs(_finite(for_j)).max())
+        if rest.max() > ROUND_OFF * largest or {i, j} <= self.protected:
             self.links[i][j], self.links[j][i] = rest, np.ascontiguousarray(rest.T)
         self.unexamined.update((i, j))
         self.remove_forbidden((i, j))
@@ -246,6 +248,10 @@ class _Work:
                 self.keep(node, kept)
                 self.unexamined.discard(node)
         return found
+
+
+def _finite(values: Floats) -> Floats:
+    return np.where(np.isfinite(values), values, 0.0)
 
 
 def _least_sums(left: Floats, right: Floats) -> Floats:

@@ -1,0 +1,256 @@
+"""Minimise a choice problem under rows: prices for what the rows limit, then the solver on what the prices leave.
+
+For prices λ >= 0 (seconds per whole limit) no choice within the rows costs less than
+
+    L(λ) = min_x  cost(x) + Σ_r λ_r (weight_r(x) / limit_r - 1)
+
+a problem without rows. Every choice x met on the way is a cut, L(λ) <= cost(x) + Σ_r λ_r (weight_r(x) / limit_r - 1);
+the prices tried next are the best that the cuts allow (Kelley 1960), near the best so far. Choices within the rows are
+candidates; more come from the solver, limited to the states that were met. The gap between the best candidate and the
+best bound excludes most states, and branch and bound goes over the rest if the gap is too large to stop.
+
+Rows may come late: every candidate is shown to `violated_rows`, and what it returns joins the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.compiler.intra_op.choice_problem import (
+    Floats,
+    Indices,
+    Infeasible,
+    Problem,
+    Row,
+    States,
+    choice_value,
+    row_scale,
+    row_weight,
+)
+from autopar.compiler.intra_op.dual_ascent import Ascent, ascend, continued
+from autopar.compiler.intra_op.highs import Program, run_program
+from autopar.compiler.intra_op.local_polytope import solve_in_whole_numbers
+from autopar.compiler.intra_op.minimize import LARGEST_PROGRAM, Effort, Found, minimize
+from autopar.compiler.intra_op.reductions import total_pairs
+from autopar.compiler.intra_op.rows import (
+    ReducedWithRows,
+    reduce_with_rows,
+    restrict,
+    restrict_row,
+    weights_as_costs,
+    with_row_edges,
+)
+from autopar.errors import SolverFailed
+
+ViolatedRows = Callable[[Sequence[int]], Sequence[Row]]
+
+MAX_PRICES = 25
+"""Vectors of prices that are tried before the solver takes over."""
+FIRST_PRICE = 0.1
+"""Share of the value that a whole limit may cost at first."""
+TRUST = 4.0
+"""By how much a price may grow at a time."""
+PROMISING = 2
+"""States per node, apart from those met, that the search for a good candidate looks at."""
+ROUND_OFF = 1e-9
+"""Share of its limit by which a row may be exceeded: sums in another order differ."""
+
+
+@dataclass(kw_only=True)
+class _Search:
+    """What is known so far."""
+
+    problem: Problem
+    violated_rows: ViolatedRows
+    effort: Effort
+    bound: float
+    least: list[Floats]
+    """Per state: no choice within the rows that contains it costs less."""
+    rows: list[Row] = field(default_factory=list[Row])
+    met: dict[States, float] = field(default_factory=dict[States, float])
+    """Every choice met, within the rows or not, and its value."""
+    best: States | None = None
+    value: float = np.inf
+    how: list[str] = field(default_factory=list[str])
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the best candidate needs no further proof."""
+        return self.best is not None and self.effort.is_enough(self.value, self.bound)
+
+    def meet(self, states: States) -> None:
+        """Note a choice: a cut, and the best candidate if it costs least and violates nothing; else rows may appear."""
+        if states in self.met:
+            return
+        value = self.met[states] = choice_value(self.problem, states)
+        if value >= self.value or _excess(self.rows, states).max(initial=0.0) > ROUND_OFF:
+            return
+        # A row that is exceeded by the caller's sums and not by ours is not violated.
+        new = [row for row in self.violated_rows(states) if _excess([row], states).max() > ROUND_OFF]
+        self.rows += new
+        if not new:
+            self.best, self.value = states, value
+
+    def raise_bound(self, bound: float) -> None:
+        """Note a bound. It lies above the best candidate by round-off only."""
+        self.bound = min(max(self.bound, bound), self.value)
+
+
+def minimize_within_rows(
+    problem: Problem, violated_rows: ViolatedRows, effort: Effort, starts: Sequence[States], bound: float
+) -> Found:
+    """The best choice that violates no row; one of `starts` must have the least cost without rows, `bound`.
+
+    Raises `Infeasible` if no choice is within the rows, and `SolverFailed` if time runs out before one is found.
+    """
+    search = _Search(
+        problem=problem,
+        violated_rows=violated_rows,
+        effort=effort,
+        bound=bound,
+        least=[np.full(cost.size, -np.inf) for cost in problem.costs],
+    )
+    for states in starts:
+        search.meet(states)
+    prices, num_rows = np.zeros(0), -1
+    while num_rows < len(search.rows) and not search.is_done:
+        for row in search.rows[prices.size :]:
+            _use_least(search, row)
+        num_rows = len(search.rows)
+        prices = _try_prices(search, np.concatenate([prices, np.zeros(num_rows - prices.size)]))
+        if num_rows == len(search.rows) and not search.is_done:
+            _solve_promising(search)
+        if num_rows == len(search.rows) and not search.is_done:
+            _solve_rest(search)
+        if effort.left_s <= 0 and search.best is not None:
+            break
+    if search.best is None:
+        raise SolverFailed(
+            f"Within the time limit no choice within {', '.join(row.name for row in search.rows)} was found, nor proof "
+            "that there is none; one is required. Raise the time limit, or a limit of these rows."
+        )
+    return Found(states=search.best, value=search.value, bound=search.bound, how=tuple(search.how))
+
+
+def _use_least(search: _Search, row: Row) -> None:
+    """Meet the choice that uses up least of one row. Raises `Infeasible` if even that is too much."""
+    found = minimize(weights_as_costs(search.problem, row), Effort(deadline=search.effort.deadline, max_gap=1e-3))
+    if found.bound > row.limit + ROUND_OFF * abs(row.limit):
+        raise Infeasible([row.name])
+    if found.states is not None:
+        search.meet(found.states)
+
+
+def _try_prices(search: _Search, prices: Floats) -> Floats:
+    """Raise the bound until the cuts promise no more, or a new row appears; the best prices."""
+    relaxation = reduce_with_rows(search.problem, search.rows)
+    ascent: Ascent | None = None
+    best, best_bound = prices, -np.inf
+    for _ in range(MAX_PRICES):
+        priced = relaxation.priced(prices)
+        ascent = Ascent.of(priced) if ascent is None else continued(ascent, priced)
+        ascend(ascent, search.effort.deadline)
+        bound = ascent.bound + relaxation.shift(prices)
+        if bound > best_bound:
+            best, best_bound = prices, bound
+        _note(search, relaxation, ascent, relaxation.shift(prices))
+        if len(search.rows) > prices.size or search.is_done or search.effort.left_s <= 0:
+            break
+        prices, promised = _next_prices(search, best, best_bound)
+        if promised - best_bound <= max(search.effort.max_gap / 10, 1e-7) * abs(promised):
+            break
+    search.how.append(f"prices of {len(search.rows)} rows")
+    return best
+
+
+def _note(search: _Search, relaxation: ReducedWithRows, ascent: Ascent, shift: float) -> None:
+    """Note what an ascent found: a bound, a choice, and bounds on states."""
+    search.raise_bound(ascent.bound + shift)
+    for node, states, least in zip(relaxation.reduced.nodes, relaxation.reduced.states, ascent.least):
+        search.least[node][states] = np.maximum(search.least[node][states], least + shift)
+    search.meet(relaxation.reduced.expand(ascent.states))
+
+
+def _next_prices(search: _Search, best: Floats, best_bound: float) -> tuple[Floats, float]:
+    """The prices for which the cuts promise the highest bound, and that bound: max z s.t. z <= every cut, λ <= box.
+
+    Solved as a program in z - best_bound and λ, in shares of the value so that all numbers are near 1.
+    """
+    unit = max(min(search.met.values()), abs(best_bound), 1e-30)
+    values = np.array([value for value in search.met.values() if value < np.inf])
+    slopes = np.array([_excess(search.rows, states) for states, value in search.met.items() if value < np.inf])
+    num_cuts, num_rows = slopes.shape
+    box = TRUST * np.maximum(best / unit, FIRST_PRICE)
+    entries = np.concatenate([np.ones((num_cuts, 1)), -slopes], axis=1)
+    matrix = np.concatenate([entries, np.eye(num_rows, num_rows + 1, 1)])
+    at_row, at_column = np.nonzero(matrix)
+    result = run_program(
+        Program(
+            costs=np.concatenate([[-1.0], np.zeros(num_rows)]),
+            lower=np.full(num_cuts + num_rows, -np.inf),
+            upper=np.concatenate([(values - best_bound) / unit, box]),
+            entry_rows=at_row,
+            entry_columns=at_column,
+            entries=matrix[at_row, at_column],
+            at_most=np.inf,
+        )
+    )
+    assert result.columns is not None
+    return np.maximum(result.columns[1:], 0.0) * unit, best_bound + result.columns[0] * unit
+
+
+def _solve_promising(search: _Search) -> None:
+    """Look for a better candidate among the states that were met and the few that the bounds speak for."""
+    kept = list[Indices]()
+    for node, least in enumerate(search.least):
+        first = np.argsort(least, kind="stable")[:PROMISING] if np.isfinite(least).any() else []
+        kept.append(np.unique([*first, *(states[node] for states in search.met)]).astype(np.intp))
+    try:
+        states, _ = _solve_restricted(search, kept, search.effort.left_s / 5)
+    except Infeasible:
+        return
+    search.how.append("the states met")
+    if states is not None:
+        search.meet(states)
+
+
+def _solve_rest(search: _Search) -> None:
+    """Branch and bound on the states that the best candidate does not exclude."""
+    most = search.value + ROUND_OFF * abs(search.value)
+    kept = [np.flatnonzero(least <= most) for least in search.least]
+    try:
+        states, bound = _solve_restricted(search, kept, search.effort.left_s)
+    except Infeasible:
+        if search.best is None:
+            raise
+        states, bound = None, search.value
+    search.how.append("branch and bound")
+    if states is not None:
+        search.meet(states)
+    search.raise_bound(bound)
+
+
+def _solve_restricted(search: _Search, kept: Sequence[Indices], time_limit_s: float) -> tuple[States | None, float]:
+    """The best choice of some states that is within the rows, if one was found in time; a bound on such choices."""
+    rows = [restrict_row(row, kept) for row in search.rows]
+    smaller = reduce_with_rows(restrict(with_row_edges(search.problem, search.rows), kept), rows)
+    core = smaller.reduced.core
+    if total_pairs(core) > LARGEST_PROGRAM:
+        return None, -np.inf
+    if not core.costs:
+        states = smaller.reduced.expand(())
+        return tuple(int(keep[state]) for keep, state in zip(kept, states, strict=True)), smaller.reduced.constant
+    solution = solve_in_whole_numbers(core, smaller.rows, time_limit_s=time_limit_s)
+    bound = solution.bound + smaller.reduced.constant
+    if solution.states is None:
+        return None, bound
+    states = smaller.reduced.expand(solution.states)
+    return tuple(int(keep[state]) for keep, state in zip(kept, states, strict=True)), bound
+
+
+def _excess(rows: Sequence[Row], states: Sequence[int]) -> Floats:
+    """By which share of its limit each row is exceeded."""
+    return np.array([(row_weight(row, states) - row.limit) / row_scale(row) for row in rows])
