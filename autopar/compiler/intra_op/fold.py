@@ -1,0 +1,203 @@
+"""Find the repeated layers of an unrolled program: which equations are alike, and which inputs.
+
+    jaxpr, names of its inputs  ->  Fold
+
+Every equation and input starts with a colour: an equation what it computes, in which phase, under which scope; an
+input its name, shape and type, with all numbers of names and scopes left out, so that `h_0` and `h_31` look the same.
+Then each mixes into its colour those of what it reads and of its readers, over and over (Weisfeiler and Leman), so that
+equal colours mean equal surroundings: a query's product is not alike a key's, for it is named or used otherwise.
+
+Taken literally this tells every layer from the next, by its distance from the loss. So a colour is only split into
+large parts: query and key split the products of all layers in halves, while the ends of the model take one layer off,
+which stays with the others.
+
+Alike equations may read values that are not: planning counts every read by itself, so its costs stay true.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.free_values import NESTED, free_results
+from autopar.compiler.intra_op.sharding_rules import equation_key
+
+_LARGE = 1 / 2
+"""A part of a colour is large if it has this share of the members of the largest part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fold:
+    """For each equation the first one like it, and for inputs that are like an earlier one, which."""
+
+    classes: list[int]
+    alike_inputs: dict[int, int]
+
+
+def fold(
+    closed: jc.ClosedJaxpr,
+    input_names: Sequence[str],
+    free_inputs: Sequence[bool],
+    *,
+    state_outputs: Mapping[int, int],
+    input_marks: Mapping[int, Hashable] | None = None,
+    equation_mark: Callable[[jc.JaxprEqn], Hashable] = lambda eqn: None,
+) -> Fold:
+    """Fold the layers of a program.
+
+    `free_inputs` are those without a layout. `state_outputs` maps results to the inputs that they replace. What has
+    different marks is not alike: what the user wants of an input, or of an equation.
+    """
+    jaxpr, _ = jc.open_jaxpr(closed)
+    inputs = [
+        ("input", _starred(name), _type(v), is_free, (input_marks or {}).get(number))
+        for number, (name, v, is_free) in enumerate(zip(input_names, jaxpr.invars, free_inputs, strict=True))
+    ]
+    free = {v for v, is_free in zip(jaxpr.invars, free_inputs, strict=True) if is_free} | set(jaxpr.constvars)
+    colours = _numbered([*inputs, *_seen(jaxpr, free, equation_mark), "result"])
+    reads = _reads(jaxpr, state_outputs)
+    first = _firsts(_stable(colours, reads))
+    num_inputs = len(jaxpr.invars)
+    return Fold(
+        classes=[int(node) - num_inputs for node in first[num_inputs : num_inputs + len(jaxpr.eqns)]],
+        alike_inputs={i: int(first[i]) for i in range(num_inputs) if first[i] < i},
+    )
+
+
+def unfolded(closed: jc.ClosedJaxpr) -> Fold:
+    """Every equation and every input by itself."""
+    return Fold(classes=list(range(len(jc.open_jaxpr(closed)[0].eqns))), alike_inputs={})
+
+
+# --- colours ------------------------------------------------------------------------------------------------
+
+
+def _seen(jaxpr: jc.Jaxpr, free: set[jc.Var], mark: Callable[[jc.JaxprEqn], Hashable]) -> Iterator[Hashable]:
+    """What is seen of every equation alone."""
+    scopes: dict[str, str] = {}
+    for eqn in jaxpr.eqns:
+        known = tuple(isinstance(atom, jc.Literal) or atom in free for atom in eqn.invars)
+        freed = tuple(free_results(eqn, known))
+        free.update(v for v, is_free in zip(eqn.outvars, freed, strict=True) if is_free)
+        scope = jc.scope_of(eqn)
+        if scope not in scopes:
+            scopes[scope] = _starred(scope)
+        yield (_key(eqn, mark), scopes[scope], jc.ad_phase(eqn), known, freed)
+
+
+def _numbered(seen: Iterable[Hashable]) -> np.ndarray:
+    """A colour for everything that is different."""
+    numbers: dict[Hashable, int] = {}
+    return _mixed(np.array([numbers.setdefault(key, len(numbers)) for key in seen], dtype=np.uint64))
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _key(eqn: jc.JaxprEqn, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hashable:
+    """Equal for equations that compute the same under the same mark, those with bodies included."""
+    if eqn.primitive.name not in NESTED:
+        return (equation_key(eqn), mark(eqn))
+    bodies = tuple(_body_key(jc.open_jaxpr(body)[0], mark) for body in jc.subjaxprs(eqn))
+    loop = jc.loop_of(eqn) if eqn.primitive.name == "scan" else None
+    sizes = loop and (loop.num_consts, loop.num_carry, loop.length, loop.reverse)
+    return (eqn.primitive.name, sizes, tuple(map(_type, (*eqn.invars, *eqn.outvars))), bodies)
+
+
+def _type(atom: Any) -> Hashable:
+    return (atom.aval.shape, atom.aval.dtype)
+
+
+def _body_key(jaxpr: jc.Jaxpr, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hashable:
+    """A body as its equations, with values by number."""
+    numbers: dict[Any, int] = {}
+    for v in (*jaxpr.constvars, *jaxpr.invars):
+        numbers[v] = len(numbers)
+
+    def number(atom: Any) -> Hashable:
+        return str(atom.val) if isinstance(atom, jc.Literal) else numbers[atom]
+
+    lines: list[Hashable] = []
+    for eqn in jaxpr.eqns:
+        lines.append((_key(eqn, mark), tuple(map(number, eqn.invars))))
+        for v in eqn.outvars:
+            numbers[v] = len(numbers)
+    return (tuple(lines), tuple(map(number, jaxpr.outvars)))
+
+
+# --- refinement ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reads:
+    """Who reads whom: for every read the two nodes, and a number for the result and the operand that it joins."""
+
+    producer: np.ndarray
+    reader: np.ndarray
+    place: np.ndarray
+
+
+def _reads(jaxpr: jc.Jaxpr, state_outputs: Mapping[int, int]) -> _Reads:
+    """The reads of a program. What replaces an input is read by it; other results are read by the last node."""
+    at: dict[Any, tuple[int, int]] = {v: (number, 0) for number, v in enumerate(jaxpr.invars)}
+    found: list[tuple[int, int, int, int]] = []
+    for node, eqn in enumerate(jaxpr.eqns, start=len(jaxpr.invars)):
+        found += [(*at[a], node, operand) for operand, a in enumerate(eqn.invars) if isinstance(a, jc.Var) and a in at]
+        at.update((v, (node, number)) for number, v in enumerate(eqn.outvars))
+    last = len(jaxpr.invars) + len(jaxpr.eqns)
+    found += [
+        (*at[a], state_outputs.get(number, last), 0)
+        for number, a in enumerate(jaxpr.outvars)
+        if isinstance(a, jc.Var) and a in at
+    ]
+    table = np.array(found, dtype=np.int64).reshape(-1, 4)
+    place = _mixed((table[:, 1] * 4096 + table[:, 3]).astype(np.uint64))
+    return _Reads(producer=table[:, 0], reader=table[:, 2], place=place)
+
+
+def _refined(colours: np.ndarray, reads: _Reads) -> np.ndarray:
+    """Every colour, and those of what is read and of the readers: sums of hashes, so that their order is no matter."""
+    refined = _mixed(colours)
+    np.add.at(refined, reads.reader, _mixed(colours[reads.producer] ^ reads.place))
+    np.add.at(refined, reads.producer, _mixed(~colours[reads.reader] ^ reads.place))
+    return _mixed(refined)
+
+
+def _stable(colours: np.ndarray, reads: _Reads) -> np.ndarray:
+    """Refine until no colour has several large parts any more."""
+    before, count = -1, len(np.unique(colours))
+    while count > before:
+        colours = _without_small_parts(colours, _refined(colours, reads))
+        before, count = count, len(np.unique(colours))
+    return colours
+
+
+def _without_small_parts(colours: np.ndarray, refined: np.ndarray) -> np.ndarray:
+    """Give the small parts of every colour to its largest one."""
+    _, colour = np.unique(colours, return_inverse=True)
+    _, node, part, size = np.unique(refined, return_index=True, return_inverse=True, return_counts=True)
+    order = np.lexsort((node, -size, colour[node]))
+    starts = np.flatnonzero(np.diff(colour[node][order], prepend=-1))
+    largest = order[starts][colour[node]]  # by part: the largest part of the same colour
+    small = size < _LARGE * size[largest]
+    return refined[node][np.where(small, largest, np.arange(len(size)))][part]
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """A hash of 64 bits that spreads numbers evenly (SplitMix64)."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _firsts(colours: np.ndarray) -> np.ndarray:
+    """For every node the first one of its colour."""
+    _, first, group = np.unique(colours, return_index=True, return_inverse=True)
+    return first[group]
