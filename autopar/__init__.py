@@ -16,15 +16,18 @@ from autopar.errors import (
 from autopar.options import DataParallel, PipelineParallel, ShardParallel
 from autopar.plan import MeshPlan, Plan, StagePlan
 from autopar.program import Program
+from autopar.search_methods import Auto, ExpertParallel, TensorParallel, Zero
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Auto",
     "AutoparError",
     "Cluster",
     "Compiled",
     "DataParallel",
     "DonatedBuffer",
+    "ExpertParallel",
     "InvalidArgument",
     "InvalidProgram",
     "Lowered",
@@ -39,8 +42,10 @@ __all__ = [
     "ShardParallel",
     "StagePlan",
     "Step",
+    "TensorParallel",
     "Traced",
     "Unsupported",
+    "Zero",
     "parallelize",
     "sharding_rule",
 ]

@@ -23,11 +23,12 @@ from autopar.cluster import Cluster
 from autopar.compiler import passes
 from autopar.compiler.trace import Leaf, Trace
 from autopar.errors import InvalidArgument
-from autopar.options import DataParallel, Method, PipelineParallel, ShardParallel
+from autopar.options import DataParallel, Method
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.runtime.base import Loaded
 from autopar.runtime.in_process import InProcess
+from autopar.search_methods import ExpertParallel, TensorParallel, Zero
 
 Devices = Sequence[Any]
 
@@ -44,6 +45,11 @@ class _Target:
         if self.cluster is not None:
             return self.cluster.num_devices
         return len(self.live_devices())
+
+    def kind(self) -> str:
+        if self.cluster is not None:
+            return self.cluster.kind
+        return Cluster.from_devices(self.live_devices()).kind
 
     def live_devices(self) -> Devices:
         return jax.devices() if self.devices is None else self.devices
@@ -150,7 +156,7 @@ class Traced:
     def plan(self, method: Method | Plan | None = None) -> Planned:
         """Decide everything, by the step's method or another one."""
         chosen = self._target.method if method is None else method
-        plan = passes.make_plan(self.trace, chosen, num_devices=self._target.num_devices())
+        plan = passes.make_plan(self.trace, chosen, num_devices=self._target.num_devices(), kind=self._target.kind())
         return Planned(plan=plan, trace=self.trace, _arguments=self._arguments, _keys=self._keys, _target=self._target)
 
     def __str__(self) -> str:
@@ -245,7 +251,8 @@ def parallelize(
     `fun` is any function of arrays in pytrees that `jax.jit` accepts; a train step uses `jax.grad` or
     `jax.value_and_grad` as usual. Also a decorator, with or without options.
 
-    - `method`: `DataParallel` (the default), `ShardParallel`, `PipelineParallel`, or a `Plan`.
+    - `method`: `DataParallel` (the default), `ShardParallel`, `PipelineParallel`, `Auto`, `Zero`, `TensorParallel`,
+      `ExpertParallel`, or a `Plan`.
     - `num_microbatches`: into how many parts the batch is split, instead of the method's own number.
     - `batch_argnums`: the arguments that carry the batch, on the first axis of every array in them; by default
       argument 1. Arguments may be passed by name all the same.
@@ -276,10 +283,10 @@ def _numbers(value: Sequence[int] | int) -> tuple[int, ...]:
 
 
 def _with_microbatches(method: Any, num_microbatches: int | None) -> Method | Plan:
-    if not isinstance(method, DataParallel | ShardParallel | PipelineParallel | Plan):
+    if not isinstance(method, Method | Plan):
         raise InvalidArgument(
-            f"method is a {type(method).__name__}. Choose DataParallel(), ShardParallel(mesh_shape=...), "
-            "PipelineParallel(num_stages=...), or give a Plan."
+            f"method is a {type(method).__name__}. Choose Auto(), DataParallel(), ShardParallel(mesh_shape=...), "
+            "PipelineParallel(num_stages=...), Zero(stage=...), TensorParallel(), ExpertParallel(), or give a Plan."
         )
     if num_microbatches is None:
         return method
@@ -291,4 +298,9 @@ def _with_microbatches(method: Any, num_microbatches: int | None) -> Method | Pl
                 "is: leave num_microbatches out, or make another plan."
             )
         return method
+    if isinstance(method, Zero | TensorParallel | ExpertParallel):
+        raise InvalidArgument(
+            f"num_microbatches is {num_microbatches}, and {type(method).__name__} runs the batch as a whole. Leave "
+            "num_microbatches out, or use Auto(num_microbatches=...)."
+        )
     return replace(method, num_microbatches=num_microbatches)

@@ -26,6 +26,7 @@ from autopar.checks import (
     check_spec,
 )
 from autopar.errors import InvalidArgument
+from autopar.search_methods import SearchMethod
 
 _USUAL_AXES = ("data", "model", "expert")
 
@@ -167,7 +168,8 @@ class PipelineParallel:
         return self.num_virtual_stages if self.layers is None else self.layers
 
 
-Method = DataParallel | ShardParallel | PipelineParallel
+HandMethod = DataParallel | ShardParallel | PipelineParallel
+Method = HandMethod | SearchMethod
 
 
 def _check_microbatches(num_microbatches: int, random: str, batch_statistics: str) -> None:

@@ -38,8 +38,9 @@ from autopar.checks import (
     check_spec,
 )
 from autopar.errors import InvalidArgument, PlanMismatch
+from autopar.sharding_plan import ShardingPlan
 
-FORMAT = 1
+FORMAT = 2
 
 T = TypeVar("T")
 
@@ -96,6 +97,8 @@ class Plan:
     cut_specs: Mapping[str, PartitionSpec]
     batch_statistics: str = "exact"
     random: str = "full_batch"
+    sharding: ShardingPlan | None = None
+    """Layouts of every value, if a search decided them; otherwise XLA carries on those of the inputs."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` unless layers, stages, meshes and specs fit together."""
@@ -135,6 +138,7 @@ class Plan:
         for key in ("input_specs", "cut_specs"):
             specs: Mapping[str, PartitionSpec] = getattr(self, key)
             fields[key] = {name: list(spec) for name, spec in specs.items()}
+        fields["sharding"] = None if self.sharding is None else self.sharding.to_data()
         lines = (f" {json.dumps(key)}: {_json_lines(fields[key])}" for key in sorted(fields))
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -167,6 +171,7 @@ class Plan:
             cuts=_listed("cuts", fields["cuts"], int),
             input_specs=_specs_from_json("input_specs", fields["input_specs"]),
             cut_specs=_specs_from_json("cut_specs", fields["cut_specs"]),
+            sharding=None if fields["sharding"] is None else ShardingPlan.from_data(fields["sharding"]),
         )
 
     def save(self, path: str | Path) -> None:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.compiler.lower import lower
 from autopar.compiler.plan_by_hand import plan_by_hand
+from autopar.compiler.plan_by_search import plan_by_search
 from autopar.compiler.prepare import prepare, stage_graph
 from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.trace import Trace, trace_step
@@ -26,15 +27,18 @@ from autopar.instructions import listed, spec_axes
 from autopar.options import Method
 from autopar.plan import MeshPlan, Plan
 from autopar.program import Program
+from autopar.search_methods import SearchMethod
 
 __all__ = ["check_plan", "cut_step", "lower_step", "make_plan", "trace_step"]
 
 
-def make_plan(trace: Trace, method: Method | Plan, *, num_devices: int) -> Plan:
-    """The plan that a method means for this program, or the given one if it fits."""
+def make_plan(trace: Trace, method: Method | Plan, *, num_devices: int, kind: str) -> Plan:
+    """The plan that a method means for this program on devices of a kind, or the given one if it fits."""
     if isinstance(method, Plan):
         check_plan(method, trace, num_devices=num_devices)
         return method
+    if isinstance(method, SearchMethod):
+        return plan_by_search(trace, method, num_devices=num_devices, kind=kind)
     return plan_by_hand(trace, method, num_devices=num_devices)
 
 
@@ -99,7 +103,7 @@ def cut_step(trace: Trace, plan: Plan) -> StageGraph:
 def lower_step(trace: Trace, plan: Plan) -> Program:
     """The program of a plan, verified. Raises `Unsupported` for callbacks that it could not keep in order."""
     check_callbacks(trace, plan)
-    if plan.num_stages == 1 and plan.num_microbatches == 1:
+    if plan.sharding is not None or (plan.num_stages == 1 and plan.num_microbatches == 1):
         program = whole_step_program(trace, plan)
     else:
         program = lower(

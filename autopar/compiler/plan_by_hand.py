@@ -18,11 +18,11 @@ from autopar.compiler.prepare import PreparedStep, loop_pieces_for, prepare, sta
 from autopar.compiler.trace import Trace
 from autopar.compiler.value_specs import batch_spec, microbatch_rows, rows_axis
 from autopar.errors import InvalidArgument
-from autopar.options import DataParallel, Method, PipelineParallel, ShardParallel
+from autopar.options import DataParallel, HandMethod, PipelineParallel, ShardParallel
 from autopar.plan import MeshPlan, Plan, StagePlan
 
 
-def plan_by_hand(trace: Trace, method: Method, *, num_devices: int) -> Plan:
+def plan_by_hand(trace: Trace, method: HandMethod, *, num_devices: int) -> Plan:
     """The plan that a method describes. Raises `InvalidArgument` where it does not fit the program or the devices."""
     match method:
         case DataParallel():
@@ -57,7 +57,7 @@ def _check_devices(mesh_shape: tuple[int, ...], num_devices: int) -> None:
 
 def _one_stage(
     trace: Trace,
-    method: Method,
+    method: HandMethod,
     mesh_shape: tuple[int, ...],
     axis_names: tuple[str, ...],
     specs: Mapping[str, PartitionSpec],

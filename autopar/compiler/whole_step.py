@@ -1,4 +1,4 @@
-"""One stage and one microbatch need no cutting: the step as it was traced is the one executable of its program."""
+"""A step on one mesh needs no cutting: as traced, or as sharded, it is the one executable of its program."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import jaxpr_bytes, jaxpr_flops
+from autopar.compiler.sharded_step import sharded_step
 from autopar.compiler.trace import Trace
 from autopar.compiler.user_wishes import on_mesh
 from autopar.compiler.value_specs import batch_spec
@@ -18,16 +19,20 @@ from autopar.program import ArrayType, Executable, Free, Input, Instruction, Mes
 def whole_step_program(trace: Trace, plan: Plan) -> Program:
     """The program: place the arguments, run the step."""
     (mesh,) = plan.meshes
+    sharded = None if plan.sharding is None else sharded_step(trace, plan)
     inputs = [leaf.name.replace("@", "(at)") for leaf in trace.inputs]
     outvars = trace.jaxpr.jaxpr.outvars
     computed = [i for i, v in enumerate(outvars) if not isinstance(v, jc.Literal)]
     outputs = {i: f"result{trace.outputs[i].name}".replace("@", "(at)") for i in computed}
-    types = {
-        name: _type(leaf.aval, plan.input_specs.get(leaf.name, PartitionSpec()))
-        for name, leaf in zip(inputs, trace.inputs, strict=True)
-    }
+    if sharded is None:
+        input_specs = [plan.input_specs.get(leaf.name, PartitionSpec()) for leaf in trace.inputs]
+        output_specs = [_output_spec(trace, plan, i, mesh) for i in computed]
+        jaxpr = on_mesh(jc.with_outputs(trace.jaxpr, computed), mesh)
+    else:
+        input_specs, output_specs, jaxpr = sharded.input_specs, sharded.output_specs, sharded.jaxpr
+    types = {name: _type(leaf.aval, spec) for name, leaf, spec in zip(inputs, trace.inputs, input_specs, strict=True)}
     input_types = [types[name] for name in inputs]
-    output_types = [_type(trace.outputs[i].aval, _output_spec(trace, plan, i, mesh)) for i in computed]
+    output_types = [_type(trace.outputs[i].aval, spec) for i, spec in zip(computed, output_specs, strict=True)]
     types |= dict(zip(outputs.values(), output_types, strict=True))
     donated = _donated(trace, input_types, output_types)
     executable = Executable(
@@ -38,7 +43,7 @@ def whole_step_program(trace: Trace, plan: Plan) -> Program:
         donated=donated,
         flops=jaxpr_flops(trace.jaxpr),
         bytes_accessed=jaxpr_bytes(trace.jaxpr),
-        jaxpr=on_mesh(jc.with_outputs(trace.jaxpr, computed), mesh),
+        jaxpr=jaxpr,
     )
     run = Run(
         task=Task(kind="U", stage=0), executable=trace.name, inputs=tuple(inputs), outputs=tuple(outputs.values())

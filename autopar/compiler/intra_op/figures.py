@@ -96,3 +96,14 @@ def h100_figures(num_axes: int) -> MeshFigures:
         latency_s=(1.2e-5,) * num_axes,
         bandwidth=(3.6e11,) * num_axes,
     )
+
+
+def figures_of(kind: str, num_axes: int) -> MeshFigures:
+    """The figures of a kind of device, by the name that JAX gives it."""
+    for name, make in (("h100", h100_figures), ("h200", h100_figures), ("cpu", cpu_figures)):
+        if name in kind.lower():
+            return make(num_axes)
+    raise InvalidArgument(
+        f"There are no figures for devices of kind {kind!r}; there are some for cpu, h100 and h200. Plan for one of "
+        "these with cluster=autopar.Cluster(num_devices=..., kind=...)."
+    )

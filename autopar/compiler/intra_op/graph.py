@@ -13,7 +13,7 @@ the backward pass a copy that differs from the stored form.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -54,18 +54,21 @@ class Planner:
 
     table: ChoiceTable
     rules: Callable[[jc.JaxprEqn], Rule]
-    allowed: Callable[[jc.JaxprEqn, Strategy], bool]
+    restrict: Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]]
+    """Which strategies of an equation may be chosen."""
+    restricted_as: Callable[[jc.JaxprEqn], Hashable]
+    """What that depends on, beside what makes equations alike."""
     enter: Callable[[Block, jc.JaxprEqn, float], EquationChoice]
     """Makes the choices of loops, branches and remat regions."""
     known: dict[Any, _Alternatives] = field(default_factory=dict[Any, _Alternatives])
 
     def alternatives(self, eqn: jc.JaxprEqn, maybe_partial: frozenset[int]) -> _Alternatives:
         """The strategies of an equation, listed once for all equations like it."""
-        key = (equation_key(eqn), maybe_partial)
+        key = (equation_key(eqn), maybe_partial, self.restricted_as(eqn))
         if key not in self.known:
             mesh = self.table.mesh
             every = strategies(eqn, self.rules(eqn), mesh, maybe_partial=maybe_partial)
-            kept = tuple(s for s in every if self.allowed(eqn, s)) or every[:1]
+            kept = self.restrict(eqn, every)
             seconds = np.array([equation_s(eqn, s, mesh, self.table.figures) for s in kept])
             self.known[key] = _Alternatives(
                 kept,
@@ -97,7 +100,7 @@ class Block:
         """Make the nodes of all equations, and note who reads what."""
         self.free.update(self.jaxpr.constvars)
         for v, choice in zip(self.jaxpr.invars, self.arguments, strict=True):
-            root = self.alike.get(v, v)
+            root: jc.Var = self.alike.get(v, v)
             self.instances[root] += 1
             if choice is None:
                 self.free.add(v)

@@ -84,7 +84,7 @@ def fits(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
     return all(size % mesh.size(axes) == 0 for size, axes in zip(shape, layout.dims, strict=True))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def all_layouts(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[Layout, ...]:
     """Every layout without partial sums whose parts are equal, the axes of a dimension in mesh order; sorted."""
     found = set[Layout]()

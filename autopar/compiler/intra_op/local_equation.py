@@ -67,9 +67,11 @@ def _local_params(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> di
             )
         case "conv_general_dilated":
             numbers: Any = params["dimension_numbers"]
-            features = strategy.operands[0].dims[numbers.lhs_spec[1]]
+            rows, features = (strategy.operands[0].dims[d] for d in numbers.lhs_spec[:2])
             if params["feature_group_count"] > 1:
                 params["feature_group_count"] //= mesh.size(features)
+            if params["batch_group_count"] > 1:
+                params["batch_group_count"] //= mesh.size(rows)
         case _:
             pass
     return params

@@ -39,7 +39,7 @@ def gather_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, me
     aval: Any = eqn.invars[0].aval
     indexed = {d: p for p, d in enumerate(numbers.start_index_map) if dims[d] and eqn.params["slice_sizes"][d] == 1}
     sizes = tuple(
-        1 if d in indexed else size if not dims[d] else operand.shape[d]
+        operand.shape[d] if dims[d] and size > 1 else size
         for d, size in enumerate(eqn.params["slice_sizes"])
     )
     if not indexed:

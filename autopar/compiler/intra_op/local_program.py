@@ -22,6 +22,18 @@ from autopar.compiler.intra_op.strategies import Strategy
 from autopar.compiler.trip_counts import trip_count
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A constant that devices hold in different layouts, for one reader."""
+
+    literal: jc.Literal
+
+    @property
+    def aval(self) -> Any:
+        """Its shape and dtype."""
+        return self.literal.aval
+
+
 class Value(NamedTuple):
     """A variable of the jaxpr in some layout, for the readers of one phase if it was resharded for them."""
 
@@ -74,13 +86,16 @@ class LocalBlock:
 
 
 class PlannedCollective(NamedTuple):
-    """A collective of the program: how often a step runs it, for which equation, and in which phase."""
+    """A collective of the program: how many times a step runs it, for which equation, and in which phase."""
 
     collective: Collective
-    count: float
+    times: float
+    dtype: str
     what: str
     scope: str
     phase: str
+    repeated: bool
+    """The same was done before, and is done again to save memory."""
 
 
 def local_block(jaxpr: jc.Jaxpr, plan: BlockPlan, mesh: LogicalMesh, *, nested: bool = False) -> LocalBlock:
@@ -100,12 +115,14 @@ def local_block(jaxpr: jc.Jaxpr, plan: BlockPlan, mesh: LogicalMesh, *, nested: 
     return LocalBlock(jaxpr=jaxpr, inputs=tuple(inputs), actions=tuple(writer.actions), outputs=tuple(outputs))
 
 
-def planned_collectives(block: LocalBlock, mesh: LogicalMesh, count: float = 1.0) -> Iterator[PlannedCollective]:
+def planned_collectives(
+    block: LocalBlock, mesh: LogicalMesh, times: float = 1.0, repeated: bool = False
+) -> Iterator[PlannedCollective]:
     """The collectives that a step runs, in program order."""
     reader = _readers(block)
     for action in block.actions:
         match action:
-            case Reshard(operand=operand, result=result, steps=steps):
+            case Reshard(operand=operand, result=result, steps=steps, after=after):
                 aval: Any = operand.val.aval if isinstance(operand, jc.Literal) else operand.variable.aval
                 source = replicated(aval.ndim) if isinstance(operand, jc.Literal) else operand.layout
                 eqn = reader.get(result)
@@ -114,18 +131,20 @@ def planned_collectives(block: LocalBlock, mesh: LogicalMesh, count: float = 1.0
                         f"{aval.str_short()} {describe_layout(source, mesh)} -> {describe_layout(result.layout, mesh)}"
                     )
                     scope = jc.scope_of(eqn) if eqn is not None else ""
-                    yield PlannedCollective(each, count, what, scope, result.form)
+                    yield PlannedCollective(
+                        each, times, str(aval.dtype), what, scope, result.form, repeated or after is not None
+                    )
             case Evaluate(eqn=eqn, results=results, strategy=strategy):
                 if strategy.combined:
                     aval = eqn.outvars[0].aval
                     nbytes = aval.size * aval.dtype.itemsize / _parts(results[0].layout, mesh)
                     combined = Collective(kind="all-reduce", axes=strategy.combined, nbytes=nbytes)
-                    yield PlannedCollective(
-                        combined, count, f"{eqn.primitive.name} {aval.str_short()}", jc.scope_of(eqn), ""
-                    )
+                    what = f"{eqn.primitive.name} {aval.str_short()}"
+                    yield PlannedCollective(combined, times, str(aval.dtype), what, jc.scope_of(eqn), "", repeated)
             case Enter(eqn=eqn, bodies=bodies):
                 for body in bodies:
-                    yield from planned_collectives(body, mesh, count * _trips(eqn))
+                    again = repeated or eqn.primitive.name not in ("scan", "while", "cond")
+                    yield from planned_collectives(body, mesh, times * _trips(eqn), again)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -169,7 +188,7 @@ class _Writer:
     def read(self, atom: Any, layout: Layout, phase: str, latest: Value | None = None) -> Value | jc.Literal:
         """The value in the layout that a reader of this phase wants, by way of the planned forms."""
         if isinstance(atom, jc.Literal):
-            return atom if not layout.partial else self._reshard(atom, Value(atom, layout), None)
+            return atom if not layout.partial else self._reshard(atom, Value(Held(atom), layout), None)
         value = self.produced[atom]
         number = self.numbers.get(atom)
         for form in ("stored", phase):

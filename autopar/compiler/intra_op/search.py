@@ -6,7 +6,7 @@ jaxpr, mesh, figures  ->  IntraOpPlan
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from autopar.compiler.intra_op.block_plan import BlockPlan, planned
 from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable
 from autopar.compiler.intra_op.choice_problem import Optimum
 from autopar.compiler.intra_op.figures import MeshFigures
+from autopar.compiler.intra_op.fold import fold, unfolded
 from autopar.compiler.intra_op.free_values import NESTED, is_small
 from autopar.compiler.intra_op.graph import Planner, build_graph
 from autopar.compiler.intra_op.ilp import solve
@@ -26,6 +27,8 @@ from autopar.compiler.intra_op.strategies import Strategy
 
 # Latency of a collective of the update: XLA combines many into one.
 _SHARE_OF_LATENCY = 0.05
+# Below this many equations, planning every layer by itself takes a few seconds at most.
+_FOLD_FROM = 1500
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,7 +47,8 @@ class Wishes:
 
     inputs: dict[int, tuple[Layout, ...]] = field(default_factory=dict[int, tuple[Layout, ...]])
     results: dict[int, tuple[Layout, ...]] = field(default_factory=dict[int, tuple[Layout, ...]])
-    allowed: Callable[[jc.JaxprEqn, Strategy], bool] = lambda eqn, strategy: True
+    restrict: Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]] = lambda eqn, every: every
+    restricted_as: Callable[[jc.JaxprEqn], Hashable] = lambda eqn: None
 
 
 def plan_intra_op(
@@ -54,23 +58,39 @@ def plan_intra_op(
     *,
     state_outputs: dict[int, int],
     wishes: Wishes | None = None,
-    classes: Sequence[int] | None = None,
-    alike_inputs: dict[int, int] | None = None,
+    input_names: Sequence[str] | None = None,
+    fold_from: int = _FOLD_FROM,
     time_limit_s: float = 60.0,
 ) -> IntraOpPlan:
-    """The best layouts of a program's values. `state_outputs` maps results to the inputs that they replace."""
+    """The best layouts of a program's values. `state_outputs` maps results to the inputs that they replace.
+
+    Where the inputs have names, the layers of a program of at least `fold_from` equations are planned as one.
+    """
     wishes = Wishes() if wishes is None else wishes
     jaxpr, _ = jc.open_jaxpr(closed)
     table = ChoiceTable(mesh=mesh, figures=figures, update_figures=_with_shared_latency(figures))
-    planner = Planner(table=table, rules=_rules(jaxpr), allowed=wishes.allowed, enter=enter)
+    planner = Planner(
+        table=table, rules=_rules(jaxpr), restrict=wishes.restrict, restricted_as=wishes.restricted_as, enter=enter
+    )
+    inputs = [wishes.inputs.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.invars)]
+    folded = unfolded(closed)
+    if input_names is not None and len(jaxpr.eqns) >= fold_from:
+        folded = fold(
+            closed,
+            input_names,
+            [layouts is None for layouts in inputs],
+            state_outputs=state_outputs,
+            input_marks=wishes.inputs,
+            equation_mark=wishes.restricted_as,
+        )
     choices = build_graph(
         planner,
         jaxpr,
-        inputs=[wishes.inputs.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.invars)],
+        inputs=inputs,
         results=[wishes.results.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.outvars)],
         state_outputs=state_outputs,
-        classes=range(len(jaxpr.eqns)) if classes is None else classes,
-        alike_inputs=alike_inputs or {},
+        classes=folded.classes,
+        alike_inputs=folded.alike_inputs,
     )
     optimum = solve(table.problem(), time_limit_s=time_limit_s)
     return IntraOpPlan(plan=planned(choices, optimum.states), optimum=optimum, choices=choices, table=table)

@@ -1,0 +1,169 @@
+"""Restrict the search to one kind of parallelism, so that its plan is provably of that kind.
+
+Which dimension of a value carries the batch is known from the step traced at twice the batch: it is the one that
+grows. In the model (forward and backward) then
+
+    Zero            values with a batch dimension split along it and nothing else; parameters are whole when used
+    TensorParallel  no dimension with the batch is split
+    ExpertParallel  values split along the batch, or along batch dimensions of products (the experts)
+
+What only the update touches (moments, clipped gradients) is free in all of them but for its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.common_subexpressions import merge_common_subexpressions
+from autopar.compiler.intra_op.free_values import is_small
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, replicated
+from autopar.compiler.intra_op.search import Wishes
+from autopar.compiler.intra_op.strategies import Strategy
+from autopar.compiler.trace import Trace
+from autopar.errors import Unsupported
+from autopar.search_methods import ExpertParallel, TensorParallel, Zero
+
+Dims = tuple[tuple[int, ...], ...]
+"""Of each operand and result, the dimensions that carry the batch."""
+
+
+def kind_wishes(
+    trace: Trace, closed: jc.ClosedJaxpr, method: Zero | TensorParallel | ExpertParallel, mesh: LogicalMesh
+) -> Wishes:
+    """The restrictions of a kind. Raises `Unsupported` for a step whose batch dimensions cannot be found."""
+    batch_dims = _batch_dims(trace, closed, type(method).__name__)
+    experts = _expert_inputs(closed) if isinstance(method, ExpertParallel) else set[int]()
+    used = _used_by_the_model(closed)
+    inputs: dict[int, tuple[Layout, ...]] = {}
+    for i, leaf in enumerate(trace.inputs):
+        if not is_small(leaf.aval):
+            layouts = all_layouts(tuple(leaf.aval.shape), mesh)
+            inputs[i] = tuple(
+                layout
+                for layout in layouts
+                if _input_allowed(layout, method, mesh, i in trace.batch_inputs, i in used, i in experts)
+            )
+
+    def allowed(eqn: jc.JaxprEqn, strategy: Strategy) -> bool:
+        dims = batch_dims.get(id(eqn))
+        if dims is None:
+            return True
+        layouts = (*strategy.operands, *strategy.results)
+        return all(_allowed(layout, own, method) for layout, own in zip(layouts, dims, strict=True))
+
+    def restrict(eqn: jc.JaxprEqn, every: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        return tuple(s for s in every if allowed(eqn, s)) or every[:1]
+
+    def restricted_as(eqn: jc.JaxprEqn) -> Hashable:
+        return batch_dims.get(id(eqn))
+
+    return Wishes(inputs=inputs, restrict=_with_experts(restrict, method), restricted_as=restricted_as)
+
+
+def _input_allowed(
+    layout: Layout,
+    method: Zero | TensorParallel | ExpertParallel,
+    mesh: LogicalMesh,
+    is_batch: bool,
+    in_model: bool,
+    is_expert: bool,
+) -> bool:
+    whole = layout == replicated(len(layout.dims))
+    everything = tuple(range(len(mesh.shape)))
+    match method:
+        case TensorParallel():
+            return whole or not is_batch
+        case _ if is_batch:
+            return layout.dims[0] == everything
+        case Zero(stage=stage):
+            return whole or stage == 3 or not in_model
+        case ExpertParallel():
+            return whole or not in_model or (is_expert and not any(layout.dims[1:]))
+
+
+def _allowed(layout: Layout, batch: tuple[int, ...], method: Zero | TensorParallel | ExpertParallel) -> bool:
+    """Whether a value of the model may be split so; `batch` are its dimensions that carry the batch."""
+    split = {d for d, axes in enumerate(layout.dims) if axes}
+    match method:
+        case Zero():
+            return split <= set(batch)
+        case TensorParallel():
+            return split.isdisjoint(batch)
+        case ExpertParallel():
+            return True
+
+
+def _with_experts(
+    restrict: Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]],
+    method: Zero | TensorParallel | ExpertParallel,
+) -> Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]]:
+    """For experts: products split along their batch dimensions, or along rows of the batch, and not otherwise."""
+    if not isinstance(method, ExpertParallel):
+        return restrict
+
+    def along_experts(eqn: jc.JaxprEqn, every: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        if eqn.primitive.name != "dot_general":
+            return restrict(eqn, every)
+        _, (batch, _) = eqn.params["dimension_numbers"]
+        weight = len(batch)
+        kept = [s for s in every if not any(s.operands[1].dims[weight:]) or not any(s.operands[0].dims[weight:])]
+        return restrict(eqn, tuple(kept) or every[:1])
+
+    return along_experts
+
+
+def _used_by_the_model(closed: jc.ClosedJaxpr) -> set[int]:
+    """The inputs that the forward or backward pass reads: parameters, in contrast to the optimizer's state."""
+    jaxpr, _ = jc.open_jaxpr(closed)
+    read = {v for eqn in jaxpr.eqns if jc.ad_phase(eqn) is not None for v in jc.operands(eqn)}
+    return {i for i, v in enumerate(jaxpr.invars) if v in read}
+
+
+def _expert_inputs(closed: jc.ClosedJaxpr) -> set[int]:
+    """The inputs that stand in a product with their first dimension as a batch dimension."""
+    jaxpr, _ = jc.open_jaxpr(closed)
+    numbers = {v: i for i, v in enumerate(jaxpr.invars)}
+    found = set[int]()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            for v, dims in zip(eqn.invars, eqn.params["dimension_numbers"][1], strict=True):
+                if isinstance(v, jc.Var) and v in numbers and 0 in dims:
+                    found.add(numbers[v])
+    return found
+
+
+def _batch_dims(trace: Trace, closed: jc.ClosedJaxpr, kind: str) -> dict[int, Dims]:
+    """By equation of the model, the dimensions of its operands and results that grow with the batch."""
+    if trace.doubled is None:
+        raise Unsupported(
+            f"{kind} must know which dimensions carry the batch, and {trace.name} was not traced at another batch "
+            f"size: {trace.not_doubled_because}. Use Auto() instead."
+        )
+    small = list(_equations(closed))
+    large = list(_equations(merge_common_subexpressions(trace.doubled)))
+    if [eqn.primitive.name for eqn in small] != [eqn.primitive.name for eqn in large]:
+        raise Unsupported(
+            f"{kind} compares {trace.name} with itself at twice the batch, and the two are different programs. Use "
+            "Auto() instead."
+        )
+    return {
+        id(eqn): tuple(
+            tuple(d for d, (m, n) in enumerate(zip(_shape(v), _shape(w), strict=True)) if m != n)
+            for v, w in zip((*eqn.invars, *eqn.outvars), (*twice.invars, *twice.outvars), strict=True)
+        )
+        for eqn, twice in zip(small, large, strict=True)
+        if jc.ad_phase(eqn) is not None
+    }
+
+
+def _equations(closed: Any) -> Iterator[jc.JaxprEqn]:
+    for eqn in jc.open_jaxpr(closed)[0].eqns:
+        yield eqn
+        for body in jc.subjaxprs(eqn):
+            yield from _equations(body)
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))

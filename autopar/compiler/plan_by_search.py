@@ -1,0 +1,145 @@
+"""Search a plan for one mesh: the layout of every value, by integer programming.
+
+Trace, Auto | Zero | TensorParallel | ExpertParallel, devices  ->  Plan
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.block_plan import to_data
+from autopar.compiler.intra_op.figures import MeshFigures, figures_of
+from autopar.compiler.intra_op.layout import LogicalMesh, to_spec
+from autopar.compiler.intra_op.local_program import LocalBlock, local_block, planned_collectives
+from autopar.compiler.intra_op.search import IntraOpPlan, plan_intra_op
+from autopar.compiler.search_wishes import wishes_of
+from autopar.compiler.sharded_step import one_jaxpr
+from autopar.compiler.trace import Trace
+from autopar.errors import InvalidArgument
+from autopar.plan import MeshPlan, Plan, StagePlan
+from autopar.search_methods import MEMORY_LEVELS, Auto, SearchMethod
+from autopar.sharding_plan import PlannedCollective, ShardingPlan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Searched:
+    """A search's result on one mesh, and what it was made from."""
+
+    closed: jc.ClosedJaxpr
+    mesh: LogicalMesh
+    figures: MeshFigures
+    found: IntraOpPlan
+    block: LocalBlock
+
+
+def plan_by_search(trace: Trace, method: SearchMethod, *, num_devices: int, kind: str) -> Plan:
+    """The best plan that a method allows. `kind` of the devices as JAX names it.
+
+    Raises `InvalidArgument` for a mesh that does not fill the devices, or wishes that contradict each other.
+    """
+    auto = search_of(method)
+    best = min(
+        (search_on(trace, method, mesh, kind=kind) for mesh in _meshes(auto, num_devices)),
+        key=lambda searched: searched.found.optimum.value,
+    )
+    return plan_of(trace, method, best)
+
+
+def search_of(method: SearchMethod) -> Auto:
+    """The search that a method is, or restricts."""
+    return method if isinstance(method, Auto) else method.search()
+
+
+def search_on(trace: Trace, method: SearchMethod, mesh: LogicalMesh, *, kind: str) -> Searched:
+    """Search on one logical mesh."""
+    auto = search_of(method)
+    figures = figures_of(kind, len(mesh.shape))
+    closed = one_jaxpr(
+        trace,
+        num_microbatches=auto.num_microbatches if trace.differentiates else 1,
+        batch_statistics=auto.batch_statistics,
+        random=auto.random,
+    )
+    found = plan_intra_op(
+        closed,
+        mesh,
+        figures,
+        state_outputs=dict(trace.state_outputs),
+        wishes=wishes_of(trace, closed, method, mesh),
+        time_limit_s=auto.time_limit_s,
+    )
+    block = local_block(jc.open_jaxpr(closed)[0], found.plan, mesh)
+    return Searched(closed=closed, mesh=mesh, figures=figures, found=found, block=block)
+
+
+def plan_of(trace: Trace, method: SearchMethod, searched: Searched) -> Plan:
+    """A search's result as a plan."""
+    auto, mesh, block = search_of(method), searched.mesh, searched.block
+    sharding = ShardingPlan(
+        layouts=to_data(searched.found.plan, mesh),
+        collectives=tuple(_collectives(searched)),
+        step_time_s=searched.found.optimum.value,
+        lower_bound_s=searched.found.optimum.lower_bound,
+        peak_bytes=0.0,
+        figures=searched.figures.name,
+    )
+    specs = {leaf.name: to_spec(value.layout, mesh) for leaf, value in zip(trace.inputs, block.inputs, strict=True)}
+    return Plan(
+        fingerprint=trace.fingerprint,
+        method=type(method).__name__,
+        meshes=(MeshPlan(devices=tuple(range(mesh.num_devices)), shape=mesh.shape, axis_names=mesh.axis_names),),
+        stages=(StagePlan(layers=(0, 1), mesh=0),),
+        cuts=(),
+        num_microbatches=auto.num_microbatches if trace.differentiates else 1,
+        schedule=auto.schedule or "1f1b",
+        input_specs={name: spec for name, spec in specs.items() if any(spec)},
+        cut_specs={},
+        batch_statistics=auto.batch_statistics,
+        random=auto.random,
+        sharding=sharding,
+    )
+
+
+def _collectives(searched: Searched) -> Sequence[PlannedCollective]:
+    mesh, figures = searched.mesh, searched.figures
+    return [
+        PlannedCollective(
+            kind=each.collective.kind,
+            axes=mesh.names(each.collective.axes),
+            group_size=mesh.size(each.collective.axes),
+            nbytes=each.collective.nbytes,
+            times=each.times,
+            seconds=each.times
+            * figures.collective_s(each.collective.kind, each.collective.axes, each.collective.nbytes, mesh),
+            dtype=each.dtype,
+            what=each.what,
+            scope=each.scope,
+            repeated=each.repeated,
+        )
+        for each in planned_collectives(searched.block, mesh)
+    ]
+
+
+def _meshes(auto: Auto, num_devices: int) -> list[LogicalMesh]:
+    if auto.mesh_shape is not None:
+        size = math.prod(auto.mesh_shape)
+        if size != num_devices:
+            raise InvalidArgument(
+                f"mesh_shape {auto.mesh_shape} needs {size} devices, there are {num_devices}. Give a shape whose "
+                f"product is {num_devices}, or pass `devices=` with {size} of them."
+            )
+        return [LogicalMesh(shape=auto.mesh_shape, axis_names=auto.mesh_axes)]
+    # A mesh of one axis is in every search over two: both axes may split the same dimension.
+    shapes = [(a, num_devices // a) for a in range(1, math.isqrt(num_devices) + 1) if num_devices % a == 0]
+    names = replace(auto, mesh_shape=shapes[-1]).mesh_axes
+    return [LogicalMesh(shape=shape, axis_names=names) for shape in shapes]
+
+
+def memory_limit(memory: float | str, figures: MeshFigures) -> float:
+    """Bytes that a plan may use on a device."""
+    if isinstance(memory, str):
+        return MEMORY_LEVELS[memory] * figures.memory_bytes
+    return memory * figures.memory_bytes if memory <= 1 else memory

@@ -1,0 +1,127 @@
+"""Turn what a user fixed into restrictions of the search: pins, constraints in the model, kinds of parallelism.
+
+pins            the inputs that a pattern finds have one layout
+constraints     `with_sharding_constraint` in the model has one strategy, by the names of the mesh axes
+Zero, ...       inputs have the layouts of the kind; equations of the model split along the dimensions of the kind
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.checks import check_spec
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh, fits, from_spec
+from autopar.compiler.intra_op.search import Wishes
+from autopar.compiler.intra_op.strategies import Strategy
+from autopar.compiler.parallelism_kinds import kind_wishes
+from autopar.compiler.trace import Leaf, Trace
+from autopar.errors import InvalidArgument
+from autopar.search_methods import Auto, SearchMethod
+
+_CONSTRAINTS = ("sharding_constraint", "reshard")
+
+
+def key_path(name: str) -> str:
+    """A leaf's name as a path: `state.params['h_0']['kernel']` is `state/params/h_0/kernel`."""
+    return re.sub(r"[\.\[\]'\"]+", "/", name).strip("/")
+
+
+def wishes_of(trace: Trace, closed: jc.ClosedJaxpr, method: SearchMethod, mesh: LogicalMesh) -> Wishes:
+    """The restrictions of a method. Raises `InvalidArgument` for those that the mesh or the program cannot keep."""
+    if not isinstance(method, Auto):
+        return kind_wishes(trace, closed, method, mesh)
+    pinned = {i: (layout,) for i, layout in pinned_inputs(trace, method.pins, mesh).items()}
+    if method.ignore_user_shardings:
+        return Wishes(inputs=pinned)
+    return Wishes(
+        inputs=pinned,
+        restrict=lambda eqn, every: _constrained(eqn, every, mesh),
+        restricted_as=_constraint_of,
+    )
+
+
+def pinned_inputs(trace: Trace, pins: Mapping[str, PartitionSpec], mesh: LogicalMesh) -> dict[int, Layout]:
+    """The layouts of the inputs that the patterns of `pins` find, by number."""
+    found: dict[int, tuple[str, Layout]] = {}
+    for pattern, spec in pins.items():
+        check_spec(f"the inputs that match {pattern!r}", spec, (mesh.axis_names,))
+        numbers = [i for i, leaf in enumerate(trace.inputs) if _matches(pattern, leaf)]
+        if not numbers:
+            paths = [key_path(leaf.name) for leaf in trace.inputs]
+            raise InvalidArgument(
+                f"The pin {pattern!r} matches no input of {trace.name}. Inputs are named like {paths[:4]}: give a "
+                "regular expression that finds one of them, or leave the pin out."
+            )
+        for i in numbers:
+            layout = _pinned_layout(trace.inputs[i], pattern, spec, mesh)
+            if i in found and found[i][1] != layout:
+                raise InvalidArgument(
+                    f"The pins {found[i][0]!r} and {pattern!r} both match {key_path(trace.inputs[i].name)} and ask for "
+                    f"different layouts, {pins[found[i][0]]} and {spec}. Narrow one of the two patterns."
+                )
+            found[i] = (pattern, layout)
+    return {i: layout for i, (_, layout) in found.items()}
+
+
+def _matches(pattern: str, leaf: Leaf) -> bool:
+    return re.search(pattern, key_path(leaf.name)) is not None or re.search(pattern, leaf.name) is not None
+
+
+def _pinned_layout(leaf: Leaf, pattern: str, spec: PartitionSpec, mesh: LogicalMesh) -> Layout:
+    return _layout_of(f"The pin {pattern!r} of {key_path(leaf.name)}", spec, tuple(leaf.aval.shape), mesh)
+
+
+def _layout_of(what: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
+    if len(spec) > len(shape):
+        raise InvalidArgument(
+            f"{what} is {spec}, which has {len(spec)} entries; the array has {len(shape)} dimensions."
+        )
+    layout = from_spec(spec, len(shape), mesh)
+    if not fits(shape, layout, mesh):
+        sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+        raise InvalidArgument(
+            f"{what} splits shape {shape} by {spec} over {sizes}, which does not divide. Choose another dimension, or "
+            "another mesh_shape."
+        )
+    if any(list(axes) != sorted(axes) for axes in layout.dims):
+        raise InvalidArgument(
+            f"{what} is {spec}; the axes of one dimension must stand in the order of the mesh, {mesh.axis_names}. "
+            "Write them in that order, or name the mesh axes in another one."
+        )
+    return layout
+
+
+def _constraint_of(eqn: jc.JaxprEqn) -> Hashable:
+    """What a sharding constraint asks for; None for every other equation."""
+    return str(_wanted_spec(eqn)) if eqn.primitive.name in _CONSTRAINTS else None
+
+
+def _wanted_spec(eqn: jc.JaxprEqn) -> PartitionSpec:
+    wanted: Any = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+    if not isinstance(wanted, NamedSharding):
+        raise InvalidArgument(
+            f"The sharding constraint {jc.describe(eqn)} is a {type(wanted).__name__}; only a NamedSharding or a "
+            "PartitionSpec can be carried over to the planned mesh. Use one, or ignore_user_shardings=True."
+        )
+    return wanted.spec
+
+
+def _constrained(eqn: jc.JaxprEqn, every: tuple[Strategy, ...], mesh: LogicalMesh) -> tuple[Strategy, ...]:
+    if eqn.primitive.name not in _CONSTRAINTS:
+        return every
+    spec, aval = _wanted_spec(eqn), eqn.outvars[0].aval
+    named = [name for entry in spec if entry is not None for name in ((entry,) if isinstance(entry, str) else entry)]
+    missing = [name for name in named if name not in mesh.axis_names]
+    if missing:
+        raise InvalidArgument(
+            f"The sharding constraint {jc.describe(eqn)} names the mesh axis {missing[0]!r}; the planned mesh has "
+            f"{list(mesh.axis_names)}. Name them alike with axis_names=, or use ignore_user_shardings=True."
+        )
+    shape: tuple[int, ...] = tuple(getattr(aval, "shape", ()))
+    layout = _layout_of(f"The sharding constraint {jc.describe(eqn)}", spec, shape, mesh)
+    return (Strategy((layout,), (layout,)),)

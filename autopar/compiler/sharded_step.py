@@ -1,0 +1,73 @@
+"""The program of a step whose every value has a planned layout: one jaxpr for one mesh, its collectives explicit.
+
+Trace                     -> the step as one jaxpr, a loop over its microbatches inside
+that, ShardingPlan        -> LocalBlock: what every device does
+that                      -> the jaxpr to compile
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.block_plan import BlockPlan, from_data
+from autopar.compiler.intra_op.common_subexpressions import merge_common_subexpressions
+from autopar.compiler.intra_op.layout import LogicalMesh, to_spec
+from autopar.compiler.intra_op.local_program import LocalBlock, Value, local_block
+from autopar.compiler.intra_op.localize import localize
+from autopar.compiler.microbatch_loop import microbatch_loop
+from autopar.compiler.trace import Trace
+from autopar.errors import PlanMismatch
+from autopar.plan import MeshPlan, Plan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardedStep:
+    """A step on one mesh: the jaxpr to compile, and the specs of its inputs and of its computed results."""
+
+    jaxpr: jc.ClosedJaxpr
+    block: LocalBlock
+    input_specs: tuple[PartitionSpec, ...]
+    output_specs: tuple[PartitionSpec, ...]
+
+
+def one_jaxpr(trace: Trace, *, num_microbatches: int, batch_statistics: str, random: str) -> jc.ClosedJaxpr:
+    """The whole step, with a loop over its microbatches, and nothing in it twice."""
+    return merge_common_subexpressions(microbatch_loop(trace, num_microbatches, batch_statistics, random))
+
+
+def logical_mesh(mesh: MeshPlan) -> LogicalMesh:
+    """A planned mesh without its devices."""
+    return LogicalMesh(shape=mesh.shape, axis_names=mesh.axis_names)
+
+
+def sharded_step(trace: Trace, plan: Plan) -> ShardedStep:
+    """The program of a plan with a sharding."""
+    assert plan.sharding is not None
+    mesh = logical_mesh(plan.meshes[0])
+    closed = one_jaxpr(
+        trace,
+        num_microbatches=plan.num_microbatches,
+        batch_statistics=plan.batch_statistics,
+        random=plan.random,
+    )
+    layouts = from_data(plan.sharding.layouts, mesh)
+    _check_fits(closed, layouts, trace)
+    block = local_block(jc.open_jaxpr(closed)[0], layouts, mesh)
+    return ShardedStep(
+        jaxpr=localize(closed, block, mesh),
+        block=block,
+        input_specs=tuple(to_spec(value.layout, mesh) for value in block.inputs),
+        output_specs=tuple(to_spec(v.layout, mesh) for v in block.outputs if isinstance(v, Value)),
+    )
+
+
+def _check_fits(closed: jc.ClosedJaxpr, layouts: BlockPlan, trace: Trace) -> None:
+    jaxpr, _ = jc.open_jaxpr(closed)
+    if len(jaxpr.eqns) != len(layouts.equations):
+        raise PlanMismatch(
+            f"The plan has layouts for {len(layouts.equations)} equations, {trace.name} has {len(jaxpr.eqns)}. Make a "
+            "new plan with step.trace(...).plan()."
+        )

@@ -1,0 +1,149 @@
+"""Hold a plan against what a compiler made of it: the collectives of the compiled program are the planned ones.
+
+    Plan, Program, devices or GPU target  ->  CollectiveCheck
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.gpu_aot import gpu_devices
+from autopar.compiler.intra_op.hlo_collectives import KINDS, CompiledCollective, compiled_collectives
+from autopar.errors import InvalidArgument
+from autopar.instructions import Executable
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.sharding_plan import PlannedCollective
+
+TOLERANCE = 0.005
+"""Share of the bytes of a kind by which planned and compiled may differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindCheck:
+    """All collectives of one kind. Bytes of one device and step; `count` of arrays, which compilers may combine."""
+
+    kind: str
+    planned_count: float
+    planned_bytes: float
+    repeated_bytes: float
+    compiled_count: float
+    compiled_bytes: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the compiled bytes are the planned ones. What is repeated on purpose may have been merged."""
+        most = self.planned_bytes * (1 + TOLERANCE)
+        least = (self.planned_bytes - self.repeated_bytes) * (1 - TOLERANCE)
+        return least <= self.compiled_bytes <= most
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCheck:
+    """Planned and compiled collectives by kind, and the compiled program's memory; true when all kinds hold."""
+
+    compiler: str
+    kinds: tuple[KindCheck, ...]
+    planned_peak_bytes: float
+    compiled_peak_bytes: float
+
+    def __bool__(self) -> bool:
+        return all(kind.holds for kind in self.kinds)
+
+    def table(self) -> Table:
+        """One row per kind."""
+        title = f"collectives of one device and step, planned and compiled for {self.compiler}"
+        table = Table("kind", "planned", "compiled", "planned MB", "compiled MB", "", title=title, box=box.SIMPLE_HEAD)
+        for each in self.kinds:
+            merged = each.holds and each.compiled_bytes < each.planned_bytes * (1 - TOLERANCE)
+            verdict = "repeated ones merged" if merged else "equal" if each.holds else "DIFFERENT"
+            counts = f"{each.planned_count:g}", f"{each.compiled_count:g}"
+            megabytes = f"{each.planned_bytes / 1e6:.6g}", f"{each.compiled_bytes / 1e6:.6g}"
+            table.add_row(*(Text(cell) for cell in (each.kind, *counts, *megabytes, verdict)))
+        return table
+
+
+def check_collectives(plan: Plan, program: Program, *, devices: Sequence[Any] | None, target: str | None) -> CollectiveCheck:
+    """Compile the program for these devices, or ahead of time for a GPU target, and compare.
+
+    Raises `InvalidArgument` for a plan whose layouts XLA decides: it has no planned collectives.
+    """
+    if plan.sharding is None:
+        raise InvalidArgument(
+            f"A plan of {plan.method} leaves the layouts inside of the step to XLA, so there are no planned collectives "
+            "to compare with. Plan with Auto(), Zero(), TensorParallel() or ExpertParallel()."
+        )
+    (executable,) = program.executables.values()
+    shape, names = plan.meshes[0].shape, plan.meshes[0].axis_names
+    if target is not None:
+        devices = gpu_devices(target, plan.num_devices)
+    assert devices is not None
+    grid = np.array([devices[ordinal] for ordinal in plan.meshes[0].devices]).reshape(shape)
+    mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+    compiled = _lowered(executable, mesh).compile(
+        {"xla_gpu_enable_triton_gemm": False} if target is not None else None
+    )
+    found = compiled_collectives(compiled.as_text())
+    on_cpu = target is None and devices[0].platform == "cpu"
+    return CollectiveCheck(
+        compiler=target or str(devices[0].device_kind),
+        kinds=tuple(_compare(plan.sharding.collectives, found, widened=on_cpu)),
+        planned_peak_bytes=plan.sharding.peak_bytes,
+        compiled_peak_bytes=_peak(compiled),
+    )
+
+
+def _lowered(executable: Executable, mesh: Mesh) -> Any:
+    arguments = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, kind.spec))
+        for v, kind in zip(jc.open_jaxpr(executable.jaxpr)[0].invars, executable.inputs, strict=True)
+    ]
+    run = jax.jit(
+        jc.jaxpr_as_fun(executable.jaxpr),
+        out_shardings=[NamedSharding(mesh, kind.spec) for kind in executable.outputs],
+        donate_argnums=executable.donated,
+        keep_unused=True,
+    )
+    return run.lower(*arguments)
+
+
+def _compare(
+    planned: Sequence[PlannedCollective], compiled: Sequence[CompiledCollective], *, widened: bool
+) -> list[KindCheck]:
+    checks: list[KindCheck] = []
+    for kind in KINDS:
+        mine = [each for each in planned if each.kind == kind]
+        theirs = [each for each in compiled if each.kind == kind]
+        if mine or theirs:
+            checks.append(
+                KindCheck(
+                    kind=kind,
+                    planned_count=sum(each.times for each in mine),
+                    planned_bytes=sum(_bytes(each, widened) for each in mine),
+                    repeated_bytes=sum(_bytes(each, widened) for each in mine if each.repeated),
+                    compiled_count=sum(each.count * len(each.operands) for each in theirs),
+                    compiled_bytes=sum(each.count * each.nbytes for each in theirs),
+                )
+            )
+    return checks
+
+
+def _bytes(each: PlannedCollective, widened: bool) -> float:
+    """XLA's CPU compiler runs collectives of bfloat16 in float32."""
+    return each.nbytes * each.times * (2 if widened and each.dtype == "bfloat16" else 1)
+
+
+def _peak(compiled: Any) -> float:
+    memory = compiled.memory_analysis()
+    whole = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return float(whole - memory.alias_size_in_bytes)

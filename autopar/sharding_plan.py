@@ -1,0 +1,95 @@
+"""The part of a plan that a search decided: layouts inside of a program, the collectives they mean, and their price.
+
+`layouts` is JSON data that `compiler/intra_op/block_plan.py` writes and reads: for every equation the mesh axes that
+split its operands and results. Everything else here is for the reader, and for checks against what was compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from autopar.errors import PlanMismatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedCollective:
+    """One collective of a step. Bytes are those of one device, the larger of its operand and its result."""
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    nbytes: float
+    times: float
+    """How many times a step runs it: more than once in loops."""
+    seconds: float
+    """Modelled time of all these runs."""
+    dtype: str
+    what: str
+    """The value and its layouts before and after."""
+    scope: str
+    """Where in the model: the name stack of the equation that reads it."""
+    repeated: bool = False
+    """The same was done before, and is done again to save memory: a compiler may merge the two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """Layouts of every value on one mesh. Times in seconds for one step, bytes for one device."""
+
+    layouts: Mapping[str, Any] = field(hash=False)
+    collectives: tuple[PlannedCollective, ...]
+    step_time_s: float
+    lower_bound_s: float
+    peak_bytes: float
+    figures: str
+    """The machine whose figures the times are made of."""
+
+    @property
+    def gap(self) -> float:
+        """By how much the best plan could be faster, relative to the lower bound."""
+        return self.step_time_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
+
+    def to_data(self) -> dict[str, Any]:
+        """The plan as JSON data."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_data(raw: Any) -> ShardingPlan:
+        """The plan that `to_data` wrote; `PlanMismatch` if it is something else."""
+        try:
+            fields = dict(cast(Mapping[str, Any], raw))
+            collectives = tuple(
+                PlannedCollective(**dict(entry, axes=tuple(entry["axes"]))) for entry in fields["collectives"]
+            )
+            return ShardingPlan(**dict(fields, collectives=collectives))
+        except (TypeError, KeyError, ValueError) as error:
+            raise PlanMismatch(
+                f"The sharding of the plan cannot be read: {type(error).__name__}: {error}. It must be as Plan.save "
+                "wrote it: make the plan again, or correct the file."
+            ) from None
+
+
+def collectives_table(collectives: tuple[PlannedCollective, ...]) -> Table:
+    """One row for all collectives of a kind over the same axes at the same place of the model."""
+    table = Table("where", "kind", "axes", "value", "times", "MB", "ms", box=box.SIMPLE_HEAD)
+    rows: dict[tuple[str, str, tuple[str, ...], str], list[PlannedCollective]] = {}
+    for each in collectives:
+        rows.setdefault((_starred(each.scope), each.kind, each.axes, each.what), []).append(each)
+    for (scope, kind, axes, what), alike in rows.items():
+        times = sum(each.times for each in alike)
+        megabytes = sum(each.nbytes * each.times for each in alike) / 1e6
+        milliseconds = 1e3 * sum(each.seconds for each in alike)
+        cells = (scope, kind, "*".join(axes), what, f"{times:g}", f"{megabytes:.3g}", f"{milliseconds:.3g}")
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _starred(scope: str) -> str:
+    return "".join("*" if c.isdigit() else c for c in scope)

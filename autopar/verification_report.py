@@ -1,0 +1,78 @@
+"""What `verify` found out about a plan: its collectives as compiled, its numbers beside those of plain `jax.jit`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from autopar.compiler.verify_plan import CollectiveCheck
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberCheck:
+    """The leaf of the step's result that differs most from plain `jax.jit`'s, relative to its largest entry."""
+
+    leaf: str
+    difference: float
+    tolerance: float
+
+    def __bool__(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerificationReport:
+    """True when the compiled collectives are the planned ones and the numbers, if they were compared, agree."""
+
+    collectives: CollectiveCheck
+    numbers: NumberCheck | None
+
+    def __bool__(self) -> bool:
+        return bool(self.collectives) and (self.numbers is None or bool(self.numbers))
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=110, color_system=None, legacy_windows=False).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render the table of collectives, the memory, and the largest difference."""
+        check = self.collectives
+        yield check.table()
+        yield Text(f"memory: {check.compiled_peak_bytes / 1e6:.4g} MB per device as compiled")
+        if self.numbers is None:
+            yield Text("numbers: not compared (abstract arguments, or another target)")
+        else:
+            verdict = "agree" if self.numbers else "DIFFER"
+            yield Text(
+                f"numbers: {verdict}; largest difference from jax.jit {self.numbers.difference:.1e} of its size, in "
+                f"{self.numbers.leaf}; allowed {self.numbers.tolerance:.0e}"
+            )
+
+
+def compare_numbers(names: Sequence[str], expected: Sequence[Any], found: Sequence[Any]) -> NumberCheck:
+    """The worst leaf of two results. Allowed is ten times the square root of the leaf's rounding error.
+
+    An optimizer may divide by the root of a number that is zero but for rounding, which keeps half of the digits.
+    """
+    checks = [_compare(*leaf) for leaf in zip(names, expected, found, strict=True)]
+    return max(checks, key=lambda check: check.difference / check.tolerance)
+
+
+def _compare(name: str, expected: Any, found: Any) -> NumberCheck:
+    if jax.dtypes.issubdtype(expected.dtype, jax.dtypes.prng_key):
+        expected, found = jax.random.key_data(expected), jax.random.key_data(found)
+    exact = not jax.dtypes.issubdtype(expected.dtype, np.inexact)
+    tolerance = 1e-30 if exact else 10 * float(jax.numpy.finfo(expected.dtype).eps) ** 0.5
+    wide: Any = np.complex128 if jax.dtypes.issubdtype(expected.dtype, np.complexfloating) else np.float64
+    x, y = np.asarray(expected).astype(wide), np.asarray(found).astype(wide)
+    scale = max(float(np.max(np.abs(x), initial=0.0)), 1e-3)
+    difference = float(np.max(np.abs(x - y), initial=0.0)) / scale
+    return NumberCheck(leaf=name, difference=float("inf") if np.isnan(difference) else difference, tolerance=tolerance)
