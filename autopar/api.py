@@ -17,11 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from autopar.arguments import ArgumentRoles, Arguments, Call, abstract
 from autopar.cluster import Cluster
 from autopar.compiler import passes
 from autopar.compiler.trace import Leaf, Trace
+from autopar.compiler.verify_plan import check_collectives
 from autopar.errors import InvalidArgument
 from autopar.options import DataParallel, Method
 from autopar.plan import Plan
@@ -29,6 +32,7 @@ from autopar.program import Program
 from autopar.runtime.base import Loaded
 from autopar.runtime.in_process import InProcess
 from autopar.search_methods import ExpertParallel, TensorParallel, Zero
+from autopar.verification_report import NumberCheck, VerificationReport, compare_numbers
 
 Devices = Sequence[Any]
 
@@ -139,6 +143,29 @@ class Planned:
             _keys=self._keys,
             _target=self._target,
         )
+
+    def verify(self, *args: Any, target: str | None = None, **kwargs: Any) -> VerificationReport:
+        """Compile, and compare: the collectives with the planned ones, the results with those of plain `jax.jit`.
+
+        `args` are the step's arguments, to run it once on; without them, or for a GPU `target` such as "h100" (which
+        compiles with XLA's GPU compiler and needs no GPU), only the collectives are compared. Raises `InvalidArgument`
+        for a plan that leaves the layouts to XLA, or a target that there is not.
+        """
+        program = passes.lower_step(self.trace, self.plan)
+        devices = None if target is not None else self._target.live_devices()
+        collectives = check_collectives(self.plan, program, devices=devices, target=target)
+        numbers = None
+        if (args or kwargs) and target is None:
+            call = self._arguments.split(args, kwargs)
+            if all(isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int) for leaf in call.leaves):
+                numbers = self._compare_numbers(call)
+        return VerificationReport(collectives=collectives, numbers=numbers)
+
+    def _compare_numbers(self, call: Call) -> NumberCheck:
+        expected = jax.tree.leaves(jax.jit(self._arguments.call_flat(call))(*call.leaves))
+        copies = [jnp.array(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in call.leaves]
+        found = jax.tree.leaves(self.lower().compile().run(replace(call, leaves=copies)))
+        return compare_numbers([leaf.name for leaf in self.trace.outputs], expected, found)
 
     def __str__(self) -> str:
         return str(self.plan)

@@ -11,6 +11,7 @@ laptop, committed beside the model, and loaded on the cluster:
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import io
 import itertools
 import json
@@ -38,7 +39,7 @@ from autopar.checks import (
     check_spec,
 )
 from autopar.errors import InvalidArgument, PlanMismatch
-from autopar.sharding_plan import ShardingPlan
+from autopar.sharding_plan import ShardingPlan, collectives_table
 
 FORMAT = 2
 
@@ -183,6 +184,19 @@ class Plan:
         """Read the plan that `save` wrote to `path`; `PlanMismatch` as for `from_json`."""
         return Plan.from_json(Path(path).read_text(encoding="utf-8"))
 
+    def verify(self, step: Any, args: Sequence[Any], *, target: str | None = None) -> Any:
+        """Hold the plan against what a compiler makes of it: `Planned.verify` of `step` on `args`."""
+        return step.trace(*args).plan(self).verify(*args, target=target)
+
+    def collectives(self) -> Table:
+        """The planned collectives as a table: where, kind, axes, value, times, megabytes, milliseconds."""
+        return collectives_table(() if self.sharding is None else self.sharding.collectives)
+
+    def diff(self, other: Plan) -> str:
+        """What differs from another plan: the lines of its JSON that are not in both; empty for equal plans."""
+        mine, theirs = (plan.to_json().splitlines() for plan in (self, other))
+        return "\n".join(difflib.unified_diff(mine, theirs, "this plan", "other plan", lineterm="", n=0))
+
     def __str__(self) -> str:
         """The plan as a table in plain text, the same on every terminal."""
         text = io.StringIO()
@@ -195,6 +209,8 @@ class Plan:
         microbatches = "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
         fits = f"for {self.fingerprint}" if self.fingerprint else "for any program"
         yield Text(f"{self.method}: {microbatches}, schedule {self.schedule}, {fits}")
+        if self.sharding is not None:
+            yield Text(str(self.sharding))
         yield _stage_table(self)
         for title, specs in (("inputs", self.input_specs), ("values between stages", self.cut_specs)):
             sharded = {name: spec for name, spec in specs.items() if any(spec)}

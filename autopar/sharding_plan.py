@@ -56,6 +56,14 @@ class ShardingPlan:
         """By how much the best plan could be faster, relative to the lower bound."""
         return self.step_time_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
 
+    def __str__(self) -> str:
+        total = sum(each.nbytes * each.times for each in self.collectives)
+        return (
+            f"modelled for {self.figures}: {1e3 * self.step_time_s:.4g} ms per step, at most {100 * self.gap:.2g} % "
+            f"above the best plan; {self.peak_bytes / 1e6:.4g} MB per device; {len(self.collectives)} collectives of "
+            f"{total / 1e6:.4g} MB"
+        )
+
     def to_data(self) -> dict[str, Any]:
         """The plan as JSON data."""
         return dataclasses.asdict(self)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
@@ -67,11 +68,11 @@ def compare_numbers(names: Sequence[str], expected: Sequence[Any], found: Sequen
 
 
 def _compare(name: str, expected: Any, found: Any) -> NumberCheck:
-    if jax.dtypes.issubdtype(expected.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
         expected, found = jax.random.key_data(expected), jax.random.key_data(found)
-    exact = not jax.dtypes.issubdtype(expected.dtype, np.inexact)
-    tolerance = 1e-30 if exact else 10 * float(jax.numpy.finfo(expected.dtype).eps) ** 0.5
-    wide: Any = np.complex128 if jax.dtypes.issubdtype(expected.dtype, np.complexfloating) else np.float64
+    exact = not jnp.issubdtype(expected.dtype, np.inexact)
+    tolerance = 1e-30 if exact else 10 * float(jnp.finfo(expected.dtype).eps) ** 0.5
+    wide: Any = np.complex128 if jnp.issubdtype(expected.dtype, np.complexfloating) else np.float64
     x, y = np.asarray(expected).astype(wide), np.asarray(found).astype(wide)
     scale = max(float(np.max(np.abs(x), initial=0.0)), 1e-3)
     difference = float(np.max(np.abs(x - y), initial=0.0)) / scale

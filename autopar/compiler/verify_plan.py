@@ -1,6 +1,6 @@
 """Hold a plan against what a compiler made of it: the collectives of the compiled program are the planned ones.
 
-    Plan, Program, devices or GPU target  ->  CollectiveCheck
+Plan, Program, devices or GPU target  ->  CollectiveCheck
 """
 
 from __future__ import annotations
@@ -73,15 +73,17 @@ class CollectiveCheck:
         return table
 
 
-def check_collectives(plan: Plan, program: Program, *, devices: Sequence[Any] | None, target: str | None) -> CollectiveCheck:
+def check_collectives(
+    plan: Plan, program: Program, *, devices: Sequence[Any] | None, target: str | None
+) -> CollectiveCheck:
     """Compile the program for these devices, or ahead of time for a GPU target, and compare.
 
     Raises `InvalidArgument` for a plan whose layouts XLA decides: it has no planned collectives.
     """
     if plan.sharding is None:
         raise InvalidArgument(
-            f"A plan of {plan.method} leaves the layouts inside of the step to XLA, so there are no planned collectives "
-            "to compare with. Plan with Auto(), Zero(), TensorParallel() or ExpertParallel()."
+            f"A plan of {plan.method} leaves the layouts inside of the step to XLA, so there are no planned "
+            "collectives to compare with. Plan with Auto(), Zero(), TensorParallel() or ExpertParallel()."
         )
     (executable,) = program.executables.values()
     shape, names = plan.meshes[0].shape, plan.meshes[0].axis_names
@@ -90,9 +92,7 @@ def check_collectives(plan: Plan, program: Program, *, devices: Sequence[Any] | 
     assert devices is not None
     grid = np.array([devices[ordinal] for ordinal in plan.meshes[0].devices]).reshape(shape)
     mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
-    compiled = _lowered(executable, mesh).compile(
-        {"xla_gpu_enable_triton_gemm": False} if target is not None else None
-    )
+    compiled = _lowered(executable, mesh).compile({"xla_gpu_enable_triton_gemm": False} if target is not None else None)
     found = compiled_collectives(compiled.as_text())
     on_cpu = target is None and devices[0].platform == "cpu"
     return CollectiveCheck(
@@ -104,9 +104,10 @@ def check_collectives(plan: Plan, program: Program, *, devices: Sequence[Any] | 
 
 
 def _lowered(executable: Executable, mesh: Mesh) -> Any:
+    avals: list[Any] = [v.aval for v in jc.open_jaxpr(executable.jaxpr)[0].invars]
     arguments = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, kind.spec))
-        for v, kind in zip(jc.open_jaxpr(executable.jaxpr)[0].invars, executable.inputs, strict=True)
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, kind.spec))
+        for aval, kind in zip(avals, executable.inputs, strict=True)
     ]
     run = jax.jit(
         jc.jaxpr_as_fun(executable.jaxpr),
