@@ -6,6 +6,9 @@ Products, collectives, loops, sorts stand apart: what they read and make is in m
 into their readers, which then read what these are computed from, later. A fused array is in memory only if a work
 apart reads it, if it is a result, or if it would be computed twice and is dear (an exponential, say).
 
+A `form` is what a reader may want in another layout, though it does not now: an array with a lifetime of its own
+within that of the array that it is a form of.
+
 Time is the number of a work; a lifetime [start, stop) contains the works that make and read the array. A fused work
 may write over an operand of the same size that nobody reads any more: their lifetimes then only touch.
 """
@@ -20,7 +23,7 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.free_values import NESTED
 
 Key = Hashable
-Kind = Literal["view", "fused", "reduction", "apart"]
+Kind = Literal["view", "form", "fused", "reduction", "apart"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -65,6 +68,32 @@ class Lifetime:
     start: int
     stop: int
 
+    @property
+    def allocated(self) -> bool:
+        """Whether the program makes the array; inputs are there before it starts."""
+        return self.start >= 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lifetimes:
+    """When arrays are in memory, and when each of their forms is wanted."""
+
+    whole: dict[Key, Lifetime]
+    """Of arrays, all forms taken together."""
+    parts: dict[Key, Lifetime]
+    """Of forms, and of arrays as far as they are read themselves."""
+    roots: dict[Key, Key]
+    """By form or view, the array."""
+
+    def moved(self, by: int) -> Lifetimes:
+        """The same with all times moved."""
+        for life in (*self.whole.values(), *self.parts.values()):
+            if life.allocated:
+                life.start, life.stop = life.start + by, life.stop + by
+            else:
+                life.stop += by
+        return self
+
 
 def kind_of(eqn: jc.JaxprEqn) -> Kind:
     """How XLA treats an equation."""
@@ -83,7 +112,7 @@ def is_dear(eqn: jc.JaxprEqn) -> bool:
 
 def lifetimes(
     works: Sequence[Work], inputs: Iterable[Key], outputs: Iterable[Key], extent: Mapping[Key, Hashable]
-) -> dict[Key, Lifetime]:
+) -> Lifetimes:
     """The lifetimes of inputs (from -1) and of all else that reaches memory; `extent` is equal for equal sizes."""
     program = _Program(works=works, extent=extent, outputs=tuple(outputs))
     return program.run(tuple(inputs))
@@ -95,28 +124,31 @@ class _Program:
     extent: Mapping[Key, Hashable]
     outputs: tuple[Key, ...]
     roots: dict[Key, Key] = field(default_factory=dict[Key, Key])
+    places: dict[Key, Key] = field(default_factory=dict[Key, Key])
+    """By view, what it is a view of: an array, or a form of one."""
     readers: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
     behind: dict[Key, tuple[Key, ...]] = field(default_factory=dict[Key, tuple[Key, ...]])
     """What a fused reader of an array reads in its place."""
     found: dict[Key, Lifetime] = field(default_factory=dict[Key, Lifetime])
+    parts: dict[Key, Lifetime] = field(default_factory=dict[Key, Lifetime])
 
-    def run(self, inputs: tuple[Key, ...]) -> dict[Key, Lifetime]:
+    def run(self, inputs: tuple[Key, ...]) -> Lifetimes:
         self._note_readers()
         for key in inputs:
-            self.found[key] = Lifetime(start=-1, stop=0)
+            self._begin(key, -1)
         for time, work in enumerate(self.works):
-            if work.kind != "view":
-                self._add(time, work)
-        for key in map(self._root, self.outputs):
-            if key in self.found:
-                self.found[key].stop = len(self.works) + 1
+            self._add(time, work)
+        for key in self.outputs:
+            self._read(self._place(key), len(self.works))
         self._hand_over()
-        return self.found
+        return Lifetimes(whole=self.found, parts=self.parts, roots=self.roots)
 
     def _note_readers(self) -> None:
         for time, work in enumerate(self.works):
-            if work.kind == "view":
-                self.roots[work.results[0]] = self._root(work.reads[0])
+            if work.kind in ("view", "form"):
+                (origin,), (result,) = work.reads, work.results
+                self.roots[result] = self._root(origin)
+                self.places[result] = self._place(origin) if work.kind == "view" else result
             else:
                 for key in dict.fromkeys(map(self._root, work.reads)):
                     self.readers.setdefault(key, []).append(time)
@@ -126,31 +158,56 @@ class _Program:
     def _root(self, key: Key) -> Key:
         return self.roots.get(key, key)
 
+    def _place(self, key: Key) -> Key:
+        return self.places.get(key, key)
+
+    def _begin(self, key: Key, start: int) -> None:
+        stop = max(start, 0)
+        self.found[key], self.parts[key] = Lifetime(start=start, stop=stop), Lifetime(start=start, stop=stop)
+
+    def _read(self, place: Key, time: int) -> None:
+        root = self._root(place)
+        if root in self.found:
+            self.found[root].stop = max(self.found[root].stop, time + 1)
+            self.parts[place].stop = max(self.parts[place].stop, time + 1)
+
     def _add(self, time: int, work: Work) -> None:
+        if work.kind == "view":
+            return
+        if work.kind == "form":
+            self._add_form(time, work)
+            return
         sources = self._sources(work)
         kept = [key for key in work.results if self._settle(key, work, sources)]
         if kept or work.kind != "fused":
-            for key in sources:
-                self.found[key].stop = max(self.found[key].stop, time + 1)
+            for place in sources:
+                self._read(place, time)
         for key in kept:
             start = time + work.late
             if work.kind == "fused" and not sources:
                 # What comes from nothing can wait until a work apart wants it.
                 start = min((t for t in self.readers.get(key, ()) if self._is_apart(t)), default=time)
-            self.found[key] = Lifetime(start=start, stop=start + 1)
+            self._begin(key, start)
+            self._read(key, start)
+
+    def _add_form(self, time: int, work: Work) -> None:
+        place, result = self._place(work.reads[0]), work.results[0]
+        if self._root(place) in self.found:
+            self._read(place, time)
+            self.parts[result] = Lifetime(start=time, stop=time)
 
     def _sources(self, work: Work) -> tuple[Key, ...]:
         """What a work reads from memory."""
-        keys = dict.fromkeys(self._root(key) for key in work.reads)
+        places = dict.fromkeys(map(self._place, work.reads))
         if work.kind != "apart":
-            keys = dict.fromkeys(source for key in keys for source in self.behind.get(key, (key,)))
-        return tuple(key for key in keys if key in self.found)
+            places = dict.fromkeys(s for place in places for s in self.behind.get(self._root(place), (place,)))
+        return tuple(place for place in places if self._root(place) in self.found)
 
     def _settle(self, key: Key, work: Work, sources: tuple[Key, ...]) -> bool:
         """Whether a result reaches memory; notes what is behind it if fused readers do not need that."""
-        readers = self.readers.get(key, ())
         if work.kind != "fused":
             return True
+        readers = self.readers.get(key, ())
         fused = [not self._is_apart(time) for time in readers]
         again = len(readers) <= 1 or (not work.dear and (all(fused) or len(sources) <= 1))
         if again and len(sources) <= _MAX_SOURCES:
@@ -162,20 +219,13 @@ class _Program:
         return time >= len(self.works) or self.works[time].kind == "apart"
 
     def _hand_over(self) -> None:
-        """Let fused works and loops write over what they read last."""
-        ends: dict[int, list[Key]] = {}
-        starts: dict[int, list[Key]] = {}
+        """Let fused works write over what they read last."""
+        made: dict[tuple[int, Hashable], list[Key]] = {}
         for key, life in self.found.items():
-            if life.start >= 0:
-                ends.setdefault(life.stop - 1, []).append(key)
-                starts.setdefault(life.start, []).append(key)
-        for time, made in starts.items():
-            if time >= len(self.works) or self.works[time].kind != "fused":
-                continue
-            for key in made:
-                dying = [k for k in ends.get(time, ()) if self.found[k].start < time]
-                for old in dying:
-                    if self.extent[old] == self.extent[key]:
-                        self.found[old].stop = time
-                        ends[time].remove(old)
-                        break
+            if life.start < len(self.works) and life.allocated and self.works[life.start].kind == "fused":
+                made.setdefault((life.start, self.extent[key]), []).append(key)
+        for key, life in self.found.items():
+            last = life.stop - 1
+            if life.start < last and life.allocated and made.get((last, self.extent[key])):
+                made[last, self.extent[key]].pop()
+                life.stop = last

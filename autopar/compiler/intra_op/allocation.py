@@ -1,0 +1,141 @@
+"""Lay the lifetimes of a program's arrays side by side, and find the moments when they need the most memory.
+
+Loops and branches have programs of their own, whose arrays come on top of what is alive around them:
+
+    scan     consts and carry are those outside; a slice of a stack is a copy if a work apart reads it; what is
+             stacked is copied out as soon as it is made; the carry is written over if nobody reads it any more
+    while    the same, without stacks
+    others   operands are those outside; results only join them at the end
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.lifetimes import Key, Lifetimes, Work, lifetimes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Border:
+    """How a program's inputs and outputs (by number) share memory with what is around it."""
+
+    taken: Mapping[int, int] = field(default_factory=dict[int, int])
+    """By output, the input whose place it takes."""
+    stacked: Collection[int] = ()
+    """Outputs that are copied out at once."""
+    sliced: Collection[int] = ()
+    """Inputs that are slices of stacks."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MemoryProgram:
+    """The works of a program with the bytes of their arrays; what has no key is too small to count."""
+
+    works: Sequence[Work]
+    inputs: Sequence[Key | None]
+    outputs: Sequence[Key | None]
+    nbytes: Mapping[Key, float]
+    inner: Mapping[int, tuple[MemoryProgram, ...]]
+    """By work: the programs that it runs."""
+    border: Border
+
+    @cached_property
+    def lives(self) -> Lifetimes:
+        """The lifetimes of all arrays, by the number of the work."""
+        slices = Work("fused", (), tuple(k for n in self.border.sliced if (k := self.inputs[n]) is not None))
+        inputs = [k for n, k in enumerate(self.inputs) if k is not None and n not in self.border.sliced]
+        outputs = [k for n, k in enumerate(self.outputs) if k is not None and n not in self.border.stacked]
+        lives = lifetimes([slices, *self.works], inputs, outputs, self.nbytes)
+        for number, source in self.border.taken.items():
+            mine, old = lives.whole.get(self.outputs[number]), lives.whole.get(self.inputs[source])
+            # The result is written over the input, unless that is read later.
+            if mine is not None and old is not None and mine.start >= 0 and old.stop <= mine.start + 1:
+                mine.stop = mine.start
+        return lives.moved(-1)
+
+    @cached_property
+    def worst_inside(self) -> dict[int, Moment]:
+        """By work, the worst moment of the programs that it runs."""
+        return {
+            number: max((worst_moments(each, 1)[0] for each in programs), key=lambda moment: moment.nbytes)
+            for number, programs in self.inner.items()
+        }
+
+    @cached_property
+    def levels(self) -> list[float]:
+        """Bytes in memory at every time, inputs aside."""
+        changes = [0.0] * (len(self.works) + 2)
+        for key, life in self.lives.whole.items():
+            if life.allocated:
+                changes[max(life.start, 0)] += self.nbytes[key]
+                changes[max(life.stop, 0)] -= self.nbytes[key]
+        levels = list(itertools.accumulate(changes))
+        for number, moment in self.worst_inside.items():
+            levels[number] += moment.nbytes
+        return levels
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Moment:
+    """A time in a program, and in the program that it runs then."""
+
+    program: MemoryProgram
+    time: int
+    nbytes: float
+    """In memory then, inputs aside."""
+    inside: Moment | None
+
+
+def worst_moments(program: MemoryProgram, count: int) -> list[Moment]:
+    """The moments of most memory, the worst first, not close to each other."""
+    levels = program.levels
+    apart = len(levels) // 8
+    found: list[int] = []
+    for time in sorted(range(len(levels)), key=lambda time: -levels[time]):
+        if all(abs(time - other) > apart for other in found):
+            found.append(time)
+        if len(found) == count:
+            break
+    return [Moment(program=program, time=t, nbytes=levels[t], inside=program.worst_inside.get(t)) for t in found]
+
+
+def alive(moment: Moment) -> list[Key]:
+    """The arrays in memory at a moment, inputs and what is inside aside."""
+    lives = moment.program.lives.whole
+    return [key for key, life in lives.items() if life.allocated and life.start <= moment.time < life.stop]
+
+
+def border_of_body(eqn: jc.JaxprEqn, number: int, num_inputs: int, num_outputs: int) -> Border:
+    """The border of the body with this number of an equation with bodies."""
+    match eqn.primitive.name:
+        case "scan":
+            loop = jc.loop_of(eqn)
+            return Border(
+                taken={k: loop.num_consts + k for k in range(loop.num_carry)},
+                sliced=range(loop.num_consts + loop.num_carry, num_inputs),
+                stacked=range(loop.num_carry, num_outputs),
+            )
+        case "while" if number == 1:
+            consts = jc.while_of(eqn).body_consts
+            return Border(taken={k: consts + k for k in range(num_outputs)})
+        case _:
+            return Border()
+
+
+def joins_late(eqn: jc.JaxprEqn) -> bool:
+    """Whether the results of an equation with bodies are only there when it is done."""
+    return eqn.primitive.name not in ("scan", "while")
+
+
+def taken_places(
+    inputs: Sequence[Hashable], outputs: Sequence[Hashable | None], donated: Collection[int]
+) -> dict[int, int]:
+    """By output, the donated input that it takes: as JAX does it, the first of the same type (shape, dtype, layout)."""
+    left: dict[Hashable, list[int]] = {}
+    for number in sorted(donated):
+        left.setdefault(inputs[number], []).append(number)
+    return {number: left[kind].pop(0) for number, kind in enumerate(outputs) if kind is not None and left.get(kind)}
