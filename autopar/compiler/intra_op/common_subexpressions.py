@@ -16,37 +16,34 @@ from autopar.compiler.intra_op.sharding_rules import equation_key
 def merge_common_subexpressions(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
     """The same program without the second of two equal equations."""
     jaxpr, consts = jc.open_jaxpr(closed)
+    first = _first_equals(jaxpr)
+    if all(original == number for number, original in enumerate(first)):
+        return closed
 
     def run(*args: Any) -> list[Any]:
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        numbers: dict[Any, Hashable] = {v: number for number, v in enumerate(env)}
-        known: dict[Hashable, list[Any]] = {}
-        for position, eqn in enumerate(jaxpr.eqns):
-            key = _key(eqn, numbers)
-            values = [a.val if isinstance(a, jc.Literal) else env[a] for a in eqn.invars]
-            if key is None or key not in known:
+        for number, eqn in enumerate(jaxpr.eqns):
+            if first[number] == number:
+                values = [a.val if isinstance(a, jc.Literal) else env[a] for a in eqn.invars]
                 results = jc.bind_equation(eqn, values)
-                key = ("made by", position) if key is None else key
-                known[key] = results
-            env.update(zip(eqn.outvars, known[key], strict=True))
-            numbers.update({v: (key, place) for place, v in enumerate(eqn.outvars)})
+            else:
+                results = [env[v] for v in jaxpr.eqns[first[number]].outvars]
+            env.update(zip(eqn.outvars, results, strict=True))
         return [a.val if isinstance(a, jc.Literal) else env[a] for a in jaxpr.outvars]
 
-    if not _has_duplicates(jaxpr):
-        return closed
     return jc.trace(run, [v.aval for v in jaxpr.invars])
 
 
-def _has_duplicates(jaxpr: jc.Jaxpr) -> bool:
-    numbers: dict[Any, Hashable] = {v: number for number, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+def _first_equals(jaxpr: jc.Jaxpr) -> list[int]:
+    """For every equation the number of the first one that computes the same: value numbering."""
+    numbers: dict[Any, Hashable] = {v: ("input", i) for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars))}
     seen: dict[Hashable, int] = {}
-    for position, eqn in enumerate(jaxpr.eqns):
+    first: list[int] = []
+    for number, eqn in enumerate(jaxpr.eqns):
         key = _key(eqn, numbers)
-        if key is not None and key in seen:
-            return True
-        number = len(seen) if key is None else seen.setdefault(key, len(seen))
-        numbers.update({v: (number, position if key is None else -1, place) for place, v in enumerate(eqn.outvars)})
-    return False
+        first.append(number if key is None else seen.setdefault(key, number))
+        numbers.update({v: (first[-1], place) for place, v in enumerate(eqn.outvars)})
+    return first
 
 
 def _key(eqn: jc.JaxprEqn, numbers: dict[Any, Hashable]) -> Hashable | None:
