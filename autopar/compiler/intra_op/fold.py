@@ -17,8 +17,10 @@ Alike equations may read values that are not: planning counts every read by itse
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -134,6 +136,17 @@ def _body_key(jaxpr: jc.Jaxpr, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hasha
 # --- refinement ---------------------------------------------------------------------------------------------
 
 
+class _Rows:
+    """The rows of a table by the node that stands in one of its columns."""
+
+    def __init__(self, column: np.ndarray) -> None:
+        self._order = np.argsort(column, kind="stable")
+        self._sorted = column[self._order]
+
+    def __getitem__(self, node: int) -> np.ndarray:
+        return self._order[slice(*np.searchsorted(self._sorted, [node, node + 1]))]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Reads:
     """Who reads whom: for every read the two nodes, and a number for the result and the operand that it joins."""
@@ -141,6 +154,30 @@ class _Reads:
     producer: np.ndarray
     reader: np.ndarray
     place: np.ndarray
+
+    def neighbours(self, node: int, colours: np.ndarray) -> Counter[tuple[int, int]]:
+        """The colours of what a node reads, and of its readers, with their places."""
+        read, readers = self.by_reader[node], self.by_producer[node]
+        return Counter(
+            [
+                *zip(self.place[read], colours[self.producer[read]], strict=True),
+                *zip(~self.place[readers], colours[self.reader[readers]], strict=True),
+            ]
+        )
+
+    def common(self, node: int, other: int, colours: np.ndarray) -> int:
+        """How many neighbours of two nodes have the same colours and places."""
+        return (self.neighbours(node, colours) & self.neighbours(other, colours)).total()
+
+    @cached_property
+    def by_reader(self) -> _Rows:
+        """The reads of every node."""
+        return _Rows(self.reader)
+
+    @cached_property
+    def by_producer(self) -> _Rows:
+        """The reads of every node's results."""
+        return _Rows(self.producer)
 
 
 def _reads(jaxpr: jc.Jaxpr, state_outputs: Mapping[int, int]) -> _Reads:
@@ -173,20 +210,27 @@ def _stable(colours: np.ndarray, reads: _Reads) -> np.ndarray:
     """Refine until no colour has several large parts any more."""
     before, count = -1, len(np.unique(colours))
     while count > before:
-        colours = _without_small_parts(colours, _refined(colours, reads))
+        colours = _without_small_parts(colours, _refined(colours, reads), reads)
         before, count = count, len(np.unique(colours))
     return colours
 
 
-def _without_small_parts(colours: np.ndarray, refined: np.ndarray) -> np.ndarray:
-    """Give the small parts of every colour to its largest one."""
-    _, colour = np.unique(colours, return_inverse=True)
+def _without_small_parts(colours: np.ndarray, refined: np.ndarray, reads: _Reads) -> np.ndarray:
+    """Give the small parts of every colour to the large part that has most neighbours in common with them."""
     _, node, part, size = np.unique(refined, return_index=True, return_inverse=True, return_counts=True)
-    order = np.lexsort((node, -size, colour[node]))
-    starts = np.flatnonzero(np.diff(colour[node][order], prepend=-1))
-    largest = order[starts][colour[node]]  # by part: the largest part of the same colour
-    small = size < _LARGE * size[largest]
-    return refined[node][np.where(small, largest, np.arange(len(size)))][part]
+    _, colour = np.unique(colours[node], return_inverse=True)
+    largest = np.zeros(len(size), dtype=np.int64)
+    np.maximum.at(largest, colour, size)
+    small = size < _LARGE * largest[colour]
+    given = np.arange(len(size))
+    for one in np.flatnonzero(small):
+        large = np.flatnonzero((colour == colour[one]) & ~small)
+        common = [reads.common(node[one], node[other], colours) for other in large]
+        if 2 * max(common) >= reads.neighbours(node[one], colours).total():
+            # Where two are as near, what they read and give decides.
+            farther = [reads.common(node[one], node[other], refined) for other in large]
+            given[one] = large[max(range(len(large)), key=lambda number: (common[number], farther[number]))]
+    return refined[node][given][part]
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:

@@ -1,0 +1,158 @@
+"""Repeated layers fold into one at any depth; what only looks alike does not; folded plans compute the same."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+
+import autopar
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.figures import h100_figures
+from autopar.compiler.intra_op.fold import Fold, fold
+from autopar.compiler.intra_op.free_values import is_small
+from autopar.compiler.intra_op.layout import LogicalMesh, to_spec, used_axes
+from autopar.compiler.intra_op.local_program import local_block
+from autopar.compiler.intra_op.localize import localize
+from autopar.compiler.intra_op.search import plan_intra_op
+from autopar.compiler.trace import Trace
+
+WIDTH = 16
+# Slow devices and a fast network: even small steps are worth splitting.
+FIGURES = replace(h100_figures(2), matmul_flops=1e9, latency_s=(1e-9, 1e-9))
+MESH = LogicalMesh(shape=(2, 4), axis_names=("data", "model"))
+
+
+def attention(weights: Any, x: jax.Array) -> jax.Array:
+    query, key, value, out = weights
+    shares = jax.nn.softmax(jnp.einsum("bsd,btd->bst", x @ query, x @ key))
+    return x + jnp.einsum("bst,btd->bsd", shares, x @ value) @ out
+
+
+def feed_forward(weights: Any, x: jax.Array) -> jax.Array:
+    into, out = weights
+    return x + jax.nn.gelu(x @ into) @ out
+
+
+def remat_feed_forward(weights: Any, x: jax.Array) -> jax.Array:
+    return jax.checkpoint(feed_forward)(weights, x)
+
+
+LAYERS = {"attention": (attention, 4), "feed_forward": (feed_forward, 2), "remat": (remat_feed_forward, 2)}
+
+
+def make_step(
+    layer: Callable[..., jax.Array], num_weights: int, num_layers: int
+) -> tuple[Callable[..., Any], Any, Any]:
+    """A step with momentum over layers whose weights have no names, only numbers."""
+
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        x = batch @ params["into"]
+        for weights in params["layers"]:
+            x = layer(weights, x)
+        return jnp.mean((x @ params["out"]) ** 2)
+
+    def train_step(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
+        params, momentum = state
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradients)
+        return (jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum), value
+
+    draw = np.random.default_rng(0)
+
+    def square() -> jax.Array:
+        return jnp.asarray(draw.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5)
+
+    params = {
+        "into": square(),
+        "layers": [[square() for _ in range(num_weights)] for _ in range(num_layers)],
+        "out": square(),
+    }
+    batch = jnp.asarray(draw.normal(size=(8, 4, WIDTH)))
+    return train_step, (params, jax.tree.map(jnp.zeros_like, params)), batch
+
+
+def traced(kind: str, num_layers: int) -> Trace:
+    step, state, batch = make_step(*LAYERS[kind], num_layers)
+    return autopar.parallelize(step, batch_argnums=(1,)).trace(state, batch).trace
+
+
+def folded(trace: Trace, **marks: Any) -> Fold:
+    inputs = trace.jaxpr.jaxpr.invars
+    free = [is_small(v.aval) for v in inputs]
+    return fold(trace.jaxpr, [i.name for i in trace.inputs], free, state_outputs=trace.state_outputs, **marks)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_number_of_classes_does_not_grow_with_the_depth(kind: str) -> None:
+    shallow, deep = (folded(traced(kind, num_layers)) for num_layers in (8, 24))
+    assert len(set(shallow.classes)) == len(set(deep.classes))
+    assert len(set(deep.classes)) < len(deep.classes) / 6
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_weights_fold_over_the_layers_and_never_within_one(kind: str) -> None:
+    num_layers, num_weights = 8, LAYERS[kind][1]
+    trace = traced(kind, num_layers)
+    alike = folded(trace).alike_inputs
+    groups: dict[int, list[str]] = {}
+    for number, leaf in enumerate(trace.inputs):
+        groups.setdefault(alike.get(number, number), []).append(leaf.name)
+    layered = [group for group in groups.values() if "layers" in group[0]]
+    assert len(layered) == 2 * num_weights  # the weights, and their momenta
+    for group in layered:
+        assert group == [group[0].replace("['layers'][0]", f"['layers'][{layer}]") for layer in range(num_layers)]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_alike_equations_compute_the_same_in_the_same_phase(kind: str) -> None:
+    trace = traced(kind, 8)
+    eqns = trace.jaxpr.jaxpr.eqns
+    for number, first in enumerate(folded(trace).classes):
+        one, other = eqns[first], eqns[number]
+        assert first <= number
+        assert one.primitive is other.primitive
+        assert jc.ad_phase(one) == jc.ad_phase(other)
+        assert [v.aval for v in one.outvars] == [v.aval for v in other.outvars]
+
+
+def test_marked_inputs_are_alike_only_inputs_with_the_same_mark() -> None:
+    trace = traced("feed_forward", 8)
+    names = [leaf.name for leaf in trace.inputs]
+    marked = [names.index(f"state[0]['layers'][{layer}][0]") for layer in (2, 5)]
+    alike = folded(trace, input_marks=dict.fromkeys(marked, "wish")).alike_inputs
+    assert marked[0] not in alike
+    assert alike[marked[1]] == marked[0]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_folded_plan_is_nearly_as_good_and_computes_the_same(kind: str) -> None:
+    trace = traced(kind, 6)
+    step, state, batch = make_step(*LAYERS[kind], 6)
+    plans = [
+        plan_intra_op(
+            trace.jaxpr,
+            MESH,
+            FIGURES,
+            state_outputs=dict(trace.state_outputs),
+            input_names=[leaf.name for leaf in trace.inputs],
+            fold_from=fold_from,
+        )
+        for fold_from in (0, 10**6)
+    ]
+    together, apart = plans
+    assert len(together.table.costs) < len(apart.table.costs) / 2
+    assert together.optimum.value <= 1.02 * apart.optimum.value
+    assert any(used_axes(layout) for layout in together.plan.arguments if layout is not None)
+    block = local_block(trace.jaxpr.jaxpr, together.plan, MESH)
+    mesh = Mesh(np.array(jax.devices()).reshape(MESH.shape), MESH.axis_names)
+    shardings = [NamedSharding(mesh, to_spec(value.layout, MESH)) for value in block.inputs]
+    run = jax.jit(jc.jaxpr_as_fun(localize(trace.jaxpr, block, MESH)), in_shardings=shardings)
+    results = run(*map(jax.device_put, jax.tree.leaves((state, batch)), shardings))
+    for expected, found in zip(jax.tree.leaves(step(state, batch)), results, strict=True):
+        # Sums in another order: single precision, of terms as large as the largest result.
+        np.testing.assert_allclose(expected, found, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(expected))))
