@@ -42,13 +42,13 @@ class Edge:
     def to_low(self) -> Floats:
         """What every state of the lower node costs at least along this edge; taken out of the edge."""
         least = self.at_low
-        self.at_low = -(self.by_high + self.at_high[:, None]).min(0)
+        self.at_low = -np.minimum.reduce(self.by_high + self.at_high[:, None])
         return least - self.at_low
 
     def to_high(self) -> Floats:
         """The same of the higher node."""
         least = self.at_high
-        self.at_high = -(self.by_low + self.at_low[:, None]).min(0)
+        self.at_high = -np.minimum.reduce(self.by_low + self.at_low[:, None])
         return least - self.at_high
 
     def matrix(self) -> Floats:
@@ -138,7 +138,7 @@ class Ascent:
     def settle(self, node: int, cost: Floats, num_targets: int) -> Floats:
         """Put the least of a node's collected costs into the bound; of the rest return what each target edge gets."""
         np.maximum(self.least[node], self.bound + cost, out=self.least[node])
-        least = float(cost.min())
+        least = float(np.minimum.reduce(cost))
         self.bound += least
         cost = cost - least
         # As much to each edge as to one on the side with more of them: the rest waits for the sweep back.

@@ -41,8 +41,16 @@ class Result:
     feasible: bool = True
 
 
-def run_program(program: Program, *, start: Floats | None = None, time_limit_s: float = np.inf) -> Result:
-    """Solve a program on one thread, so that equal programs have equal results."""
+def run_program(
+    program: Program, *, start: Floats | None = None, time_limit_s: float = np.inf, gap: float = 0.0
+) -> Result:
+    """Solve a program on one thread, so that equal programs have equal results.
+
+    Branch and bound ends when the best solution costs at most `gap` more than the bound.
+    """
+    # The solver does not survive NaN.
+    assert np.isfinite(program.costs).all() and np.isfinite(program.entries).all()
+    assert not (np.isnan(program.lower).any() or np.isnan(program.upper).any())
     scale = LARGEST_COST / (float(np.abs(program.costs).max(initial=0.0)) or 1.0)
     solver: Any = highspy.Highs()
     for name, value in {
@@ -51,7 +59,7 @@ def run_program(program: Program, *, start: Floats | None = None, time_limit_s: 
         "random_seed": 1,
         "time_limit": max(time_limit_s, 0.05),
         "mip_rel_gap": 0.0,
-        "mip_abs_gap": 1e-8,
+        "mip_abs_gap": max(1e-8, gap * scale),
         "primal_feasibility_tolerance": 1e-9,
         "mip_feasibility_tolerance": 1e-9,
     }.items():

@@ -6,11 +6,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autopar.compiler.intra_op.choice_problem import Infeasible, Optimum, Problem, Row
+import numpy as np
+
+from autopar.compiler.intra_op.choice_problem import Infeasible, Optimum, Problem, Row, choice_value
 from autopar.compiler.intra_op.minimize import Effort, minimize
 from autopar.compiler.intra_op.multipliers import minimize_within_rows
+from autopar.errors import SolverFailed
 
 __all__ = ["Infeasible", "Optimum", "Problem", "Row", "solve"]
+
+SHARE_WITHOUT_ROWS = 0.25
+"""Share of the time that goes to the optimum without rows."""
 
 
 def solve(
@@ -24,29 +30,32 @@ def solve(
     """The choice of least cost that violates no row.
 
     `violated_rows` is shown candidates and returns the rows that they violate, none if there are none; they hold from
-    then on. `starts` are choices known to be good. With rows a gap of `max_gap` is proof enough, and at the time limit
-    any gap is: the result has its bound.
+    then on. `starts` are choices known to be good. Branch and bound, which may take long, is left out where the gap is
+    at most `max_gap`, and ends at the time limit; the result has its bound.
 
     Raises `Infeasible` if no choice is possible, and `SolverFailed` if none was found in time.
     """
     began = time.monotonic()
-    deadline = began + time_limit_s
-    found = minimize(problem, Effort(deadline=deadline))
-    assert found.states is not None
-    if violated_rows is not None:
-        within = minimize_within_rows(
-            problem,
-            violated_rows,
-            Effort(deadline=deadline, max_gap=max_gap),
-            [found.states, *map(tuple, starts)],
-            found.bound,
-        )
+    known = [tuple(int(state) for state in states) for states in starts]
+    # With rows the optimum without them is a bound only, not worth the whole time.
+    share = 1.0 if violated_rows is None else SHARE_WITHOUT_ROWS
+    found = minimize(problem, Effort(deadline=began + share * time_limit_s, max_gap=max_gap))
+    candidates = [*known] if found.states is None else [found.states, *known]
+    if violated_rows is not None and candidates:
+        effort = Effort(deadline=began + time_limit_s, max_gap=max_gap)
+        within = minimize_within_rows(problem, violated_rows, effort, candidates, found.bound)
         found = replace(within, how=(*found.how, *within.how))
-    assert found.states is not None
+        candidates = [] if within.states is None else [within.states]
+    best = min(candidates, key=lambda states: choice_value(problem, states), default=None)
+    if best is None or np.isinf(value := choice_value(problem, best)):
+        raise SolverFailed(
+            f"No choice for the {len(problem.costs)} nodes was found within {time_limit_s} s, nor proof that there is "
+            "none; one is required. Raise the time limit, or allow more states."
+        )
     return Optimum(
-        states=found.states,
-        value=found.value,
-        lower_bound=min(found.value, found.bound),
+        states=best,
+        value=value,
+        lower_bound=min(value, found.bound),
         seconds=time.monotonic() - began,
         how=", ".join(found.how),
     )

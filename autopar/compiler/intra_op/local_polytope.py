@@ -38,10 +38,15 @@ def solve_relaxation(problem: Problem, rows: Sequence[Row] = (), *, time_limit_s
 
 
 def solve_in_whole_numbers(
-    problem: Problem, rows: Sequence[Row] = (), *, start: Sequence[int] | None = None, time_limit_s: float
+    problem: Problem,
+    rows: Sequence[Row] = (),
+    *,
+    start: Sequence[int] | None = None,
+    time_limit_s: float,
+    gap: float = 0.0,
 ) -> Solution:
-    """The program in whole numbers, by branch and bound, from a known choice."""
-    return _solve(problem, rows, whole=True, start=start, time_limit_s=time_limit_s)
+    """The program in whole numbers, by branch and bound, from a known choice, up to an (absolute) gap."""
+    return _solve(problem, rows, whole=True, start=start, time_limit_s=time_limit_s, gap=gap)
 
 
 def _solve(
@@ -51,10 +56,11 @@ def _solve(
     whole: bool = False,
     start: Sequence[int] | None = None,
     time_limit_s: float,
+    gap: float = 0.0,
 ) -> Solution:
     pairs = _pairs(problem)
     columns = None if start is None else _columns_of(problem, pairs, start)
-    result = run_program(_as_program(problem, pairs, rows, whole), start=columns, time_limit_s=time_limit_s)
+    result = run_program(_as_program(problem, pairs, rows, whole), start=columns, time_limit_s=time_limit_s, gap=gap)
     if not result.feasible:
         raise Infeasible([row.name for row in rows])
     if result.columns is None:

@@ -39,9 +39,13 @@ class Effort:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
+    def slack(self, value: float) -> float:
+        """How far below a choice of this value, costs of `constant` aside, a bound may lie for `max_gap`."""
+        return self.max_gap / (1 + self.max_gap) * abs(value + self.constant) if value < np.inf else 0.0
+
     def is_enough(self, value: float, bound: float) -> bool:
-        """Whether a choice of this value, costs of `constant` aside, needs no further proof."""
-        return value - bound <= self.max_gap * abs(value + self.constant)
+        """Whether a choice of this value needs no further proof."""
+        return value - bound <= self.slack(value)
 
     def after(self, constant: float) -> Effort:
         """The same effort on a problem whose values are less by `constant`."""
@@ -143,7 +147,8 @@ def _by_solver(problem: Problem, effort: Effort, start: States | None, upper: fl
         found = Found(states=relaxed.states, value=value, bound=relaxed.bound, how=found.how)
     if relaxed.whole or effort.is_enough(found.value, found.bound) or effort.left_s <= 0:
         return found
-    mixed = solve_in_whole_numbers(problem, start=found.states or start, time_limit_s=effort.left_s)
+    gap = effort.slack(found.value)
+    mixed = solve_in_whole_numbers(problem, start=found.states or start, time_limit_s=effort.left_s, gap=gap)
     bound, how = max(found.bound, mixed.bound), (*found.how, "branch and bound")
     if mixed.states is not None and (value := choice_value(problem, mixed.states)) <= found.value:
         return Found(states=mixed.states, value=value, bound=bound, how=how)

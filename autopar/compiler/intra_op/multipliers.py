@@ -33,7 +33,7 @@ from autopar.compiler.intra_op.choice_problem import (
 from autopar.compiler.intra_op.dual_ascent import Ascent, ascend, continued
 from autopar.compiler.intra_op.highs import Program, run_program
 from autopar.compiler.intra_op.local_polytope import solve_in_whole_numbers
-from autopar.compiler.intra_op.minimize import LARGEST_PROGRAM, Effort, Found, minimize
+from autopar.compiler.intra_op.minimize import LARGEST_PROGRAM, WORTHWHILE, Effort, Found, minimize
 from autopar.compiler.intra_op.reductions import total_pairs
 from autopar.compiler.intra_op.rows import (
     ReducedWithRows,
@@ -49,7 +49,11 @@ ViolatedRows = Callable[[Sequence[int]], Sequence[Row]]
 
 MAX_PRICES = 25
 """Vectors of prices that are tried before the solver takes over."""
-FIRST_PRICE = 0.1
+LEAST_PROGRESS = 0.05
+"""Share of what the cuts promise that a trial must bring, unless it brings a new cut."""
+LEAST_PROMISE = 1e-9
+"""Share of the value that further prices must promise."""
+FIRST_PRICE = 0.02
 """Share of the value that a whole limit may cost at first."""
 TRUST = 4.0
 """By how much a price may grow at a time."""
@@ -93,6 +97,16 @@ class _Search:
         self.rows += new
         if not new:
             self.best, self.value = states, value
+
+    def not_excluded(self, most: float | None = None) -> list[Indices]:
+        """The states that choices of at most this value may contain, and those of the best candidate.
+
+        By default the value is the best candidate's.
+        """
+        if most is None:
+            most = np.inf if self.best is None else self.value + ROUND_OFF * abs(self.value)
+        kept = [np.flatnonzero(least <= most) for least in self.least]
+        return kept if self.best is None else [np.union1d(keep, [state]) for keep, state in zip(kept, self.best)]
 
     def raise_bound(self, bound: float) -> None:
         """Note a bound. It lies above the best candidate by round-off only."""
@@ -146,32 +160,66 @@ def _use_least(search: _Search, row: Row) -> None:
 
 def _try_prices(search: _Search, prices: Floats) -> Floats:
     """Raise the bound until the cuts promise no more, or a new row appears; the best prices."""
-    relaxation = reduce_with_rows(search.problem, search.rows)
+    relaxation = _Relaxation.of(search)
     ascent: Ascent | None = None
-    best, best_bound = prices, -np.inf
-    for _ in range(MAX_PRICES):
-        priced = relaxation.priced(prices)
+    best, best_bound = prices, -np.inf if prices.any() else search.bound
+    num_tried = 0
+    while len(search.rows) == prices.size and not search.is_done and search.effort.left_s > 0:
+        prices, promised = (prices, np.inf) if np.isinf(best_bound) else _next_prices(search, best, best_bound)
+        missing = promised - best_bound
+        enough = max(search.effort.max_gap / 10, LEAST_PROMISE) * abs(best_bound)
+        if missing <= enough < np.inf or num_tried == MAX_PRICES:
+            break
+        num_met, num_tried = len(search.met), num_tried + 1
+        priced = relaxation.smaller.priced(prices)
         ascent = Ascent.of(priced) if ascent is None else continued(ascent, priced)
         ascend(ascent, search.effort.deadline)
-        bound = ascent.bound + relaxation.shift(prices)
+        bound = relaxation.note(search, ascent, prices)
+        if len(search.met) == num_met and bound - best_bound < LEAST_PROGRESS * missing:
+            break
         if bound > best_bound:
             best, best_bound = prices, bound
-        _note(search, relaxation, ascent, relaxation.shift(prices))
-        if len(search.rows) > prices.size or search.is_done or search.effort.left_s <= 0:
-            break
-        prices, promised = _next_prices(search, best, best_bound)
-        if promised - best_bound <= max(search.effort.max_gap / 10, 1e-7) * abs(promised):
-            break
-    search.how.append(f"prices of {len(search.rows)} rows")
+        if (smaller := relaxation.shrunk(search)) is not None:
+            relaxation, ascent = smaller, None
+    search.how.append(f"{num_tried} prices of {len(search.rows)} rows")
     return best
 
 
-def _note(search: _Search, relaxation: ReducedWithRows, ascent: Ascent, shift: float) -> None:
-    """Note what an ascent found: a bound, a choice, and bounds on states."""
-    search.raise_bound(ascent.bound + shift)
-    for node, states, least in zip(relaxation.reduced.nodes, relaxation.reduced.states, ascent.least):
-        search.least[node][states] = np.maximum(search.least[node][states], least + shift)
-    search.meet(relaxation.reduced.expand(ascent.states))
+@dataclass(frozen=True, kw_only=True)
+class _Relaxation:
+    """The problem and its rows, without the states that the best candidate excludes, and reduced."""
+
+    kept: Sequence[Indices]
+    smaller: ReducedWithRows
+
+    @classmethod
+    def of(cls, search: _Search, kept: Sequence[Indices] | None = None) -> _Relaxation:
+        kept = search.not_excluded() if kept is None else kept
+        problem = restrict(with_row_edges(search.problem, search.rows), kept)
+        return cls(kept=kept, smaller=reduce_with_rows(problem, [restrict_row(row, kept) for row in search.rows]))
+
+    def expand(self, core_states: Sequence[int]) -> States:
+        """The states of the whole problem."""
+        states = self.smaller.reduced.expand(core_states)
+        return tuple(int(keep[state]) for keep, state in zip(self.kept, states, strict=True))
+
+    def note(self, search: _Search, ascent: Ascent, prices: Floats) -> float:
+        """Note what the ascent of the priced problem found, bounds on states and a choice; return its bound."""
+        reduced, shift = self.smaller.reduced, self.smaller.shift(prices)
+        for node, states, least in zip(reduced.nodes, reduced.states, ascent.least):
+            search.least[node][self.kept[node][states]] = np.maximum(
+                search.least[node][self.kept[node][states]], least + shift
+            )
+        search.raise_bound(ascent.bound + shift)
+        search.meet(self.expand(ascent.states))
+        return ascent.bound + shift
+
+    def shrunk(self, search: _Search) -> _Relaxation | None:
+        """The relaxation of what is left, if that is much less."""
+        kept = search.not_excluded()
+        nodes = self.smaller.reduced.nodes
+        now, before = (sum(of[node].size for node in nodes) for of in (kept, self.kept))
+        return _Relaxation.of(search, kept) if now < WORTHWHILE * before else None
 
 
 def _next_prices(search: _Search, best: Floats, best_bound: float) -> tuple[Floats, float]:
@@ -179,9 +227,10 @@ def _next_prices(search: _Search, best: Floats, best_bound: float) -> tuple[Floa
 
     Solved as a program in z - best_bound and λ, in shares of the value so that all numbers are near 1.
     """
-    unit = max(min(search.met.values()), abs(best_bound), 1e-30)
-    values = np.array([value for value in search.met.values() if value < np.inf])
-    slopes = np.array([_excess(search.rows, states) for states, value in search.met.items() if value < np.inf])
+    met = [(value, states) for states, value in search.met.items() if value < np.inf]
+    values = np.array([value for value, _ in met])
+    slopes = np.array([_excess(search.rows, states) for _, states in met])
+    unit = max(abs(values).min(), abs(best_bound), 1e-6 * abs(values).max()) or 1.0
     num_cuts, num_rows = slopes.shape
     box = TRUST * np.maximum(best / unit, FIRST_PRICE)
     entries = np.concatenate([np.ones((num_cuts, 1)), -slopes], axis=1)
@@ -218,37 +267,34 @@ def _solve_promising(search: _Search) -> None:
 
 
 def _solve_rest(search: _Search) -> None:
-    """Branch and bound on the states that the best candidate does not exclude."""
-    most = search.value + ROUND_OFF * abs(search.value)
-    kept = [np.flatnonzero(least <= most) for least in search.least]
-    try:
-        states, bound = _solve_restricted(search, kept, search.effort.left_s)
-    except Infeasible:
-        if search.best is None:
-            raise
-        states, bound = None, search.value
+    """Branch and bound on the states that may be part of a choice better than the best candidate by `max_gap`."""
+    most = search.value - search.effort.slack(search.value)
+    states, bound = _solve_restricted(search, search.not_excluded(most), search.effort.left_s)
     search.how.append("branch and bound")
     if states is not None:
         search.meet(states)
-    search.raise_bound(bound)
+    search.raise_bound(min(bound, most))
 
 
 def _solve_restricted(search: _Search, kept: Sequence[Indices], time_limit_s: float) -> tuple[States | None, float]:
     """The best choice of some states that is within the rows, if one was found in time; a bound on such choices."""
-    rows = [restrict_row(row, kept) for row in search.rows]
-    smaller = reduce_with_rows(restrict(with_row_edges(search.problem, search.rows), kept), rows)
-    core = smaller.reduced.core
+    relaxation = _Relaxation.of(search, kept)
+    smaller = relaxation.smaller
+    core, constant = smaller.reduced.core, smaller.reduced.constant
+    if not core.costs:
+        return relaxation.expand(()), constant
     if total_pairs(core) > LARGEST_PROGRAM:
         return None, -np.inf
-    if not core.costs:
-        states = smaller.reduced.expand(())
-        return tuple(int(keep[state]) for keep, state in zip(kept, states, strict=True)), smaller.reduced.constant
-    solution = solve_in_whole_numbers(core, smaller.rows, time_limit_s=time_limit_s)
-    bound = solution.bound + smaller.reduced.constant
-    if solution.states is None:
-        return None, bound
-    states = smaller.reduced.expand(solution.states)
-    return tuple(int(keep[state]) for keep, state in zip(kept, states, strict=True)), bound
+    start = None if search.best is None else smaller.reduced.core_states(_places(kept, search.best))
+    gap = search.effort.slack(search.value)
+    solution = solve_in_whole_numbers(core, smaller.rows, start=start, time_limit_s=time_limit_s, gap=gap)
+    states = None if solution.states is None else relaxation.expand(solution.states)
+    return states, solution.bound + constant
+
+
+def _places(kept: Sequence[Indices], states: States) -> States:
+    """States by their place among those kept, all of which they are."""
+    return tuple(int(np.searchsorted(keep, state)) for keep, state in zip(kept, states, strict=True))
 
 
 def _excess(rows: Sequence[Row], states: Sequence[int]) -> Floats:

@@ -69,6 +69,16 @@ class Reduced:
             chosen[gone.node] = int(gone.states[total.argmin()])
         return tuple(chosen)
 
+    def core_states(self, states: Sequence[int]) -> States | None:
+        """The states of the core that are these of the whole problem; None if some are not among the core's."""
+        chosen = list[int]()
+        for node, domain in zip(self.nodes, self.states):
+            place = int(np.searchsorted(domain, states[node]))
+            if place == domain.size or domain[place] != states[node]:
+                return None
+            chosen.append(place)
+        return tuple(chosen)
+
 
 def reduce_problem(problem: Problem, protected: Collection[int] = ()) -> Reduced:
     """Apply every reduction until none applies. Raises `Infeasible` when a node has no state left."""
