@@ -51,7 +51,8 @@ class MemoryProgram:
         outputs = [k for n, k in enumerate(self.outputs) if k is not None and n not in self.border.stacked]
         lives = lifetimes([slices, *self.works], inputs, outputs, self.nbytes)
         for number, source in self.border.taken.items():
-            mine, old = lives.whole.get(self.outputs[number]), lives.whole.get(self.inputs[source])
+            output = self.outputs[number]
+            mine, old = lives.whole.get(lives.roots.get(output, output)), lives.whole.get(self.inputs[source])
             # The result is written over the input, unless that is read later.
             if mine is not None and old is not None and mine.start >= 0 and old.stop <= mine.start + 1:
                 mine.stop = mine.start

@@ -84,6 +84,8 @@ class Lifetimes:
     """Of forms, and of arrays as far as they are read themselves."""
     roots: dict[Key, Key]
     """By form or view, the array."""
+    places: dict[Key, Key]
+    """By view, what it is a view of: an array, or a form of one."""
 
     def moved(self, by: int) -> Lifetimes:
         """The same with all times moved."""
@@ -125,7 +127,6 @@ class _Program:
     outputs: tuple[Key, ...]
     roots: dict[Key, Key] = field(default_factory=dict[Key, Key])
     places: dict[Key, Key] = field(default_factory=dict[Key, Key])
-    """By view, what it is a view of: an array, or a form of one."""
     readers: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
     behind: dict[Key, tuple[Key, ...]] = field(default_factory=dict[Key, tuple[Key, ...]])
     """What a fused reader of an array reads in its place."""
@@ -141,7 +142,7 @@ class _Program:
         for key in self.outputs:
             self._read(self._place(key), len(self.works))
         self._hand_over()
-        return Lifetimes(whole=self.found, parts=self.parts, roots=self.roots)
+        return Lifetimes(whole=self.found, parts=self.parts, roots=self.roots, places=self.places)
 
     def _note_readers(self) -> None:
         for time, work in enumerate(self.works):
