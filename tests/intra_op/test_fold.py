@@ -155,4 +155,4 @@ def test_folded_plan_is_nearly_as_good_and_computes_the_same(kind: str) -> None:
     results = run(*map(jax.device_put, jax.tree.leaves((state, batch)), shardings))
     for expected, found in zip(jax.tree.leaves(step(state, batch)), results, strict=True):
         # Sums in another order: single precision, of terms as large as the largest result.
-        np.testing.assert_allclose(expected, found, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(expected))))
+        np.testing.assert_allclose(expected, found, rtol=0, atol=5e-5 * float(jnp.max(jnp.abs(expected))))
