@@ -1,0 +1,95 @@
+"""What a compiled step moves between devices, keeps in memory, and takes by a roofline of its operations.
+
+    modelled time = max(FLOPs / rate of products, bytes / memory bandwidth) + collectives, one after the other
+
+Nothing here depends on who wrote the program, so that plans by hand and searched ones are held to the same figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from autopar.compiler.intra_op.figures import MeshFigures
+from autopar.compiler.intra_op.hlo_collectives import (
+    CompiledCollective,
+    compiled_collectives,
+    wire_bytes_by_kind,
+)
+from autopar.compiler.intra_op.layout import LogicalMesh
+from autopar.program import Program
+from benchmarks.hlo_roofline import work_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledFigures:
+    """Of one device and step."""
+
+    wire_bytes: dict[str, float]  # sent, by kind of collective
+    num_collectives: float
+    peak_bytes: float
+    flops: float
+    memory_bytes: float  # read and written
+    compute_s: float
+    collectives_s: float
+
+    @property
+    def sent_bytes(self) -> float:
+        return sum(self.wire_bytes.values())
+
+    @property
+    def modelled_s(self) -> float:
+        return self.compute_s + self.collectives_s
+
+
+def figures_of_compiled(compiled: jax.stages.Compiled, figures: MeshFigures) -> CompiledFigures:
+    """The figures of a compiled program on machines of which the first mesh axis is typical."""
+    text = compiled.as_text()
+    collectives = compiled_collectives(text)
+    work = work_of(text)
+    return CompiledFigures(
+        wire_bytes=wire_bytes_by_kind(collectives),
+        num_collectives=sum(each.count for each in collectives),
+        peak_bytes=peak_bytes(compiled),
+        flops=work.flops,
+        memory_bytes=work.memory_bytes,
+        compute_s=max(work.flops / figures.matmul_flops, work.memory_bytes / figures.memory_bandwidth),
+        collectives_s=sum(each.count * _seconds(each, figures) for each in collectives),
+    )
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> float:
+    """Arguments, results and temporaries; what is donated counts once."""
+    memory: Any = compiled.memory_analysis()
+    whole = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    return float(whole - memory.alias_size_in_bytes)
+
+
+def compile_program(program: Program, devices: Sequence[Any]) -> jax.stages.Compiled:
+    """Compile a program of one mesh and one executable for these devices, which need not be here."""
+    (executable,) = program.executables.values()
+    plan = program.meshes[0]
+    grid = np.array([devices[ordinal] for ordinal in plan.devices]).reshape(plan.shape)
+    mesh = Mesh(grid, plan.axis_names, axis_types=(AxisType.Auto,) * len(plan.shape))
+    arguments = [
+        jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=NamedSharding(mesh, kind.spec))
+        for kind in executable.inputs
+    ]
+    step = jax.jit(
+        jaxpr_as_fun(executable.jaxpr),
+        out_shardings=[NamedSharding(mesh, kind.spec) for kind in executable.outputs],
+        donate_argnums=executable.donated,
+        keep_unused=True,
+    )
+    return step.lower(*arguments).compile()
+
+
+def _seconds(each: CompiledCollective, figures: MeshFigures) -> float:
+    mesh = LogicalMesh(shape=(each.group_size,), axis_names=("devices",))
+    return figures.collective_s(each.kind, (0,), each.nbytes, mesh)

@@ -1,0 +1,186 @@
+"""Count the operations of products and the traffic to memory of a compiled program, loops as often as they run.
+
+XLA's own cost analysis counts the body of a loop once, and its GPU compiler gives none ahead of time. Here every
+product counts 2 x the elements of its result x those summed into each of them (of a convolution, the padding too), and
+every kernel (what the entry and the bodies of loops call) reads its operands and writes its result; of an array that it
+only cuts a slice from, or updates a slice of, the slice.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_NAME = re.compile(r"%([\w.\-]+)")
+_RUN = re.compile(r"(?:body|condition|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|\S+)")
+_CALLS = frozenset({"while", "conditional", "call"})
+_MOVES_NOTHING = _CALLS | {
+    *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"),
+    *("partition-id", "replica-id", "all-reduce-done", "all-gather-done", "collective-permute-done", "async-done"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Of one device and step."""
+
+    flops: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Instruction:
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    number: int  # of a parameter
+    rest: str
+
+
+@dataclass(kw_only=True, eq=False)
+class _Computation:
+    name: str
+    is_entry: bool
+    instructions: list[_Instruction] = field(default_factory=list)
+    types: dict[str, str] = field(default_factory=dict)
+
+
+def work_of(hlo_text: str) -> Work:
+    """The work of a compiled program (`compiled.as_text()`)."""
+    computations = {each.name: each for each in _read(hlo_text)}
+    runs, kernels = _executions(computations)
+    flops = traffic = 0.0
+    for name, computation in computations.items():
+        for instruction in computation.instructions:
+            flops += runs[name] * _product_flops(instruction, computation)
+            if kernels[name]:
+                traffic += kernels[name] * _traffic(instruction, computation, computations)
+    return Work(flops=flops, memory_bytes=traffic)
+
+
+def _read(text: str) -> Iterator[_Computation]:
+    current: _Computation | None = None
+    for line in text.splitlines():
+        if current is None and (header := _HEADER.match(line)):
+            current = _Computation(name=header[2], is_entry=bool(header[1]))
+        elif current is not None and line.startswith("}"):
+            yield current
+            current = None
+        elif current is not None and (found := _INSTRUCTION.match(line)):
+            operands, _, rest = found[4].partition(")")
+            current.types[found[1]] = found[2]
+            current.instructions.append(
+                _Instruction(
+                    name=found[1],
+                    type=found[2],
+                    opcode=found[3],
+                    operands=tuple(_NAME.findall(operands)),
+                    number=int(operands) if found[3] == "parameter" else -1,
+                    rest=rest,
+                )
+            )
+
+
+def _executions(computations: dict[str, _Computation]) -> tuple[dict[str, float], dict[str, float]]:
+    """How often each computation runs, and of these the ones whose instructions are kernels of their own."""
+    runs, kernels = defaultdict[str, float](float), defaultdict[str, float](float)
+    for name in reversed(computations):  # XLA prints the called before the calling
+        if computations[name].is_entry:
+            runs[name] = kernels[name] = 1.0
+        for i in computations[name].instructions:
+            known = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.rest)
+            times = int(known[1]) if known and i.opcode == "while" else 1
+            for called in _called(i):
+                runs[called] += runs[name] * times
+                if i.opcode in _CALLS:
+                    kernels[called] += kernels[name] * times
+    return runs, kernels
+
+
+def _called(i: _Instruction) -> list[str]:
+    fused = re.findall(r"calls=%?([\w.\-]+)", i.rest)
+    run = [name for found in _RUN.findall(i.rest) for name in re.findall(r"[\w.\-]+", found.rstrip(","))]
+    return [*fused, *run] if i.opcode in ("fusion", "while", "conditional", "call", "async-start") else []
+
+
+def _product_flops(i: _Instruction, home: _Computation) -> float:
+    target = re.search(r'custom_call_target="([^"]*)"', i.rest)
+    name = target[1] if target else ""
+    if i.opcode == "dot" or "gemm" in name or "matmul" in name:
+        left = _dims(home.types[i.operands[0]])
+        numbers = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.rest)
+        summed = [int(n) for n in re.findall(r"\d+", numbers[1])] if numbers else [len(left) - 1]
+        return 2.0 * math.prod(_dims(i.type)) * math.prod(left[n] for n in summed)
+    if i.opcode == "convolution" or "conv" in name:
+        return _convolution_flops(i, home, name)
+    return 0.0
+
+
+def _convolution_flops(i: _Instruction, home: _Computation, target: str) -> float:
+    """Every element of a kernel meets every pixel of the smaller image; XLA says by `dim_labels` which is which."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.rest)
+    assert labels, i.rest
+    operands = [_dims(home.types[name]) for name in i.operands[:2]]
+    image, kernel = operands
+    result = _dims(i.type)
+    # XLA's calls of cuDNN name the kernel and images as in the forward pass, whichever of them is computed.
+    if "BackwardFilter" in target:
+        kernel, result = result, operands[1]
+    elif "BackwardInput" in target:
+        result, image = image, result
+    outputs = kernel[labels[2].index("o")]
+    return 2.0 * math.prod(result) * math.prod(kernel) / outputs
+
+
+def _traffic(i: _Instruction, home: _Computation, computations: dict[str, _Computation]) -> float:
+    if i.opcode in _MOVES_NOTHING:
+        return 0.0
+    if i.opcode in ("dynamic-slice", "slice", "gather"):
+        return 2 * _bytes(i.type)
+    if i.opcode == "dynamic-update-slice":
+        return 2 * _bytes(home.types[i.operands[1]])
+    if i.opcode == "fusion":
+        return _fusion_traffic(i, home, computations[_called(i)[0]])
+    return _bytes(i.type) + sum(_bytes(home.types[name]) for name in i.operands)
+
+
+def _fusion_traffic(i: _Instruction, home: _Computation, body: _Computation) -> float:
+    total = _bytes(i.type)
+    for number, operand in enumerate(i.operands):
+        parameter = next(each.name for each in body.instructions if each.number == number)
+        readers = [each for each in body.instructions if parameter in each.operands]
+        if readers and all(each.opcode in ("dynamic-slice", "gather") for each in readers):
+            total += sum(_bytes(each.type) for each in readers)
+        elif readers and all(_updates(each, parameter) for each in readers):
+            # In place: the slice is written, and the rest neither read nor written.
+            total += sum(_bytes(body.types[each.operands[1]]) - _bytes(each.type) for each in readers)
+        else:
+            total += _bytes(home.types[operand])
+    return max(total, 0.0)
+
+
+def _updates(i: _Instruction, array: str) -> bool:
+    return i.opcode == "dynamic-update-slice" and i.operands[0] == array and array not in i.operands[1:]
+
+
+def _dims(type: str) -> tuple[int, ...]:
+    """The dimensions of an array, or of the first in a tuple (the others are what a library call works in)."""
+    found = _ARRAY.search(type)
+    assert found, type
+    return tuple(int(size) for size in found[2].split(",") if size)
+
+
+def _bytes(type: str) -> float:
+    """The bytes of an array or of all in a tuple; the first number in a dtype's name is its width in bits."""
+    total = 0.0
+    for dtype, dims in _ARRAY.findall(type):
+        bits = re.search(r"\d+", dtype)
+        total += math.prod(int(size) for size in dims.split(",") if size) * (int(bits[0]) if bits else 8) / 8
+    return total

@@ -1,0 +1,266 @@
+"""Hold `autopar.Auto` against the best of the plans that practitioners write by hand, model by model, mesh by mesh.
+
+    python -m benchmarks.plan_quality --models mlp gpt --meshes 8 2x4 --budgets inf 0.5 --timed --json plan_quality.json
+    python -m benchmarks.plan_quality --target h100 --sizes large      (compiles ahead of time: needs autopar[gpu-aot])
+
+Every plan by hand is compiled, on every mesh whose axes may stand for those of the plan; the best is the one of least
+modelled time (`compiled_figures.py`) that keeps within the memory budget, and, apart from it, the one that sends the
+fewest bytes. Budgets are shares of what pure data parallelism keeps in memory. With `--timed` ours and the three plans by hand
+of least modelled time take steps in turn, on the devices that are here; the ratio is the median over rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+
+import jax
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import autopar
+from autopar.compiler.gpu_aot import gpu_devices
+from autopar.compiler.intra_op.figures import MeshFigures, figures_of
+from autopar.errors import AutoparError
+from benchmarks.compiled_figures import CompiledFigures, compile_program, figures_of_compiled
+from benchmarks.hand_plans import HandPlan, compile_by_hand, hand_plans
+from benchmarks.models import LARGE, MODELS
+from benchmarks.models.model import Model
+from benchmarks.overhead import describe_machine, median_interval
+
+NUM_DEVICES = 8
+MESHES = ("8", "2x4", "4x2", "2x2x2")
+NUM_TIMED = 3
+OURS = "autopar"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByHand:
+    """A plan by hand as compiled."""
+
+    plan: HandPlan
+    compiled: jax.stages.Compiled
+    figures: CompiledFigures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One model on one mesh within one budget: ours against theirs. Ratios below 1 are in our favour."""
+
+    model: str
+    mesh: str
+    budget: float  # bytes, infinity for none
+    fastest: str  # plan by hand of least modelled time; "" if none keeps within the budget
+    fastest_ms: float
+    fewest: str  # plan by hand that sends the fewest bytes
+    fewest_mb: float
+    ours: CompiledFigures | None
+    planned_ms: float
+    plan_s: float  # time to trace and plan
+    measured: Mapping[str, float]  # median ms of every plan that was timed
+    measured_ratio: float  # of ours and the fastest of these; NaN if nothing was timed
+    interval: tuple[float, float]  # 95 % of that median
+    message: str  # why there is no plan
+
+    @property
+    def time_ratio(self) -> float:
+        return 1e3 * self.ours.modelled_s / self.fastest_ms if self.ours and self.fastest else math.nan
+
+    @property
+    def bytes_ratio(self) -> float:
+        """A plan that sends nothing counts as one that sends a kilobyte."""
+        return (
+            max(self.ours.sent_bytes, 1e3) / max(1e6 * self.fewest_mb, 1e3) if self.ours and self.fewest else math.nan
+        )
+
+    @property
+    def within(self) -> bool:
+        return self.ours is not None and self.ours.peak_bytes <= self.budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What is compiled for, and its figures. `devices` may be abstract, of a GPU that is not here."""
+
+    devices: Sequence[Any]
+    kind: str
+    figures: MeshFigures
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="NAME")
+    parser.add_argument("--meshes", nargs="+", default=list(MESHES), metavar="2x4")
+    parser.add_argument("--budgets", nargs="+", type=float, default=[math.inf], help="shares of data parallel's memory")
+    parser.add_argument("--sizes", choices=("small", "large"), default="small")
+    parser.add_argument("--target", help="compile for this GPU instead of the devices that are here")
+    parser.add_argument("--timed", action="store_true", help="take steps, too; not with --target")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every model")
+    args = parser.parse_args(argv)
+    if args.timed and args.target:
+        parser.error("--timed takes steps on the devices that are here, --target compiles for others; give one of them")
+    machine = machine_of(args.target)
+    rows: list[Row] = []
+    compiled_by_hand: dict[str, dict[str, Any]] = {}
+    for name in args.models:
+        model = MODELS[name](**(LARGE[name] if args.sizes == "large" else {}))
+        theirs = list(compile_all(model, machine))
+        compiled_by_hand[name] = {str(each.plan): asdict(each.figures) for each in theirs}
+        shares = list(itertools.product(args.meshes, args.budgets))
+        for mesh, share in track(shares, description=name, console=Console(stderr=True), transient=True):
+            rows.append(compare(model, mesh, share, theirs, machine, args.repetitions if args.timed else 0))
+        jax.clear_caches()
+        if args.json:
+            result = {"machine": describe_machine(), "target": args.target or "cpu", "sizes": args.sizes}
+            result |= {"rows": [asdict(row) for row in rows], "by_hand": compiled_by_hand}
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print_table(rows)
+
+
+def machine_of(target: str | None) -> Machine:
+    kind = target or jax.devices()[0].device_kind
+    devices = gpu_devices(target, NUM_DEVICES) if target else jax.devices()[:NUM_DEVICES]
+    return Machine(devices=devices, kind=kind, figures=figures_of(kind, 1))
+
+
+def compile_all(model: Model, machine: Machine) -> Iterator[ByHand]:
+    plans = hand_plans(model, NUM_DEVICES)
+    for plan in track(plans, description=f"{model.name} by hand", console=Console(stderr=True), transient=True):
+        compiled = compile_by_hand(model, plan, machine.devices)
+        yield ByHand(plan=plan, compiled=compiled, figures=figures_of_compiled(compiled, machine.figures))
+
+
+def compare(model: Model, mesh: str, share: float, theirs: Sequence[ByHand], machine: Machine, repetitions: int) -> Row:
+    """Plan with `Auto`, compile, and hold against the plans by hand; take `repetitions` steps of each."""
+    shape = tuple(map(int, mesh.split("x")))
+    budget = share * theirs[0].figures.peak_bytes  # The first is pure data parallelism.
+    able = [each for each in theirs if each.plan.fits(shape) and each.figures.peak_bytes <= budget]
+    able.sort(key=lambda each: each.figures.modelled_s)
+    fewest = min(able, key=lambda each: each.figures.sent_bytes, default=None)
+    step = autopar.parallelize(
+        model.step,
+        method=autopar.Auto(mesh_shape=shape, memory="off" if math.isinf(budget) else budget),
+        donate_argnums=0,
+        cluster=autopar.Cluster(num_devices=NUM_DEVICES, kind=machine.kind) if repetitions == 0 else None,
+    )
+    start = time.perf_counter()
+    ours, planned_ms, message = None, math.nan, ""
+    times: dict[str, list[float]] = {}
+    try:
+        planned = step.trace(model.abstract_state, model.abstract_batch).plan()
+        plan_s = time.perf_counter() - start
+        ours = figures_of_compiled(compile_program(planned.lower().program, machine.devices), machine.figures)
+        planned_ms = 1e3 * planned.plan.sharding.step_time_s
+        if repetitions:
+            times = time_in_turn(model, step, able[:NUM_TIMED], repetitions)
+    except (AutoparError, AssertionError, NotImplementedError) as error:
+        plan_s, message = time.perf_counter() - start, f"{type(error).__name__}: {error}"
+    ratio, interval = ratio_to_fastest(times)
+    return Row(
+        model=model.name,
+        mesh=mesh,
+        budget=budget,
+        fastest=str(able[0].plan) if able else "",
+        fastest_ms=1e3 * able[0].figures.modelled_s if able else math.nan,
+        fewest=str(fewest.plan) if fewest else "",
+        fewest_mb=fewest.figures.sent_bytes / 1e6 if fewest else math.nan,
+        ours=ours,
+        planned_ms=planned_ms,
+        plan_s=plan_s,
+        measured={name: 1e3 * statistics.median(seconds) for name, seconds in times.items()},
+        measured_ratio=ratio,
+        interval=interval,
+        message=message,
+    )
+
+
+def time_in_turn(
+    model: Model, step: Callable[..., Any], theirs: Sequence[ByHand], repetitions: int
+) -> dict[str, list[float]]:
+    """Seconds of each step of each contestant; who begins a round changes from one to the next."""
+    contestants: dict[str, tuple[Callable[..., Any], Any, Any]] = {}
+    for each in theirs:
+        state, batch = jax.device_put((model.create_state(), model.create_batch()), each.compiled.input_shardings[0])
+        contestants[str(each.plan)] = (each.compiled, state, batch)
+    # The first step leaves the state where the plan wants it.
+    batch = model.create_batch()
+    contestants[OURS] = (step, step(model.create_state(), batch)[0], batch)
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    names = list(contestants)
+    for repetition in range(1 + repetitions):
+        for name in names[repetition % len(names) :] + names[: repetition % len(names)]:
+            run, state, batch = contestants[name]
+            start = time.perf_counter()
+            state, metrics = run(state, batch)
+            jax.block_until_ready((state, metrics))
+            if repetition:  # The first round settles.
+                times[name].append(time.perf_counter() - start)
+            contestants[name] = (run, state, batch)
+    return times
+
+
+def ratio_to_fastest(times: Mapping[str, Sequence[float]]) -> tuple[float, tuple[float, float]]:
+    """The median over rounds of our time relative to that of the plan by hand which measured fastest."""
+    theirs = [seconds for name, seconds in times.items() if name != OURS]
+    if not theirs:
+        return math.nan, (math.nan, math.nan)
+    fastest = min(theirs, key=statistics.median)
+    return median_interval([mine / other for mine, other in zip(times[OURS], fastest, strict=True)])
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    console = Console()
+    table = Table(title="autopar.Auto against the best plan by hand")
+    for column in ("model", "mesh", "budget MB", "peak MB", "fewest bytes by hand", "MB", "ours", "ratio"):
+        table.add_column(column, justify="left" if column in ("model", "mesh") or "hand" in column else "right")
+    for column in ("fastest by hand", "model ms", "ours", "ratio", "measured ratio", "plan s"):
+        table.add_column(column, justify="left" if "hand" in column else "right")
+    for row in rows:
+        if row.ours is None:
+            table.add_row(row.model, row.mesh, *[""] * 2, row.message)
+            continue
+        table.add_row(
+            *(
+                row.model,
+                row.mesh,
+                _number(row.budget / 1e6),
+                _number(row.ours.peak_bytes / 1e6) + "!" * (not row.within),
+            ),
+            *(row.fewest or "-", _number(row.fewest_mb), _number(row.ours.sent_bytes / 1e6), _number(row.bytes_ratio)),
+            *(row.fastest or "-", _number(row.fastest_ms), _number(1e3 * row.ours.modelled_s), _number(row.time_ratio)),
+            *(_number(row.measured_ratio), f"{row.plan_s:.1f}"),
+        )
+    console.print(table)
+    for what, ratios in (
+        ("bytes", [row.bytes_ratio for row in rows]),
+        ("modelled time", [row.time_ratio for row in rows]),
+        ("measured time", [row.measured_ratio for row in rows]),
+    ):
+        known = [ratio for ratio in ratios if not math.isnan(ratio)]
+        if known:
+            console.print(f"{what}: geometric mean {statistics.geometric_mean(known):.3f}, worst {max(known):.3f}")
+    over = sum(row.ours is not None and not row.within for row in rows)
+    console.print(f"{over} of {len(rows)} plans keep more in memory than their budget (!).")
+
+
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    main()
