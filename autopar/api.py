@@ -23,6 +23,7 @@ import numpy as np
 from autopar.arguments import ArgumentRoles, Arguments, Call, abstract
 from autopar.cluster import Cluster
 from autopar.compiler import passes
+from autopar.compiler.explain_plan import Explanation, explain_plan
 from autopar.compiler.trace import Leaf, Trace
 from autopar.compiler.verify_plan import check_collectives
 from autopar.errors import InvalidArgument
@@ -160,6 +161,13 @@ class Planned:
             if all(isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int) for leaf in call.leaves):
                 numbers = self._compare_numbers(call)
         return VerificationReport(collectives=collectives, numbers=numbers)
+
+    def explain(self, name: str) -> Explanation:
+        """What every layout of one input would cost: `name` is its key path, for example `params/block_3/mlp/kernel`.
+
+        Raises `InvalidArgument` for a name that finds no input, and for a plan that leaves the layouts to XLA.
+        """
+        return explain_plan(self.trace, self.plan, name, kind=self._target.kind())
 
     def _compare_numbers(self, call: Call) -> NumberCheck:
         expected = jax.tree.leaves(jax.jit(self._arguments.call_flat(call))(*call.leaves))

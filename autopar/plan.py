@@ -188,6 +188,10 @@ class Plan:
         """Hold the plan against what a compiler makes of it: `Planned.verify` of `step` on `args`."""
         return step.trace(*args).plan(self).verify(*args, target=target)
 
+    def explain(self, name: str, step: Any, args: Sequence[Any]) -> Any:
+        """What every layout of one input would cost: `Planned.explain` of `step` on `args`."""
+        return step.trace(*args).plan(self).explain(name)
+
     def collectives(self) -> Table:
         """The planned collectives as a table: where, kind, axes, value, times, megabytes, milliseconds."""
         return collectives_table(() if self.sharding is None else self.sharding.collectives)

@@ -162,7 +162,7 @@ def traced(step: Callable[..., Any], *args: Any, batch: Sequence[int] = (1,), do
 def cut(step: Callable[..., Any], *args: Any, num_devices: int = 2, **options: Any) -> StageGraph:
     """The stages of a step; `options` are those of `PipelineParallel`."""
     trace = traced(step, *args)
-    return passes.cut_step(trace, passes.make_plan(trace, two_stages(**options), num_devices=num_devices))
+    return passes.cut_step(trace, passes.make_plan(trace, two_stages(**options), num_devices=num_devices, kind="cpu"))
 
 
 def lowered(
@@ -170,7 +170,7 @@ def lowered(
 ) -> Program:
     """The program of a step; `options` are those of `PipelineParallel`."""
     trace = traced(step, *args, donated=donated)
-    return passes.lower_step(trace, passes.make_plan(trace, two_stages(**options), num_devices=num_devices))
+    return passes.lower_step(trace, passes.make_plan(trace, two_stages(**options), num_devices=num_devices, kind="cpu"))
 
 
 def assert_same(got: Any, want: Any, tolerance: float = 1e-5) -> None:

@@ -215,7 +215,7 @@ ROLES = {
         {"static_argnames": "params", "donate_argnums": 0},
         "Argument 0 of with_number is static",
     ),
-    "a method by name": ({"method": "pipeline"}, r"method is a str. Choose DataParallel\(\), ShardParallel"),
+    "a method by name": ({"method": "pipeline"}, r"method is a str. Choose Auto\(\), DataParallel"),
     "no microbatch": ({"num_microbatches": 0}, "num_microbatches"),
 }
 

@@ -40,7 +40,7 @@ STEPS: dict[str, Any] = {
 def printed(name: str, what: str) -> str:
     step, args, method = STEPS[name]
     trace = traced(step, *args, donated=(0,))
-    plan = passes.make_plan(trace, method, num_devices=4)
+    plan = passes.make_plan(trace, method, num_devices=4, kind="cpu")
     # The fingerprint names the release of JAX as well.
     match what:
         case "plan":

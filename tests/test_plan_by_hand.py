@@ -28,7 +28,7 @@ from tests.small_steps import (
 
 def plan(method: Any, trace: Trace | None = None, *, num_devices: int = 8) -> Plan:
     found = traced(mlp_step, mlp_params(4), mlp_batch()) if trace is None else trace
-    return passes.make_plan(found, method, num_devices=num_devices)
+    return passes.make_plan(found, method, num_devices=num_devices, kind="cpu")
 
 
 def test_data_parallel_is_one_mesh_of_all_devices_with_the_batch_along_it():

@@ -1,0 +1,139 @@
+"""Say why an input is laid out as it is: what every other layout of it would cost, all else chosen anew.
+
+Trace, Plan, name  ->  Explanation
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jax.sharding import PartitionSpec
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.block_plan import planned
+from autopar.compiler.intra_op.choice_problem import Infeasible
+from autopar.compiler.intra_op.ilp import solve
+from autopar.compiler.intra_op.layout import to_spec
+from autopar.compiler.intra_op.local_program import local_block
+from autopar.compiler.intra_op.memory_model import peak_memory
+from autopar.compiler.plan_by_search import Searched, search_on
+from autopar.compiler.search_wishes import key_path
+from autopar.compiler.sharded_step import logical_mesh
+from autopar.compiler.trace import Trace
+from autopar.errors import InvalidArgument
+from autopar.plan import Plan
+from autopar.search_methods import Auto
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """One layout of the input, with the best that the rest can do then: seconds per step, bytes per device."""
+
+    spec: PartitionSpec
+    step_time_s: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The chosen layout of an input and all others, the fastest first."""
+
+    path: str
+    shape: tuple[int, ...]
+    chosen: PartitionSpec
+    alternatives: tuple[Alternative, ...]
+
+    @property
+    def of_chosen(self) -> Alternative:
+        """The alternative that the plan took."""
+        return next(each for each in self.alternatives if each.spec == self.chosen)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=110, color_system=None, legacy_windows=False).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render the chosen layout, and a row for each layout."""
+        here = self.of_chosen
+        yield Text(f"{self.path} of shape {self.shape} is {self.chosen}: {1e3 * here.step_time_s:.4g} ms per step")
+        table = Table("spec", "Δ time (ms)", "Δ memory (MB)", "", box=box.SIMPLE_HEAD)
+        for each in self.alternatives:
+            slower = f"{1e3 * (each.step_time_s - here.step_time_s):+.4g}"
+            more = f"{(each.peak_bytes - here.peak_bytes) / 1e6:+.4g}"
+            table.add_row(Text(str(each.spec)), slower, more, "chosen" if each is here else "")
+        yield table
+
+
+def explain_plan(trace: Trace, plan: Plan, name: str, *, kind: str) -> Explanation:
+    """Price every layout of the input that `name`, a path or a regular expression, finds first.
+
+    Raises `InvalidArgument` for a name that finds no input, and for a plan whose layouts XLA decides.
+    """
+    if plan.sharding is None:
+        raise InvalidArgument(
+            f"A plan of {plan.method} follows the user's own layouts, so there is nothing to explain. Plan with Auto()."
+        )
+    number = _find(trace, name)
+    leaf, mesh = trace.inputs[number], logical_mesh(plan.meshes[0])
+    auto = Auto(
+        mesh_shape=mesh.shape,
+        axis_names=mesh.axis_names,
+        num_microbatches=plan.num_microbatches,
+        memory="off",
+        random=plan.random,
+        batch_statistics=plan.batch_statistics,
+    )
+    searched = search_on(trace, auto, mesh, kind=kind)
+    choice = searched.found.choices.arguments[number]
+    if choice is None:
+        raise InvalidArgument(
+            f"{key_path(leaf.name)} has shape {leaf.aval.shape}, which is too small to be split: every device has it."
+        )
+    specs = [to_spec(layout, mesh) for layout in choice.layouts]
+    shown = track(list(enumerate(specs)), "pricing layouts", console=Console(stderr=True), transient=True)
+    priced = [_price(trace, searched, choice.node, state, spec) for state, spec in shown]
+    return Explanation(
+        path=key_path(leaf.name),
+        shape=tuple(leaf.aval.shape),
+        chosen=plan.input_specs.get(leaf.name, PartitionSpec()),
+        alternatives=tuple(sorted((p for p in priced if p is not None), key=lambda p: (p.step_time_s, str(p.spec)))),
+    )
+
+
+def _find(trace: Trace, name: str) -> int:
+    paths = [key_path(leaf.name) for leaf in trace.inputs]
+    for number, path in enumerate(paths):
+        if path == name or path.endswith("/" + name) or trace.inputs[number].name == name:
+            return number
+    for number, path in enumerate(paths):
+        if re.search(name, path):
+            return number
+    raise InvalidArgument(
+        f"No input of {trace.name} is called {name!r}. Inputs are named like {paths[:4]}: give a path, or a regular "
+        "expression that finds one."
+    )
+
+
+def _price(trace: Trace, searched: Searched, node: int, state: int, spec: PartitionSpec) -> Alternative | None:
+    """The best plan with one layout fixed; None where there is none."""
+    table, mesh = searched.found.table, searched.mesh
+    costs: list[np.ndarray] = list(table.costs)
+    costs[node] = np.where(np.arange(len(costs[node])) == state, costs[node], np.inf)
+    problem = table.problem()
+    try:
+        optimum = solve(replace(problem, costs=tuple(costs)))
+    except Infeasible:
+        return None
+    plan = planned(searched.found.choices, optimum.states)
+    block = local_block(jc.open_jaxpr(searched.closed)[0], plan, mesh)
+    memory = peak_memory(block, mesh, trace.donated_inputs)
+    return Alternative(spec=spec, step_time_s=optimum.value, peak_bytes=memory.peak_bytes)
