@@ -33,5 +33,9 @@ class SolverFailed(AutoparError, RuntimeError):
     """The integer-programming solver ended in a state that gives no plan; the message says which."""
 
 
+class MemoryTooSmall(InvalidArgument):
+    """A memory budget that no plan fits; the message says the least that was found, and what takes it."""
+
+
 class ReplicatedWarning(UserWarning):
     """An equation that every device computes as a whole, because nothing says how it can be split."""

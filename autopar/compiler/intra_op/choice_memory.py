@@ -18,7 +18,7 @@ from autopar.compiler.intra_op.allocation import Border, MemoryProgram, border_o
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, EquationChoice, chosen
 from autopar.compiler.intra_op.free_values import is_small
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, num_shards, replicated
-from autopar.compiler.intra_op.lifetimes import Kind, Work, is_dear, kind_of
+from autopar.compiler.intra_op.lifetimes import Kind, Work, is_dear, kind_of, writes_over
 from autopar.compiler.intra_op.resharding import reshard_steps
 from autopar.compiler.intra_op.resharding_steps import collective_kind
 
@@ -100,11 +100,11 @@ class Lister:
             self.inner[len(self.works)] = tuple(
                 self._body(eqn, number, body) for number, body in enumerate(choice.bodies)
             )
-            self.works.append(Work("apart", reads, results, late=joins_late(eqn)))
+            self.works.append(Work("apart", reads, results, over=writes_over(eqn), late=joins_late(eqn)))
         else:
             kind: Kind = kind_of(eqn)
             kind = "fused" if kind == "view" and not (reads and results) else kind
-            self.works.append(Work(kind, reads, results, dear=is_dear(eqn)))
+            self.works.append(Work(kind, reads, results, dear=is_dear(eqn), over=writes_over(eqn)))
 
     def _body(self, eqn: jc.JaxprEqn, number: int, body: BlockChoices) -> MemoryProgram:
         border = border_of_body(eqn, number, len(body.jaxpr.invars), len(body.jaxpr.outvars))

@@ -57,8 +57,15 @@ class Work(NamedTuple):
     results: tuple[Key, ...]
     dear: bool = False
     """Too costly to be computed twice."""
+    over: bool = False
+    """It writes its results over operands of the same size that nobody reads any more."""
     late: bool = False
     """Its results are there only when it is done: until then they count among what it needs inside."""
+
+    @property
+    def writes_over(self) -> bool:
+        """Whether a result may take the place of an operand."""
+        return self.over or self.kind == "fused"
 
 
 @dataclass(kw_only=True)
@@ -105,6 +112,12 @@ def kind_of(eqn: jc.JaxprEqn) -> Kind:
     if name in _REDUCTIONS:
         return "reduction"
     return "apart" if name in _APART or name in NESTED or name.startswith("scatter") else "fused"
+
+
+def writes_over(eqn: jc.JaxprEqn) -> bool:
+    """Whether an equation apart changes its operand in place."""
+    name = eqn.primitive.name
+    return name in ("dynamic_update_slice", "scan", "while") or name.startswith("scatter")
 
 
 def is_dear(eqn: jc.JaxprEqn) -> bool:
@@ -223,7 +236,7 @@ class _Program:
         """Let fused works write over what they read last."""
         made: dict[tuple[int, Hashable], list[Key]] = {}
         for key, life in self.found.items():
-            if life.start < len(self.works) and life.allocated and self.works[life.start].kind == "fused":
+            if life.start < len(self.works) and life.allocated and self.works[life.start].writes_over:
                 made.setdefault((life.start, self.extent[key]), []).append(key)
         for key, life in self.found.items():
             last = life.stop - 1

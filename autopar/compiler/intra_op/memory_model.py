@@ -28,7 +28,7 @@ from autopar.compiler.intra_op.allocation import (
 )
 from autopar.compiler.intra_op.free_values import is_small
 from autopar.compiler.intra_op.layout import LogicalMesh, describe_layout, num_shards
-from autopar.compiler.intra_op.lifetimes import Work, is_dear, kind_of
+from autopar.compiler.intra_op.lifetimes import Work, is_dear, kind_of, writes_over
 from autopar.compiler.intra_op.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value, operands_of
 from autopar.compiler.intra_op.resharding_steps import collective_kind
 
@@ -92,9 +92,15 @@ def _work(action: Action) -> Work:
             return Work("apart" if moves else "fused", reads[:1] if isinstance(operand, Value) else (), results)
         case Evaluate(eqn=eqn):
             kind = kind_of(eqn)
-            return Work("fused" if kind == "view" and not reads else kind, reads, results, dear=is_dear(eqn))
+            return Work(
+                "fused" if kind == "view" and not reads else kind,
+                reads,
+                results,
+                dear=is_dear(eqn),
+                over=writes_over(eqn),
+            )
         case Enter(eqn=eqn):
-            return Work("apart", reads, results, late=joins_late(eqn))
+            return Work("apart", reads, results, over=writes_over(eqn), late=joins_late(eqn))
 
 
 def _key(value: Any) -> Value | None:

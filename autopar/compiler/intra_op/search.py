@@ -6,7 +6,7 @@ jaxpr, mesh, figures  ->  IntraOpPlan
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from autopar.compiler.intra_op.free_values import NESTED, is_small
 from autopar.compiler.intra_op.graph import Planner, build_graph
 from autopar.compiler.intra_op.ilp import solve
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts
+from autopar.compiler.intra_op.memory_budget import MemorySearch, solve_within_memory
 from autopar.compiler.intra_op.nested import enter
 from autopar.compiler.intra_op.rule import Rule
 from autopar.compiler.intra_op.sharding_rules import equation_key, sharding_rules
@@ -60,11 +61,15 @@ def plan_intra_op(
     wishes: Wishes | None = None,
     input_names: Sequence[str] | None = None,
     fold_from: int = _FOLD_FROM,
+    memory_budget: float | None = None,
+    donated: Collection[int] = (),
     time_limit_s: float = 60.0,
 ) -> IntraOpPlan:
     """The best layouts of a program's values. `state_outputs` maps results to the inputs that they replace.
 
     Where the inputs have names, the layers of a program of at least `fold_from` equations are planned as one.
+    `memory_budget` are bytes that a device may use, the inputs `donated` being overwritten; raises `MemoryTooSmall` if
+    no plan is found that fits.
     """
     wishes = Wishes() if wishes is None else wishes
     jaxpr, _ = jc.open_jaxpr(closed)
@@ -92,7 +97,11 @@ def plan_intra_op(
         classes=folded.classes,
         alike_inputs=folded.alike_inputs,
     )
-    optimum = solve(table.problem(), time_limit_s=time_limit_s)
+    if memory_budget is None:
+        optimum = solve(table.problem(), time_limit_s=time_limit_s)
+    else:
+        search = MemorySearch(choices=choices, table=table, budget_bytes=memory_budget, donated=donated)
+        optimum = solve_within_memory(search, time_limit_s=time_limit_s)
     return IntraOpPlan(plan=planned(choices, optimum.states), optimum=optimum, choices=choices, table=table)
 
 
