@@ -1,0 +1,210 @@
+"""A searched plan runs, equals the plain step, obeys what the user fixed, and is what the compiler made of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.errors import InvalidArgument, Unsupported
+from tests.zoo import ZOO
+
+WIDTH, HIDDEN, ROWS = 256, 1024, 64
+OPTIMIZER = optax.adamw(1e-3)
+
+
+def loss_of(params, batch):
+    h = batch["x"]
+    for layer in params["layers"]:
+        h = h + jax.nn.gelu(h @ layer["up"]) @ layer["down"]
+    return jnp.mean((h @ params["head"] - batch["y"]) ** 2)
+
+
+def train_step(state, batch):
+    params, moments = state
+    loss, grads = jax.value_and_grad(loss_of)(params, batch)
+    updates, moments = OPTIMIZER.update(grads, moments, params)
+    return (optax.apply_updates(params, updates), moments), loss
+
+
+def arguments(width=WIDTH, hidden=HIDDEN, rows=ROWS):
+    rng = np.random.default_rng(0)
+
+    def weights(*shape):
+        return jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5, jnp.float32)
+
+    layers = [{"up": weights(width, hidden), "down": weights(hidden, width)} for _ in range(2)]
+    params = {"layers": layers, "head": weights(width, width)}
+    batch = {"x": weights(rows, width), "y": weights(rows, width)}
+    return (params, OPTIMIZER.init(params)), batch
+
+
+def planned(method, step=train_step, **sizes):
+    return autopar.parallelize(step, method=method).trace(*arguments(**sizes)).plan()
+
+
+def specs(plan, ending):
+    return {spec for name, spec in plan.input_specs.items() if name.endswith(ending)}
+
+
+METHODS = {
+    "one axis": autopar.Auto(mesh_shape=(8,)),
+    "two axes": autopar.Auto(mesh_shape=(2, 4)),
+    "three axes": autopar.Auto(mesh_shape=(2, 2, 2)),
+    "microbatches": autopar.Auto(mesh_shape=(4, 2), num_microbatches=4),
+    "ZeRO-1": autopar.Zero(stage=1, mesh_shape=(8,)),
+    "ZeRO-3": autopar.Zero(stage=3, mesh_shape=(2, 4)),
+    "tensor parallel": autopar.TensorParallel(mesh_shape=(8,)),
+    "expert parallel": autopar.ExpertParallel(mesh_shape=(8,)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_what_was_compiled_is_what_was_planned_and_equals_the_plain_step(method):
+    state, batch = arguments()
+    step = autopar.parallelize(train_step, method=method, donate_argnums=0)
+    plan = step.trace(state, batch).plan().plan
+    assert plan.sharding.collectives
+    assert plan.sharding.gap <= 1e-3
+    report = plan.verify(step, (state, batch))
+    assert report, str(report)
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied_embedding", "moe", "scan_layers", "control_flow", "dropout"])
+def test_models_of_the_zoo_run_by_every_kind_of_parallelism(name, float64):
+    case = ZOO[name]
+    fun, state, *batch = case.make()
+    for method in (autopar.TensorParallel(mesh_shape=(2, 4)), autopar.Zero(mesh_shape=(2, 4), stage=3)):
+        step = autopar.parallelize(fun, method=method, batch_argnums=case.batch_argnums)
+        report = step.trace(state, *batch, **case.kwargs).plan().verify(state, *batch, **case.kwargs)
+        assert report, str(report)
+
+
+def test_a_plan_from_json_means_the_same():
+    plan = planned(autopar.Auto(mesh_shape=(2, 4))).plan
+    again = autopar.Plan.from_json(plan.to_json())
+    assert again == plan
+    assert not plan.diff(again)
+    assert again.verify(autopar.parallelize(train_step), arguments())
+
+
+def test_plans_that_differ_say_where():
+    wide, deep = (planned(autopar.Auto(mesh_shape=shape)).plan for shape in ((8,), (2, 4)))
+    assert '+ "meshes"' in wide.diff(deep) or "shape" in wide.diff(deep)
+
+
+def test_pins_are_obeyed():
+    pins = {"state/0/head$": P("model", None), r"/up$": P(None, ("data", "model"))}
+    plan = planned(autopar.Auto(mesh_shape=(2, 4), pins=pins)).plan
+    assert plan.input_specs["state[0]['head']"] == P("model")
+    assert specs(plan, "['up']") == {P(None, ("data", "model"))}
+
+
+def with_constraint(spec, names=("data", "model")):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), names, axis_types=(AxisType.Auto,) * 2)
+
+    def constrained_loss(params, batch):
+        x = jax.lax.with_sharding_constraint(batch["x"], NamedSharding(mesh, spec))
+        return loss_of(params, batch | {"x": x})
+
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(constrained_loss)(state[0], batch)
+        return (jax.tree.map(lambda p, g: p - 1e-3 * g, state[0], grads), state[1]), loss
+
+    return step
+
+
+def test_sharding_constraints_of_the_user_are_obeyed_unless_dropped():
+    step = with_constraint(P("model", "data"))
+    assert planned(autopar.Auto(mesh_shape=(2, 4)), step).verify(*arguments())
+    obeyed = planned(autopar.Auto(mesh_shape=(2, 4)), step).plan
+    dropped = planned(autopar.Auto(mesh_shape=(2, 4), ignore_user_shardings=True), step).plan
+    assert obeyed.sharding.step_time_s > dropped.sharding.step_time_s
+
+
+WRONG = {
+    "mesh": (autopar.Auto(mesh_shape=(3, 2)), "needs 6 devices, there are 8"),
+    "pin of nothing": (autopar.Auto(mesh_shape=(8,), pins={"nobody": P()}), "'nobody' matches no input"),
+    "pins that contradict": (
+        autopar.Auto(mesh_shape=(8,), pins={"head": P("data"), "0/h": P(None, "data")}),
+        "'head' and '0/h' both match state/0/head",
+    ),
+    "pin that does not divide": (autopar.Auto(mesh_shape=(8,), pins={"count": P("data")}), "has 1 entries"),
+    "pin over another axis": (autopar.Auto(mesh_shape=(8,), pins={"head": P("model")}), "model"),
+    "pin in another order": (
+        autopar.Auto(mesh_shape=(2, 4), pins={"head": P(("model", "data"))}),
+        "must stand in the order of the mesh",
+    ),
+}
+
+
+@pytest.mark.parametrize(("method", "message"), WRONG.values(), ids=WRONG)
+def test_wishes_that_cannot_be_kept_are_refused(method, message):
+    with pytest.raises(InvalidArgument, match=message):
+        planned(method)
+
+
+def test_a_constraint_over_axes_that_the_mesh_lacks_is_refused():
+    with pytest.raises(InvalidArgument, match=r"names the mesh axis 'rows'.*axis_names"):
+        planned(autopar.Auto(mesh_shape=(2, 4)), with_constraint(P("rows"), ("rows", "columns")))
+
+
+FIELDS = {
+    "stages": ({"num_stages": 2}, Unsupported, "num_stages=2"),
+    "memory word": ({"memory": "tiny"}, InvalidArgument, "tiny"),
+    "memory": ({"memory": -1.0}, InvalidArgument, "memory is -1.0"),
+    "remat": ({"remat": "always"}, InvalidArgument, "remat is 'always'"),
+    "time": ({"time_limit_s": 0}, InvalidArgument, "time_limit_s is 0"),
+    "pattern": ({"pins": {"(": P()}}, InvalidArgument, "no regular expression"),
+    "axes": ({"mesh_shape": (2, 2, 2, 1)}, InvalidArgument, "has 4 axes"),
+}
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), FIELDS.values(), ids=FIELDS)
+def test_fields_that_cannot_be_used_are_refused(fields, error, message):
+    with pytest.raises(error, match=message):
+        autopar.Auto(**fields)
+
+
+def test_a_stage_of_zero_that_there_is_not_is_refused():
+    with pytest.raises(InvalidArgument, match="stage=4"):
+        autopar.Zero(stage=4)
+
+
+def test_devices_without_figures_are_refused():
+    step = autopar.parallelize(train_step, method=autopar.Auto(), cluster=autopar.Cluster(num_devices=8, kind="abacus"))
+    with pytest.raises(InvalidArgument, match="no figures for devices of kind 'abacus'"):
+        step.trace(*arguments()).plan()
+
+
+def test_a_plan_by_hand_has_nothing_to_verify_or_explain():
+    by_hand = planned(autopar.DataParallel())
+    with pytest.raises(InvalidArgument, match="no planned collectives"):
+        by_hand.verify()
+    with pytest.raises(InvalidArgument, match="nothing to explain"):
+        by_hand.explain("head")
+
+
+def test_an_explanation_prices_every_layout_and_none_is_faster_than_the_chosen_one():
+    found = planned(autopar.Auto(mesh_shape=(8,)))
+    explained = found.explain("0/head")
+    assert explained.path == "state/0/head"
+    assert {each.spec for each in explained.alternatives} == {P(), P("data"), P(None, "data")}
+    assert explained.of_chosen.step_time_s == pytest.approx(found.plan.sharding.step_time_s)
+    assert min(each.step_time_s for each in explained.alternatives) == explained.of_chosen.step_time_s
+    assert "Δ time" in str(explained)
+
+
+@pytest.mark.parametrize(("name", "message"), [("no_such", "is called 'no_such'"), ("count", "too small to be split")])
+def test_what_cannot_be_explained_is_refused(name, message):
+    with pytest.raises(InvalidArgument, match=message):
+        planned(autopar.Auto(mesh_shape=(8,))).explain(name)
+
+
+def test_collectives_print_as_a_table():
+    table = planned(autopar.TensorParallel(mesh_shape=(8,))).plan.collectives()
+    assert [column.header for column in table.columns][:3] == ["where", "kind", "axes"]
+    assert table.row_count
