@@ -14,6 +14,7 @@ from autopar.compiler.intra_op.block_plan import to_data
 from autopar.compiler.intra_op.figures import MeshFigures, figures_of
 from autopar.compiler.intra_op.layout import LogicalMesh, to_spec
 from autopar.compiler.intra_op.local_program import LocalBlock, local_block, planned_collectives
+from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.search import IntraOpPlan, plan_intra_op
 from autopar.compiler.search_wishes import wishes_of
 from autopar.compiler.sharded_step import one_jaxpr
@@ -57,6 +58,7 @@ def search_on(trace: Trace, method: SearchMethod, mesh: LogicalMesh, *, kind: st
     """Search on one logical mesh."""
     auto = search_of(method)
     figures = figures_of(kind, len(mesh.shape))
+    budget = memory_limit(auto.memory, figures)
     closed = one_jaxpr(
         trace,
         num_microbatches=auto.num_microbatches if trace.differentiates else 1,
@@ -69,6 +71,7 @@ def search_on(trace: Trace, method: SearchMethod, mesh: LogicalMesh, *, kind: st
         figures,
         state_outputs=dict(trace.state_outputs),
         wishes=wishes_of(trace, closed, method, mesh),
+        input_names=[leaf.name for leaf in trace.inputs],
         time_limit_s=auto.time_limit_s,
     )
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, mesh)
@@ -83,7 +86,7 @@ def plan_of(trace: Trace, method: SearchMethod, searched: Searched) -> Plan:
         collectives=tuple(_collectives(searched)),
         step_time_s=searched.found.optimum.value,
         lower_bound_s=searched.found.optimum.lower_bound,
-        peak_bytes=0.0,
+        peak_bytes=peak_memory(block, mesh, trace.donated_inputs).peak_bytes,
         figures=searched.figures.name,
     )
     specs = {leaf.name: to_spec(value.layout, mesh) for leaf, value in zip(trace.inputs, block.inputs, strict=True)}

@@ -37,8 +37,8 @@ class Trace:
 
     name: str
     jaxpr: jc.ClosedJaxpr
-    doubled: jc.ClosedJaxpr | None
-    """The same step at twice the batch; None where it has no batch or cannot be traced so."""
+    doubled_as_traced: jc.ClosedJaxpr | None
+    """The same step at twice the batch, not normalised yet: only splitting the batch needs it."""
     not_doubled_because: str
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
@@ -47,6 +47,11 @@ class Trace:
     donated_inputs: tuple[int, ...]
     state_outputs: Mapping[int, int]
     """Output number -> number of the input that it replaces in the next step."""
+
+    @cached_property
+    def doubled(self) -> jc.ClosedJaxpr | None:
+        """The same step at twice the batch; None where it has no batch or cannot be traced so."""
+        return None if self.doubled_as_traced is None else normalize(self.doubled_as_traced)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -91,7 +96,7 @@ def trace_step(
     return Trace(
         name=name,
         jaxpr=normalize(closed),
-        doubled=doubled,
+        doubled_as_traced=doubled,
         not_doubled_because=reason,
         inputs=tuple(leaves),
         outputs=outputs,
@@ -130,7 +135,7 @@ def _trace_doubled(
         for i, a in enumerate(avals)
     ]
     try:
-        return normalize(jax.make_jaxpr(flat_step)(*larger)), ""
+        return jax.make_jaxpr(flat_step)(*larger), ""
     # Whatever the user's own code raises at another batch size; it matters only where microbatches are asked for.
     except Exception as error:
         return None, f"tracing it at twice the batch size raised {type(error).__name__}: {error}"
