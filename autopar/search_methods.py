@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 from autopar.checks import BATCH_STATISTICS, RANDOM, SCHEDULES, check_choice, check_count, check_mesh_shape
 from autopar.errors import InvalidArgument, Unsupported
 
-MEMORY_LEVELS = {"off": math.inf, "slight": 0.9, "moderate": 0.7, "heavy": 0.5, "adaptive": 1.0}
-"""The share of a device's memory that a plan may use; "off" does not look at it."""
+MEMORY_LEVELS = {"off": math.inf, "adaptive": 0.9, "slight": 0.75, "moderate": 0.6, "heavy": 0.4}
+"""The share of a device's memory that a plan may use; "off" does not look at it. A tenth is for what is not modelled."""
 
 _USUAL_AXES = ("data", "model", "expert")
 
@@ -31,7 +31,7 @@ class Auto:
     `mesh_shape` is the logical mesh, by default the best of all meshes of two axes; `axis_names` name its axes ("data",
     "model", "expert"). `num_microbatches` parts of the batch go through the model one after another in one loop, and
     gradients are reduced once. `memory` limits what a device may hold: bytes, a fraction of its memory, or a word:
-    "adaptive" (all of it, the default), "slight", "moderate" and "heavy" (0.9, 0.7 and 0.5 of it), "off" (no limit).
+    "adaptive" (0.9 of it, the default), "slight", "moderate" and "heavy" (0.75, 0.6 and 0.4), "off" (no limit).
     `pins` maps regular expressions to specs: an input whose key path (`state/params/h_0/kernel`) one of them finds is
     laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`. After `time_limit_s`
     seconds the best plan so far is taken, with the gap that is left.

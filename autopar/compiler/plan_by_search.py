@@ -72,6 +72,8 @@ def search_on(trace: Trace, method: SearchMethod, mesh: LogicalMesh, *, kind: st
         state_outputs=dict(trace.state_outputs),
         wishes=wishes_of(trace, closed, method, mesh),
         input_names=[leaf.name for leaf in trace.inputs],
+        memory_budget=None if math.isinf(budget) else budget,
+        donated=trace.donated_inputs,
         time_limit_s=auto.time_limit_s,
     )
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, mesh)
