@@ -5,8 +5,8 @@
 
 Every plan by hand is compiled, on every mesh whose axes may stand for those of the plan; the best is the one of least
 modelled time (`compiled_figures.py`) that keeps within the memory budget, and, apart from it, the one that sends the
-fewest bytes. Budgets are shares of what pure data parallelism keeps in memory. With `--timed` ours and the three plans by hand
-of least modelled time take steps in turn, on the devices that are here; the ratio is the median over rounds.
+fewest bytes. Budgets are shares of what pure data parallelism keeps in memory. With `--timed` ours takes steps in turn
+with the three plans by hand of least modelled time, on the devices that are here; the ratio is the median over rounds.
 """
 
 from __future__ import annotations

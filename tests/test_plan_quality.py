@@ -1,0 +1,145 @@
+"""The plans by hand compute the plain step and move what they should, and the figures count what was compiled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.compiler.intra_op.hlo_collectives import compiled_collectives, wire_bytes_by_kind
+from benchmarks.compiled_figures import peak_bytes
+from benchmarks.hand_plans import HandPlan, compile_by_hand, hand_plans
+from benchmarks.hlo_roofline import Work, work_of
+from benchmarks.models import MODELS
+from benchmarks.plan_quality import ratio_to_fastest
+
+SMALL = {
+    "mlp": {"width": 16, "hidden": 32, "batch": 16},
+    "gpt": {"layers": 1, "width": 16, "vocabulary": 32, "length": 8, "batch": 16},
+    "moe": {"layers": 1, "width": 16, "hidden": 32, "vocabulary": 32, "length": 8, "batch": 16},
+    "moe_ragged": {"layers": 1, "width": 16, "hidden": 32, "vocabulary": 32, "length": 8, "batch": 16},
+    "convnet": {"stages": 2, "blocks": 1, "channels": 8, "image": 8, "classes": 8, "batch": 16},
+    "vit": {"layers": 1, "width": 16, "image": 16, "patch": 4, "classes": 8, "batch": 16},
+    "lstm": {"layers": 1, "width": 16, "vocabulary": 32, "length": 8, "batch": 16},
+    "encoder_decoder": {
+        "layers": 1,
+        "width": 16,
+        "vocabulary": 32,
+        "source_length": 8,
+        "target_length": 8,
+        "batch": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_loss_of_a_model_falls(name):
+    model = MODELS[name](**SMALL[name])
+    step, state, batch = jax.jit(model.step), model.create_state(), model.create_batch()
+    losses = []
+    for _ in range(5):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0]
+
+
+def plans_of(name: str) -> list[HandPlan]:
+    """The variants of each kind on one mesh, and the one with three axes."""
+    plans = hand_plans(MODELS[name](**SMALL[name]))
+    return [plan for plan in plans if sorted(plan.mesh.values()) in ([2, 4], [8], [2, 2, 2])][
+        :: 1 if name == "mlp" else 4
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"), [(name, plan) for name in ("mlp", "moe") for plan in plans_of(name)], ids=str
+)
+def test_step_by_hand_equals_plain_step(name, plan):
+    model = MODELS[name](**SMALL[name])
+    compiled = compile_by_hand(model, plan, jax.devices()[:8])
+    expected, metrics = jax.jit(model.step)(model.create_state(), model.create_batch())
+    arguments = jax.device_put((model.create_state(), model.create_batch()), compiled.input_shardings[0])
+    state, found = compiled(*arguments)
+    np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=1e-5)
+    # Adam divides by the gradient's size: of a gradient that is all rounding, the update is too.
+    for ours, theirs in zip(jax.tree.leaves(state[1]), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-6)
+
+
+def compiled_mlp(name: str):
+    model = MODELS["mlp"](**SMALL["mlp"])
+    (plan,) = [plan for plan in hand_plans(model) if str(plan) == name]
+    return model, compile_by_hand(model, plan, jax.devices()[:8])
+
+
+def test_data_parallel_sends_every_gradient_once_around():
+    model, compiled = compiled_mlp("data parallel data=8")
+    loss = 4
+    sent = wire_bytes_by_kind(compiled_collectives(compiled.as_text()))
+    assert sent == {"all-reduce": 2 * 7 / 8 * (4 * model.num_parameters + loss)}
+
+
+def test_zero_keeps_less_the_higher_its_stage():
+    names = ("data parallel data=8", "ZeRO-1 data=8", "FSDP data=8")
+    arguments = [compiled_mlp(name)[1].memory_analysis().argument_size_in_bytes for name in names]
+    peaks = [peak_bytes(compiled_mlp(name)[1]) for name in names]
+    assert arguments == sorted(arguments, reverse=True) and peaks == sorted(peaks, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh", "fits"),
+    [
+        ({"data": 8}, (8,), True),
+        ({"data": 8}, (2, 4), True),
+        ({"data": 4, "model": 2}, (8,), False),
+        ({"data": 4, "model": 2}, (2, 4), True),
+        ({"data": 4, "model": 2}, (2, 2, 2), True),
+        ({"data": 2, "expert": 2, "model": 2}, (2, 4), False),
+        ({"data": 1, "model": 8}, (4, 2), True),
+    ],
+)
+def test_plan_fits_a_mesh_whose_axes_can_be_taken_for_its_own(sizes, mesh, fits):
+    assert HandPlan(name="any", mesh=sizes, params={}, activations={}).fits(mesh) is fits
+
+
+def test_work_counts_every_turn_of_a_loop():
+    def run(x, w):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=5)[0]
+
+    x, w = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    work = work_of(jax.jit(run).lower(x, w).compile().as_text())
+    assert work.flops == 5 * 2 * 8 * 16 * 16
+    assert work.memory_bytes > 5 * 4 * (16 * 16 + 2 * 8 * 16)
+
+
+def test_work_counts_of_a_stacked_array_the_slice_that_a_turn_reads():
+    def run(xs):
+        return jax.lax.scan(lambda total, x: (total + x, total), jnp.zeros(1024), xs)
+
+    whole = 4 * 1024 * 1024
+    work = work_of(jax.jit(run).lower(jax.ShapeDtypeStruct((1024, 1024), jnp.float32)).compile().as_text())
+    assert work.memory_bytes < 10 * whole
+
+
+def test_work_of_straight_code_is_what_xla_counts():
+    def run(x, w):
+        return jnp.tanh(x @ w) @ w
+
+    x, w = jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    compiled = jax.jit(run).lower(x, w).compile()
+    assert work_of(compiled.as_text()) == Work(
+        flops=2 * 2 * 64 * 32 * 32, memory_bytes=compiled.cost_analysis()["bytes accessed"]
+    )
+
+
+def test_convolution_counts_every_pixel_of_its_result():
+    def run(x, k):
+        return jax.lax.conv_general_dilated(x, k, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    x, k = jax.ShapeDtypeStruct((2, 10, 10, 4), jnp.float32), jax.ShapeDtypeStruct((3, 3, 4, 8), jnp.float32)
+    assert work_of(jax.jit(run).lower(x, k).compile().as_text()).flops == 2 * (2 * 8 * 8 * 8) * (3 * 3 * 4)
+
+
+def test_measured_ratio_is_to_the_fastest_plan_by_hand_round_by_round():
+    times = {"slow": [4.0, 4.0, 4.0], "fast": [1.0, 2.0, 3.0], "autopar": [2.0, 2.0, 3.0]}
+    assert ratio_to_fastest(times)[0] == 1.0
+    assert np.isnan(ratio_to_fastest({})[0])
