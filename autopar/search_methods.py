@@ -19,7 +19,7 @@ from autopar.checks import BATCH_STATISTICS, RANDOM, SCHEDULES, check_choice, ch
 from autopar.errors import InvalidArgument, Unsupported
 
 MEMORY_LEVELS = {"off": math.inf, "adaptive": 0.9, "slight": 0.75, "moderate": 0.6, "heavy": 0.4}
-"""The share of a device's memory that a plan may use; "off" does not look at it. A tenth is for what is not modelled."""
+"""The share of a device's memory that a plan may use, a tenth being left to what is not modelled; "off": no limit."""
 
 _USUAL_AXES = ("data", "model", "expert")
 

@@ -64,10 +64,10 @@ def bind_equation(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | N
     bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     around = jax.sharding.get_abstract_mesh()
-    with source_info_util.user_context(_traceback_of(eqn), name_stack=name_stack), eqn.ctx.manager:
-        # Inside of a shard_map its mesh counts, not the one that the equation was first traced under.
-        with nullcontext() if around.empty else jax.sharding.use_abstract_mesh(around):
-            out = eqn.primitive.bind(*args, **bind_params)
+    # Inside of a shard_map its mesh counts, not the one that the equation was first traced under.
+    mesh = nullcontext() if around.empty else jax.sharding.use_abstract_mesh(around)
+    with source_info_util.user_context(_traceback_of(eqn), name_stack=name_stack), eqn.ctx.manager, mesh:
+        out = eqn.primitive.bind(*args, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
