@@ -235,11 +235,12 @@ class _Program:
     def _hand_over(self) -> None:
         """Let fused works write over what they read last."""
         made: dict[tuple[int, Hashable], list[Key]] = {}
+        for time, work in enumerate(self.works):
+            for key in work.results:
+                if work.writes_over and key in self.found and self.found[key].start == time:
+                    made.setdefault((time, self.extent[key]), []).append(key)
         for key, life in self.found.items():
-            if life.start < len(self.works) and life.allocated and self.works[life.start].writes_over:
-                made.setdefault((life.start, self.extent[key]), []).append(key)
-        for key, life in self.found.items():
-            last = life.stop - 1
-            if life.start < last and life.allocated and made.get((last, self.extent[key])):
-                made[last, self.extent[key]].pop()
-                life.stop = last
+            last = (life.stop - 1, self.extent[key])
+            if life.allocated and made.get(last) and key not in made[last]:
+                made[last].pop()
+                life.stop -= 1

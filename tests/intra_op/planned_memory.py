@@ -1,0 +1,35 @@
+"""Models whose activations and weights both matter, traced for the tests of the memory model."""
+
+import autopar
+from autopar.compiler.intra_op.figures import h100_figures
+from autopar.compiler.intra_op.layout import LogicalMesh
+from autopar.compiler.intra_op.local_program import local_block
+from autopar.compiler.intra_op.search import plan_intra_op
+from benchmarks.models.gpt import gpt
+from benchmarks.models.mlp import mlp
+
+_GPT = {"layers": 2, "width": 128, "heads": 4, "vocabulary": 512, "length": 128, "batch": 32}
+MODELS = {
+    "mlp": lambda: mlp(layers=6, width=256, hidden=1024, batch=1024),
+    "mlp_few_data": lambda: mlp(layers=4, width=256, hidden=1024, batch=16),
+    "gpt": lambda: gpt(**_GPT),
+    "gpt_scan": lambda: gpt(**_GPT, scan=True),
+    "gpt_scan_remat": lambda: gpt(**_GPT, scan=True, remat=True),
+}
+
+
+def traced(name: str):
+    model = MODELS[name]()
+    return autopar.parallelize(model.step).trace(model.abstract_state, model.abstract_batch).trace
+
+
+def state_inputs(trace) -> list[int]:
+    return sorted(set(dict(trace.state_outputs).values()))
+
+
+def planned(trace, shape: tuple[int, ...], **how):
+    """Mesh, plan, and the program of one device."""
+    mesh = LogicalMesh(shape=shape, axis_names=("data", "model")[: len(shape)])
+    figures = h100_figures(len(shape))
+    found = plan_intra_op(trace.jaxpr, mesh, figures, state_outputs=dict(trace.state_outputs), **how)
+    return mesh, found, local_block(trace.jaxpr.jaxpr, found.plan, mesh)
