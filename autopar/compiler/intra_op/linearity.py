@@ -23,7 +23,6 @@ _IN_FIRST = frozenset(
         "div",
         "dynamic_slice",
         "expand_dims",
-        "gather",
         "neg",
         "reduce_sum",
         "reduce_window_sum",
@@ -40,7 +39,8 @@ _IN_EITHER = frozenset({"mul", "dot_general", "conv_general_dilated"})
 
 def linear_operands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
     """The sets of operands that an equation is linear in; none if it is not linear, or sums in fewer bits."""
-    if not all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars if hasattr(v.aval, "dtype")):
+    types = [getattr(v.aval, "dtype", None) for v in eqn.outvars]
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in types if dtype is not None):
         return ()
     name = eqn.primitive.name
     if name in _IN_FIRST:
@@ -59,6 +59,9 @@ def _others(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
             # Rounding summands to fewer bits loses what rounding their sum keeps.
             source, target = (_bits(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
             return ((0,),) if 0 < source <= target else ()
+        case "gather":
+            # A sum of what fills the places outside would be another number, unless that is none.
+            return ((0,),) if eqn.params["fill_value"] in (None, 0) else ()
         case "concatenate":
             return (everything,)
         case "select_n":

@@ -27,7 +27,7 @@ def evaluate_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, 
     """The parts of the results; `args` are parts laid out as `strategy.operands` says."""
     with jc.under_scope_of(eqn):
         match eqn.primitive.name:
-            case "sharding_constraint" | "layout_constraint":
+            case "sharding_constraint" | "layout_constraint" | "reshard":
                 return [args[0]]
             case "iota":
                 return [_iota(eqn, strategy, mesh)]
@@ -84,11 +84,12 @@ def _result_shape(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> tu
 
 def _iota(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> Any:
     shape, dimension = _result_shape(eqn, strategy, mesh), eqn.params["dimension"]
-    counted = _lax.broadcasted_iota(eqn.params["dtype"], shape, dimension)
     axes = strategy.results[0].dims[dimension]
     if not axes:
-        return counted
-    return counted + _lax.convert_element_type(position(axes, mesh) * shape[dimension], eqn.params["dtype"])
+        return _lax.broadcasted_iota(eqn.params["dtype"], shape, dimension)
+    # Counted as integers: a number of few bits would be rounded before it is shifted.
+    counted = _lax.broadcasted_iota(_jnp.int32, shape, dimension) + position(axes, mesh) * shape[dimension]
+    return _lax.convert_element_type(counted, eqn.params["dtype"])
 
 
 def _random_bits(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: LogicalMesh) -> Any:

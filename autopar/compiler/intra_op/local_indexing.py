@@ -39,19 +39,20 @@ def gather_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, me
     aval: Any = eqn.invars[0].aval
     indexed = {d: p for p, d in enumerate(numbers.start_index_map) if dims[d] and eqn.params["slice_sizes"][d] == 1}
     sizes = tuple(
-        operand.shape[d] if dims[d] and size > 1 else size
-        for d, size in enumerate(eqn.params["slice_sizes"])
+        operand.shape[d] if dims[d] and size > 1 else size for d, size in enumerate(eqn.params["slice_sizes"])
     )
     if not indexed:
         return jc.bind_equation(eqn, args, dict(eqn.params, slice_sizes=sizes))[0]
-    mine: Any = True
-    outside: Any = False
+    indices = _wide(indices)
+    last = [aval.shape[d] - eqn.params["slice_sizes"][d] for d in numbers.start_index_map]
+    outside = _is_outside(indices, last)
+    fills = mode == _lax.GatherScatterMode.FILL_OR_DROP
+    if not fills:
+        # What is said to be inside is clipped all the same, as XLA does.
+        indices = _clipped(indices, last)
+    mine: Any = ~outside if fills else True
     for dimension, place in indexed.items():
-        wanted = indices[..., place].astype(_jnp.int32)
-        outside = outside | (wanted < 0) | (wanted >= aval.shape[dimension])
-        if mode == _lax.GatherScatterMode.CLIP:
-            wanted = _jnp.clip(wanted, 0, aval.shape[dimension] - 1)
-        own = wanted - position(dims[dimension], mesh) * operand.shape[dimension]
+        own = indices[..., place].astype(_jnp.int32) - position(dims[dimension], mesh) * operand.shape[dimension]
         mine = mine & (own >= 0) & (own < operand.shape[dimension])
         indices = indices.at[..., place].set(own.astype(indices.dtype))
     params = dict(eqn.params, slice_sizes=sizes, mode=_lax.GatherScatterMode.CLIP)
@@ -62,7 +63,7 @@ def gather_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, me
         return _lax.broadcast_in_dim(mask, gathered.shape, batch)
 
     result = _jnp.where(along_rows(mine), gathered, _jnp.zeros((), gathered.dtype))
-    if mode == _lax.GatherScatterMode.FILL_OR_DROP:
+    if fills:
         axes = tuple(axis for dimension in indexed for axis in dims[dimension])
         first = position(axes, mesh) == 0
         result = _jnp.where(along_rows(outside & first), _fill_value(eqn, gathered.dtype), result)
@@ -78,16 +79,17 @@ def scatter_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, m
     windows = _window_dimensions(numbers, len(dims))
     indexed = {d: p for p, d in enumerate(numbers.scatter_dims_to_operand_dims) if dims[d] and d not in windows}
     params = dict(eqn.params)
+    indices = _wide(indices)
+    if indexed and params["mode"] == _lax.GatherScatterMode.CLIP:
+        sizes = _window_sizes(eqn, len(dims))
+        indices = _clipped(indices, [aval.shape[d] - sizes[d] for d in numbers.scatter_dims_to_operand_dims])
     for dimension, place in indexed.items():
-        wanted = indices[..., place].astype(_jnp.int32)
-        if params["mode"] == _lax.GatherScatterMode.CLIP:
-            wanted = _jnp.clip(wanted, 0, aval.shape[dimension] - 1)
-        own = wanted - position(dims[dimension], mesh) * operand.shape[dimension]
+        own = indices[..., place].astype(_jnp.int32) - position(dims[dimension], mesh) * operand.shape[dimension]
         # Negative indices are out of range here, not counted from the end.
         own = _jnp.where((own >= 0) & (own < operand.shape[dimension]), own, operand.shape[dimension])
         indices = indices.at[..., place].set(own.astype(indices.dtype))
     if indexed:
-        params["mode"] = _lax.GatherScatterMode.FILL_OR_DROP
+        params |= {"mode": _lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
     summed = [axis for axis in strategy.results[0].partial if axis not in strategy.operands[0].partial]
     if summed:
         first = position(tuple(summed), mesh) == 0
@@ -95,10 +97,35 @@ def scatter_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, m
     return jc.bind_equation(eqn, (operand, indices, updates), params)[0]
 
 
-def _window_dimensions(numbers: Any, rank: int) -> set[int]:
+def _window_dimensions(numbers: Any, rank: int) -> list[int]:
     """The operand's dimensions that an update covers as a window."""
     inserted = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    return set(range(rank)) - inserted
+    return [d for d in range(rank) if d not in inserted]
+
+
+def _window_sizes(eqn: jc.JaxprEqn, rank: int) -> list[int]:
+    """How much of each dimension of the whole operand one update covers."""
+    numbers: Any = eqn.params["dimension_numbers"]
+    aval: Any = eqn.invars[2].aval
+    named = dict(zip(_window_dimensions(numbers, rank), numbers.update_window_dims, strict=True))
+    return [aval.shape[named[d]] if d in named else 1 for d in range(rank)]
+
+
+def _wide(indices: Any) -> Any:
+    """Indices in which any place of an array can be written, and the one behind its end."""
+    return indices.astype(_jnp.int32) if indices.dtype.itemsize < 4 else indices
+
+
+def _is_outside(indices: Any, last: Sequence[int]) -> Any:
+    """Whether an index starts before the array, or after the last place where its slice is inside."""
+    outside: Any = False
+    for place, greatest in enumerate(last):
+        outside = outside | (indices[..., place] < 0) | (indices[..., place] > greatest)
+    return outside
+
+
+def _clipped(indices: Any, last: Sequence[int]) -> Any:
+    return _jnp.stack([_jnp.clip(indices[..., place], 0, greatest) for place, greatest in enumerate(last)], -1)
 
 
 def _fill_value(eqn: jc.JaxprEqn, dtype: Any) -> Any:
