@@ -7,11 +7,11 @@ from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.search import plan_intra_op
 from benchmarks.models.gpt import gpt
 from benchmarks.models.mlp import mlp
+from benchmarks.models.model import Model
 
 _GPT = {"layers": 2, "width": 128, "heads": 4, "vocabulary": 512, "length": 128, "batch": 32}
 MODELS = {
     "mlp": lambda: mlp(layers=6, width=256, hidden=1024, batch=1024),
-    "mlp_few_data": lambda: mlp(layers=4, width=256, hidden=1024, batch=16),
     "gpt": lambda: gpt(**_GPT),
     "gpt_scan": lambda: gpt(**_GPT, scan=True),
     "gpt_scan_remat": lambda: gpt(**_GPT, scan=True, remat=True),
@@ -19,7 +19,10 @@ MODELS = {
 
 
 def traced(name: str):
-    model = MODELS[name]()
+    return traced_model(MODELS[name]())
+
+
+def traced_model(model: Model):
     return autopar.parallelize(model.step).trace(model.abstract_state, model.abstract_batch).trace
 
 

@@ -12,7 +12,8 @@ from autopar.compiler.intra_op.local_program import Value
 from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.memory_rows import memory_rows, modelled_bytes
-from tests.intra_op.planned_memory import MODELS, planned, state_inputs, traced
+from benchmarks.models.mlp import mlp
+from tests.intra_op.planned_memory import MODELS, planned, state_inputs, traced, traced_model
 
 # Kernels are fused and ordered by rules of the compiler's that change with its releases.
 TOLERANCE = 0.2
@@ -41,7 +42,7 @@ def test_modelled_memory_is_near_the_compiled_one(name):
 
 
 def test_state_that_is_not_donated_is_there_twice():
-    trace = traced("mlp_few_data")
+    trace = traced_model(mlp(layers=4, width=256, hidden=1024, batch=16))
     donated = state_inputs(trace)
     mesh, _, block = planned(trace, (2, 4))
     kept, given = peak_memory(block, mesh), peak_memory(block, mesh, donated)
