@@ -125,6 +125,39 @@ def test_sharding_constraints_of_the_user_are_obeyed_unless_dropped():
     assert obeyed.sharding.step_time_s > dropped.sharding.step_time_s
 
 
+def test_shardings_of_a_jitted_step_are_obeyed():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    (state, batch), model = arguments(), NamedSharding(mesh, P("model"))
+    jitted = jax.jit(
+        lambda params, batch: jax.tree.map(lambda p, g: p - g, params, jax.grad(loss_of)(params, batch)),
+        in_shardings=({"layers": None, "head": model}, None),
+    )
+    step = autopar.parallelize(jitted, method=autopar.Auto(mesh_shape=(2, 4)))
+    plan = step.trace(state[0], batch).plan().plan
+    assert plan.verify(step, (state[0], batch))
+    assert {spec for name, spec in plan.input_specs.items() if "head" in name} == {P("model")}
+
+
+def test_types_of_explicit_meshes_are_obeyed():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+    def explicit_step(weights, x):
+        def loss(weights):
+            rows = jax.sharding.reshard(x, P("data"))
+            columns = jax.sharding.reshard(weights, P(None, "model"))
+            return jnp.mean(jnp.tanh(rows @ columns) ** 2)
+
+        return weights - jax.grad(loss)(weights)
+
+    with jax.set_mesh(mesh):
+        step = autopar.parallelize(explicit_step, method=autopar.Auto(mesh_shape=(2, 4)))
+        args = (jnp.ones((WIDTH, HIDDEN)) / WIDTH, jnp.ones((ROWS, WIDTH)))
+        planned = step.trace(*args).plan()
+        lines = planned.plan.sharding.layouts["lines"]
+        assert any(line.endswith("-> data,model") for line in lines), lines
+        assert planned.verify(*args)
+
+
 WRONG = {
     "mesh": (autopar.Auto(mesh_shape=(3, 2)), "needs 6 devices, there are 8"),
     "pin of nothing": (autopar.Auto(mesh_shape=(8,), pins={"nobody": P()}), "'nobody' matches no input"),

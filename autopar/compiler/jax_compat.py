@@ -22,6 +22,7 @@ from jax.core import Tracer
 from jax.extend import random as jex_random
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 __all__ = [
     "ClosedJaxpr",
@@ -109,6 +110,28 @@ def describe(eqn: JaxprEqn) -> str:
     """An equation in an error message: primitive, result, and the user's line."""
     results = ", ".join(v.aval.str_short() for v in eqn.outvars)
     return f"`{eqn.primitive.name}` -> {results} at {source_line(eqn)}"
+
+
+def explicit_spec(v: Any) -> PartitionSpec | None:
+    """The spec in a value's type, where the user's mesh has Explicit axes; None otherwise.
+
+    A type's sharding is not documented as part of an abstract value, so only this file looks at it.
+    """
+    sharding = getattr(v.aval, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None or mesh.empty or AxisType.Explicit not in mesh.axis_types:
+        return None
+    return getattr(sharding, "spec", None)
+
+
+def jit_shardings(eqn: JaxprEqn) -> tuple[list[NamedSharding | None], list[NamedSharding | None]]:
+    """The shardings that a call of `jax.jit` asks for, by operand and by result; None where it leaves them open."""
+
+    def named(key: str, count: int) -> list[NamedSharding | None]:
+        given = eqn.params.get(key) or (None,) * count
+        return [s if isinstance(s, NamedSharding) else None for s in given]
+
+    return named("in_shardings", len(eqn.invars)), named("out_shardings", len(eqn.outvars))
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, tuple[Any, ...]]:

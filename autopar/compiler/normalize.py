@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from autopar.compiler import jax_compat as jc
 
 # The parameter that holds the called function, by primitive name.
@@ -25,6 +27,9 @@ _CALLS = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_lin": "call_jaxpr",
 }
+
+# The scopes of constraints that were arguments of `jax.jit`.
+IN_SHARDINGS, OUT_SHARDINGS = "in_shardings", "out_shardings"
 
 
 def normalize(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
@@ -51,12 +56,23 @@ def _evaluate_inlined(jaxpr: jc.Jaxpr, consts: Sequence[Any], args: Sequence[Any
         values = [read(atom) for atom in eqn.invars]
         if eqn.primitive.name in _CALLS:
             body, body_consts = jc.open_jaxpr(eqn.params[_CALLS[eqn.primitive.name]])
+            asked_in, asked_out = jc.jit_shardings(eqn)
             with jc.under_scope_of(eqn):
-                results = _evaluate_inlined(body, body_consts, values)
+                values = _constrained(values, asked_in, IN_SHARDINGS)
+                results = _constrained(_evaluate_inlined(body, body_consts, values), asked_out, OUT_SHARDINGS)
         else:
             results = jc.bind_equation(eqn, values, _with_inlined_bodies(eqn))
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _constrained(values: Sequence[Any], shardings: Sequence[Any], scope: str) -> list[Any]:
+    """What a user's `jax.jit(..., in_shardings=, out_shardings=)` asks for, said as constraints inside of the step."""
+    with jax.named_scope(scope):
+        return [
+            value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)
+            for value, sharding in zip(values, shardings, strict=True)
+        ]
 
 
 def _with_inlined_bodies(eqn: jc.JaxprEqn) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, fits, from_spec
 from autopar.compiler.intra_op.search import Wishes
 from autopar.compiler.intra_op.strategies import Strategy
+from autopar.compiler.normalize import IN_SHARDINGS, OUT_SHARDINGS
 from autopar.compiler.parallelism_kinds import kind_wishes
 from autopar.compiler.trace import Leaf, Trace
 from autopar.errors import InvalidArgument
@@ -38,8 +39,10 @@ def wishes_of(trace: Trace, closed: jc.ClosedJaxpr, method: SearchMethod, mesh: 
     pinned = {i: (layout,) for i, layout in pinned_inputs(trace, method.pins, mesh).items()}
     if method.ignore_user_shardings:
         return Wishes(inputs=pinned)
+    given, asked = _jit_layouts(closed, mesh)
     return Wishes(
-        inputs=pinned,
+        inputs=given | pinned,
+        results=asked,
         restrict=lambda eqn, every: _constrained(eqn, every, mesh),
         restricted_as=_constraint_of,
     )
@@ -96,9 +99,31 @@ def _layout_of(what: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: Log
     return layout
 
 
+def _jit_layouts(
+    closed: jc.ClosedJaxpr, mesh: LogicalMesh
+) -> tuple[dict[int, tuple[Layout, ...]], dict[int, tuple[Layout, ...]]]:
+    """The layouts of inputs and results, by number, that `jax.jit` was given for the step itself."""
+    jaxpr, _ = jc.open_jaxpr(closed)
+    inputs: dict[int, tuple[Layout, ...]] = {}
+    results: dict[int, tuple[Layout, ...]] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in _CONSTRAINTS:
+            continue
+        layout = (_asked_layout(eqn, _wanted_spec(eqn), eqn.outvars[0], mesh),)
+        scope = jc.scope_of(eqn).rpartition("/")[2]
+        inputs.update({i: layout for i, v in enumerate(jaxpr.invars) if scope == IN_SHARDINGS and v is eqn.invars[0]})
+        results.update(
+            {i: layout for i, v in enumerate(jaxpr.outvars) if scope == OUT_SHARDINGS and v is eqn.outvars[0]}
+        )
+    return inputs, results
+
+
 def _constraint_of(eqn: jc.JaxprEqn) -> Hashable:
-    """What a sharding constraint asks for; None for every other equation."""
-    return str(_wanted_spec(eqn)) if eqn.primitive.name in _CONSTRAINTS else None
+    """What the user asks for here: by a sharding constraint, or by the types of a mesh with Explicit axes."""
+    if eqn.primitive.name in _CONSTRAINTS:
+        return str(_wanted_spec(eqn))
+    typed = tuple(jc.explicit_spec(v) for v in eqn.outvars)
+    return None if all(spec is None for spec in typed) else str(typed)
 
 
 def _wanted_spec(eqn: jc.JaxprEqn) -> PartitionSpec:
@@ -112,9 +137,21 @@ def _wanted_spec(eqn: jc.JaxprEqn) -> PartitionSpec:
 
 
 def _constrained(eqn: jc.JaxprEqn, every: tuple[Strategy, ...], mesh: LogicalMesh) -> tuple[Strategy, ...]:
-    if eqn.primitive.name not in _CONSTRAINTS:
+    if eqn.primitive.name in _CONSTRAINTS:
+        layout = _asked_layout(eqn, _wanted_spec(eqn), eqn.outvars[0], mesh)
+        return (Strategy((layout,), (layout,)),)
+    typed = [jc.explicit_spec(v) for v in eqn.outvars]
+    wanted = [
+        None if spec is None else _asked_layout(eqn, spec, v, mesh) for spec, v in zip(typed, eqn.outvars, strict=True)
+    ]
+    if all(layout is None for layout in wanted):
         return every
-    spec, aval = _wanted_spec(eqn), eqn.outvars[0].aval
+    kept = tuple(s for s in every if all(w is None or r.dims == w.dims for r, w in zip(s.results, wanted, strict=True)))
+    # Where no rule of ours splits so, the next constraint still holds.
+    return kept or every
+
+
+def _asked_layout(eqn: jc.JaxprEqn, spec: PartitionSpec, v: Any, mesh: LogicalMesh) -> Layout:
     named = [name for entry in spec if entry is not None for name in ((entry,) if isinstance(entry, str) else entry)]
     missing = [name for name in named if name not in mesh.axis_names]
     if missing:
@@ -122,6 +159,5 @@ def _constrained(eqn: jc.JaxprEqn, every: tuple[Strategy, ...], mesh: LogicalMes
             f"The sharding constraint {jc.describe(eqn)} names the mesh axis {missing[0]!r}; the planned mesh has "
             f"{list(mesh.axis_names)}. Name them alike with axis_names=, or use ignore_user_shardings=True."
         )
-    shape: tuple[int, ...] = tuple(getattr(aval, "shape", ()))
-    layout = _layout_of(f"The sharding constraint {jc.describe(eqn)}", spec, shape, mesh)
-    return (Strategy((layout,), (layout,)),)
+    shape: tuple[int, ...] = tuple(getattr(v.aval, "shape", ()))
+    return _layout_of(f"The sharding constraint {jc.describe(eqn)}", spec, shape, mesh)

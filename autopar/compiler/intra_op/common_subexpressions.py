@@ -12,6 +12,9 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.free_values import NESTED
 from autopar.compiler.intra_op.sharding_rules import equation_key
 
+_WISHES = frozenset({"sharding_constraint", "layout_constraint", "reshard"})
+"""Two of them on one value may ask for different things."""
+
 
 def merge_common_subexpressions(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
     """The same program without the second of two equal equations."""
@@ -48,7 +51,7 @@ def _first_equals(jaxpr: jc.Jaxpr) -> list[int]:
 
 def _key(eqn: jc.JaxprEqn, numbers: dict[Any, Hashable]) -> Hashable | None:
     """What an equation computes; None for what must not be merged."""
-    if eqn.effects or eqn.primitive.name in NESTED or any(True for _ in jc.subjaxprs(eqn)):
+    if eqn.effects or eqn.primitive.name in NESTED | _WISHES or any(True for _ in jc.subjaxprs(eqn)):
         return None
     operands = tuple(_token(a) if isinstance(a, jc.Literal) else numbers[a] for a in eqn.invars)
     return (equation_key(eqn), operands)

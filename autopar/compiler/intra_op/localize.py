@@ -41,7 +41,9 @@ def localize(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh) -> jc
         out_specs=[to_spec(v.layout, mesh) for v in block.outputs if isinstance(v, Value)],
         check_vma=False,  # which results are equal on which devices is the plan's to know
     )
-    return jc.trace(run, [value.variable.aval for value in block.inputs])
+    # The user's own mesh, if one is set, has said what it had to say when the step was traced.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return jc.trace(run, [value.variable.aval for value in block.inputs])
 
 
 @dataclass(kw_only=True, eq=False)
