@@ -45,10 +45,14 @@ class MeshFigures:
     """Bytes/s that one device sends along each mesh axis."""
     fused: float = 0.35
     """Share of the bytes of elementwise equations that reach memory: XLA fuses the rest away."""
+    combined_latency: float = 1.0
+    """Share of its latency that a collective costs which the compiler combines with many others."""
+    combines: tuple[str, ...] = ("all-reduce", "all-gather", "reduce-scatter")
+    """The kinds that it combines."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no machine has."""
-        for field in dataclasses.fields(self)[1:]:
+        for field in dataclasses.fields(self)[1:-1]:
             value = getattr(self, field.name)
             for number in value if isinstance(value, tuple) else (value,):
                 allows_zero = field.name in ("latency_s", "fused")
@@ -63,7 +67,8 @@ class MeshFigures:
         axes = tuple(axes)
         if mesh.size(axes) == 1:
             return 0.0
-        latency = max(self.latency_s[a] for a in axes) * PASSES[kind]
+        share = self.combined_latency if kind in self.combines else 1.0
+        latency = max(self.latency_s[a] for a in axes) * PASSES[kind] * share
         return latency + wire_bytes(kind, mesh.size(axes), nbytes) / min(self.bandwidth[a] for a in axes)
 
 
@@ -82,6 +87,7 @@ def cpu_figures(num_axes: int) -> MeshFigures:
         memory_bytes=2 * 2**30,
         latency_s=(3e-4,) * num_axes,
         bandwidth=(1e9,) * num_axes,
+        combines=("all-reduce",),
     )
 
 

@@ -106,7 +106,7 @@ def plan_intra_op(
 
 
 def _with_shared_latency(figures: MeshFigures) -> MeshFigures:
-    return dataclasses.replace(figures, latency_s=tuple(_SHARE_OF_LATENCY * t for t in figures.latency_s))
+    return dataclasses.replace(figures, combined_latency=_SHARE_OF_LATENCY)
 
 
 def _layouts(aval: Any, mesh: LogicalMesh) -> tuple[Layout, ...] | None:
