@@ -17,6 +17,11 @@ from tests.intra_op.planned_memory import MODELS, planned, state_inputs, traced,
 
 # Kernels are fused and ordered by rules of the compiler's that change with its releases.
 TOLERANCE = 0.2
+_KEEPS_MORE = pytest.mark.xfail(
+    jax.__version_info__ >= (0, 12),
+    reason="the CPU compiler of JAX 0.12 keeps a quarter more activations of layers in line than modelled",
+    strict=True,
+)
 
 
 def compiled_bytes(trace, block, mesh, donated):
@@ -32,7 +37,7 @@ def compiled_bytes(trace, block, mesh, donated):
     return sizes.temp_size_in_bytes + sizes.argument_size_in_bytes + results
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_KEEPS_MORE) if name == "gpt" else name for name in MODELS])
 def test_modelled_memory_is_near_the_compiled_one(name):
     trace = traced(name)
     donated = state_inputs(trace)
