@@ -23,12 +23,6 @@ def test_what_was_kept_is_not_made_again(tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["key.json"]
 
 
-def test_directory_is_that_of_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
-    cached("key", None, lambda: OPTIMUM)
-    assert (tmp_path / "key.json").exists()
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"states": [0]}', '{"states": 1, "value": "x"}', "\xff"])
 def test_unreadable_file_is_made_again(tmp_path, text):
     (tmp_path / "key.json").write_bytes(text.encode("latin-1"))

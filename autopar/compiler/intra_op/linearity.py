@@ -19,13 +19,9 @@ _IN_FIRST = frozenset(
         "broadcast_in_dim",
         "copy",
         "copy_p",
-        "cumsum",
-        "div",
         "dynamic_slice",
         "expand_dims",
         "neg",
-        "reduce_sum",
-        "reduce_window_sum",
         "reshape",
         "rev",
         "slice",
@@ -33,6 +29,9 @@ _IN_FIRST = frozenset(
         "transpose",
     }
 )
+_ARITHMETIC_IN_FIRST = frozenset({"cumsum", "div", "reduce_sum", "reduce_window_sum"})
+# Arithmetic on summands rounds each of them: in 16 bits that would be seen in the sum.
+_LEAST_BYTES = 4
 _IN_BOTH = frozenset({"add", "add_any", "sub"})
 _IN_EITHER = frozenset({"mul", "dot_general", "conv_general_dilated"})
 
@@ -44,6 +43,10 @@ def linear_operands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
         return ()
     name = eqn.primitive.name
     if name in _IN_FIRST:
+        return ((0,),)
+    if any(dtype.itemsize < _LEAST_BYTES for dtype in types if dtype is not None):
+        return ()
+    if name in _ARITHMETIC_IN_FIRST:
         return ((0,),)
     if name in _IN_BOTH:
         return ((0, 1),)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from autopar.compiler import jax_compat as jc
@@ -24,6 +25,7 @@ from autopar.compiler.intra_op.memory_budget import MemorySearch, solve_within_m
 from autopar.compiler.intra_op.nested import enter
 from autopar.compiler.intra_op.rule import Rule
 from autopar.compiler.intra_op.sharding_rules import equation_key, sharding_rules
+from autopar.compiler.intra_op.solution_cache import cached, problem_fingerprint
 from autopar.compiler.intra_op.strategies import Strategy
 
 # Latency of a collective of the update: XLA combines many into one.
@@ -64,12 +66,13 @@ def plan_intra_op(
     memory_budget: float | None = None,
     donated: Collection[int] = (),
     time_limit_s: float = 60.0,
+    cache_directory: Path | None = None,
 ) -> IntraOpPlan:
     """The best layouts of a program's values. `state_outputs` maps results to the inputs that they replace.
 
     Where the inputs have names, the layers of a program of at least `fold_from` equations are planned as one.
     `memory_budget` are bytes that a device may use, the inputs `donated` being overwritten; raises `MemoryTooSmall` if
-    no plan is found that fits.
+    no plan is found that fits. Optima are kept in `cache_directory`, if one is given.
     """
     wishes = Wishes() if wishes is None else wishes
     jaxpr, _ = jc.open_jaxpr(closed)
@@ -97,11 +100,19 @@ def plan_intra_op(
         classes=folded.classes,
         alike_inputs=folded.alike_inputs,
     )
-    if memory_budget is None:
-        optimum = solve(table.problem(), time_limit_s=time_limit_s)
-    else:
+    problem = table.problem()
+
+    def best() -> Optimum:
+        if memory_budget is None:
+            return solve(problem, time_limit_s=time_limit_s)
         search = MemorySearch(choices=choices, table=table, budget_bytes=memory_budget, donated=donated)
-        optimum = solve_within_memory(search, time_limit_s=time_limit_s)
+        return solve_within_memory(search, time_limit_s=time_limit_s)
+
+    if cache_directory is None:
+        optimum = best()
+    else:
+        more = (str(memory_budget), str(sorted(donated)), str(time_limit_s))
+        optimum = cached(problem_fingerprint(problem, *more), cache_directory, best)
     return IntraOpPlan(plan=planned(choices, optimum.states), optimum=optimum, choices=choices, table=table)
 
 

@@ -19,14 +19,12 @@ FORMAT = 1
 """Changes whenever what is kept, or what an optimum is, changes."""
 
 
-def cached(key: str, directory: Path | None, make: Callable[[], Optimum]) -> Optimum:
-    """The optimum kept under `key`, else the one that `make` returns, which is then kept.
+def cached(key: str, directory: Path, make: Callable[[], Optimum]) -> Optimum:
+    """The optimum kept in `directory` under `key`, else the one that `make` returns, which is then kept.
 
-    In `directory`; by default in $AUTOPAR_CACHE_DIR, or else ~/.cache/autopar. A file that cannot be read is made
-    again, and a directory that cannot be written to is left alone.
+    A file that cannot be read is made again, and a directory that cannot be written to is left alone.
     """
-    folder = directory or Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar")
-    path = folder / f"{key}.json"
+    path = directory / f"{key}.json"
     kept = _read(path)
     if kept is None:
         kept = make()
