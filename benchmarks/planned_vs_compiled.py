@@ -1,0 +1,285 @@
+"""Check that compilers make of a plan what was planned: the bytes of every kind of collective, and the numbers.
+
+    python -m benchmarks.planned_vs_compiled --json planned_vs_compiled.json
+    python -m benchmarks.planned_vs_compiled --models gpt moe --meshes 2x4 8x8 --compilers cpu h100:64
+
+The CPU compiler compiles for eight devices of this machine, where one step is also taken and held against plain
+`jax.jit`; "h100:8" and "h100:64" compile ahead of time for GPUs that are not here (needs autopar[gpu-aot]), models of
+`benchmarks.models.LARGE` sizes. `Auto` is tried on every mesh, the methods that restrict it on one mesh of two axes.
+Every model, mesh and compiler has a process of its own, so that memory stays small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import autopar
+from autopar.compiler.gpu_aot import gpu_devices
+from autopar.compiler.verify_plan import TOLERANCE
+from autopar.options import Method
+from autopar.verification_report import VerificationReport
+from benchmarks.models import LARGE, MODELS
+from benchmarks.models.model import Model
+from benchmarks.overhead import describe_machine
+
+COMPILERS = ("cpu", "h100:8", "h100:64")
+MESHES = {8: ("8", "2x4", "4x2", "2x2x2"), 64: ("8x8", "4x4x4", "2x4x8")}
+RESTRICTED_ON = ("2x4", "8x8")
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in MODELS},
+    "gpt bfloat16": ("gpt", {"dtype": jnp.bfloat16}),
+    "gpt remat": ("gpt", {"remat": True}),
+    "gpt scan remat": ("gpt", {"remat": True, "scan": True, "dtype": jnp.bfloat16}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is planned by which method, and compiled by which compiler."""
+
+    model: str
+    mesh: str
+    method: str
+    compiler: str
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.mesh}, {self.method}, {self.compiler}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What came of a case. Bytes of one device and step."""
+
+    case: Case
+    kinds: tuple[dict[str, Any], ...]  # each a KindCheck, and whether it holds
+    holds: bool
+    merged_bytes: float  # of what was planned to be repeated, and was not
+    difference: float | None  # of the numbers from those of plain jax.jit, as a share of what is allowed
+    planned_peak_bytes: float
+    compiled_peak_bytes: float
+    plan_s: float
+    verify_s: float
+    message: str  # why there is no result
+
+    @property
+    def planned_bytes(self) -> float:
+        return sum(kind["planned_bytes"] for kind in self.kinds)
+
+    @property
+    def compiled_bytes(self) -> float:
+        return sum(kind["compiled_bytes"] for kind in self.kinds)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--meshes", nargs="+", metavar="2x4", help="those of each compiler's number of devices")
+    parser.add_argument("--compilers", nargs="+", choices=COMPILERS, default=list(COMPILERS))
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="only these, like Auto or ZeRO-3")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every process")
+    parser.add_argument("--here", metavar="CASES", help="check these cases in this process, and print rows as JSON")
+    args = parser.parse_args(argv)
+    if args.here:
+        for entry in json.loads(args.here):
+            print(json.dumps(asdict(check(Case(**entry)))), flush=True)
+        return
+    groups = [
+        [case for case in group if args.methods is None or case.method in args.methods]
+        for group in case_groups(args.models, args.meshes, args.compilers)
+    ]
+    rows: list[Row] = []
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=sum(map(len, groups)))
+        for group in filter(None, groups):
+            progress.update(task, description=str(group[0]))
+            for row in check_apart(group):
+                rows.append(row)
+                progress.advance(task)
+                if row.message or not row.holds:
+                    progress.console.print(f"{row.case}: {row.message or 'DIFFERENT'}")
+            if args.json:
+                result = {"machine": describe_machine(), "tolerance": TOLERANCE, "rows": [asdict(row) for row in rows]}
+                args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print_table(rows)
+
+
+def case_groups(models: Sequence[str], meshes: Sequence[str] | None, compilers: Sequence[str]) -> Iterator[list[Case]]:
+    """The cases of each process."""
+    for compiler in compilers:
+        for model in models:
+            for mesh in MESHES[num_devices_of(compiler)]:
+                if meshes is None or mesh in meshes:
+                    methods = ["Auto", *(restricted_methods(model) if mesh in RESTRICTED_ON else ())]
+                    yield [Case(model=model, mesh=mesh, method=each, compiler=compiler) for each in methods]
+
+
+def restricted_methods(model: str) -> tuple[str, ...]:
+    expert = ("expert parallel",) if model.startswith("moe") else ()
+    loop = ("4 microbatches",) if model in ("mlp", "gpt", "gpt bfloat16", "vit") else ()
+    return ("ZeRO-1", "ZeRO-3", "tensor parallel", *expert, *loop)
+
+
+def method_of(case: Case) -> Method:
+    shape = tuple(map(int, case.mesh.split("x")))
+    match case.method:
+        case "Auto":
+            return autopar.Auto(mesh_shape=shape, memory="off")
+        case "4 microbatches":
+            return autopar.Auto(mesh_shape=shape, memory="off", num_microbatches=4)
+        case "tensor parallel":
+            return autopar.TensorParallel(mesh_shape=shape, memory="off")
+        case "expert parallel":
+            return autopar.ExpertParallel(mesh_shape=shape, memory="off")
+        case zero:
+            return autopar.Zero(mesh_shape=shape, memory="off", stage=int(zero.removeprefix("ZeRO-")))
+
+
+def model_of(case: Case) -> Model:
+    name, sizes = VARIANTS[case.model]
+    large = {} if case.compiler == "cpu" else dict(LARGE[name])
+    if case.compiler == "h100:64" and "batch" not in large:
+        large["batch"] = 64
+    return MODELS[name](**large | sizes)
+
+
+def num_devices_of(compiler: str) -> int:
+    return 8 if compiler == "cpu" else int(compiler.removeprefix("h100:"))
+
+
+def check_apart(group: Sequence[Case]) -> Iterator[Row]:
+    """Check cases in a process of their own; one that dies leaves a message instead of the rest of its rows."""
+    command = [sys.executable, "-m", "benchmarks.planned_vs_compiled", "--here", json.dumps(list(map(asdict, group)))]
+    left = list(group)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            entry = json.loads(line)
+            case = Case(**entry["case"])
+            left.remove(case)
+            yield Row(**entry | {"case": case})
+        last = (process.stderr.read().strip().splitlines() or ["no message"])[-1]
+    for case in left:
+        yield failed(case, f"the process ended with {process.returncode}: {last}", 0.0)
+
+
+def check(case: Case) -> Row:
+    """Plan, compile, and compare, in this process."""
+    model = model_of(case)
+    on_cpu = case.compiler == "cpu"
+    start = time.perf_counter()
+    try:
+        if not on_cpu:
+            gpu_devices("h100", num_devices_of(case.compiler))
+        step = autopar.parallelize(
+            model.step,
+            method=method_of(case),
+            donate_argnums=0,
+            cluster=None if on_cpu else autopar.Cluster(num_devices=num_devices_of(case.compiler), kind="h100"),
+        )
+        planned = step.trace(model.abstract_state, model.abstract_batch).plan()
+        planned_at = time.perf_counter()
+        arguments = (model.create_state(), model.create_batch()) if on_cpu else ()
+        report = planned.verify(*arguments, target=None if on_cpu else "h100")
+    except Exception as error:  # The other cases shall be checked.
+        return failed(case, f"{type(error).__name__}: {error}", time.perf_counter() - start)
+    verified_at = time.perf_counter()
+    jax.clear_caches()
+    return row_of(case, report, plan_s=planned_at - start, verify_s=verified_at - planned_at)
+
+
+def row_of(case: Case, report: VerificationReport, *, plan_s: float, verify_s: float) -> Row:
+    check, numbers = report.collectives, report.numbers
+    return Row(
+        case=case,
+        kinds=tuple(asdict(kind) | {"holds": kind.holds} for kind in check.kinds),
+        holds=bool(report),
+        merged_bytes=sum(max(kind.planned_bytes - kind.compiled_bytes, 0) for kind in check.kinds),
+        difference=None if numbers is None else numbers.difference / numbers.tolerance,
+        planned_peak_bytes=check.planned_peak_bytes,
+        compiled_peak_bytes=check.compiled_peak_bytes,
+        plan_s=plan_s,
+        verify_s=verify_s,
+        message="",
+    )
+
+
+def failed(case: Case, message: str, seconds: float) -> Row:
+    return Row(
+        case=case,
+        kinds=(),
+        holds=False,
+        merged_bytes=0.0,
+        difference=None,
+        planned_peak_bytes=0.0,
+        compiled_peak_bytes=0.0,
+        plan_s=seconds,
+        verify_s=0.0,
+        message=message,
+    )
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    console = Console()
+    table = Table(title="Collectives of one device and step, planned and as compiled")
+    names = ("model", "mesh", "method", "compiler", "kind")
+    for column in (*names, "planned MB", "compiled MB", "planned arrays", "compiled", "numbers", ""):
+        table.add_column(column, justify="left" if column in names else "right")
+    for row in rows:
+        case = row.case
+        cells = [case.model, case.mesh, case.method, case.compiler]
+        if row.message:
+            table.add_row(*cells, "", *[""] * 5, row.message)
+        numbers = "" if row.difference is None else f"{row.difference:.1e}"
+        for kind in row.kinds or ({},) * (not row.message):
+            table.add_row(*cells, *_cells(kind), numbers, _verdict(kind))
+            cells, numbers = [""] * 4, ""
+    console.print(table)
+    done = [row for row in rows if not row.message]
+    equal = [row for row in done if row.holds]
+    merged = [row for row in equal if row.merged_bytes > TOLERANCE * row.planned_bytes]
+    agree = [row for row in done if row.difference is not None and row.difference <= 1]
+    console.print(
+        f"{len(equal)} of {len(rows)} programs have the planned collectives, of these {len(merged)} with repeated ones "
+        f"merged; {len(done) - len(equal)} differ, {len(rows) - len(done)} could not be made. "
+        f"{len(agree)} of {sum(row.difference is not None for row in done)} that ran agree with jax.jit."
+    )
+
+
+def _cells(kind: dict[str, Any]) -> list[str]:
+    if not kind:
+        return ["none", "0", "0", "0", "0"]
+    megabytes = [f"{kind[f'{which}_bytes'] / 1e6:.6g}" for which in ("planned", "compiled")]
+    counts = [f"{kind[f'{which}_count']:g}" for which in ("planned", "compiled")]
+    return [kind["kind"], *megabytes, *counts]
+
+
+def _verdict(kind: dict[str, Any]) -> str:
+    if not kind:
+        return "equal"
+    if not kind["holds"]:
+        return "DIFFERENT"
+    return "repeated ones merged" if kind["compiled_bytes"] < kind["planned_bytes"] * (1 - TOLERANCE) else "equal"
+
+
+if __name__ == "__main__":
+    main()
