@@ -1,0 +1,77 @@
+"""Seconds of an equation: FLOPs of products, bytes of the rest, divided among the devices that share the work."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from autopar.compiler.intra_op.equation_costs import equation_s
+from autopar.compiler.intra_op.figures import MeshFigures
+from autopar.compiler.intra_op.sharding_rules import sharding_rules
+from autopar.compiler.intra_op.strategies import strategies
+from tests.intra_op.equations import bits, equation, keys, real, whole
+from tests.intra_op.planned_steps import LINE, figures
+
+PLAIN = dataclasses.replace(figures(LINE), matmul_flops=1e9, matmul_flops_16=4e9, memory_bandwidth=3e8, fused=0.5)
+BYTES = 4 * 64 * 64
+
+
+def seconds(case, chosen: MeshFigures = PLAIN):
+    """The seconds of every strategy of an equation."""
+    eqn, _ = equation(*case)
+    (rule,) = sharding_rules([eqn])
+    return [equation_s(eqn, strategy, LINE, chosen) for strategy in strategies(eqn, rule, LINE)]
+
+
+X = real(64, 64)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        pytest.param(("dot_general", jnp.matmul, (X, X)), 2 * 64**3 / 1e9, id="product, by its FLOPs"),
+        pytest.param(
+            ("dot_general", jnp.matmul, (X.astype(jnp.bfloat16),) * 2), 2 * 64**3 / 4e9, id="product in sixteen bits"
+        ),
+        pytest.param(("dot_general", jnp.matmul, (X, real(64))), (BYTES + 512) / 3e8, id="product, by its bytes"),
+        pytest.param(("add", jnp.add, (X, X)), 0.5 * 3 * BYTES / 3e8, id="the share of bytes that is not fused"),
+        pytest.param(("transpose", jnp.transpose, (X,)), 0.05 * BYTES / 3e8, id="moves, a little"),
+        pytest.param(("random_bits", bits(64, 64), (keys(),)), 64 * 64 * 100 * 16 / 1e9, id="random bits, their FLOPs"),
+        pytest.param(
+            ("gather", lambda w, i: w[i], (real(4096, 64), whole(8))),
+            0.5 * 4 * 8 * 64 * 4 / 3e8,
+            id="rows, not the table",
+        ),
+    ],
+)
+def test_seconds_on_one_device_are_those_of_the_roofline(case, expected):
+    assert seconds(case)[0] == pytest.approx(expected, rel=0.02)
+
+
+def test_work_that_is_shared_takes_an_eighth():
+    whole_s, *split = seconds(("dot_general", jnp.matmul, (real(512, 512), real(512, 512))))
+    assert split == pytest.approx([whole_s / 8] * 3)
+
+
+def test_a_maximum_over_a_split_dimension_pays_for_its_collective():
+    slow = dataclasses.replace(PLAIN, latency_s=(1.0,))
+    replicated_s, apart, together = seconds(("reduce_max", lambda x: x.max(1), (X,)), slow)
+    assert apart == pytest.approx(replicated_s / 8)
+    assert together > 2
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("sort", lambda x: lax.sort(x), (X,)),
+        ("tanh", jnp.tanh, (X,)),
+        ("scatter-add", lambda w, i, u: w.at[i].add(u), (X, whole(8), real(8, 64))),
+        ("iota", lambda: lax.iota(jnp.int32, 4096), ()),
+    ],
+    ids=lambda case: case[0],
+)
+def test_every_equation_takes_some_time_and_no_more_on_eight_devices(case):
+    whole_s, *split = seconds(case)
+    assert whole_s > 0
+    assert all(0 < each <= whole_s for each in split)
