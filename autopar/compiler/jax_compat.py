@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax._src import (
+    ad_checkpoint,  # the primitive of rematerialised regions is private
     effects,  # whether an effect is ordered is asked of its kind, and the kinds are private
     source_info_util,  # name stacks and user frames have no public reader
 )
@@ -377,3 +378,22 @@ def threefry_bits(key: Any, counter: Any, bit_width: int) -> Any:
     if bit_width == 64:
         return (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)
     return (high ^ low).astype(jnp.dtype(f"uint{bit_width}"))
+
+
+def common_scope(eqns: Sequence[JaxprEqn]) -> Any:
+    """A context in which newly traced equations carry the outer part of the name stack that all of `eqns` share."""
+    stacks = [eqn.source_info.name_stack.stack for eqn in eqns]
+    depth = 0
+    while all(len(stack) > depth and stack[depth] == stacks[0][depth] for stack in stacks):
+        depth += 1
+    name_stack = source_info_util.NameStack(stacks[0][:depth])
+    return source_info_util.user_context(_traceback_of(eqns[0]), name_stack=name_stack)
+
+
+def bind_recomputation(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:
+    """Call `function` in one equation that XLA keeps apart from equal work before it: a backward `jax.checkpoint`.
+
+    Only differentiation makes such an equation, and its primitive has no public name.
+    """
+    region, consts = consts_as_inputs(trace(function, [jax.typeof(x) for x in args]))
+    return ad_checkpoint.remat_p.bind(*consts, *args, jaxpr=region, prevent_cse=True, differentiated=True, policy=None)

@@ -38,7 +38,7 @@ from autopar.compiler.layer_axis import Bounds, Link, Rule, dtype_of, shape_of, 
 from autopar.compiler.layer_pieces import Pieces, filled, rows, whole
 from autopar.compiler.layer_rules import rule_of
 
-__all__ = ["Piece", "SplitLoops", "has_layer_loops", "split_layer_loops"]
+__all__ = ["Piece", "SplitLoops", "find_layer_loops", "has_layer_loops", "split_layer_loops"]
 
 # A difference of neighbouring rows carries a cut on from row to row: what would get more pieces stays whole.
 MOST_PIECES = 512
@@ -65,7 +65,7 @@ class SplitLoops:
 def has_layer_loops(closed: ClosedJaxpr, *, batch_inputs: Collection[int]) -> tuple[int, ...]:
     """The lengths of the loops over layers in order, without those of the backward pass; () if none."""
     jaxpr, _ = open_jaxpr(closed)
-    loops = (jaxpr.eqns[i] for i in _layer_loops(jaxpr, batch_inputs))
+    loops = (jaxpr.eqns[i] for i in find_layer_loops(jaxpr, batch_inputs))
     return tuple(loop_of(eqn).length for eqn in loops if ad_phase(eqn) != "backward")
 
 
@@ -106,7 +106,7 @@ def split_layer_loops(
 # Which loops, and where
 
 
-def _layer_loops(jaxpr: Jaxpr, batch_inputs: Collection[int]) -> list[int]:
+def find_layer_loops(jaxpr: Jaxpr, batch_inputs: Collection[int]) -> list[int]:
     """The equations that scan over floating-point values made from such inputs and not from the batch.
 
     Random keys are not floating-point, so a loop over time with a key per step is none.
@@ -172,7 +172,7 @@ def _find_cuts(jaxpr: Jaxpr, num_pieces: int, batch_inputs: Collection[int], sta
         length = size_of(tied[0])
         if length is not None and shape_of(tied[0]) == shape_of(tied[1]):
             axes[-1, result] = length, [Link(value=v) for v in tied if isinstance(v, Var)]
-    start = {(i, 0): _equal_parts(axes[i, 0][0], num_pieces) for i in _layer_loops(jaxpr, batch_inputs)}
+    start = {(i, 0): _equal_parts(axes[i, 0][0], num_pieces) for i in find_layer_loops(jaxpr, batch_inputs)}
     fixed = {jaxpr.invars[i] for i in batch_inputs}
     return _Cuts(points=_carry_cuts(axes, start, fixed), rules=rules)
 

@@ -1,0 +1,225 @@
+"""Say what a layer of a step computes again in the backward pass if it keeps nothing of its forward pass.
+
+    Trace, layers  ->  for each of them the equations of its region
+
+A region holds what computes a layer's residuals from its inputs, and the backward equations that read them. Backward
+equations belong to the lowest layer among their activations, so no region waits for one of a lower layer. What is not
+computed again:
+
+- what the layer above, or a backward equation outside of regions, has kept alive until then
+- what does not grow with the batch and yet depends on it: sums over the batch, which are small, and which a region
+  could not complete if the batch were split
+- layers that the user rematerialises stay as they are, and so do scans over layers: to keep less of one, put
+  `jax.checkpoint` around its body
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.costs import aval_bytes, equation_flops
+from autopar.compiler.layer_loops import find_layer_loops
+from autopar.compiler.model_layers import layer_cuts
+from autopar.compiler.placement import layer_order
+from autopar.compiler.regions import Region, find_regions
+from autopar.compiler.remat_regions import REMAT
+from autopar.compiler.trace import Trace
+from autopar.compiler.whole_batch import whole_batch
+
+_OUTSIDE = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputed:
+    """The region of one layer, by indices of equations."""
+
+    again: frozenset[int]
+    """Equations of the forward pass that run again."""
+    backward: frozenset[int]
+    """Equations of the backward pass that move into the region."""
+
+    @property
+    def equations(self) -> frozenset[int]:
+        """All of them; those that run again are also where they were."""
+        return self.again | self.backward
+
+
+class LayeredStep:
+    """A traced step, and what is known of its equations, by index."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.eqns = trace.jaxpr.jaxpr.eqns
+        self.regions = find_regions(whole_batch(trace.jaxpr, batch_inputs=trace.batch_inputs))
+        at = [i for i, kinds in enumerate(self.regions.kinds) if Region.ACCUMULATE not in kinds]
+        assert [self.regions.equations[i].primitive for i in at] == [eqn.primitive for eqn in self.eqns]
+        self.kinds = [self.regions.kinds[i] for i in at]
+        self.rounds = [self.regions.rounds[i] for i in at]
+        self.costly = [not self.regions.costly.isdisjoint(self.regions.equations[i].outvars) for i in at]
+        index = {i: number for number, i in enumerate(at)}
+        self.order = [index[i] for i in layer_order(self.regions)]
+        self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+        self.loops = frozenset(find_layer_loops(trace.jaxpr.jaxpr, trace.batch_inputs))
+        self.doubled = trace.doubled if _alike(trace.jaxpr, trace.doubled) else None
+
+    def recomputed(self, layers: Collection[int], num_layers: int) -> dict[int, Recomputed]:
+        """The regions of those layers that have something to compute again."""
+        if any(jc.keeps_order(eqn) for eqn in self.eqns if jc.ad_phase(eqn) == "backward"):
+            return {}  # regions move equations, and these have an order
+        cuts = layer_cuts(self.regions, num_layers)
+        layer_of = {i: bisect_right(cuts, position) for position, i in enumerate(self.order)}
+        layer_of_backward = self._backward_layers(layer_of, num_layers)
+        owners = self._owners(layer_of)
+        readers = self._readers(layer_of_backward)
+        found: dict[int, Recomputed] = {}
+        for layer in sorted(layers, reverse=True):
+            backward = {i for i, owner in layer_of_backward.items() if owner == layer}
+            forward = {i for i, owner in owners.items() if owner == layer}
+            if self._stays(forward, backward):
+                continue
+            region = self._region(layer, forward, backward, readers)
+            if region is not None:
+                found[layer] = region
+                for v in self.operands(region):
+                    readers[v].add(layer)
+        return found
+
+    def operands(self, region: Recomputed) -> set[jc.Var]:
+        """What a region reads."""
+        read = {v for i in region.equations for v in jc.operands(self.eqns[i])}
+        return {v for v in read if self.producer.get(v) not in region.equations}
+
+    def saved_bytes(self, region: Recomputed) -> float:
+        """Bytes of what the region's backward equations read and nobody keeps for them any more."""
+        read = {v for i in region.backward for v in jc.operands(self.eqns[i])}
+        again = {i for i in region.again if not self._cheap(i)}
+        return sum(aval_bytes(v.aval) for v in read if self.producer.get(v) in again)
+
+    def repeated_flops(self, region: Recomputed) -> float:
+        """FLOPs of what runs again."""
+        return sum(equation_flops(self.eqns[i]) for i in region.again)
+
+    # --- whose equations ------------------------------------------------------------------------------------------
+
+    def _backward_layers(self, layer_of: Mapping[int, int], num_layers: int) -> dict[int, int]:
+        """The layer of every backward equation of the first round: the lowest among the activations that it reads.
+
+        An activation that the forward pass has sent on counts where it was sent last.
+        """
+        value: dict[jc.Var, int] = {}
+        backward: dict[int, int] = {}
+        for i, eqn in enumerate(self.eqns):
+            known = [v for v in jc.operands(eqn) if v in value]
+            if self.rounds[i] > 0:
+                continue
+            if Region.FORWARD in self.kinds[i]:
+                layer = layer_of.get(i, max((value[v] for v in known), default=0))
+                value.update((v, max(layer, value[v])) for v in known)
+                value.update((v, layer) for v in eqn.outvars)
+            elif Region.BACKWARD in self.kinds[i]:
+                backward[i] = min((value[v] for v in known), default=num_layers - 1)
+                value.update((v, backward[i]) for v in eqn.outvars)
+        return backward
+
+    def _owners(self, layer_of: Mapping[int, int]) -> dict[int, int]:
+        """The layer of every forward equation, and of a free one the layer that alone needs it."""
+        owners: dict[int, int] = {}
+        for i in reversed(range(len(self.eqns))):
+            if Region.FORWARD in self.kinds[i]:
+                owners[i] = layer_of.get(i, _OUTSIDE)
+            if i in owners:
+                for v in jc.operands(self.eqns[i]):
+                    source = self.producer.get(v)
+                    if source is not None and Region.FREE in self.kinds[source]:
+                        alone = owners.get(source, owners[i]) == owners[i]
+                        owners[source] = owners[i] if alone else _OUTSIDE
+        return owners
+
+    def _readers(self, layer_of_backward: Mapping[int, int]) -> defaultdict[jc.Var, set[int]]:
+        """The layers whose backward pass reads a value, `_OUTSIDE` for what is later and in none."""
+        readers: defaultdict[jc.Var, set[int]] = defaultdict(set)
+        for i, eqn in enumerate(self.eqns):
+            if Region.BACKWARD in self.kinds[i] or (self.rounds[i] > 0 and Region.FORWARD in self.kinds[i]):
+                for v in jc.operands(eqn):
+                    readers[v].add(layer_of_backward.get(i, _OUTSIDE))
+        return readers
+
+    # --- what is in a region --------------------------------------------------------------------------------------
+
+    def _stays(self, forward: set[int], backward: set[int]) -> bool:
+        """Whether a layer is left as it is: rematerialised by the user, a loop over layers, or with side effects."""
+        special = any(self.eqns[i].primitive.name in REMAT or self.eqns[i].effects for i in backward)
+        return special or not self.loops.isdisjoint(forward | backward)
+
+    def _region(
+        self, layer: int, forward: set[int], backward: set[int], readers: Mapping[jc.Var, set[int]]
+    ) -> Recomputed | None:
+        def kept(v: jc.Var) -> bool:
+            """Whether a value is alive until the region runs, or just before, for another reader."""
+            return any(other < layer or other == layer + 1 for other in readers.get(v, ()))
+
+        def runs_again(v: jc.Var) -> bool:
+            i = self.producer.get(v)
+            return i is not None and i in forward and self._may_repeat(i) and not kept(v)
+
+        moved = self._between({i for i in backward if any(map(runs_again, jc.operands(self.eqns[i])))}, backward)
+        if not moved:
+            return None
+        again: set[int] = set()
+        stack = [v for i in moved for v in jc.operands(self.eqns[i])]
+        while stack:
+            v = stack.pop()
+            i = self.producer.get(v)
+            if i is not None and i not in again and (runs_again(v) or self._cheap(i)):
+                again.add(i)
+                stack.extend(jc.operands(self.eqns[i]))
+        return Recomputed(again=frozenset(again), backward=frozenset(moved))
+
+    def _may_repeat(self, i: int) -> bool:
+        if self.eqns[i].effects or self.eqns[i].primitive.name in REMAT:
+            return False
+        return Region.FREE in self.kinds[i] or i in self._growing
+
+    def _cheap(self, i: int) -> bool:
+        """Masks from positions, casts of parameters: made where they are needed rather than kept."""
+        return Region.FREE in self.kinds[i] and not self.costly[i] and not self.eqns[i].effects
+
+    @cached_property
+    def _growing(self) -> frozenset[int]:
+        """Equations whose results grow with the batch; all of them where that cannot be known."""
+        if self.doubled is None:
+            return frozenset(range(len(self.eqns)))
+        pairs = enumerate(zip(self.eqns, self.doubled.jaxpr.eqns, strict=True))
+        return frozenset(i for i, (eqn, twin) in pairs if all(map(_grows, eqn.outvars, twin.outvars)))
+
+    def _between(self, ends: set[int], among: set[int]) -> set[int]:
+        """These equations, and those on the way from one of them to another."""
+        made: set[jc.Var] = set()
+        after: set[int] = set()
+        for i in sorted(among):
+            if i in ends or not made.isdisjoint(jc.operands(self.eqns[i])):
+                after.add(i)
+                made.update(self.eqns[i].outvars)
+        needed: set[jc.Var] = set()
+        found: set[int] = set()
+        for i in sorted(after, reverse=True):
+            if i in ends or not needed.isdisjoint(self.eqns[i].outvars):
+                found.add(i)
+                needed.update(jc.operands(self.eqns[i]))
+        return found
+
+
+def _alike(closed: jc.ClosedJaxpr, twin: jc.ClosedJaxpr | None) -> bool:
+    """Whether the step at twice the batch has the same equations."""
+    if twin is None:
+        return False
+    return [eqn.primitive for eqn in closed.jaxpr.eqns] == [eqn.primitive for eqn in twin.jaxpr.eqns]
+
+
+def _grows(var: Any, twin: Any) -> bool:
+    return var.aval.shape != twin.aval.shape
