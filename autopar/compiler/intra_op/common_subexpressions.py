@@ -1,6 +1,6 @@
 """Compute once what a program computes twice from the same operands, as XLA will: the plan must not pay for it twice.
 
-Loops, branches, remat regions and whatever has side effects stay as they are: a remat region repeats on purpose.
+Remat regions and whatever has side effects stay as they are: a remat region repeats on purpose.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.free_values import NESTED
 from autopar.compiler.intra_op.sharding_rules import equation_key
 
+_ENTERED = frozenset({"scan", "while", "cond"})
 _WISHES = frozenset({"sharding_constraint", "layout_constraint", "reshard"})
 """Two of them on one value may ask for different things."""
 
@@ -20,7 +21,8 @@ def merge_common_subexpressions(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
     """The same program without the second of two equal equations."""
     jaxpr, consts = jc.open_jaxpr(closed)
     first = _first_equals(jaxpr)
-    if all(original == number for number, original in enumerate(first)):
+    loops = {number: _merged_bodies(eqn) for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name in _ENTERED}
+    if all(original == number for number, original in enumerate(first)) and not loops:
         return closed
 
     def run(*args: Any) -> list[Any]:
@@ -28,13 +30,17 @@ def merge_common_subexpressions(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
         for number, eqn in enumerate(jaxpr.eqns):
             if first[number] == number:
                 values = [a.val if isinstance(a, jc.Literal) else env[a] for a in eqn.invars]
-                results = jc.bind_equation(eqn, values)
+                results = jc.bind_equation(eqn, values, loops.get(number))
             else:
                 results = [env[v] for v in jaxpr.eqns[first[number]].outvars]
             env.update(zip(eqn.outvars, results, strict=True))
         return [a.val if isinstance(a, jc.Literal) else env[a] for a in jaxpr.outvars]
 
     return jc.trace(run, [v.aval for v in jaxpr.invars])
+
+
+def _merged_bodies(eqn: jc.JaxprEqn) -> dict[str, Any]:
+    return jc.map_subjaxprs(eqn.params, merge_common_subexpressions)
 
 
 def _first_equals(jaxpr: jc.Jaxpr) -> list[int]:
