@@ -8,14 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, to_spec
-from autopar.compiler.intra_op.local_program import LocalBlock, local_block, planned_collectives
+from autopar.compiler.intra_op.local_program import LocalBlock, local_block
 from autopar.compiler.intra_op.localize import localize
+from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.intra_op.search import Wishes
 from tests.intra_op.planned_steps import GRID, LINE, plan_step, traced
 
@@ -57,6 +59,11 @@ def accumulated(w, batches):
 def counted_loop(w, x):
     """A loop with a known number of rounds, a counter beside its array."""
     return lax.fori_loop(0, 5, lambda i, h: jnp.tanh(h @ w) + i, x)
+
+
+def ended_by_data(w, x):
+    """A loop that ends when its array is large, and counts its rounds."""
+    return lax.while_loop(lambda c: (c[0] ** 2).sum() < 200, lambda c: (jnp.tanh(c[0] @ w) * 2 + 1, c[1] + 1), (x, 0))
 
 
 def branches(w, x):
@@ -116,6 +123,7 @@ PROGRAMS = {
     "scan over layers": (layers, (drawn(3, 64, 64), drawn(32, 64)), 1),
     "scan that adds up": (accumulated, (drawn(64, 64), drawn(4, 32, 64)), 1),
     "loop": (counted_loop, (drawn(64, 64), drawn(32, 64)), 0),
+    "loop that data ends": (ended_by_data, (drawn(64, 64), drawn(32, 64)), 0),
     "branch": (branches, (drawn(64, 64), drawn(32, 64)), 0),
     "switch": (switched, (drawn(64, 64), drawn(32, 64)), 0),
     "remat": (recomputed, (drawn(64, 128), drawn(64, 128), drawn(32, 64)), 2),
@@ -181,18 +189,27 @@ def test_state_that_is_given_away_is_written_in_place():
     assert compiled.memory_analysis().alias_size_in_bytes == state
 
 
-def test_what_a_user_sees_once_happens_once():
-    seen = []
+def reported(seen, x):
+    jax.debug.callback(lambda loss: seen.append(float(loss)), (x**2).sum())
+    return x + 1
 
-    def step(x):
-        jax.debug.callback(lambda loss: seen.append(float(loss)), (x**2).sum())
-        return x + 1
 
-    x = drawn(64, 64)
-    closed = traced(step, x)
+def asked(seen, x):
+    def answer(loss):
+        seen.append(float(loss))
+        return np.float32(2)
+
+    return x * io_callback(answer, jax.ShapeDtypeStruct((), jnp.float32), (x**2).sum())
+
+
+@pytest.mark.parametrize(("function", "expected"), [(reported, drawn(64, 64) + 1), (asked, drawn(64, 64) * 2)])
+def test_what_a_user_sees_once_happens_once(function, expected):
+    seen, x = [], drawn(64, 64)
+    closed = traced(functools.partial(function, seen), x)
     rows = Layout(((0, 1), ()))
     plan = plan_step(closed, GRID, wishes=Wishes(inputs={0: (rows,)})).plan
     compiled, operands = compiled_on(closed, local_block(jc.open_jaxpr(closed)[0], plan, GRID), GRID, (x,))
-    jax.block_until_ready(compiled(*operands))
+    (found,) = compiled(*operands)
     jax.effects_barrier()
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert seen == [pytest.approx(float((x**2).sum()), rel=1e-5)]

@@ -17,7 +17,7 @@ from jax import lax
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, local_shape
 from autopar.compiler.intra_op.local_indexing import gather_locally, position, scatter_locally
-from autopar.compiler.intra_op.strategies import Strategy
+from autopar.compiler.intra_op.strategies import RUN_ONCE, Strategy
 
 _lax: Any = lax
 _jnp: Any = jnp
@@ -37,7 +37,7 @@ def evaluate_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, 
                 return [gather_locally(eqn, args, strategy, mesh)]
             case name if name.startswith("scatter"):
                 return [scatter_locally(eqn, args, strategy, mesh)]
-            case "debug_callback" | "debug_print":
+            case name if name in RUN_ONCE:
                 return _on_one_device(eqn, args, mesh)
             case _:
                 results = jc.bind_equation(eqn, args, _local_params(eqn, strategy, mesh))
@@ -121,11 +121,14 @@ def take_part(whole: Any, layout: Layout, mesh: LogicalMesh) -> Any:
 
 
 def _on_one_device(eqn: jc.JaxprEqn, args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
-    """What a user sees once must happen once."""
+    """What a user sees once must happen once; what it returns is then a sum, to which the others add nothing."""
     everything = tuple(range(len(mesh.shape)))
 
-    def call(*values: Any) -> None:
-        jc.bind_equation(eqn, values)
+    def call(*values: Any) -> list[Any]:
+        return jc.bind_equation(eqn, values)
 
-    lax.cond(position(everything, mesh) == 0, call, lambda *_: None, *args)
-    return []
+    def nothing(*_: Any) -> list[Any]:
+        avals: list[Any] = [v.aval for v in eqn.outvars]
+        return [_jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+
+    return list(lax.cond(position(everything, mesh) == 0, call, nothing, *args))

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, EquationChoice
-from autopar.compiler.intra_op.free_values import free_carry, is_small
+from autopar.compiler.intra_op.free_values import free_carry, free_results, is_small
 from autopar.compiler.intra_op.graph import Block
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
+from autopar.compiler.intra_op.rule import shapes_of
 from autopar.compiler.trip_counts import trip_count
 
 
@@ -61,6 +62,7 @@ def _while(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
     loop = jc.while_of(eqn)
     body, cond = jc.open_jaxpr(loop.body)[0], jc.open_jaxpr(loop.cond)[0]
     is_free = [_is_free(block, atom) for atom in eqn.invars]
+    freed = free_results(eqn, is_free)
     first_carry = loop.cond_consts + loop.body_consts
     is_free[first_carry:] = free_carry(body, is_free[loop.cond_consts : first_carry], is_free[first_carry:], [])
     arguments = [
@@ -71,9 +73,14 @@ def _while(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
     weight *= trip_count(eqn)
     asked = _body(block, cond, [*arguments[: loop.cond_consts], *carry], weight)
     inside = _body(block, body, [*arguments[loop.cond_consts : first_carry], *carry], weight)
+    # Every device counts rounds for itself; when they end is known by data, so that the count is not free after them.
+    results = [
+        None if free else choice or _everywhere(block, len(shape))
+        for choice, free, shape in zip(carry, freed, shapes_of(eqn.outvars), strict=True)
+    ]
     return EquationChoice(
         arguments=tuple(arguments),
-        results=tuple(carry),
+        results=tuple(results),
         bodies=(_finished(asked, [_everywhere(block, 0)]), inside.finish(_ends(inside, carry))),
     )
 

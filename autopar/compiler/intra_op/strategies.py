@@ -15,9 +15,12 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.intra_op.layout import Axes, Layout, LogicalMesh
+from autopar.compiler.intra_op.layout import Axes, Layout, LogicalMesh, replicated
 from autopar.compiler.intra_op.linearity import linear_operands
-from autopar.compiler.intra_op.rule import Rule
+from autopar.compiler.intra_op.rule import Rule, shapes_of
+
+RUN_ONCE = frozenset({"debug_callback", "debug_print", "io_callback"})
+"""What a user sees: on the first device only, whose results are those of all."""
 
 
 class Strategy(NamedTuple):
@@ -34,6 +37,8 @@ def strategies(
     eqn: jc.JaxprEqn, rule: Rule, mesh: LogicalMesh, *, maybe_partial: Collection[int] = ()
 ) -> tuple[Strategy, ...]:
     """Every strategy, the one that splits nothing first; `maybe_partial` are operands that may arrive as sums."""
+    if eqn.primitive.name in RUN_ONCE:
+        return (_on_one_device(eqn, mesh),)
     free = [f for f in range(len(rule.sizes)) if f not in rule.blocked]
     linear = [o for o in linear_operands(eqn) if not set(o).isdisjoint(maybe_partial)]
     found: dict[Strategy, None] = {}
@@ -45,6 +50,13 @@ def strategies(
         if strategy is not None:
             found[strategy] = None
     return tuple(found)
+
+
+def _on_one_device(eqn: jc.JaxprEqn, mesh: LogicalMesh) -> Strategy:
+    """The results are sums, to which the other devices add nothing."""
+    whole, results = ([replicated(len(shape)) for shape in shapes_of(atoms)] for atoms in (eqn.invars, eqn.outvars))
+    everything = tuple(range(len(mesh.shape)))
+    return Strategy(tuple(whole), tuple(Layout(layout.dims, everything) for layout in results))
 
 
 def _strategy(
