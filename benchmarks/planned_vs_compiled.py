@@ -45,6 +45,19 @@ COMPILERS = ("cpu", "h100:8", "h100:64")
 MESHES = {8: ("8", "2x4", "4x2", "2x2x2"), 64: ("8x8", "4x4x4", "2x4x8")}
 RESTRICTED_ON = ("2x4", "8x8")
 
+# Few layers: a third one is compiled like the second. On CPUs, where steps are taken, widths of tens of megabytes.
+FEW_LAYERS: dict[str, dict[str, Any]] = {"gpt": {"layers": 2}, "vit": {"layers": 2}, "convnet": {"blocks": 1}}
+ON_CPU: dict[str, dict[str, Any]] = {
+    "mlp": {"width": 1024, "hidden": 2048},
+    "gpt": {"width": 512, "length": 64, "batch": 16},
+    "moe": {"layers": 1, "length": 64, "width": 512},
+    "moe_ragged": {"layers": 1, "length": 32, "width": 512},
+    "convnet": {"channels": 64, "image": 16},
+    "vit": {"width": 384, "image": 32, "batch": 16},
+    "lstm": {"width": 512, "length": 16},
+    "encoder_decoder": {"layers": 1, "width": 512, "source_length": 32, "target_length": 16},
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in MODELS},
     "gpt bfloat16": ("gpt", {"dtype": jnp.bfloat16}),
@@ -156,10 +169,10 @@ def method_of(case: Case) -> Method:
 
 def model_of(case: Case) -> Model:
     name, sizes = VARIANTS[case.model]
-    large = {} if case.compiler == "cpu" else dict(LARGE[name])
-    if case.compiler == "h100:64" and "batch" not in large:
-        large["batch"] = 64
-    return MODELS[name](**large | sizes)
+    chosen = {**FEW_LAYERS.get(name, {}), **(ON_CPU if case.compiler == "cpu" else LARGE)[name], **sizes}
+    if case.compiler == "h100:64":
+        chosen.setdefault("batch", 64)
+    return MODELS[name](**chosen)
 
 
 def num_devices_of(compiler: str) -> int:

@@ -13,8 +13,9 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_plan import to_data
 from autopar.compiler.intra_op.figures import MeshFigures, figures_of
 from autopar.compiler.intra_op.layout import LogicalMesh, to_spec
-from autopar.compiler.intra_op.local_program import LocalBlock, local_block, planned_collectives
+from autopar.compiler.intra_op.local_program import LocalBlock, local_block
 from autopar.compiler.intra_op.memory_model import peak_memory
+from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.intra_op.search import IntraOpPlan, plan_intra_op
 from autopar.compiler.search_wishes import wishes_of
 from autopar.compiler.sharded_step import one_jaxpr

@@ -9,7 +9,8 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.common_subexpressions import merge_common_subexpressions
 from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh
-from autopar.compiler.intra_op.local_program import PlannedCollective, local_block, planned_collectives
+from autopar.compiler.intra_op.local_program import local_block
+from autopar.compiler.intra_op.planned_collectives import PlannedCollective, planned_collectives
 from autopar.compiler.intra_op.search import IntraOpPlan, plan_intra_op
 from autopar.compiler.normalize import normalize
 

@@ -16,8 +16,8 @@ from autopar.compiler.intra_op.local_program import (
     Value,
     local_block,
     operands_of,
-    planned_collectives,
 )
+from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from tests.intra_op.equations import real
 from tests.intra_op.planned_steps import LINE, plan_step, traced
 

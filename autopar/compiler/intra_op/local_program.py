@@ -9,17 +9,16 @@ memory are all read off this, so they cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_plan import BlockPlan, EquationPlan, strategy_of, value_numbers
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, describe_layout, replicated
-from autopar.compiler.intra_op.resharding import Collective, reshard_steps, step_collectives
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh, replicated
+from autopar.compiler.intra_op.resharding import reshard_steps
 from autopar.compiler.intra_op.resharding_steps import Step
 from autopar.compiler.intra_op.strategies import Strategy
-from autopar.compiler.trip_counts import trip_count
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,19 +84,6 @@ class LocalBlock:
     outputs: tuple[Value | jc.Literal, ...]
 
 
-class PlannedCollective(NamedTuple):
-    """A collective of the program: how many times a step runs it, for which equation, and in which phase."""
-
-    collective: Collective
-    times: float
-    dtype: str
-    what: str
-    scope: str
-    phase: str
-    repeated: bool
-    """The same was done before, and is done again to save memory."""
-
-
 def local_block(jaxpr: jc.Jaxpr, plan: BlockPlan, mesh: LogicalMesh, *, nested: bool = False) -> LocalBlock:
     """Spell out a plan."""
     writer = _Writer(jaxpr=jaxpr, plan=plan, mesh=mesh, nested=nested, numbers=value_numbers(jaxpr))
@@ -113,38 +99,6 @@ def local_block(jaxpr: jc.Jaxpr, plan: BlockPlan, mesh: LogicalMesh, *, nested: 
         for atom, layout in zip(jaxpr.outvars, plan.results, strict=True)
     ]
     return LocalBlock(jaxpr=jaxpr, inputs=tuple(inputs), actions=tuple(writer.actions), outputs=tuple(outputs))
-
-
-def planned_collectives(
-    block: LocalBlock, mesh: LogicalMesh, times: float = 1.0, repeated: bool = False
-) -> Iterator[PlannedCollective]:
-    """The collectives that a step runs, in program order."""
-    reader = _readers(block)
-    for action in block.actions:
-        match action:
-            case Reshard(operand=operand, result=result, steps=steps, after=after):
-                aval: Any = operand.val.aval if isinstance(operand, jc.Literal) else operand.variable.aval
-                source = replicated(aval.ndim) if isinstance(operand, jc.Literal) else operand.layout
-                eqn = reader.get(result)
-                for each in step_collectives(steps, source, tuple(aval.shape), aval.dtype.itemsize, mesh):
-                    what = (
-                        f"{aval.str_short()} {describe_layout(source, mesh)} -> {describe_layout(result.layout, mesh)}"
-                    )
-                    scope = jc.scope_of(eqn) if eqn is not None else ""
-                    yield PlannedCollective(
-                        each, times, str(aval.dtype), what, scope, result.form, repeated or after is not None
-                    )
-            case Evaluate(eqn=eqn, results=results, strategy=strategy):
-                if strategy.combined:
-                    aval = eqn.outvars[0].aval
-                    nbytes = aval.size * aval.dtype.itemsize / _parts(results[0].layout, mesh)
-                    combined = Collective(kind="all-reduce", axes=strategy.combined, nbytes=nbytes)
-                    what = f"{eqn.primitive.name} {aval.str_short()}"
-                    yield PlannedCollective(combined, times, str(aval.dtype), what, jc.scope_of(eqn), "", repeated)
-            case Enter(eqn=eqn, bodies=bodies):
-                for body in bodies:
-                    again = repeated or eqn.primitive.name not in ("scan", "while", "cond")
-                    yield from planned_collectives(body, mesh, times * _trips(eqn), again)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -167,11 +121,7 @@ class _Writer:
         phase = "body" if self.nested else jc.ad_phase(eqn) or "update"
         if plan is None:
             plan = _everywhere(eqn, self.mesh)
-        latest = self._latest(eqn)
-        operands = tuple(
-            self.read(atom, _or_replicated(layout, atom), phase, latest)
-            for atom, layout in zip(eqn.invars, plan.operands, strict=True)
-        )
+        operands = self._operands(eqn, plan, phase)
         results = tuple(
             self.define(v, _or_replicated(layout, v)) for v, layout in zip(eqn.outvars, plan.results, strict=True)
         )
@@ -216,10 +166,18 @@ class _Writer:
         self.actions.append(Reshard(operand=operand, result=result, steps=steps, after=after))
         return result
 
-    def _latest(self, eqn: jc.JaxprEqn) -> Value | None:
-        """What the equation reads that was made last: what is gathered again for it should not come sooner."""
-        made = [self.produced[v] for v in jc.operands(eqn) if v in self.numbers]
-        return max(made, key=lambda value: self.numbers[value.variable], default=None)
+    def _operands(self, eqn: jc.JaxprEqn, plan: EquationPlan, phase: str) -> tuple[Value | jc.Literal, ...]:
+        """What the equation reads. What is gathered again for it waits for the operand that was made last."""
+        made = [self.numbers.get(atom, -1) if isinstance(atom, jc.Var) else -1 for atom in eqn.invars]
+        operands: dict[int, Value | jc.Literal] = {}
+        latest: Value | None = None
+        for place in sorted(range(len(made)), key=lambda place: -made[place]):
+            atom = eqn.invars[place]
+            first = self.produced[atom] if made[place] >= 0 else None
+            read = self.read(atom, _or_replicated(plan.operands[place], atom), phase, latest or first)
+            operands[place] = read
+            latest = latest or (read if isinstance(read, Value) else None)
+        return tuple(operands[place] for place in range(len(made)))
 
 
 def _bodies(eqn: jc.JaxprEqn) -> list[jc.Jaxpr]:
@@ -235,16 +193,6 @@ def _bodies(eqn: jc.JaxprEqn) -> list[jc.Jaxpr]:
             return [jc.open_jaxpr(next(jc.subjaxprs(eqn)))[0]]
 
 
-def _trips(eqn: jc.JaxprEqn) -> float:
-    match eqn.primitive.name:
-        case "scan":
-            return jc.loop_of(eqn).length
-        case "while":
-            return trip_count(eqn)
-        case _:
-            return 1.0
-
-
 def _everywhere(eqn: jc.JaxprEqn, mesh: LogicalMesh) -> EquationPlan:
     """What is free is evaluated by every device on whole arrays."""
     return EquationPlan(
@@ -255,21 +203,6 @@ def _everywhere(eqn: jc.JaxprEqn, mesh: LogicalMesh) -> EquationPlan:
 
 def _or_replicated(layout: Layout | None, atom: Any) -> Layout:
     return replicated(len(getattr(atom.aval, "shape", ()))) if layout is None else layout
-
-
-def _parts(layout: Layout, mesh: LogicalMesh) -> int:
-    return mesh.size(axis for axes in layout.dims for axis in axes)
-
-
-def _readers(block: LocalBlock) -> dict[Value, jc.JaxprEqn]:
-    """For every value the equation that reads it first."""
-    readers: dict[Value, jc.JaxprEqn] = {}
-    for action in reversed(block.actions):
-        if isinstance(action, Evaluate | Enter):
-            readers.update({v: action.eqn for v in action.operands if isinstance(v, Value)})
-        elif isinstance(action.operand, Value) and action.result in readers:
-            readers[action.operand] = readers[action.result]
-    return readers
 
 
 def operands_of(action: Action) -> Sequence[Value]:

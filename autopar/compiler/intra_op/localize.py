@@ -76,8 +76,9 @@ def _run(block: LocalBlock, consts: Sequence[Any], args: Sequence[Any], mesh: Lo
 def _reshard(action: Reshard, frame: _Frame) -> Any:
     x = frame.read(action.operand)
     if action.after is not None:
-        # Without it XLA sees that the same was gathered before, and keeps that until now.
-        x, _ = _lax.optimization_barrier((x, frame.read(action.after)))
+        # Without it XLA sees that the same was gathered before, and keeps that until now. Both results are read, or it
+        # would not wait for the second.
+        x, frame.values[action.after] = _lax.optimization_barrier((x, frame.read(action.after)))
     return apply_steps(x, action.steps, frame.mesh)
 
 
