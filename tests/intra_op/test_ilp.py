@@ -72,7 +72,7 @@ def test_of_equal_choices_the_lowest_states_are_taken():
 
 
 def test_at_the_time_limit_the_best_choice_so_far_is_returned_with_its_bound():
-    problem = step_problem(1, num_nodes=200)
+    problem = step_problem(1, num_nodes=100)
     hurried = solve(problem, time_limit_s=0)
     assert hurried.value == pytest.approx(choice_value(problem, hurried.states))
     assert hurried.lower_bound < solve(problem).value <= hurried.value

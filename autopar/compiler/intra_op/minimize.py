@@ -7,23 +7,26 @@ whole numbers, to branch and bound. Every round keeps its best choice, and a bou
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from autopar.compiler.intra_op.choice_problem import Infeasible, Problem, States, choice_value
+from autopar.compiler.intra_op.choice_problem import Infeasible, Mask, Problem, States, choice_value
 from autopar.compiler.intra_op.dual_ascent import Ascent, ascend, within_gap
+from autopar.compiler.intra_op.frontier_search import search_frontier
 from autopar.compiler.intra_op.local_polytope import solve_in_whole_numbers, solve_relaxation
 from autopar.compiler.intra_op.reductions import reduce_problem, total_pairs
 
-SMALL_ENOUGH = 20_000
-"""Pairs that the solver is given without another round."""
 LARGEST_PROGRAM = 400_000
 """Pairs beyond which a linear program would not end in time."""
 WORTHWHILE = 0.7
 """Share of the pairs that a round may leave for another one to follow."""
-PROMISING = 3
-"""States per node that the search for a good choice looks at."""
+WIDTHS = (1_000, 10_000, 100_000)
+"""Partial choices that searches keep, one after the other."""
+WIDER = 0.7
+"""Share of the gap that a search may leave for a wider one to follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,70 +67,107 @@ class Found:
 
 def minimize(problem: Problem, effort: Effort, upper: float = np.inf) -> Found:
     """The best choice of value at most `upper`. Raises `Infeasible` when no choice is possible."""
+    return _minimize(problem, upper, effort=effort, width=WIDTHS[0])
+
+
+def _minimize(problem: Problem, upper: float, *, effort: Effort, width: int) -> Found:
     reduced = reduce_problem(problem)
     if not reduced.core.costs:
         states = reduced.expand(())
         return Found(states=states, value=choice_value(problem, states), bound=reduced.constant, how=("reductions",))
-    found = _minimize_core(reduced.core, effort.after(reduced.constant), upper - reduced.constant)
+    found = _minimize_core(reduced.core, effort.after(reduced.constant), upper - reduced.constant, width)
     states = None if found.states is None else reduced.expand(found.states)
     value = upper if states is None else choice_value(problem, states)
     return Found(states=states, value=value, bound=found.bound + reduced.constant, how=("reductions", *found.how))
 
 
-def _minimize_core(core: Problem, effort: Effort, upper: float) -> Found:
+def _minimize_core(core: Problem, effort: Effort, upper: float, width: int) -> Found:
     ascent = Ascent.of(core, upper, effort.constant)
     ascend(ascent, effort.deadline)
-    if ascent.closed or effort.left_s <= 0:
-        return _best_of(ascent, ())
-    rest, kept = within_gap(ascent)
-    if total_pairs(rest) > SMALL_ENOUGH:
-        _search_promising(ascent, effort)
+    best = _Best(ascent=ascent, bound=ascent.bound, how=[f"{ascent.sweeps} sweeps"])
+    pairs = total_pairs(core)
+    for width in [w for w in WIDTHS if w >= width]:
+        if best.is_enough(effort) or effort.left_s <= 0:
+            return best.found()
+        missing = ascent.value - best.bound
+        best.search(width)
+        if best.is_enough(effort):
+            return best.found()
         rest, kept = within_gap(ascent)
-    inner = effort.after(ascent.bound)
-    spare = ascent.value - ascent.bound
-    try:
-        if total_pairs(rest) < WORTHWHILE * total_pairs(core):
-            found = minimize(rest, inner, spare)
-        else:
-            found = _by_solver(rest, inner, _within(ascent.states, kept), spare)
-    except Infeasible:
-        if not ascent.states:
-            raise
-        # Round-off excluded the best choice itself: nothing is better.
-        return _best_of(ascent, ())
-    if found.states is not None:
-        ascent.offer(tuple(int(np.flatnonzero(keep)[state]) for keep, state in zip(kept, found.states)))
-    # What was dropped costs more than the best choice.
-    ascent.bound = min(ascent.value, ascent.bound + max(found.bound, 0.0))
-    return _best_of(ascent, found.how)
+        if total_pairs(rest) < WORTHWHILE * pairs:
+            best.go_on(rest, kept, partial(_minimize, effort=effort.after(ascent.bound), width=width))
+            return best.found()
+        if ascent.value - best.bound > WIDER * missing:
+            break
+    if effort.left_s > 0:
+        rest, kept = within_gap(ascent)
+        start = _within(ascent.states, kept)
+        best.go_on(rest, kept, partial(_by_solver, effort=effort.after(ascent.bound), start=start))
+    return best.found()
 
 
-def _best_of(ascent: Ascent, how: tuple[str, ...]) -> Found:
-    return Found(
-        states=ascent.states or None,
-        value=ascent.value,
-        bound=min(ascent.bound, ascent.value),
-        how=(f"{ascent.sweeps} sweeps", *how),
-    )
+@dataclass(kw_only=True)
+class _Best:
+    """An ascent and what was found since: choices, and a higher bound."""
 
+    ascent: Ascent
+    bound: float
+    how: list[str]
 
-def _search_promising(ascent: Ascent, effort: Effort) -> None:
-    """Look for a better choice among the few states of every node that the bounds speak for."""
-    kept = list[np.ndarray]()
-    for node, least in enumerate(ascent.least):
-        first = np.argsort(least, kind="stable")[:PROMISING]
-        kept.append(np.unique([*first, ascent.states[node]] if ascent.states else first))
-    few = Problem(
-        costs=tuple(cost[keep] for cost, keep in zip(ascent.problem.costs, kept)),
-        edges={(i, j): matrix[np.ix_(kept[i], kept[j])] for (i, j), matrix in ascent.problem.edges.items()},
-    )
-    brief = Effort(deadline=time.monotonic() + effort.left_s / 10, max_gap=effort.max_gap, constant=effort.constant)
-    try:
-        found = minimize(few, brief, ascent.value)
-    except Infeasible:
-        return
-    if found.states is not None:
-        ascent.offer(tuple(int(keep[state]) for keep, state in zip(kept, found.states)))
+    def is_enough(self, effort: Effort) -> bool:
+        """Whether the best choice needs no further proof."""
+        value = self.ascent.value
+        return value - self.bound <= self.ascent.round_off or effort.is_enough(value, self.bound)
+
+    def search(self, width: int) -> None:
+        """Search what is within the gap by partial choices."""
+        ascent = self.ascent
+        rest, kept = within_gap(ascent)
+        most = ascent.value - ascent.bound + ascent.round_off
+        self.how.append(f"{width} wide")
+        try:
+            reduced = reduce_problem(rest)
+        except Infeasible:
+            self.close()
+            return
+        searched = search_frontier(reduced.core, most - reduced.constant, width)
+        if searched.states is not None:
+            self.offer(reduced.expand(searched.states), kept)
+        self.raise_bound(ascent.bound + reduced.constant + searched.bound)
+
+    def go_on(self, rest: Problem, kept: list[Mask], method: Callable[[Problem, float], Found]) -> None:
+        """Leave what is within the gap to another method."""
+        spare = self.ascent.value - self.ascent.bound
+        try:
+            found = method(rest, spare)
+        except Infeasible:
+            self.close()
+            return
+        self.how += found.how
+        if found.states is not None:
+            self.offer(found.states, kept)
+        # What was dropped costs more than the best choice.
+        self.raise_bound(self.ascent.bound + found.bound)
+
+    def close(self) -> None:
+        """Nothing is left within the gap: there is no better choice, round-off aside, or none at all."""
+        if not self.ascent.states:
+            raise Infeasible(())
+        self.bound = self.ascent.value
+
+    def offer(self, states: States, kept: list[Mask]) -> None:
+        """Keep a choice, by its states among those kept, if it is the best so far."""
+        self.ascent.offer(tuple(int(np.flatnonzero(keep)[state]) for keep, state in zip(kept, states, strict=True)))
+
+    def raise_bound(self, bound: float) -> None:
+        """Note a bound on what is within the gap."""
+        self.bound = min(self.ascent.value, max(self.bound, bound))
+
+    def found(self) -> Found:
+        """The result."""
+        ascent = self.ascent
+        bound = min(self.bound, ascent.value)
+        return Found(states=ascent.states or None, value=ascent.value, bound=bound, how=tuple(self.how))
 
 
 def _within(states: States, kept: list[np.ndarray]) -> States | None:
@@ -137,7 +177,7 @@ def _within(states: States, kept: list[np.ndarray]) -> States | None:
     return tuple(int(keep[:state].sum()) for keep, state in zip(kept, states))
 
 
-def _by_solver(problem: Problem, effort: Effort, start: States | None, upper: float) -> Found:
+def _by_solver(problem: Problem, upper: float, *, effort: Effort, start: States | None) -> Found:
     """Linear program, then branch and bound if the program ends in fractions."""
     if total_pairs(problem) > LARGEST_PROGRAM and start is not None:
         return Found(states=None, value=upper, bound=0.0, how=("too large to prove",))

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.compiler.intra_op.choice_problem import Floats, Infeasible, Problem, States
+from autopar.compiler.intra_op.frontier_search import frontier_order
 
 LARGEST_TABLE = 4_000_000
 """Entries that eliminating a node of two neighbours may look at."""
@@ -50,7 +51,7 @@ class Reduced:
 
     core: Problem
     nodes: tuple[int, ...]
-    """Node of the whole problem that each node of the core is."""
+    """Node of the whole problem that each node of the core is, in an order that suits sweeps and searches."""
     states: tuple[Indices, ...]
     """State of the whole problem that each state of the core is, per node."""
     constant: float
@@ -125,11 +126,19 @@ class _Work:
         return work
 
     def result(self) -> Reduced:
-        nodes = tuple(node for node, alive in enumerate(self.alive) if alive)
+        left = [node for node, alive in enumerate(self.alive) if alive]
+        place = {node: index for index, node in enumerate(left)}
+        links = [{place[other] for other in self.links[node]} for node in left]
+        nodes = tuple(left[index] for index in frontier_order(links, [self.costs[node].size for node in left]))
         place = {node: index for index, node in enumerate(nodes)}
         core = Problem(
             costs=tuple(self.costs[node] for node in nodes),
-            edges={(place[i], place[j]): matrix for i in nodes for j, matrix in sorted(self.links[i].items()) if i < j},
+            edges={
+                (place[i], place[j]): matrix
+                for i in nodes
+                for j, matrix in sorted(self.links[i].items(), key=lambda link: place[link[0]])
+                if place[i] < place[j]
+            },
         )
         return Reduced(
             core=core,

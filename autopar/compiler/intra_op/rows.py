@@ -50,7 +50,12 @@ def reduce_with_rows(problem: Problem, rows: Sequence[Row]) -> ReducedWithRows:
             replace(
                 row,
                 nodes={place[i]: weight[kept[i]] for i, weight in row.nodes.items()},
-                edges={(place[i], place[j]): w[np.ix_(kept[i], kept[j])] for (i, j), w in row.edges.items()},
+                edges=dict(
+                    ((place[i], place[j]), w[np.ix_(kept[i], kept[j])])
+                    if place[i] < place[j]
+                    else ((place[j], place[i]), w.T[np.ix_(kept[j], kept[i])])
+                    for (i, j), w in row.edges.items()
+                ),
             )
             for row in rows
         ),

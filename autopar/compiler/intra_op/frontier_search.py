@@ -1,0 +1,185 @@
+"""Search a choice problem node after node, keeping the best partial choices only; what is dropped bounds the rest.
+
+Nodes are decided in order. What is still to come depends on the frontier alone, the nodes decided that have undecided
+neighbours; of the partial choices that agree there one of least cost is kept (dynamic programming over a path
+decomposition). Of the frontiers the `width` cheapest are kept (a beam). All costs being at least zero, no choice that
+was dropped costs less than its part did, so that the search ends with a choice and with a bound on all others; wide
+enough, it is exact.
+
+The costs are moved to the earliest nodes first, so that the cost of a part foresees what it leads to.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.compiler.intra_op.choice_problem import Floats, Indices, Problem, States
+
+Shorts = npt.NDArray[np.int16]
+
+MOST_WORK = 400_000_000
+"""Pairs of a partial choice and a state that one search may look at."""
+AT_ONCE = 2_000_000
+"""Of these, how many at a time."""
+LARGEST_CODE = 2**62
+STARTS = 4
+"""Nodes from which an order is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """The best choice of at most the limit that was met, if any; a bound on all choices that cost at most the limit."""
+
+    states: States | None
+    bound: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """The partial choices that were kept after a node was decided: the one that each extends, and its new state."""
+
+    extended: Indices
+    states: Shorts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Early:
+    """A problem with its costs moved to the earliest nodes; per node its decided neighbours and their matrices."""
+
+    costs: list[Floats]
+    behind: list[list[tuple[int, Floats]]]
+    last: list[int]
+    """The last neighbour of every node."""
+    bound: float
+
+
+def search_frontier(problem: Problem, most: float, width: int) -> Searched:
+    """The best choice of cost at most `most` among those whose parts are never out of the `width` best.
+
+    No cost may be below zero, and every state must have a partner along every edge.
+    """
+    early = _moved_early(problem)
+    spare, dropped = most - early.bound, np.inf
+    steps = list[_Step]()
+    frontier, chosen, values = list[int](), np.zeros((1, 0), np.int16), np.zeros(1)
+    work = 0
+    for node in range(len(problem.costs)):
+        work += values.size * early.costs[node].size * (1 + len(early.behind[node]))
+        if work > MOST_WORK:
+            return Searched(states=None, bound=early.bound + min(dropped, float(values.min())))
+        extended, states, values = _extensions(early, node, frontier, chosen, values, spare)
+        if not values.size:
+            return Searched(states=None, bound=early.bound + min(dropped, spare))
+        decided = np.concatenate([chosen[extended], states[:, None]], axis=1)
+        frontier.append(node)
+        open_ = [place for place, n in enumerate(frontier) if early.last[n] > node]
+        best = _best_of_each(decided[:, open_], [problem.costs[frontier[place]].size for place in open_], values)
+        if best.size > width:
+            cheapest = np.argsort(values[best], kind="stable")
+            dropped = min(dropped, float(values[best[cheapest[width]]]))
+            best = np.sort(best[cheapest[:width]])
+        steps.append(_Step(extended=extended[best], states=states[best]))
+        frontier, chosen, values = [frontier[place] for place in open_], decided[best][:, open_], values[best]
+    return Searched(states=_traced_back(steps), bound=early.bound + min(dropped, float(values[0])))
+
+
+def frontier_order(links: list[set[int]], sizes: list[int]) -> list[int]:
+    """An order of nodes of these neighbours and sizes that keeps the frontier small: greedy, from a few starts."""
+    weights = [math.log(size) for size in sizes]
+    starts = sorted(range(len(sizes)), key=lambda n: (len(links[n]), weights[n], n))[:STARTS]
+    tried = [_greedy_order(links, weights, start) for start in starts]
+    return min(tried, key=lambda found: found[0])[1] if tried else []
+
+
+def _greedy_order(links: list[set[int]], weights: list[float], start: int) -> tuple[float, list[int]]:
+    """An order, and the logarithm of how many partial choices it leads to."""
+    undecided = [len(neighbours) for neighbours in links]
+    left = dict.fromkeys(range(len(links)))
+    reached: dict[int, None] = {start: None}
+    weight, sizes, order = 0.0, list[float](), list[int]()
+
+    def growth(node: int) -> float:
+        closed = sum(weights[n] for n in links[node] if n not in left and undecided[n] == 1)
+        return (weights[node] if undecided[node] else 0.0) - closed
+
+    while left:
+        node = min(reached or [next(iter(left))], key=lambda n: (growth(n), n))
+        sizes.append(weight + weights[node])
+        weight += growth(node)
+        order.append(node)
+        del left[node]
+        reached.pop(node, None)
+        for other in links[node]:
+            undecided[other] -= 1
+            if other in left:
+                reached[other] = None
+    return float(np.logaddexp.reduce(sizes)), order
+
+
+def _moved_early(problem: Problem) -> _Early:
+    """Move to every node what it costs at least to go on from it, then to the edges that lead to it."""
+    num_nodes = len(problem.costs)
+    behind: list[dict[int, Floats]] = [{} for _ in range(num_nodes)]
+    last = [-1] * num_nodes
+    for (i, j), matrix in problem.edges.items():
+        behind[j][i] = matrix
+        last[i], last[j] = max(last[i], j), max(last[j], i)
+    costs, bound = list(problem.costs), 0.0
+    for node in reversed(range(num_nodes)):
+        # The nodes ahead have put their least costs here by now.
+        least = float(costs[node].min())
+        bound += least
+        cost = costs[node] - least
+        share = cost / max(len(behind[node]), 1)
+        costs[node] = cost - len(behind[node]) * share if behind[node] else cost
+        for other, matrix in behind[node].items():
+            matrix = matrix + share
+            to_other = matrix.min(1)
+            behind[node][other] = matrix - to_other[:, None]
+            costs[other] = costs[other] + to_other
+    return _Early(
+        costs=costs, behind=[sorted(found.items(), key=lambda i: i[0]) for found in behind], last=last, bound=bound
+    )
+
+
+def _extensions(
+    early: _Early, node: int, frontier: list[int], chosen: Shorts, values: Floats, spare: float
+) -> tuple[Indices, Shorts, Floats]:
+    """Every pair of a partial choice and a state of the next node that costs at most `spare`, and its cost."""
+    cost = early.costs[node]
+    found = list[tuple[Indices, Shorts, Floats]]()
+    step = max(1, AT_ONCE // cost.size)
+    for start in range(0, values.size, step):
+        part = chosen[start : start + step]
+        total = values[start : start + step, None] + cost
+        for other, matrix in early.behind[node]:
+            total += matrix[part[:, frontier.index(other)]]
+        extended, states = np.nonzero(total <= spare)
+        found.append((extended + start, states.astype(np.int16), total[extended, states]))
+    extended, states, totals = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return extended, states, totals
+
+
+def _best_of_each(chosen: Shorts, sizes: list[int], values: Floats) -> Indices:
+    """Of equal rows the place of the first of least value."""
+    code, size = np.zeros(values.size, np.int64), 1
+    for column, states in zip(chosen.T, sizes, strict=True):
+        if size * states > LARGEST_CODE:
+            code = np.unique(code, return_inverse=True)[1].astype(np.int64)
+            size = int(code.max()) + 1
+        code, size = code * states + column, size * states
+    order = np.lexsort((values, code))
+    ordered = code[order]
+    return order[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
+
+
+def _traced_back(steps: list[_Step]) -> States:
+    states, place = list[int](), 0
+    for step in reversed(steps):
+        states.append(int(step.states[place]))
+        place = int(step.extended[place])
+    return tuple(reversed(states))
