@@ -196,6 +196,13 @@ class Plan:
         """The planned collectives as a table: where, kind, axes, value, times, megabytes, milliseconds."""
         return collectives_table(() if self.sharding is None else self.sharding.collectives)
 
+    def remat_policy(self) -> str:
+        """Which layers the plan computes again in the backward pass, and so where `jax.checkpoint` would have to be."""
+        if self.sharding is None:
+            stages = [str(number) for number, stage in enumerate(self.stages) if stage.remat]
+            return f"The stages {', '.join(stages)} are computed again." if stages else "No stage is computed again."
+        return self.sharding.remat_policy()
+
     def diff(self, other: Plan) -> str:
         """What differs from another plan: the lines of its JSON that are not in both; empty for equal plans."""
         mine, theirs = (plan.to_json().splitlines() for plan in (self, other))

@@ -32,6 +32,10 @@ class Auto:
     "model", "expert"). `num_microbatches` parts of the batch go through the model one after another in one loop, and
     gradients are reduced once. `memory` limits what a device may hold: bytes, a fraction of its memory, or a word:
     "adaptive" (0.9 of it, the default), "slight", "moderate" and "heavy" (0.75, 0.6 and 0.4), "off" (no limit).
+    `remat` computes layers again in the backward pass instead of keeping what they made: as few as make the plan fit
+    into memory ("auto"), all that can be (True), or none (False). Layers are the numbered scopes of the model (`h_0`,
+    `h_1`), or parts of even FLOPs where it has none; the last one is never among them, as its backward pass follows at
+    once. A scan over layers is not recomputed: put `jax.checkpoint` around its body.
     `pins` maps regular expressions to specs: an input whose key path (`state/params/h_0/kernel`) one of them finds is
     laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`. After `time_limit_s`
     seconds the best plan so far is taken, with the gap that is left.

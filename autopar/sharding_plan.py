@@ -17,6 +17,8 @@ from rich.text import Text
 
 from autopar.errors import PlanMismatch
 
+_NUM_NAMED = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCollective:
@@ -50,6 +52,11 @@ class ShardingPlan:
     peak_bytes: float
     figures: str
     """The machine whose figures the times are made of."""
+    recomputed: tuple[str, ...] = ()
+    """Names of the layers that are computed again in the backward pass, for the reader."""
+    recomputed_layers: tuple[int, ...] = ()
+    """Their numbers, of the `num_layers` that the forward pass is cut into."""
+    num_layers: int = 1
 
     @property
     def gap(self) -> float:
@@ -61,8 +68,21 @@ class ShardingPlan:
         return (
             f"modelled for {self.figures}: {1e3 * self.step_time_s:.4g} ms per step, at most {100 * self.gap:.2g} % "
             f"above the best plan; {self.peak_bytes / 1e6:.4g} MB per device; {len(self.collectives)} collectives of "
-            f"{total / 1e6:.4g} MB"
+            f"{total / 1e6:.4g} MB" + self._recomputed_words()
         )
+
+    def _recomputed_words(self) -> str:
+        if not self.recomputed:
+            return ""
+        named = ", ".join(self.recomputed[:_NUM_NAMED]) + ", ..." * (len(self.recomputed) > _NUM_NAMED)
+        return f"; {len(self.recomputed)} of {self.num_layers} layers computed again: {named}"
+
+    def remat_policy(self) -> str:
+        """Where `jax.checkpoint` would have to stand in the model for what the plan does without it."""
+        if not self.recomputed:
+            return "No layer is computed again: the model needs no jax.checkpoint."
+        lines = (f"  {name}" for name in self.recomputed)
+        return "\n".join(["The plan computes these layers again, as with jax.checkpoint around each of them:", *lines])
 
     def to_data(self) -> dict[str, Any]:
         """The plan as JSON data."""
@@ -76,7 +96,8 @@ class ShardingPlan:
             collectives = tuple(
                 PlannedCollective(**dict(entry, axes=tuple(entry["axes"]))) for entry in fields["collectives"]
             )
-            return ShardingPlan(**dict(fields, collectives=collectives))
+            layers = {key: tuple(fields[key]) for key in ("recomputed", "recomputed_layers")}
+            return ShardingPlan(**dict(fields, collectives=collectives, **layers))
         except (TypeError, KeyError, ValueError) as error:
             raise PlanMismatch(
                 f"The sharding of the plan cannot be read: {type(error).__name__}: {error}. It must be as Plan.save "

@@ -92,7 +92,14 @@ def explain_plan(trace: Trace, plan: Plan, name: str, *, kind: str) -> Explanati
         random=plan.random,
         batch_statistics=plan.batch_statistics,
     )
-    searched = search_on(trace, auto, mesh, kind=kind)
+    searched = search_on(
+        trace,
+        auto,
+        mesh,
+        kind=kind,
+        recomputed_layers=plan.sharding.recomputed_layers,
+        num_layers=plan.sharding.num_layers,
+    )
     choice = searched.found.choices.arguments[number]
     if choice is None:
         raise InvalidArgument(

@@ -6,8 +6,9 @@ Trace, Auto | Zero | TensorParallel | ExpertParallel, devices  ->  Plan
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_plan import to_data
@@ -17,10 +18,11 @@ from autopar.compiler.intra_op.local_program import LocalBlock, local_block
 from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.intra_op.search import IntraOpPlan, plan_intra_op
+from autopar.compiler.rematerialize import Offer, offered_layers
 from autopar.compiler.search_wishes import wishes_of
 from autopar.compiler.sharded_step import one_jaxpr
 from autopar.compiler.trace import Trace
-from autopar.errors import InvalidArgument
+from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.plan import MeshPlan, Plan, StagePlan
 from autopar.search_methods import MEMORY_LEVELS, Auto, SearchMethod
 from autopar.sharding_plan import PlannedCollective, ShardingPlan
@@ -35,19 +37,66 @@ class Searched:
     figures: MeshFigures
     found: IntraOpPlan
     block: LocalBlock
+    recomputed_layers: tuple[int, ...]
+    """Of the layers that are offered."""
 
 
 def plan_by_search(trace: Trace, method: SearchMethod, *, num_devices: int, kind: str) -> Plan:
     """The best plan that a method allows. `kind` of the devices as JAX names it.
 
-    Raises `InvalidArgument` for a mesh that does not fill the devices, or wishes that contradict each other.
+    Raises `InvalidArgument` for a mesh that does not fill the devices, or wishes that contradict each other, and
+    `MemoryTooSmall` where no plan fits.
     """
-    auto = search_of(method)
-    best = min(
-        (search_on(trace, method, mesh, kind=kind) for mesh in _meshes(auto, num_devices)),
-        key=lambda searched: searched.found.optimum.value,
-    )
-    return plan_of(trace, method, best)
+    offered = cache(lambda: offered_layers(trace))  # found when it is first asked for
+    fitting: list[Searched] = []
+    too_small: list[MemoryTooSmall] = []
+    for mesh in _meshes(search_of(method), num_devices):
+        try:
+            fitting.append(_search_layers(trace, method, mesh, offered, kind=kind))
+        except MemoryTooSmall as error:
+            too_small.append(error)
+    if not fitting:
+        raise too_small[-1]
+    return plan_of(trace, method, min(fitting, key=_step_time_s), offered)
+
+
+def _search_layers(
+    trace: Trace, method: SearchMethod, mesh: LogicalMesh, offered: Callable[[], Offer], *, kind: str
+) -> Searched:
+    """Search on one mesh with the layers recomputed that the method asks for, or as few as make it fit into memory."""
+
+    def search(count: int) -> Searched:
+        recomputed = tuple(sorted(offered().layers[:count])) if count else ()
+        num_layers = offered().num_layers if count else 1
+        return search_on(trace, method, mesh, kind=kind, recomputed_layers=recomputed, num_layers=num_layers)
+
+    remat = search_of(method).remat
+    if remat is True:
+        return search(len(offered().layers))
+    try:
+        return search(0)
+    except MemoryTooSmall:
+        if remat is False or not offered().layers:
+            raise
+    return _fewest(search, len(offered().layers))
+
+
+def _fewest(search: Callable[[int], Searched], most: int) -> Searched:
+    """The fastest plan met on the way to the least count that fits; a count of 0 does not."""
+    fitting = [search(most)]
+    least, too_few = most, 0
+    while least - too_few > 1:
+        count = (least + too_few) // 2
+        try:
+            fitting.append(search(count))
+            least = count
+        except MemoryTooSmall:
+            too_few = count
+    return min(reversed(fitting), key=_step_time_s)
+
+
+def _step_time_s(searched: Searched) -> float:
+    return searched.found.optimum.value
 
 
 def search_of(method: SearchMethod) -> Auto:
@@ -55,8 +104,16 @@ def search_of(method: SearchMethod) -> Auto:
     return method if isinstance(method, Auto) else method.search()
 
 
-def search_on(trace: Trace, method: SearchMethod, mesh: LogicalMesh, *, kind: str) -> Searched:
-    """Search on one logical mesh."""
+def search_on(
+    trace: Trace,
+    method: SearchMethod,
+    mesh: LogicalMesh,
+    *,
+    kind: str,
+    recomputed_layers: tuple[int, ...] = (),
+    num_layers: int = 1,
+) -> Searched:
+    """Search on one logical mesh, with these of the step's layers recomputed."""
     auto = search_of(method)
     figures = figures_of(kind, len(mesh.shape))
     budget = memory_limit(auto.memory, figures)
@@ -65,6 +122,8 @@ def search_on(trace: Trace, method: SearchMethod, mesh: LogicalMesh, *, kind: st
         num_microbatches=auto.num_microbatches if trace.differentiates else 1,
         batch_statistics=auto.batch_statistics,
         random=auto.random,
+        recomputed_layers=recomputed_layers,
+        num_layers=num_layers,
     )
     found = plan_intra_op(
         closed,
@@ -78,12 +137,15 @@ def search_on(trace: Trace, method: SearchMethod, mesh: LogicalMesh, *, kind: st
         time_limit_s=auto.time_limit_s,
     )
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, mesh)
-    return Searched(closed=closed, mesh=mesh, figures=figures, found=found, block=block)
+    return Searched(
+        closed=closed, mesh=mesh, figures=figures, found=found, block=block, recomputed_layers=recomputed_layers
+    )
 
 
-def plan_of(trace: Trace, method: SearchMethod, searched: Searched) -> Plan:
+def plan_of(trace: Trace, method: SearchMethod, searched: Searched, offered: Callable[[], Offer]) -> Plan:
     """A search's result as a plan."""
     auto, mesh, block = search_of(method), searched.mesh, searched.block
+    recomputed = searched.recomputed_layers
     sharding = ShardingPlan(
         layouts=to_data(searched.found.plan, mesh),
         collectives=tuple(_collectives(searched)),
@@ -91,6 +153,9 @@ def plan_of(trace: Trace, method: SearchMethod, searched: Searched) -> Plan:
         lower_bound_s=searched.found.optimum.lower_bound,
         peak_bytes=peak_memory(block, mesh, trace.donated_inputs).peak_bytes,
         figures=searched.figures.name,
+        recomputed=tuple(offered().names[layer] for layer in recomputed),
+        recomputed_layers=recomputed,
+        num_layers=offered().num_layers if recomputed else 1,
     )
     specs = {leaf.name: to_spec(value.layout, mesh) for leaf, value in zip(trace.inputs, block.inputs, strict=True)}
     return Plan(

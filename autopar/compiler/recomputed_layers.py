@@ -7,8 +7,8 @@ equations belong to the lowest layer among their activations, so no region waits
 computed again:
 
 - what the layer above, or a backward equation outside of regions, has kept alive until then
-- what does not grow with the batch and yet depends on it: sums over the batch, which are small, and which a region
-  could not complete if the batch were split
+- numbers of the batch that need no parameters (how many rows count): a region could not complete such sums if the batch
+  were split
 - layers that the user rematerialises stay as they are, and so do scans over layers: to keep less of one, put
   `jax.checkpoint` around its body
 """
@@ -183,7 +183,7 @@ class LayeredStep:
     def _may_repeat(self, i: int) -> bool:
         if self.eqns[i].effects or self.eqns[i].primitive.name in REMAT:
             return False
-        return Region.FREE in self.kinds[i] or i in self._growing
+        return Region.FORWARD in self.kinds[i] or i in self._growing
 
     def _cheap(self, i: int) -> bool:
         """Masks from positions, casts of parameters: made where they are needed rather than kept."""

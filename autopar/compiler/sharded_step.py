@@ -7,7 +7,8 @@ that                      -> the jaxpr to compile
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
@@ -18,6 +19,7 @@ from autopar.compiler.intra_op.layout import LogicalMesh, to_spec
 from autopar.compiler.intra_op.local_program import LocalBlock, Value, local_block
 from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.microbatch_loop import microbatch_loop
+from autopar.compiler.rematerialize import rematerialize
 from autopar.compiler.trace import Trace
 from autopar.errors import PlanMismatch
 from autopar.plan import MeshPlan, Plan
@@ -33,8 +35,20 @@ class ShardedStep:
     output_specs: tuple[PartitionSpec, ...]
 
 
-def one_jaxpr(trace: Trace, *, num_microbatches: int, batch_statistics: str, random: str) -> jc.ClosedJaxpr:
-    """The whole step, with a loop over its microbatches, and nothing in it twice."""
+def one_jaxpr(
+    trace: Trace,
+    *,
+    num_microbatches: int,
+    batch_statistics: str,
+    random: str,
+    recomputed_layers: Sequence[int] = (),
+    num_layers: int = 1,
+) -> jc.ClosedJaxpr:
+    """The whole step, with a loop over its microbatches, and nothing in it twice but the layers to be recomputed."""
+    if recomputed_layers:
+        # The step at twice the batch is only for splitting the batch.
+        needed = trace if num_microbatches > 1 else replace(trace, doubled_as_traced=None)
+        trace = rematerialize(needed, recomputed_layers, num_layers)
     return merge_common_subexpressions(microbatch_loop(trace, num_microbatches, batch_statistics, random))
 
 
@@ -52,6 +66,8 @@ def sharded_step(trace: Trace, plan: Plan) -> ShardedStep:
         num_microbatches=plan.num_microbatches,
         batch_statistics=plan.batch_statistics,
         random=plan.random,
+        recomputed_layers=plan.sharding.recomputed_layers,
+        num_layers=plan.sharding.num_layers,
     )
     layouts = from_data(plan.sharding.layouts, mesh)
     _check_fits(closed, layouts, trace)
