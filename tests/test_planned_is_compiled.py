@@ -1,0 +1,107 @@
+"""The collectives of compiled programs are the planned ones: a few models and meshes, and how the two are compared."""
+
+import importlib.util
+
+import jax
+import pytest
+
+import autopar
+from autopar.compiler.verify_plan import KindCheck
+from benchmarks import planned_vs_compiled
+from benchmarks.models import MODELS
+from benchmarks.planned_vs_compiled import Case, Row, case_groups, restricted_methods
+
+# Nothing is run, so that arrays may be large enough for splitting them to be worth it; layers are few.
+SIZES = {
+    "mlp": {"width": 2048, "hidden": 8192, "batch": 1024},
+    "gpt": {"layers": 1, "width": 1024, "vocabulary": 8192, "length": 512},
+    "moe": {"layers": 1, "width": 1024, "hidden": 4096, "vocabulary": 8192, "length": 256},
+    "moe_ragged": {"layers": 1, "width": 1024, "hidden": 4096, "vocabulary": 8192, "length": 256},
+    "convnet": {"stages": 1, "blocks": 1, "channels": 512, "classes": 1024},
+    "lstm": {"layers": 1, "width": 1024, "vocabulary": 8192, "length": 32},
+}
+REMAT = {"remat": True}
+SCAN = {"remat": True, "scan": True, "layers": 3}
+CASES = {
+    "two axes": ("mlp", {}, autopar.Auto(mesh_shape=(2, 4))),
+    "microbatches": ("mlp", {}, autopar.Auto(mesh_shape=(8,), num_microbatches=4)),
+    "tensor parallel": ("gpt", {}, autopar.TensorParallel(mesh_shape=(4, 2))),
+    "recomputed layers": ("gpt", REMAT, autopar.Zero(mesh_shape=(8,), stage=3)),
+    "a scan over layers": ("gpt", SCAN, autopar.Zero(mesh_shape=(2, 4), stage=3)),
+    "experts": ("moe", {}, autopar.ExpertParallel(mesh_shape=(8,))),
+    "sorted tokens": ("moe_ragged", {}, autopar.Auto(mesh_shape=(2, 4))),
+    "convolutions": ("convnet", {}, autopar.TensorParallel(mesh_shape=(2, 4))),
+    "a loop over time": ("lstm", {}, autopar.Auto(mesh_shape=(2, 2, 2))),
+}
+
+
+def planned(name, sizes, method):
+    """The plan for eight H100, whose links are quick."""
+    model = MODELS[name](**{**SIZES[name], **sizes})
+    cluster = autopar.Cluster(num_devices=8, kind="h100")
+    step = autopar.parallelize(model.step, method=method, donate_argnums=0, cluster=cluster)
+    return step.trace(model.abstract_state, model.abstract_batch).plan()
+
+
+@pytest.mark.parametrize(("name", "sizes", "method"), CASES.values(), ids=CASES)
+def test_compiled_collectives_are_the_planned_ones(name, sizes, method):
+    report = planned(name, sizes, method).verify()
+    assert report.collectives.kinds
+    assert report, str(report)
+
+
+INSTALLED = importlib.util.find_spec("jax_plugins") is not None and any(
+    importlib.util.find_spec(f"jax_plugins.{name}") for name in ("xla_cuda12", "xla_cuda13")
+)
+
+
+@pytest.mark.skipif(not INSTALLED, reason="XLA's GPU compiler: pip install 'autopar[gpu-aot]'")
+def test_collectives_compiled_for_gpus_are_the_planned_ones_and_none_is_merged():
+    report = planned("gpt", REMAT, autopar.Zero(mesh_shape=(2, 4), stage=3)).verify(target="h100")
+    for kind in report.collectives.kinds:
+        assert kind.compiled_bytes == pytest.approx(kind.planned_bytes, rel=5e-3), str(report)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "repeated", "holds"),
+    [(1000, 0, True), (1004, 0, True), (1010, 0, False), (990, 0, False), (0, 0, False), (800, 200, True),
+     (900, 200, True), (790, 200, False), (1010, 200, False)],
+)  # fmt: skip
+def test_compiled_bytes_may_lack_only_what_was_planned_to_be_repeated(compiled, repeated, holds):
+    check = KindCheck(
+        kind="all-gather",
+        planned_count=1,
+        planned_bytes=1000,
+        repeated_bytes=repeated,
+        compiled_count=1,
+        compiled_bytes=compiled,
+    )
+    assert check.holds == holds
+
+
+def test_benchmark_covers_every_model_on_every_mesh():
+    groups = list(case_groups(list(MODELS), None, ["cpu", "h100:64"]))
+    assert len(groups) == len(MODELS) * (4 + 3)
+    restricted = {case.mesh for group in groups for case in group if case.method != "Auto"}
+    assert restricted == {"2x4", "8x8"}
+    assert "expert parallel" in restricted_methods("moe")
+    assert "expert parallel" not in restricted_methods("gpt")
+
+
+def test_benchmark_prints_what_could_not_be_made(capsys):
+    case = Case(model="mlp", mesh="3x3", method="Auto", compiler="cpu")
+    row = planned_vs_compiled.check(case)
+    assert isinstance(row, Row)
+    assert "needs 9 devices" in row.message
+    planned_vs_compiled.print_table([row])
+    assert "0 of 1 programs have the planned collectives" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_benchmark_is_run_and_written(tmp_path):
+    file = tmp_path / "rows.json"
+    planned_vs_compiled.main(
+        ["--models", "mlp", "--meshes", "8", "--compilers", "cpu", "--methods", "Auto", "--json", str(file)]
+    )
+    assert '"holds": true' in file.read_text()
+    assert jax.device_count() == 8
