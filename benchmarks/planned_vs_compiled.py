@@ -300,7 +300,7 @@ def _cells(kind: dict[str, Any]) -> list[str]:
         return ["none", "0", "0", "0", "0"]
     megabytes = [f"{kind[f'{which}_bytes'] / 1e6:.6g}" for which in ("planned", "compiled")]
     counts = [f"{kind[f'{which}_count']:g}" for which in ("planned", "compiled")]
-    return [kind["kind"], *megabytes, *counts]
+    return [" ".join((kind["kind"], str(kind["group_size"] or ""))), *megabytes, *counts]
 
 
 def _verdict(kind: dict[str, Any]) -> str:

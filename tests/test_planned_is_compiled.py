@@ -70,6 +70,7 @@ def test_collectives_compiled_for_gpus_are_the_planned_ones_and_none_is_merged()
 def test_compiled_bytes_may_lack_only_what_was_planned_to_be_repeated(compiled, repeated, holds):
     check = KindCheck(
         kind="all-gather",
+        group_size=8,
         planned_count=1,
         planned_bytes=1000,
         repeated_bytes=repeated,
