@@ -18,7 +18,7 @@ from autopar.compiler.intra_op.local_program import LocalBlock, local_block
 from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.intra_op.search import IntraOpPlan, plan_intra_op
-from autopar.compiler.rematerialize import Offer, offered_layers
+from autopar.compiler.rematerialize import Offer, offered_layers, rematerialize
 from autopar.compiler.search_wishes import wishes_of
 from autopar.compiler.sharded_step import one_jaxpr
 from autopar.compiler.trace import Trace
@@ -37,6 +37,7 @@ class Searched:
     figures: MeshFigures
     found: IntraOpPlan
     block: LocalBlock
+    peak_bytes: float
     recomputed_layers: tuple[int, ...]
     """Of the layers that are offered."""
 
@@ -65,10 +66,10 @@ def _search_layers(
 ) -> Searched:
     """Search on one mesh with the layers recomputed that the method asks for, or as few as make it fit into memory."""
 
-    def search(count: int) -> Searched:
+    def search(count: int, within: SearchMethod = method) -> Searched:
         recomputed = tuple(sorted(offered().layers[:count])) if count else ()
         num_layers = offered().num_layers if count else 1
-        return search_on(trace, method, mesh, kind=kind, recomputed_layers=recomputed, num_layers=num_layers)
+        return search_on(trace, within, mesh, kind=kind, recomputed_layers=recomputed, num_layers=num_layers)
 
     remat = search_of(method).remat
     if remat is True:
@@ -78,21 +79,41 @@ def _search_layers(
     except MemoryTooSmall:
         if remat is False or not offered().layers:
             raise
-    return _fewest(search, len(offered().layers))
+    budget = memory_limit(search_of(method).memory, figures_of(kind, len(mesh.shape)))
+    unlimited = replace(method, memory="off")
 
+    def fastest(count: int) -> Searched | None:
+        """The plan for the fastest layouts of all, if it fits."""
+        found = search(count, unlimited)
+        return found if found.peak_bytes <= budget else None
 
-def _fewest(search: Callable[[int], Searched], most: int) -> Searched:
-    """The fastest plan met on the way to the least count that fits; a count of 0 does not."""
-    fitting = [search(most)]
-    least, too_few = most, 0
-    while least - too_few > 1:
-        count = (least + too_few) // 2
+    def within_budget(count: int) -> Searched | None:
         try:
-            fitting.append(search(count))
-            least = count
+            return search(count)
         except MemoryTooSmall:
+            if count == most:
+                raise
+            return None
+
+    most = len(offered().layers)
+    # Layouts that save memory are only looked for where recomputing alone does not save enough: that takes longer.
+    found = _fewest(fastest, most) or _fewest(within_budget, most)
+    assert found is not None
+    return found
+
+
+def _fewest(search: Callable[[int], Searched | None], most: int) -> Searched | None:
+    """What the search finds for the least count up to `most` for which it finds anything; for 0 it does not."""
+    found = search(most)
+    least, too_few = most, 0
+    while found is not None and least - too_few > 1:
+        count = (least + too_few) // 2
+        fewer = search(count)
+        if fewer is None:
             too_few = count
-    return min(reversed(fitting), key=_step_time_s)
+        else:
+            found, least = fewer, count
+    return found
 
 
 def _step_time_s(searched: Searched) -> float:
@@ -117,13 +138,12 @@ def search_on(
     auto = search_of(method)
     figures = figures_of(kind, len(mesh.shape))
     budget = memory_limit(auto.memory, figures)
+    trace = rematerialize(trace, recomputed_layers, num_layers)
     closed = one_jaxpr(
         trace,
         num_microbatches=auto.num_microbatches if trace.differentiates else 1,
         batch_statistics=auto.batch_statistics,
         random=auto.random,
-        recomputed_layers=recomputed_layers,
-        num_layers=num_layers,
     )
     found = plan_intra_op(
         closed,
@@ -138,7 +158,13 @@ def search_on(
     )
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, mesh)
     return Searched(
-        closed=closed, mesh=mesh, figures=figures, found=found, block=block, recomputed_layers=recomputed_layers
+        closed=closed,
+        mesh=mesh,
+        figures=figures,
+        found=found,
+        block=block,
+        peak_bytes=peak_memory(block, mesh, trace.donated_inputs).peak_bytes,
+        recomputed_layers=recomputed_layers,
     )
 
 
@@ -151,7 +177,7 @@ def plan_of(trace: Trace, method: SearchMethod, searched: Searched, offered: Cal
         collectives=tuple(_collectives(searched)),
         step_time_s=searched.found.optimum.value,
         lower_bound_s=searched.found.optimum.lower_bound,
-        peak_bytes=peak_memory(block, mesh, trace.donated_inputs).peak_bytes,
+        peak_bytes=searched.peak_bytes,
         figures=searched.figures.name,
         recomputed=tuple(offered().names[layer] for layer in recomputed),
         recomputed_layers=recomputed,

@@ -54,6 +54,7 @@ class LayeredStep:
     """A traced step, and what is known of its equations, by index."""
 
     def __init__(self, trace: Trace) -> None:
+        self.trace = trace
         self.eqns = trace.jaxpr.jaxpr.eqns
         self.regions = find_regions(whole_batch(trace.jaxpr, batch_inputs=trace.batch_inputs))
         at = [i for i, kinds in enumerate(self.regions.kinds) if Region.ACCUMULATE not in kinds]
@@ -65,7 +66,6 @@ class LayeredStep:
         self.order = [index[i] for i in layer_order(self.regions)]
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.loops = frozenset(find_layer_loops(trace.jaxpr.jaxpr, trace.batch_inputs))
-        self.doubled = trace.doubled if _alike(trace.jaxpr, trace.doubled) else None
 
     def recomputed(self, layers: Collection[int], num_layers: int) -> dict[int, Recomputed]:
         """The regions of those layers that have something to compute again."""
@@ -73,8 +73,8 @@ class LayeredStep:
             return {}  # regions move equations, and these have an order
         cuts = layer_cuts(self.regions, num_layers)
         layer_of = {i: bisect_right(cuts, position) for position, i in enumerate(self.order)}
-        layer_of_backward = self._backward_layers(layer_of, num_layers)
-        owners = self._owners(layer_of)
+        owners, inputs = self._owners(layer_of)
+        layer_of_backward = self._backward_layers(owners, inputs, num_layers)
         readers = self._readers(layer_of_backward)
         found: dict[int, Recomputed] = {}
         for layer in sorted(layers, reverse=True):
@@ -88,6 +88,11 @@ class LayeredStep:
                 for v in self.operands(region):
                     readers[v].add(layer)
         return found
+
+    @cached_property
+    def doubled(self) -> jc.ClosedJaxpr | None:
+        """The step at twice the batch, if it has the same equations."""
+        return self.trace.doubled if _alike(self.trace.jaxpr, self.trace.doubled) else None
 
     def operands(self, region: Recomputed) -> set[jc.Var]:
         """What a region reads."""
@@ -106,29 +111,34 @@ class LayeredStep:
 
     # --- whose equations ------------------------------------------------------------------------------------------
 
-    def _backward_layers(self, layer_of: Mapping[int, int], num_layers: int) -> dict[int, int]:
-        """The layer of every backward equation of the first round: the lowest among the activations that it reads.
+    def _backward_layers(
+        self, owners: Mapping[int, int], inputs: Mapping[jc.Var, int], num_layers: int
+    ) -> dict[int, int]:
+        """The layer of every backward equation of the first round: the lowest among the values that it reads.
 
         An activation that the forward pass has sent on counts where it was sent last.
         """
-        value: dict[jc.Var, int] = {}
+        value = {v: layer for v, layer in inputs.items() if layer != _OUTSIDE}
         backward: dict[int, int] = {}
         for i, eqn in enumerate(self.eqns):
             known = [v for v in jc.operands(eqn) if v in value]
             if self.rounds[i] > 0:
                 continue
             if Region.FORWARD in self.kinds[i]:
-                layer = layer_of.get(i, max((value[v] for v in known), default=0))
+                layer = owners[i] if owners[i] != _OUTSIDE else max((value[v] for v in known), default=0)
                 value.update((v, max(layer, value[v])) for v in known)
                 value.update((v, layer) for v in eqn.outvars)
             elif Region.BACKWARD in self.kinds[i]:
                 backward[i] = min((value[v] for v in known), default=num_layers - 1)
                 value.update((v, backward[i]) for v in eqn.outvars)
+            elif owners.get(i, _OUTSIDE) != _OUTSIDE:
+                value.update((v, owners[i]) for v in eqn.outvars)
         return backward
 
-    def _owners(self, layer_of: Mapping[int, int]) -> dict[int, int]:
-        """The layer of every forward equation, and of a free one the layer that alone needs it."""
+    def _owners(self, layer_of: Mapping[int, int]) -> tuple[dict[int, int], dict[jc.Var, int]]:
+        """The layer of every forward equation, and of a free one or an input the layer that alone needs it."""
         owners: dict[int, int] = {}
+        inputs: dict[jc.Var, int] = {}
         for i in reversed(range(len(self.eqns))):
             if Region.FORWARD in self.kinds[i]:
                 owners[i] = layer_of.get(i, _OUTSIDE)
@@ -138,7 +148,9 @@ class LayeredStep:
                     if source is not None and Region.FREE in self.kinds[source]:
                         alone = owners.get(source, owners[i]) == owners[i]
                         owners[source] = owners[i] if alone else _OUTSIDE
-        return owners
+                    elif source is None:
+                        inputs[v] = owners[i] if inputs.get(v, owners[i]) == owners[i] else _OUTSIDE
+        return owners, inputs
 
     def _readers(self, layer_of_backward: Mapping[int, int]) -> defaultdict[jc.Var, set[int]]:
         """The layers whose backward pass reads a value, `_OUTSIDE` for what is later and in none."""

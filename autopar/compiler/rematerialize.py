@@ -13,7 +13,8 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from autopar.compiler import jax_compat as jc
@@ -68,13 +69,27 @@ def rematerialize(trace: Trace, layers: Collection[int], num_layers: int) -> Tra
         )
     step = LayeredStep(trace)
     units = _in_order(step, list(step.recomputed(layers, num_layers).values()))
-    doubled = None if step.doubled is None else _emitted(step.doubled, units)
-    again = replace(trace, jaxpr=_emitted(trace.jaxpr, units), doubled_as_traced=doubled)
-    if doubled is None and trace.doubled is not None:
-        again = replace(again, not_doubled_because="at twice the batch size it has other equations")
-    # A cached property of a frozen value, filled with what it is for the original on purpose.
-    object.__setattr__(again, "fingerprint", trace.fingerprint)
-    return again
+    same: dict[str, Any] = {field.name: getattr(trace, field.name) for field in fields(trace)}
+    changed: dict[str, Any] = {"jaxpr": _emitted(trace.jaxpr, units), "step": step, "units": tuple(units)}
+    return _RematerializedTrace(**same | changed)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _RematerializedTrace(Trace):
+    """A step some of whose layers are recomputed."""
+
+    step: LayeredStep
+    units: tuple[int | Recomputed, ...]
+
+    @cached_property
+    def doubled(self) -> jc.ClosedJaxpr | None:
+        """The same step at twice the batch, with the same layers recomputed."""
+        return None if self.step.doubled is None else _emitted(self.step.doubled, self.units)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """That of the step as it was traced, which is what plans name."""
+        return self.step.trace.fingerprint
 
 
 # --- the order of equations and regions ---------------------------------------------------------------------------

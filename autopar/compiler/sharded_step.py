@@ -7,8 +7,7 @@ that                      -> the jaxpr to compile
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
@@ -41,14 +40,8 @@ def one_jaxpr(
     num_microbatches: int,
     batch_statistics: str,
     random: str,
-    recomputed_layers: Sequence[int] = (),
-    num_layers: int = 1,
 ) -> jc.ClosedJaxpr:
-    """The whole step, with a loop over its microbatches, and nothing in it twice but the layers to be recomputed."""
-    if recomputed_layers:
-        # The step at twice the batch is only for splitting the batch.
-        needed = trace if num_microbatches > 1 else replace(trace, doubled_as_traced=None)
-        trace = rematerialize(needed, recomputed_layers, num_layers)
+    """The whole step, with a loop over its microbatches, and nothing in it twice but what is recomputed on purpose."""
     return merge_common_subexpressions(microbatch_loop(trace, num_microbatches, batch_statistics, random))
 
 
@@ -62,12 +55,10 @@ def sharded_step(trace: Trace, plan: Plan) -> ShardedStep:
     assert plan.sharding is not None
     mesh = logical_mesh(plan.meshes[0])
     closed = one_jaxpr(
-        trace,
+        rematerialize(trace, plan.sharding.recomputed_layers, plan.sharding.num_layers),
         num_microbatches=plan.num_microbatches,
         batch_statistics=plan.batch_statistics,
         random=plan.random,
-        recomputed_layers=plan.sharding.recomputed_layers,
-        num_layers=plan.sharding.num_layers,
     )
     layouts = from_data(plan.sharding.layouts, mesh)
     _check_fits(closed, layouts, trace)
