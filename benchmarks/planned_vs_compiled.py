@@ -180,7 +180,7 @@ def model_of(case: Case) -> Model:
     name, sizes = VARIANTS[case.model]
     chosen = {**FEW_LAYERS.get(name, {}), **(ON_CPU if case.compiler == "cpu" else LARGE)[name], **sizes}
     if case.compiler == "h100:64":
-        chosen.setdefault("batch", 64)
+        chosen["batch"] = max(chosen.get("batch", 64), 64)
     return MODELS[name](**chosen)
 
 

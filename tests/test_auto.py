@@ -207,6 +207,11 @@ def test_a_stage_of_zero_that_there_is_not_is_refused():
         autopar.Zero(stage=4)
 
 
+def test_a_batch_that_the_devices_cannot_share_is_refused():
+    with pytest.raises(InvalidArgument, match=r"over all 8 devices, and .* has 20 rows. Make the batch a multiple of 8"):
+        planned(autopar.Zero(mesh_shape=(8,)), rows=20)
+
+
 def test_devices_without_figures_are_refused():
     step = autopar.parallelize(train_step, method=autopar.Auto(), cluster=autopar.Cluster(num_devices=8, kind="abacus"))
     with pytest.raises(InvalidArgument, match="no figures for devices of kind 'abacus'"):

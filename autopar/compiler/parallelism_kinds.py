@@ -22,7 +22,7 @@ from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, r
 from autopar.compiler.intra_op.search import Wishes
 from autopar.compiler.intra_op.strategies import Strategy
 from autopar.compiler.trace import Trace
-from autopar.errors import Unsupported
+from autopar.errors import InvalidArgument, Unsupported
 from autopar.search_methods import ExpertParallel, TensorParallel, Zero
 
 Dims = tuple[tuple[int, ...], ...]
@@ -32,7 +32,11 @@ Dims = tuple[tuple[int, ...], ...]
 def kind_wishes(
     trace: Trace, closed: jc.ClosedJaxpr, method: Zero | TensorParallel | ExpertParallel, mesh: LogicalMesh
 ) -> Wishes:
-    """The restrictions of a kind. Raises `Unsupported` for a step whose batch dimensions cannot be found."""
+    """The restrictions of a kind.
+
+    Raises `Unsupported` for a step whose batch dimensions cannot be found, `InvalidArgument` for a batch that the
+    devices cannot share.
+    """
     batch_dims = _batch_dims(trace, closed, type(method).__name__)
     experts = _expert_inputs(closed) if isinstance(method, ExpertParallel) else set[int]()
     used = _used_by_the_model(closed)
@@ -45,6 +49,11 @@ def kind_wishes(
                 for layout in layouts
                 if _input_allowed(layout, method, mesh, i in trace.batch_inputs, i in used, i in experts)
             )
+            if not inputs[i]:
+                raise InvalidArgument(
+                    f"{type(method).__name__} splits the batch over all {mesh.num_devices} devices, and {leaf.name} "
+                    f"has {leaf.aval.shape[0]} rows. Make the batch a multiple of {mesh.num_devices}, or use Auto()."
+                )
 
     def allowed(eqn: jc.JaxprEqn, strategy: Strategy) -> bool:
         dims = batch_dims.get(id(eqn))
