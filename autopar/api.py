@@ -170,7 +170,9 @@ class Planned:
         return explain_plan(self.trace, self.plan, name, kind=self._target.kind())
 
     def _compare_numbers(self, call: Call) -> NumberCheck:
-        expected = jax.tree.leaves(jax.jit(self._arguments.call_flat(call))(*call.leaves))
+        device = self._target.live_devices()[0]
+        here = [jax.device_put(leaf, device) if isinstance(leaf, jax.Array) else leaf for leaf in call.leaves]
+        expected = jax.tree.leaves(jax.jit(self._arguments.call_flat(call))(*here))
         copies = [jnp.array(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in call.leaves]
         found = jax.tree.leaves(self.lower().compile().run(replace(call, leaves=copies)))
         return compare_numbers([leaf.name for leaf in self.trace.outputs], expected, found)

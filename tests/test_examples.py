@@ -26,9 +26,10 @@ def test_pipelined_gpt_on_real_text_equals_plain_jit(tmp_path: Path) -> None:
 
 def test_python_of_the_readme_runs_as_it_stands() -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names: dict[str, Any] = {}
     for block in blocks:
         exec(block, names)
     assert names["metrics"]["loss"] < 1.0
     assert json.loads(names["text"])["num_microbatches"] == 4
+    assert names["planned"].plan.method == "PipelineParallel"
