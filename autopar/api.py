@@ -170,9 +170,12 @@ class Planned:
         return explain_plan(self.trace, self.plan, name, kind=self._target.kind())
 
     def _compare_numbers(self, call: Call) -> NumberCheck:
-        device = self._target.live_devices()[0]
-        here = [jax.device_put(leaf, device) if isinstance(leaf, jax.Array) else leaf for leaf in call.leaves]
-        expected = jax.tree.leaves(jax.jit(self._arguments.call_flat(call))(*here))
+        # From the host, so that arrays may come from anywhere and the step may name devices of its own.
+        anywhere = [
+            leaf if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key) else np.asarray(leaf)
+            for leaf in call.leaves
+        ]
+        expected = jax.tree.leaves(jax.jit(self._arguments.call_flat(call))(*anywhere))
         copies = [jnp.array(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in call.leaves]
         found = jax.tree.leaves(self.lower().compile().run(replace(call, leaves=copies)))
         return compare_numbers([leaf.name for leaf in self.trace.outputs], expected, found)

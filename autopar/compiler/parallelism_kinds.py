@@ -150,13 +150,14 @@ def _batch_dims(trace: Trace, closed: jc.ClosedJaxpr, kind: str) -> dict[int, Di
             f"{kind} must know which dimensions carry the batch, and {trace.name} was not traced at another batch "
             f"size: {trace.not_doubled_because}. Use Auto() instead."
         )
-    small = list(_equations(closed))
-    large = list(_equations(merge_common_subexpressions(trace.doubled)))
-    if [eqn.primitive.name for eqn in small] != [eqn.primitive.name for eqn in large]:
+    if _names(trace.jaxpr) != _names(trace.doubled):
         raise Unsupported(
             f"{kind} compares {trace.name} with itself at twice the batch, and the two are different programs. Use "
             "Auto() instead."
         )
+    small = list(_equations(closed))
+    large = list(_equations(merge_common_subexpressions(trace.doubled, like=trace.jaxpr)))
+    assert len(small) == len(large)
     return {
         id(eqn): tuple(
             tuple(d for d, (m, n) in enumerate(zip(_shape(v), _shape(w), strict=True)) if m != n)
@@ -165,6 +166,10 @@ def _batch_dims(trace: Trace, closed: jc.ClosedJaxpr, kind: str) -> dict[int, Di
         for eqn, twice in zip(small, large, strict=True)
         if jc.ad_phase(eqn) is not None
     }
+
+
+def _names(closed: jc.ClosedJaxpr) -> list[str]:
+    return [eqn.primitive.name for eqn in _equations(closed)]
 
 
 def _equations(closed: Any) -> Iterator[jc.JaxprEqn]:

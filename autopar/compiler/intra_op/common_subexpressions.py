@@ -17,11 +17,19 @@ _WISHES = frozenset({"sharding_constraint", "layout_constraint", "reshard"})
 """Two of them on one value may ask for different things."""
 
 
-def merge_common_subexpressions(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
-    """The same program without the second of two equal equations."""
+def merge_common_subexpressions(closed: jc.ClosedJaxpr, like: jc.ClosedJaxpr | None = None) -> jc.ClosedJaxpr:
+    """The same program without the second of two equal equations.
+
+    `like` is the same program at another batch size: merged is then what is equal there, so that both stay alike.
+    """
     jaxpr, consts = jc.open_jaxpr(closed)
-    first = _first_equals(jaxpr)
-    loops = {number: _merged_bodies(eqn) for number, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name in _ENTERED}
+    model = jaxpr if like is None else jc.open_jaxpr(like)[0]
+    first = _first_equals(model)
+    loops = {
+        number: _merged_bodies(eqn, model.eqns[number])
+        for number, eqn in enumerate(jaxpr.eqns)
+        if eqn.primitive.name in _ENTERED
+    }
     if all(original == number for number, original in enumerate(first)) and not loops:
         return closed
 
@@ -39,8 +47,11 @@ def merge_common_subexpressions(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
     return jc.trace(run, [v.aval for v in jaxpr.invars])
 
 
-def _merged_bodies(eqn: jc.JaxprEqn) -> dict[str, Any]:
-    return jc.map_subjaxprs(eqn.params, merge_common_subexpressions)
+def _merged_bodies(eqn: jc.JaxprEqn, like: jc.JaxprEqn) -> dict[str, Any]:
+    models: list[jc.ClosedJaxpr] = []
+    jc.map_subjaxprs(like.params, lambda body: models.append(body) or body)
+    in_order = iter(models)
+    return jc.map_subjaxprs(eqn.params, lambda body: merge_common_subexpressions(body, next(in_order)))
 
 
 def _first_equals(jaxpr: jc.Jaxpr) -> list[int]:
