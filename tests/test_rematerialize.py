@@ -224,7 +224,8 @@ def test_models_without_scopes_are_cut_by_flops():
     cuts = layer_cuts(step.regions, 4)
     assert len(cuts) == 3
     assert list(cuts) == sorted(cuts)
-    assert all("test_rematerialize" in name for name in layer_names(step.regions, 4))
+    assert step.names(4)[1] == "a['blocks'][2]['down'] ... a['blocks'][3]['up']"
+    assert all("test_rematerialize" in name for name in layer_names(step.regions, 4, {}))
 
 
 def test_layers_that_the_user_rematerialises_stay_as_they_are():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.cut_forward import cut_forward
@@ -45,15 +45,18 @@ def layer_cuts(regions: Regions, num_layers: int) -> tuple[int, ...]:
     return cut_forward(regions, num_layers)
 
 
-def layer_names(regions: Regions, num_layers: int) -> tuple[str, ...]:
-    """A name for every layer: its scope, or the line that it begins at."""
+def layer_names(regions: Regions, num_layers: int, parameters: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
+    """A name for every layer: its scope, the `parameters` that only it reads, or the line that it begins at."""
     scopes = _numbered_layers(regions)
     if len(scopes) == num_layers:
         return tuple(name for name, _ in scopes)
     order = layer_order(regions)
     starts = [0, *layer_cuts(regions, num_layers)]
     lines = [jc.source_line(regions.equations[order[start]]) for start in starts]
-    return tuple(f"layer {number} of {num_layers}, from {line}" for number, line in enumerate(lines))
+    return tuple(
+        " ... ".join(dict.fromkeys((own[0], own[-1]))) if (own := parameters.get(number)) else f"layer from {line}"
+        for number, line in enumerate(lines)
+    )
 
 
 def _numbered_layers(regions: Regions) -> list[tuple[str, int]]:

@@ -25,7 +25,7 @@ from typing import Any
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import aval_bytes, equation_flops
 from autopar.compiler.layer_loops import find_layer_loops
-from autopar.compiler.model_layers import layer_cuts
+from autopar.compiler.model_layers import layer_cuts, layer_names
 from autopar.compiler.placement import layer_order
 from autopar.compiler.regions import Region, find_regions
 from autopar.compiler.remat_regions import REMAT
@@ -71,9 +71,7 @@ class LayeredStep:
         """The regions of those layers that have something to compute again."""
         if any(jc.keeps_order(eqn) for eqn in self.eqns if jc.ad_phase(eqn) == "backward"):
             return {}  # regions move equations, and these have an order
-        cuts = layer_cuts(self.regions, num_layers)
-        layer_of = {i: bisect_right(cuts, position) for position, i in enumerate(self.order)}
-        owners, inputs = self._owners(layer_of)
+        owners, inputs = self._owners(num_layers)
         layer_of_backward = self._backward_layers(owners, inputs, num_layers)
         readers = self._readers(layer_of_backward)
         found: dict[int, Recomputed] = {}
@@ -88,6 +86,15 @@ class LayeredStep:
                 for v in self.operands(region):
                     readers[v].add(layer)
         return found
+
+    def names(self, num_layers: int) -> tuple[str, ...]:
+        """A name for every layer, for the reader."""
+        _, inputs = self._owners(num_layers)
+        parameters: defaultdict[int, list[str]] = defaultdict(list)
+        for i, (v, leaf) in enumerate(zip(self.trace.jaxpr.jaxpr.invars, self.trace.inputs, strict=True)):
+            if v in inputs and i not in self.trace.batch_inputs:
+                parameters[inputs[v]].append(leaf.name)
+        return layer_names(self.regions, num_layers, parameters)
 
     @cached_property
     def doubled(self) -> jc.ClosedJaxpr | None:
@@ -135,8 +142,10 @@ class LayeredStep:
                 value.update((v, owners[i]) for v in eqn.outvars)
         return backward
 
-    def _owners(self, layer_of: Mapping[int, int]) -> tuple[dict[int, int], dict[jc.Var, int]]:
+    def _owners(self, num_layers: int) -> tuple[dict[int, int], dict[jc.Var, int]]:
         """The layer of every forward equation, and of a free one or an input the layer that alone needs it."""
+        cuts = layer_cuts(self.regions, num_layers)
+        layer_of = {i: bisect_right(cuts, position) for position, i in enumerate(self.order)}
         owners: dict[int, int] = {}
         inputs: dict[jc.Var, int] = {}
         for i in reversed(range(len(self.eqns))):

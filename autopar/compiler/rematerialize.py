@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.model_layers import count_layers, layer_names
+from autopar.compiler.model_layers import count_layers
 from autopar.compiler.normalize import eliminate_dead
 from autopar.compiler.recomputed_layers import LayeredStep, Recomputed
 from autopar.compiler.trace import Trace
@@ -50,7 +50,7 @@ def offered_layers(trace: Trace) -> Offer:
     return Offer(
         num_layers=num_layers,
         layers=tuple(sorted(found, key=lambda layer: (-worth[layer], layer))),
-        names=layer_names(step.regions, num_layers),
+        names=step.names(num_layers),
     )
 
 
