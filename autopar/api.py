@@ -12,8 +12,10 @@ step.trace(state, batch)   Traced      the jaxpr            (like the ladder of 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, overload
 
 import jax
@@ -194,9 +196,18 @@ class Traced:
     _target: _Target
 
     def plan(self, method: Method | Plan | None = None) -> Planned:
-        """Decide everything, by the step's method or another one."""
+        """Decide everything, by the step's method or another one.
+
+        What a search solved is kept in $AUTOPAR_CACHE_DIR, by default ~/.cache/autopar.
+        """
         chosen = self._target.method if method is None else method
-        plan = passes.make_plan(self.trace, chosen, num_devices=self._target.num_devices(), kind=self._target.kind())
+        plan = passes.make_plan(
+            self.trace,
+            chosen,
+            num_devices=self._target.num_devices(),
+            kind=self._target.kind(),
+            cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
+        )
         return Planned(plan=plan, trace=self.trace, _arguments=self._arguments, _keys=self._keys, _target=self._target)
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=1"
 _CACHE = Path(__file__).parent.parent / ".cache" / "jax" / version("jax")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("AUTOPAR_CACHE_DIR", str(_CACHE.parent.parent / "autopar"))
 # Everything is worth keeping: tests compile many small programs.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")

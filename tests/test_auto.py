@@ -73,14 +73,24 @@ def test_what_was_compiled_is_what_was_planned_and_equals_the_plain_step(method)
     assert report, str(report)
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied_embedding", "moe", "scan_layers", "control_flow", "dropout"])
-def test_models_of_the_zoo_run_by_every_kind_of_parallelism(name, float64):
+ON_TWO_AXES = {"mesh_shape": (2, 4)}
+KINDS = {
+    "mlp": autopar.Zero(stage=3, **ON_TWO_AXES),
+    "tied_embedding": autopar.TensorParallel(**ON_TWO_AXES),
+    "moe": autopar.ExpertParallel(**ON_TWO_AXES),
+    "scan_layers": autopar.Zero(stage=2, **ON_TWO_AXES),
+    "control_flow": autopar.TensorParallel(**ON_TWO_AXES),
+    "vae": autopar.Zero(stage=1, **ON_TWO_AXES),
+}
+
+
+@pytest.mark.parametrize(("name", "method"), KINDS.items(), ids=KINDS)
+def test_models_of_the_zoo_run_by_every_kind_of_parallelism(name, method, float64):
     case = ZOO[name]
     fun, state, *batch = case.make()
-    for method in (autopar.TensorParallel(mesh_shape=(2, 4)), autopar.Zero(mesh_shape=(2, 4), stage=3)):
-        step = autopar.parallelize(fun, method=method, batch_argnums=case.batch_argnums)
-        report = step.trace(state, *batch, **case.kwargs).plan().verify(state, *batch, **case.kwargs)
-        assert report, str(report)
+    step = autopar.parallelize(fun, method=method, batch_argnums=case.batch_argnums)
+    report = step.trace(state, *batch, **case.kwargs).plan().verify(state, *batch, **case.kwargs)
+    assert report, str(report)
 
 
 def test_a_plan_from_json_means_the_same():
@@ -89,6 +99,13 @@ def test_a_plan_from_json_means_the_same():
     assert again == plan
     assert not plan.diff(again)
     assert again.verify(autopar.parallelize(train_step), arguments())
+
+
+def test_what_was_solved_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    first = planned(autopar.Auto(mesh_shape=(8,))).plan
+    assert list(tmp_path.iterdir())
+    assert planned(autopar.Auto(mesh_shape=(8,))).plan == first
 
 
 def test_plans_that_differ_say_where():

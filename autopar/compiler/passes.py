@@ -11,6 +11,7 @@ What comes before the plan decides; what comes after it only carries out.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from jax.sharding import PartitionSpec
 
@@ -32,13 +33,18 @@ from autopar.search_methods import SearchMethod
 __all__ = ["check_plan", "cut_step", "lower_step", "make_plan", "trace_step"]
 
 
-def make_plan(trace: Trace, method: Method | Plan, *, num_devices: int, kind: str) -> Plan:
-    """The plan that a method means for this program on devices of a kind, or the given one if it fits."""
+def make_plan(
+    trace: Trace, method: Method | Plan, *, num_devices: int, kind: str, cache_directory: Path | None = None
+) -> Plan:
+    """The plan that a method means for this program on devices of a kind, or the given one if it fits.
+
+    Searches keep what they solved in `cache_directory`, if one is given.
+    """
     if isinstance(method, Plan):
         check_plan(method, trace, num_devices=num_devices)
         return method
     if isinstance(method, SearchMethod):
-        return plan_by_search(trace, method, num_devices=num_devices, kind=kind)
+        return plan_by_search(trace, method, num_devices=num_devices, kind=kind, cache_directory=cache_directory)
     return plan_by_hand(trace, method, num_devices=num_devices)
 
 

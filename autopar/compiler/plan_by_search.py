@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_plan import to_data
@@ -42,8 +43,10 @@ class Searched:
     """Of the layers that are offered."""
 
 
-def plan_by_search(trace: Trace, method: SearchMethod, *, num_devices: int, kind: str) -> Plan:
-    """The best plan that a method allows. `kind` of the devices as JAX names it.
+def plan_by_search(
+    trace: Trace, method: SearchMethod, *, num_devices: int, kind: str, cache_directory: Path | None = None
+) -> Plan:
+    """The best plan that a method allows, for devices of a `kind` as JAX names it. Solved problems are kept on disk.
 
     Raises `InvalidArgument` for a mesh that does not fill the devices, or wishes that contradict each other, and
     `MemoryTooSmall` where no plan fits.
@@ -53,7 +56,8 @@ def plan_by_search(trace: Trace, method: SearchMethod, *, num_devices: int, kind
     too_small: list[MemoryTooSmall] = []
     for mesh in _meshes(search_of(method), num_devices):
         try:
-            fitting.append(_search_layers(trace, method, mesh, offered, kind=kind))
+            search = partial(search_on, mesh=mesh, kind=kind, cache_directory=cache_directory)
+            fitting.append(_search_layers(trace, method, search, offered, memory_limit_on(mesh, method, kind)))
         except MemoryTooSmall as error:
             too_small.append(error)
     if not fitting:
@@ -62,14 +66,18 @@ def plan_by_search(trace: Trace, method: SearchMethod, *, num_devices: int, kind
 
 
 def _search_layers(
-    trace: Trace, method: SearchMethod, mesh: LogicalMesh, offered: Callable[[], Offer], *, kind: str
+    trace: Trace,
+    method: SearchMethod,
+    search_on_mesh: Callable[..., Searched],
+    offered: Callable[[], Offer],
+    budget: float,
 ) -> Searched:
     """Search on one mesh with the layers recomputed that the method asks for, or as few as make it fit into memory."""
 
     def search(count: int, within: SearchMethod = method) -> Searched:
         recomputed = tuple(sorted(offered().layers[:count])) if count else ()
         num_layers = offered().num_layers if count else 1
-        return search_on(trace, within, mesh, kind=kind, recomputed_layers=recomputed, num_layers=num_layers)
+        return search_on_mesh(trace, within, recomputed_layers=recomputed, num_layers=num_layers)
 
     remat = search_of(method).remat
     if remat is True:
@@ -79,7 +87,6 @@ def _search_layers(
     except MemoryTooSmall:
         if remat is False or not offered().layers:
             raise
-    budget = memory_limit(search_of(method).memory, figures_of(kind, len(mesh.shape)))
     unlimited = replace(method, memory="off")
 
     def fastest(count: int) -> Searched | None:
@@ -133,6 +140,7 @@ def search_on(
     kind: str,
     recomputed_layers: tuple[int, ...] = (),
     num_layers: int = 1,
+    cache_directory: Path | None = None,
 ) -> Searched:
     """Search on one logical mesh, with these of the step's layers recomputed."""
     auto = search_of(method)
@@ -155,6 +163,7 @@ def search_on(
         memory_budget=None if math.isinf(budget) else budget,
         donated=trace.donated_inputs,
         time_limit_s=auto.time_limit_s,
+        cache_directory=cache_directory,
     )
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, mesh)
     return Searched(
@@ -233,6 +242,11 @@ def _meshes(auto: Auto, num_devices: int) -> list[LogicalMesh]:
     shapes = [(a, num_devices // a) for a in range(1, math.isqrt(num_devices) + 1) if num_devices % a == 0]
     names = replace(auto, mesh_shape=shapes[-1]).mesh_axes
     return [LogicalMesh(shape=shape, axis_names=names) for shape in shapes]
+
+
+def memory_limit_on(mesh: LogicalMesh, method: SearchMethod, kind: str) -> float:
+    """Bytes that a plan of a method may use on a device."""
+    return memory_limit(search_of(method).memory, figures_of(kind, len(mesh.shape)))
 
 
 def memory_limit(memory: float | str, figures: MeshFigures) -> float:
