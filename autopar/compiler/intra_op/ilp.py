@@ -1,8 +1,9 @@
-"""Solve a choice problem: exact reductions, then a linear program, then branch and bound on what is left."""
+"""Solve a choice problem: exact reductions, bounds, searches; branch and bound on what is left."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -57,5 +58,5 @@ def solve(
         value=value,
         lower_bound=min(value, found.bound),
         seconds=time.monotonic() - began,
-        how=", ".join(found.how),
+        how=", ".join(step if times == 1 else f"{times} x {step}" for step, times in Counter(found.how).items()),
     )

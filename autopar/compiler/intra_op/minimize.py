@@ -1,7 +1,8 @@
-"""Minimise a choice problem without rows: reduce, bound, drop what the bound excludes, again; the solver does the rest.
+"""Minimise a choice problem without rows: reduce, bound, search, drop what the bound excludes, and again.
 
-Each round leaves a smaller problem. What cannot be made smaller goes to a linear program, and if that does not end in
-whole numbers, to branch and bound. Every round keeps its best choice, and a bound under all that it dropped.
+Each round leaves a smaller problem, or one of fewer nodes. What has become too large goes to a linear program, and if
+that does not end in whole numbers, to branch and bound. Every round keeps its best choice, and a bound under all that
+it dropped.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import partial
 import numpy as np
 
 from autopar.compiler.intra_op.choice_problem import Infeasible, Mask, Problem, States, choice_value
+from autopar.compiler.intra_op.contraction import contract
 from autopar.compiler.intra_op.dual_ascent import Ascent, ascend, within_gap
 from autopar.compiler.intra_op.frontier_search import search_frontier
 from autopar.compiler.intra_op.local_polytope import solve_in_whole_numbers, solve_relaxation
@@ -23,10 +25,8 @@ LARGEST_PROGRAM = 400_000
 """Pairs beyond which a linear program would not end in time."""
 WORTHWHILE = 0.7
 """Share of the pairs that a round may leave for another one to follow."""
-WIDTHS = (1_000, 10_000, 100_000)
-"""Partial choices that searches keep, one after the other."""
-WIDER = 0.7
-"""Share of the gap that a search may leave for a wider one to follow."""
+NARROW, WIDE = 1_000, 10_000
+"""Partial choices that a search keeps: of every round, and before the solver."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,43 +67,72 @@ class Found:
 
 def minimize(problem: Problem, effort: Effort, upper: float = np.inf) -> Found:
     """The best choice of value at most `upper`. Raises `Infeasible` when no choice is possible."""
-    return _minimize(problem, upper, effort=effort, width=WIDTHS[0])
+    return _minimize(problem, upper, effort=effort)
 
 
-def _minimize(problem: Problem, upper: float, *, effort: Effort, width: int) -> Found:
+def _minimize(problem: Problem, upper: float, *, effort: Effort) -> Found:
     reduced = reduce_problem(problem)
     if not reduced.core.costs:
-        states = reduced.expand(())
-        return Found(states=states, value=choice_value(problem, states), bound=reduced.constant, how=("reductions",))
-    found = _minimize_core(reduced.core, effort.after(reduced.constant), upper - reduced.constant, width)
+        return _only(reduced.expand(()), problem, reduced.constant)
+    found = _minimize_core(reduced.core, upper - reduced.constant, effort.after(reduced.constant))
     states = None if found.states is None else reduced.expand(found.states)
     value = upper if states is None else choice_value(problem, states)
-    return Found(states=states, value=value, bound=found.bound + reduced.constant, how=("reductions", *found.how))
+    return Found(states=states, value=value, bound=found.bound + reduced.constant, how=("reduction", *found.how))
 
 
-def _minimize_core(core: Problem, effort: Effort, upper: float, width: int) -> Found:
+def _only(states: States, problem: Problem, bound: float) -> Found:
+    """What reductions alone led to."""
+    return Found(states=states, value=choice_value(problem, states), bound=bound, how=("reduction",))
+
+
+def _minimize_core(core: Problem, upper: float, effort: Effort) -> Found:
     ascent = Ascent.of(core, upper, effort.constant)
     ascend(ascent, effort.deadline)
-    best = _Best(ascent=ascent, bound=ascent.bound, how=[f"{ascent.sweeps} sweeps"])
-    pairs = total_pairs(core)
-    for width in [w for w in WIDTHS if w >= width]:
-        if best.is_enough(effort) or effort.left_s <= 0:
-            return best.found()
-        missing = ascent.value - best.bound
-        best.search(width)
-        if best.is_enough(effort):
-            return best.found()
+    best = _Best(ascent=ascent, bound=ascent.bound, how=["ascent"])
+    if not best.is_enough(effort) and effort.left_s > 0:
+        best.search(NARROW)
+    if not best.is_enough(effort) and effort.left_s > 0:
         rest, kept = within_gap(ascent)
-        if total_pairs(rest) < WORTHWHILE * pairs:
-            best.go_on(rest, kept, partial(_minimize, effort=effort.after(ascent.bound), width=width))
-            return best.found()
-        if ascent.value - best.bound > WIDER * missing:
-            break
-    if effort.left_s > 0:
-        rest, kept = within_gap(ascent)
-        start = _within(ascent.states, kept)
-        best.go_on(rest, kept, partial(_by_solver, effort=effort.after(ascent.bound), start=start))
+        inner = effort.after(ascent.bound)
+        if total_pairs(rest) < WORTHWHILE * total_pairs(core):
+            best.go_on(rest, kept, partial(_minimize, effort=inner))
+        else:
+            best.go_on(rest, kept, partial(_contract, effort=inner, start=_within(ascent.states, kept)))
     return best.found()
+
+
+def _contract(problem: Problem, upper: float, *, effort: Effort, start: States | None) -> Found:
+    """The problem with some nodes made one; wide searches and the solver if it is too large for that."""
+    reduced = reduce_problem(problem)
+    if not reduced.core.costs:
+        return _only(reduced.expand(()), problem, reduced.constant)
+    inner, spare = effort.after(reduced.constant), upper - reduced.constant
+    contracted = contract(reduced.core)
+    if contracted is None:
+        found = _exhaust(reduced.core, spare, inner, None if start is None else reduced.core_states(start))
+    else:
+        found = _minimize(contracted.problem, spare, effort=inner)
+    how = ("contraction", *found.how)
+    if found.states is None:
+        return Found(states=None, value=upper, bound=found.bound + reduced.constant, how=how)
+    states = reduced.expand(found.states if contracted is None else contracted.expand(found.states))
+    return Found(states=states, value=choice_value(problem, states), bound=found.bound + reduced.constant, how=how)
+
+
+def _exhaust(core: Problem, upper: float, effort: Effort, start: States | None) -> Found:
+    """A wide search, then the solver."""
+    searched = search_frontier(core, upper, WIDE)
+    value = upper if searched.states is None else choice_value(core, searched.states)
+    found = Found(states=searched.states, value=value, bound=min(searched.bound, upper), how=("wide search",))
+    if effort.is_enough(found.value, found.bound) or total_pairs(core) > LARGEST_PROGRAM or effort.left_s <= 0:
+        return found
+    solved = _by_solver(core, value, effort=effort, start=searched.states or start)
+    return Found(
+        states=found.states if solved.states is None else solved.states,
+        value=solved.value,
+        bound=max(found.bound, solved.bound),
+        how=(*found.how, *solved.how),
+    )
 
 
 @dataclass(kw_only=True)
@@ -124,7 +153,7 @@ class _Best:
         ascent = self.ascent
         rest, kept = within_gap(ascent)
         most = ascent.value - ascent.bound + ascent.round_off
-        self.how.append(f"{width} wide")
+        self.how.append("search")
         try:
             reduced = reduce_problem(rest)
         except Infeasible:
@@ -179,8 +208,6 @@ def _within(states: States, kept: list[np.ndarray]) -> States | None:
 
 def _by_solver(problem: Problem, upper: float, *, effort: Effort, start: States | None) -> Found:
     """Linear program, then branch and bound if the program ends in fractions."""
-    if total_pairs(problem) > LARGEST_PROGRAM and start is not None:
-        return Found(states=None, value=upper, bound=0.0, how=("too large to prove",))
     relaxed = solve_relaxation(problem, time_limit_s=effort.left_s)
     found = Found(states=None, value=upper, bound=relaxed.bound, how=("linear program",))
     if relaxed.states is not None and (value := choice_value(problem, relaxed.states)) <= upper:
