@@ -24,6 +24,8 @@ WINDOW = 8
 """Sweeps over which progress is judged."""
 LEAST_PROGRESS = 0.02
 """Share of the gap that a window must close for another one."""
+WORTHWHILE = 0.5
+"""Share of the pairs of states within the gap at which it pays to go on with these alone."""
 ROUND_OFF = 1e-12
 """Share of the value by which sums of the same numbers may differ."""
 
@@ -38,17 +40,23 @@ class Edge:
     by_high: Floats
     at_low: Floats
     at_high: Floats
+    sums: Floats
+    """Room to add in, of all edges: new memory for every sum would take longer than the sum."""
 
     def to_low(self) -> Floats:
         """What every state of the lower node costs at least along this edge; taken out of the edge."""
         least = self.at_low
-        self.at_low = -np.minimum.reduce(self.by_high + self.at_high[:, None])
+        sums = np.add(
+            self.by_high, self.at_high[:, None], out=self.sums[: self.by_low.size].reshape(self.by_high.shape)
+        )
+        self.at_low = -np.minimum.reduce(sums)
         return least - self.at_low
 
     def to_high(self) -> Floats:
         """The same of the higher node."""
         least = self.at_high
-        self.at_high = -np.minimum.reduce(self.by_low + self.at_low[:, None])
+        sums = np.add(self.by_low, self.at_low[:, None], out=self.sums[: self.by_low.size].reshape(self.by_low.shape))
+        self.at_high = -np.minimum.reduce(sums)
         return least - self.at_high
 
     def matrix(self) -> Floats:
@@ -80,6 +88,7 @@ class Ascent:
         """Nothing moved yet. Every state must have a partner along every edge."""
         transposed: dict[int, Floats] = {}
         edges = list[Edge]()
+        sums = np.empty(max((matrix.size for matrix in problem.edges.values()), default=0))
         ahead: list[list[Edge]] = [[] for _ in problem.costs]
         behind: list[list[Edge]] = [[] for _ in problem.costs]
         for (i, j), matrix in sorted(problem.edges.items(), key=lambda item: item[0]):
@@ -92,6 +101,7 @@ class Ascent:
                 by_high=transposed[id(matrix)],
                 at_low=np.zeros(matrix.shape[0]),
                 at_high=np.zeros(matrix.shape[1]),
+                sums=sums,
             )
             edges.append(edge)
             ahead[i].append(edge)
@@ -152,6 +162,16 @@ class Ascent:
         if value < self.value:
             self.states, self.value = states, value
 
+    def kept(self) -> list[Mask]:
+        """The states that may be part of a choice as good as the best."""
+        return [least <= self.value + self.round_off for least in self.least]
+
+    def share_within_gap(self) -> float:
+        """Share of the pairs whose states are both kept."""
+        kept = [int(np.count_nonzero(mask)) for mask in self.kept()]
+        pairs = sum(edge.by_low.size for edge in self.edges)
+        return sum(kept[edge.low] * kept[edge.high] for edge in self.edges) / max(pairs, 1)
+
     @property
     def closed(self) -> bool:
         """Whether the best choice is proven to be the optimum."""
@@ -175,7 +195,7 @@ def continued(before: Ascent, problem: Problem, upper: float = np.inf) -> Ascent
 
 
 def ascend(ascent: Ascent, deadline: float) -> None:
-    """Sweep until the gap closes, or until sweeping does not get on with it."""
+    """Sweep until the gap closes, or excludes much, or until sweeping does not get on with it."""
     ascent.sweep_back()
     window_start = -np.inf
     for sweep in range(MAX_SWEEPS):
@@ -186,7 +206,7 @@ def ascend(ascent: Ascent, deadline: float) -> None:
         if sweep % WINDOW == WINDOW - 1:
             ascent.offer(improved(ascent.problem, rounded))
             gap = ascent.value - ascent.bound
-            if ascent.bound - window_start < LEAST_PROGRESS * gap:
+            if ascent.bound - window_start < LEAST_PROGRESS * gap or ascent.share_within_gap() < WORTHWHILE:
                 break
             window_start = ascent.bound
         if ascent.closed or time.monotonic() > deadline:
@@ -217,9 +237,8 @@ def within_gap(ascent: Ascent) -> tuple[Problem, list[Mask]]:
 
     Its optimum is the problem's, less `ascent.bound`.
     """
-    most = ascent.value + ascent.round_off
-    kept = [least <= most for least in ascent.least]
-    spare = most - ascent.bound
+    kept = ascent.kept()
+    spare = ascent.value + ascent.round_off - ascent.bound
     edges = dict[tuple[int, int], Floats]()
     for edge in ascent.edges:
         i, j = edge.low, edge.high

@@ -89,15 +89,19 @@ def _minimize_core(core: Problem, upper: float, effort: Effort) -> Found:
     ascent = Ascent.of(core, upper, effort.constant)
     ascend(ascent, effort.deadline)
     best = _Best(ascent=ascent, bound=ascent.bound, how=["ascent"])
-    if not best.is_enough(effort) and effort.left_s > 0:
-        best.search(NARROW)
-    if not best.is_enough(effort) and effort.left_s > 0:
+    for search in (False, True):
+        # Going on with little is cheap: `max_gap` spares the rest only.
+        if (best.is_enough(effort) if search else best.is_closed) or effort.left_s <= 0:
+            return best.found()
+        if search:
+            best.search(NARROW)
         rest, kept = within_gap(ascent)
-        inner = effort.after(ascent.bound)
         if total_pairs(rest) < WORTHWHILE * total_pairs(core):
-            best.go_on(rest, kept, partial(_minimize, effort=inner))
-        else:
-            best.go_on(rest, kept, partial(_contract, effort=inner, start=_within(ascent.states, kept)))
+            best.go_on(rest, kept, partial(_minimize, effort=effort.after(ascent.bound)))
+            return best.found()
+    if not best.is_enough(effort):
+        start = _within(ascent.states, kept)
+        best.go_on(rest, kept, partial(_contract, effort=effort.after(ascent.bound), start=start))
     return best.found()
 
 
@@ -143,10 +147,14 @@ class _Best:
     bound: float
     how: list[str]
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the best choice is proven to be the optimum."""
+        return self.ascent.value - self.bound <= self.ascent.round_off
+
     def is_enough(self, effort: Effort) -> bool:
         """Whether the best choice needs no further proof."""
-        value = self.ascent.value
-        return value - self.bound <= self.ascent.round_off or effort.is_enough(value, self.bound)
+        return self.is_closed or effort.is_enough(self.ascent.value, self.bound)
 
     def search(self, width: int) -> None:
         """Search what is within the gap by partial choices."""
