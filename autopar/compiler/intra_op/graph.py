@@ -100,7 +100,7 @@ class Block:
         """Make the nodes of all equations, and note who reads what."""
         self.free.update(self.jaxpr.constvars)
         for v, choice in zip(self.jaxpr.invars, self.arguments, strict=True):
-            root: jc.Var = self.alike.get(v, v)
+            root = self.first(v)
             self.instances[root] += 1
             if choice is None:
                 self.free.add(v)
@@ -110,17 +110,21 @@ class Block:
         for number, eqn in enumerate(self.jaxpr.eqns):
             self._add(number, eqn, repeats)
 
+    def first(self, v: Any) -> jc.Var:
+        """The value that stands for one of folded layers."""
+        return self.alike.get(v, v)
+
     def source(self, atom: Any) -> Choice | None:
         """Where a value comes from; None for what is free."""
         if isinstance(atom, jc.Literal) or atom in self.free:
             return None
-        return self.sources[self.alike.get(atom, atom)]
+        return self.sources[self.first(atom)]
 
     def read(self, atom: Any, choice: Choice, key: _Key | Any, *, phase: str, weight: float | None = None) -> None:
         """Note that `choice` reads a value; alike reads of folded layers add up."""
         if isinstance(atom, jc.Literal) or atom in self.free:
             return
-        mine = self.uses.setdefault(self.alike.get(atom, atom), {})
+        mine = self.uses.setdefault(self.first(atom), {})
         weight = self.weight if weight is None else weight
         mine[key] = Use(choice, (mine[key].weight if key in mine else 0.0) + weight, phase)
 
