@@ -110,7 +110,7 @@ class Block:
         for number, eqn in enumerate(self.jaxpr.eqns):
             self._add(number, eqn, repeats)
 
-    def first(self, v: Any) -> jc.Var:
+    def first(self, v: jc.Var) -> jc.Var:
         """The value that stands for one of folded layers."""
         return self.alike.get(v, v)
 
