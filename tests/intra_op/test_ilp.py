@@ -79,7 +79,7 @@ def test_at_the_time_limit_the_best_choice_so_far_is_returned_with_its_bound():
 
 
 def test_a_start_is_never_made_worse():
-    problem = step_problem(1, num_nodes=100)
+    problem = step_problem(1, num_nodes=100, factors=4)
     known = solve(problem)
     assert solve(problem, time_limit_s=0, starts=[known.states]).value == known.value
     row = memory_row(problem, 1, 0.5, known.states)
@@ -111,13 +111,25 @@ def test_rows_that_only_together_allow_nothing_are_named():
     assert sorted(error.value.rows) == ["row 0", "row 1"]
 
 
-def test_nothing_found_in_time_is_an_error_that_says_so():
+def test_rows_that_many_nodes_cannot_satisfy_together_are_named_without_a_search():
     problem = step_problem(1, num_nodes=200)
     weights = {node: np.arange(36.0) for node in range(200)}
-    # Few of the states, and most of them, cannot both be had; either can.
     rows = [
         Row(name="few", nodes=weights, edges={}, limit=200 * 12.0),
         Row(name="most", nodes={node: -weight for node, weight in weights.items()}, edges={}, limit=-200 * 24.0),
+    ]
+    with pytest.raises(Infeasible, match="few, most"):
+        solve(problem, violated_rows=lambda states: rows)
+
+
+def test_nothing_found_in_time_is_an_error_that_says_so():
+    problem = step_problem(1, num_nodes=200)
+    rng = np.random.default_rng(0)
+    weights = {node: rng.random(36) for node in range(200)}
+    # Either is easily had; both only by choices that weigh almost the same.
+    rows = [
+        Row(name="few", nodes=weights, edges={}, limit=100.00001),
+        Row(name="most", nodes={node: -weight for node, weight in weights.items()}, edges={}, limit=-100.0),
     ]
     with pytest.raises(SolverFailed, match=r"few.*was found.*Raise the time limit"):
         solve(problem, violated_rows=lambda states: rows, time_limit_s=0)

@@ -49,6 +49,8 @@ ViolatedRows = Callable[[Sequence[int]], Sequence[Row]]
 
 MAX_PRICES = 25
 """Vectors of prices that are tried before the solver takes over."""
+MAX_TOGETHER = 8
+"""Weightings of all rows together that are tried for a first choice within them."""
 LEAST_PROGRESS = 0.05
 """Share of what the cuts promise that a trial must bring, unless it brings a new cut."""
 LEAST_PROMISE = 1e-9
@@ -71,6 +73,8 @@ class _Search:
     violated_rows: ViolatedRows
     effort: Effort
     bound: float
+    ceiling: float
+    """What no choice costs more than, ∞ aside: if the bound is higher, no choice is within the rows."""
     least: list[Floats]
     """Per state: no choice within the rows that contains it costs less."""
     rows: list[Row] = field(default_factory=list[Row])
@@ -125,6 +129,7 @@ def minimize_within_rows(
         violated_rows=violated_rows,
         effort=effort,
         bound=bound,
+        ceiling=_ceiling(problem),
         least=[np.full(cost.size, -np.inf) for cost in problem.costs],
     )
     for states in starts:
@@ -132,8 +137,10 @@ def minimize_within_rows(
     prices, num_rows = np.zeros(0), -1
     while num_rows < len(search.rows) and not search.is_done:
         for row in search.rows[prices.size :]:
-            _use_least(search, row)
+            _use_least(search, row, [row.name])
         num_rows = len(search.rows)
+        if search.best is None and num_rows > 1:
+            _use_least_together(search)
         prices = _try_prices(search, np.concatenate([prices, np.zeros(num_rows - prices.size)]))
         if num_rows == len(search.rows) and not search.is_done:
             _solve_promising(search)
@@ -149,13 +156,50 @@ def minimize_within_rows(
     return Found(states=search.best, value=search.value, bound=search.bound, how=tuple(search.how))
 
 
-def _use_least(search: _Search, row: Row) -> None:
-    """Meet the choice that uses up least of one row. Raises `Infeasible` if even that is too much."""
+def _ceiling(problem: Problem) -> float:
+    """The sum of all largest finite costs."""
+    every = (*problem.costs, *problem.edges.values())
+    most = [float(np.max(costs, where=np.isfinite(costs), initial=0.0)) for costs in every]
+    return sum(most) * (1 + ROUND_OFF)
+
+
+def _use_least(search: _Search, row: Row, names: Sequence[str]) -> States | None:
+    """Meet the choice that uses up least of a row. Raises `Infeasible`, of these names, if even that is too much."""
     found = minimize(weights_as_costs(search.problem, row), Effort(deadline=search.effort.deadline, max_gap=1e-3))
-    if found.bound > row.limit + ROUND_OFF * abs(row.limit):
-        raise Infeasible([row.name])
+    if found.bound > row.limit + ROUND_OFF * row_scale(row):
+        raise Infeasible(names)
     if found.states is not None:
         search.meet(found.states)
+    return found.states
+
+
+def _use_least_together(search: _Search) -> None:
+    """Use up least of all rows together, those that are exceeded weighing more and more, until a choice is within."""
+    rows = list(search.rows)
+    weights, step = np.ones(len(rows)), 1.0
+    for _ in range(MAX_TOGETHER):
+        num_met = len(search.met)
+        states = _use_least(search, _sum_of(rows, weights / weights.sum()), [row.name for row in rows])
+        if states is None or search.best is not None or len(search.rows) > len(rows) or search.effort.left_s <= 0:
+            return
+        # The same choice again calls for other weights.
+        step = 2 * step if len(search.met) == num_met else 1.0
+        excess = _excess(rows, states)
+        weights = weights * np.exp(step * (excess - excess.max()) / (np.ptp(excess) or 1.0))
+
+
+def _sum_of(rows: Sequence[Row], weights: Floats) -> Row:
+    """The rows as one, in shares of their limits; whatever is within all of them is within it."""
+    nodes: dict[int, Floats] = {}
+    edges: dict[tuple[int, int], Floats] = {}
+    factors = [weight / row_scale(row) for weight, row in zip(weights, rows, strict=True)]
+    for row, factor in zip(rows, factors, strict=True):
+        for i, weight in row.nodes.items():
+            nodes[i] = nodes.get(i, 0.0) + factor * weight
+        for ends, weight in row.edges.items():
+            edges[ends] = edges.get(ends, 0.0) + factor * weight
+    limit = sum(factor * row.limit for row, factor in zip(rows, factors, strict=True))
+    return Row(name="all rows", nodes=nodes, edges=edges, limit=limit)
 
 
 def _try_prices(search: _Search, prices: Floats) -> Floats:
@@ -211,6 +255,8 @@ class _Relaxation:
                 search.least[node][self.kept[node][states]], least + shift
             )
         search.raise_bound(ascent.bound + shift)
+        if search.bound > search.ceiling:
+            raise Infeasible([row.name for row in search.rows])
         search.meet(self.expand(ascent.states))
         return ascent.bound + shift
 
