@@ -22,8 +22,9 @@ from autopar.compiler.intra_op.choice_problem import Floats, Mask, Problem, Stat
 MAX_SWEEPS = 400
 WINDOW = 8
 """Sweeps over which progress is judged."""
-LEAST_PROGRESS = 0.02
-"""Share of the gap that a window must close for another one."""
+FEW_PAIRS = 30_000
+LEAST_PROGRESS, LEAST_OF_FEW = 0.05, 0.3
+"""Share of the gap that a window must close for another one; with few pairs, which other methods are done with soon."""
 WORTHWHILE = 0.5
 """Share of the pairs of states within the gap at which it pays to go on with these alone."""
 ROUND_OFF = 1e-12
@@ -169,8 +170,12 @@ class Ascent:
     def share_within_gap(self) -> float:
         """Share of the pairs whose states are both kept."""
         kept = [int(np.count_nonzero(mask)) for mask in self.kept()]
-        pairs = sum(edge.by_low.size for edge in self.edges)
-        return sum(kept[edge.low] * kept[edge.high] for edge in self.edges) / max(pairs, 1)
+        return sum(kept[edge.low] * kept[edge.high] for edge in self.edges) / max(self.num_pairs, 1)
+
+    @property
+    def num_pairs(self) -> int:
+        """Entries of all matrices."""
+        return sum(edge.by_low.size for edge in self.edges)
 
     @property
     def closed(self) -> bool:
@@ -196,6 +201,7 @@ def continued(before: Ascent, problem: Problem, upper: float = np.inf) -> Ascent
 
 def ascend(ascent: Ascent, deadline: float) -> None:
     """Sweep until the gap closes, or excludes much, or until sweeping does not get on with it."""
+    least_progress = LEAST_PROGRESS if ascent.num_pairs > FEW_PAIRS else LEAST_OF_FEW
     ascent.sweep_back()
     window_start = -np.inf
     for sweep in range(MAX_SWEEPS):
@@ -206,7 +212,7 @@ def ascend(ascent: Ascent, deadline: float) -> None:
         if sweep % WINDOW == WINDOW - 1:
             ascent.offer(improved(ascent.problem, rounded))
             gap = ascent.value - ascent.bound
-            if ascent.bound - window_start < LEAST_PROGRESS * gap or ascent.share_within_gap() < WORTHWHILE:
+            if ascent.bound - window_start < least_progress * gap or ascent.share_within_gap() < WORTHWHILE:
                 break
             window_start = ascent.bound
         if ascent.closed or time.monotonic() > deadline:

@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.compiler.intra_op.choice_problem import Infeasible, Mask, Problem, States, choice_value
 from autopar.compiler.intra_op.contraction import contract
-from autopar.compiler.intra_op.dual_ascent import Ascent, ascend, within_gap
+from autopar.compiler.intra_op.dual_ascent import FEW_PAIRS, Ascent, ascend, within_gap
 from autopar.compiler.intra_op.frontier_search import search_frontier
 from autopar.compiler.intra_op.local_polytope import solve_in_whole_numbers, solve_relaxation
 from autopar.compiler.intra_op.reductions import reduce_problem, total_pairs
@@ -25,8 +25,10 @@ LARGEST_PROGRAM = 400_000
 """Pairs beyond which a linear program would not end in time."""
 WORTHWHILE = 0.7
 """Share of the pairs that a round may leave for another one to follow."""
-NARROW, WIDE = 1_000, 10_000
-"""Partial choices that a search keeps: of every round, and before the solver."""
+LIGHTEST, NARROW, WIDE = 30, 1_000, 10_000
+"""Partial choices that a search keeps: with many pairs, of every round, and before the solver."""
+LIGHT_WORK = 30_000_000
+"""Pairs times partial choices of a search that first finds a good choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +91,17 @@ def _minimize_core(core: Problem, upper: float, effort: Effort) -> Found:
     ascent = Ascent.of(core, upper, effort.constant)
     ascend(ascent, effort.deadline)
     best = _Best(ascent=ascent, bound=ascent.bound, how=["ascent"])
-    for search in (False, True):
+    pairs = total_pairs(core)
+    light = min(NARROW, max(LIGHTEST, LIGHT_WORK // max(pairs, 1)))
+    for width in dict.fromkeys((0, light, NARROW)):
         # Going on with little is cheap: `max_gap` spares the rest only.
-        if (best.is_enough(effort) if search else best.is_closed) or effort.left_s <= 0:
+        spared = width and pairs > FEW_PAIRS and best.is_enough(effort)
+        if spared or best.is_closed or effort.left_s <= 0:
             return best.found()
-        if search:
-            best.search(NARROW)
+        if width:
+            best.search(width)
         rest, kept = within_gap(ascent)
-        if total_pairs(rest) < WORTHWHILE * total_pairs(core):
+        if total_pairs(rest) < WORTHWHILE * pairs:
             best.go_on(rest, kept, partial(_minimize, effort=effort.after(ascent.bound)))
             return best.found()
     if not best.is_enough(effort):
