@@ -17,6 +17,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -195,14 +196,17 @@ def check_apart(group: Sequence[Case]) -> Iterator[Row]:
     """Check cases in a process of their own; one that dies leaves a message instead of the rest of its rows."""
     command = [sys.executable, "-m", "benchmarks.planned_vs_compiled", "--here", json.dumps(list(map(asdict, group)))]
     left = list(group)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        for line in process.stdout:
-            entry = json.loads(line)
-            case = Case(**entry["case"])
-            left.remove(case)
-            yield Row(**entry | {"case": case})
-        last = (process.stderr.read().strip().splitlines() or ["no message"])[-1]
+    # Messages go to a file: a pipe that nobody reads would stop the process once it is full.
+    with tempfile.TemporaryFile("w+") as messages:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                entry = json.loads(line)
+                case = Case(**entry["case"])
+                left.remove(case)
+                yield Row(**entry | {"case": case})
+        messages.seek(0)
+        last = (messages.read().strip().splitlines() or ["no message"])[-1]
     for case in left:
         yield failed(case, f"the process ended with {process.returncode}: {last}", 0.0)
 
