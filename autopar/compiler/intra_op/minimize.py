@@ -93,6 +93,7 @@ def _minimize_core(core: Problem, upper: float, effort: Effort) -> Found:
     best = _Best(ascent=ascent, bound=ascent.bound, how=["ascent"])
     pairs = total_pairs(core)
     light = min(NARROW, max(LIGHTEST, LIGHT_WORK // max(pairs, 1)))
+    rest, kept = within_gap(ascent)
     for width in dict.fromkeys((0, light, NARROW)):
         # Going on with little is cheap: `max_gap` spares the rest only.
         spared = width and pairs > FEW_PAIRS and best.is_enough(effort)
@@ -100,7 +101,7 @@ def _minimize_core(core: Problem, upper: float, effort: Effort) -> Found:
             return best.found()
         if width:
             best.search(width)
-        rest, kept = within_gap(ascent)
+            rest, kept = within_gap(ascent)
         if total_pairs(rest) < WORTHWHILE * pairs:
             best.go_on(rest, kept, partial(_minimize, effort=effort.after(ascent.bound)))
             return best.found()
