@@ -3,8 +3,8 @@
     python -m benchmarks.planned_vs_compiled --json planned_vs_compiled.json
     python -m benchmarks.planned_vs_compiled --models gpt moe --meshes 2x4 8x8 --compilers cpu h100:64
 
-The CPU compiler compiles for eight devices of this machine, where one step is also taken and held against plain
-`jax.jit`; "h100:8" and "h100:64" compile ahead of time for GPUs that are not here (needs autopar[gpu-aot]), models of
+The CPU compiler compiles for eight devices of this machine, where one step of 32 bits is taken, too, and held against
+plain `jax.jit`; "h100:8" and "h100:64" compile ahead of time for GPUs that are not here (needs autopar[gpu-aot]), models of
 `benchmarks.models.LARGE` sizes. `Auto` is tried on every mesh, the methods that restrict it on one mesh of two axes.
 Every model, mesh and compiler has a process of its own, so that memory stays small.
 """
@@ -227,7 +227,9 @@ def check(case: Case) -> Row:
         traced = step.trace(model.abstract_state, model.abstract_batch)
         planned = plan_case(traced, case)
         planned_at = time.perf_counter()
-        arguments = (model.create_state(), model.create_batch()) if on_cpu else ()
+        # In 16 bits rounding decides the signs of small gradients, which are Adam's first step: nothing to compare.
+        runs = on_cpu and VARIANTS[case.model][1].get("dtype", jnp.float32) == jnp.float32
+        arguments = (model.create_state(), model.create_batch()) if runs else ()
         report = planned.verify(*arguments, target=None if on_cpu else "h100")
     except Exception as error:  # The other cases shall be checked.
         return failed(case, f"{type(error).__name__}: {error}", time.perf_counter() - start)
