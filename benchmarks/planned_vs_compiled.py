@@ -4,9 +4,9 @@
     python -m benchmarks.planned_vs_compiled --models gpt moe --meshes 2x4 8x8 --compilers cpu h100:64
 
 The CPU compiler compiles for eight devices of this machine, where one step of 32 bits is taken, too, and held against
-plain `jax.jit`; "h100:8" and "h100:64" compile ahead of time for GPUs that are not here (needs autopar[gpu-aot]), models of
-`benchmarks.models.LARGE` sizes. `Auto` is tried on every mesh, the methods that restrict it on one mesh of two axes.
-Every model, mesh and compiler has a process of its own, so that memory stays small.
+plain `jax.jit`; "h100:8" and "h100:64" compile ahead of time for GPUs that are not here (needs autopar[gpu-aot]), the
+models in sizes of `benchmarks.models.LARGE`. `Auto` is tried on every mesh, the methods that restrict it on one mesh of
+two axes. Every model, mesh and compiler has a process of its own, so that memory stays small.
 """
 
 from __future__ import annotations
