@@ -1,0 +1,42 @@
+"""Read values that people write by hand from JSON: exact keys, finite numbers, and errors that name the field."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from typing import Any, cast
+
+from autopar.errors import InvalidArgument
+
+
+def check_figure(what: str, value: object, *, zero: bool = False) -> None:
+    """Raise `InvalidArgument` unless `value` is a finite positive number, or zero where that is allowed."""
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not (number > 0 or (zero and number == 0)) or math.isinf(number):
+        raise InvalidArgument(
+            f"{what} is {value!r}; it must be finite and {'not negative' if zero else 'positive'}. Measure it "
+            "again, or correct the file."
+        )
+
+
+def json_of(what: str, text: str) -> Any:
+    """The value of a JSON text; `InvalidArgument` if it is none."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidArgument(f"{what} is not JSON: {error}. Load a file that `save` wrote.") from None
+
+
+def fields_of(what: str, raw: Any, keys: Iterable[str]) -> dict[str, Any]:
+    """A JSON object as a dictionary, if it has exactly these keys; else `InvalidArgument` names those that differ."""
+    if not isinstance(raw, dict):
+        raise InvalidArgument(f"{what} is {raw!r}, it must be a JSON object. Load a file that `save` wrote.")
+    fields, keys = dict(cast(dict[str, Any], raw)), list(keys)
+    missing, unknown = [key for key in keys if key not in fields], sorted(set(fields) - set(keys))
+    if missing or unknown:
+        raise InvalidArgument(
+            f"{what} lacks the keys {missing} and has the unknown keys {unknown}. It must have exactly the keys "
+            f"{keys}: correct the file, or save it again."
+        )
+    return fields

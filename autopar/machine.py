@@ -1,0 +1,295 @@
+"""One type of host as a value, and what work takes on it: matrix products, memory traffic, collectives and transfers.
+
+Every time is a line in the work, so that least squares fit it (`autopar.calibration`) and planners may add it up:
+
+    product        kernel_s + max((w + matmul_half_flops) / (peak · share), bytes / memory_bandwidth)      w FLOPs
+    memory         kernel_s + bytes / memory_bandwidth
+    transfer       α + (b + ramp) / bandwidth                                                       b bytes, one link
+
+so the rates are peak · share · w / (w + half) and bandwidth · b / (b + ramp). A collective over n devices of one level
+of the network is a ring (Thakur, Rabenseifner & Gropp 2005, section 4): n - 1 steps of latency α, in each of which
+every device sends the n-th part; b bytes are the whole of what one device holds before a reduction, or after a gather,
+
+    all-gather, reduce-scatter, all-to-all      (n-1) α +   (n-1)/n (b + ramp) / bandwidth     =: ring(b, n)
+    all-reduce                                2 (n-1) α + 2 (n-1)/n (b + ramp) / bandwidth
+    collective-permute                                α +           (b + ramp) / bandwidth
+
+A group of n = m·h devices, m in each of h hosts, takes both levels one after the other. Reductions and gathers make the
+parts of size b/m inside the hosts (or from them), all-to-all keeps b/h inside its host:
+
+    all-reduce, all-gather, reduce-scatter    intra.ring(b, m)   + inter.ring(b/m, h)
+    all-to-all                                intra.ring(b/h, m) + inter.ring(b, h)
+
+The inter link is one device's share of its host's network cards: all devices of a host send at once, each for a group
+of its own or a part of its own. "Host" means a fast domain here: `domain` devices, more than a host where NVLink or ICI
+goes from host to host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from autopar.checks import check_choice, check_count
+from autopar.errors import InvalidArgument
+from autopar.json_fields import check_figure, fields_of, json_of
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "fp8", "int8")
+# Where the machine has no unit for a type, JAX computes in a wider one; 32-bit products run in TF32 where there is any.
+_COMPUTED_IN = {
+    "float64": ("float64", "float32"),
+    "float32": ("tf32", "float32"),
+    "float16": ("float16", "float32"),
+    "bfloat16": ("bfloat16", "float32"),
+    "fp8": ("fp8", "bfloat16", "float16", "float32"),
+    "int8": ("int8", "float32"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One level of the network, as one device sees it: inside a host, or between hosts.
+
+    Raises `InvalidArgument` for a figure that is NaN, infinite, negative, or a bandwidth of zero.
+    """
+
+    latency_s: float
+    """Of one step of a collective, or one transfer, between two devices."""
+    bandwidth: float
+    """Bytes/s that one device sends in large messages, all devices sending: the bus bandwidth of a ring."""
+    ramp_bytes: float
+    """Size of a message at which half of the bandwidth is reached."""
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidArgument` for figures that no link has."""
+        for name in ("latency_s", "bandwidth", "ramp_bytes"):
+            check_figure(f"The figure {name} of a link", getattr(self, name), zero=name != "bandwidth")
+
+    def transfer_s(self, nbytes: float) -> float:
+        """Seconds of one message between two devices."""
+        return self.latency_s + (nbytes + self.ramp_bytes) / self.bandwidth
+
+    def ring_s(self, kind: str, nbytes: float, size: int) -> float:
+        """Seconds of a collective over `size` devices of this level; `nbytes` as in the module's formulas."""
+        if size <= 1:
+            return 0.0
+        if kind == "collective-permute":
+            return self.transfer_s(nbytes)
+        passes = 2 if kind == "all-reduce" else 1
+        return passes * (size - 1) * (self.latency_s + (nbytes + self.ramp_bytes) / size / self.bandwidth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One type of host: its devices, their memory and rates, and the network inside and between hosts.
+
+    Raises `InvalidArgument` for a figure that is NaN, infinite, negative, or zero where it divides.
+
+    >>> v100 = Machine.named("p3.16xlarge")
+    >>> v100.devices_per_host, v100.kind
+    (8, 'v100')
+    """
+
+    name: str
+    devices_per_host: int
+    kind: str
+    """Found in the name that JAX gives the devices, in lower case: "v100" in "Tesla V100-SXM2-16GB"."""
+    memory_bytes: float
+    """Capacity of one device's memory."""
+    memory_bandwidth: float
+    """Bytes/s between a device and its memory that large kernels reach."""
+    peak_flops: Mapping[str, float] = field(hash=False)
+    """FLOP/s of matrix products on paper, by type: the words of `DTYPES`."""
+    matmul_share: Mapping[str, float] = field(hash=False)
+    """The share of the peak that large products reach, by the same types."""
+    matmul_half_flops: float
+    """FLOPs of one product at which half of that rate is reached."""
+    kernel_s: float
+    """From the start of one kernel to that of the next, where both do nothing."""
+    intra: Link
+    """Inside a fast domain: NVLink, PCIe or ICI."""
+    inter: Link
+    """Between domains: one device's share of its host's network cards."""
+    domain: int
+    """Devices in one fast domain: `devices_per_host`, or more where NVLink or ICI goes from host to host."""
+    overlap: float
+    """Share of the collectives of parameters and gradients that runs behind compute, from 0 to 1."""
+    sources: Mapping[str, str] = field(hash=False)
+    """Where each figure is from, by field."""
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidArgument` for figures that no machine has."""
+        check_count(f"devices_per_host of {self.name!r}", self.devices_per_host)
+        check_count(f"domain of {self.name!r}", self.domain)
+        for name in ("memory_bytes", "memory_bandwidth", "matmul_half_flops", "kernel_s", "overlap"):
+            zero = not name.startswith("memory")
+            check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
+        for name in ("matmul_share", "overlap"):
+            shares = self.matmul_share.values() if name == "matmul_share" else [self.overlap]
+            if any(share > 1 for share in shares):
+                raise InvalidArgument(
+                    f"The figure {name} of {self.name!r} is {getattr(self, name)!r}, a share is at most 1. Divide the "
+                    "measured rate by the peak, or correct the peak."
+                )
+        self._check_types()
+        unknown = sorted(set(self.sources) - {each.name for each in dataclasses.fields(self)})
+        if unknown:
+            raise InvalidArgument(f"The sources of {self.name!r} name the unknown fields {unknown}. Correct them.")
+
+    def _check_types(self) -> None:
+        for name in ("peak_flops", "matmul_share"):
+            rates: Mapping[str, float] = getattr(self, name)
+            for dtype, rate in rates.items():
+                check_choice(f"A type in {name} of {self.name!r}", dtype, DTYPES)
+                check_figure(f"The figure {name}[{dtype!r}] of {self.name!r}", rate)
+            object.__setattr__(self, name, dict(rates))
+        if set(self.peak_flops) != set(self.matmul_share) or "float32" not in self.peak_flops:
+            raise InvalidArgument(
+                f"{self.name!r} has peak_flops for {sorted(self.peak_flops)} and matmul_share for "
+                f"{sorted(self.matmul_share)}; both must be for the same types, float32 among them. Add the others."
+            )
+
+    # --- what work takes ------------------------------------------------------------------------------------
+
+    def computed_in(self, dtype: str) -> str:
+        """The type that products of arrays of `dtype` are computed in: one of `peak_flops`."""
+        word = "fp8" if dtype.startswith("float8") else "int8" if dtype in ("int8", "uint8") else dtype
+        return next(each for each in (*_COMPUTED_IN.get(word, (word,)), "float32") if each in self.peak_flops)
+
+    def matmul_flops(self, dtype: str) -> float:
+        """FLOP/s that large products of arrays of `dtype` reach."""
+        computed_in = self.computed_in(dtype)
+        return self.peak_flops[computed_in] * self.matmul_share[computed_in]
+
+    def matmul_s(self, flops: float, nbytes: float, dtype: str) -> float:
+        """Seconds of one matrix product that reads and writes `nbytes` altogether."""
+        product_s = (flops + self.matmul_half_flops) / self.matmul_flops(dtype)
+        return self.kernel_s + max(product_s, nbytes / self.memory_bandwidth)
+
+    def memory_s(self, nbytes: float) -> float:
+        """Seconds of one kernel that only reads and writes `nbytes` altogether."""
+        return self.kernel_s + nbytes / self.memory_bandwidth
+
+    def collective_s(self, kind: str, nbytes: float, group_size: int, num_hosts: int = 1) -> float:
+        """Seconds of a collective over `group_size` devices in `num_hosts` fast domains, equally many in each.
+
+        `nbytes` is the larger of what one device holds before and after. One device alone takes no time.
+        """
+        check_choice("The collective", kind, COLLECTIVES)
+        check_count("group_size", group_size)
+        check_count("num_hosts", num_hosts)
+        if group_size % num_hosts:
+            raise InvalidArgument(
+                f"A group of {group_size} devices in {num_hosts} hosts has not the same number in each. Give a number "
+                "of hosts that divides the group."
+            )
+        local = group_size // num_hosts
+        if kind == "collective-permute":
+            return (self.inter if num_hosts > 1 else self.intra).ring_s(kind, nbytes, group_size)
+        if kind == "all-to-all":
+            inside, across = nbytes / num_hosts, nbytes
+        else:
+            inside, across = nbytes, nbytes / local
+        return self.intra.ring_s(kind, inside, local) + self.inter.ring_s(kind, across, num_hosts)
+
+    def transfer_s(self, nbytes: float, same_host: bool) -> float:
+        """Seconds of a message from one device to another, of the same fast domain or of different ones."""
+        return (self.intra if same_host else self.inter).transfer_s(nbytes)
+
+    # --- as files -------------------------------------------------------------------------------------------
+
+    def to_data(self) -> dict[str, Any]:
+        """The machine as JSON values, keys in the order of the fields."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_data(raw: Any) -> Machine:
+        """The machine that `to_data` made; `InvalidArgument` names the field that is missing, unknown or mistyped."""
+        fields = fields_of("The machine", raw, [each.name for each in dataclasses.fields(Machine)])
+        what = f"machine {fields['name']!r}"
+        for name in ("name", "kind"):
+            if not isinstance(fields[name], str):
+                raise InvalidArgument(
+                    f"{name} of the {what} is {fields[name]!r}, it must be a string. Correct the file."
+                )
+        for name in ("intra", "inter"):
+            link = fields_of(f"{name} of the {what}", fields[name], [each.name for each in dataclasses.fields(Link)])
+            fields[name] = Link(**link)
+        for name in ("peak_flops", "matmul_share", "sources"):
+            if not isinstance(fields[name], dict):
+                raise InvalidArgument(
+                    f"{name} of the {what} is {fields[name]!r}, it must be an object. Correct the file."
+                )
+        return Machine(**fields)
+
+    def to_json(self) -> str:
+        """The machine as JSON, one field to a line."""
+        return json.dumps(self.to_data(), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Machine:
+        """The machine that `to_json` wrote; `InvalidArgument` as for `from_data`, or if it is not JSON."""
+        return Machine.from_data(json_of("The machine", text))
+
+    def save(self, path: str | Path) -> None:
+        """Write the machine as JSON to `path`."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Machine:
+        """Read the machine that `save` wrote to `path`; `InvalidArgument` as for `from_json`."""
+        return Machine.from_json(Path(path).read_text(encoding="utf-8"))
+
+    @staticmethod
+    def named(name: str) -> Machine:
+        """A machine of the library; `InvalidArgument` names those that are spelled alike."""
+        if name.lower() not in machines():
+            raise InvalidArgument(f"There is no machine {name!r}. {_alike(name, machines())}")
+        return _library()[name.lower()]
+
+    @staticmethod
+    def of_kind(device_kind: str) -> Machine:
+        """The machine whose devices JAX calls `device_kind`, or one of the library by its own name.
+
+        Of several, the one whose kind says most and whose memory is that of the name ("...-40GB"), or else the least.
+        """
+        word = device_kind.lower()
+        if word in machines():
+            return _library()[word]
+        fitting = [machine for machine in _library().values() if machine.kind in word]
+        if not fitting:
+            kinds = sorted({machine.kind for machine in _library().values()})
+            raise InvalidArgument(
+                f"There are no figures for devices of kind {device_kind!r}; there are some for {', '.join(kinds)}. "
+                "Plan for one of these with cluster=autopar.Cluster(num_devices=..., kind=...), or measure the devices "
+                "with `autopar calibrate` and load what it wrote."
+            )
+        most = max(len(machine.kind) for machine in fitting)
+        fitting = [machine for machine in fitting if len(machine.kind) == most]
+        return min(fitting, key=lambda each: (f"{each.memory_bytes / 2**30:.0f}gb" not in word, each.memory_bytes))
+
+
+def machines() -> tuple[str, ...]:
+    """The names of the machines in the library, sorted."""
+    return tuple(_library())
+
+
+@functools.cache
+def _library() -> dict[str, Machine]:
+    found = (path for path in files("autopar").joinpath("machines").iterdir() if path.name.endswith(".json"))
+    every = (Machine.from_json(path.read_text(encoding="utf-8")) for path in found)
+    return dict(sorted((machine.name, machine) for machine in every))
+
+
+def _alike(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name.lower(), list(names), n=3, cutoff=0.4)
+    meant = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
+    return f"{meant}Choose one of {', '.join(names)}, or load a file."
