@@ -39,20 +39,24 @@ from autopar.checks import (
     check_spec,
 )
 from autopar.errors import InvalidArgument, PlanMismatch
-from autopar.sharding_plan import ShardingPlan, collectives_table
+from autopar.sharding_plan import MeshSharding, PlannedCollective, ShardingPlan, collectives_table
 
-FORMAT = 2
+FORMAT = 3
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:
-    """Devices of the cluster by ordinal, row-major over the logical `shape`, whose axes have names."""
+    """Devices of the cluster by ordinal, row-major over the logical `shape`, whose axes have names.
+
+    `sharding` holds the layouts of its stages, if a search decided them.
+    """
 
     devices: tuple[int, ...]
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
+    sharding: MeshSharding | None = None
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` unless the devices fill the shape and each axis has its own name."""
@@ -133,6 +137,12 @@ class Plan:
         """Number of devices of all meshes together."""
         return sum(len(mesh.devices) for mesh in self.meshes)
 
+    @property
+    def planned_collectives(self) -> tuple[PlannedCollective, ...]:
+        """The collectives of one step on every mesh, as far as a search decided them."""
+        shardings = [self.sharding, *(mesh.sharding for mesh in self.meshes)]
+        return tuple(each for sharding in shardings if sharding is not None for each in sharding.collectives)
+
     def to_json(self) -> str:
         """The plan as JSON with sorted keys; a spec is a list of null, an axis name, or a list of names."""
         fields = dataclasses.asdict(self) | {"format": FORMAT}
@@ -194,7 +204,7 @@ class Plan:
 
     def collectives(self) -> Table:
         """The planned collectives as a table: where, kind, axes, value, times, megabytes, milliseconds."""
-        return collectives_table(() if self.sharding is None else self.sharding.collectives)
+        return collectives_table(self.planned_collectives)
 
     def remat_policy(self) -> str:
         """Which layers the plan computes again in the backward pass, and so where `jax.checkpoint` would have to be."""
@@ -314,11 +324,12 @@ def _listed(what: str, raw: Any, kind: type[T]) -> tuple[T, ...]:
 
 
 def _mesh_from_json(number: int, raw: Any) -> MeshPlan:
-    fields = _fields_of(f"Mesh {number}", raw, ("devices", "shape", "axis_names"))
+    fields = _fields_of(f"Mesh {number}", raw, ("devices", "shape", "axis_names", "sharding"))
     return MeshPlan(
         devices=_listed(f"devices of mesh {number}", fields["devices"], int),
         shape=_listed(f"shape of mesh {number}", fields["shape"], int),
         axis_names=_listed(f"axis_names of mesh {number}", fields["axis_names"], str),
+        sharding=None if fields["sharding"] is None else MeshSharding.from_data(fields["sharding"]),
     )
 
 

@@ -105,6 +105,56 @@ class ShardingPlan:
             ) from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskTimes:
+    """Modelled seconds of one run of a task: its equations, and its collectives."""
+
+    compute_s: float
+    collective_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Both, one after the other."""
+        return self.compute_s + self.collective_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSharding:
+    """Layouts of everything on the mesh of some stages. Seconds of one step, but `times` of one run of a task.
+
+    `layouts` is JSON data that `compiler/stage_sharding.py` writes and reads: those of the values between tasks, and
+    for every task those of its equations.
+    """
+
+    layouts: Mapping[str, Any] = field(hash=False)
+    times: Mapping[str, TaskTimes] = field(hash=False)
+    collectives: tuple[PlannedCollective, ...]
+    objective_s: float
+    lower_bound_s: float
+    figures: str
+    """The machine whose figures the times are made of."""
+
+    def to_data(self) -> dict[str, Any]:
+        """The sharding as JSON data."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_data(raw: Any) -> MeshSharding:
+        """The sharding that `to_data` wrote; `PlanMismatch` if it is something else."""
+        try:
+            fields = dict(cast(Mapping[str, Any], raw))
+            collectives = tuple(
+                PlannedCollective(**dict(entry, axes=tuple(entry["axes"]))) for entry in fields["collectives"]
+            )
+            times = {name: TaskTimes(**entry) for name, entry in fields["times"].items()}
+            return MeshSharding(**dict(fields, collectives=collectives, times=times))
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise PlanMismatch(
+                f"The sharding of a mesh cannot be read: {type(error).__name__}: {error}. It must be as Plan.save "
+                "wrote it: make the plan again, or correct the file."
+            ) from None
+
+
 def collectives_table(collectives: tuple[PlannedCollective, ...]) -> Table:
     """One row for all collectives of a kind over the same axes at the same place of the model."""
     table = Table("where", "kind", "axes", "value", "times", "MB", "ms", box=box.SIMPLE_HEAD)

@@ -196,7 +196,7 @@ def without(key: str) -> dict:
     [
         ("{", "not JSON"),
         ("[]", "format None"),
-        (json.dumps(json.loads(PLAN.to_json()) | {"format": 3}), "format 3.* reads format 2"),
+        (json.dumps(json.loads(PLAN.to_json()) | {"format": 99}), "format 99.* reads format 3"),
         (json.dumps(without("format")), "format None"),
         (json.dumps(without("random")), r"lacks the keys \['random'\]"),
         (json.dumps(json.loads(PLAN.to_json()) | {"colour": 1}), r"unknown keys \['colour'\]"),

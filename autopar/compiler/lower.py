@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.compiler import jax_compat as jc
 from autopar.compiler.emit import (
     EmittedTask,
     emit_concatenation,
@@ -25,6 +26,7 @@ from autopar.compiler.emit import (
 )
 from autopar.compiler.schedule import schedule_tasks
 from autopar.compiler.stage_graph import GraphInput, StageGraph
+from autopar.compiler.stage_sharding import sharded_mesh
 from autopar.compiler.user_wishes import on_mesh
 from autopar.compiler.value_specs import value_types
 from autopar.plan import Plan
@@ -64,7 +66,8 @@ def lower(graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donat
     overwritable |= _pieces_overwritable(graph, inputs, donated_leaves)
     lent = {(i.mesh, i.value) for i in inputs} - overwritable
     outputs = [replace(out, copied=not lent.isdisjoint(out.parts)) for out in _program_outputs(graph, meshes)]
-    base = value_types(graph, plan)
+    sharded = [None if m.sharding is None else sharded_mesh(graph, plan, n) for n, m in enumerate(plan.meshes)]
+    propagated = value_types(graph, plan) if None in sharded else {}
     instructions = _with_transfers(calls, inputs)
     kept = {part for output in outputs for part in output.parts}
     executables: dict[str, Executable] = {}
@@ -73,8 +76,11 @@ def lower(graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donat
         here = {i.value for i in inputs if i.mesh == number}
         alive = {value for m, value in kept if m == number}
         frozen = alive | {v for m, v in lent if m == number}
+        mine = sharded[number]
+        base = propagated if mine is None else mine.types
         donations = _donations(calls[number], instructions[number], frozen, here - frozen, base)
-        executables |= _executables(calls[number], number, plan, base, donations)
+        planned = {} if mine is None else mine.jaxprs
+        executables |= _executables(calls[number], number, plan, base, donations, planned)
         listed = _with_frees(instructions[number], here, alive, executables)
         names = here | {n for i in listed for n in _touched(i)}
         programs.append(
@@ -320,11 +326,18 @@ def _executables(
     plan: Plan,
     types: Mapping[str, ArrayType],
     donations: Mapping[str, Sequence[int]],
+    planned: Mapping[str, jc.ClosedJaxpr],
 ) -> dict[str, Executable]:
+    """The executables of a mesh; the programs of those in `planned` have explicit collectives."""
     tasks = {executable_name(c.emitted): c.emitted for c in calls}
     by_name = {n: types[n.partition("@")[0]] for e in tasks.values() for n in (*e.inputs, *e.outputs)}
-    tasks = {name: replace(e, jaxpr=on_mesh(e.jaxpr, plan.meshes[mesh])) for name, e in tasks.items()}
-    return {name: executable_of(e, mesh, by_name, donations[name]) for name, e in tasks.items()}
+    return {
+        name: replace(
+            executable_of(e, mesh, by_name, donations[name]),
+            jaxpr=planned[name] if name in planned else on_mesh(e.jaxpr, plan.meshes[mesh]),
+        )
+        for name, e in tasks.items()
+    }
 
 
 def _with_frees(

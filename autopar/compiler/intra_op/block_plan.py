@@ -107,11 +107,13 @@ def to_data(plan: BlockPlan, mesh: LogicalMesh) -> dict[str, Any]:
 
     entries = [entry(equation) for equation in plan.equations]
     return {
-        "arguments": [_text(layout, mesh) for layout in plan.arguments],
+        "arguments": [layout_text(layout, mesh) for layout in plan.arguments],
         "equations": entries,
-        "forms": {f"{number} {form}": _text(layout, mesh) for (number, form), layout in sorted(plan.forms.items())},
+        "forms": {
+            f"{number} {form}": layout_text(layout, mesh) for (number, form), layout in sorted(plan.forms.items())
+        },
         "lines": list(lines),
-        "results": [_text(layout, mesh) for layout in plan.results],
+        "results": [layout_text(layout, mesh) for layout in plan.results],
     }
 
 
@@ -138,20 +140,20 @@ def _read_block(data: Mapping[str, Any], mesh: LogicalMesh) -> BlockPlan:
     forms: dict[tuple[int, str], Layout] = {}
     for key, text in data["forms"].items():
         number, form = key.split(" ")
-        layout = _layout(text, mesh)
+        layout = layout_from_text(text, mesh)
         assert layout is not None
         forms[int(number), form] = layout
     return BlockPlan(
-        arguments=tuple(_layout(text, mesh) for text in data["arguments"]),
+        arguments=tuple(layout_from_text(text, mesh) for text in data["arguments"]),
         equations=tuple(equation(entry) for entry in data["equations"]),
-        results=tuple(_layout(text, mesh) for text in data["results"]),
+        results=tuple(layout_from_text(text, mesh) for text in data["results"]),
         forms=forms,
     )
 
 
 def _line(plan: EquationPlan, mesh: LogicalMesh) -> str:
-    operands = " ".join(_text(layout, mesh) for layout in plan.operands)
-    results = " ".join(_text(layout, mesh) for layout in plan.results)
+    operands = " ".join(layout_text(layout, mesh) for layout in plan.operands)
+    results = " ".join(layout_text(layout, mesh) for layout in plan.results)
     combined = f" over {'*'.join(mesh.names(plan.combined))}" if plan.combined else ""
     return f"{operands} -> {results}{combined}"
 
@@ -160,21 +162,23 @@ def _read_line(line: str, mesh: LogicalMesh, bodies: tuple[BlockPlan, ...]) -> E
     line, _, combined = line.partition(" over ")
     operands, _, results = line.partition("->")
     return EquationPlan(
-        operands=tuple(_layout(text, mesh) for text in operands.split()),
-        results=tuple(_layout(text, mesh) for text in results.split()),
+        operands=tuple(layout_from_text(text, mesh) for text in operands.split()),
+        results=tuple(layout_from_text(text, mesh) for text in results.split()),
         combined=_axes(combined, mesh) if combined else (),
         bodies=bodies,
     )
 
 
-def _text(layout: Layout | None, mesh: LogicalMesh) -> str:
+def layout_text(layout: Layout | None, mesh: LogicalMesh) -> str:
+    """A layout by the names of the mesh axes; None is "free"."""
     if layout is None:
         return "free"
     dims = ",".join("*".join(mesh.names(axes)) or "-" for axes in layout.dims) or "."
     return dims + (f"|{'*'.join(mesh.names(layout.partial))}" if layout.partial else "")
 
 
-def _layout(text: str, mesh: LogicalMesh) -> Layout | None:
+def layout_from_text(text: str, mesh: LogicalMesh) -> Layout | None:
+    """The layout that `layout_text` wrote."""
     if text == "free":
         return None
     dims, _, partial = text.partition("|")

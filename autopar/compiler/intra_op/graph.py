@@ -89,6 +89,8 @@ class Block:
     weight: float
     nested: bool
     classes: Sequence[int]
+    only_phase: str | None = None
+    """The phase of all its equations, where that is known; otherwise the scopes tell."""
     sources: dict[jc.Var, Choice] = field(default_factory=dict[jc.Var, Choice])
     free: set[jc.Var] = field(default_factory=set[jc.Var])
     alike: dict[jc.Var, jc.Var] = field(default_factory=dict[jc.Var, jc.Var])
@@ -130,7 +132,7 @@ class Block:
 
     def phase(self, eqn: jc.JaxprEqn) -> str:
         """The phase in which an equation reads its operands."""
-        return "body" if self.nested else jc.ad_phase(eqn) or "update"
+        return "body" if self.nested else self.only_phase or jc.ad_phase(eqn) or "update"
 
     def _add(self, number: int, eqn: jc.JaxprEqn, repeats: Counter[int]) -> None:
         first = self.classes[number]

@@ -84,9 +84,12 @@ class LocalBlock:
     outputs: tuple[Value | jc.Literal, ...]
 
 
-def local_block(jaxpr: jc.Jaxpr, plan: BlockPlan, mesh: LogicalMesh, *, nested: bool = False) -> LocalBlock:
-    """Spell out a plan."""
-    writer = _Writer(jaxpr=jaxpr, plan=plan, mesh=mesh, nested=nested, numbers=value_numbers(jaxpr))
+def local_block(
+    jaxpr: jc.Jaxpr, plan: BlockPlan, mesh: LogicalMesh, *, nested: bool = False, phase: str | None = None
+) -> LocalBlock:
+    """Spell out a plan. `phase` is that of all equations, where the scopes are not to tell."""
+    phase = "body" if nested else phase
+    writer = _Writer(jaxpr=jaxpr, plan=plan, mesh=mesh, phase=phase, numbers=value_numbers(jaxpr))
     inputs = [
         writer.define(v, _or_replicated(layout, v)) for v, layout in zip(jaxpr.invars, plan.arguments, strict=True)
     ]
@@ -95,7 +98,7 @@ def local_block(jaxpr: jc.Jaxpr, plan: BlockPlan, mesh: LogicalMesh, *, nested: 
     for eqn, equation in zip(jaxpr.eqns, plan.equations, strict=True):
         writer.write(eqn, equation)
     outputs = [
-        writer.read(atom, _or_replicated(layout, atom), "body" if nested else "update")
+        writer.read(atom, _or_replicated(layout, atom), phase or "update")
         for atom, layout in zip(jaxpr.outvars, plan.results, strict=True)
     ]
     return LocalBlock(jaxpr=jaxpr, inputs=tuple(inputs), actions=tuple(writer.actions), outputs=tuple(outputs))
@@ -106,7 +109,7 @@ class _Writer:
     jaxpr: jc.Jaxpr
     plan: BlockPlan
     mesh: LogicalMesh
-    nested: bool
+    phase: str | None
     numbers: dict[jc.Var, int]
     produced: dict[Any, Value] = field(default_factory=dict[Any, Value])
     forms: dict[Value, Value] = field(default_factory=dict[Value, Value])
@@ -118,7 +121,7 @@ class _Writer:
         return self.produced[v]
 
     def write(self, eqn: jc.JaxprEqn, plan: EquationPlan | None) -> None:
-        phase = "body" if self.nested else jc.ad_phase(eqn) or "update"
+        phase = self.phase or jc.ad_phase(eqn) or "update"
         if plan is None:
             plan = _everywhere(eqn, self.mesh)
         operands = self._operands(eqn, plan, phase)

@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.intra_op.layout import LogicalMesh, replicated, to_spec
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh, replicated, to_spec
 from autopar.compiler.intra_op.local_equation import evaluate_locally
 from autopar.compiler.intra_op.local_program import Enter, Evaluate, LocalBlock, Reshard, Value
 from autopar.compiler.intra_op.resharding import apply_steps
@@ -26,24 +26,61 @@ _lax: Any = lax
 
 def localize(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh) -> jc.ClosedJaxpr:
     """The program as every device runs it, wrapped so that it takes and gives whole arrays."""
+    computed = [number for number, v in enumerate(block.outputs) if isinstance(v, Value)]
+    return _localized(closed, block, mesh, computed)
+
+
+def localize_task(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh) -> jc.ClosedJaxpr:
+    """The same for a program that gives constants back, too, and whose borders may be partial sums.
+
+    The summands of such a value are an array of one more axis, the first, which the axes of the sum split.
+    """
+    return _localized(closed, block, mesh, range(len(block.outputs)))
+
+
+def border_spec(layout: Layout, mesh: LogicalMesh) -> PartitionSpec:
+    """The layout of a value between programs as JAX writes it; summands are stacked along a first axis."""
+    if not layout.partial:
+        return to_spec(layout, mesh)
+    return PartitionSpec(mesh.names(layout.partial), *to_spec(Layout(layout.dims), mesh))
+
+
+def border_shape(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> tuple[int, ...]:
+    """The shape of a value between programs: that of the stack of its summands, if it is a sum."""
+    return (mesh.size(layout.partial), *shape) if layout.partial else shape
+
+
+def _localized(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh, returned: Sequence[int]) -> jc.ClosedJaxpr:
     _, consts = jc.open_jaxpr(closed)
     abstract = AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
-    computed = [number for number, v in enumerate(block.outputs) if isinstance(v, Value)]
+    outputs = [block.outputs[number] for number in returned]
 
     def on_device(*args: Any) -> list[Any]:
+        args = tuple(x[0] if v.layout.partial else x for x, v in zip(args, block.inputs, strict=True))
         results = _run(block, consts, args, mesh)
-        return [results[number] for number in computed]
+        return [
+            results[number][None] if isinstance(v, Value) and v.layout.partial else results[number]
+            for number, v in zip(returned, outputs, strict=True)
+        ]
 
     run: Any = jax.shard_map(
         on_device,
         mesh=abstract,
-        in_specs=tuple(to_spec(value.layout, mesh) for value in block.inputs),
-        out_specs=[to_spec(v.layout, mesh) for v in block.outputs if isinstance(v, Value)],
+        in_specs=tuple(border_spec(value.layout, mesh) for value in block.inputs),
+        out_specs=[border_spec(v.layout, mesh) if isinstance(v, Value) else PartitionSpec() for v in outputs],
         check_vma=False,  # which results are equal on which devices is the plan's to know
     )
+    avals = [_border_aval(value, mesh) for value in block.inputs]
     # The user's own mesh, if one is set, has said what it had to say when the step was traced.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return jc.trace(run, [value.variable.aval for value in block.inputs])
+        return jc.trace(run, avals)
+
+
+def _border_aval(value: Value, mesh: LogicalMesh) -> Any:
+    aval: Any = value.variable.aval
+    if not value.layout.partial:
+        return aval
+    return jax.ShapeDtypeStruct(border_shape(tuple(aval.shape), value.layout, mesh), aval.dtype)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -57,7 +57,7 @@ def _of_block(
                     yield PlannedCollective(combined, times, str(aval.dtype), what, jc.scope_of(eqn), "", again)
             case Enter(eqn=eqn, bodies=bodies):
                 for body in bodies:
-                    yield from _of_block(body, mesh, repeated, times * _trips(eqn))
+                    yield from _of_block(body, mesh, repeated, times * trips(eqn))
 
 
 def _readers(block: LocalBlock) -> dict[Value, jc.JaxprEqn]:
@@ -71,7 +71,8 @@ def _readers(block: LocalBlock) -> dict[Value, jc.JaxprEqn]:
     return readers
 
 
-def _trips(eqn: jc.JaxprEqn) -> float:
+def trips(eqn: jc.JaxprEqn) -> float:
+    """How many times an equation runs its bodies."""
     match eqn.primitive.name:
         case "scan":
             return jc.loop_of(eqn).length

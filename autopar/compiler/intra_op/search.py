@@ -31,7 +31,7 @@ from autopar.compiler.intra_op.strategies import Strategy
 # Latency of a collective of the update: XLA combines many into one.
 _SHARE_OF_LATENCY = 0.05
 # Below this many equations, planning every layer by itself takes a few seconds at most.
-_FOLD_FROM = 1500
+FOLD_FROM = 1500
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,7 +62,7 @@ def plan_intra_op(
     state_outputs: dict[int, int],
     wishes: Wishes | None = None,
     input_names: Sequence[str] | None = None,
-    fold_from: int = _FOLD_FROM,
+    fold_from: int = FOLD_FROM,
     memory_budget: float | None = None,
     donated: Collection[int] = (),
     time_limit_s: float = 60.0,
@@ -76,9 +76,9 @@ def plan_intra_op(
     """
     wishes = Wishes() if wishes is None else wishes
     jaxpr, _ = jc.open_jaxpr(closed)
-    table = ChoiceTable(mesh=mesh, figures=figures, update_figures=_with_shared_latency(figures))
+    table = ChoiceTable(mesh=mesh, figures=figures, update_figures=with_shared_latency(figures))
     planner = Planner(
-        table=table, rules=_rules(jaxpr), restrict=wishes.restrict, restricted_as=wishes.restricted_as, enter=enter
+        table=table, rules=rules_of([jaxpr]), restrict=wishes.restrict, restricted_as=wishes.restricted_as, enter=enter
     )
     inputs = [wishes.inputs.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.invars)]
     folded = unfolded(closed)
@@ -116,7 +116,8 @@ def plan_intra_op(
     return IntraOpPlan(plan=planned(choices, optimum.states), optimum=optimum, choices=choices, table=table)
 
 
-def _with_shared_latency(figures: MeshFigures) -> MeshFigures:
+def with_shared_latency(figures: MeshFigures) -> MeshFigures:
+    """Figures of the update, whose collectives share their latency."""
     return dataclasses.replace(figures, combined_latency=_SHARE_OF_LATENCY)
 
 
@@ -124,9 +125,9 @@ def _layouts(aval: Any, mesh: LogicalMesh) -> tuple[Layout, ...] | None:
     return None if is_small(aval) else all_layouts(tuple(aval.shape), mesh)
 
 
-def _rules(jaxpr: jc.Jaxpr) -> Callable[[jc.JaxprEqn], Rule]:
-    """The rules of all equations at every depth, found together."""
-    eqns = list(_equations(jaxpr))
+def rules_of(jaxprs: Sequence[jc.Jaxpr]) -> Callable[[jc.JaxprEqn], Rule]:
+    """The rules of all equations of some programs at every depth, found together."""
+    eqns = [eqn for jaxpr in jaxprs for eqn in _equations(jaxpr)]
     rules = dict(zip(map(equation_key, eqns), sharding_rules(eqns), strict=True))
     return lambda eqn: rules[equation_key(eqn)]
 

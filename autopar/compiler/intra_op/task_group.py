@@ -1,0 +1,213 @@
+"""Plan programs that hand values to each other, the tasks of a stage, together.
+
+    F   activation, parameters    ->  activation, residuals              every microbatch
+    B   residuals, cotangent      ->  cotangent, totals of gradients     every microbatch
+    U   totals, state             ->  state                              every step
+
+A value has one layout between tasks: a node of its own, from which all tasks read it, and into which the task that
+makes it brings it. So the state's layout serves the forward pass and the update alike, and a total that only this
+stage reads may stay a sum over mesh axes until the update: gradients are then reduced once per step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.costs import aval_bytes
+from autopar.compiler.intra_op.block_plan import BlockPlan, planned
+from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable
+from autopar.compiler.intra_op.choice_problem import Optimum
+from autopar.compiler.intra_op.figures import MeshFigures
+from autopar.compiler.intra_op.fold import Fold, fold, unfolded
+from autopar.compiler.intra_op.free_values import is_small
+from autopar.compiler.intra_op.graph import Block, Planner
+from autopar.compiler.intra_op.ilp import solve
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, num_shards, used_axes
+from autopar.compiler.intra_op.nested import enter
+from autopar.compiler.intra_op.search import FOLD_FROM, Wishes, rules_of, with_shared_latency
+from autopar.compiler.intra_op.solution_cache import cached, problem_fingerprint
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupTask:
+    """A program, the names of what it reads and makes, how many times a step runs it, and in which phase."""
+
+    name: str
+    jaxpr: jc.ClosedJaxpr
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    times: float
+    phase: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupWishes:
+    """What is asked of the values between tasks, by their names.
+
+    `alike` maps values to those that have their layout: new state to what it replaces. `sums` may stay partial sums.
+    `allowed` fixes layouts. `prices` are seconds charged for every byte of a value that a device holds.
+    """
+
+    alike: Mapping[str, str] = field(default_factory=dict[str, str])
+    sums: Collection[str] = ()
+    allowed: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict[str, tuple[Layout, ...]])
+    prices: Mapping[str, float] = field(default_factory=dict[str, float])
+    equations: Wishes = field(default_factory=Wishes)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupPlan:
+    """The layouts of values between tasks, None for what is free, and of everything inside of each task."""
+
+    layouts: Mapping[str, Layout | None]
+    tasks: Mapping[str, BlockPlan]
+    optimum: Optimum
+
+
+def plan_tasks(
+    tasks: Sequence[GroupTask],
+    mesh: LogicalMesh,
+    figures: MeshFigures,
+    wishes: GroupWishes,
+    *,
+    fold_from: int = FOLD_FROM,
+    time_limit_s: float = 60.0,
+    cache_directory: Path | None = None,
+) -> GroupPlan:
+    """The best layouts of the tasks of a stage, which are listed in an order in which they may run.
+
+    The objective is the time of all of them in one step, each as often as it runs, and the price of memory. Programs of
+    at least `fold_from` equations together have their repeated layers planned as one.
+    """
+    table = ChoiceTable(mesh=mesh, figures=figures, update_figures=with_shared_latency(figures))
+    group = _Group(table=table, wishes=wishes)
+    bodies = [jc.open_jaxpr(task.jaxpr)[0] for task in tasks]
+    planner = Planner(
+        table=table,
+        rules=rules_of(bodies),
+        restrict=wishes.equations.restrict,
+        restricted_as=wishes.equations.restricted_as,
+        enter=enter,
+    )
+    folding = sum(len(body.eqns) for body in bodies) >= fold_from
+    folds = [_folded(task, body, wishes) if folding else unfolded(task.jaxpr) for task, body in zip(tasks, bodies)]
+    group.tie(tasks, folds)
+    choices = [
+        group.collect(planner, task, body, folded) for task, body, folded in zip(tasks, bodies, folds, strict=True)
+    ]
+    problem = table.problem()
+
+    def best() -> Optimum:
+        return solve(problem, time_limit_s=time_limit_s)
+
+    if cache_directory is None:
+        optimum = best()
+    else:
+        optimum = cached(problem_fingerprint(problem, str(time_limit_s)), cache_directory, best)
+    return GroupPlan(
+        layouts={name: None if c is None else c.layouts[optimum.states[c.node]] for name, c in group.values.items()},
+        tasks={task.name: planned(block, optimum.states) for task, block in zip(tasks, choices, strict=True)},
+        optimum=optimum,
+    )
+
+
+def _folded(task: GroupTask, body: jc.Jaxpr, wishes: GroupWishes) -> Fold:
+    position = {name: number for number, name in enumerate(task.inputs)}
+    replaced = {
+        number: position[wishes.alike.get(name, name)]
+        for number, name in enumerate(task.outputs)
+        if wishes.alike.get(name, name) in position
+    }
+    return fold(
+        task.jaxpr,
+        task.inputs,
+        [is_small(v.aval) for v in body.invars],
+        state_outputs=replaced,
+        input_marks={position[name]: wishes.allowed[name] for name in task.inputs if name in wishes.allowed},
+        equation_mark=wishes.equations.restricted_as,
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class _Group:
+    """The nodes of the values between tasks, while they are collected."""
+
+    table: ChoiceTable
+    wishes: GroupWishes
+    values: dict[str, Choice | None] = field(default_factory=dict[str, Choice | None])
+    roots: dict[str, str] = field(default_factory=dict[str, str])
+
+    def root(self, name: str) -> str:
+        """The value whose layout a value has."""
+        while name in self.roots:
+            name = self.roots[name]
+        return name
+
+    def tie(self, tasks: Sequence[GroupTask], folds: Sequence[Fold]) -> None:
+        """Give one layout to what replaces each other, and to what is alike in repeated layers."""
+        pairs: list[tuple[str, str]] = list(self.wishes.alike.items())
+        for task, folded in zip(tasks, folds, strict=True):
+            pairs += [(task.inputs[i], task.inputs[first]) for i, first in folded.alike_inputs.items()]
+        for name, other in pairs:
+            name, other = self.root(name), self.root(other)
+            if name != other:
+                self.roots[name] = other
+
+    def value(self, name: str, aval: Any) -> Choice | None:
+        """The node of a value, made when it is first met; None for what is free."""
+        root = self.root(name)
+        if root not in self.values:
+            self.values[root] = None if is_small(aval) else self._new(root, aval)
+        self.values[name] = self.values[root]
+        return self.values[name]
+
+    def _new(self, name: str, aval: Any) -> Choice:
+        mesh = self.table.mesh
+        layouts = self.wishes.allowed.get(name, all_layouts(tuple(aval.shape), mesh))
+        if name in self.wishes.sums:
+            layouts = (*layouts, *with_partial_sums(layouts, mesh))
+        price = self.wishes.prices.get(name, 0.0) * aval_bytes(aval)
+        costs = np.array([price / num_shards(layout, mesh) for layout in layouts])
+        return Choice(self.table.add_node(f"value {name}", costs), layouts)
+
+    def collect(self, planner: Planner, task: GroupTask, body: jc.Jaxpr, folded: Fold) -> BlockChoices:
+        """The choices of one task."""
+        alike = {body.invars[i]: body.invars[first] for i, first in folded.alike_inputs.items()}
+        block = Block(
+            planner=planner,
+            jaxpr=body,
+            arguments=tuple(self.value(name, v.aval) for name, v in zip(task.inputs, body.invars, strict=True)),
+            weight=task.times,
+            nested=False,
+            classes=folded.classes,
+            only_phase=task.phase,
+            alike=alike,
+        )
+        block.collect()
+        return block.finish([self._end(block, *end, task) for end in zip(task.outputs, body.outvars, strict=True)])
+
+    def _end(self, block: Block, name: str, atom: Any, task: GroupTask) -> Choice | None:
+        root = self.root(name)
+        if root not in self.values and (isinstance(atom, jc.Literal) or atom in block.free):
+            self.values[root] = None
+        choice = self.value(name, atom.aval)
+        if choice is not None:
+            block.read(atom, choice, ("value", choice.node), phase=task.phase)
+        return choice
+
+
+def with_partial_sums(layouts: Iterable[Layout], mesh: LogicalMesh) -> tuple[Layout, ...]:
+    """The layouts with a sum over some of the axes that do not split the array still to be made."""
+    found: list[Layout] = []
+    for layout in layouts:
+        unused = [axis for axis in range(len(mesh.shape)) if axis not in used_axes(layout) and mesh.shape[axis] > 1]
+        for count in range(1, len(unused) + 1):
+            found += [Layout(layout.dims, axes) for axes in itertools.combinations(unused, count)]
+    return tuple(found)
