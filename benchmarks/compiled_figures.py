@@ -1,6 +1,6 @@
 """What a compiled step moves between devices, keeps in memory, and takes by a roofline of its operations.
 
-    modelled time = max(FLOPs / rate of products, bytes / memory bandwidth) + collectives, one after the other
+    modelled time = the kernels by their rooflines (`hlo_roofline.py`) + the collectives, one after the other
 
 Nothing here depends on who wrote the program, so that plans by hand and searched ones are held to the same figures.
 """
@@ -59,7 +59,7 @@ def figures_of_compiled(compiled: jax.stages.Compiled, figures: MeshFigures) -> 
         peak_bytes=peak_bytes(compiled),
         flops=work.flops,
         memory_bytes=work.memory_bytes,
-        compute_s=max(work.flops / figures.matmul_flops, work.memory_bytes / figures.memory_bandwidth),
+        compute_s=work.seconds(figures.matmul_flops, figures.memory_bandwidth),
         collectives_s=sum(each.count * _seconds(each, figures) for each in collectives),
     )
 

@@ -4,6 +4,10 @@ XLA's own cost analysis counts the body of a loop once, and its GPU compiler giv
 product counts 2 x the elements of its result x those summed into each of them (of a convolution, the padding too), and
 every kernel (what the entry and the bodies of loops call) reads its operands and writes its result; of an array that it
 only cuts a slice from, or updates a slice of, the slice.
+
+    time = sum over kernels of max(FLOPs / rate of products, bytes / memory bandwidth)
+
+A device runs its kernels one after the other, so an update that only waits for memory is not hidden behind products.
 """
 
 from __future__ import annotations
@@ -28,10 +32,21 @@ _MOVES_NOTHING = _CALLS | {
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Of one device and step."""
+    """Of one device and step: of every kernel its FLOPs, its bytes and how often it runs."""
 
-    flops: float
-    memory_bytes: float
+    kernels: tuple[tuple[float, float, float], ...]
+
+    @property
+    def flops(self) -> float:
+        return sum(flops * times for flops, _, times in self.kernels)
+
+    @property
+    def memory_bytes(self) -> float:
+        return sum(nbytes * times for _, nbytes, times in self.kernels)
+
+    def seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
+        """The kernels one after the other, each by its roofline."""
+        return sum(max(flops / flops_per_s, nbytes / bytes_per_s) * times for flops, nbytes, times in self.kernels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +70,16 @@ class _Computation:
 def work_of(hlo_text: str) -> Work:
     """The work of a compiled program (`compiled.as_text()`)."""
     computations = {each.name: each for each in _read(hlo_text)}
-    runs, kernels = _executions(computations)
-    flops = traffic = 0.0
-    for name, computation in computations.items():
-        for instruction in computation.instructions:
-            flops += runs[name] * _product_flops(instruction, computation)
-            if kernels[name]:
-                traffic += kernels[name] * _traffic(instruction, computation, computations)
-    return Work(flops=flops, memory_bytes=traffic)
+    times = _executions(computations)
+    return Work(
+        kernels=tuple(
+            (_flops(instruction, computation, computations), nbytes, times[name])
+            for name, computation in computations.items()
+            if times[name]
+            for instruction in computation.instructions
+            if (nbytes := _traffic(instruction, computation, computations))
+        )
+    )
 
 
 def _read(text: str) -> Iterator[_Computation]:
@@ -88,26 +105,33 @@ def _read(text: str) -> Iterator[_Computation]:
             )
 
 
-def _executions(computations: dict[str, _Computation]) -> tuple[dict[str, float], dict[str, float]]:
-    """How often each computation runs, and of these the ones whose instructions are kernels of their own."""
-    runs, kernels = defaultdict[str, float](float), defaultdict[str, float](float)
+def _executions(computations: dict[str, _Computation]) -> dict[str, float]:
+    """How often each computation runs whose instructions are kernels of their own."""
+    executions = defaultdict[str, float](float)
     for name in reversed(computations):  # XLA prints the called before the calling
         if computations[name].is_entry:
-            runs[name] = kernels[name] = 1.0
+            executions[name] = 1.0
         for i in computations[name].instructions:
-            known = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.rest)
-            times = int(known[1]) if known and i.opcode == "while" else 1
-            for called in _called(i):
-                runs[called] += runs[name] * times
-                if i.opcode in _CALLS:
-                    kernels[called] += kernels[name] * times
-    return runs, kernels
+            if i.opcode in _CALLS:
+                known = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.rest)
+                times = int(known[1]) if known and i.opcode == "while" else 1
+                for called in _called(i):
+                    executions[called] += executions[name] * times
+    return executions
 
 
 def _called(i: _Instruction) -> list[str]:
     fused = re.findall(r"calls=%?([\w.\-]+)", i.rest)
     run = [name for found in _RUN.findall(i.rest) for name in re.findall(r"[\w.\-]+", found.rstrip(","))]
     return [*fused, *run] if i.opcode in ("fusion", "while", "conditional", "call", "async-start") else []
+
+
+def _flops(i: _Instruction, home: _Computation, computations: dict[str, _Computation]) -> float:
+    """Of an instruction and of all that is fused into it."""
+    if i.opcode not in ("fusion", "async-start"):
+        return _product_flops(i, home)
+    bodies = [computations[name] for name in _called(i)]
+    return sum(_flops(each, body, computations) for body in bodies for each in body.instructions)
 
 
 def _product_flops(i: _Instruction, home: _Computation) -> float:

@@ -126,9 +126,15 @@ def test_work_of_straight_code_is_what_xla_counts():
 
     x, w = jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((32, 32), jnp.float32)
     compiled = jax.jit(run).lower(x, w).compile()
-    assert work_of(compiled.as_text()) == Work(
-        flops=2 * 2 * 64 * 32 * 32, memory_bytes=compiled.cost_analysis()["bytes accessed"]
-    )
+    work = work_of(compiled.as_text())
+    assert work.flops == 2 * 2 * 64 * 32 * 32
+    assert work.memory_bytes == compiled.cost_analysis()["bytes accessed"]
+
+
+def test_kernel_that_waits_for_memory_is_not_hidden_behind_one_that_computes():
+    work = Work(kernels=((100.0, 2.0, 1.0), (0.0, 10.0, 3.0)))
+    assert (work.flops, work.memory_bytes) == (100.0, 32.0)
+    assert work.seconds(flops_per_s=10.0, bytes_per_s=1.0) == 10.0 + 3 * 10.0
 
 
 def test_convolution_counts_every_pixel_of_its_result():
