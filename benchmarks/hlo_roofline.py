@@ -3,7 +3,7 @@
 XLA's own cost analysis counts the body of a loop once, and its GPU compiler gives none ahead of time. Here every
 product counts 2 x the elements of its result x those summed into each of them (of a convolution, the padding too), and
 every kernel (what the entry and the bodies of loops call) reads its operands and writes its result; of an array that it
-only cuts a slice from, or updates a slice of, the slice.
+needs only a slice of, or updates a slice of, the slice: `slice(a + b)` fused into one reads a slice of each.
 
     time = sum over kernels of max(FLOPs / rate of products, bytes / memory bandwidth)
 
@@ -23,6 +23,7 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _RUN = re.compile(r"(?:body|condition|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|\S+)")
+_CUTS = frozenset({"dynamic-slice", "slice", "gather"})
 _CALLS = frozenset({"while", "conditional", "call"})
 _MOVES_NOTHING = _CALLS | {
     *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"),
@@ -166,7 +167,7 @@ def _convolution_flops(i: _Instruction, home: _Computation, target: str) -> floa
 def _traffic(i: _Instruction, home: _Computation, computations: dict[str, _Computation]) -> float:
     if i.opcode in _MOVES_NOTHING:
         return 0.0
-    if i.opcode in ("dynamic-slice", "slice", "gather"):
+    if i.opcode in _CUTS:
         return 2 * _bytes(i.type)
     if i.opcode == "dynamic-update-slice":
         return 2 * _bytes(home.types[i.operands[1]])
@@ -177,17 +178,30 @@ def _traffic(i: _Instruction, home: _Computation, computations: dict[str, _Compu
 
 def _fusion_traffic(i: _Instruction, home: _Computation, body: _Computation) -> float:
     total = _bytes(i.type)
+    needed = _needed_shares(body)
     for number, operand in enumerate(i.operands):
         parameter = next(each.name for each in body.instructions if each.number == number)
         readers = [each for each in body.instructions if parameter in each.operands]
-        if readers and all(each.opcode in ("dynamic-slice", "gather") for each in readers):
-            total += sum(_bytes(each.type) for each in readers)
-        elif readers and all(_updates(each, parameter) for each in readers):
+        if readers and all(_updates(each, parameter) for each in readers):
             # In place: the slice is written, and the rest neither read nor written.
             total += sum(_bytes(body.types[each.operands[1]]) - _bytes(each.type) for each in readers)
         else:
-            total += _bytes(home.types[operand])
+            total += needed.get(parameter, 1.0) * _bytes(home.types[operand])
     return max(total, 0.0)
+
+
+def _needed_shares(body: _Computation) -> dict[str, float]:
+    """Of every value in a fusion the share that its result depends on; XLA computes no more of it."""
+    cut, whole = defaultdict[str, float](float), defaultdict[str, float](float)
+    shares: dict[str, float] = {}
+    for i in reversed(body.instructions):  # the root first, and readers before what they read
+        share = shares[i.name] = min(1.0, cut[i.name] + whole[i.name]) if shares else 1.0
+        for number, name in enumerate(i.operands):
+            if number == 0 and i.opcode in _CUTS:
+                cut[name] += share * _bytes(i.type) / max(_bytes(body.types[name]), 1.0)
+            else:
+                whole[name] = max(whole[name], share)
+    return shares
 
 
 def _updates(i: _Instruction, array: str) -> bool:

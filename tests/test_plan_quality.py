@@ -131,6 +131,25 @@ def test_work_of_straight_code_is_what_xla_counts():
     assert work.memory_bytes == compiled.cost_analysis()["bytes accessed"]
 
 
+def test_fusion_reads_only_what_its_slice_depends_on():
+    hlo = """HloModule fused, num_partitions=1
+
+%fused (p0: f32[8,256], p1: f32[8,256]) -> f32[8,32] {
+  %p0 = f32[8,256]{1,0} parameter(0)
+  %p1 = f32[8,256]{1,0} parameter(1)
+  %sum = f32[8,256]{1,0} add(%p0, %p1)
+  ROOT %cut = f32[8,32]{1,0} slice(%sum), slice={[0:8], [0:32]}
+}
+
+ENTRY %main (a: f32[8,256], b: f32[8,256]) -> f32[8,32] {
+  %a = f32[8,256]{1,0} parameter(0)
+  %b = f32[8,256]{1,0} parameter(1)
+  ROOT %add_slice_fusion = f32[8,32]{1,0} fusion(%a, %b), kind=kLoop, calls=%fused
+}
+"""
+    assert work_of(hlo).memory_bytes == 3 * 4 * 8 * 32
+
+
 def test_kernel_that_waits_for_memory_is_not_hidden_behind_one_that_computes():
     work = Work(kernels=((100.0, 2.0, 1.0), (0.0, 10.0, 3.0)))
     assert (work.flops, work.memory_bytes) == (100.0, 32.0)
