@@ -91,6 +91,11 @@ class Row:
     def within(self) -> bool:
         return self.ours is not None and self.ours.peak_bytes <= self.budget
 
+    @property
+    def missed(self) -> bool:
+        """Whether a plan by hand keeps within the budget, and ours does not or does not exist."""
+        return bool(self.fastest) and not self.within
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -127,15 +132,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         jax.clear_caches()
         if args.json:
             result = {"machine": describe_machine(), "target": args.target or "cpu", "sizes": args.sizes}
-            result |= {"rows": [asdict(row) for row in rows], "by_hand": compiled_by_hand}
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
+            result |= {"summary": summary(rows), "rows": [row_data(row) for row in rows], "by_hand": compiled_by_hand}
+            args.json.write_text(json.dumps(finite(result), indent=1, allow_nan=False) + "\n")
     print_table(rows)
 
 
 def machine_of(target: str | None) -> Machine:
     kind = target or jax.devices()[0].device_kind
     devices = gpu_devices(target, NUM_DEVICES) if target else jax.devices()[:NUM_DEVICES]
-    return Machine(devices=devices, kind=kind, figures=figures_of(kind, 1))
+    return Machine(devices=devices, kind=kind, figures=figures_of(kind, (NUM_DEVICES,)))
 
 
 def compile_all(model: Model, machine: Machine) -> Iterator[ByHand]:
@@ -223,6 +228,41 @@ def ratio_to_fastest(times: Mapping[str, Sequence[float]]) -> tuple[float, tuple
     return median_interval([mine / other for mine, other in zip(times[OURS], fastest, strict=True)])
 
 
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Geometric mean and worst of every ratio, and the cells in which it is the worst."""
+    result: dict[str, Any] = {}
+    for what in ("bytes_ratio", "time_ratio", "measured_ratio"):
+        known = {f"{row.model} {row.mesh} {_size(row.budget)}": getattr(row, what) for row in rows}
+        known = {cell: ratio for cell, ratio in known.items() if not math.isnan(ratio)}
+        if known:
+            worst = max(known, key=known.__getitem__)
+            result[what] = {
+                "cells": len(known),
+                "geometric_mean": statistics.geometric_mean(known.values()),
+                "worst": known[worst],
+                "worst_cell": worst,
+            }
+    over = sum(row.ours is not None and not row.within for row in rows)
+    return result | {"rows": len(rows), "over_budget": over, "missed": sum(row.missed for row in rows)}
+
+
+def row_data(row: Row) -> dict[str, Any]:
+    return asdict(row) | {"time_ratio": row.time_ratio, "bytes_ratio": row.bytes_ratio, "within": row.within}
+
+
+def finite(value: Any) -> Any:
+    """The value with None for every number that JSON does not have: no budget, nothing measured."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {key: finite(each) for key, each in value.items()}
+        case list() | tuple():
+            return [finite(each) for each in value]
+        case _:
+            return value
+
+
 def print_table(rows: Sequence[Row]) -> None:
     console = Console()
     table = Table(title="autopar.Auto against the best plan by hand")
@@ -231,35 +271,38 @@ def print_table(rows: Sequence[Row]) -> None:
     for column in ("fastest by hand", "model ms", "ours", "ratio", "measured ratio", "plan s"):
         table.add_column(column, justify="left" if "hand" in column else "right")
     for row in rows:
-        if row.ours is None:
-            table.add_row(row.model, row.mesh, *[""] * 2, row.message)
-            continue
-        table.add_row(
-            *(
-                row.model,
-                row.mesh,
-                _number(row.budget / 1e6),
-                _number(row.ours.peak_bytes / 1e6) + "!" * (not row.within),
-            ),
-            *(row.fewest or "-", _number(row.fewest_mb), _number(row.ours.sent_bytes / 1e6), _number(row.bytes_ratio)),
-            *(row.fastest or "-", _number(row.fastest_ms), _number(1e3 * row.ours.modelled_s), _number(row.time_ratio)),
-            *(_number(row.measured_ratio), f"{row.plan_s:.1f}"),
-        )
+        table.add_row(row.model, row.mesh, _size(row.budget), *_cells(row))
     console.print(table)
-    for what, ratios in (
-        ("bytes", [row.bytes_ratio for row in rows]),
-        ("modelled time", [row.time_ratio for row in rows]),
-        ("measured time", [row.measured_ratio for row in rows]),
-    ):
-        known = [ratio for ratio in ratios if not math.isnan(ratio)]
-        if known:
-            console.print(f"{what}: geometric mean {statistics.geometric_mean(known):.3f}, worst {max(known):.3f}")
-    over = sum(row.ours is not None and not row.within for row in rows)
-    console.print(f"{over} of {len(rows)} plans keep more in memory than their budget (!).")
+    counts = summary(rows)
+    for what, name in (("bytes_ratio", "bytes"), ("time_ratio", "modelled time"), ("measured_ratio", "measured time")):
+        if what in counts:
+            mean, worst, cell = (counts[what][key] for key in ("geometric_mean", "worst", "worst_cell"))
+            console.print(f"{name}: geometric mean {mean:.3f}, worst {worst:.3f} ({cell})")
+    console.print(
+        f"{counts['over_budget']} of {len(rows)} plans keep more in memory than their budget (!); "
+        f"in {counts['missed']} cells a plan by hand keeps within it and ours does not."
+    )
+
+
+def _cells(row: Row) -> Iterator[str]:
+    """What follows model, mesh and budget."""
+    if row.ours is None:
+        yield from ("", row.fewest, _number(row.fewest_mb), "none", "", row.fastest, _number(row.fastest_ms))
+        yield row.message[:60]
+        return
+    yield _number(row.ours.peak_bytes / 1e6) + "!" * (not row.within)
+    yield from (row.fewest or "-", _number(row.fewest_mb))
+    yield from (_number(row.ours.sent_bytes / 1e6), _number(row.bytes_ratio), row.fastest or "-")
+    yield from map(_number, (row.fastest_ms, 1e3 * row.ours.modelled_s, row.time_ratio, row.measured_ratio))
+    yield f"{row.plan_s:.1f}"
+
+
+def _size(budget: float) -> str:
+    return "any" if math.isinf(budget) else f"{budget / 1e6:.3g}"
 
 
 def _number(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.3g}"
+    return "" if math.isnan(value) else f"{value:.4g}"
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
 """The plans by hand compute the plain step and move what they should, and the figures count what was compiled."""
 
+import json
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives, wire_bytes_by_kind
-from benchmarks.compiled_figures import peak_bytes
+from benchmarks.compiled_figures import CompiledFigures, peak_bytes
 from benchmarks.hand_plans import HandPlan, compile_by_hand, hand_plans
 from benchmarks.hlo_roofline import Work, work_of
 from benchmarks.models import MODELS
-from benchmarks.plan_quality import ratio_to_fastest
+from benchmarks.plan_quality import Row, finite, ratio_to_fastest, row_data, summary
 
 SMALL = {
     "mlp": {"width": 16, "hidden": 32, "batch": 16},
@@ -168,3 +171,47 @@ def test_measured_ratio_is_to_the_fastest_plan_by_hand_round_by_round():
     times = {"slow": [4.0, 4.0, 4.0], "fast": [1.0, 2.0, 3.0], "autopar": [2.0, 2.0, 3.0]}
     assert ratio_to_fastest(times)[0] == 1.0
     assert np.isnan(ratio_to_fastest({})[0])
+
+
+def row(budget: float, peak_bytes: float | None) -> Row:
+    """Ours takes 2 ms and sends 3 MB; the plan by hand takes 4 ms and sends 6 MB."""
+    ours = CompiledFigures(
+        wire_bytes={"all-reduce": 3e6},
+        num_collectives=1,
+        peak_bytes=peak_bytes or 0.0,
+        flops=0.0,
+        memory_bytes=0.0,
+        compute_s=1e-3,
+        collectives_s=1e-3,
+    )
+    return Row(
+        model="mlp",
+        mesh="8",
+        budget=budget,
+        fastest="data parallel data=8",
+        fastest_ms=4.0,
+        fewest="data parallel data=8",
+        fewest_mb=6.0,
+        ours=None if peak_bytes is None else ours,
+        planned_ms=math.nan if peak_bytes is None else 2.0,
+        plan_s=0.1,
+        measured={},
+        measured_ratio=math.nan,
+        interval=(math.nan, math.nan),
+        message="MemoryTooSmall" if peak_bytes is None else "",
+    )
+
+
+def test_results_are_written_without_numbers_that_json_does_not_have():
+    text = json.dumps(finite([row_data(row(math.inf, 7.0)), row_data(row(5.0, None))]), allow_nan=False)
+    first, second = json.loads(text)
+    assert first["budget"] is None and first["measured_ratio"] is None and first["interval"] == [None, None]
+    assert (first["time_ratio"], first["bytes_ratio"], first["within"]) == (0.5, 0.5, True)
+    assert second["ours"] is None and second["time_ratio"] is None
+
+
+@pytest.mark.parametrize(("peak_bytes", "over", "missed"), [(5.0, 0, 0), (7.0, 1, 1), (None, 0, 1)])
+def test_cell_is_missed_if_only_the_plan_by_hand_keeps_within_the_budget(peak_bytes, over, missed):
+    counts = summary([row(5.0, peak_bytes)])
+    assert (counts["rows"], counts["over_budget"], counts["missed"]) == (1, over, missed)
+    assert "measured_ratio" not in counts
