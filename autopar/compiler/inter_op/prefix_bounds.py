@@ -1,0 +1,168 @@
+"""The least time that the layers before a cut can take: a relaxation that bounds every partition from below.
+
+Under a cap on `hold_s` (see `schedule_times`), with x the transfer over a cut:
+
+    G[0, n, d] = 0
+    G[k, n, d] = min over i < k and submesh m of  G[i, m, d - |m|] + fill(i, k, m) + c x(k, m, n)   → before_s
+
+is the least sum for layers [0, k) on at most d devices, if the stage behind them is on submesh n. It is exact but for
+memory: it supposes behind each cut the fewest stages that can run the layers there. Where the order of labels goes
+from the last stage to the first, G is the bound on what they still lack.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.compiler.inter_op.choice_tables import ChoiceTables, Floats, Ints
+from autopar.compiler.inter_op.schedule_times import with_transfer_s
+
+_MAX_UNITS = 2048  # above, devices are counted in larger units
+_NEVER = 1 << 30  # stages or devices that no cluster has
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PrefixBounds:
+    """Bounds for all partitions whose `hold_s` is at most a cap."""
+
+    cap_s: float
+    transfer_s: Floats  # [cut, source, target], c x; infinity where the cap forbids it
+    fastest_s: Floats  # [submesh, start, stop] of the choices that may occur
+    stages_before: Ints  # [cut], at least so many
+    devices_before: Ints
+    before_s: Floats  # [cut, submesh behind, units]
+    unit: int  # devices
+    once_s: float  # at least so much
+
+    @property
+    def bound_s(self) -> float:
+        """Least sum of fills and transfers, and once_s."""
+        return float(self.before_s[-1, -1, -1]) + self.once_s
+
+
+def prefix_bounds(tables: ChoiceTables, limits: Ints, cap_s: float) -> PrefixBounds | None:
+    """The bounds under a cap, or None if no partition is left."""
+    devices = np.array(tables.devices, dtype=np.int64)
+    allowed = _allowed((tables.hold_s <= cap_s) & (limits >= 0), limits)
+    possible = np.asarray(allowed.any(axis=-1))
+    devices_before = _least_before(possible, devices)
+    if devices_before[-1] > tables.num_devices:
+        return None
+    crossing_s = _crossings(tables, cap_s)
+    fastest_s = np.where(allowed, tables.fill_s, np.inf).min(axis=-1)
+    unit = _unit(tables.devices, tables.num_devices)
+    before_s = _relaxed(fastest_s, crossing_s, possible, devices // unit, tables.num_devices // unit)
+    if not np.isfinite(before_s[-1, -1, -1]):
+        return None
+    return PrefixBounds(
+        cap_s=cap_s,
+        transfer_s=crossing_s,
+        fastest_s=fastest_s,
+        stages_before=_least_before(possible, np.ones_like(devices)),
+        devices_before=devices_before,
+        before_s=before_s,
+        unit=unit,
+        once_s=_least_once(np.where(allowed, tables.once_s, np.inf).min(axis=(0, 3))),
+    )
+
+
+def _crossings(tables: ChoiceTables, cap_s: float) -> Floats:
+    with np.errstate(invalid="ignore"):  # no microbatch behind the first, and no way across
+        link_s = with_transfer_s(tables.timing, 0.0, tables.transfer_s)
+    return np.where(link_s <= cap_s, tables.timing.crossings * tables.transfer_s, np.inf)
+
+
+def _allowed(usable: NDArray[np.bool_], limits: Ints) -> NDArray[np.bool_]:
+    """The choices that fit with the fewest stages that can be behind them."""
+    num_layers = usable.shape[1]
+    stages = np.full(num_layers + 1, _NEVER)
+    stages[-1] = 0
+    allowed = np.zeros_like(usable)
+    for start in range(num_layers - 1, -1, -1):
+        fits = usable[:, start] & (limits[:, start] >= stages[None, :, None])
+        allowed[:, start] = fits
+        stops = fits.any(axis=(0, 2))
+        if stops.any():
+            stages[start] = 1 + stages[stops].min()
+    return allowed
+
+
+def _least_before(possible: NDArray[np.bool_], weights: Ints) -> Ints:
+    """Per cut the least total weight of submeshes that run the layers before it."""
+    num_layers = possible.shape[1]
+    least = np.full(num_layers + 1, _NEVER)
+    least[0] = 0
+    for stop in range(1, num_layers + 1):
+        sums = np.where(possible[:, :, stop], weights[:, None] + least[None, :-1], _NEVER)
+        least[stop] = sums.min(initial=_NEVER)
+    return least
+
+
+def _least_behind(possible: NDArray[np.bool_], weights: Ints) -> Ints:
+    num_layers = possible.shape[1]
+    least = np.full(num_layers + 1, _NEVER)
+    least[-1] = 0
+    for start in range(num_layers - 1, -1, -1):
+        sums = np.where(possible[:, start], weights[:, None] + least[None, :], _NEVER)
+        least[start] = sums.min(initial=_NEVER)
+    return least
+
+
+def _least_once(once_s: Floats) -> float:
+    """Every layer is in some stage: the largest over layers of the least over the ranges [start, stop) with it."""
+    covering = np.minimum.accumulate(once_s, axis=0)
+    covering = np.minimum.accumulate(covering[:, ::-1], axis=1)[:, ::-1]
+    return float(np.diagonal(covering, offset=1).max())
+
+
+def _unit(devices: tuple[int, ...], num_devices: int) -> int:
+    """Devices counted as one: all counts are rounded down, which only lowers the bound."""
+    common = int(np.gcd.reduce(devices))
+    enough = [n for n in (common, *sorted(devices)) if num_devices // n <= _MAX_UNITS]
+    return enough[0] if enough else common
+
+
+def _relaxed(fastest_s: Floats, crossing_s: Floats, possible: NDArray[np.bool_], sizes: Ints, num_units: int) -> Floats:
+    """G, for as many devices as can be before each cut; infinity for others."""
+    count, num_layers = fastest_s.shape[:2]
+    lows, highs = _least_before(possible, sizes), num_units - _least_behind(possible, sizes)
+    before_s = np.full((num_layers + 1, count + 1, num_units + 1), np.inf)
+    before_s[0] = 0.0
+    room = np.empty((num_layers, num_units + 1))
+    for stop in range(1, num_layers + 1):
+        low, high = int(lows[stop]), int(highs[stop])
+        if low > high:
+            continue
+        ending_s = np.full((count, high + 1 - low), np.inf)
+        for m, size in enumerate(sizes.tolist()):
+            starts = np.flatnonzero(possible[m, :stop, stop])
+            first = max(low, size)
+            if not len(starts) or first > high:
+                continue
+            begin, end = int(starts[0]), int(starts[-1]) + 1
+            sums = room[: end - begin, : high + 1 - first]
+            earlier_s = before_s[begin:end, m, first - size : high + 1 - size]
+            np.add(earlier_s, fastest_s[m, begin:end, stop, None], out=sums)
+            sums.min(axis=0, out=ending_s[m, first - low :])
+        for n in range(count + 1):
+            before_s[stop, n, low : high + 1] = (ending_s + crossing_s[stop, :count, n, None]).min(axis=0)
+    return before_s
+
+
+def relaxed_path(tables: ChoiceTables, bounds: PrefixBounds) -> list[tuple[int, int, int]]:
+    """The (start, stop, submesh) that attain `before_s` of all layers, first to last."""
+    path: list[tuple[int, int, int]] = []
+    stop, behind, units = tables.num_layers, len(tables.devices), bounds.before_s.shape[-1] - 1
+    while stop:
+        best: tuple[float, int, int] = (np.inf, 0, 0)
+        for m, n in enumerate(tables.devices):
+            size = n // bounds.unit
+            if size <= units:
+                sums = bounds.before_s[:stop, m, units - size] + bounds.fastest_s[m, :stop, stop]
+                start = int(sums.argmin())
+                best = min(best, (float(sums[start] + bounds.transfer_s[stop, m, behind]), start, m))
+        _, start, m = best
+        path.append((start, stop, m))
+        stop, behind, units = start, m, units - tables.devices[m] // bounds.unit
+    return path[::-1]

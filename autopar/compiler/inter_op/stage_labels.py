@@ -1,0 +1,208 @@
+"""Put stages in front of stages, from the last layer to the first, and keep what may become the best partition.
+
+A label is a way to run the layers behind a cut. It remembers what matters for the layers before the cut: the first
+submesh, devices and stages used, the sum of fills and transfers, and the largest hold_s and once_s. Of two labels of
+one cut and one first submesh, one that has no more of anything makes the other superfluous. A label is dropped, too,
+when even with the bound on what it lacks (`prefix_bounds`) it takes as long as a partition that is known already.
+"""
+
+import time
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.compiler.inter_op.choice_tables import ChoiceTables, Floats, Ints
+from autopar.compiler.inter_op.prefix_bounds import PrefixBounds
+from autopar.compiler.inter_op.schedule_times import with_transfer_s
+
+_PAIRWISE = 1500  # so many labels of one cut and submesh are all compared with each other
+_TOLERANCE = 1e-12  # of the step time: what is better by less is not better
+
+Choice = tuple[int, int, int, int]  # submesh, start, stop, number of the choice
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LabelTask:
+    """Which partitions are looked for."""
+
+    tables: ChoiceTables
+    limits: Ints
+    bounds: PrefixBounds
+    num_stages: int  # at most
+    least_hold_s: float  # below, a smaller hold_s gains nothing
+    below_s: float  # only partitions that take less
+    width: int | None = None  # labels kept at each cut, those with the lowest bounds
+    max_labels: int | None = None
+    deadline: float | None = None  # of time.monotonic()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelResult:
+    """Partitions found, fastest first; `finished` if none that was looked for is missing."""
+
+    partitions: tuple[tuple[Choice, ...], ...]
+    num_labels: int
+    finished: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Labels:
+    cut: Ints
+    submesh: Ints
+    devices: Ints
+    stages: Ints
+    sum_s: Floats
+    hold_s: Floats
+    once_s: Floats
+    parent: Ints
+    choice: Ints
+    bound_s: Floats
+
+    def take(self, index: NDArray[np.int64] | NDArray[np.bool_]) -> "_Labels":
+        return _Labels(**{name: getattr(self, name)[index] for name in _COLUMNS})
+
+
+_COLUMNS = tuple(column.name for column in fields(_Labels))
+
+
+def _joined(parts: list[_Labels]) -> _Labels:
+    return _Labels(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS})
+
+
+def extend_labels(task: LabelTask) -> LabelResult:
+    """All partitions that are worth it, unless a width, a number of labels or a deadline ends the search."""
+    labels = _root(task.tables)
+    finished = True
+    for start in range(task.tables.num_layers - 1, -1, -1):
+        found = [_stage_in_front(task, labels, start, m) for m in range(len(task.tables.devices))]
+        new = _undominated(_joined(found))
+        if task.width is not None and len(new.cut) > task.width:
+            new = new.take(np.argsort(new.bound_s, kind="stable")[: task.width])
+            finished = False
+        labels = _joined([labels, new])
+        too_many = task.max_labels is not None and len(labels.cut) > task.max_labels
+        if too_many or (task.deadline is not None and time.monotonic() > task.deadline):
+            return LabelResult(partitions=(), num_labels=len(labels.cut), finished=False)
+    whole = np.flatnonzero(labels.cut == 0)
+    whole = whole[np.argsort(labels.bound_s[whole], kind="stable")]
+    partitions = tuple(_choices(labels, int(n)) for n in whole)
+    return LabelResult(partitions=partitions, num_labels=len(labels.cut), finished=finished)
+
+
+def _root(tables: ChoiceTables) -> _Labels:
+    integers = {"cut": tables.num_layers, "submesh": len(tables.devices), "devices": 0, "stages": 0}
+    integers |= {"parent": -1, "choice": -1}
+    floats = dict.fromkeys(("sum_s", "hold_s", "once_s", "bound_s"), 0.0)
+    return _Labels(
+        **{name: np.array([value], dtype=np.int64) for name, value in integers.items()},
+        **{name: np.array([value]) for name, value in floats.items()},
+    )
+
+
+def _stage_in_front(task: LabelTask, labels: _Labels, start: int, m: int) -> _Labels:
+    """Every label with one more stage, from layer `start` to the label's cut, on submesh m."""
+    tables, bounds = task.tables, task.bounds
+    left = tables.num_devices - tables.devices[m] - labels.devices
+    crossing_s = bounds.transfer_s[labels.cut, m, labels.submesh]
+    sum_s = labels.sum_s + crossing_s + bounds.fastest_s[m, start, labels.cut]
+    chosen = np.flatnonzero(
+        (left >= bounds.devices_before[start])
+        & (labels.stages + 1 + bounds.stages_before[start] <= task.num_stages)
+        & np.isfinite(sum_s)
+    )
+    before_s = bounds.before_s[start, m, left[chosen] // bounds.unit]
+    hold_s = np.maximum(labels.hold_s[chosen], task.least_hold_s)
+    once_s = np.maximum(labels.once_s[chosen], bounds.once_s)
+    limit_s = task.below_s * (1 - _TOLERANCE)
+    promising = sum_s[chosen] + before_s + hold_s + once_s < limit_s
+    chosen, before_s = chosen[promising], before_s[promising]
+    old = labels.take(chosen)
+    link_s = tables.transfer_s[old.cut, m, old.submesh]
+    parts = [
+        _with_choice(task, old, chosen, start, m, c, before_s, crossing_s[chosen], link_s)
+        for c in range(tables.num_choices)
+    ]
+    return _joined(parts)
+
+
+def _with_choice(
+    task: LabelTask,
+    old: _Labels,
+    parents: Ints,
+    start: int,
+    m: int,
+    c: int,
+    before_s: Floats,
+    crossing_s: Floats,
+    link_s: Floats,
+) -> _Labels:
+    tables = task.tables
+    at = (m, start, old.cut, c)
+    hold_s = np.maximum(old.hold_s, with_transfer_s(tables.timing, tables.hold_s[at], link_s))
+    once_s = np.maximum(old.once_s, tables.once_s[at])
+    sum_s = old.sum_s + crossing_s + tables.fill_s[at]
+    bound_s = (
+        sum_s + before_s + np.maximum(hold_s, task.least_hold_s * (start > 0)) + np.maximum(once_s, task.bounds.once_s)
+    )
+    new = _Labels(
+        cut=np.full_like(parents, start),
+        submesh=np.full_like(parents, m),
+        devices=old.devices + tables.devices[m],
+        stages=old.stages + 1,
+        sum_s=sum_s,
+        hold_s=hold_s,
+        once_s=once_s,
+        parent=parents,
+        choice=np.full_like(parents, c),
+        bound_s=bound_s,
+    )
+    fits = (task.limits[at] >= old.stages) & (hold_s <= task.bounds.cap_s)
+    return new.take(fits & (bound_s < task.below_s * (1 - _TOLERANCE)))
+
+
+def _undominated(labels: _Labels) -> _Labels:
+    """The labels of one cut that no other one makes superfluous (some that one does may stay)."""
+    key = labels.submesh * (labels.devices.max(initial=0) + 1) + labels.devices
+    order = np.lexsort((labels.once_s, labels.hold_s, labels.stages, labels.sum_s, key))
+    labels, key = labels.take(order), key[order]
+    kept: list[NDArray[np.int64]] = []
+    waiting = np.arange(len(key))
+    while len(waiting):
+        first = np.ones(len(waiting), dtype=bool)
+        first[1:] = key[waiting[1:]] != key[waiting[:-1]]
+        kept.append(waiting[first])
+        leader = waiting[first][np.cumsum(first) - 1]
+        beaten = (
+            (labels.stages[leader] <= labels.stages[waiting])
+            & (labels.hold_s[leader] <= labels.hold_s[waiting])
+            & (labels.once_s[leader] <= labels.once_s[waiting])
+        )
+        waiting = waiting[~beaten]  # a leader beats itself
+    labels = labels.take(np.sort(np.concatenate(kept))) if kept else labels
+    groups = [np.flatnonzero(labels.submesh == m) for m in np.unique(labels.submesh)]
+    return labels.take(np.concatenate([_pairwise(labels, group) for group in groups])) if groups else labels
+
+
+def _pairwise(labels: _Labels, group: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those of a group that no other one of it beats in everything; of equals the first stays."""
+    if len(group) > _PAIRWISE:
+        return group
+    beats = np.ones((len(group), len(group)), dtype=bool)
+    for column in (labels.devices, labels.stages, labels.sum_s, labels.hold_s, labels.once_s):
+        values = column[group]
+        beats &= values[:, None] <= values[None, :]
+    equal = beats & beats.T
+    beats &= ~equal | (np.arange(len(group))[:, None] < np.arange(len(group))[None, :])
+    return group[~beats.any(axis=0)]
+
+
+def _choices(labels: _Labels, label: int) -> tuple[Choice, ...]:
+    """The stages of a label, first to last."""
+    stages: list[Choice] = []
+    while labels.parent[label] >= 0:
+        parent = int(labels.parent[label])
+        columns = (labels.submesh[label], labels.cut[label], labels.cut[parent], labels.choice[label])
+        stages.append((int(columns[0]), int(columns[1]), int(columns[2]), int(columns[3])))
+        label = parent
+    return tuple(stages)

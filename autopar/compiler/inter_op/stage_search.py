@@ -1,0 +1,281 @@
+"""Cut the layers into stages and give each stage a submesh, so that a step takes the least time: exactly.
+
+The time of a step (`schedule_times`) is a sum over stages plus the largest hold_s plus the largest once_s, subject to
+the number of devices and to the memory of each, which depends on the number of stages behind. Partitions are sorted
+into intervals (a, b] of their largest hold_s, and for schedules whose memory depends on the number S of stages, into
+ranges of S. For an interval,
+
+    a + the least sum under the cap b, by `prefix_bounds`                                       → bound_s
+
+bounds all that is in it. The interval with the lowest bound is next: its partitions are enumerated by `stage_labels`
+if few labels are enough, otherwise it is halved. The search ends when no bound is below the best partition; then that
+one is optimal among the submeshes that were given. Stopped earlier, the lowest bound left says how far it can be off.
+"""
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, pairwise
+from typing import Any
+
+import numpy as np
+
+from autopar.compiler.inter_op.choice_tables import ChoiceTables, Ints, choice_tables
+from autopar.compiler.inter_op.memory_shortage import fewest_devices, raise_no_partition
+from autopar.compiler.inter_op.prefix_bounds import PrefixBounds, prefix_bounds, relaxed_path
+from autopar.compiler.inter_op.schedule_times import Timing, step_time_s
+from autopar.compiler.inter_op.stage_costs import Partition, Stage, StageCosts, TransferTime
+from autopar.compiler.inter_op.stage_labels import Choice, LabelTask, extend_labels
+from autopar.compiler.inter_op.submeshes import Submesh
+from autopar.errors import InvalidArgument
+
+_BEAM = 24  # labels per cut of the quick look for a first partition
+_BEAM_SLACK = 1.2  # it also looks for partitions that take so much longer than the best one
+_MOST_ADDED = 200  # partitions of one enumeration, fastest first
+_FEW_LABELS = 4000  # with more, an interval is halved instead
+_NARROW = 1e-3  # of the step time: an interval that gains little by halving
+_CLOSED = 1e-12
+
+Placeable = Callable[[Sequence[Submesh]], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSearch:
+    """The best partition, what is proved of it, and others that were met on the way."""
+
+    best: Partition
+    lower_bound_s: float  # no partition into the given submeshes takes less by the schedule's formula
+    runners_up: tuple[Partition, ...]  # fastest first; not necessarily the next best ones
+    num_explored: int  # labels
+
+    @property
+    def step_time_s(self) -> float:
+        """That of the best partition."""
+        return self.best.step_time_s
+
+    @property
+    def gap(self) -> float:
+        """The share of the step time by which it can at most be improved; 0.0 if it is proved to be optimal."""
+        return max(0.0, 1.0 - self.lower_bound_s / self.step_time_s) if self.step_time_s else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Interval:
+    """Partitions of so many stages whose largest hold_s is above a floor and at most a cap."""
+
+    bound_s: float
+    floor_s: float
+    cap_s: float
+    stages: tuple[int, int]  # from, up to and including
+    bounded: bool = False  # whether bound_s is that of its own cap
+    tried: bool = False  # whether a quick look has been taken
+
+
+@dataclass(kw_only=True, eq=False)
+class _State:
+    """What the search knows; only functions of this module change it."""
+
+    tables: ChoiceTables
+    memory_bytes: float
+    most_stages: int
+    can_place: Placeable
+    deadline: float | None
+    found: dict[tuple[tuple[int, int, int], ...], Partition] = field(default_factory=dict[Any, Partition])
+    best_s: float = math.inf
+    not_placed_s: float = math.inf  # the least that a partition takes which there is no place for
+    num_labels: int = 0
+    limits: dict[int, Ints] = field(default_factory=dict[int, Ints])
+    bounds: dict[tuple[int, float], PrefixBounds | None] = field(default_factory=dict[Any, Any])
+
+
+def search_stages(
+    num_layers: int,
+    num_devices: int,
+    submeshes: Sequence[Submesh],
+    stage_costs: StageCosts,
+    transfer_s: TransferTime,
+    *,
+    num_microbatches: int,
+    schedule: str,
+    memory_bytes: float,
+    virtual_stages: int = 1,
+    max_stages: int | None = None,
+    time_limit_s: float | None = None,
+    top: int = 5,
+    can_place: Placeable = lambda submeshes: True,
+) -> StageSearch:
+    """The partition that takes the least time; `MemoryTooSmall` or `InvalidArgument` if there is none.
+
+    `can_place` refuses submeshes that do not fit into the cluster although they have few enough devices; it is needed
+    only where `submeshes.always_fits` is false, and what it refuses keeps the bound from rising above it.
+    `time_limit_s` counts from the first partition on, as there is no answer without one.
+    """
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    if num_layers < 1 or (max_stages is not None and max_stages < 1):
+        raise InvalidArgument(
+            f"{num_layers} layers cannot be cut into at most {max_stages} stages. Give at least 1 of both."
+        )
+    timing = Timing(schedule=schedule, num_microbatches=num_microbatches, virtual_stages=virtual_stages)
+    tables = choice_tables(num_layers, num_devices, submeshes, stage_costs, transfer_s, timing)
+    state = _State(
+        tables=tables,
+        memory_bytes=memory_bytes,
+        most_stages=min(num_layers, max_stages or num_layers, num_devices // min(tables.devices, default=1)),
+        can_place=can_place,
+        deadline=deadline,
+    )
+    lower_s = _run(state)
+    if not state.found:
+        raise_no_partition(tables, memory_bytes, state.most_stages)
+    partitions = sorted(state.found.values(), key=lambda partition: partition.step_time_s)
+    best_s = partitions[0].step_time_s
+    return StageSearch(
+        best=partitions[0],
+        lower_bound_s=min(lower_s, state.not_placed_s, best_s),
+        runners_up=tuple(partitions[1 : 1 + top]),
+        num_explored=state.num_labels,
+    )
+
+
+def _run(state: _State) -> float:
+    """Close intervals until none is left; the lowest bound of those left when the time is up."""
+    holds_s = state.tables.hold_s[np.isfinite(state.tables.hold_s)]
+    if not holds_s.size or state.most_stages < 1:
+        return math.inf
+    links_s = state.tables.transfer_s[np.isfinite(state.tables.transfer_s)]
+    timing = state.tables.timing
+    # No partition holds longer than this, whichever way the schedule adds transfers.
+    cap_s = float(holds_s.max() + timing.num_microbatches * timing.crossings * links_s.max(initial=0.0))
+    numbers = count()
+    whole = _Interval(bound_s=0.0, floor_s=0.0, cap_s=cap_s, stages=(1, state.most_stages))
+    queue = [(0.0, next(numbers), whole)]
+    while queue:
+        bound_s, _, interval = heapq.heappop(queue)
+        if bound_s >= state.best_s * (1 - _CLOSED):
+            return math.inf
+        if state.found and state.deadline is not None and time.monotonic() > state.deadline:
+            return bound_s
+        for rest in _close(state, interval):
+            heapq.heappush(queue, (rest.bound_s, next(numbers), rest))
+    return math.inf
+
+
+def _close(state: _State, interval: _Interval) -> list[_Interval]:
+    """What is left of an interval when one step has been taken to bound or enumerate it."""
+    bounds = _bounds(state, interval)
+    if bounds is None:
+        return []
+    if not interval.bounded:
+        _add_relaxed(state, bounds)
+        bound_s = max(interval.bound_s, interval.floor_s + bounds.bound_s)
+        return [replace(interval, bound_s=bound_s, bounded=True)]
+    if state.tables.timing.depends_on_num_stages and interval.stages[0] < interval.stages[1]:
+        return _by_stages(interval)
+    if not state.found and not _add_smallest(state, interval):
+        return []
+    if not interval.tried:
+        _enumerate(state, interval, bounds, width=_BEAM)
+        return [replace(interval, tried=True)]
+    narrow = interval.cap_s - interval.floor_s <= _NARROW * min(state.best_s, interval.cap_s)
+    if _enumerate(state, interval, bounds, max_labels=None if narrow else _FEW_LABELS):
+        return []
+    return [interval] if narrow else _by_hold(interval)
+
+
+def _by_hold(interval: _Interval) -> list[_Interval]:
+    """Two halves; the upper one has the cap and hence the bound of the whole, and a higher floor."""
+    middle_s = (interval.floor_s + interval.cap_s) / 2
+    lower = replace(interval, cap_s=middle_s, bounded=False, tried=False)
+    upper = replace(interval, floor_s=middle_s, bounded=False)
+    return [lower, upper]
+
+
+def _by_stages(interval: _Interval) -> list[_Interval]:
+    low, high = interval.stages
+    middle = (low + high) // 2
+    ranges = ((low, middle), (middle + 1, high))
+    return [replace(interval, stages=stages, bounded=False, tried=False) for stages in ranges]
+
+
+def _enumerate(
+    state: _State, interval: _Interval, bounds: PrefixBounds, *, width: int | None = None, max_labels: int | None = None
+) -> bool:
+    """Add the partitions of an interval that are better than the best; whether that were all of them."""
+    task = LabelTask(
+        tables=state.tables,
+        limits=_limits(state, interval.stages[1]),
+        bounds=bounds,
+        num_stages=interval.stages[1],
+        least_hold_s=interval.floor_s,
+        below_s=state.best_s * (1.0 if width is None else _BEAM_SLACK),
+        width=width,
+        max_labels=max_labels,
+        deadline=state.deadline if state.found else None,
+    )
+    result = extend_labels(task)
+    state.num_labels += result.num_labels
+    for stages in result.partitions[:_MOST_ADDED]:
+        _add(state, stages)
+    return result.finished
+
+
+def _add_relaxed(state: _State, bounds: PrefixBounds) -> None:
+    """Add the partition that attains a bound, if its stages are not too many, and fit into memory."""
+    path = relaxed_path(state.tables, bounds)
+    if len(path) > state.most_stages:
+        return
+    limits = _limits(state, len(path))
+    stages: list[Choice] = []
+    for behind, (start, stop, m) in enumerate(reversed(path)):
+        at = (m, start, stop)
+        fits = (limits[at] >= behind) & (state.tables.hold_s[at] <= bounds.cap_s)
+        if not fits.any():
+            return
+        stages.append((m, start, stop, int(np.where(fits, state.tables.fill_s[at], np.inf).argmin())))
+    _add(state, stages[::-1])
+
+
+def _add_smallest(state: _State, interval: _Interval) -> bool:
+    """Add the partition on the fewest devices; False if there is no partition at all."""
+    stages = fewest_devices(state.tables, _limits(state, interval.stages[1]), interval.stages[1])
+    if stages is not None:
+        _add(state, stages)
+    return stages is not None
+
+
+def _add(state: _State, choices: Sequence[Choice]) -> None:
+    tables = state.tables
+    stages = tuple(
+        Stage(start=start, stop=stop, submesh=tables.submeshes[m], cost=tables.costs[m, start, stop][c])
+        for m, start, stop, c in choices
+    )
+    transfers_s = [float(tables.transfer_s[a[2], a[0], b[0]]) for a, b in pairwise(choices)]
+    time_s = step_time_s(tables.timing, [stage.cost for stage in stages], transfers_s)
+    key = tuple((m, start, stop) for m, start, stop, _ in choices)
+    if not math.isfinite(time_s) or (key in state.found and state.found[key].step_time_s <= time_s):
+        return
+    if key not in state.found and not state.can_place([stage.submesh for stage in stages]):
+        state.not_placed_s = min(state.not_placed_s, time_s)
+        return
+    state.found[key] = Partition(stages=stages, step_time_s=time_s)
+    state.best_s = min(state.best_s, time_s)
+
+
+def _bounds(state: _State, interval: _Interval) -> PrefixBounds | None:
+    stages = interval.stages[0] if state.tables.timing.depends_on_num_stages else 0
+    key = (stages, interval.cap_s)
+    if key not in state.bounds:
+        while len(state.bounds) >= 4:  # they are large
+            state.bounds.pop(next(iter(state.bounds)))
+        state.bounds[key] = prefix_bounds(state.tables, _limits(state, stages), interval.cap_s)
+    return state.bounds[key]
+
+
+def _limits(state: _State, num_stages: int) -> Ints:
+    if num_stages not in state.limits:
+        while len(state.limits) >= 4:
+            state.limits.pop(next(iter(state.limits)))
+        state.limits[num_stages] = state.tables.limits(state.memory_bytes, num_stages=num_stages)
+    return state.limits[num_stages]

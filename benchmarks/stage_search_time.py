@@ -1,0 +1,142 @@
+"""Measure how long the stage search takes, over layers and devices: a table, with the proven gap.
+
+    python -m benchmarks.stage_search_time
+    python -m benchmarks.stage_search_time --layers 48 --devices 64 --schedule zero-bubble --memory-gib 40
+
+Costs are those of a transformer by formula: equal layers between an embedding and a head that is as slow as two of
+them, collectives that are slower across hosts, and for each submesh three choices that keep or recompute activations.
+Seconds are of the wall clock and include asking for all costs.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.compiler.inter_op.schedule_times import SCHEDULES
+from autopar.compiler.inter_op.stage_costs import StageCost, StageCosts, TransferTime
+from autopar.compiler.inter_op.stage_search import StageSearch, search_stages
+from autopar.compiler.inter_op.submeshes import Submesh, submesh_choices
+from autopar.errors import MemoryTooSmall
+
+SIZES = ((48, 64, 8), (48, 64, 16), (128, 1024, 8), (128, 10240, 8))  # layers, devices, devices per host
+GIB = 2.0**30
+LAYER_S, BYTES_PER_S, SLOW_BYTES_PER_S = 0.2, 300e9, 40e9  # a layer on one device; inside and across hosts
+ACTIVATION_BYTES, STATE_BYTES, BOUNDARY_BYTES = 8e9, 24e9, 0.4e9  # of a layer and microbatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    layers: int
+    devices: int
+    per_host: int
+    schedule: str
+    microbatches: int
+    memory_gib: float
+    time_limit_s: float | None
+
+
+def model(num_layers: int) -> tuple[StageCosts, TransferTime]:
+    """The costs of ranges of layers; the first one is light and the last one heavy."""
+    weights = [0.3, *(1.0 for _ in range(num_layers - 2)), 2.0]
+    before = [sum(weights[:n]) for n in range(num_layers + 1)]
+
+    @cache
+    def stage_costs(start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
+        layers, n = before[stop] - before[start], submesh.num_devices
+        speed = SLOW_BYTES_PER_S if submesh.num_hosts > 1 else BYTES_PER_S
+        shared_s = layers * BOUNDARY_BYTES * (n - 1) / n / speed
+        forward_s = layers * LAYER_S / n + shared_s
+        common = {
+            "forward_s": forward_s,
+            "weight_s": layers * LAYER_S / n,
+            "state_bytes": layers * STATE_BYTES / n,
+            "temporary_bytes": 1e9,
+            "once_s": layers * STATE_BYTES / n / speed,
+        }
+        whole = layers * ACTIVATION_BYTES / n
+        boundary = (stop - start) * BOUNDARY_BYTES / n
+        return (
+            StageCost(backward_s=2 * forward_s, activation_bytes=whole, choice="keep", **common),
+            StageCost(backward_s=2.5 * forward_s, activation_bytes=whole / 3, choice="some", **common),
+            StageCost(backward_s=3 * forward_s, activation_bytes=boundary, choice="recompute", **common),
+        )
+
+    def transfer_s(cut: int, source: Submesh, target: Submesh) -> float:
+        return 2 * BOUNDARY_BYTES / min(source.num_devices, target.num_devices) / SLOW_BYTES_PER_S
+
+    return stage_costs, transfer_s
+
+
+def search(case: Case) -> tuple[StageSearch, int]:
+    """The result and the number of submeshes."""
+    stage_costs, transfer_s = model(case.layers)
+    submeshes = submesh_choices(case.devices, case.per_host)
+    result = search_stages(
+        case.layers,
+        case.devices,
+        submeshes,
+        stage_costs,
+        transfer_s,
+        num_microbatches=case.microbatches,
+        schedule=case.schedule,
+        virtual_stages=2 if case.schedule == "interleaved" else 1,
+        memory_bytes=case.memory_gib * GIB,
+        time_limit_s=case.time_limit_s,
+    )
+    return result, len(submeshes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--devices", type=int)
+    parser.add_argument("--devices-per-host", type=int, default=8)
+    parser.add_argument("--schedule", choices=[*SCHEDULES, "all"], default="1f1b")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--memory-gib", type=float, nargs="+", default=[40, 141])
+    parser.add_argument("--time-limit-s", type=float)
+    options = parser.parse_args()
+    one = (options.layers or 48, options.devices or 64, options.devices_per_host)
+    sizes = (one,) if options.layers or options.devices else SIZES
+    schedules = SCHEDULES if options.schedule == "all" else (options.schedule,)
+    table = Table()
+    columns = ("layers", "devices", "submeshes", "schedule", "microbatches", "GiB", "seconds", "labels", "stages")
+    for column in (*columns, "step s", "gap"):
+        table.add_column(column, justify="right")
+    for layers, devices, per_host in sizes:
+        for schedule in schedules:
+            for microbatches in options.microbatches:
+                for memory_gib in options.memory_gib:
+                    case = Case(
+                        layers=layers,
+                        devices=devices,
+                        per_host=per_host,
+                        schedule=schedule,
+                        microbatches=microbatches,
+                        memory_gib=memory_gib,
+                        time_limit_s=options.time_limit_s,
+                    )
+                    table.add_row(*row(case))
+    Console(width=130).print(table)
+
+
+def row(case: Case) -> list[str]:
+    began = time.perf_counter()
+    cells = [str(case.layers), str(case.devices)]
+    settings = [case.schedule, str(case.microbatches), f"{case.memory_gib:g}"]
+    try:
+        result, count = search(case)
+    except MemoryTooSmall:
+        return [*cells, "", *settings, f"{time.perf_counter() - began:.2f}", "", "does not fit", "", ""]
+    seconds = time.perf_counter() - began
+    found = [str(result.num_explored), str(len(result.best.stages)), f"{result.step_time_s:.4g}", f"{result.gap:.1e}"]
+    return [*cells, str(count), *settings, f"{seconds:.2f}", *found]
+
+
+if __name__ == "__main__":
+    main()

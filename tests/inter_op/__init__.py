@@ -1,0 +1,1 @@
+"""The inter-operator pass, module by module."""

@@ -1,0 +1,154 @@
+"""The stage search finds what enumeration finds, proves it, and says what is missing where nothing fits."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from autopar.compiler.inter_op.schedule_times import SCHEDULES
+from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.inter_op.stage_search import search_stages
+from autopar.compiler.inter_op.submeshes import submesh_choices
+from autopar.errors import InvalidArgument, MemoryTooSmall
+
+CASES = 300
+
+
+def random_problem(seed: int) -> dict:
+    """At most 6 layers and 8 devices; every range and submesh has 0 to 3 costs, and memory is often too small."""
+    draw = random.Random(seed)
+    num_layers, per_host = draw.randint(1, 6), draw.choice([1, 2, 3, 4, 8])
+    num_devices = per_host * draw.randint(1, 8 // per_host)
+    submeshes = submesh_choices(num_devices, per_host)
+    even = draw.random() < 0.5  # costs that grow with the layers and shrink with the devices
+    costs = {
+        (i, k, m): random_front(draw, (k - i) / m.num_devices if even else 1.0)
+        for i, k in itertools.combinations(range(num_layers + 1), 2)
+        for m in submeshes
+    }
+    slow = draw.choice([0.0, 0.1, 2.0])
+    transfers = {
+        (cut, m, n): draw.random() * slow for cut in range(1, num_layers) for m in submeshes for n in submeshes
+    }
+    schedule = SCHEDULES[seed % len(SCHEDULES)]
+    return {
+        "num_layers": num_layers,
+        "num_devices": num_devices,
+        "submeshes": submeshes,
+        "costs": costs,
+        "transfers": transfers,
+        "num_microbatches": draw.choice([1, 2, 3, 4, 8, 16]),
+        "schedule": schedule,
+        "virtual_stages": draw.choice([1, 2, 3]) if schedule == "interleaved" else 1,
+        "memory_bytes": draw.choice([1, 2, 4, 6, 12, 1000]),
+        "max_stages": draw.choice([None, None, 1, 2, 3]),
+    }
+
+
+def random_front(draw: random.Random, scale: float) -> list[StageCost]:
+    return [
+        StageCost(
+            forward_s=scale * draw.uniform(0.5, 1.5),
+            backward_s=scale * draw.uniform(1.0, 3.0),
+            weight_s=scale * draw.uniform(0.2, 0.9),
+            once_s=draw.choice([0.0, draw.uniform(0, 4)]),
+            state_bytes=draw.randint(0, 4),
+            activation_bytes=draw.randint(0, 4),
+            temporary_bytes=draw.randint(0, 2),
+            choice=number,
+        )
+        for number in range(draw.choice([0, 1, 1, 2, 3]))
+    ]
+
+
+def search(problem: dict, **changes):
+    arguments = problem | changes
+    costs, transfers = arguments.pop("costs"), arguments.pop("transfers")
+    return search_stages(
+        stage_costs=lambda start, stop, submesh: costs[start, stop, submesh],
+        transfer_s=lambda cut, source, target: transfers[cut, source, target],
+        **arguments,
+    )
+
+
+def every_partition(problem: dict):
+    """Ranges with a submesh and a cost each, on no more devices and stages than there are."""
+    num_layers = problem["num_layers"]
+    for cuts in itertools.product([False, True], repeat=num_layers - 1):
+        ends = [0, *(n + 1 for n, cut in enumerate(cuts) if cut), num_layers]
+        ranges = list(itertools.pairwise(ends))
+        if len(ranges) > (problem["max_stages"] or num_layers):
+            continue
+        for submeshes in itertools.product(problem["submeshes"], repeat=len(ranges)):
+            if sum(m.num_devices for m in submeshes) > problem["num_devices"]:
+                continue
+            yield ranges, submeshes
+
+
+def microbatches_held(problem: dict, stage: int, num_stages: int) -> float:
+    """As in the papers; written for this test."""
+    m, v, behind = problem["num_microbatches"], problem["virtual_stages"], num_stages - 1 - stage
+    if problem["schedule"] == "interleaved" and v > 1:
+        return min(m, (2 * behind + (v - 1) * num_stages + 1) / v)
+    held = {"gpipe": m, "1f1b": behind + 1, "interleaved": behind + 1, "eager-1f1b": 2 * behind + 1}
+    return min(m, held.get(problem["schedule"], num_stages))
+
+
+def time_of(problem: dict, costs, transfers) -> float:
+    """The step time from the table of formulas; written for this test."""
+    m, v, schedule = problem["num_microbatches"], problem["virtual_stages"], problem["schedule"]
+    total, slowest = 0.0, 0.0
+    for cost, x in zip(costs, [*transfers, 0.0]):
+        f, b, w = cost.forward_s, cost.backward_s, cost.weight_s
+        if schedule == "zero-bubble":
+            total += max(f, w) + b - 2 * w + x
+            slowest = max(slowest, (m - 1) * (f + b + x) + w + min(f, w))
+        elif schedule == "interleaved" and v > 1:
+            total += (f + b) / v + v * x
+            slowest = max(slowest, m * (f + b) - (f + b) / v, (m - 1) * v * x)
+        elif schedule in ("1f1b", "interleaved"):
+            total += f + b + x
+            slowest = max(slowest, (m - 1) * (f + b + x))
+        else:
+            total += f + b + x
+            slowest = max(slowest, (m - 1) * (f + b), (m - 1) * x)
+    return total + slowest + max(cost.once_s for cost in costs)
+
+
+def brute_force(problem: dict) -> float:
+    best = math.inf
+    for ranges, submeshes in every_partition(problem):
+        count = len(ranges)
+        transfers = [problem["transfers"][k, m, n] for (_, k), (m, n) in zip(ranges, itertools.pairwise(submeshes))]
+        choices = [
+            [
+                cost
+                for cost in problem["costs"][i, k, m]
+                if cost.state_bytes
+                + cost.temporary_bytes
+                + microbatches_held(problem, stage, count) * cost.activation_bytes
+                <= problem["memory_bytes"]
+            ]
+            for stage, ((i, k), m) in enumerate(zip(ranges, submeshes))
+        ]
+        for costs in itertools.product(*choices):
+            best = min(best, time_of(problem, costs, transfers))
+    return best
+
+
+@pytest.mark.parametrize("number", range(len(SCHEDULES)), ids=SCHEDULES)
+def test_search_equals_enumeration(number) -> None:
+    infeasible = 0
+    for seed in range(number, CASES, len(SCHEDULES)):
+        problem = random_problem(seed)
+        expected = brute_force(problem)
+        if math.isinf(expected):
+            infeasible += 1
+            with pytest.raises((MemoryTooSmall, InvalidArgument)):
+                search(problem)
+            continue
+        result = search(problem)
+        assert result.step_time_s == pytest.approx(expected, rel=1e-9), seed
+        assert result.gap <= 1e-9, seed
+    assert infeasible >= 3
