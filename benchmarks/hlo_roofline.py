@@ -8,6 +8,7 @@ needs only a slice of, or updates a slice of, the slice: `slice(a + b)` fused in
     time = sum over kernels of max(FLOPs / rate of products, bytes / memory bandwidth)
 
 A device runs its kernels one after the other, so an update that only waits for memory is not hidden behind products.
+Collectives are not among the kernels: they are timed by the links.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from autopar.compiler.intra_op.hlo_collectives import KINDS
+
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
@@ -27,7 +30,9 @@ _CUTS = frozenset({"dynamic-slice", "slice", "gather"})
 _CALLS = frozenset({"while", "conditional", "call"})
 _MOVES_NOTHING = _CALLS | {
     *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"),
-    *("partition-id", "replica-id", "all-reduce-done", "all-gather-done", "collective-permute-done", "async-done"),
+    *("partition-id", "replica-id", "async-start", "async-update", "async-done"),
+    # The bandwidth of a link, by which collectives are timed, holds what they read and write.
+    *(f"{kind}{end}" for kind in KINDS for end in ("", "-start", "-done")),
 }
 
 

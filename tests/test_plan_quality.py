@@ -153,6 +153,13 @@ ENTRY %main (a: f32[8,256], b: f32[8,256]) -> f32[8,32] {
     assert work_of(hlo).memory_bytes == 3 * 4 * 8 * 32
 
 
+@pytest.mark.parametrize("ends", [("",), ("-start", "-done")])
+def test_collectives_are_no_kernels(ends):
+    lines = "\n".join(f"  %x{end} = f32[8]{{0}} reduce-scatter{end}(%a)" for end in ends)
+    hlo = "HloModule m, num_partitions=8\n\nENTRY %main (a: f32[64]) -> f32[8] {\n  %a = f32[64]{0} parameter(0)\n"
+    assert work_of(f"{hlo}{lines}\n}}\n").kernels == ()
+
+
 def test_kernel_that_waits_for_memory_is_not_hidden_behind_one_that_computes():
     work = Work(kernels=((100.0, 2.0, 1.0), (0.0, 10.0, 3.0)))
     assert (work.flops, work.memory_bytes) == (100.0, 32.0)
