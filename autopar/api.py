@@ -29,6 +29,7 @@ from autopar.compiler.explain_plan import Explanation, explain_plan
 from autopar.compiler.trace import Leaf, Trace
 from autopar.compiler.verify_plan import check_collectives
 from autopar.errors import InvalidArgument
+from autopar.machine import Machine
 from autopar.options import DataParallel, Method
 from autopar.plan import Plan
 from autopar.program import Program
@@ -53,9 +54,9 @@ class _Target:
             return self.cluster.num_devices
         return len(self.live_devices())
 
-    def kind(self) -> str:
+    def kind(self) -> str | Machine:
         if self.cluster is not None:
-            return self.cluster.kind
+            return self.cluster.described_by
         return Cluster.from_devices(self.live_devices()).kind
 
     def live_devices(self) -> Devices:

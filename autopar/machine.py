@@ -290,6 +290,6 @@ def _library() -> dict[str, Machine]:
 
 
 def _alike(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), list(names), n=3, cutoff=0.4)
+    close = difflib.get_close_matches(name.lower(), list(names), n=3, cutoff=0.6)
     meant = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
     return f"{meant}Choose one of {', '.join(names)}, or load a file."

@@ -29,6 +29,7 @@ from autopar.compiler.search_wishes import key_path
 from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument
+from autopar.machine import Machine
 from autopar.plan import Plan
 from autopar.search_methods import Auto
 
@@ -73,7 +74,7 @@ class Explanation:
         yield table
 
 
-def explain_plan(trace: Trace, plan: Plan, name: str, *, kind: str) -> Explanation:
+def explain_plan(trace: Trace, plan: Plan, name: str, *, kind: str | Machine) -> Explanation:
     """Price every layout of the input that `name`, a path or a regular expression, finds first.
 
     Raises `InvalidArgument` for a name that finds no input, and for a plan whose layouts XLA decides.

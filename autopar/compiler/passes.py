@@ -25,6 +25,7 @@ from autopar.compiler.user_wishes import check_callbacks
 from autopar.compiler.whole_step import whole_step_program
 from autopar.errors import PlanMismatch
 from autopar.instructions import listed, spec_axes
+from autopar.machine import Machine
 from autopar.options import Method
 from autopar.plan import MeshPlan, Plan
 from autopar.program import Program
@@ -34,7 +35,7 @@ __all__ = ["check_plan", "cut_step", "lower_step", "make_plan", "trace_step"]
 
 
 def make_plan(
-    trace: Trace, method: Method | Plan, *, num_devices: int, kind: str, cache_directory: Path | None = None
+    trace: Trace, method: Method | Plan, *, num_devices: int, kind: str | Machine, cache_directory: Path | None = None
 ) -> Plan:
     """The plan that a method means for this program on devices of a kind, or the given one if it fits.
 

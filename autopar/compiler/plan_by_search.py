@@ -24,6 +24,7 @@ from autopar.compiler.search_wishes import wishes_of
 from autopar.compiler.sharded_step import one_jaxpr
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, MemoryTooSmall
+from autopar.machine import Machine
 from autopar.plan import MeshPlan, Plan, StagePlan
 from autopar.search_methods import MEMORY_LEVELS, Auto, SearchMethod
 from autopar.sharding_plan import PlannedCollective, ShardingPlan
@@ -44,12 +45,12 @@ class Searched:
 
 
 def plan_by_search(
-    trace: Trace, method: SearchMethod, *, num_devices: int, kind: str, cache_directory: Path | None = None
+    trace: Trace, method: SearchMethod, *, num_devices: int, kind: str | Machine, cache_directory: Path | None = None
 ) -> Plan:
-    """The best plan that a method allows, for devices of a `kind` as JAX names it. Solved problems are kept on disk.
+    """The best plan that a method allows, for devices of a `kind` as JAX names it, or of a machine.
 
-    Raises `InvalidArgument` for a mesh that does not fill the devices, or wishes that contradict each other, and
-    `MemoryTooSmall` where no plan fits.
+    Solved problems are kept on disk. Raises `InvalidArgument` for a mesh that does not fill the devices, or wishes that
+    contradict each other, and `MemoryTooSmall` where no plan fits.
     """
     offered = cache(lambda: offered_layers(trace))  # found when it is first asked for
     fitting: list[Searched] = []
@@ -137,14 +138,14 @@ def search_on(
     method: SearchMethod,
     mesh: LogicalMesh,
     *,
-    kind: str,
+    kind: str | Machine,
     recomputed_layers: tuple[int, ...] = (),
     num_layers: int = 1,
     cache_directory: Path | None = None,
 ) -> Searched:
     """Search on one logical mesh, with these of the step's layers recomputed."""
     auto = search_of(method)
-    figures = figures_of(kind, len(mesh.shape))
+    figures = figures_of(kind, mesh.shape)
     budget = memory_limit(auto.memory, figures)
     trace = rematerialize(trace, recomputed_layers, num_layers)
     closed = one_jaxpr(
@@ -244,9 +245,9 @@ def _meshes(auto: Auto, num_devices: int) -> list[LogicalMesh]:
     return [LogicalMesh(shape=shape, axis_names=names) for shape in shapes]
 
 
-def memory_limit_on(mesh: LogicalMesh, method: SearchMethod, kind: str) -> float:
+def memory_limit_on(mesh: LogicalMesh, method: SearchMethod, kind: str | Machine) -> float:
     """Bytes that a plan of a method may use on a device."""
-    return memory_limit(search_of(method).memory, figures_of(kind, len(mesh.shape)))
+    return memory_limit(search_of(method).memory, figures_of(kind, mesh.shape))
 
 
 def memory_limit(memory: float | str, figures: MeshFigures) -> float:

@@ -49,6 +49,17 @@ def test_seconds_on_one_device_are_those_of_the_roofline(case, expected):
     assert seconds(case)[0] == pytest.approx(expected, rel=0.02)
 
 
+def test_small_products_are_slower_than_their_flops_and_kernels_take_time_to_start():
+    case = ("dot_general", jnp.matmul, (X, X))
+    (plain_s, *_), (slow_s, *_) = seconds(case), seconds(case, dataclasses.replace(PLAIN, matmul_half_flops=1e6))
+    assert slow_s - plain_s == pytest.approx(1e6 / 1e9)
+    started = dataclasses.replace(PLAIN, kernel_s=0.25)
+    assert seconds(case, started)[0] - plain_s == pytest.approx(0.25)
+    # Of what XLA fuses, only a share starts kernels of its own.
+    adds = ("add", jnp.add, (X, X))
+    assert seconds(adds, started)[0] - seconds(adds)[0] == pytest.approx(0.5 * 0.25)
+
+
 def test_work_that_is_shared_takes_an_eighth():
     whole_s, *split = seconds(("dot_general", jnp.matmul, (real(512, 512), real(512, 512))))
     assert split == pytest.approx([whole_s / 8] * 3)

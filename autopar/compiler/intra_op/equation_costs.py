@@ -1,13 +1,13 @@
 """Seconds that one device works on its part of an equation: the roofline of its FLOPs and of the bytes it moves.
 
-products          max(FLOPs / matmul rate, bytes / memory bandwidth)
+products          max((FLOPs + half) / matmul rate, bytes / memory bandwidth), and what a kernel takes to start
 renaming, moving  a little: XLA fuses them into what reads the result
 all others        the share of their bytes that fusion leaves, or their FLOPs at a vector rate
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import aval_bytes, equation_flops
@@ -32,9 +32,8 @@ _MOVES = frozenset(
     }
 )
 _SHARE_OF_MOVES = 0.05
-# Threefry takes about 100 integer operations for 4 bytes; vector units do a fraction of the matmul rate.
+# Threefry takes about 100 integer operations for 4 bytes.
 _FLOPS_PER_RANDOM_WORD = 100
-_VECTOR_SHARE = 1 / 16
 
 
 def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh, figures: MeshFigures) -> float:
@@ -47,20 +46,19 @@ def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh, figures:
 def _compute_s(eqn: jc.JaxprEqn, strategy: Strategy, read: float, written: float, figures: MeshFigures) -> float:
     name = eqn.primitive.name
     if name in _PRODUCTS:
-        rate = figures.matmul_flops_16 if _is_16_bit(eqn) else figures.matmul_flops
+        dtype = cast(Any, eqn.invars[0].aval).dtype
         flops = equation_flops(eqn) / strategy.devices
-        return max(flops / rate, (read + written) / figures.memory_bandwidth)
+        return figures.product_s(flops, read + written, dtype.name, dtype.itemsize)
     if name in _MOVES:
         return _SHARE_OF_MOVES * written / figures.memory_bandwidth
     if name in ("random_bits", "threefry2x32"):
-        return written / 4 * _FLOPS_PER_RANDOM_WORD / (figures.matmul_flops * _VECTOR_SHARE)
+        return figures.vector_s(written / 4 * _FLOPS_PER_RANDOM_WORD)
     if name.startswith(("gather", "scatter", "dynamic")):
         # They touch the rows that they move, not the whole table.
         read = min(read, 3 * min(written, read))
     flops = equation_flops(eqn) / strategy.devices
-    return max(
-        figures.fused * (read + written) / figures.memory_bandwidth, flops / (figures.matmul_flops * _VECTOR_SHARE)
-    )
+    memory_s = figures.fused * ((read + written) / figures.memory_bandwidth + figures.kernel_s)
+    return max(memory_s, figures.vector_s(flops))
 
 
 def _combine_s(strategy: Strategy, written: float, mesh: LogicalMesh, figures: MeshFigures) -> float:
@@ -69,8 +67,3 @@ def _combine_s(strategy: Strategy, written: float, mesh: LogicalMesh, figures: M
 
 def _part(aval: Any, layout: Layout, mesh: LogicalMesh) -> float:
     return aval_bytes(aval) / num_shards(layout, mesh)
-
-
-def _is_16_bit(eqn: jc.JaxprEqn) -> bool:
-    aval: Any = eqn.invars[0].aval
-    return aval.dtype.itemsize <= 2

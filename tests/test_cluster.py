@@ -1,0 +1,117 @@
+"""Clusters: so many hosts of a machine, by name, by file or by the devices that are here."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.cluster import Cluster
+from autopar.errors import InvalidArgument
+from autopar.machine import Machine
+
+
+@pytest.mark.parametrize(
+    ("text", "num_devices", "num_hosts", "machine"),
+    [
+        ("8x p3.16xlarge", 64, 8, "p3.16xlarge"),
+        ("4x dgx-h100", 32, 4, "dgx-h100"),
+        ("p3.16xlarge", 8, 1, "p3.16xlarge"),
+        (" 2 x DGX-H100 ", 16, 2, "dgx-h100"),
+        ("18x gb200-nvl72", 72, 18, "gb200-nvl72"),
+    ],
+)
+def test_a_cluster_is_read_from_words(text, num_devices, num_hosts, machine):
+    cluster = Cluster.parse(text)
+    assert (cluster.num_devices, cluster.num_hosts) == (num_devices, num_hosts)
+    assert cluster.machine == Machine.named(machine)
+    assert cluster.kind == cluster.machine.kind
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0x p3.16xlarge", "number of hosts 'p3.16xlarge' is 0.*Give 1 or more"),
+        ("8x p3.16xlrge", "Did you mean 'p3.16xlarge'"),
+        ("", "The cluster is ''. Write how many hosts of which machine"),
+        ("8 x", "The cluster is '8 x'"),
+        ("-1x dgx-h100", "The cluster is '-1x dgx-h100'"),
+    ],
+)
+def test_words_that_are_no_cluster_are_refused(text, message):
+    with pytest.raises(InvalidArgument, match=message):
+        Cluster.parse(text)
+
+
+def test_a_kind_finds_its_machine_when_it_is_asked_for():
+    cluster = Cluster(num_devices=60, kind="NVIDIA H100 80GB HBM3")
+    assert (cluster.machine.name, cluster.num_hosts) == ("dgx-h100", 8)
+    unknown = Cluster(num_devices=8, kind="abacus")
+    with pytest.raises(InvalidArgument, match="no figures for devices of kind 'abacus'"):
+        _ = unknown.machine
+
+
+def test_a_machine_of_ones_own_says_the_kind():
+    machine = Machine.named("dgx-a100-80")
+    cluster = Cluster(num_devices=4, machine=machine)
+    assert (cluster.kind, cluster.machine, cluster.num_hosts) == ("a100", machine, 1)
+    assert cluster.with_devices(16) == Cluster(num_devices=16, machine=machine) != cluster
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_devices": 0, "kind": "h100"}, "has 0 devices"),
+        ({"num_devices": 8}, "neither a kind nor a machine"),
+    ],
+)
+def test_clusters_of_nothing_are_refused(fields, message):
+    with pytest.raises(InvalidArgument, match=message):
+        Cluster(**fields)
+
+
+@pytest.mark.parametrize("text", ["2x p4d.24xlarge", "cpu"])
+def test_a_file_gives_back_the_cluster(text, tmp_path):
+    cluster = Cluster.parse(text)
+    cluster.save(tmp_path / "cluster.json")
+    assert Cluster.load(tmp_path / "cluster.json") == cluster
+
+
+def test_a_file_of_a_machine_is_one_host_of_it_or_several(tmp_path):
+    machine = Machine.named("dgx-b200")
+    machine.save(tmp_path / "mine.json")
+    assert Cluster.load(tmp_path / "mine.json") == Cluster(num_devices=8, machine=machine)
+    assert Cluster.parse(f"3x {tmp_path / 'mine.json'}") == Cluster(num_devices=24, machine=machine)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.pop("kind"), r"The cluster lacks the keys \['kind'\]"),
+        (lambda raw: raw.update(kind=8), "kind of the cluster is 8"),
+        (lambda raw: raw.update(num_devices=8.0), "num_devices of the cluster is 8.0"),
+        (lambda raw: raw["machine"].pop("domain"), r"The machine lacks the keys \['domain'\]"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_by_its_field(change, message):
+    raw = json.loads(Cluster.parse("p3.16xlarge").to_json())
+    change(raw)
+    with pytest.raises(InvalidArgument, match=message):
+        Cluster.from_json(json.dumps(raw))
+
+
+def test_planning_takes_the_figures_of_the_machine_that_was_given():
+    def step(params, x):
+        return params - jnp.tanh(x @ params).sum() * 1e-3
+
+    def step_time_s(cluster: Cluster) -> float:
+        method = autopar.Auto(mesh_shape=(2, 8), memory="off")
+        arguments = jax.ShapeDtypeStruct((4096, 4096), jnp.float32), jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+        sharding = autopar.parallelize(step, method=method, cluster=cluster).trace(*arguments).plan().plan.sharding
+        assert sharding is not None
+        return sharding.step_time_s
+
+    by_kind, by_name = (step_time_s(Cluster(num_devices=16, kind=kind)) for kind in ("a100", "p4d.24xlarge"))
+    assert by_kind == by_name == step_time_s(Cluster.parse("2x p4d.24xlarge"))
+    assert step_time_s(Cluster.parse("2x dgx-h100")) < by_kind

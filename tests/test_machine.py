@@ -1,0 +1,270 @@
+"""Machines: what work takes on them is a ring, a roofline and a line in the bytes; files hold exactly their fields."""
+
+import dataclasses
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.errors import InvalidArgument
+from autopar.machine import COLLECTIVES, Link, Machine, machines
+
+MB = 2**20
+INTRA = Link(latency_s=1e-6, bandwidth=1e11, ramp_bytes=1e6)
+INTER = Link(latency_s=1e-5, bandwidth=1e10, ramp_bytes=2e6)
+ONE = Machine(
+    name="one",
+    devices_per_host=8,
+    kind="one",
+    memory_bytes=16e9,
+    memory_bandwidth=1e12,
+    peak_flops={"float32": 1e13, "float16": 1e14},
+    matmul_share={"float32": 0.8, "float16": 0.5},
+    matmul_half_flops=1e9,
+    kernel_s=1e-6,
+    intra=INTRA,
+    inter=INTER,
+    domain=8,
+    overlap=0.5,
+    sources={"overlap": "a wish"},
+)
+
+
+def ring(link: Link, nbytes: float, size: int) -> float:
+    """One pass over a ring, step by step."""
+    seconds = 0.0
+    for _ in range(size - 1):
+        seconds += link.latency_s + (nbytes + link.ramp_bytes) / size / link.bandwidth
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "hosts", "expected"),
+    [
+        ("all-gather", 8, 1, ring(INTRA, 64e6, 8)),
+        ("reduce-scatter", 4, 1, ring(INTRA, 64e6, 4)),
+        ("all-reduce", 8, 1, 2 * ring(INTRA, 64e6, 8)),
+        ("all-to-all", 8, 1, ring(INTRA, 64e6, 8)),
+        ("collective-permute", 8, 1, 1e-6 + 65e6 / 1e11),
+        ("all-reduce", 4, 4, 2 * ring(INTER, 64e6, 4)),
+        ("collective-permute", 8, 2, 1e-5 + 66e6 / 1e10),
+        # An eighth of the bytes of every device goes between hosts, after sums inside them and before the gather.
+        ("all-reduce", 32, 4, 2 * ring(INTRA, 64e6, 8) + 2 * ring(INTER, 8e6, 4)),
+        ("all-gather", 16, 2, ring(INTRA, 64e6, 8) + ring(INTER, 8e6, 2)),
+        # Of what a device sends to everyone, a quarter is for its own host.
+        ("all-to-all", 32, 4, ring(INTRA, 16e6, 8) + ring(INTER, 64e6, 4)),
+    ],
+)
+def test_a_collective_takes_its_rings_one_level_after_the_other(kind, group, hosts, expected):
+    assert ONE.collective_s(kind, 64e6, group, hosts) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_one_device_alone_exchanges_nothing(kind):
+    assert ONE.collective_s(kind, 1e9, 1) == 0
+
+
+@given(st.sampled_from(COLLECTIVES), st.integers(1, 8), st.integers(1, 8), st.integers(0, 2**34), st.integers(1, 2**34))
+def test_more_bytes_take_longer_and_more_hosts_are_never_faster(kind, local, hosts, nbytes, more):
+    group = local * hosts
+    seconds = ONE.collective_s(kind, nbytes, group, hosts)
+    assert seconds >= ONE.collective_s(kind, nbytes, group, 1) * (1 - 1e-12)
+    assert ONE.collective_s(kind, nbytes + more, group, hosts) >= seconds
+    line = [ONE.collective_s(kind, n, group, hosts) for n in (nbytes, nbytes + more, nbytes + 2 * more)]
+    assert line[2] - line[1] == pytest.approx(line[1] - line[0], rel=1e-6, abs=1e-12)
+
+
+def test_half_of_the_rates_is_reached_at_the_sizes_that_say_so():
+    at_once = replace(ONE, kernel_s=0.0, intra=replace(INTRA, latency_s=0.0))
+    assert 1e9 / at_once.matmul_s(1e9, 0, "float16") == pytest.approx(5e13 / 2)
+    assert 1e6 / at_once.transfer_s(1e6, same_host=True) == pytest.approx(1e11 / 2)
+    assert 1e12 / at_once.matmul_s(1e12, 0, "float16") == pytest.approx(5e13, rel=2e-3)
+
+
+def test_a_product_takes_its_flops_or_its_bytes_and_the_start_of_a_kernel():
+    assert ONE.matmul_s(7e9, 1e6, "float32") == pytest.approx(1e-6 + 8e9 / 8e12)
+    assert ONE.matmul_s(7e9, 1e10, "float32") == pytest.approx(1e-6 + 1e10 / 1e12)
+    assert ONE.memory_s(3e9) == pytest.approx(1e-6 + 3e-3)
+    assert ONE.transfer_s(8e6, same_host=False) == pytest.approx(1e-5 + 1e7 / 1e10)
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "expected"),
+    [
+        ("dgx-h100", "float32", "tf32"),
+        ("dgx-h100", "float8_e4m3fn", "fp8"),
+        ("dgx-a100-80", "float8_e5m2", "bfloat16"),
+        ("dgx-a100-80", "uint8", "int8"),
+        ("p3.16xlarge", "float32", "float32"),
+        ("p3.16xlarge", "bfloat16", "float32"),
+        ("p3.16xlarge", "float64", "float64"),
+        ("tpu-v5e", "float16", "float32"),
+        ("tpu-v5e", "complex64", "float32"),
+    ],
+)
+def test_types_that_a_machine_has_no_unit_for_are_computed_in_others(machine, dtype, expected):
+    assert Machine.named(machine).computed_in(dtype) == expected
+
+
+# --- which values and files are refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_bandwidth": math.nan}, "figure memory_bandwidth of 'one' is nan; it must be finite and positive"),
+        ({"memory_bytes": 0}, "memory_bytes of 'one' is 0"),
+        ({"memory_bytes": "16 GB"}, "memory_bytes of 'one' is '16 GB'"),
+        ({"kernel_s": -1.0}, "kernel_s of 'one' is -1.0; it must be finite and not negative"),
+        ({"matmul_half_flops": math.inf}, "matmul_half_flops of 'one' is inf"),
+        ({"overlap": 1.5}, "overlap of 'one' is 1.5, a share is at most 1"),
+        ({"devices_per_host": 0}, "devices_per_host of 'one' is 0"),
+        ({"domain": 8.5}, "domain of 'one' is 8.5"),
+        ({"peak_flops": {"float32": 0.0}}, r"peak_flops\['float32'\] of 'one' is 0.0"),
+        ({"peak_flops": {"float32": 1e12, "half": 1e12}}, "peak_flops of 'one' is 'half'. Choose one of .*'float16'"),
+        (
+            {"peak_flops": {"float32": 1e12}},
+            r"peak_flops for \['float32'\] and matmul_share for \['float16', 'float32'\]",
+        ),
+        ({"matmul_share": {"float32": 2.0, "float16": 0.5}}, "a share is at most 1"),
+        ({"sources": {"nic": "somewhere"}}, r"name the unknown fields \['nic'\]"),
+    ],
+)
+def test_figures_that_no_machine_has_are_refused(changes, message):
+    with pytest.raises(InvalidArgument, match=message):
+        replace(ONE, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"latency_s": -1e-6}, "latency_s of a link is -1e-06; it must be finite and not negative"),
+        ({"bandwidth": 0}, "bandwidth of a link is 0; it must be finite and positive"),
+        ({"ramp_bytes": math.nan}, "ramp_bytes of a link is nan"),
+        ({"bandwidth": True}, "bandwidth of a link is True"),
+    ],
+)
+def test_figures_that_no_link_has_are_refused(changes, message):
+    with pytest.raises(InvalidArgument, match=message):
+        replace(INTRA, **changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("all-scatter", 1.0, 8), "The collective is 'all-scatter'. Choose one of 'all-reduce'"),
+        (("all-reduce", 1.0, 0), "group_size is 0"),
+        (("all-reduce", 1.0, 8, 3), "8 devices in 3 hosts"),
+        (("all-reduce", 1.0, 8, 0), "num_hosts is 0"),
+    ],
+)
+def test_groups_that_do_not_exist_are_refused(arguments, message):
+    with pytest.raises(InvalidArgument, match=message):
+        ONE.collective_s(*arguments)
+
+
+def test_a_file_gives_back_the_machine(tmp_path):
+    ONE.save(tmp_path / "one.json")
+    assert Machine.load(tmp_path / "one.json") == ONE
+    assert hash(Machine.load(tmp_path / "one.json")) == hash(ONE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.pop("overlap"), r"The machine lacks the keys \['overlap'\]"),
+        (lambda raw: raw.update(colour="red"), r"has the unknown keys \['colour'\]"),
+        (lambda raw: raw["inter"].pop("bandwidth"), r"inter of the machine 'one' lacks the keys \['bandwidth'\]"),
+        (lambda raw: raw.update(intra=3), "intra of the machine 'one' is 3, it must be a JSON object"),
+        (lambda raw: raw.update(kind=3), "kind of the machine 'one' is 3, it must be a string"),
+        (lambda raw: raw.update(peak_flops=1e12), "peak_flops of the machine 'one' is .*, it must be an object"),
+        (lambda raw: raw.update(memory_bytes="1"), "memory_bytes of 'one' is '1'"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_by_its_field(change, message):
+    raw = ONE.to_data()
+    change(raw)
+    with pytest.raises(InvalidArgument, match=message):
+        Machine.from_json(json.dumps(raw))
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not JSON"), ("[]", "must be a JSON object")])
+def test_a_file_of_something_else_is_refused(text, message):
+    with pytest.raises(InvalidArgument, match=message):
+        Machine.from_json(text)
+
+
+# --- the library ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", machines())
+def test_every_machine_says_where_its_figures_are_from(name):
+    machine = Machine.named(name)
+    assert machine.name == name
+    said = {"memory_bytes", "memory_bandwidth", "peak_flops", "matmul_share", "matmul_half_flops", "kernel_s"}
+    assert {*said, "intra", "inter", "overlap"} <= set(machine.sources)
+    assert all(source.strip() for source in machine.sources.values())
+    assert machine.domain == machine.devices_per_host or "domain" in machine.sources
+
+
+@pytest.mark.parametrize("name", [name for name in machines() if name != "cpu"])
+def test_links_inside_are_faster_than_between_and_memory_than_both(name):
+    machine = Machine.named(name)
+    assert machine.memory_bandwidth > machine.intra.bandwidth > machine.inter.bandwidth
+    assert machine.intra.latency_s < machine.inter.latency_s
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "group", "hosts", "measured"),
+    [
+        # Milliseconds by MiB: tables of NCCL's times on 8 H100, and of 8 hosts; bus bandwidths on 8 A100 and V100.
+        ("dgx-h100", "all-reduce", 8, 1, {16: 0.1292, 256: 1.3609, 2048: 10.4952}),
+        ("dgx-h100", "all-gather", 8, 1, {128: 0.3584, 8192: 20.9105}),
+        ("dgx-h100", "reduce-scatter", 8, 8, {16: 0.4059, 2048: 39.2532}),
+        ("p4d.24xlarge", "all-reduce", 8, 1, {1: 0.0927, 16: 0.2330, 256: 2.1648, 1024: 8.2055}),
+        ("p3.16xlarge", "all-reduce", 8, 1, {1: 0.0798, 16: 0.2744, 256: 3.5320, 1024: 13.9706}),
+    ],
+)
+def test_collectives_take_about_what_was_measured(name, kind, group, hosts, measured):
+    found = [1e3 * Machine.named(name).collective_s(kind, size * MB, group, hosts) for size in measured]
+    np.testing.assert_allclose(found, list(measured.values()), rtol=0.15)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("Tesla V100-SXM2-16GB", "p3.16xlarge"),
+        ("Tesla V100-SXM2-32GB", "dgx-1v-32"),
+        ("NVIDIA A100-SXM4-40GB", "p4d.24xlarge"),
+        ("NVIDIA A100-SXM4-80GB", "dgx-a100-80"),
+        ("NVIDIA H100 80GB HBM3", "dgx-h100"),
+        ("H100", "dgx-h100"),
+        ("NVIDIA H200", "dgx-h200"),
+        ("NVIDIA B200", "dgx-b200"),
+        ("NVIDIA GB200", "gb200-nvl72"),
+        ("TPU v5 lite", "tpu-v5e"),
+        ("TPU v5", "tpu-v5p"),
+        ("TPU v6 lite", "tpu-v6e"),
+        ("cpu", "cpu"),
+        ("p4de.24xlarge", "p4de.24xlarge"),
+    ],
+)
+def test_devices_are_found_by_the_name_that_jax_gives_them(kind, name):
+    assert Machine.of_kind(kind) == Machine.named(name)
+
+
+def test_a_machine_that_is_not_there_is_refused_with_those_spelled_alike():
+    with pytest.raises(InvalidArgument, match=r"no machine 'p3.16xlrge'\. Did you mean 'p3.16xlarge'"):
+        Machine.named("p3.16xlrge")
+    with pytest.raises(InvalidArgument, match=r"no machine 'abacus'\. Choose one of cpu, "):
+        Machine.named("abacus")
+    with pytest.raises(InvalidArgument, match=r"no figures for devices of kind 'abacus'.*cpu.*autopar calibrate"):
+        Machine.of_kind("abacus")
+
+
+def test_fields_of_the_library_are_those_of_the_class():
+    assert {field.name for field in dataclasses.fields(Machine)} == set(Machine.named("cpu").to_data())
