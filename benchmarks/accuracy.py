@@ -1,0 +1,162 @@
+"""Predict every row of a file of published measurements, and say how right that is.
+
+    python -m benchmarks.accuracy --measurements measurements.csv --json accuracy.json
+    python -m benchmarks.accuracy --measurements measurements.csv --calibrate 0.2 --json accuracy.json
+
+No accelerator is needed: the machines are those of `autopar/machines`, the steps lists of operators
+(`benchmarks/training_model`). With --calibrate, ten physical scalars per source and machine are fitted to that fraction
+of the rows, and both columns, with the machine files alone and calibrated, are of the other rows only.
+"""
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.errors import AutoparError, InvalidArgument
+from benchmarks.accuracy_cases import Case, Unusable, case_of
+from benchmarks.accuracy_fit import chosen_for_fit, fitted_scalars, predicted_times
+from benchmarks.accuracy_report import Predicted, summary
+from benchmarks.accuracy_rows import Measurements, read_measurements
+from benchmarks.training_model.memory import peak_memory
+from benchmarks.training_model.prices import Scalars
+
+SHOWN = ("rows", "mape", "median", "worst", "spearman", "regret_mean", "regret_max", "oom_right", "oom_wrong")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--measurements", type=Path, required=True, metavar="FILE", help="CSV of measured steps")
+    parser.add_argument("--calibrate", type=float, metavar="FRACTION", help="fit scalars to this share of the rows")
+    parser.add_argument("--rows", action="store_true", help="the JSON holds every row's prediction too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Read, predict, print, and write the results."""
+    if arguments.calibrate is not None and not 0 < arguments.calibrate < 1:
+        raise InvalidArgument(
+            f"--calibrate is {arguments.calibrate:g}, it must be a fraction between 0 and 1, for the other rows are "
+            "tested. Give one like 0.2."
+        )
+    report = accuracy_report(read_measurements(arguments.measurements), arguments.calibrate, rows=arguments.rows)
+    Console().print(_table(report))
+    for each in report["skipped"]:
+        Console().print(f"{each['rows']:4} rows skipped of {each['source']}: {each['reason']}", highlight=False)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def accuracy_report(measurements: Measurements, fraction: float | None, *, rows: bool = False) -> dict[str, Any]:
+    """What the JSON holds: per source with the machine files alone, and calibrated if a fraction is given."""
+    cases: defaultdict[str, list[Case]] = defaultdict(list)
+    skipped: Counter[tuple[str, str]] = Counter()
+    for row in measurements.rows:
+        try:
+            cases[row.source].append(case_of(row))
+        except Unusable as why:
+            skipped[row.source, str(why)] += 1
+    sources: dict[str, Any] = {}
+    predictions: list[tuple[Predicted, bool]] = []
+    for source in sorted(cases):
+        sources[source], predicted = _source_report(cases[source], fraction)
+        predictions += predicted
+    report: dict[str, Any] = {
+        "calibrate": fraction,
+        "sources": sources,
+        "skipped": [
+            {"source": source, "reason": reason, "rows": count} for (source, reason), count in sorted(skipped.items())
+        ],
+        "unreadable": [{"line": line, "reason": reason} for line, reason in measurements.unreadable],
+    }
+    if rows:
+        report["predictions"] = [_row_report(each, fitted) for each, fitted in predictions]
+    return report
+
+
+def _source_report(
+    cases: Sequence[Case], fraction: float | None
+) -> tuple[dict[str, Any], list[tuple[Predicted, bool]]]:
+    """The figures of one source, and its predictions with whether each row was fitted to."""
+    fitted = chosen_for_fit(cases, fraction) if fraction else set()
+    by_machine: defaultdict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        by_machine[case.machine.name].append(case)
+    plain: list[Predicted] = []
+    calibrated: list[Predicted] = []
+    scalars: dict[str, Any] = {}
+    for name, here in sorted(by_machine.items()):
+        plain += _predictions(here, Scalars())
+        if fraction:
+            found = fitted_scalars([case for case in here if case.row.line in fitted])
+            scalars[name] = {key: round(value, 6) for key, value in asdict(found).items()}
+            calibrated += _predictions(here, found)
+    tested = [each for each in plain if each.case.row.line not in fitted]
+    if not fraction:
+        return summary(tested), [(each, False) for each in plain]
+    report = summary([each for each in calibrated if each.case.row.line not in fitted])
+    report |= {"fitted_rows": len(fitted), "scalars": scalars, "uncalibrated": summary(tested)}
+    return report, [(each, each.case.row.line in fitted) for each in calibrated]
+
+
+def _predictions(cases: Sequence[Case], scalars: Scalars) -> list[Predicted]:
+    times = predicted_times(cases, scalars)
+    return [
+        Predicted(
+            case=case,
+            step_s=time.total_s,
+            peak_bytes=peak_memory(case.model, case.layout, case.habits).total_bytes,
+        )
+        for case, time in zip(cases, times)
+    ]
+
+
+def _row_report(each: Predicted, fitted: bool) -> dict[str, Any]:
+    return {
+        "line": each.case.row.line,
+        "source": each.case.row.source,
+        "measured_s": each.case.measured_s,
+        "predicted_s": each.step_s,
+        "predicted_gib": each.peak_bytes / 2**30,
+        "fitted": fitted,
+    }
+
+
+def _table(report: dict[str, Any]) -> Table:
+    table = Table(title="Predicted against measured step times; in brackets with the machine files alone")
+    table.add_column("source")
+    for name in SHOWN:
+        table.add_column(name, justify="right")
+    for source, figures in report["sources"].items():
+        before = figures.get("uncalibrated")
+        table.add_row(source, *(_cell(name, figures[name], before[name] if before else None) for name in SHOWN))
+    return table
+
+
+def _cell(name: str, value: float | None, before: float | None) -> str:
+    text = _figure(name, value)
+    same = name in ("rows", "oom_right", "oom_wrong") or before is None
+    return text if same else f"{text} ({_figure(name, before)})"
+
+
+def _figure(name: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.3f}" if name == "spearman" else f"{100 * value:.1f} %"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    try:
+        main(parser.parse_args())
+    except AutoparError as error:
+        parser.error(str(error))

@@ -1,0 +1,243 @@
+"""Turn measured rows into cases that can be simulated, or say why one cannot.
+
+What a row leaves out is filled in only from what else it says: sizes from the model's name, the global batch from
+samples or tokens per second, microbatches from gradient accumulation, the step from the throughput. What is still
+missing is a reason to skip the row.
+"""
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from autopar.machine import Machine, machines
+from benchmarks.accuracy_frameworks import habits_of, machine_of
+from benchmarks.accuracy_rows import Row
+from benchmarks.training_model.known_models import named_transformer
+from benchmarks.training_model.layout import Habits, Layout
+from benchmarks.training_model.models import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A row as the simulator takes it, and what was measured."""
+
+    row: Row
+    model: Transformer
+    layout: Layout
+    habits: Habits
+    machine: Machine
+    measured_s: float | None
+    """None if it ran out of memory."""
+    out_of_memory: bool | None
+    """Measured; None if the row does not say."""
+
+    @property
+    def cell(self) -> tuple[object, ...]:
+        """What rows share that are choices for one task: model, hardware, devices, batch and sequence."""
+        batch = self.layout.dp * self.layout.microbatch * self.layout.microbatches
+        return (self.model, self.row["hw"], self.row["framework"], self.layout.devices, batch, self.layout.sequence)
+
+
+class Unusable(Exception):
+    """Why a row cannot be simulated, as a short sentence that counts with others."""
+
+
+def case_of(row: Row) -> Case:
+    """The row as a case; `Unusable` says why it is none."""
+    hardware = machine_of(row["hw"])
+    if hardware is None or hardware not in machines():
+        raise Unusable(f"no machine file for the hardware {row['hw']!r}")
+    habits = habits_of(row["framework"], row.source)
+    if habits is None:
+        raise Unusable(f"unknown framework {row['framework']!r}")
+    habits = _with_types(row, habits)
+    if "lora" in row["framework"].lower():
+        raise Unusable("trains adapters only (LoRA)")
+    if "4 0 4" in row["note"] or "nvfp4" in row["note"].lower():
+        raise Unusable("no machine file gives a rate for products in NVFP4")
+    model = _model(row)
+    layout = _layout(row, model)
+    if layout.ep > 1 and (model.experts is None or model.experts.count % layout.ep):
+        raise Unusable("experts cannot be divided over ep")
+    out_of_memory = None if not row["oom"] else row.number("oom") == 1
+    measured_s = None if out_of_memory else _measured_s(row, model, layout)
+    return Case(
+        row=row,
+        model=model,
+        layout=layout,
+        habits=habits,
+        machine=_machine(row, hardware),
+        measured_s=measured_s,
+        out_of_memory=out_of_memory,
+    )
+
+
+def _machine(row: Row, name: str) -> Machine:
+    """The machine, with as many devices per host as the row says where a host is a fast domain."""
+    machine = Machine.named(name)
+    per_host = row.whole("gpus_per_node")
+    if per_host and machine.domain == machine.devices_per_host != per_host:
+        return replace(machine, devices_per_host=per_host, domain=per_host)
+    return machine
+
+
+def _with_types(row: Row, habits: Habits) -> Habits:
+    words = f"{row['hw']} {row['note']} {row['framework']} {row['kernel']}".lower()
+    if "fp8" in words:
+        return replace(habits, dtype="fp8")
+    if "v100" in words:
+        return replace(habits, dtype="float16")
+    return habits
+
+
+# --- sizes ----------------------------------------------------------------------------------------------------
+
+
+def _model(row: Row) -> Transformer:
+    layers, hidden = row.whole("layers"), row.whole("hidden")
+    if row["model"].lower().startswith("wide-resnet"):
+        raise Unusable("convolutions are not modelled, and the plan is not recorded")
+    if layers and hidden:
+        heads = row.whole("heads") or max(1, hidden // 64)
+        return Transformer(layers=layers, hidden=hidden, heads=heads, vocab=row.whole("vocab") or 50304)
+    billions = row.number("params_b")
+    name = row["model"] if not billions else f"{row['model']}-{billions:g}b"
+    named = named_transformer(row["model"]) or named_transformer(name)
+    if named is None and billions and row.source.endswith("bigscience"):
+        named = _bigscience(row, billions)
+    if named is None:
+        missing = "layers" if hidden else "hidden size" if layers else "layers and hidden size"
+        raise Unusable(f"{missing} missing, and the sizes of {row['model']!r} are not known")
+    return replace(named, layers=layers, **_fewer(named, layers)) if layers else named
+
+
+def _fewer(named: Transformer, layers: int) -> dict[str, object]:
+    """A model cut to fewer layers has its plain MLPs in them only if it keeps layers of experts as well."""
+    if named.experts is None or named.experts.dense_layers < layers:
+        return {}
+    return {"experts": replace(named.experts, dense_layers=0)}
+
+
+def _bigscience(row: Row, billions: float) -> Transformer | None:
+    """Sizes with that many parameters: a table's if known, or the nearest with layers that fill the stages evenly."""
+    vocab = 250880 if billions >= 170 else 50304
+    given, stages = row.whole("hidden"), row.whole("pp") or 1
+    shapes = [
+        (abs(math.log((12 * layers * hidden**2 + vocab * hidden) / (billions * 1e9))), hidden, layers)
+        for hidden in ([given] if given else range(1024, 25601, 512))
+        for layers in range(stages, 129, stages)
+        if 80 <= hidden / layers <= 260
+    ]
+    if not shapes:
+        return None
+    error, hidden, layers = min(shapes)
+    if error > 0.03:
+        return None
+    heads = row.whole("heads") or hidden // 128
+    return Transformer(layers=layers, hidden=hidden, heads=heads, vocab=vocab)
+
+
+# --- layout ---------------------------------------------------------------------------------------------------
+
+
+def _layout(row: Row, model: Transformer) -> Layout:
+    tp, pp, cp = (row.whole(column) or 1 for column in ("tp", "pp", "cp"))
+    if not (row["tp"] or row["dp"]):
+        raise Unusable("the layout (dp, tp, pp) is not recorded")
+    dp = row.whole("dp") or _divided(row.whole("ngpu"), tp * pp * cp)
+    sequence = row.whole("seq") or (2048 if row.source.endswith(("bigscience", "sailor")) else None)
+    if not dp or not sequence:
+        raise Unusable("the number of devices or the sequence length is not recorded")
+    microbatch, microbatches = _microbatches(row, dp)
+    return Layout(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        vp=row.whole("vp") or 1,
+        cp=cp,
+        ep=row.whole("ep") or 1,
+        zero=_zero(row),
+        microbatch=microbatch,
+        microbatches=microbatches,
+        sequence=sequence,
+        recompute=_recompute(row),
+        stage_layers=_stage_layers(row, pp, model.layers),
+    )
+
+
+def _divided(devices: int | None, by: int) -> int | None:
+    return devices // by if devices and devices % by == 0 else None
+
+
+def _microbatches(row: Row, dp: int) -> tuple[int, int]:
+    noted = re.search(r"mbc(\d+)", row["note"])
+    if noted:
+        return row.whole("mbs") or 1, int(noted[1])
+    batch = row.whole("gbs")
+    if not batch:
+        raise Unusable("the global batch is not recorded")
+    accumulated = re.search(r"grad_accum=(\d+)", row["note"])
+    size = row.whole("mbs") or (batch // (dp * int(accumulated[1])) if accumulated else 1)
+    return max(1, size), max(1, round(batch / (dp * max(1, size))))
+
+
+def _zero(row: Row) -> int:
+    word = row["zero"].upper()
+    if word in ("FULL_SHARD", "64"):
+        return 3
+    if word == "SHARD_GRAD_OP":
+        return 2
+    if word in ("1", "2", "3"):
+        return int(word)
+    # Megatron-Core's distributed optimizer is on in NeMo's and Megatron-Bridge's recipes and in the MLPerf submissions.
+    megatron_core = re.search(r"bridge|nemo|mlperf|0\.14", row["framework"].lower())
+    return 1 if megatron_core and not word else 1 if megatron_core and word == "0" else 0
+
+
+def _recompute(row: Row) -> str:
+    word = row["recompute"].lower()
+    if "selective" in word:
+        return "selective"
+    if word in ("full", "none"):
+        return word
+    if re.search(r"ptd-p|zero-3|v2\.4|oneflow|megatron-deepspeed", row["framework"].lower()):
+        return "full"
+    return "none"
+
+
+def _stage_layers(row: Row, stages: int, layers: int) -> tuple[int, ...]:
+    """Layers per stage as noted, without the ends that the note counts as layers."""
+    noted = re.search(r"layers/stage \[([\d, ]+)\]", row["note"])
+    if not noted:
+        return ()
+    counts = [int(each) for each in noted[1].split(",")]
+    if len(counts) != stages:
+        raise Unusable("the layers per stage are not of as many stages as pp")
+    scale = layers / sum(counts)
+    return tuple(round(count * scale) for count in counts)
+
+
+# --- time -----------------------------------------------------------------------------------------------------
+
+
+def _measured_s(row: Row, model: Transformer, layout: Layout) -> float:
+    step_s = row.number("step_s")
+    if step_s:
+        return step_s
+    batch = layout.dp * layout.microbatch * layout.microbatches
+    samples_s, tokens_s, tflops = (row.number(column) for column in ("samples_s", "tok_s_gpu", "tflops_gpu"))
+    if tokens_s:
+        return batch * layout.sequence / (tokens_s * layout.devices)
+    if samples_s:
+        return batch / samples_s
+    if tflops:
+        return _megatron_flops(model, layout, batch) / (tflops * 1e12 * layout.devices)
+    raise Unusable("no step time, throughput or FLOP/s is recorded")
+
+
+def _megatron_flops(model: Transformer, layout: Layout, batch: int) -> float:
+    """As Narayanan et al. (2021, equation 3) count them, what is computed again included."""
+    tokens, h = batch * layout.sequence, model.hidden
+    factor = 96 if layout.recompute == "full" else 72
+    attention = 1 + layout.sequence / (6 * h)
+    return factor * tokens * model.layers * h * h * (attention + model.vocab / (16 * model.layers * h))

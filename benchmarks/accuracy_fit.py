@@ -1,0 +1,94 @@
+"""Fit the scalars of a machine to some of its rows, to be tested on the others.
+
+At most ten scalars (`training_model.prices.Scalars`) are fitted to the rows of one source on one machine, however many
+there are: what minimizes, over the logarithms x of the scalars,
+
+    Σ over rows of ρ(ln(predicted / measured) / noise) + Σ over scalars of (x / width)²
+
+with ρ(z) = 2 (sqrt(1 + z²) - 1), which bends to |z| so that single rows that ran badly do not bend the machine. The
+widths say how far the figures of a machine file may be from the truth; few rows move only what they tell about. The
+start is the machine file, the method deterministic.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from benchmarks.accuracy_cases import Case
+from benchmarks.training_model.prices import SCALARS, Rates, Scalars, rates_of
+from benchmarks.training_model.step import StepTime, step_time
+
+NOISE = 0.03
+"""Of one measured step, relative."""
+
+# Scalar -> lower bound, upper bound, width of ln(scalar).
+BOUNDS: dict[str, tuple[float, float, float]] = {
+    "matmul_rate": (0.3, 1.15, 0.15),
+    "matmul_half": (0.1, 20.0, 1.0),
+    "memory_rate": (0.3, 1.18, 0.3),
+    "launch": (0.2, 5.0, 0.5),
+    "intra_latency": (0.1, 20.0, 1.0),
+    "intra_rate": (0.2, 1.3, 0.3),
+    "inter_latency": (0.1, 20.0, 1.0),
+    "inter_rate": (0.1, 1.5, 0.5),
+    "overlap": (0.1, 2.0, 0.5),
+}
+FIXED_SHARE = 0.2
+"""The fixed time of a step is at most this share of the shortest measured step; its width is a quarter of that."""
+
+
+def chosen_for_fit(cases: Sequence[Case], fraction: float) -> set[int]:
+    """The lines of that fraction of the cases: those whose content has the smallest digests."""
+    usable = [case for case in cases if case.measured_s is not None]
+    ranked = sorted(usable, key=lambda case: (_digest(case), case.row.line))
+    return {case.row.line for case in ranked[: math.ceil(fraction * len(ranked))]}
+
+
+def _digest(case: Case) -> str:
+    return hashlib.sha256("|".join(text for _, text in case.row.cells).encode()).hexdigest()
+
+
+def predicted_times(cases: Sequence[Case], scalars: Scalars) -> list[StepTime]:
+    """The step times of cases on one machine."""
+    rates: dict[object, Rates] = {}
+    found: list[StepTime] = []
+    for case in cases:
+        key = (case.habits, case.machine.name, case.machine.domain)
+        if key not in rates:
+            rates[key] = rates_of(case.machine, case.habits, scalars)
+        found.append(step_time(case.model, case.layout, rates[key]))
+    return found
+
+
+def fitted_scalars(cases: Sequence[Case]) -> Scalars:
+    """The scalars that fit the measured times of cases on one machine; those of the machine file if there are none."""
+    measured = np.array([case.measured_s for case in cases if case.measured_s is not None])
+    if not len(measured):
+        return Scalars()
+    longest_fixed_s = FIXED_SHARE * float(measured.min())
+    widths = np.array([width for _, _, width in BOUNDS.values()])
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        times = predicted_times(cases, _scalars(x, longest_fixed_s))
+        errors = np.log(np.array([time.total_s for time in times]) / measured) / NOISE
+        # The square root of ρ keeps the sum of squares what the docstring says, and the priors quadratic.
+        robust = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
+        return np.concatenate([robust, x[:-1] / widths, [4 * x[-1]]])
+
+    low = [math.log(bound) for bound, _, _ in BOUNDS.values()] + [0.0]
+    high = [math.log(bound) for _, bound, _ in BOUNDS.values()] + [1.0]
+    start = np.array([0.0] * len(BOUNDS) + [0.01])
+    scale = np.append(widths, 0.25)
+    solved = least_squares(residuals, start, bounds=(low, high), x_scale=scale, max_nfev=60)
+    return _scalars(solved.x, longest_fixed_s)
+
+
+def _scalars(x: np.ndarray, longest_fixed_s: float) -> Scalars:
+    factors = {name: math.exp(value) for name, value in zip(BOUNDS, x[:-1])}
+    return Scalars(**factors, step_s=float(x[-1]) * longest_fixed_s)
+
+
+assert {*BOUNDS, "step_s"} == set(SCALARS) and len(SCALARS) <= 10

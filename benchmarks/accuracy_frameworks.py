@@ -1,0 +1,66 @@
+"""What each framework and each machine of the measurements is: habits by the framework's name, machine by the hardware's.
+
+The habits are what the frameworks' documentation and defaults say; the launch of one kernel from eager PyTorch, about
+10 us forward and twice that with autograd and recomputation, is an estimate.
+"""
+
+import re
+
+from benchmarks.training_model.layout import Habits
+
+EAGER_S = 10e-6
+CHECKPOINTED_S = 30e-6
+
+MEGATRON_2021 = Habits(dtype="float16", flash=False, dropout=True, launch_s=CHECKPOINTED_S, causal_half=False)
+"""Megatron-LM and Megatron-DeepSpeed before fused attention: fused softmax, bias-dropout-add and bias-GeLU."""
+MEGATRON_CORE = Habits(
+    dtype="bfloat16", flash=True, sequence_parallel=True, launch_s=EAGER_S, overlaps=True, causal_half=True,
+    gradient_bytes=4.0, reduced_bytes=4.0, compiled=True,
+)  # fmt: skip
+FSDP = Habits(dtype="bfloat16", flash=True, launch_s=EAGER_S, overlaps=True, causal_half=True)
+XLA = Habits(dtype="bfloat16", flash=True, overlaps=True, causal_half=True, compiled=True)
+PARAX = Habits(dtype="float16", flash=False, compiled=True)
+
+# Pattern of "framework | source" in lower case -> habits.
+FRAMEWORKS: tuple[tuple[str, Habits], ...] = (
+    (r"megatron-deepspeed.*vtrain", Habits(
+        dtype="float16", flash=False, dropout=True, launch_s=CHECKPOINTED_S, pads_vocab=False,
+    )),
+    (r"megatron-deepspeed.*bigscience", MEGATRON_2021),
+    (r"sailor\(megatron-deepspeed\)", MEGATRON_2021),
+    (r"megatron-lm ptd-p|megatron-lm.*calculon|zero-3.*llm-analysis", MEGATRON_2021),
+    (r"megatron-lm v2\.4|oneflow-gpt|libai", MEGATRON_2021),
+    (r"megatron-bridge|megatron-lm 0\.14", MEGATRON_CORE),
+    (r"nemo pretrain|mlperf training.*nvidia|mlperf training", MEGATRON_CORE),
+    (r"composer fsdp", FSDP),
+    (r"maxtext", XLA),
+    (r"parax|^megatron \| alpa", PARAX),
+)  # fmt: skip
+
+# Pattern of the hardware in lower case -> machine of the library.
+MACHINES: tuple[tuple[str, str], ...] = (
+    (r"^dgx-gb300", "gb300-nvl72"),
+    (r"^dgx-gb200", "gb200-nvl72"),
+    (r"^dgx-b300", "dgx-b300"),
+    (r"^(dgx-)?b200", "dgx-b200"),
+    (r"^(dgx-)?h100|h100_80gb|dgxh100|hgxh100|^eos|nd_h100|h100\.8|^carina", "dgx-h100"),
+    (r"^a100_40gb", "p4d.24xlarge"),
+    (r"^a100", "dgx-a100-80"),
+    (r"p3\.16xlarge", "p3.16xlarge"),
+    (r"^v100-32gb", "dgx-1v-32"),
+    (r"^v100", "p3.16xlarge"),
+    (r"^gh-96", "gh200-4"),
+    (r"^trillium", "tpu-v6e"),
+    (r"^v5p", "tpu-v5p"),
+)
+
+
+def habits_of(framework: str, source: str) -> Habits | None:
+    """The habits of a framework, or None if it is unknown."""
+    name = f"{framework} | {source}".lower()
+    return next((habits for pattern, habits in FRAMEWORKS if re.search(pattern, name)), None)
+
+
+def machine_of(hardware: str) -> str | None:
+    """The library's name of the hardware, or None if it is unknown."""
+    return next((name for pattern, name in MACHINES if re.search(pattern, hardware.lower())), None)

@@ -1,0 +1,100 @@
+"""How right predictions are: errors of times, order, regret of choosing by them, and labels of memory.
+
+error       |predicted / measured - 1|, its mean (MAPE), median and worst
+spearman    correlation of ranks, ties sharing theirs
+regret      in a cell of rows that are choices for one task (equal model, hardware, devices, batch, sequence): the
+            measured time of the row predicted fastest, over the fastest measured, minus 1
+labels      out of memory or not, of the rows that say; false_feasible ran out of memory and was called feasible
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.accuracy_cases import Case
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """A case and what the simulator says of it."""
+
+    case: Case
+    step_s: float
+    peak_bytes: float
+
+    @property
+    def feasible(self) -> bool:
+        return self.peak_bytes <= self.case.machine.memory_bytes
+
+    @property
+    def error(self) -> float:
+        """Relative and signed; the case must have been measured."""
+        assert self.case.measured_s is not None
+        return self.step_s / self.case.measured_s - 1
+
+
+def summary(predictions: Sequence[Predicted]) -> dict[str, float | int | None]:
+    """The figures of one source, None where there are too few rows for one."""
+    timed = [each for each in predictions if each.case.measured_s is not None]
+    errors = [abs(each.error) for each in timed]
+    regrets = cell_regrets(timed)
+    return {
+        "rows": len(timed),
+        "mape": _rounded(np.mean(errors)) if errors else None,
+        "median": _rounded(np.median(errors)) if errors else None,
+        "worst": _rounded(max(errors)) if errors else None,
+        "bias": _rounded(np.mean([each.error for each in timed])) if errors else None,
+        "spearman": spearman([each.step_s for each in timed], [each.case.measured_s or 0.0 for each in timed]),
+        "regret_mean": _rounded(np.mean(regrets)) if regrets else None,
+        "regret_max": _rounded(max(regrets)) if regrets else None,
+        "cells": len(regrets),
+        **_labels(predictions),
+        **_memory_errors(predictions),
+    }
+
+
+def cell_regrets(timed: Sequence[Predicted]) -> list[float]:
+    """One regret per cell of at least two different configurations."""
+    cells: defaultdict[tuple[object, ...], list[Predicted]] = defaultdict(list)
+    for each in timed:
+        cells[each.case.cell].append(each)
+    found: list[float] = []
+    for rows in cells.values():
+        if len({each.case.layout for each in rows}) < 2:
+            continue
+        chosen = min(rows, key=lambda each: (each.step_s, each.case.row.line))
+        best_s = min(each.case.measured_s or 0.0 for each in rows)
+        found.append((chosen.case.measured_s or 0.0) / best_s - 1)
+    return found
+
+
+def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Correlation of ranks, or None where all values of a side are one."""
+    if len(set(left)) < 2 or len(set(right)) < 2:
+        return None
+    return _rounded(np.corrcoef(_ranks(left), _ranks(right))[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    _, inverse, counts = np.unique(np.array(values), return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return (ends - (counts - 1) / 2)[inverse]
+
+
+def _labels(predictions: Sequence[Predicted]) -> dict[str, int]:
+    said = [each for each in predictions if each.case.out_of_memory is not None]
+    right = sum(each.feasible != each.case.out_of_memory for each in said)
+    false_feasible = sum(each.feasible and bool(each.case.out_of_memory) for each in said)
+    return {"oom_right": right, "oom_wrong": len(said) - right, "false_feasible": false_feasible}
+
+
+def _memory_errors(predictions: Sequence[Predicted]) -> dict[str, float | int | None]:
+    recorded = [(each.peak_bytes, each.case.row.number("mem_gib") or 0.0) for each in predictions]
+    errors = [abs(peak / 2**30 / gib - 1) for peak, gib in recorded if gib]
+    return {"memory_rows": len(errors), "memory_mape": _rounded(np.mean(errors)) if errors else None}
+
+
+def _rounded(value: float | np.floating) -> float:
+    return round(float(value), 5)

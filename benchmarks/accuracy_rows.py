@@ -1,0 +1,104 @@
+"""Read a file of measurements: CSV with one measured step per row, every row read or named with what is wrong.
+
+    row = read_measurements(path).rows[0]
+    row.number("dp"), row.whole("layers"), row["model"]
+
+An absent cell is None. A row with a cell that should be a number and is not, or with more cells than columns, is
+unreadable: it is counted, never guessed.
+"""
+
+import csv
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.errors import InvalidArgument
+
+COLUMNS = (
+    "src", "licence", "framework", "model", "params_b", "hw", "ngpu", "gpus_per_node", "dp", "tp", "pp", "vp", "cp",
+    "ep", "zero", "mbs", "gbs", "seq", "layers", "hidden", "heads", "vocab", "recompute", "kernel", "step_s",
+    "samples_s", "tok_s_gpu", "tflops_gpu", "mfu", "mem_gib", "oom", "pred", "note",
+)  # fmt: skip
+WORDS = frozenset(("src", "licence", "framework", "model", "hw", "zero", "recompute", "kernel", "note"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured step: its cells as text, and the line of the file it stands in."""
+
+    line: int
+    cells: tuple[tuple[str, str], ...]
+
+    def __getitem__(self, column: str) -> str:
+        return dict(self.cells)[column]
+
+    def number(self, column: str) -> float | None:
+        """The number in a column, or None if there is none."""
+        text = self[column]
+        return float(text) if text else None
+
+    def whole(self, column: str) -> int | None:
+        """The integer in a column, or None if there is none."""
+        number = self.number(column)
+        return None if number is None else round(number)
+
+    @property
+    def source(self) -> str:
+        """The repository the row is from; for vTrain the file too, for its files are different experiments."""
+        repository, _, place = self["src"].partition(":")
+        if repository.endswith("/vTrain"):
+            return f"vTrain:{place.partition('#')[0]}"
+        return repository
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """The rows of a file that can be read, and why the others cannot, by line."""
+
+    rows: tuple[Row, ...]
+    unreadable: tuple[tuple[int, str], ...]
+
+
+def read_measurements(path: Path) -> Measurements:
+    """The rows of a CSV file; `InvalidArgument` if there is no such file, or columns are missing."""
+    if not path.is_file():
+        raise InvalidArgument(f"There is no file {str(path)!r}. Give --measurements a CSV file of measured steps.")
+    rows: list[Row] = []
+    unreadable: list[tuple[int, str]] = []
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file, restkey="", restval=None)
+        found = reader.fieldnames or ()
+        missing = [column for column in COLUMNS if column not in found]
+        if missing:
+            raise InvalidArgument(
+                f"{str(path)!r} has the columns {', '.join(found) or 'none'}; {', '.join(missing)} must be there too. "
+                "Add them, empty where nothing was recorded."
+            )
+        for cells in reader:
+            problem = _problem(cells)
+            if problem:
+                unreadable.append((reader.line_num, problem))
+            else:
+                rows.append(Row(line=reader.line_num, cells=tuple((name, cells[name].strip()) for name in COLUMNS)))
+    return Measurements(rows=tuple(rows), unreadable=tuple(unreadable))
+
+
+def _problem(cells: dict[str, str | None]) -> str | None:
+    """Why a row cannot be read, or None."""
+    if "" in cells:
+        return "has more cells than there are columns"
+    for name in COLUMNS:
+        text = cells[name]
+        if text is None:
+            return f"ends before its column {name}"
+        if name in WORDS or not text.strip():
+            continue
+        try:
+            number = float(text)
+        except ValueError:
+            return f"has {text!r} in column {name}, where a number must be"
+        if not math.isfinite(number) or number < 0:
+            return f"has {text!r} in column {name}, where a finite number of at least 0 must be"
+    if not (cells["src"] or "").strip():
+        return "does not say its source (column src)"
+    return None

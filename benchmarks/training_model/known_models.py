@@ -1,0 +1,132 @@
+"""Sizes of models that measurements name, each with its source."""
+
+import re
+
+from benchmarks.training_model.models import Experts, Transformer, WideResNet
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, tied: bool = True) -> Transformer:
+    return Transformer(layers=layers, hidden=hidden, heads=heads, vocab=vocab, tied=tied)
+
+
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, width: int, vocab: int) -> Transformer:
+    return Transformer(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        mlp_width=width,
+        vocab=vocab,
+        gated=True,
+        tied=False,
+    )
+
+
+# Pattern of the name in lower case -> sizes. Sources: the papers' tables and the config.json that the authors published.
+TRANSFORMERS: tuple[tuple[str, Transformer], ...] = (
+    # GPT-3 (Brown et al. 2020, table 2.1); 5B as in NeMo's gpt3/5b.yaml; MT-NLG (Smith et al. 2022).
+    (r"gpt-?3[- ]175b", _gpt(96, 12288, 96)),
+    (r"gpt-?3[- ]5b", _gpt(24, 4096, 32)),
+    (r"gpt[- ]530b", _gpt(105, 20480, 128)),
+    (r"megatron-22b", _gpt(48, 6144, 64)),
+    # Llama 2 (Touvron et al. 2023) and 3 (Dubey et al. 2024), table 3.
+    (r"llama-?_?2[-_]7b", _llama(32, 4096, 32, 32, 11008, 32000)),
+    (r"llama-?_?2[-_]13b", _llama(40, 5120, 40, 40, 13824, 32000)),
+    (r"llama-?_?2[-_]70b", _llama(80, 8192, 64, 8, 28672, 32000)),
+    (r"llama-?_?3(\.1)?[-_]8b", _llama(32, 4096, 32, 8, 14336, 128256)),
+    (r"llama-?_?3(\.1)?[-_]70b", _llama(80, 8192, 64, 8, 28672, 128256)),
+    (r"llama-?_?3(\.1)?[-_]405b", _llama(126, 16384, 128, 8, 53248, 128256)),
+    # Nemotron-3 8B and Nemotron-4 22B: NeMo-Framework-Launcher, conf/training/nemotron.
+    (r"nemotron-8b", _gpt(32, 4096, 32, vocab=256000, tied=False)),
+    (r"nemotron-22b", _gpt(40, 6144, 48, vocab=256000, tied=False)),
+    # MPT: mosaicml/llm-foundry scripts/train/yamls/pretrain.
+    (r"mpt-125m", _gpt(12, 768, 12, vocab=50368)),
+    (r"mpt-350m", _gpt(24, 1024, 16, vocab=50368)),
+    (r"mpt-760m", _gpt(24, 1536, 12, vocab=50368)),
+    (r"mpt-1b", _gpt(24, 2048, 16, vocab=50368)),
+    (r"mpt-3b", _gpt(32, 2560, 20, vocab=50368)),
+    (r"mpt-7b", _gpt(32, 4096, 32, vocab=50368)),
+    (r"mpt-13b", _gpt(40, 5120, 40, vocab=50368)),
+    (r"mpt-30b", _gpt(48, 7168, 56, vocab=50368)),
+    (r"mpt-70b", _gpt(80, 8192, 64, vocab=50368)),
+    # OPT (Zhang et al. 2022) and GPT-Neo (EleutherAI's config.json).
+    (r"opt-350m", _gpt(24, 1024, 16, vocab=50272)),
+    (r"gpt-neo-2\.7b", _gpt(32, 2560, 20, vocab=50257)),
+    # Mixtral (Jiang et al. 2024).
+    (
+        r"mixtral-8x7b",
+        Transformer(
+            layers=32, hidden=4096, heads=32, kv_heads=8, mlp_width=14336, vocab=32000, gated=True, tied=False,
+            experts=Experts(count=8, chosen=2, width=14336),
+        ),
+    ),
+    # DeepSeek-V3 (DeepSeek-AI 2024, section 4.2) and Kimi K2 (Moonshot AI 2025, table 2).
+    (
+        r"deepseek-?v3",
+        Transformer(
+            layers=61, hidden=7168, heads=128, head_size=160, mlp_width=18432, vocab=129280, gated=True, tied=False,
+            latent_ranks=(1536, 576),
+            experts=Experts(count=256, chosen=8, width=2048, shared_width=2048, dense_layers=3),
+        ),
+    ),
+    (
+        r"kimi_k2",
+        Transformer(
+            layers=61, hidden=7168, heads=64, head_size=160, mlp_width=18432, vocab=163840, gated=True, tied=False,
+            latent_ranks=(1536, 576),
+            experts=Experts(count=384, chosen=8, width=2048, shared_width=2048, dense_layers=1),
+        ),
+    ),
+    # Qwen3 (Qwen team 2025, table 1 and config.json).
+    (
+        r"qwen3[-_]30b",
+        Transformer(
+            layers=48, hidden=2048, heads=32, kv_heads=4, head_size=128, vocab=151936, gated=True, tied=False,
+            experts=Experts(count=128, chosen=8, width=768),
+        ),
+    ),
+    (
+        r"qwen3[-_]235b",
+        Transformer(
+            layers=94, hidden=4096, heads=64, kv_heads=4, head_size=128, vocab=151936, gated=True, tied=False,
+            experts=Experts(count=128, chosen=8, width=1536),
+        ),
+    ),
+    # gpt-oss-120b (OpenAI 2025, model card, table 1): half of its layers look at 128 tokens only.
+    (
+        r"gpt[- ]oss[- ]120b",
+        Transformer(
+            layers=36, hidden=2880, heads=64, kv_heads=8, head_size=64, vocab=201088, gated=True, tied=False,
+            attention_layers=18, experts=Experts(count=128, chosen=4, width=2880),
+        ),
+    ),
+)  # fmt: skip
+
+# Alpa's benchmarks (alpa benchmark/alpa/suite_manual_gpt.py, suite_wresnet.py), by billions of parameters.
+ALPA_GPT = {
+    0.35: (24, 1024, 16), 0.76: (24, 1536, 16), 1.3: (24, 2048, 32), 2.6: (32, 2560, 32), 6.7: (32, 4096, 32),
+    15.0: (48, 5120, 40), 39.0: (48, 8192, 64), 76.0: (60, 10240, 80),
+}  # fmt: skip
+ALPA_WIDE_RESNET = {
+    0.25: (50, 160, 2), 0.5: (50, 224, 2), 1.0: (50, 320, 2), 2.0: (50, 448, 2), 4.0: (50, 640, 2),
+    6.8: (50, 320, 16), 13.0: (101, 320, 16),
+}  # fmt: skip
+
+
+def named_transformer(name: str) -> Transformer | None:
+    """The sizes of a model by its name, or None."""
+    found = (model for pattern, model in TRANSFORMERS if re.search(pattern, name.lower()))
+    return next(found, None)
+
+
+def alpa_gpt(billions: float) -> Transformer | None:
+    """Alpa's GPT of about that many parameters."""
+    near = min(ALPA_GPT, key=lambda each: abs(each / billions - 1))
+    return _gpt(*ALPA_GPT[near], tied=False) if abs(near / billions - 1) < 0.04 else None
+
+
+def alpa_wide_resnet(billions: float) -> WideResNet | None:
+    """Alpa's Wide-ResNet of about that many parameters."""
+    near = min(ALPA_WIDE_RESNET, key=lambda each: abs(each / billions - 1))
+    depth, channels, width = ALPA_WIDE_RESNET[near]
+    return WideResNet(depth=depth, channels=channels, width=width) if abs(near / billions - 1) < 0.04 else None

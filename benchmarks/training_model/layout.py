@@ -1,0 +1,95 @@
+"""How a model is trained: degrees of parallelism, microbatches, recomputation, and the habits of a framework.
+
+Devices are numbered with tensor parallelism innermost, then context, data and pipeline parallelism, as Megatron-LM does
+(Narayanan et al. 2021): an axis of stride s and size k has min(k, domain/s) of its devices in one fast domain.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of parallelism and sizes of batches."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    """Virtual stages of each device: interleaved 1F1B if more than one."""
+    cp: int = 1
+    ep: int = 1
+    """Experts are spread over `ep` devices of those that hold different data."""
+    zero: int = 0
+    """1 shards the optimizer's states over data parallelism, 2 the gradients too, 3 the parameters too."""
+    microbatch: int
+    """Samples of one microbatch in one data-parallel group."""
+    microbatches: int
+    """Of one step, in one data-parallel group."""
+    sequence: int
+    recompute: str = "none"
+    """"none", "selective" (attention's scores) or "full" (whole layers)."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage; empty: equally many."""
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch on one device."""
+        return self.microbatch * self.sequence // self.cp
+
+    def stride(self, axis: str) -> tuple[int, int]:
+        """The stride and size of an axis over consecutive devices."""
+        match axis:
+            case "tp":
+                return 1, self.tp
+            case "cp":
+                return self.tp, self.cp
+            case "ep":
+                return self.tp, self.ep
+            case "dp":
+                return self.tp, self.cp * self.dp
+            case "expert-dp":
+                return self.tp * self.ep, max(1, self.cp * self.dp // self.ep)
+            case _:
+                return self.tp * self.cp * self.dp, self.pp
+
+    def hosts(self, axis: str, domain: int) -> int:
+        """Fast domains of `domain` devices that one group of the axis is spread over."""
+        stride, size = self.stride(axis)
+        local = min(size, max(1, domain // stride))
+        while size % local:
+            local -= 1
+        return size // local
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """What a framework does the same way for every model."""
+
+    dtype: str = "bfloat16"
+    """Of the matrix products."""
+    flash: bool = True
+    """Attention in one kernel, its scores never in memory."""
+    sequence_parallel: bool = False
+    """Norms and dropouts are split over tensor parallelism as well."""
+    dropout: bool = False
+    launch_s: float = 0.0
+    """Of one kernel from Python; the machine's own gap where that is more."""
+    pads_vocab: bool = True
+    """The vocabulary is padded to a multiple of 128 per device."""
+    overlaps: bool = False
+    """Gradients are reduced, and ZeRO-3's parameters gathered, behind compute."""
+    causal_half: bool = False
+    """The kernel of attention skips what the mask hides."""
+    state_bytes: float = 12.0
+    """Of the optimizer, per parameter: master copy and two moments in float32."""
+    gradient_bytes: float = 2.0
+    """Of one accumulated gradient."""
+    reduced_bytes: float = 2.0
+    """Of one gradient as it is reduced."""
+    compiled: bool = False
+    """Elementwise operators are fused into few kernels."""
+    schedule: str = "1f1b"

@@ -1,0 +1,202 @@
+"""The operators of a transformer's train step, as one device runs them on one microbatch.
+
+A block is a list of operators that run one after the other: a layer forward or backward, an end of the model, the
+update. n tokens, hidden size h, t-fold tensor parallelism; the bytes of passes over memory count reads and writes:
+
+    products        QKV, output, MLP: 2·n·(parameters)/t FLOPs forward, twice that backward
+    attention       4·n·s·d·a/t FLOPs; its scores take a·n·s/t elements, passed over by softmax and dropout
+    collectives     2 all-reduces of n·h elements per layer and direction (Shoeybi et al. 2019), or the gathers and
+                    scatters of sequence parallelism (Korthikanti et al. 2022), which move as much
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from benchmarks.training_model.layout import Habits, Layout
+from benchmarks.training_model.models import Experts, Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """`count` matrix products of `flops` and `nbytes` each."""
+
+    flops: float
+    nbytes: float
+    count: int = 1
+    aligned: bool = True
+    attention: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """`kernels` kernels that read and write `nbytes` altogether."""
+
+    nbytes: float
+    kernels: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """`count` collectives of `nbytes` each over an axis of the layout."""
+
+    kind: str
+    nbytes: float
+    axis: str
+    count: int = 1
+
+
+Operator = Product | Pass | Collective
+
+
+def product(rows: float, inner: float, columns: float, count: int = 1, *, aligned: bool = True) -> Product:
+    """Products of 2-byte matrices (rows, inner) and (inner, columns)."""
+    nbytes = 2 * (rows * inner + inner * columns + rows * columns)
+    return Product(flops=2 * rows * inner * columns, nbytes=nbytes, count=count, aligned=aligned)
+
+
+def backward_products(forward: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Those of the gradients of both factors."""
+    found = (each for each in forward if isinstance(each, Product))
+    return tuple(
+        Product(flops=each.flops, nbytes=each.nbytes, count=2 * each.count, aligned=each.aligned)
+        if not each.attention
+        # A fused kernel of attention computes the scores again: 5 products for the 2 of the forward pass.
+        else Product(flops=2.5 * each.flops, nbytes=2.5 * each.nbytes, count=each.count, attention=True)
+        for each in found
+    )
+
+
+@lru_cache(maxsize=4096)
+def layer_forward(model: Transformer, layout: Layout, habits: Habits, expert_layer: bool) -> tuple[Operator, ...]:
+    """One layer of the forward pass; its collectives are the last."""
+    n, h, t = layout.tokens, model.hidden, layout.tp
+    split = n / t if habits.sequence_parallel else n  # tokens of a norm or a dropout on one device
+    kernels = 1 if habits.compiled else 2
+    masks = 2 * split * h if habits.dropout else 0
+    around = Pass(nbytes=(8 + 12) * split * h + masks, kernels=2 * kernels)
+    mlp = _expert_mlp(model, layout, habits) if expert_layer else _dense_mlp(model, layout, habits)
+    products = (*_attention_products(model, layout, habits), *mlp)
+    return (around, *_attention_passes(model, layout, habits), *products, *_layer_collectives(model, layout, habits))
+
+
+@lru_cache(maxsize=4096)
+def layer_backward(model: Transformer, layout: Layout, habits: Habits, expert_layer: bool) -> tuple[Operator, ...]:
+    """One layer of the backward pass, without what is computed again."""
+    forward = layer_forward(model, layout, habits, expert_layer)
+    n, h, t = layout.tokens, model.hidden, layout.tp
+    split = n / t if habits.sequence_parallel else n
+    passes = sum(each.nbytes for each in forward if isinstance(each, Pass))
+    kernels = sum(each.kernels for each in forward if isinstance(each, Pass))
+    # Gradients of norms, residuals and activations read what the forward pass read, and the gradient besides.
+    around = Pass(nbytes=1.5 * passes + 6 * split * h, kernels=2 * kernels)
+    experts = model.experts.count // layout.ep if model.experts and expert_layer else 0
+    weights = (
+        model.attention_parameters + (model.shared_parameters if expert_layer else model.dense_mlp_parameters)
+    ) / t
+    weights += experts * model.expert_parameters / t
+    accumulated = Pass(nbytes=(2 + 2 * habits.gradient_bytes) * weights, kernels=2 if habits.compiled else 12)
+    collectives = tuple(each for each in forward if isinstance(each, Collective))
+    return (around, accumulated, *backward_products(forward), *collectives)
+
+
+def _attention_products(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, ...]:
+    n, h, t = layout.tokens, model.hidden, layout.tp
+    queries, keys = model.query_size / t, model.key_value_size / max(1, min(t, model.kv_heads or t))
+    if model.latent_ranks[1]:
+        inputs = product(n, h, model.attention_parameters / h / t - queries)
+    else:
+        inputs = product(n, h, queries + 2 * keys)
+    outputs = product(n, queries, h)
+    share = 1.0 if model.attention_layers < 0 else model.attention_layers / model.layers
+    flops = 2 * n * layout.sequence * queries * share
+    if habits.causal_half:
+        flops /= 2
+    if habits.flash:
+        fused = Product(flops=2 * flops, nbytes=2 * n * (2 * queries + 2 * keys), attention=True)
+        return inputs, fused, outputs
+    scores = layout.microbatch * model.heads / t * layout.sequence * layout.sequence / layout.cp
+    return inputs, Product(flops=flops, nbytes=2 * (scores + 2 * n * queries), count=2), outputs
+
+
+def _attention_passes(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, ...]:
+    n, t = layout.tokens, layout.tp
+    copies = Pass(nbytes=16 * n * model.query_size / t, kernels=1 if habits.compiled else 4)
+    if habits.flash:
+        return (copies,)
+    scores = layout.microbatch * model.heads / t * layout.sequence * layout.sequence / layout.cp
+    return copies, Pass(nbytes=(4 + (5 if habits.dropout else 0)) * scores, kernels=2 if habits.dropout else 1)
+
+
+def _dense_mlp(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, ...]:
+    n, t = layout.tokens, layout.tp
+    width = model.width / t
+    activation = Pass(nbytes=(6 if model.gated else 4) * n * width, kernels=1)
+    into = product(n, model.hidden, width * (2 if model.gated else 1))
+    return activation, into, product(n, width, model.hidden)
+
+
+def _expert_mlp(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, ...]:
+    experts = model.experts
+    assert experts is not None
+    n, h, t = layout.tokens, model.hidden, layout.tp
+    local = max(1, experts.count // layout.ep)
+    rows = n * experts.chosen / local  # all devices of a group send their tokens: n·k·ep/E of them to each expert
+    width, gates = experts.width / t, 2 if model.gated else 1
+    routed = (
+        product(rows, h, width * gates, local),
+        product(rows, width, h, local),
+        # Routing, sorting, scattering and gathering the tokens: two passes each way, and the weighted sum.
+        Pass(nbytes=(12 + 6 * width * gates / h) * n * experts.chosen * h, kernels=12),
+    )
+    return (*routed, *_shared_expert(model, experts, n, t))
+
+
+def _shared_expert(model: Transformer, experts: Experts, n: float, t: int) -> tuple[Operator, ...]:
+    if not experts.shared_width:
+        return ()
+    width = experts.shared_width / t
+    into = product(n, model.hidden, width * (2 if model.gated else 1))
+    return into, product(n, width, model.hidden), Pass(nbytes=6 * n * width, kernels=1)
+
+
+def _layer_collectives(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, ...]:
+    found: list[Operator] = []
+    activations = 2.0 * layout.tokens * model.hidden
+    if layout.tp > 1:
+        found.append(Collective(kind="all-reduce", nbytes=activations, axis="tp", count=2))
+    if layout.cp > 1:
+        keys = 4 * layout.tokens * layout.cp * model.key_value_size / layout.tp
+        found.append(Collective(kind="all-gather", nbytes=keys, axis="cp"))
+    if model.experts and layout.ep > 1:
+        sent = activations * model.experts.chosen / layout.tp
+        found.append(Collective(kind="all-to-all", nbytes=sent, axis="ep", count=2))
+    return tuple(found)
+
+
+# --- the ends of the model ------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def embedding(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, ...]:
+    """Looking tokens up and adding gradients to the table: forward and backward."""
+    n, h = layout.tokens, model.hidden
+    table = habits.gradient_bytes * model.vocab * h / layout.tp  # the table's gradient is dense
+    found: tuple[Operator, ...] = (Pass(nbytes=20 * n * h + 2 * table, kernels=12),)
+    if layout.tp > 1:
+        found = (*found, Collective(kind="all-reduce", nbytes=2.0 * n * h, axis="tp"))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def head(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, ...]:
+    """Logits and cross entropy, forward and backward: the logits are passed over in float32."""
+    n, h, t = layout.tokens, model.hidden, layout.tp
+    columns = model.vocab / t
+    aligned = habits.pads_vocab or t > 1 or model.vocab % 8 == 0
+    logits = product(n, h, columns, 3, aligned=aligned)
+    passes = Pass(nbytes=(24 if habits.compiled else 56) * n * columns, kernels=4 if habits.compiled else 24)
+    found: tuple[Operator, ...] = (logits, passes, Pass(nbytes=20 * n * h, kernels=4))
+    if t > 1:
+        found = (*found, Collective(kind="all-reduce", nbytes=2.0 * n * h, axis="tp"))
+        found = (*found, Collective(kind="all-reduce", nbytes=4.0 * n, axis="tp", count=3))
+    return found

@@ -1,0 +1,115 @@
+"""What operators take on a machine, corrected by at most ten physical scalars.
+
+A block of operators that one device runs takes
+
+    max(Σ work, launches · launch_s) + Σ collectives
+
+where the work of a kernel is that of `autopar.machine` without the gap between kernels: kernels that are launched
+faster than they run hide the launches, others wait for them. Collectives meet the slowest of their devices, so they
+hide nothing unless the framework overlaps them.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+from autopar.machine import Link, Machine
+from benchmarks.training_model.layout import Habits, Layout
+from benchmarks.training_model.operators import Collective, Operator, Pass, Product
+
+UNALIGNED_SHARE = 0.35
+"""Of the rate of products whose row length is not a multiple of 8 elements (16 bytes), which tensor cores need to load
+at full width: NVIDIA, "Matrix Multiplication Background User's Guide", section 4, figure on alignment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scalars:
+    """Factors on the figures of a machine, 1 without calibration; what is fitted, and nothing else is."""
+
+    matmul_rate: float = 1.0
+    matmul_half: float = 1.0
+    memory_rate: float = 1.0
+    launch: float = 1.0
+    intra_latency: float = 1.0
+    intra_rate: float = 1.0
+    inter_latency: float = 1.0
+    inter_rate: float = 1.0
+    overlap: float = 1.0
+    step_s: float = 0.0
+    """Added to every step, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """A machine, the habits of a framework, and the scalars: all that prices depend on."""
+
+    machine: Machine
+    habits: Habits
+    overlap: float
+    launch_s: float
+    step_s: float
+
+
+def rates_of(machine: Machine, habits: Habits, scalars: Scalars) -> Rates:
+    """The machine with its figures multiplied by the scalars."""
+    shares = {name: min(1.0, share * scalars.matmul_rate) for name, share in machine.matmul_share.items()}
+    corrected = replace(
+        machine,
+        matmul_share=shares,
+        matmul_half_flops=machine.matmul_half_flops * scalars.matmul_half,
+        memory_bandwidth=machine.memory_bandwidth * scalars.memory_rate,
+        kernel_s=0.0,
+        intra=_scaled(machine.intra, scalars.intra_latency, scalars.intra_rate),
+        inter=_scaled(machine.inter, scalars.inter_latency, scalars.inter_rate),
+    )
+    overlap = min(1.0, machine.overlap * scalars.overlap) if habits.overlaps else 0.0
+    launch_s = max(machine.kernel_s, habits.launch_s) * scalars.launch
+    return Rates(machine=corrected, habits=habits, overlap=overlap, launch_s=launch_s, step_s=scalars.step_s)
+
+
+def _scaled(link: Link, latency: float, rate: float) -> Link:
+    return replace(link, latency_s=link.latency_s * latency, bandwidth=link.bandwidth * rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """Seconds of a block: kernels and collectives."""
+
+    compute_s: float
+    collective_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.collective_s
+
+
+def price(operators: tuple[Operator, ...], layout: Layout, rates: Rates) -> Price:
+    """What the operators take one after the other."""
+    work_s = collective_s = waits_s = 0.0
+    launches = 0
+    for each in operators:
+        match each:
+            case Product(count=count):
+                work_s += count * _product_s(each, rates)
+                launches += count
+            case Pass(nbytes=nbytes, kernels=kernels):
+                work_s += rates.machine.memory_s(nbytes)
+                launches += kernels
+            case Collective(count=count):
+                collective_s += count * collective_time_s(each.kind, each.nbytes, each.axis, layout, rates)
+                waits_s += count * collective_time_s(each.kind, 0.0, each.axis, layout, rates)
+                launches += count
+    return Price(compute_s=max(work_s, launches * rates.launch_s + waits_s - collective_s), collective_s=collective_s)
+
+
+def _product_s(each: Product, rates: Rates) -> float:
+    share = 1.0 if each.aligned else UNALIGNED_SHARE
+    dtype = "bfloat16" if each.attention and rates.habits.dtype == "fp8" else rates.habits.dtype
+    return rates.machine.matmul_s(each.flops / share, each.nbytes, dtype)
+
+
+def collective_time_s(kind: str, nbytes: float, axis: str, layout: Layout, rates: Rates) -> float:
+    """Of one collective over an axis of the layout."""
+    _, size = layout.stride(axis)
+    return rates.machine.collective_s(kind, nbytes, size, layout.hosts(axis, rates.machine.domain))
+
+
+SCALARS = tuple(each.name for each in fields(Scalars))
