@@ -36,6 +36,11 @@ class LabelTask:
     max_labels: int | None = None
     deadline: float | None = None  # of time.monotonic()
 
+    @property
+    def limit_s(self) -> float:
+        """What a bound must be below."""
+        return self.below_s * (1 - _TOLERANCE)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LabelResult:
@@ -75,8 +80,7 @@ def extend_labels(task: LabelTask) -> LabelResult:
     labels = _root(task.tables)
     finished = True
     for start in range(task.tables.num_layers - 1, -1, -1):
-        found = [_stage_in_front(task, labels, start, m) for m in range(len(task.tables.devices))]
-        new = _undominated(_joined(found))
+        new = _undominated(_stage_in_front(task, labels, start))
         if task.width is not None and len(new.cut) > task.width:
             new = new.take(np.argsort(new.bound_s, kind="stable")[: task.width])
             finished = False
@@ -100,65 +104,53 @@ def _root(tables: ChoiceTables) -> _Labels:
     )
 
 
-def _stage_in_front(task: LabelTask, labels: _Labels, start: int, m: int) -> _Labels:
-    """Every label with one more stage, from layer `start` to the label's cut, on submesh m."""
+def _stage_in_front(task: LabelTask, labels: _Labels, start: int) -> _Labels:
+    """Every label with one more stage, from layer `start` to the label's cut, on every submesh, in every way."""
     tables, bounds = task.tables, task.bounds
-    left = tables.num_devices - tables.devices[m] - labels.devices
-    crossing_s = bounds.transfer_s[labels.cut, m, labels.submesh]
-    sum_s = labels.sum_s + crossing_s + bounds.fastest_s[m, start, labels.cut]
-    chosen = np.flatnonzero(
-        (left >= bounds.devices_before[start])
-        & (labels.stages + 1 + bounds.stages_before[start] <= task.num_stages)
-        & np.isfinite(sum_s)
-    )
-    before_s = bounds.before_s[start, m, left[chosen] // bounds.unit]
-    hold_s = np.maximum(labels.hold_s[chosen], task.least_hold_s)
-    once_s = np.maximum(labels.once_s[chosen], bounds.once_s)
-    limit_s = task.below_s * (1 - _TOLERANCE)
-    promising = sum_s[chosen] + before_s + hold_s + once_s < limit_s
-    chosen, before_s = chosen[promising], before_s[promising]
-    old = labels.take(chosen)
-    link_s = tables.transfer_s[old.cut, m, old.submesh]
-    parts = [
-        _with_choice(task, old, chosen, start, m, c, before_s, crossing_s[chosen], link_s)
-        for c in range(tables.num_choices)
-    ]
-    return _joined(parts)
+    sizes = np.array(tables.devices, dtype=np.int64)
+    left = tables.num_devices - labels.devices[:, None] - sizes
+    crossing_s = bounds.transfer_s[labels.cut, : len(sizes), labels.submesh]
+    sum_s = labels.sum_s[:, None] + crossing_s + bounds.fastest_s[:, start, labels.cut].T
+    stages_fit = labels.stages + 1 + bounds.stages_before[start] <= task.num_stages
+    parents, m = np.nonzero((left >= bounds.devices_before[start]) & stages_fit[:, None] & np.isfinite(sum_s))
+    before_s = bounds.before_s[start, m, left[parents, m] // bounds.unit]
+    bound_s = _bound(task, sum_s[parents, m] + before_s, labels.hold_s[parents], labels.once_s[parents])
+    promising = bound_s < task.limit_s
+    parents, m, before_s = parents[promising], m[promising], before_s[promising]
+    return _with_choices(task, labels, start, parents, m, before_s, crossing_s[parents, m])
 
 
-def _with_choice(
-    task: LabelTask,
-    old: _Labels,
-    parents: Ints,
-    start: int,
-    m: int,
-    c: int,
-    before_s: Floats,
-    crossing_s: Floats,
-    link_s: Floats,
+def _bound(task: LabelTask, sum_s: Floats, hold_s: Floats, once_s: Floats) -> Floats:
+    return sum_s + np.maximum(hold_s, task.least_hold_s) + np.maximum(once_s, task.bounds.once_s)
+
+
+def _with_choices(
+    task: LabelTask, labels: _Labels, start: int, parents: Ints, m: Ints, before_s: Floats, crossing_s: Floats
 ) -> _Labels:
     tables = task.tables
-    at = (m, start, old.cut, c)
-    hold_s = np.maximum(old.hold_s, with_transfer_s(tables.timing, tables.hold_s[at], link_s))
-    once_s = np.maximum(old.once_s, tables.once_s[at])
-    sum_s = old.sum_s + crossing_s + tables.fill_s[at]
-    bound_s = (
-        sum_s + before_s + np.maximum(hold_s, task.least_hold_s * (start > 0)) + np.maximum(once_s, task.bounds.once_s)
+    cut = labels.cut[parents]
+    at = (m, start, cut)  # [new label, choice]
+    link_s = tables.transfer_s[cut, m, labels.submesh[parents]]
+    stage_s = with_transfer_s(tables.timing, tables.hold_s[at], link_s[:, None])
+    hold_s = np.maximum(labels.hold_s[parents, None], stage_s)
+    once_s = np.maximum(labels.once_s[parents, None], tables.once_s[at])
+    sum_s = (labels.sum_s[parents] + crossing_s)[:, None] + tables.fill_s[at]
+    # A complete partition is taken at its own hold_s, even where that is below what the interval is for.
+    bound_s = _bound(task, sum_s + before_s[:, None], hold_s, once_s) if start else sum_s + hold_s + once_s
+    fits = (task.limits[at] >= labels.stages[parents, None]) & (hold_s <= task.bounds.cap_s)
+    new, choice = np.nonzero(fits & (bound_s < task.limit_s))
+    return _Labels(
+        cut=np.full_like(new, start),
+        submesh=m[new],
+        devices=labels.devices[parents[new]] + np.array(tables.devices, dtype=np.int64)[m[new]],
+        stages=labels.stages[parents[new]] + 1,
+        sum_s=sum_s[new, choice],
+        hold_s=hold_s[new, choice],
+        once_s=once_s[new, choice],
+        parent=parents[new],
+        choice=choice,
+        bound_s=bound_s[new, choice],
     )
-    new = _Labels(
-        cut=np.full_like(parents, start),
-        submesh=np.full_like(parents, m),
-        devices=old.devices + tables.devices[m],
-        stages=old.stages + 1,
-        sum_s=sum_s,
-        hold_s=hold_s,
-        once_s=once_s,
-        parent=parents,
-        choice=np.full_like(parents, c),
-        bound_s=bound_s,
-    )
-    fits = (task.limits[at] >= old.stages) & (hold_s <= task.bounds.cap_s)
-    return new.take(fits & (bound_s < task.below_s * (1 - _TOLERANCE)))
 
 
 def _undominated(labels: _Labels) -> _Labels:

@@ -35,7 +35,9 @@ _BEAM = 24  # labels per cut of the quick look for a first partition
 _BEAM_SLACK = 1.2  # it also looks for partitions that take so much longer than the best one
 _MOST_ADDED = 200  # partitions of one enumeration, fastest first
 _FEW_LABELS = 4000  # with more, an interval is halved instead
+_WIDE = 0.03  # of the step time: an interval that is halved before its partitions are looked at
 _NARROW = 1e-3  # of the step time: an interval that gains little by halving
+_LITTLE = 0.3  # the same, of the distance between its bound and the best partition
 _CLOSED = 1e-12
 
 Placeable = Callable[[Sequence[Submesh]], bool]
@@ -175,10 +177,14 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
         return _by_stages(interval)
     if not state.found and not _add_smallest(state, interval):
         return []
+    width_s = interval.cap_s - interval.floor_s
+    if width_s > _WIDE * state.best_s:
+        return _by_hold(interval)
     if not interval.tried:
         _enumerate(state, interval, bounds, width=_BEAM)
         return [replace(interval, tried=True)]
-    narrow = interval.cap_s - interval.floor_s <= _NARROW * min(state.best_s, interval.cap_s)
+    # Halving takes off half of the width, and nothing of what the bound is too low by.
+    narrow = width_s <= max(_NARROW * state.best_s, _LITTLE * (state.best_s - interval.bound_s))
     if _enumerate(state, interval, bounds, max_labels=None if narrow else _FEW_LABELS):
         return []
     return [interval] if narrow else _by_hold(interval)
