@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.models.model import SCALE, Array, Tree, integers
+from benchmarks.models.workload import Workload
+
 Weights = dict[str, Any]
 
 
@@ -38,6 +41,7 @@ class Llama:
 
 
 LLAMA_8B = Llama(num_layers=32, width=4096, num_heads=32, num_kv_heads=8, hidden=14336)
+LLAMA_70B = Llama(num_layers=80, width=8192, num_heads=64, num_kv_heads=8, hidden=28672)
 LLAMA_405B = Llama(num_layers=126, width=16384, num_heads=128, num_kv_heads=8, hidden=53248)
 
 
@@ -63,6 +67,39 @@ def abstract_step(model: Llama) -> tuple[Callable[..., Any], State, jax.ShapeDty
 
     tokens = jax.ShapeDtypeStruct((model.batch, model.sequence + 1), jnp.int32)
     return train_step, jax.eval_shape(create), tokens
+
+
+def llama(name: str, model: Llama) -> Workload:
+    """The train step with a master copy in 32 bits, its layers one after the other.
+
+    FLOPs are 6 for each parameter but those of the embedding and 12 L S H for the attention, per token (Chowdhery et
+    al. 2022, appendix B).
+    """
+    params = jax.tree.map(_drawn, jax.eval_shape(lambda: _weights(model)))
+    multiplied = sum(array.abstract.size for array in jax.tree.leaves(params)) - model.vocabulary * model.width
+    tokens = model.batch * model.sequence
+
+    def loss(params: Tree, statistics: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        return _loss(model, params, batch["tokens"]), statistics
+
+    return Workload(
+        name=name,
+        params=params,
+        batch={"tokens": integers(model.vocabulary, batch=model.batch, length=model.sequence + 1)},
+        loss=loss,
+        optimizer=optax.adamw(3e-4),
+        flops=(6.0 * multiplied + 12.0 * model.num_layers * model.sequence * model.width) * tokens,
+        tokens=tokens,
+    )
+
+
+def _drawn(shape: jax.ShapeDtypeStruct) -> Array:
+    """Gains begin as 1, matrices are drawn."""
+    names = tuple(f"dim_{number}" for number in range(len(shape.shape)))
+    gain = len(shape.shape) == 1
+    return Array(
+        shape=shape.shape, names=names, dtype=shape.dtype, scale=0.0 if gain else SCALE, mean=1.0 if gain else 0.0
+    )
 
 
 def _weights(model: Llama) -> Weights:
@@ -102,7 +139,8 @@ def _loss(model: Llama, params: Weights, tokens: jax.Array) -> jax.Array:
         x, _ = jax.lax.scan(lambda x, weights: (layer(x, weights), None), x, params["layers"])
     else:
         for number in range(model.num_layers):
-            x = layer(x, params[f"layer_{number}"])
+            with jax.named_scope(f"h_{number}"):
+                x = layer(x, params[f"layer_{number}"])
     logits = jnp.einsum("bsd,dv->bsv", _norm(x, params["final_norm"]), params["head"]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 

@@ -152,3 +152,101 @@ def test_search_equals_enumeration(number) -> None:
         assert result.step_time_s == pytest.approx(expected, rel=1e-9), seed
         assert result.gap <= 1e-9, seed
     assert infeasible >= 3
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 7))
+def test_partitions_are_what_they_say(seed) -> None:
+    problem = random_problem(seed) | {"memory_bytes": 1000, "max_stages": None}
+    if math.isinf(brute_force(problem)):
+        pytest.skip("no partition")
+    result = search(problem, top=3)
+    partitions = [result.best, *result.runners_up]
+    assert len(partitions) <= 4
+    times = [partition.step_time_s for partition in partitions]
+    assert times == sorted(times)
+    shapes = {tuple((s.start, s.stop, s.submesh) for s in partition.stages) for partition in partitions}
+    assert len(shapes) == len(partitions)
+    for partition in partitions:
+        stages = partition.stages
+        assert [s.start for s in stages] == [0, *(s.stop for s in stages[:-1])]
+        assert stages[-1].stop == problem["num_layers"]
+        assert partition.num_devices <= problem["num_devices"]
+        assert all(s.cost in problem["costs"][s.start, s.stop, s.submesh] for s in stages)
+        transfers = [problem["transfers"][a.stop, a.submesh, b.submesh] for a, b in itertools.pairwise(stages)]
+        assert partition.step_time_s == pytest.approx(time_of(problem, [s.cost for s in stages], transfers))
+
+
+def even_problem(num_layers: int, num_devices: int, **changes) -> dict:
+    """Equal layers whose devices share the work, at a price that grows with their number."""
+    submeshes = submesh_choices(num_devices, 4)
+    costs = {
+        (i, k, m): [
+            StageCost(
+                forward_s=(k - i) / m.num_devices * (1 + 0.1 * m.num_devices),
+                backward_s=2 * (k - i) / m.num_devices + extra_s,
+                activation_bytes=(k - i) * held / m.num_devices,
+                state_bytes=(k - i) / m.num_devices,
+            )
+            for extra_s, held in ((0.0, 4), (0.1, 1))
+        ]
+        for i, k in itertools.combinations(range(num_layers + 1), 2)
+        for m in submeshes
+    }
+    transfers = {(cut, m, n): 0.01 for cut in range(1, num_layers) for m in submeshes for n in submeshes}
+    return {
+        "num_layers": num_layers,
+        "num_devices": num_devices,
+        "submeshes": submeshes,
+        "costs": costs,
+        "transfers": transfers,
+        "num_microbatches": 16,
+        "schedule": "1f1b",
+        "memory_bytes": 6.0,
+    } | changes
+
+
+def test_a_search_that_is_out_of_time_has_a_valid_bound() -> None:
+    problem = even_problem(16, 16)
+    optimum = search(problem)
+    early = search(problem, time_limit_s=0.0)
+    assert optimum.gap <= 1e-9
+    assert early.lower_bound_s <= optimum.step_time_s * (1 + 1e-9) <= early.step_time_s * (1 + 2e-9)
+    assert early.gap > 0.0
+
+
+def test_what_cannot_be_placed_is_not_chosen_and_keeps_the_bound() -> None:
+    problem = even_problem(8, 8, memory_bytes=1000)
+    free = search(problem)
+
+    def can_place(submeshes) -> bool:
+        return list(submeshes) != [stage.submesh for stage in free.best.stages]
+
+    other = search(problem, can_place=can_place)
+    assert can_place([stage.submesh for stage in other.best.stages])
+    assert other.lower_bound_s == pytest.approx(free.step_time_s)
+    assert other.step_time_s >= free.step_time_s
+
+
+def test_stages_are_no_more_than_asked_for() -> None:
+    assert len(search(even_problem(8, 8, memory_bytes=1000)).best.stages) > 2
+    assert len(search(even_problem(8, 8, memory_bytes=1000, max_stages=2)).best.stages) <= 2
+
+
+def test_too_little_memory_is_told_with_the_least_that_was_found() -> None:
+    problem = even_problem(8, 8, memory_bytes=1.5)
+    with pytest.raises(MemoryTooSmall, match=r"No partition of 8 layers.*its stage \d.*are missing. Use more devices"):
+        search(problem)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"submeshes": ()}, r"no way to run 8 layers .* submeshes \(none\), whatever memory"),
+        ({"num_layers": 0}, r"0 layers cannot be cut"),
+        ({"max_stages": 0}, r"at most 0 stages. Give at least 1"),
+        ({"schedule": "2f2b"}, r"'2f2b' is unknown"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused(changes, message) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        search(even_problem(8, 8) | changes)

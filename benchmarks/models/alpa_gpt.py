@@ -1,0 +1,85 @@
+"""The GPT models of Alpa's evaluation: untied, 16 bits with a master copy in 32, each layer recomputed, AdamW.
+
+Sizes are those of benchmark/alpa/suite_manual_gpt.py in alpa-projects/alpa; the layers are pre-norm, without biases in
+the attention. FLOPs of a step are counted as there (benchmark/alpa/util.py, `compute_gpt_tflops`), but without the
+recomputation of the forward pass, for which Alpa has 96 where this has 72: B sequences of S tokens, width H, L layers,
+V words,
+
+    72 B S H² L (1 + S / 6H) + 6 B S H V
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.models.model import Tree, integers, unmarked, weights
+from benchmarks.models.transformer import block, block_params, cross_entropy, norm, norm_params
+from benchmarks.models.workload import Workload, adamw
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTSize:
+    """The sizes of a model, and of its batch."""
+
+    width: int
+    layers: int
+    heads: int
+    length: int = 1024
+    vocabulary: int = 51200
+    batch: int = 1024
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a step, as in the module's formula."""
+        tokens, width = self.batch * self.length, self.width
+        layers = 72 * tokens * width**2 * self.layers * (1 + self.length / (6 * width))
+        return layers + 6 * tokens * width * self.vocabulary
+
+
+GPT_SIZES: Mapping[str, GPTSize] = {
+    "125M": GPTSize(width=768, layers=12, heads=12),
+    "350M": GPTSize(width=1024, layers=24, heads=16),
+    "760M": GPTSize(width=1536, layers=24, heads=16),
+    "1.3B": GPTSize(width=2048, layers=24, heads=32),
+    "2.6B": GPTSize(width=2560, layers=32, heads=32),
+    "6.7B": GPTSize(width=4096, layers=32, heads=32),
+    "15B": GPTSize(width=5120, layers=48, heads=40),
+    "39B": GPTSize(width=8192, layers=48, heads=64),
+    "76B": GPTSize(width=10240, layers=60, heads=80),
+}
+
+
+def alpa_gpt(name: str, size: GPTSize, dtype: Any = jnp.float16) -> Workload:
+    """A train step of this size."""
+    layer = partial(block, mark=unmarked, causal=True)
+
+    def loss(params: Tree, statistics: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        x = params["embedding"][batch["tokens"]] + params["positions"]
+        for number in range(size.layers):
+            with jax.named_scope(f"h_{number}"):
+                x = jax.checkpoint(layer)(params[f"h_{number}"], x)
+        logits = norm(params["norm"], x) @ params["head"]
+        return cross_entropy(logits, batch["targets"]), statistics
+
+    layer_params = block_params(size.width, size.heads, 4 * size.width, dtype)
+    return Workload(
+        name=name,
+        params={
+            "embedding": weights(dtype, vocabulary=size.vocabulary, embed=size.width),
+            "positions": weights(dtype, positions=size.length, embed=size.width),
+            **{f"h_{number}": layer_params for number in range(size.layers)},
+            "norm": norm_params(size.width, dtype),
+            "head": weights(dtype, embed=size.width, vocabulary=size.vocabulary),
+        },
+        batch={name: integers(size.vocabulary, batch=size.batch, length=size.length) for name in ("tokens", "targets")},
+        loss=loss,
+        optimizer=adamw(),
+        flops=size.flops,
+        tokens=size.batch * size.length,
+    )
