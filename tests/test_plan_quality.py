@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from benchmarks.compiled_figures import CompiledFigures, peak_bytes
 from benchmarks.hand_plans import HandPlan, compile_by_hand, hand_plans
 from benchmarks.hlo_roofline import Work, work_of
 from benchmarks.models import MODELS
-from benchmarks.plan_quality import Row, finite, ratio_to_fastest, row_data, summary
+from benchmarks.plan_quality import Row, beats, finite, ratio_to_fastest, row_data, summary
 
 SMALL = {
     "mlp": {"width": 16, "hidden": 32, "batch": 16},
@@ -199,6 +200,7 @@ def row(budget: float, peak_bytes: float | None) -> Row:
         fastest_ms=4.0,
         fewest="data parallel data=8",
         fewest_mb=6.0,
+        beaten_by="",
         ours=None if peak_bytes is None else ours,
         planned_ms=math.nan if peak_bytes is None else 2.0,
         plan_s=0.1,
@@ -222,3 +224,14 @@ def test_cell_is_missed_if_only_the_plan_by_hand_keeps_within_the_budget(peak_by
     counts = summary([row(5.0, peak_bytes)])
     assert (counts["rows"], counts["over_budget"], counts["missed"]) == (1, over, missed)
     assert "measured_ratio" not in counts
+
+
+def test_plan_by_hand_beats_ours_only_in_time_and_bytes_together():
+    def figures(seconds: float, nbytes: float) -> CompiledFigures:
+        ours = row(5.0, 5.0).ours
+        assert ours is not None
+        return replace(ours, compute_s=seconds, collectives_s=0.0, wire_bytes={"all-reduce": nbytes})
+
+    ours = figures(2.0, 20.0)
+    assert beats(figures(1.0, 10.0), ours)
+    assert not beats(figures(1.0, 30.0), ours) and not beats(figures(3.0, 10.0), ours) and not beats(ours, ours)
