@@ -59,7 +59,7 @@ def figures_of_compiled(compiled: jax.stages.Compiled, figures: MeshFigures) -> 
         peak_bytes=peak_bytes(compiled),
         flops=work.flops,
         memory_bytes=work.memory_bytes,
-        compute_s=work.seconds(figures.matmul_flops, figures.memory_bandwidth),
+        compute_s=work.seconds(figures),
         collectives_s=sum(each.count * _seconds(each, figures) for each in collectives),
     )
 

@@ -5,7 +5,7 @@ product counts 2 x the elements of its result x those summed into each of them (
 every kernel (what the entry and the bodies of loops call) reads its operands and writes its result; of an array that it
 needs only a slice of, or updates a slice of, the slice: `slice(a + b)` fused into one reads a slice of each.
 
-    time = sum over kernels of max(FLOPs / rate of products, bytes / memory bandwidth)
+    time = sum over kernels of what one takes to start + max(FLOPs / rate of products, bytes / memory bandwidth)
 
 A device runs its kernels one after the other, so an update that only waits for memory is not hidden behind products.
 Collectives are not among the kernels: they are timed by the links.
@@ -19,6 +19,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.hlo_collectives import KINDS
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
@@ -26,6 +29,15 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _RUN = re.compile(r"(?:body|condition|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|\S+)")
+_DTYPES = {
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "s8": "int8",
+    "f8e4m3fn": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+}
 _CUTS = frozenset({"dynamic-slice", "slice", "gather"})
 _CALLS = frozenset({"while", "conditional", "call"})
 _MOVES_NOTHING = _CALLS | {
@@ -37,22 +49,38 @@ _MOVES_NOTHING = _CALLS | {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """Of one device and step: of every kernel its FLOPs, its bytes and how often it runs."""
+class Kernel:
+    """What one run of a kernel computes and moves."""
 
-    kernels: tuple[tuple[float, float, float], ...]
+    flops: float  # of products
+    nbytes: float
+    times: float
+    dtype: str = "float32"  # of what is multiplied
+
+    def seconds(self, figures: MeshFigures) -> float:
+        """One run, as the planner estimates it for a whole product."""
+        if not self.flops:
+            return figures.kernel_s + self.nbytes / figures.memory_bandwidth
+        return figures.product_s(self.flops, self.nbytes, self.dtype, np.dtype(self.dtype).itemsize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Of one device and step."""
+
+    kernels: tuple[Kernel, ...]
 
     @property
     def flops(self) -> float:
-        return sum(flops * times for flops, _, times in self.kernels)
+        return sum(kernel.flops * kernel.times for kernel in self.kernels)
 
     @property
     def memory_bytes(self) -> float:
-        return sum(nbytes * times for _, nbytes, times in self.kernels)
+        return sum(kernel.nbytes * kernel.times for kernel in self.kernels)
 
-    def seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
-        """The kernels one after the other, each by its roofline."""
-        return sum(max(flops / flops_per_s, nbytes / bytes_per_s) * times for flops, nbytes, times in self.kernels)
+    def seconds(self, figures: MeshFigures) -> float:
+        """The kernels one after the other."""
+        return sum(kernel.seconds(figures) * kernel.times for kernel in self.kernels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +107,24 @@ def work_of(hlo_text: str) -> Work:
     times = _executions(computations)
     return Work(
         kernels=tuple(
-            (_flops(instruction, computation, computations), nbytes, times[name])
+            _kernel(instruction, computation, computations, nbytes, times[name])
             for name, computation in computations.items()
             if times[name]
             for instruction in computation.instructions
             if (nbytes := _traffic(instruction, computation, computations))
         )
     )
+
+
+def _kernel(
+    i: _Instruction, home: _Computation, computations: dict[str, _Computation], nbytes: float, times: float
+) -> Kernel:
+    parts = [
+        (flops, each, body) for each, body in _parts(i, home, computations) if (flops := _product_flops(each, body))
+    ]
+    dtypes = [_ARRAY.search(body.types[each.operands[0]]) for _, each, body in parts]
+    dtype = _DTYPES.get(dtypes[0][1], "float32") if dtypes and dtypes[0] else "float32"
+    return Kernel(flops=sum(flops for flops, _, _ in parts), nbytes=nbytes, times=times, dtype=dtype)
 
 
 def _read(text: str) -> Iterator[_Computation]:
@@ -129,15 +168,19 @@ def _executions(computations: dict[str, _Computation]) -> dict[str, float]:
 def _called(i: _Instruction) -> list[str]:
     fused = re.findall(r"calls=%?([\w.\-]+)", i.rest)
     run = [name for found in _RUN.findall(i.rest) for name in re.findall(r"[\w.\-]+", found.rstrip(","))]
-    return [*fused, *run] if i.opcode in ("fusion", "while", "conditional", "call", "async-start") else []
+    return [*fused, *run] if i.opcode in ("fusion", "while", "conditional", "call") else []
 
 
-def _flops(i: _Instruction, home: _Computation, computations: dict[str, _Computation]) -> float:
-    """Of an instruction and of all that is fused into it."""
-    if i.opcode not in ("fusion", "async-start"):
-        return _product_flops(i, home)
-    bodies = [computations[name] for name in _called(i)]
-    return sum(_flops(each, body, computations) for body in bodies for each in body.instructions)
+def _parts(
+    i: _Instruction, home: _Computation, computations: dict[str, _Computation]
+) -> Iterator[tuple[_Instruction, _Computation]]:
+    """An instruction, or those that are fused into it, each with the computation that it is in."""
+    if i.opcode != "fusion":
+        yield i, home
+        return
+    for name in _called(i):
+        for each in computations[name].instructions:
+            yield from _parts(each, computations[name], computations)
 
 
 def _product_flops(i: _Instruction, home: _Computation) -> float:

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.compiler.intra_op.figures import cpu_figures
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives, wire_bytes_by_kind
 from benchmarks.compiled_figures import CompiledFigures, peak_bytes
 from benchmarks.hand_plans import HandPlan, compile_by_hand, hand_plans
-from benchmarks.hlo_roofline import Work, work_of
+from benchmarks.hlo_roofline import Kernel, Work, work_of
 from benchmarks.models import MODELS
 from benchmarks.plan_quality import Row, beats, finite, ratio_to_fastest, row_data, summary
 
@@ -162,9 +163,24 @@ def test_collectives_are_no_kernels(ends):
 
 
 def test_kernel_that_waits_for_memory_is_not_hidden_behind_one_that_computes():
-    work = Work(kernels=((100.0, 2.0, 1.0), (0.0, 10.0, 3.0)))
-    assert (work.flops, work.memory_bytes) == (100.0, 32.0)
-    assert work.seconds(flops_per_s=10.0, bytes_per_s=1.0) == 10.0 + 3 * 10.0
+    figures = cpu_figures(1)
+    flops, nbytes = figures.matmul_flops, figures.memory_bandwidth
+    work = Work(kernels=(Kernel(flops=3 * flops, nbytes=nbytes, times=1), Kernel(flops=0, nbytes=nbytes, times=2)))
+    assert (work.flops, work.memory_bytes) == (3 * flops, 3 * nbytes)
+    assert work.seconds(figures) == 3 + 2
+
+
+def test_product_is_timed_at_the_rate_of_its_type():
+    figures = replace(cpu_figures(1), memory_bandwidth=1e30, kernel_s=0.5)
+    hlo = """HloModule product, num_partitions=1
+
+ENTRY %main (a: bf16[64,64], b: bf16[64,64]) -> f32[64,64] {
+  %a = bf16[64,64]{1,0} parameter(0)
+  %b = bf16[64,64]{1,0} parameter(1)
+  ROOT %dot = f32[64,64]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+    assert work_of(hlo).seconds(figures) == 0.5 + 2 * 64**3 / figures.matmul_flops_16
 
 
 def test_convolution_counts_every_pixel_of_its_result():
