@@ -75,6 +75,9 @@ def case_of(row: Row) -> Case:
 def _machine(row: Row, name: str) -> Machine:
     """The machine, with as many devices per host as the row says where a host is a fast domain."""
     machine = Machine.named(name)
+    gigabytes = re.search(r"(\d+)gb", row["hw"].lower())
+    if gigabytes:
+        machine = replace(machine, memory_bytes=float(int(gigabytes[1]) * 2**30))
     per_host = row.whole("gpus_per_node")
     if per_host and machine.domain == machine.devices_per_host != per_host:
         return replace(machine, devices_per_host=per_host, domain=per_host)
@@ -83,10 +86,14 @@ def _machine(row: Row, name: str) -> Machine:
 
 def _with_types(row: Row, habits: Habits) -> Habits:
     words = f"{row['hw']} {row['note']} {row['framework']} {row['kernel']}".lower()
-    if "fp8" in words:
+    # NVIDIA's submissions to MLPerf compute in FP8, as their config files set it.
+    if "fp8" in words or "mlperf" in words:
         return replace(habits, dtype="fp8")
     if "v100" in words:
         return replace(habits, dtype="float16")
+    if row.source.endswith("bigscience"):
+        # DeepSpeed's BF16_Optimizer accumulates gradients in float32 besides.
+        return replace(habits, dtype="bfloat16", gradient_bytes=6.0)
     return habits
 
 
@@ -145,7 +152,9 @@ def _layout(row: Row, model: Transformer) -> Layout:
     if not (row["tp"] or row["dp"]):
         raise Unusable("the layout (dp, tp, pp) is not recorded")
     dp = row.whole("dp") or _divided(row.whole("ngpu"), tp * pp * cp)
-    sequence = row.whole("seq") or (2048 if row.source.endswith(("bigscience", "sailor")) else None)
+    if not row["pp"] and row.source.endswith("bigscience"):
+        raise Unusable("the pipeline's degree is not recorded")
+    sequence = row.whole("seq") or (2048 if row.source.endswith("sailor") else _sequence(row, model, dp))
     if not dp or not sequence:
         raise Unusable("the number of devices or the sequence length is not recorded")
     microbatch, microbatches = _microbatches(row, dp)
@@ -153,7 +162,7 @@ def _layout(row: Row, model: Transformer) -> Layout:
         dp=dp,
         tp=tp,
         pp=pp,
-        vp=row.whole("vp") or 1,
+        vp=row.whole("vp") or _virtual(row, model.layers, pp),
         cp=cp,
         ep=row.whole("ep") or 1,
         zero=_zero(row),
@@ -163,6 +172,15 @@ def _layout(row: Row, model: Transformer) -> Layout:
         recompute=_recompute(row),
         stage_layers=_stage_layers(row, pp, model.layers),
     )
+
+
+def _sequence(row: Row, model: Transformer, dp: int | None) -> int | None:
+    """The power of two that makes the recorded FLOP/s of the recorded time, each layer being computed four times."""
+    step_s, tflops, batch, devices = (row.number(column) for column in ("step_s", "tflops_gpu", "gbs", "ngpu"))
+    if not (step_s and tflops and batch and devices and dp):
+        return None
+    tokens = step_s * tflops * 1e12 * devices / (8 * model.parameters)
+    return 2 ** round(math.log2(tokens / batch))
 
 
 def _divided(devices: int | None, by: int) -> int | None:
@@ -181,6 +199,13 @@ def _microbatches(row: Row, dp: int) -> tuple[int, int]:
     return max(1, size), max(1, round(batch / (dp * max(1, size))))
 
 
+def _virtual(row: Row, layers: int, stages: int) -> int:
+    """NeMo's recipes and the submissions to MLPerf interleave; where they do not say how often, at most sixfold."""
+    if stages == 1 or layers % stages or not re.search(r"nemo pretrain|mlperf", row["framework"].lower()):
+        return 1
+    return max(virtual for virtual in range(1, 7) if (layers // stages) % virtual == 0)
+
+
 def _zero(row: Row) -> int:
     word = row["zero"].upper()
     if word in ("FULL_SHARD", "64"):
@@ -189,6 +214,8 @@ def _zero(row: Row) -> int:
         return 2
     if word in ("1", "2", "3"):
         return int(word)
+    if row.source.endswith("bigscience") and not word:
+        return 1  # as its training scripts set it
     # Megatron-Core's distributed optimizer is on in NeMo's and Megatron-Bridge's recipes and in the MLPerf submissions.
     megatron_core = re.search(r"bridge|nemo|mlperf|0\.14", row["framework"].lower())
     return 1 if megatron_core and not word else 1 if megatron_core and word == "0" else 0
@@ -200,7 +227,7 @@ def _recompute(row: Row) -> str:
         return "selective"
     if word in ("full", "none"):
         return word
-    if re.search(r"ptd-p|zero-3|v2\.4|oneflow|megatron-deepspeed", row["framework"].lower()):
+    if re.search(r"ptd-p|zero-3|v2\.4|oneflow|^megatron-deepspeed", row["framework"].lower()):
         return "full"
     return "none"
 

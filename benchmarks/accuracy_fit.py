@@ -36,8 +36,8 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
     "inter_rate": (0.1, 1.5, 0.5),
     "overlap": (0.1, 2.0, 0.5),
 }
-FIXED_SHARE = 0.2
-"""The fixed time of a step is at most this share of the shortest measured step; its width is a quarter of that."""
+LONGEST_FIXED_S = 0.1
+"""The fixed time of a step, of the optimizer's synchronizations and the data's loading; its width is a quarter."""
 
 
 def chosen_for_fit(cases: Sequence[Case], fraction: float) -> set[int]:
@@ -68,11 +68,10 @@ def fitted_scalars(cases: Sequence[Case]) -> Scalars:
     measured = np.array([case.measured_s for case in cases if case.measured_s is not None])
     if not len(measured):
         return Scalars()
-    longest_fixed_s = FIXED_SHARE * float(measured.min())
     widths = np.array([width for _, _, width in BOUNDS.values()])
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        times = predicted_times(cases, _scalars(x, longest_fixed_s))
+        times = predicted_times(cases, _scalars(x))
         errors = np.log(np.array([time.total_s for time in times]) / measured) / NOISE
         # The square root of ρ keeps the sum of squares what the docstring says, and the priors quadratic.
         robust = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
@@ -83,12 +82,12 @@ def fitted_scalars(cases: Sequence[Case]) -> Scalars:
     start = np.array([0.0] * len(BOUNDS) + [0.01])
     scale = np.append(widths, 0.25)
     solved = least_squares(residuals, start, bounds=(low, high), x_scale=scale, max_nfev=60)
-    return _scalars(solved.x, longest_fixed_s)
+    return _scalars(solved.x)
 
 
-def _scalars(x: np.ndarray, longest_fixed_s: float) -> Scalars:
+def _scalars(x: np.ndarray) -> Scalars:
     factors = {name: math.exp(value) for name, value in zip(BOUNDS, x[:-1])}
-    return Scalars(**factors, step_s=float(x[-1]) * longest_fixed_s)
+    return Scalars(**factors, step_s=float(x[-1]) * LONGEST_FIXED_S)
 
 
 assert {*BOUNDS, "step_s"} == set(SCALARS) and len(SCALARS) <= 10

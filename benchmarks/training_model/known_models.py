@@ -22,10 +22,10 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, width: int, voca
     )
 
 
-# Pattern of the name in lower case -> sizes. Sources: the papers' tables and the config.json that the authors published.
+# Pattern of the name in lower case -> sizes, from the papers' tables and the config.json that the authors published.
 TRANSFORMERS: tuple[tuple[str, Transformer], ...] = (
     # GPT-3 (Brown et al. 2020, table 2.1); 5B as in NeMo's gpt3/5b.yaml; MT-NLG (Smith et al. 2022).
-    (r"gpt-?3[- ]175b", _gpt(96, 12288, 96)),
+    (r"gpt-?3?[- ]175b", _gpt(96, 12288, 96)),
     (r"gpt-?3[- ]5b", _gpt(24, 4096, 32)),
     (r"gpt[- ]530b", _gpt(105, 20480, 128)),
     (r"megatron-22b", _gpt(48, 6144, 64)),

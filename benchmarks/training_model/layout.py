@@ -84,6 +84,8 @@ class Habits:
     """Gradients are reduced, and ZeRO-3's parameters gathered, behind compute."""
     causal_half: bool = False
     """The kernel of attention skips what the mask hides."""
+    attention_share: float = 0.8
+    """Rate of the fused kernel of attention, over that of large products."""
     state_bytes: float = 12.0
     """Of the optimizer, per parameter: master copy and two moments in float32."""
     gradient_bytes: float = 2.0

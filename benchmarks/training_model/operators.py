@@ -43,6 +43,8 @@ class Collective:
     nbytes: float
     axis: str
     count: int = 1
+    copies: int = 1
+    """Of an all-to-all: each token is in `nbytes` that often, and goes to each host at most once."""
 
 
 Operator = Product | Pass | Collective
@@ -169,7 +171,7 @@ def _layer_collectives(model: Transformer, layout: Layout, habits: Habits) -> tu
         found.append(Collective(kind="all-gather", nbytes=keys, axis="cp"))
     if model.experts and layout.ep > 1:
         sent = activations * model.experts.chosen / layout.tp
-        found.append(Collective(kind="all-to-all", nbytes=sent, axis="ep", count=2))
+        found.append(Collective(kind="all-to-all", nbytes=sent, axis="ep", count=2, copies=model.experts.chosen))
     return tuple(found)
 
 

@@ -4,7 +4,8 @@ Stage i of p takes f_i forward and b_i backward for each of m microbatches, a tr
 through all stages and back; the others follow at the pace of the slowest stage, or of the longest round trip divided by
 the microbatches that 1F1B keeps in flight (stage i keeps p - i):
 
-    T = Σ (f_i + b_i) + 2 (p-1) c + (m-1) · max over i of max(f_i + b_i, (Σ over j>=i of (f_j+b_j) + 2 (p-1-i) c) / (p-i))
+    T = Σ (f_i + b_i) + 2 (p-1) c + (m-1) · max over i of max(f_i + b_i, r_i / (p-i)),
+    r_i = Σ over j>=i of (f_j + b_j) + 2 (p-1-i) c
 
 Interleaving v virtual stages per device divides what the first microbatch takes by v, and sends v times as often
 (Narayanan et al. 2021, section 2.2). GPipe's microbatches follow forward, then backward, at the pace of each.

@@ -94,16 +94,35 @@ def price(operators: tuple[Operator, ...], layout: Layout, rates: Rates) -> Pric
                 work_s += rates.machine.memory_s(nbytes)
                 launches += kernels
             case Collective(count=count):
-                collective_s += count * collective_time_s(each.kind, each.nbytes, each.axis, layout, rates)
+                collective_s += count * _collective_s(each, layout, rates)
                 waits_s += count * collective_time_s(each.kind, 0.0, each.axis, layout, rates)
                 launches += count
     return Price(compute_s=max(work_s, launches * rates.launch_s + waits_s - collective_s), collective_s=collective_s)
 
 
 def _product_s(each: Product, rates: Rates) -> float:
+    habits = rates.habits
+    if each.attention:
+        dtype = "bfloat16" if habits.dtype == "fp8" else habits.dtype
+        return rates.machine.matmul_s(each.flops / habits.attention_share, each.nbytes, dtype)
     share = 1.0 if each.aligned else UNALIGNED_SHARE
-    dtype = "bfloat16" if each.attention and rates.habits.dtype == "fp8" else rates.habits.dtype
-    return rates.machine.matmul_s(each.flops / share, each.nbytes, dtype)
+    work_s = rates.machine.matmul_s(each.flops / share, each.nbytes, habits.dtype)
+    if habits.dtype != "fp8":
+        return work_s
+    # Both factors are read in 2 bytes and written in 1, as they are and transposed: about the bytes of the product;
+    # a quarter where norms and activations write them so.
+    return work_s + rates.machine.memory_s(each.nbytes / 4 if habits.compiled else each.nbytes)
+
+
+def _collective_s(each: Collective, layout: Layout, rates: Rates) -> float:
+    hosts = layout.hosts(each.axis, rates.machine.domain)
+    if each.copies == 1 or hosts == 1:
+        return collective_time_s(each.kind, each.nbytes, each.axis, layout, rates)
+    # Tokens go once to each host that has experts for them (DeepSeek-AI 2024, section 3.2.2), then on inside it.
+    _, size = layout.stride(each.axis)
+    reached = hosts * (1 - (1 - 1 / hosts) ** each.copies)
+    across_s = rates.machine.inter.ring_s(each.kind, each.nbytes * reached / each.copies, hosts)
+    return across_s + rates.machine.intra.ring_s(each.kind, each.nbytes, size // hosts)
 
 
 def collective_time_s(kind: str, nbytes: float, axis: str, layout: Layout, rates: Rates) -> float:

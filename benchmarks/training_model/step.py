@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from benchmarks.training_model.layout import Habits, Layout
+from benchmarks.training_model.layout import Layout
 from benchmarks.training_model.models import Transformer
 from benchmarks.training_model.operators import embedding, head, layer_backward, layer_forward
 from benchmarks.training_model.pipeline import pipeline_s
