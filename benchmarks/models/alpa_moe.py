@@ -1,4 +1,4 @@
-"""The mixture-of-experts models of Alpa's evaluation, and a DeepSeek-MoE; 16 bits with a master copy, layers recomputed.
+"""The mixtures of experts of Alpa's evaluation, and a DeepSeek-MoE: 16 bits with a master copy, layers recomputed.
 
 Alpa's (benchmark/alpa/suite_manual_moe.py in alpa-projects/alpa) have experts in every second layer, two per token,
 chosen within groups of 2048 tokens (GShard), perceptrons eight times as wide as the model, Adafactor. FLOPs of a step
@@ -10,8 +10,8 @@ of S tokens, groups of G, E experts, L layers, V words, half of the layers of ea
     words     6 T H V
 
 DeepSeek-MoE (Dai et al. 2024, arXiv:2401.06066) has one dense layer, then experts in all, six of 64 per token and two
-that every token goes to; its FLOPs are 6 for each parameter that a token meets, and 12 L S H for the attention (Chowdhery
-et al. 2022, appendix B).
+that every token goes to; its FLOPs are 6 for each parameter that a token meets, and 12 L S H for the attention
+(Chowdhery et al. 2022, appendix B).
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _gated_params(width: int, hidden: int, dtype: Any) -> Tree:
 
 
 def _expert_layer(params: Tree, x: jax.Array, experts: Callable[[Tree, jax.Array], jax.Array] | None) -> jax.Array:
-    """A layer of attention, experts that a token chooses, and a perceptron that every token goes to; or of two of them."""
+    """Attention, then the experts that a token chooses, or a perceptron that every token goes to, or both."""
     x = attend(params, x, unmarked, causal=True)
     h = norm(params["mlp_norm"], x)
     if experts is not None:

@@ -65,13 +65,13 @@ def _small_gpt(num_devices: int) -> Workload:
 
 
 def _small_moe(num_devices: int) -> Workload:
-    experts = 8 * num_devices
-    size = MoESize(width=128, layers=2, experts=experts, heads=8, length=128, vocabulary=1024, batch=32, group=128)
-    return alpa_moe(f"moe-{experts}-experts", replace(size, layers=2 * num_devices), jnp.float32)
+    layers = 2 * num_devices
+    size = MoESize(width=128, layers=layers, experts=8, heads=8, length=128, vocabulary=1024, batch=32, group=128)
+    return alpa_moe(f"moe-{layers}-layers", size, jnp.float32)
 
 
 def _small_resnet(num_devices: int) -> Workload:
-    channels = 8 * max(1, round(num_devices**0.5))
+    channels = 4 * round(2 * num_devices**0.5)  # FLOPs grow with its square
     size = ResNetSize(channels=channels, depth=26, image=32, classes=64, batch=64)
     return wide_resnet(f"wresnet-{channels}-channels", size)
 

@@ -35,6 +35,7 @@ _BEAM = 24  # labels per cut of the quick look for a first partition
 _BEAM_SLACK = 1.2  # it also looks for partitions that take so much longer than the best one
 _MOST_ADDED = 200  # partitions of one enumeration, fastest first
 _FEW_LABELS = 4000  # with more, an interval is halved instead
+_LOWER = 0.8  # of a cap: one that is worth new bounds
 _WIDE = 0.03  # of the step time: an interval that is halved before its partitions are looked at
 _NARROW = 1e-3  # of the step time: an interval that gains little by halving
 _LITTLE = 0.3  # the same, of the distance between its bound and the best partition
@@ -177,6 +178,10 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
         return _by_stages(interval)
     if not state.found and not _add_smallest(state, interval):
         return []
+    # Whatever holds longer than this takes longer than the best partition.
+    useful_s = state.best_s - bounds.bound_s
+    if useful_s < _LOWER * interval.cap_s:
+        return [replace(interval, cap_s=useful_s, bounded=False)] if useful_s > interval.floor_s else []
     width_s = interval.cap_s - interval.floor_s
     if width_s > _WIDE * state.best_s:
         return _by_hold(interval)
