@@ -146,11 +146,18 @@ def cpu_figures(num_axes: int) -> MeshFigures:
 
 
 def h100_figures(num_axes: int) -> MeshFigures:
-    """H100s in one NVLink domain, along axes of any size."""
-    machine = Machine.named("dgx-h100")
-    figures = mesh_figures(machine, (1,) * num_axes)
-    ramp_s = machine.intra.ramp_bytes / machine.intra.bandwidth
-    return dataclasses.replace(figures, name="h100", latency_s=(ramp_s,) * num_axes)
+    """H100s of one host along axes of any size, for large products: collectives wait as those of eight devices do."""
+    host = mesh_figures(Machine.named("dgx-h100"), (8,))
+    return dataclasses.replace(
+        host,
+        name="h100",
+        latency_s=(host.latency_s[0] + 7 * host.step_s[0],) * num_axes,
+        step_s=(),
+        bandwidth=host.bandwidth * num_axes,
+        matmul_half_flops=0.0,
+        kernel_s=0.0,
+        vector_flops=None,
+    )
 
 
 def figures_of(device: str | Machine, mesh_shape: Sequence[int]) -> MeshFigures:

@@ -1,0 +1,207 @@
+"""Measure what the devices at hand take: products, memory traffic, collectives, transfers, each over growing sizes.
+
+    devices  ->  Measurement(what, dtype, flops, nbytes, group_size, seconds), ...
+
+Each work is repeated inside one compiled loop, so that what is measured is the device's time and not the time to
+launch it; sizes grow fourfold until one run takes `Effort.run_s`. Of three loops the fastest counts, for what slows one
+down is something else on the machine.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+_AXIS = "devices"
+_REPETITIONS = 3
+# Rounds between two questions whether to go on, for which a GPU waits for its host.
+_ROUNDS_AT_ONCE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What one work took. `what` is "product", "memory", "transfer" or a collective of `machine.COLLECTIVES`."""
+
+    what: str
+    dtype: str
+    nbytes: float
+    """As in `Machine.matmul_s`, `memory_s`, `collective_s` and `transfer_s`."""
+    seconds: float
+    flops: float = 0.0
+    group_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long to measure: sizes grow until one run takes `run_s`, and a loop takes about `loop_s`."""
+
+    run_s: float
+    loop_s: float
+    max_sizes: int
+    dtypes: tuple[str, ...]
+
+    @staticmethod
+    def of(*, quick: bool) -> Effort:
+        """A few seconds on a CPU, or about a minute."""
+        if quick:
+            return Effort(run_s=0.005, loop_s=0.01, max_sizes=2, dtypes=("float32", "bfloat16"))
+        return Effort(run_s=0.02, loop_s=0.05, max_sizes=6, dtypes=("float32", "bfloat16", "float16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One work over growing sizes."""
+
+    name: str
+    measure: Callable[[Effort], list[Measurement]]
+
+
+def series_of(devices: Sequence[Any], effort: Effort, *, quick: bool) -> list[Series]:
+    """Everything to measure on devices of one process."""
+    one = devices[0]
+    found = [Series(name=f"products of {dtype}", measure=partial(_products, one, dtype)) for dtype in effort.dtypes]
+    found.append(Series(name="memory", measure=partial(_memory, one)))
+    if len(devices) == 1:
+        return found
+    found.append(Series(name="transfers", measure=partial(_transfers, one, devices[-1])))
+    # Two sizes of groups tell the latency of a step from that of a collective.
+    groups = sorted(
+        {2, len(devices)} if quick else {2**i for i in range(1, len(devices).bit_length())} | {len(devices)}
+    )
+    for kind in _EXCHANGES:
+        for group in groups if not quick or kind == "all-reduce" else groups[-1:]:
+            measure = partial(_collectives, kind, devices[:group])
+            found.append(Series(name=f"{kind} over {group}", measure=measure))
+    return found
+
+
+def _products(device: Any, dtype: str, effort: Effort) -> list[Measurement]:
+    def measured(n: int) -> Measurement:
+        x = jax.device_put(np.random.default_rng(0).normal(size=(n, n)) / math.sqrt(n), device).astype(dtype)
+        seconds = _looped_s(lambda y, w: y @ w, (x, x), effort)
+        return Measurement(what="product", dtype=dtype, nbytes=3 * x.nbytes, seconds=seconds, flops=2.0 * n**3)
+
+    # Four times the FLOPs from one to the next.
+    return list(_growing((round(128 * 4 ** (i / 3) / 16) * 16 for i in range(40)), measured, effort, more=2))
+
+
+def _memory(device: Any, effort: Effort) -> list[Measurement]:
+    def measured(nbytes: int) -> Measurement:
+        x = jax.device_put(jnp.ones(nbytes // 4, jnp.float32), device)
+        seconds = _looped_s(lambda y: y * 0.5 + 1.0, (x,), effort)
+        return Measurement(what="memory", dtype="float32", nbytes=2 * x.nbytes, seconds=seconds)
+
+    # The smallest says what a kernel takes to start; all others are larger than caches.
+    return list(_growing((2**12, *(2**25 * 2**i for i in range(8))), measured, effort))
+
+
+def _transfers(source: Any, target: Any, effort: Effort) -> list[Measurement]:
+    def measured(nbytes: int) -> Measurement:
+        x = jax.device_put(jnp.ones(nbytes // 4, jnp.float32), source)
+        seconds = _fastest_s(lambda count: [jax.device_put(x, target) for _ in range(count)], effort)
+        return Measurement(what="transfer", dtype="float32", nbytes=x.nbytes, seconds=seconds, group_size=2)
+
+    return list(_growing((2**12 * 4**i for i in range(12)), measured, effort))
+
+
+def _collectives(kind: str, devices: Sequence[Any], effort: Effort) -> list[Measurement]:
+    mesh, group = Mesh(np.array(devices), (_AXIS,)), len(devices)
+
+    def measured(nbytes: int) -> Measurement:
+        # The smaller side of a gather is what a device holds before it.
+        held = nbytes // group if kind == "all-gather" else nbytes
+        zeros = jnp.zeros((group, held // 4 // group, group), jnp.float32)
+        x = jax.device_put(zeros, NamedSharding(mesh, P(_AXIS)))
+        step = jax.shard_map(_EXCHANGES[kind], mesh=mesh, in_specs=P(_AXIS), out_specs=P(_AXIS), check_vma=False)
+        seconds = _looped_s(step, (x,), effort)
+        return Measurement(what=kind, dtype="float32", nbytes=nbytes, seconds=seconds, group_size=group)
+
+    # Multiples of 4 bytes · group² are dealt out evenly, whatever the number of devices.
+    least = 4 * group**3
+    start = least * max(1, 2**14 // least)
+    return list(_growing((start * 4**i for i in range(12)), measured, effort))
+
+
+# Each keeps the shape of what a device holds, so that the next can follow it. Zeros stay zeros.
+def _all_reduce(x: jax.Array) -> jax.Array:
+    return lax.psum(x, _AXIS)
+
+
+def _all_gather(x: jax.Array) -> jax.Array:
+    whole = lax.optimization_barrier(lax.all_gather(x, _AXIS, tiled=True))
+    return whole[: x.shape[0]]
+
+
+def _reduce_scatter(x: jax.Array) -> jax.Array:
+    part = lax.psum_scatter(x, _AXIS, scatter_dimension=2, tiled=True)
+    return lax.dynamic_update_slice(x, part, (0, 0, 0))
+
+
+def _all_to_all(x: jax.Array) -> jax.Array:
+    return lax.all_to_all(x, _AXIS, split_axis=2, concat_axis=2, tiled=True)
+
+
+def _permute(x: jax.Array) -> jax.Array:
+    size = lax.axis_size(_AXIS)
+    return lax.ppermute(x, _AXIS, [(i, (i + 1) % size) for i in range(size)])
+
+
+_EXCHANGES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "all-reduce": _all_reduce,
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+    "all-to-all": _all_to_all,
+    "collective-permute": _permute,
+}
+
+
+def _growing(
+    sizes: Any, measured: Callable[[int], Measurement], effort: Effort, *, more: int = 1
+) -> Iterator[Measurement]:
+    """Measurements of growing sizes, two at least, until one takes long enough or there are enough."""
+    for number, size in enumerate(sizes):
+        found = measured(size)
+        yield found
+        if number + 1 >= effort.max_sizes * more or (number and found.seconds > effort.run_s):
+            return
+
+
+def _looped_s(step: Callable[..., jax.Array], arguments: tuple[jax.Array, ...], effort: Effort) -> float:
+    """Seconds of one of many steps, each of which takes the place of the first argument."""
+
+    rounds = 1 if next(iter(arguments[0].devices())).platform == "cpu" else _ROUNDS_AT_ONCE
+
+    @jax.jit
+    def loop(count: Any, first: jax.Array, *others: jax.Array) -> jax.Array:
+        # Without the barrier, a compiler that unrolls rounds might fuse one with the next.
+        def several(_: Any, x: jax.Array) -> jax.Array:
+            return lax.fori_loop(0, rounds, lambda _, y: lax.optimization_barrier(step(y, *others)), x)
+
+        return lax.fori_loop(0, count, several, first)
+
+    return _fastest_s(lambda count: loop(count, *arguments), effort) / rounds
+
+
+def _fastest_s(run: Callable[[int], Any], effort: Effort) -> float:
+    """Seconds of one of as many rounds of `run` as take about `loop_s`."""
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(run(count))
+        return (time.perf_counter() - start) / count
+
+    seconds(1)  # compiles
+    once_s = min(seconds(1), seconds(4))
+    count = max(1, min(10_000, round(effort.loop_s / once_s)))
+    return min(seconds(count) for _ in range(_REPETITIONS))

@@ -1,0 +1,136 @@
+"""Calibration: figures that times were made of are found again, and devices that are here become a file."""
+
+import io
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from autopar.__main__ import main
+from autopar.calibration import fit_machine, summary_of, table_of
+from autopar.calibration_fit import fit_link, fit_rates, least_squares, predicted_s
+from autopar.cluster import Cluster
+from autopar.machine import COLLECTIVES, Link, Machine
+from autopar.measurements import Measurement
+
+MB = 2**20
+
+
+def exchanges(machine: Machine, groups=(2, 4, 8)) -> list[Measurement]:
+    """What a machine's collectives and transfers take, by its formulas."""
+    found = [
+        Measurement(what=kind, dtype="float32", nbytes=nbytes, seconds=1.0, group_size=group)
+        for kind in (*COLLECTIVES, "transfer")
+        for group in groups
+        for nbytes in (2**14, MB, 64 * MB)
+    ]
+    return [replace(each, seconds=predicted_s(machine, each)) for each in found]
+
+
+def work(machine: Machine, dtypes=("float32", "float16")) -> list[Measurement]:
+    """What its products and its memory traffic take."""
+    products = [
+        Measurement(what="product", dtype=dtype, nbytes=12 * n**2, seconds=1.0, flops=2 * n**3)
+        for dtype in dtypes
+        for n in (512, 1024, 2048, 4096, 8192)
+    ]
+    memory = [Measurement(what="memory", dtype="float32", nbytes=n, seconds=1.0) for n in (2**13, 2**26, 2**28)]
+    return [replace(each, seconds=predicted_s(machine, each)) for each in products + memory]
+
+
+@pytest.mark.parametrize("name", ["p3.16xlarge", "dgx-h100", "tpu-v5e", "cpu"])
+def test_the_link_that_times_were_made_of_is_found_again(name):
+    intra = Machine.named(name).intra
+    found = fit_link(exchanges(Machine.named(name)))
+    for field in ("latency_s", "bandwidth", "ramp_bytes"):
+        assert getattr(found, field) == pytest.approx(getattr(intra, field), rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["p3.16xlarge", "dgx-h100"])
+def test_the_rates_that_times_were_made_of_are_found_again(name):
+    machine = Machine.named(name)
+    found = fit_rates(work(machine))
+    assert found.kernel_s == pytest.approx(machine.kernel_s, rel=0.1)
+    assert found.memory_bandwidth == pytest.approx(machine.memory_bandwidth, rel=0.1)
+    for dtype, rate in found.matmul_flops.items():
+        assert rate == pytest.approx(machine.matmul_flops(dtype), rel=0.02)
+    assert found.matmul_half_flops == pytest.approx(machine.matmul_half_flops, rel=0.2)
+
+
+def test_times_that_vary_by_a_fifth_give_figures_that_are_right_on_average():
+    machine, draw = Machine.named("dgx-a100-80"), np.random.default_rng(0)
+    noisy = [replace(each, seconds=each.seconds * draw.uniform(0.8, 1.2)) for each in exchanges(machine)]
+    found = replace(machine, intra=fit_link(noisy))
+    assert found.intra.bandwidth == pytest.approx(machine.intra.bandwidth, rel=0.1)
+    ratios = [predicted_s(found, each) / each.seconds for each in noisy]
+    assert np.mean(ratios) == pytest.approx(1, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds", "expected"),
+    [
+        ([(1, 0), (0, 1)], (2, 3), (2, 3)),
+        ([(1, 1), (1, 2), (1, 3)], (3, 5, 7), (1, 2)),
+        ([(1, 1), (1, 2), (1, 3)], (1, 3, 5), (0, None)),  # the line through them begins below zero
+        ([(1,), (1,)], (1, 3), (2,)),  # not the 1.2 that errors relative to what was measured would give
+    ],
+)
+def test_least_squares_give_nothing_negative(rows, seconds, expected):
+    found = least_squares(rows, seconds)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        assert one >= 0 if other is None else one == pytest.approx(other, abs=1e-9)
+
+
+def test_what_is_known_of_a_kind_of_device_is_kept():
+    machine = Machine.named("dgx-h200")
+    device = type("Device", (), {"device_kind": "NVIDIA H200", "platform": "gpu", "memory_stats": lambda self: None})()
+    found = fit_machine([device], work(machine, ("float32", "bfloat16")))
+    assert (found.devices_per_host, found.domain, found.kind) == (1, 8, "nvidia h200")
+    assert found.peak_flops == machine.peak_flops
+    assert found.matmul_share == pytest.approx(machine.matmul_share, rel=0.02)
+    assert (found.intra, found.inter, found.overlap) == (machine.intra, machine.inter, machine.overlap)
+    assert found.sources["intra"] == "not measured: as dgx-h200"
+    assert found.sources["matmul_share"].startswith("measured on 1 x NVIDIA H200")
+
+
+def test_measured_and_fitted_stand_side_by_side():
+    machine = Machine.named("p3.16xlarge")
+    measured = [*work(machine), *exchanges(machine)]
+    slower = replace(machine, intra=Link(latency_s=0.0, bandwidth=machine.intra.bandwidth / 2, ramp_bytes=0.0))
+    written = io.StringIO()
+    Console(width=120, file=written).print(table_of(slower, measured), summary_of(machine, measured))
+    text = written.getvalue()
+    assert "all-reduce" in text and "product" in text and "+9" in text
+    assert "100 TFLOP/s" in text and "134 GB/s" in text and "2.5 MB" in text
+
+
+def test_the_devices_that_are_here_become_a_file(tmp_path, capsys):
+    path = tmp_path / "here.json"
+    assert main(["calibrate", "--quick", "--json", str(path)]) == 0
+    cluster = Cluster.load(path)
+    assert (cluster.num_devices, cluster.kind) == (len(jax.devices()), "cpu")
+    machine = cluster.machine
+    assert {"float32", "bfloat16"} <= set(machine.peak_flops)
+    assert set(machine.matmul_share.values()) == {1.0}
+    assert machine.sources["intra"].startswith(f"measured on {len(jax.devices())} x cpu")
+    assert json.loads(path.read_text())["name"] == "measured-cpu"
+    told = capsys.readouterr()
+    assert "measured against fitted" in told.out and "reduce-scatter" in told.out and "Cluster.load" in told.out
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_measured(tmp_path, capsys):
+    assert main(["calibrate", "--json", str(tmp_path / "nowhere" / "here.json")]) == 1
+    told = capsys.readouterr()
+    assert "autopar calibrate: There is no directory" in told.err and not told.out
+
+
+@pytest.mark.parametrize("words", [[], ["calibrat"], ["calibrate", "--slowly"]])
+def test_words_that_are_no_command_end_with_what_there_is(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "usage: autopar" in capsys.readouterr().err
