@@ -1,7 +1,7 @@
 """The Wide-ResNets of Alpa's evaluation: bottleneck blocks, 32 bits, SGD with momentum, each block recomputed.
 
 Sizes and layers are those of benchmark/alpa/suite_wresnet.py and alpa/model/wide_resnet.py in alpa-projects/alpa:
-depth 50 or 101, the middle convolution of a block `widening` times as wide as the block. FLOPs of a step are three times
+depth 50 or 101, the middle convolution of a block `widening` times as wide as the block. FLOPs of a step are 3 times
 those of the products of the forward pass (Alpa counts the products of the compiled program, which are these and what it
 computes again); the first convolution needs no gradient of the images.
 """
