@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from jax.sharding import PartitionSpec
 
 from autopar.checks import BATCH_STATISTICS, RANDOM, SCHEDULES, check_choice, check_count, check_mesh_shape
-from autopar.errors import InvalidArgument, Unsupported
+from autopar.errors import InvalidArgument
 
 MEMORY_LEVELS = {"off": math.inf, "adaptive": 0.9, "slight": 0.75, "moderate": 0.6, "heavy": 0.4}
 """The share of a device's memory that a plan may use, a tenth being left to what is not modelled; "off": no limit."""
@@ -26,11 +26,13 @@ _USUAL_AXES = ("data", "model", "expert")
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """Search the sharding of every value that makes the step fastest and fits into memory.
+    """Search the stages, and the sharding of every value, that make the step fastest and fit into memory.
 
-    `mesh_shape` is the logical mesh, by default the best of all meshes of two axes; `axis_names` name its axes ("data",
-    "model", "expert"). `num_microbatches` parts of the batch go through the model one after another in one loop, and
-    gradients are reduced once. `memory` limits what a device may hold: bytes, a fraction of its memory, or a word:
+    What is given is fixed, the rest is searched. `num_stages` stages share the devices, each with a mesh of its own;
+    with one stage the whole step is one program. `mesh_shape` is the logical mesh of every stage, by default the best
+    of those with two axes; `axis_names` name its axes ("data", "model", "expert"). `num_microbatches` parts of the
+    batch go through the model one after another, in the order of the `schedule`. `memory` limits
+    what a device may hold: bytes, a fraction of its memory, or a word:
     "adaptive" (0.9 of it, the default), "slight", "moderate" and "heavy" (0.75, 0.6 and 0.4), "off" (no limit).
     `remat` computes layers again in the backward pass instead of keeping what they made: as few as make the plan fit
     into memory ("auto"), all that can be (True), or none (False). Layers are the numbered scopes of the model (`h_0`,
@@ -40,16 +42,16 @@ class Auto:
     laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`. After `time_limit_s`
     seconds the best plan so far is taken, with the gap that is left.
 
-    Raises `InvalidArgument` for values that cannot be used, `Unsupported` for more than one stage.
+    Raises `InvalidArgument` for values that cannot be used.
 
-    >>> Auto(num_stages=1, mesh_shape=(2, 4)).mesh_axes
+    >>> Auto(mesh_shape=(2, 4)).mesh_axes
     ('data', 'model')
     """
 
-    num_stages: int | None = 1
+    num_stages: int | None = None
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
-    num_microbatches: int = 1
+    num_microbatches: int | None = None
     schedule: str | None = None
     memory: float | str = "adaptive"
     remat: bool | str = "auto"
@@ -61,12 +63,9 @@ class Auto:
 
     def __post_init__(self) -> None:
         """Raise for a field that cannot be used."""
-        if self.num_stages != 1:
-            raise Unsupported(
-                f"Auto has num_stages={self.num_stages}; the search over stages is not there yet. Use num_stages=1, or "
-                "PipelineParallel(num_stages=...)."
-            )
-        check_count("num_microbatches", self.num_microbatches)
+        for name in ("num_stages", "num_microbatches"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         check_choice("random", self.random, RANDOM)
         check_choice("batch_statistics", self.batch_statistics, BATCH_STATISTICS)
         if self.schedule is not None:
@@ -109,7 +108,12 @@ class _Restricted:
     def search(self) -> Auto:
         """The search that this method restricts."""
         return Auto(
-            mesh_shape=self.mesh_shape, axis_names=self.axis_names, memory=self.memory, time_limit_s=self.time_limit_s
+            num_stages=1,
+            num_microbatches=1,
+            mesh_shape=self.mesh_shape,
+            axis_names=self.axis_names,
+            memory=self.memory,
+            time_limit_s=self.time_limit_s,
         )
 
 

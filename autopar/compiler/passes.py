@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from autopar.compiler.lower import lower
 from autopar.compiler.plan_by_hand import plan_by_hand
 from autopar.compiler.plan_by_search import plan_by_search
+from autopar.compiler.plan_by_stages import StageProblem, plan_by_stages, searches_stages
 from autopar.compiler.prepare import prepare, stage_graph
 from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.trace import Trace, trace_step
@@ -29,7 +30,7 @@ from autopar.machine import Machine
 from autopar.options import Method
 from autopar.plan import MeshPlan, Plan
 from autopar.program import Program
-from autopar.search_methods import SearchMethod
+from autopar.search_methods import Auto, SearchMethod
 
 __all__ = ["check_plan", "cut_step", "lower_step", "make_plan", "trace_step"]
 
@@ -44,6 +45,21 @@ def make_plan(
     if isinstance(method, Plan):
         check_plan(method, trace, num_devices=num_devices)
         return method
+    if isinstance(method, Auto) and searches_stages(trace, method, num_devices):
+        machine = kind if isinstance(kind, Machine) else Machine.of_kind(kind)
+        found = plan_by_stages(
+            StageProblem(
+                trace=trace,
+                method=method,
+                num_devices=num_devices,
+                machine=machine,
+                kind=kind,
+                cache_directory=cache_directory,
+            )
+        )
+        if isinstance(found, Plan):
+            return found
+        method = found
     if isinstance(method, SearchMethod):
         return plan_by_search(trace, method, num_devices=num_devices, kind=kind, cache_directory=cache_directory)
     return plan_by_hand(trace, method, num_devices=num_devices)

@@ -150,7 +150,7 @@ def search_on(
     trace = rematerialize(trace, recomputed_layers, num_layers)
     closed = one_jaxpr(
         trace,
-        num_microbatches=auto.num_microbatches if trace.differentiates else 1,
+        num_microbatches=(auto.num_microbatches or 1) if trace.differentiates else 1,
         batch_statistics=auto.batch_statistics,
         random=auto.random,
     )
@@ -200,7 +200,7 @@ def plan_of(trace: Trace, method: SearchMethod, searched: Searched, offered: Cal
         meshes=(MeshPlan(devices=tuple(range(mesh.num_devices)), shape=mesh.shape, axis_names=mesh.axis_names),),
         stages=(StagePlan(layers=(0, 1), mesh=0),),
         cuts=(),
-        num_microbatches=auto.num_microbatches if trace.differentiates else 1,
+        num_microbatches=(auto.num_microbatches or 1) if trace.differentiates else 1,
         schedule=auto.schedule or "1f1b",
         input_specs={name: spec for name, spec in specs.items() if any(spec)},
         cut_specs={},

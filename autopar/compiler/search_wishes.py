@@ -43,8 +43,8 @@ def wishes_of(trace: Trace, closed: jc.ClosedJaxpr, method: SearchMethod, mesh: 
     return Wishes(
         inputs=given | pinned,
         results=asked,
-        restrict=lambda eqn, every: _constrained(eqn, every, mesh),
-        restricted_as=_constraint_of,
+        restrict=lambda eqn, every: constrained(eqn, every, mesh),
+        restricted_as=constraint_of,
     )
 
 
@@ -76,10 +76,11 @@ def _matches(pattern: str, leaf: Leaf) -> bool:
 
 
 def _pinned_layout(leaf: Leaf, pattern: str, spec: PartitionSpec, mesh: LogicalMesh) -> Layout:
-    return _layout_of(f"The pin {pattern!r} of {key_path(leaf.name)}", spec, tuple(leaf.aval.shape), mesh)
+    return layout_of(f"The pin {pattern!r} of {key_path(leaf.name)}", spec, tuple(leaf.aval.shape), mesh)
 
 
-def _layout_of(what: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
+def layout_of(what: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
+    """The layout that a spec means for an array of this shape; `InvalidArgument` if it means none."""
     if len(spec) > len(shape):
         raise InvalidArgument(
             f"{what} is {spec}, which has {len(spec)} entries; the array has {len(shape)} dimensions."
@@ -118,7 +119,14 @@ def _jit_layouts(
     return inputs, results
 
 
-def _constraint_of(eqn: jc.JaxprEqn) -> Hashable:
+def equation_wishes(method: Auto, mesh: LogicalMesh) -> Wishes:
+    """What the user asks for inside of the model."""
+    if method.ignore_user_shardings:
+        return Wishes()
+    return Wishes(restrict=lambda eqn, every: constrained(eqn, every, mesh), restricted_as=constraint_of)
+
+
+def constraint_of(eqn: jc.JaxprEqn) -> Hashable:
     """What the user asks for here: by a sharding constraint, or by the types of a mesh with Explicit axes."""
     if eqn.primitive.name in _CONSTRAINTS:
         return str(_wanted_spec(eqn))
@@ -136,7 +144,8 @@ def _wanted_spec(eqn: jc.JaxprEqn) -> PartitionSpec:
     return wanted.spec
 
 
-def _constrained(eqn: jc.JaxprEqn, every: tuple[Strategy, ...], mesh: LogicalMesh) -> tuple[Strategy, ...]:
+def constrained(eqn: jc.JaxprEqn, every: tuple[Strategy, ...], mesh: LogicalMesh) -> tuple[Strategy, ...]:
+    """The strategies that keep what the user asks for at an equation."""
     if eqn.primitive.name in _CONSTRAINTS:
         layout = _asked_layout(eqn, _wanted_spec(eqn), eqn.outvars[0], mesh)
         return (Strategy((layout,), (layout,)),)
@@ -160,4 +169,4 @@ def _asked_layout(eqn: jc.JaxprEqn, spec: PartitionSpec, v: Any, mesh: LogicalMe
             f"{list(mesh.axis_names)}. Name them alike with axis_names=, or use ignore_user_shardings=True."
         )
     shape: tuple[int, ...] = tuple(getattr(v.aval, "shape", ()))
-    return _layout_of(f"The sharding constraint {jc.describe(eqn)}", spec, shape, mesh)
+    return layout_of(f"The sharding constraint {jc.describe(eqn)}", spec, shape, mesh)

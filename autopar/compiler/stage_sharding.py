@@ -25,8 +25,8 @@ from autopar.compiler.intra_op.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.intra_op.local_program import LocalBlock, local_block
 from autopar.compiler.intra_op.localize import border_shape, border_spec, localize_task
 from autopar.compiler.intra_op.planned_collectives import planned_collectives
-from autopar.compiler.intra_op.search import Wishes, with_shared_latency
-from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, plan_tasks
+from autopar.compiler.intra_op.search import with_shared_latency
+from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, task_choices
 from autopar.compiler.stage_graph import StageGraph
 from autopar.errors import PlanMismatch
 from autopar.plan import MeshPlan, Plan
@@ -70,14 +70,7 @@ def _emitted(graph: StageGraph, plan: Plan, number: int) -> list[EmittedTask]:
     return [emit_task(graph, task, read=read) for task in graph.tasks if plan.stages[task.stage].mesh == number]
 
 
-def mesh_wishes(
-    graph: StageGraph,
-    tasks: list[GroupTask],
-    *,
-    allowed: Mapping[str, tuple[Layout, ...]] | None = None,
-    prices: Mapping[str, float] | None = None,
-    equations: Wishes | None = None,
-) -> GroupWishes:
+def mesh_wishes(graph: StageGraph, tasks: list[GroupTask]) -> GroupWishes:
     """What follows from the graph: new state lies where the old did; only totals that stay here may stay sums."""
     shown = {out.value for out in graph.outputs} | set(graph.crossing())
     totals = {a.result for task in graph.tasks for a in task.accumulations if a.kind in ("sum", "mean")}
@@ -91,9 +84,6 @@ def mesh_wishes(
             if out.value is not None and out.replaces is not None and _same_type(graph, out.value, out.replaces)
         },
         sums=local,
-        allowed=allowed or {},
-        prices=prices or {},
-        equations=equations or Wishes(),
     )
 
 
@@ -112,7 +102,8 @@ def plan_mesh(
     cache_directory: Path | None = None,
 ) -> MeshSharding:
     """The best layouts of what a mesh runs."""
-    found = plan_tasks(tasks, mesh, figures, wishes, time_limit_s=time_limit_s, cache_directory=cache_directory)
+    choices = task_choices(tasks, mesh, figures, wishes)
+    found = choices.best({}, time_limit_s=time_limit_s, cache_directory=cache_directory)
     return sharding_of(tasks, found, mesh, figures)
 
 

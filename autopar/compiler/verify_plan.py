@@ -5,9 +5,9 @@ Plan, Program, devices or GPU target  ->  CollectiveCheck
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -22,8 +22,8 @@ from autopar.compiler.gpu_aot import gpu_devices
 from autopar.compiler.intra_op.hlo_collectives import KINDS, CompiledCollective, compiled_collectives
 from autopar.errors import InvalidArgument
 from autopar.instructions import Executable
-from autopar.plan import Plan
-from autopar.program import Program
+from autopar.plan import MeshPlan, Plan
+from autopar.program import Program, Run
 from autopar.sharding_plan import PlannedCollective
 
 _Collective = TypeVar("_Collective", PlannedCollective, CompiledCollective)
@@ -88,27 +88,36 @@ def check_collectives(
 
     Raises `InvalidArgument` for a plan whose layouts XLA decides: it has no planned collectives.
     """
-    if plan.sharding is None:
+    if plan.sharding is None and any(mesh.sharding is None for mesh in plan.meshes):
         raise InvalidArgument(
             f"A plan of {plan.method} leaves the layouts inside of the step to XLA, so there are no planned "
             "collectives to compare with. Plan with Auto(), Zero(), TensorParallel() or ExpertParallel()."
         )
-    (executable,) = program.executables.values()
-    shape, names = plan.meshes[0].shape, plan.meshes[0].axis_names
     if target is not None:
-        devices = gpu_devices(target, plan.num_devices)
+        devices = gpu_devices(target, 1 + max(max(mesh.devices) for mesh in plan.meshes))
     assert devices is not None
-    grid = np.array([devices[ordinal] for ordinal in plan.meshes[0].devices]).reshape(shape)
-    mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
-    compiled = _lowered(executable, mesh).compile({"xla_gpu_enable_triton_gemm": False} if target is not None else None)
-    found = compiled_collectives(compiled.as_text())
+    options = {"xla_gpu_enable_triton_gemm": False} if target is not None else None
+    runs = Counter(i.executable for mesh in program.meshes for i in mesh.instructions if isinstance(i, Run))
+    found: list[CompiledCollective] = []
+    peak_bytes = 0.0
+    for executable in program.executables.values():
+        compiled = _lowered(executable, _mesh(plan.meshes[executable.mesh], devices)).compile(options)
+        peak_bytes = max(peak_bytes, _peak(compiled))
+        found += [
+            replace(each, count=each.count * runs[executable.name]) for each in compiled_collectives(compiled.as_text())
+        ]
     on_cpu = target is None and devices[0].platform == "cpu"
     return CollectiveCheck(
         compiler=target or str(devices[0].device_kind),
-        kinds=tuple(_compare(plan.sharding.collectives, found, on_cpu=on_cpu)),
-        planned_peak_bytes=plan.sharding.peak_bytes,
-        compiled_peak_bytes=_peak(compiled),
+        kinds=tuple(_compare(plan.planned_collectives, found, on_cpu=on_cpu)),
+        planned_peak_bytes=0.0 if plan.sharding is None else plan.sharding.peak_bytes,
+        compiled_peak_bytes=peak_bytes,
     )
+
+
+def _mesh(plan: MeshPlan, devices: Sequence[Any]) -> Mesh:
+    grid = np.array([devices[ordinal] for ordinal in plan.devices]).reshape(plan.shape)
+    return Mesh(grid, plan.axis_names, axis_types=(AxisType.Auto,) * len(plan.axis_names))
 
 
 def _lowered(executable: Executable, mesh: Mesh) -> Any:

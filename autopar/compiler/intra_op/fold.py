@@ -116,6 +116,13 @@ def _type(atom: Any) -> Hashable:
     return (atom.aval.shape, atom.aval.dtype)
 
 
+def program_key(closed: jc.ClosedJaxpr) -> Hashable:
+    """Equal for programs that compute the same from inputs of the same types."""
+    jaxpr, consts = jc.open_jaxpr(closed)
+    types = tuple(map(_type, (*jaxpr.invars, *jaxpr.constvars)))
+    return (types, tuple(map(str, consts)), _body_key(jaxpr, lambda eqn: None))
+
+
 def _body_key(jaxpr: jc.Jaxpr, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hashable:
     """A body as its equations, with values by number."""
     numbers: dict[Any, int] = {}

@@ -39,7 +39,7 @@ class _Key(NamedTuple):
     phase: str
 
 
-class _Alternatives(NamedTuple):
+class Alternatives(NamedTuple):
     """The strategies of an equation, and what each state of its node costs and reads and gives."""
 
     strategies: tuple[Strategy, ...]
@@ -60,9 +60,9 @@ class Planner:
     """What that depends on, beside what makes equations alike."""
     enter: Callable[[Block, jc.JaxprEqn, float], EquationChoice]
     """Makes the choices of loops, branches and remat regions."""
-    known: dict[Any, _Alternatives] = field(default_factory=dict[Any, _Alternatives])
+    known: dict[Any, Alternatives] = field(default_factory=dict[Any, Alternatives])
 
-    def alternatives(self, eqn: jc.JaxprEqn, maybe_partial: frozenset[int]) -> _Alternatives:
+    def alternatives(self, eqn: jc.JaxprEqn, maybe_partial: frozenset[int]) -> Alternatives:
         """The strategies of an equation, listed once for all equations like it."""
         key = (equation_key(eqn), maybe_partial, self.restricted_as(eqn))
         if key not in self.known:
@@ -70,7 +70,7 @@ class Planner:
             every = strategies(eqn, self.rules(eqn), mesh, maybe_partial=maybe_partial)
             kept = self.restrict(eqn, every)
             seconds = np.array([equation_s(eqn, s, mesh, self.table.figures) for s in kept])
-            self.known[key] = _Alternatives(
+            self.known[key] = Alternatives(
                 kept,
                 tuple(tuple(s.operands[q] for s in kept) for q in range(len(eqn.invars))),
                 tuple(tuple(s.results[q] for s in kept) for q in range(len(eqn.outvars))),

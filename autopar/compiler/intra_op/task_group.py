@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import aval_bytes
 from autopar.compiler.intra_op.block_plan import BlockPlan, planned
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable
-from autopar.compiler.intra_op.choice_problem import Optimum
+from autopar.compiler.intra_op.choice_problem import Optimum, Problem
 from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.fold import Fold, fold, unfolded
 from autopar.compiler.intra_op.free_values import is_small
-from autopar.compiler.intra_op.graph import Block, Planner
+from autopar.compiler.intra_op.graph import Alternatives, Block, Planner
 from autopar.compiler.intra_op.ilp import solve
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, num_shards, used_axes
 from autopar.compiler.intra_op.nested import enter
@@ -52,13 +52,12 @@ class GroupWishes:
     """What is asked of the values between tasks, by their names.
 
     `alike` maps values to those that have their layout: new state to what it replaces. `sums` may stay partial sums.
-    `allowed` fixes layouts. `prices` are seconds charged for every byte of a value that a device holds.
+    `allowed` fixes layouts.
     """
 
     alike: Mapping[str, str] = field(default_factory=dict[str, str])
     sums: Collection[str] = ()
     allowed: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict[str, tuple[Layout, ...]])
-    prices: Mapping[str, float] = field(default_factory=dict[str, float])
     equations: Wishes = field(default_factory=Wishes)
 
 
@@ -71,20 +70,58 @@ class GroupPlan:
     optimum: Optimum
 
 
-def plan_tasks(
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TaskChoices:
+    """The choices of a group, from which plans for several prices of memory are made."""
+
+    tasks: Sequence[GroupTask]
+    blocks: Sequence[BlockChoices]
+    values: Mapping[str, Choice | None]
+    types: Mapping[str, Any]
+    table: ChoiceTable
+
+    def best(
+        self, prices: Mapping[str, float], *, time_limit_s: float = 60.0, cache_directory: Path | None = None
+    ) -> GroupPlan:
+        """The best layouts. `prices` are seconds charged for every byte of a value that a device holds."""
+        problem = self._priced(prices)
+
+        def solved() -> Optimum:
+            return solve(problem, time_limit_s=time_limit_s)
+
+        if cache_directory is None:
+            optimum = solved()
+        else:
+            optimum = cached(problem_fingerprint(problem, str(time_limit_s)), cache_directory, solved)
+        layouts = {n: None if c is None else c.layouts[optimum.states[c.node]] for n, c in self.values.items()}
+        plans = {task.name: planned(block, optimum.states) for task, block in zip(self.tasks, self.blocks, strict=True)}
+        return GroupPlan(layouts=layouts, tasks=plans, optimum=optimum)
+
+    def _priced(self, prices: Mapping[str, float]) -> Problem:
+        problem = self.table.problem()
+        costs = list(problem.costs)
+        for name, price in sorted(prices.items()):
+            choice = self.values.get(name)
+            if choice is not None:
+                nbytes = np.array([1 / num_shards(layout, self.table.mesh) for layout in choice.layouts])
+                costs[choice.node] = costs[choice.node] + price * aval_bytes(self.types[name]) * nbytes
+        return replace(problem, costs=tuple(costs))
+
+
+def task_choices(
     tasks: Sequence[GroupTask],
     mesh: LogicalMesh,
     figures: MeshFigures,
     wishes: GroupWishes,
     *,
     fold_from: int = FOLD_FROM,
-    time_limit_s: float = 60.0,
-    cache_directory: Path | None = None,
-) -> GroupPlan:
-    """The best layouts of the tasks of a stage, which are listed in an order in which they may run.
+    known: dict[Any, Alternatives] | None = None,
+) -> TaskChoices:
+    """The choices of the tasks of a stage, which are listed in an order in which they may run.
 
-    The objective is the time of all of them in one step, each as often as it runs, and the price of memory. Programs of
-    at least `fold_from` equations together have their repeated layers planned as one.
+    The objective is the time of all of them in one step, each as often as it runs. Programs of at least `fold_from`
+    equations together have their repeated layers planned as one. `known` keeps what was listed of equations, for other
+    groups on the same mesh.
     """
     table = ChoiceTable(mesh=mesh, figures=figures, update_figures=with_shared_latency(figures))
     group = _Group(table=table, wishes=wishes)
@@ -95,27 +132,15 @@ def plan_tasks(
         restrict=wishes.equations.restrict,
         restricted_as=wishes.equations.restricted_as,
         enter=enter,
+        known={} if known is None else known,
     )
     folding = sum(len(body.eqns) for body in bodies) >= fold_from
     folds = [_folded(task, body, wishes) if folding else unfolded(task.jaxpr) for task, body in zip(tasks, bodies)]
     group.tie(tasks, folds)
-    choices = [
+    blocks = [
         group.collect(planner, task, body, folded) for task, body, folded in zip(tasks, bodies, folds, strict=True)
     ]
-    problem = table.problem()
-
-    def best() -> Optimum:
-        return solve(problem, time_limit_s=time_limit_s)
-
-    if cache_directory is None:
-        optimum = best()
-    else:
-        optimum = cached(problem_fingerprint(problem, str(time_limit_s)), cache_directory, best)
-    return GroupPlan(
-        layouts={name: None if c is None else c.layouts[optimum.states[c.node]] for name, c in group.values.items()},
-        tasks={task.name: planned(block, optimum.states) for task, block in zip(tasks, choices, strict=True)},
-        optimum=optimum,
-    )
+    return TaskChoices(tasks=tuple(tasks), blocks=blocks, values=group.values, types=group.types, table=table)
 
 
 def _folded(task: GroupTask, body: jc.Jaxpr, wishes: GroupWishes) -> Fold:
@@ -142,6 +167,7 @@ class _Group:
     table: ChoiceTable
     wishes: GroupWishes
     values: dict[str, Choice | None] = field(default_factory=dict[str, Choice | None])
+    types: dict[str, Any] = field(default_factory=dict[str, Any])
     roots: dict[str, str] = field(default_factory=dict[str, str])
 
     def root(self, name: str) -> str:
@@ -163,6 +189,7 @@ class _Group:
     def value(self, name: str, aval: Any) -> Choice | None:
         """The node of a value, made when it is first met; None for what is free."""
         root = self.root(name)
+        self.types[name] = aval
         if root not in self.values:
             self.values[root] = None if is_small(aval) else self._new(root, aval)
         self.values[name] = self.values[root]
@@ -173,9 +200,7 @@ class _Group:
         layouts = self.wishes.allowed.get(name, all_layouts(tuple(aval.shape), mesh))
         if name in self.wishes.sums:
             layouts = (*layouts, *with_partial_sums(layouts, mesh))
-        price = self.wishes.prices.get(name, 0.0) * aval_bytes(aval)
-        costs = np.array([price / num_shards(layout, mesh) for layout in layouts])
-        return Choice(self.table.add_node(f"value {name}", costs), layouts)
+        return self.table.add_layouts(f"value {name}", layouts)
 
     def collect(self, planner: Planner, task: GroupTask, body: jc.Jaxpr, folded: Fold) -> BlockChoices:
         """The choices of one task."""

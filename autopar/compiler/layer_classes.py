@@ -1,0 +1,231 @@
+"""Cut a step into layers, each a stage of its own, and tell which layers are alike.
+
+    Trace, number of layers, microbatches  ->  Layers
+
+What a layer costs is then found once for each class of layers, whatever the depth of the model: equal programs, handed
+equal values in equal places.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.costs import aval_bytes
+from autopar.compiler.cut_forward import forward_costs
+from autopar.compiler.intra_op.fold import program_key
+from autopar.compiler.intra_op.task_group import GroupTask, GroupWishes
+from autopar.compiler.model_layers import count_layers, layer_cuts
+from autopar.compiler.placement import layer_order
+from autopar.compiler.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
+from autopar.compiler.regions import Regions
+from autopar.compiler.search_wishes import key_path
+from autopar.compiler.stage_graph import StageGraph
+from autopar.compiler.stage_sharding import mesh_tasks, mesh_wishes
+from autopar.compiler.trace import Trace
+from autopar.compiler.value_specs import microbatch_rows, rows_axis
+from autopar.plan import MeshPlan, Plan, StagePlan
+
+_MOST_LOOP_PIECES = 128
+_LEAST_SHARE = 0.05
+"""Of the mean FLOPs: a layer with less is part of its neighbour."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerClass:
+    """What all layers of a class have in common: the tasks of one of them, and what is asked of their values."""
+
+    tasks: tuple[GroupTask, ...]
+    wishes: GroupWishes
+    batch_axes: Mapping[str, int | None]
+    """The values that cross layers or hold examples, and along which axis those are."""
+    state: frozenset[str]
+    """Values that stay from step to step, or from microbatch to microbatch."""
+    kept: frozenset[str]
+    """Values of a microbatch that its backward task reads."""
+    pins: Mapping[str, PartitionSpec]
+    """What the user fixed of its inputs."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layers:
+    """The layers of a step for a number of microbatches: the class of each, and the bytes that cross each cut."""
+
+    cuts: tuple[int, ...]
+    loop_pieces: int
+    num_microbatches: int
+    prepared: PreparedStep
+    classes: tuple[LayerClass, ...]
+    class_of: tuple[int, ...]
+    crossing_bytes: tuple[float, ...]
+    """Per cut, there and back, of one microbatch; what crosses once per step counts its share."""
+
+
+def count_step_layers(trace: Trace, **options: str) -> tuple[int, int]:
+    """How many layers a step is cut into, and into how many pieces its scans over layers."""
+    whole = prepare(trace, num_layers=1, num_microbatches=1, loop_pieces=1, **_exact(options))
+    loops = [
+        jc.loop_of(eqn).length
+        for eqn in whole.regions.equations
+        if eqn.primitive.name == "scan" and 1 < jc.loop_of(eqn).length <= _MOST_LOOP_PIECES
+    ]
+    if loops and loop_pieces_for(trace, max(loops)) > 1:
+        return max(loops), max(loops)
+    return count_layers(whole.regions), 1
+
+
+def _exact(options: Mapping[str, str]) -> dict[str, str]:
+    return {"batch_statistics": "exact", "random": "full_batch"} | dict(options)
+
+
+def find_layers(
+    trace: Trace,
+    *,
+    num_layers: int,
+    loop_pieces: int,
+    num_microbatches: int,
+    schedule: str,
+    remat: bool,
+    pins: Mapping[str, PartitionSpec],
+    **options: str,
+) -> Layers:
+    """Cut a step into layers. Raises as `prepare` does for batches that cannot be split."""
+    prepared = prepare(
+        trace, num_layers=num_layers, num_microbatches=num_microbatches, loop_pieces=loop_pieces, **_exact(options)
+    )
+    cuts = worthwhile_cuts(prepared.regions, layer_cuts(prepared.regions, num_layers))
+    plan = _each_layer_a_stage(trace, cuts, loop_pieces, num_microbatches, schedule, remat or prepared.recomputes)
+    graph = stage_graph(prepared, plan)
+    numbers: dict[Hashable, int] = {}
+    classes: list[LayerClass] = []
+    class_of: list[int] = []
+    for layer in range(len(cuts) + 1):
+        tasks = mesh_tasks(graph, plan, layer)
+        found = layer_class(graph, tasks, pins)
+        key = _class_key(found)
+        if key not in numbers:
+            numbers[key] = len(classes)
+            classes.append(found)
+        class_of.append(numbers[key])
+    return Layers(
+        cuts=cuts,
+        loop_pieces=loop_pieces,
+        num_microbatches=num_microbatches,
+        prepared=prepared,
+        classes=tuple(classes),
+        class_of=tuple(class_of),
+        crossing_bytes=_crossing_bytes(graph, len(cuts) + 1),
+    )
+
+
+def worthwhile_cuts(regions: Regions, cuts: Sequence[int]) -> tuple[int, ...]:
+    """The cuts without those that would leave a layer of next to no work: it joins the one before it."""
+    flops, _ = forward_costs(regions, layer_order(regions))
+    borders = [0, *cuts, len(flops)]
+    least = _LEAST_SHARE * sum(flops) / (len(borders) - 1)
+    kept: list[int] = []
+    for start, stop in itertools.pairwise(borders):
+        if start and sum(flops[start:stop]) >= least and sum(flops[:start]) >= least:
+            kept.append(start)
+    return tuple(kept)
+
+
+def _each_layer_a_stage(
+    trace: Trace, cuts: Sequence[int], loop_pieces: int, num_microbatches: int, schedule: str, remat: bool
+) -> Plan:
+    count = len(cuts) + 1
+    return Plan(
+        fingerprint=trace.fingerprint,
+        method="Auto",
+        meshes=tuple(MeshPlan(devices=(s,), shape=(1,), axis_names=("data",)) for s in range(count)),
+        stages=tuple(StagePlan(layers=(s, s + 1), mesh=s, remat=remat) for s in range(count)),
+        cuts=tuple(cuts),
+        loop_pieces=loop_pieces,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        input_specs={},
+        cut_specs={},
+    )
+
+
+def layer_class(
+    graph: StageGraph, tasks: Sequence[GroupTask], pins: Mapping[str, PartitionSpec] | None = None
+) -> LayerClass:
+    """What is to know of the tasks of a layer, or of a stage."""
+    rows = microbatch_rows(graph)
+    read = {name for task in tasks for name in task.inputs}
+    made = {name for task in tasks for name in task.outputs}
+    crossing = {name for name in graph.crossing() if name in read | made}
+    microbatch = {i.value for i in graph.inputs if i.kind == "microbatch"} & read
+    whole = {i.value for i in graph.inputs if i.kind == "whole"} & read
+    totals = {name for task in tasks if task.phase != "update" for name in task.outputs if name in task.inputs}
+    backward = {name for task in tasks if task.phase == "backward" for name in task.inputs}
+    forward = {n for task in tasks if task.phase == "forward" for n in (*task.inputs, *task.outputs)}
+    return LayerClass(
+        tasks=tuple(tasks),
+        wishes=mesh_wishes(graph, list(tasks)),
+        batch_axes={n: rows_axis(graph.values[n], rows) for n in sorted(crossing | microbatch) if n not in whole},
+        state=frozenset(whole | totals),
+        pins=_pinned(sorted(whole | microbatch), pins or {}),
+        kept=frozenset(n for n in backward & forward if graph.values[n].per_microbatch and n not in totals),
+    )
+
+
+def _pinned(names: Sequence[str], pins: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+    found: dict[str, PartitionSpec] = {}
+    for name in names:
+        specs = [
+            spec for pattern, spec in pins.items() if re.search(pattern, name) or re.search(pattern, key_path(name))
+        ]
+        if specs:
+            found[name] = specs[0]
+    return found
+
+
+def _class_key(layer: LayerClass) -> Hashable:
+    """Equal for layers that compute the same from values in the same places."""
+    numbers: dict[str, int] = {}
+    for task in layer.tasks:
+        for name in (*task.inputs, *task.outputs):
+            numbers.setdefault(name, len(numbers))
+
+    def numbered(names: Any) -> tuple[int, ...]:
+        return tuple(sorted(numbers[name] for name in names if name in numbers))
+
+    tasks = tuple(
+        (
+            task.phase,
+            task.times,
+            program_key(task.jaxpr),
+            tuple(numbers[n] for n in task.inputs),
+            tuple(numbers[n] for n in task.outputs),
+        )
+        for task in layer.tasks
+    )
+    alike = [(numbers[a], numbers[b]) for a, b in layer.wishes.alike.items() if a in numbers and b in numbers]
+    axes = [(numbers[name], axis) for name, axis in layer.batch_axes.items() if name in numbers]
+    return (
+        tasks,
+        tuple(sorted(alike)),
+        tuple(sorted(axes, key=str)),
+        numbered(layer.wishes.sums),
+        numbered(layer.state),
+        numbered(layer.kept),
+        tuple(sorted((numbers[name], str(spec)) for name, spec in layer.pins.items())),
+    )
+
+
+def _crossing_bytes(graph: StageGraph, num_layers: int) -> tuple[float, ...]:
+    cuts = [0.0] * (num_layers - 1)
+    for name, (source, readers) in graph.crossing().items():
+        value = graph.values[name]
+        share = 1.0 if value.per_microbatch else 1.0 / graph.num_microbatches
+        for cut in range(min(source, *readers), max(source, *readers)):
+            cuts[cut] += share * aval_bytes(value)
+    return tuple(cuts)

@@ -1,0 +1,188 @@
+"""What a class of layers costs on a submesh: the intra-operator optimum of one layer, for less and less memory.
+
+    LayerClass, mesh, figures  ->  StageCost, StageCost, ...       the less memory, the more time
+
+Activations leave a layer as they came in, so that the cost of a range of layers is the sum of theirs. Memory has a
+price in the objective (Lagrange multipliers): every price gives one point of the front of time against memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from autopar.checks import check_spec
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.costs import aval_bytes
+from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.intra_op.block_times import block_times
+from autopar.compiler.intra_op.figures import MeshFigures
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh, num_shards
+from autopar.compiler.intra_op.local_program import local_block
+from autopar.compiler.intra_op.memory_model import peak_memory
+from autopar.compiler.intra_op.search import with_shared_latency
+from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, TaskChoices, task_choices
+from autopar.compiler.layer_classes import LayerClass
+from autopar.compiler.search_wishes import equation_wishes, layout_of
+from autopar.search_methods import Auto
+
+PRICES = (0.0, 0.3, 10.0)
+"""Prices of memory: seconds that keeping everything whole would cost, in multiples of the time without a price."""
+
+_IN_FLIGHT = 4
+"""Microbatches whose activations are held at once, for the price of memory only."""
+
+
+@dataclass(kw_only=True, eq=False)
+class LayerCosts:
+    """The costs of classes on meshes, each found when it is first asked for.
+
+    The layouts in which the class that most layers are of hands on its activations hold for all classes.
+    """
+
+    classes: Sequence[LayerClass]
+    most_common: int
+    method: Auto
+    time_limit_s: float = 10.0
+    cache_directory: Path | None = None
+    known: dict[Any, StageCost] = field(default_factory=dict[Any, StageCost])
+    choices: dict[Any, TaskChoices] = field(default_factory=dict[Any, TaskChoices])
+    listed: dict[Any, dict[Any, Any]] = field(default_factory=dict[Any, dict[Any, Any]])
+    borders: dict[Any, dict[Any, Layout]] = field(default_factory=dict[Any, dict[Any, Layout]])
+    gap: float = 0.0
+    """The largest gap of the optima."""
+
+    def cost(self, number: int, mesh: LogicalMesh, figures: MeshFigures, price: float) -> StageCost:
+        """The cost of a layer of class `number` on a mesh."""
+        key = (number, mesh.shape, price)
+        if key not in self.known:
+            layer = self.classes[number]
+            charged = prices(layer, self.cost(number, mesh, figures, 0.0), price) if price else {}
+            found = self._choices_of(number, mesh, figures).best(
+                charged, time_limit_s=self.time_limit_s, cache_directory=self.cache_directory
+            )
+            self.gap = max(self.gap, _gap(found))
+            if number == self.most_common and not price:
+                self.borders[mesh.shape] = _border(layer, found)
+            self.known[key] = stage_cost(layer, found, mesh, figures)
+        return self.known[key]
+
+    def _choices_of(self, number: int, mesh: LogicalMesh, figures: MeshFigures) -> TaskChoices:
+        key = (number, mesh.shape)
+        if key not in self.choices:
+            if number != self.most_common:
+                self.cost(self.most_common, mesh, figures, 0.0)
+            layer = self.classes[number]
+            wishes = replace(
+                layer.wishes,
+                alike={**layer.wishes.alike, **_as_they_came(layer)},
+                allowed=self._allowed(layer, mesh) | pinned_layouts(layer, mesh),
+                equations=equation_wishes(self.method, mesh),
+            )
+            listed = self.listed.setdefault(mesh.shape, {})
+            self.choices[key] = task_choices(layer.tasks, mesh, figures, wishes, known=listed)
+        return self.choices[key]
+
+    def _allowed(self, layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layout, ...]]:
+        border, types = self.borders.get(mesh.shape, {}), _types(layer.tasks)
+        return {
+            name: (border[_type(types[name])],)
+            for name in layer.batch_axes
+            if name in types and _type(types[name]) in border
+        }
+
+
+def pinned_layouts(layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layout, ...]]:
+    """The layouts that the user fixed; `InvalidArgument` for those that the mesh or the shapes cannot keep."""
+    types = _types(layer.tasks)
+    for name, spec in layer.pins.items():
+        check_spec(f"{name}, which a pin fixes,", spec, (mesh.axis_names,))
+    return {
+        name: (layout_of(f"The pin of {name}", spec, tuple(types[name].shape), mesh),)
+        for name, spec in layer.pins.items()
+        if name in types
+    }
+
+
+def prices(layer: LayerClass, cost: StageCost, price: float) -> dict[str, float]:
+    """Seconds per byte of every value that stays in memory: `price` times the step's time for all of them whole."""
+    types = _types(layer.tasks)
+    times = next((task.times for task in layer.tasks if task.phase != "update"), 1.0)
+    step_s = times * (cost.forward_s + cost.backward_s) + cost.once_s
+    weights = {n: 1.0 for n in layer.state if n in types} | {n: float(_IN_FLIGHT) for n in layer.kept if n in types}
+    whole = sum(weight * aval_bytes(types[name]) for name, weight in weights.items())
+    return {name: price * step_s * weight / whole for name, weight in weights.items()} if whole else {}
+
+
+def stage_cost(layer: LayerClass, found: GroupPlan, mesh: LogicalMesh, figures: MeshFigures) -> StageCost:
+    """What a solution costs."""
+    seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
+    weight_s, temporary = 0.0, 0.0
+    for task in layer.tasks:
+        block = local_block(jc.open_jaxpr(task.jaxpr)[0], found.tasks[task.name], mesh, phase=task.phase)
+        mine = with_shared_latency(figures) if task.phase == "update" else figures
+        took = block_times(block, mesh, mine).total_s
+        seconds[task.phase] += took
+        weight_s += took if task.name.startswith("weight_gradient") else 0.0
+        memory = peak_memory(block, mesh)
+        temporary = max(temporary, memory.peak_bytes - memory.arguments_bytes)
+    types = _types(layer.tasks)
+
+    def held(names: frozenset[str]) -> float:
+        return sum(_device_bytes(types[name], found.layouts.get(name), mesh) for name in names if name in types)
+
+    return StageCost(
+        forward_s=seconds["forward"],
+        backward_s=seconds["backward"],
+        once_s=seconds["update"],
+        weight_s=weight_s,
+        state_bytes=held(layer.state),
+        activation_bytes=held(layer.kept),
+        temporary_bytes=temporary,
+    )
+
+
+def _border(layer: LayerClass, found: GroupPlan) -> dict[Any, Layout]:
+    """By type, the layout in which activations and examples cross the borders of a layer."""
+    types = _types(layer.tasks)
+    return {
+        _type(types[name]): layout
+        for name, layout in found.layouts.items()
+        if name in layer.batch_axes and layout is not None
+    }
+
+
+def _as_they_came(layer: LayerClass) -> dict[str, str]:
+    """Activations and cotangents leave in the layout of those of their type that came in."""
+    types = _types(layer.tasks)
+    made = {name for task in layer.tasks for name in task.outputs}
+    came = {_type(types[n]): n for n in layer.batch_axes if n in types and n not in made}
+    return {
+        name: came[_type(types[name])]
+        for name in layer.batch_axes
+        if name in types and name in made and _type(types[name]) in came
+    }
+
+
+def _types(tasks: Sequence[GroupTask]) -> Mapping[str, Any]:
+    types: dict[str, Any] = {}
+    for task in tasks:
+        jaxpr = jc.open_jaxpr(task.jaxpr)[0]
+        types |= {name: v.aval for name, v in zip(task.inputs, jaxpr.invars, strict=True)}
+        types |= {name: v.aval for name, v in zip(task.outputs, jaxpr.outvars, strict=True)}
+    return types
+
+
+def _type(aval: Any) -> tuple[Any, ...]:
+    return (tuple(aval.shape), str(aval.dtype))
+
+
+def _device_bytes(aval: Any, layout: Layout | None, mesh: LogicalMesh) -> float:
+    return aval_bytes(aval) / (1 if layout is None else num_shards(layout, mesh))
+
+
+def _gap(found: GroupPlan) -> float:
+    best, bound = found.optimum.value, found.optimum.lower_bound
+    return 0.0 if best <= 0 else max(0.0, 1 - bound / best)

@@ -1,0 +1,339 @@
+"""Search a plan in full: stages, their submeshes, microbatches, schedule and recomputation, chosen together.
+
+    Trace, Auto, devices
+      │ find_layers     Layers, for a number of microbatches
+      │ LayerCosts      the intra-operator optimum of every class of layers on every submesh, by the price of memory
+      │ search_stages   the best ranges of layers on the best submeshes, by the schedule's formula
+      │ task_choices    the intra-operator optimum of every stage as a whole
+      ▼ Plan
+
+Numbers of microbatches are tried from few to many as long as more of them help.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.inter_op.schedule_times import Timing, in_flight
+from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.inter_op.stage_search import StageSearch, search_stages
+from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place, submesh_choices
+from autopar.compiler.intra_op.figures import figures_of
+from autopar.compiler.intra_op.layout import LogicalMesh
+from autopar.compiler.intra_op.task_group import task_choices
+from autopar.compiler.layer_classes import Layers, count_step_layers, find_layers, layer_class
+from autopar.compiler.layer_costs import PRICES, LayerCosts, pinned_layouts, prices, stage_cost
+from autopar.compiler.prepare import stage_graph
+from autopar.compiler.search_wishes import equation_wishes
+from autopar.compiler.stage_graph import StageGraph
+from autopar.compiler.stage_sharding import logical_mesh_of, mesh_tasks, sharding_of
+from autopar.compiler.trace import Trace
+from autopar.errors import InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
+from autopar.machine import Machine
+from autopar.plan import MeshPlan, Plan, StagePlan
+from autopar.search_methods import MEMORY_LEVELS, Auto
+from autopar.sharding_plan import MeshSharding
+
+_MOST_MICROBATCHES_PER_DEVICE = 8
+_STAGE_AXES = ("data", "model")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagesFound:
+    """The outcome of the search for one number of microbatches."""
+
+    layers: Layers
+    schedule: str
+    remat: bool
+    search: StageSearch
+    costs_gap: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageProblem:
+    """What stays the same for all numbers of microbatches."""
+
+    trace: Trace
+    method: Auto
+    num_devices: int
+    machine: Machine
+    kind: str | Machine
+    cache_directory: Path | None
+
+    @property
+    def cluster(self) -> Submesh:
+        """The devices as hosts."""
+        return cluster_shape(self.num_devices, self.machine.devices_per_host)
+
+    @property
+    def memory_bytes(self) -> float:
+        """What a plan may use of a device."""
+        memory = self.method.memory
+        if isinstance(memory, str):
+            return MEMORY_LEVELS[memory] * self.machine.memory_bytes
+        return memory * self.machine.memory_bytes if memory <= 1 else memory
+
+
+def search_all(problem: StageProblem) -> list[StagesFound]:
+    """The best stages for every number of microbatches that was tried, the fastest first.
+
+    Raises `MemoryTooSmall` where nothing fits.
+    """
+    began = time.monotonic()
+    options = {"batch_statistics": problem.method.batch_statistics, "random": problem.method.random}
+    num_layers, loop_pieces = count_step_layers(problem.trace, **options)
+    found: list[StagesFound] = []
+    shortage: MemoryTooSmall | None = None
+    for count in microbatch_counts(problem):
+        try:
+            best = _search(problem, count, num_layers, loop_pieces, options)
+        except MemoryTooSmall as error:
+            shortage = error
+            continue
+        except (NotSplittable, Unsupported):
+            if problem.method.num_microbatches is not None:
+                raise
+            break  # no larger number splits either
+        worse = bool(found) and best.search.step_time_s > min(each.search.step_time_s for each in found)
+        found.append(best)
+        if worse or time.monotonic() - began > problem.method.time_limit_s / 2:
+            break
+    if not found:
+        raise shortage or InvalidArgument("There is no number of microbatches to try. Give num_microbatches=1.")
+    return sorted(found, key=lambda each: each.search.step_time_s)
+
+
+def microbatch_counts(problem: StageProblem) -> Iterator[int]:
+    """The numbers of microbatches to try, those first that are likely to be good."""
+    if problem.method.num_microbatches is not None:
+        yield problem.method.num_microbatches
+        return
+    trace = problem.trace
+    if not trace.batch_inputs or trace.doubled is None:
+        yield 1
+        return
+    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
+    most = min(rows, _MOST_MICROBATCHES_PER_DEVICE * problem.num_devices)
+    yield from (count for count in (2**k for k in range(most.bit_length())) if rows % count == 0 and count <= most)
+
+
+def _search(
+    problem: StageProblem, num_microbatches: int, num_layers: int, loop_pieces: int, options: dict[str, str]
+) -> StagesFound:
+    """The best schedule, without recomputation if that fits."""
+    remats = (False, True) if problem.method.remat == "auto" else (bool(problem.method.remat),)
+    shortage: MemoryTooSmall | None = None
+    for remat in remats:
+        layers = find_layers(
+            problem.trace,
+            num_layers=num_layers,
+            loop_pieces=loop_pieces,
+            num_microbatches=num_microbatches,
+            schedule=problem.method.schedule or "1f1b",
+            remat=remat,
+            pins=problem.method.pins,
+            **options,
+        )
+        try:
+            return _search_layers(problem, layers, remat)
+        except MemoryTooSmall as error:
+            shortage = error
+    assert shortage is not None
+    raise shortage
+
+
+def _search_layers(problem: StageProblem, layers: Layers, remat: bool) -> StagesFound:
+    cluster = problem.cluster
+    costs = LayerCosts(
+        classes=layers.classes,
+        most_common=Counter(layers.class_of).most_common(1)[0][0],
+        method=problem.method,
+        cache_directory=problem.cache_directory,
+    )
+    ranges = _RangeCosts(problem, layers, costs)
+    choices = submesh_choices(cluster.num_devices, cluster.devices_per_host, any_host_count=False)
+    found: list[tuple[str, StageSearch]] = []
+    shortage: MemoryTooSmall | None = None
+    for schedule in (problem.method.schedule,) if problem.method.schedule else ("1f1b", "eager-1f1b", "gpipe"):
+        try:
+            search = search_stages(
+                len(layers.class_of),
+                cluster.num_devices,
+                [c for c in choices if _takes_part(problem, c)],
+                ranges,
+                ranges.transfer_s,
+                num_microbatches=layers.num_microbatches,
+                schedule=schedule,
+                memory_bytes=problem.memory_bytes,
+                max_stages=problem.method.num_stages,
+                time_limit_s=problem.method.time_limit_s,
+            )
+            found.append((schedule, search))
+        except MemoryTooSmall as error:
+            shortage = error
+    if not found:
+        assert shortage is not None
+        raise shortage
+    schedule, search = min(found, key=lambda each: each[1].step_time_s)
+    return StagesFound(layers=layers, schedule=schedule, remat=remat, search=search, costs_gap=costs.gap)
+
+
+def _takes_part(problem: StageProblem, submesh: Submesh) -> bool:
+    """With a mesh shape given, every stage has that many devices; with a number of stages, all devices are used."""
+    shape = problem.method.mesh_shape
+    if shape is not None:
+        return submesh.num_devices == math.prod(shape)
+    count = problem.method.num_stages
+    return count is None or count == 1 or submesh.num_devices * count <= 2 * problem.num_devices
+
+
+class _RangeCosts:
+    """The costs of ranges of layers on submeshes: sums of their layers'."""
+
+    def __init__(self, problem: StageProblem, layers: Layers, costs: LayerCosts) -> None:
+        self.problem, self.layers, self.costs = problem, layers, costs
+        self.sums: dict[tuple[Submesh, float], np.ndarray] = {}
+
+    def __call__(self, start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
+        return [self._cost(start, stop, submesh, price) for price in PRICES]
+
+    def _cost(self, start: int, stop: int, submesh: Submesh, price: float) -> StageCost:
+        sums = self._sums(submesh, price)
+        forward_s, backward_s, weight_s, once_s, state, activation = (sums[stop] - sums[start])[:6]
+        return StageCost(
+            forward_s=float(forward_s),
+            backward_s=float(backward_s),
+            weight_s=float(weight_s),
+            once_s=float(once_s),
+            state_bytes=float(state),
+            activation_bytes=float(activation),
+            temporary_bytes=float(sums[-1][6]),
+            choice=price,
+        )
+
+    def _sums(self, submesh: Submesh, price: float) -> np.ndarray:
+        """One row per cut, what all layers before it cost together; the last column is the most of any layer."""
+        if (submesh, price) not in self.sums:
+            mesh = submesh_mesh(self.problem.method, submesh)
+            figures = figures_of(self.problem.kind, mesh.shape)
+            each = [self.costs.cost(number, mesh, figures, price) for number in range(len(self.layers.classes))]
+            rows = np.array(
+                [
+                    (c.forward_s, c.backward_s, c.weight_s, c.once_s, c.state_bytes, c.activation_bytes, 0.0)
+                    for c in (each[number] for number in self.layers.class_of)
+                ]
+            )
+            sums = np.concatenate([np.zeros((1, 7)), np.cumsum(rows, axis=0)])
+            sums[:, 6] = max(c.temporary_bytes for c in each)
+            self.sums[submesh, price] = sums
+        return self.sums[submesh, price]
+
+    def transfer_s(self, cut: int, source: Submesh, target: Submesh) -> float:
+        """Activations and cotangents over a cut: the devices of both sides share them."""
+        machine = self.problem.machine
+        nbytes = self.layers.crossing_bytes[cut - 1] / 2 / min(source.num_devices, target.num_devices)
+        same = self.problem.num_devices <= machine.domain or (
+            source.num_hosts == target.num_hosts == 1
+            and source.num_devices + target.num_devices <= machine.devices_per_host
+        )
+        return 2 * machine.transfer_s(nbytes, same)
+
+
+def submesh_mesh(method: Auto, submesh: Submesh) -> LogicalMesh:
+    """The logical mesh of a submesh: over hosts and inside of them, or as square as can be inside of one host.
+
+    Both axes may split one dimension, so that the product of both is in the search, too.
+    """
+    if method.mesh_shape is not None:
+        return LogicalMesh(shape=method.mesh_shape, axis_names=method.mesh_axes)
+    if submesh.num_hosts > 1:
+        shape = (submesh.num_hosts, submesh.devices_per_host)
+    else:
+        n = submesh.num_devices
+        small = max(k for k in range(1, math.isqrt(n) + 1) if n % k == 0)
+        shape = (small, n // small)
+    return LogicalMesh(shape=shape, axis_names=method.axis_names or _STAGE_AXES)
+
+
+def plan_of_stages(problem: StageProblem, found: StagesFound) -> Plan:
+    """The plan of an outcome: every stage's layouts are found anew, for the stage as a whole."""
+    stages = found.search.best.stages
+    devices = place([stage.submesh for stage in stages], problem.cluster)
+    assert devices is not None
+    layers, trace, method = found.layers, problem.trace, problem.method
+    meshes: list[MeshPlan] = []
+    for stage, mine in zip(stages, devices, strict=True):
+        mesh = submesh_mesh(method, stage.submesh)
+        meshes.append(MeshPlan(devices=mine, shape=mesh.shape, axis_names=mesh.axis_names))
+    bare = Plan(
+        fingerprint=trace.fingerprint,
+        method="Auto",
+        meshes=tuple(meshes),
+        stages=tuple(
+            StagePlan(layers=(stage.start, stage.stop), mesh=s, remat=found.remat or layers.prepared.recomputes)
+            for s, stage in enumerate(stages)
+        ),
+        cuts=layers.cuts,
+        loop_pieces=layers.loop_pieces,
+        num_microbatches=layers.num_microbatches,
+        schedule=found.schedule,
+        input_specs={},
+        cut_specs={},
+        batch_statistics=method.batch_statistics,
+        random=method.random,
+    )
+    graph = stage_graph(layers.prepared, bare)
+    return replace(
+        bare,
+        meshes=tuple(
+            replace(mesh, sharding=_stage_sharding(problem, graph, bare, number, stages[number].cost))
+            for number, mesh in enumerate(meshes)
+        ),
+    )
+
+
+def _stage_sharding(problem: StageProblem, graph: StageGraph, plan: Plan, number: int, cost: StageCost) -> MeshSharding:
+    """The layouts of one stage: for the price of memory that the search chose, or a higher one until it fits."""
+    mesh = logical_mesh_of(plan.meshes[number])
+    figures = figures_of(problem.kind, mesh.shape)
+    tasks = mesh_tasks(graph, plan, number)
+    stage = layer_class(graph, tasks, problem.method.pins)
+    timing = Timing(schedule=plan.schedule, num_microbatches=plan.num_microbatches)
+    flying = in_flight(timing, stages_behind=plan.num_stages - 1 - number, num_stages=plan.num_stages)
+    higher = [price for price in PRICES if price >= cost.choice]
+    wishes = replace(stage.wishes, allowed=pinned_layouts(stage, mesh), equations=equation_wishes(problem.method, mesh))
+    choices = task_choices(tasks, mesh, figures, wishes)
+    for price in higher:
+        charged = prices(stage, cost, price) if price else {}
+        found = choices.best(charged, time_limit_s=problem.method.time_limit_s, cache_directory=problem.cache_directory)
+        if price == higher[-1] or stage_cost(stage, found, mesh, figures).peak_bytes(flying) <= problem.memory_bytes:
+            return sharding_of(tasks, found, mesh, figures)
+    raise AssertionError(higher)
+
+
+def plan_by_stages(problem: StageProblem) -> Plan | Auto:
+    """The best plan of several stages, or the search on one mesh that it comes down to.
+
+    Raises `MemoryTooSmall` where nothing fits.
+    """
+    found = search_all(problem)[0]
+    if len(found.search.best.stages) > 1:
+        return plan_of_stages(problem, found)
+    return replace(problem.method, num_stages=1, num_microbatches=found.layers.num_microbatches)
+
+
+def searches_stages(trace: Trace, method: Auto, num_devices: int) -> bool:
+    """Whether there is anything to search beyond one mesh."""
+    if method.num_stages == 1 or num_devices == 1 or not trace.differentiates:
+        return False
+    if method.mesh_shape is not None and math.prod(method.mesh_shape) >= num_devices:
+        return False
+    return not any(jc.keeps_order(eqn) for eqn in jc.all_equations(trace.jaxpr))
