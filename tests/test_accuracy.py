@@ -1,0 +1,301 @@
+"""The comparison with published measurements: what is read, skipped, fitted and reported."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import InvalidArgument
+from autopar.machine import machines
+from benchmarks import accuracy
+from benchmarks.accuracy_cases import Case, Unusable, case_of
+from benchmarks.accuracy_fit import BOUNDS, chosen_for_fit, fitted_scalars, predicted_times
+from benchmarks.accuracy_frameworks import MACHINES
+from benchmarks.accuracy_report import Predicted, cell_regrets, spearman, summary
+from benchmarks.accuracy_rows import COLUMNS, Row, read_measurements
+from benchmarks.training_model.prices import SCALARS, Scalars
+
+GPT_ROW = {
+    "src": "VIA-Research/vTrain:data/ground_truth_single.csv",
+    "framework": "Megatron-DeepSpeed",
+    "model": "GPT",
+    "hw": "A100",
+    "ngpu": "8",
+    "gpus_per_node": "8",
+    "dp": "2",
+    "tp": "2",
+    "pp": "2",
+    "mbs": "4",
+    "gbs": "32",
+    "seq": "1024",
+    "layers": "24",
+    "hidden": "1024",
+    "heads": "16",
+    "vocab": "50257",
+    "recompute": "full",
+    "step_s": "0.22",
+}
+
+
+def row(line: int = 2, **cells: str) -> Row:
+    known = {**GPT_ROW, **cells}
+    return Row(line=line, cells=tuple((column, known.get(column, "")) for column in COLUMNS))
+
+
+def write(path: Path, rows: list[dict[str, str]], columns: tuple[str, ...] = COLUMNS) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def grid() -> list[Case]:
+    """Cases of one machine, in several layouts and sizes, measured as a machine 20 % slower than its file would."""
+    found = []
+    for line, (dp, tp, pp) in enumerate([(8, 1, 1), (4, 2, 1), (2, 4, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (4, 1, 2)]):
+        for hidden in (2048, 4096, 6144):
+            cells = {"dp": str(dp), "tp": str(tp), "pp": str(pp), "gbs": "64", "hidden": str(hidden)}
+            case = case_of(row(line=10 * line + hidden, **cells))
+            truth = predicted_times([case], Scalars(matmul_rate=0.8, intra_rate=0.7))[0]
+            found.append(replace(case, measured_s=truth.total_s))
+    return found
+
+
+# --- reading --------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_read_and_the_unreadable_named(tmp_path):
+    rows = [GPT_ROW, {**GPT_ROW, "step_s": "fast"}, {**GPT_ROW, "dp": "-1"}, {**GPT_ROW, "src": ""}]
+    found = read_measurements(write(tmp_path / "rows.csv", [*rows, {**GPT_ROW, "gbs": "nan"}]))
+    assert len(found.rows) == 1
+    assert [line for line, _ in found.unreadable] == [3, 4, 5, 6]
+    assert "'fast' in column step_s" in found.unreadable[0][1]
+    assert "at least 0" in found.unreadable[1][1]
+    assert "source" in found.unreadable[2][1]
+
+
+def test_a_row_with_too_few_or_too_many_cells_is_unreadable(tmp_path):
+    path = write(tmp_path / "rows.csv", [GPT_ROW])
+    path.write_text(path.read_text() + "a,b,c\n" + "," * 60 + "\n")
+    found = read_measurements(path)
+    assert len(found.rows) == 1
+    assert [reason for _, reason in found.unreadable] == [
+        "ends before its column model",
+        "has more cells than there are columns",
+    ]
+
+
+def test_missing_columns_are_an_error_that_names_them(tmp_path):
+    path = write(tmp_path / "rows.csv", [GPT_ROW], tuple(each for each in COLUMNS if each not in ("tp", "oom")))
+    with pytest.raises(InvalidArgument, match=r"tp, oom must be there too. Add them"):
+        read_measurements(path)
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(InvalidArgument, match="There is no file"):
+        read_measurements(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize(
+    ("src", "source"),
+    [
+        ("VIA-Research/vTrain:data/ground_truth_multi.csv", "vTrain:data/ground_truth_multi.csv"),
+        ("VIA-Research/vTrain:data/ground_truth_single.csv#L3", "vTrain:data/ground_truth_single.csv"),
+        ("mosaicml/llm-foundry:scripts/README.md#L75", "mosaicml/llm-foundry"),
+    ],
+)
+def test_a_source_is_a_repository_and_vtrain_has_two(src, source):
+    assert row(src=src).source == source
+
+
+# --- cases ----------------------------------------------------------------------------------------------------
+
+
+def test_a_full_row_is_a_case():
+    case = case_of(row())
+    assert (case.layout.dp, case.layout.tp, case.layout.pp, case.layout.microbatches) == (2, 2, 2, 4)
+    assert (case.model.layers, case.model.hidden, case.measured_s) == (24, 1024, 0.22)
+    assert case.machine.name == "dgx-a100-80"
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"hw": "abacus"}, "no machine file for the hardware 'abacus'"),
+        ({"framework": "pen and paper"}, "unknown framework 'pen and paper'"),
+        ({"layers": ""}, "layers missing"),
+        ({"hidden": ""}, "hidden size missing"),
+        ({"layers": "", "hidden": ""}, "layers and hidden size missing"),
+        ({"dp": "", "tp": "", "pp": ""}, "the layout"),
+        ({"gbs": ""}, "the global batch is not recorded"),
+        ({"seq": ""}, "sequence length is not recorded"),
+        ({"step_s": ""}, "no step time, throughput or FLOP/s is recorded"),
+        ({"note": "NVFP4"}, "NVFP4"),
+        ({"model": "Wide-ResNet"}, "convolutions"),
+        ({"note": "layers/stage [5, 7, 7]"}, "not of as many stages as pp"),
+    ],
+)
+def test_a_row_that_cannot_be_simulated_says_why(cells, reason):
+    with pytest.raises(Unusable, match=reason.replace("(", r"\(")):
+        case_of(row(**cells))
+
+
+@pytest.mark.parametrize(
+    ("cells", "step_s"),
+    [
+        ({"step_s": "", "samples_s": "160"}, 32 / 160),
+        ({"step_s": "", "tok_s_gpu": "20480"}, 32 * 1024 / (20480 * 8)),
+    ],
+)
+def test_the_step_follows_from_throughput(cells, step_s):
+    assert case_of(row(**cells)).measured_s == pytest.approx(step_s)
+
+
+def test_the_step_follows_from_flops_as_megatron_counts_them():
+    plain = case_of(row())
+    tokens = 32 * 1024
+    factor = 1 + 1024 / (6 * 1024) + plain.model.vocab / (16 * 24 * 1024)
+    flops = 96 * tokens * 24 * 1024**2 * factor
+    assert case_of(row(step_s="", tflops_gpu="50")).measured_s == pytest.approx(flops / (50e12 * 8))
+
+
+def test_a_row_out_of_memory_has_no_time():
+    case = case_of(row(oom="1", step_s=""))
+    assert case.out_of_memory is True
+    assert case.measured_s is None
+
+
+def test_every_machine_that_hardware_is_mapped_to_is_in_the_library():
+    assert {name for _, name in MACHINES} <= set(machines())
+
+
+# --- fitting --------------------------------------------------------------------------------------------------
+
+
+def test_at_most_ten_scalars_are_fitted():
+    assert len(SCALARS) <= 10
+    assert {*BOUNDS, "step_s"} == set(SCALARS)
+
+
+def test_rows_for_the_fit_are_chosen_by_content_whatever_their_order():
+    cases = grid()
+    chosen = chosen_for_fit(cases, 0.2)
+    assert len(chosen) == 5
+    assert chosen_for_fit(list(reversed(cases)), 0.2) == chosen
+
+
+def test_a_fit_finds_a_slower_machine_and_predicts_rows_it_has_not_seen():
+    cases = grid()
+    chosen = chosen_for_fit(cases, 0.4)
+    found = fitted_scalars([case for case in cases if case.row.line in chosen])
+    tested = [case for case in cases if case.row.line not in chosen]
+    errors = {
+        name: max(
+            abs(time.total_s / case.measured_s - 1) for case, time in zip(tested, predicted_times(tested, scalars))
+        )
+        for name, scalars in (("file", Scalars()), ("fitted", found))
+    }
+    assert errors["file"] > 0.12
+    assert errors["fitted"] < 0.05
+    assert fitted_scalars([case for case in cases if case.row.line in chosen]) == found
+
+
+def test_without_rows_the_machine_file_stands():
+    assert fitted_scalars([]) == Scalars()
+
+
+# --- reporting ------------------------------------------------------------------------------------------------
+
+
+def predicted(step_s: float, measured_s: float | None, peak_bytes: float = 1.0, **cells: str) -> Predicted:
+    case = case_of(row(**cells))
+    return Predicted(case=replace(case, measured_s=measured_s), step_s=step_s, peak_bytes=peak_bytes)
+
+
+def test_summary_has_the_errors():
+    found = summary([predicted(1.1, 1.0), predicted(1.6, 2.0, dp="1", pp="4"), predicted(4.0, 4.0, dp="1", tp="4")])
+    assert (found["rows"], found["mape"], found["median"], found["worst"]) == (3, 0.1, 0.1, 0.2)
+    assert found["spearman"] == 1.0
+
+
+def test_regret_is_what_the_choice_costs_within_a_cell_only():
+    here = [
+        predicted(1.0, 1.2, dp="4", tp="2", pp="1"),  # chosen
+        predicted(1.1, 1.0, dp="2", tp="4", pp="1"),  # the fastest
+        predicted(0.1, 9.0, dp="4", tp="2", pp="1", gbs="64"),  # another task, alone
+    ]
+    assert cell_regrets(here) == pytest.approx([0.2])
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [([1, 2, 3], [10, 20, 30], 1.0), ([1, 2, 3], [3, 2, 1], -1.0), ([1, 2, 2, 3], [1, 2, 2, 3], 1.0)],
+)
+def test_spearman_is_the_correlation_of_ranks(left, right, expected):
+    assert spearman(left, right) == pytest.approx(expected)
+
+
+def test_spearman_of_one_value_is_none():
+    assert spearman([1.0, 1.0], [1.0, 2.0]) is None
+
+
+def test_labels_count_what_ran_and_what_did_not():
+    limit = case_of(row()).machine.memory_bytes
+    found = summary(
+        [
+            predicted(1, 1, limit - 1, oom="0"),
+            predicted(1, 1, limit + 1, oom="0"),
+            predicted(1, None, limit - 1, oom="1"),
+            predicted(1, None, limit + 1, oom="1"),
+            predicted(1, 1, limit + 1),
+        ]
+    )
+    assert (found["oom_right"], found["oom_wrong"], found["false_feasible"]) == (2, 2, 1)
+
+
+# --- the command ----------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> None:
+    parser = accuracy.argparse.ArgumentParser()
+    accuracy.add_arguments(parser)
+    accuracy.main(parser.parse_args(arguments))
+
+
+def test_the_command_writes_what_it_found(tmp_path, capsys):
+    rows = [
+        {**GPT_ROW, "dp": dp, "tp": tp, "pp": pp, "step_s": step_s}
+        for dp, tp, pp, step_s in [
+            ("2", "2", "2", ".22"),
+            ("4", "2", "1", ".25"),
+            ("2", "4", "1", ".31"),
+            ("8", "1", "1", ".3"),
+        ]
+    ]
+    rows += [{**GPT_ROW, "hw": "abacus"}, {**GPT_ROW, "pp": "two"}]
+    path = write(tmp_path / "rows.csv", rows)
+    run("--measurements", str(path), "--calibrate", "0.25", "--rows", "--json", str(tmp_path / "out.json"))
+    report = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
+    figures = report["sources"]["vTrain:data/ground_truth_single.csv"]
+    assert (figures["rows"], figures["fitted_rows"], figures["cells"]) == (3, 1, 1)
+    assert figures["uncalibrated"]["rows"] == 3
+    assert report["skipped"] == [
+        {
+            "source": "vTrain:data/ground_truth_single.csv",
+            "reason": "no machine file for the hardware 'abacus'",
+            "rows": 1,
+        }
+    ]
+    assert [each["line"] for each in report["unreadable"]] == [7]
+    assert len(report["predictions"]) == 4
+    assert "abacus" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fraction", ["0", "1", "-0.5", "nan"])
+def test_a_fraction_that_leaves_nothing_is_an_error(tmp_path, fraction):
+    path = write(tmp_path / "rows.csv", [GPT_ROW])
+    with pytest.raises(InvalidArgument, match="between 0 and 1"):
+        run("--measurements", str(path), "--calibrate", fraction)
