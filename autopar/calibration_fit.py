@@ -1,12 +1,12 @@
-"""Fit a machine's figures to measurements: least squares of the relative errors, on the lines of `autopar.machine`.
+"""Fit a machine's figures to measurements: the least relative errors, by the formulas of `autopar.machine`.
 
     memory     t = bytes / memory_bandwidth for what fits into no cache; kernel_s is what the least leaves over
     products   t = kernel_s + (w + half) / rate                                   rate by type, one half for all
     links      t = passes (n-1) α + passes (n-1)/n (ramp / bandwidth + b / bandwidth)
 
-The first and the last are linear in what is sought, none of which is negative: the best of the least squares over
-every subset of the unknowns, the others being zero. The second is so in the rates, and in the half: in turn. An error
-is relative to what is fitted, in rounds: relative to what was measured, those that are too slow would count less.
+All are linear in what is sought, or in its quotients, and none of that is negative: the best of the least squares over
+every subset of the unknowns, the others being zero. They are weighted in rounds so that what becomes least is the sum
+of |log(fitted / measured)|: too slow and too fast count alike, and a run that something else slowed down counts once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from autopar.machine import Link, Machine
 from autopar.measurements import Measurement
 
 _ROUNDS = 30
+# Below this, errors of a logarithm count by their squares.
+_EXACT = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,27 +42,27 @@ def fit_rates(measured: Sequence[Measurement]) -> Rates:
     least, *others = sorted(memory, key=lambda each: each.nbytes)
     (per_byte,) = least_squares([(each.nbytes,) for each in others], [each.seconds for each in others])
     bandwidth, kernel_s = 1 / per_byte, max(0.0, least.seconds - least.nbytes * per_byte)
-    products = [each for each in measured if each.what == "product"]
-    # A product that only waits for memory says nothing of the rate.
-    bound = [each for each in products if each.seconds > 1.2 * (kernel_s + each.nbytes / bandwidth)]
-    rates, half = _fit_products([replace(each, seconds=each.seconds - kernel_s) for each in bound or products])
+    products = [replace(each, seconds=each.seconds - kernel_s) for each in measured if each.what == "product"]
+    rates, half = _fit_products(products, bandwidth)
     return Rates(kernel_s=kernel_s, memory_bandwidth=bandwidth, matmul_flops=rates, matmul_half_flops=half)
 
 
-def _fit_products(products: Sequence[Measurement]) -> tuple[dict[str, float], float]:
+def _fit_products(products: Sequence[Measurement], bandwidth: float) -> tuple[dict[str, float], float]:
     """The rate of each type, and the FLOPs at which half of it is reached."""
-    types = sorted({each.dtype for each in products})
-    of_type = {dtype: [each for each in products if each.dtype == dtype] for dtype in types}
-    half, rates = 0.0, dict[str, float]()
-    for _ in range(_ROUNDS):
-        for dtype, some in of_type.items():
-            (per_flop,) = least_squares([(each.flops + half,) for each in some], [each.seconds for each in some])
-            rates[dtype] = 1 / per_flop
-        # t = w/r + half/r: what the FLOPs leave over is a multiple of half.
-        weights = np.array([1 / each.seconds for each in products])
-        slopes = np.array([1 / rates[each.dtype] for each in products]) * weights
-        over = np.array([each.seconds - each.flops / rates[each.dtype] for each in products]) * weights
-        half = max(0.0, float(slopes @ over / (slopes @ slopes)))
+    of_type: dict[str, list[Measurement]] = {}
+    for dtype in dict.fromkeys(each.dtype for each in products):
+        every = [each for each in products if each.dtype == dtype]
+        # A product that only waits for memory says nothing of the rate.
+        of_type[dtype] = [each for each in every if each.seconds > 1.2 * each.nbytes / bandwidth] or every
+    halves: list[float] = []
+    for some in of_type.values():
+        per_flop, over_s = least_squares([(each.flops, 1.0) for each in some], [each.seconds for each in some])
+        halves.append(over_s / per_flop if per_flop else 0.0)
+    half = float(np.median(halves))
+    rates = {
+        dtype: 1 / least_squares([(each.flops + half,) for each in some], [each.seconds for each in some])[0]
+        for dtype, some in of_type.items()
+    }
     return rates, half
 
 
@@ -92,12 +94,16 @@ def predicted_s(machine: Machine, each: Measurement) -> float:
 
 
 def least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """The x ≥ 0 for which rows · x has the least sum of squared errors, relative to itself."""
+    """The x ≥ 0 for which the sum of |log(rows · x / seconds)| is about the least."""
     matrix, expected = np.asarray(rows, float), np.asarray(seconds, float)
     scale, found = expected, np.zeros(matrix.shape[1])
     for _ in range(_ROUNDS):
         found = _nonnegative(matrix / scale[:, None], expected / scale)
-        scale = matrix @ found
+        fitted = np.maximum(matrix @ found, 1e-6 * expected)
+        # (measured - fitted)² / scale² is |log(measured / fitted)|, to first order in the change of fitted.
+        logs = np.log(expected / fitted)
+        mean = np.where(np.abs(logs) < 1e-6, fitted, (expected - fitted) / np.where(logs == 0, 1, logs))
+        scale = np.sqrt(fitted * mean * np.maximum(np.abs(logs), _EXACT))
     return tuple(float(x) for x in found)
 
 

@@ -56,7 +56,7 @@ class Effort:
         """A few seconds on a CPU, or about a minute."""
         if quick:
             return Effort(run_s=0.005, loop_s=0.01, max_sizes=2, dtypes=("float32", "bfloat16"))
-        return Effort(run_s=0.02, loop_s=0.05, max_sizes=6, dtypes=("float32", "bfloat16", "float16"))
+        return Effort(run_s=0.02, loop_s=0.05, max_sizes=5, dtypes=("float32", "bfloat16", "float16"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def _memory(device: Any, effort: Effort) -> list[Measurement]:
         return Measurement(what="memory", dtype="float32", nbytes=2 * x.nbytes, seconds=seconds)
 
     # The smallest says what a kernel takes to start; all others are larger than caches.
-    return list(_growing((2**12, *(2**25 * 2**i for i in range(8))), measured, effort))
+    return list(_growing((2**8, *(2**25 * 2**i for i in range(8))), measured, effort))
 
 
 def _transfers(source: Any, target: Any, effort: Effort) -> list[Measurement]:

@@ -66,7 +66,7 @@ def test_times_that_vary_by_a_fifth_give_figures_that_are_right_on_average():
     found = replace(machine, intra=fit_link(noisy))
     assert found.intra.bandwidth == pytest.approx(machine.intra.bandwidth, rel=0.1)
     ratios = [predicted_s(found, each) / each.seconds for each in noisy]
-    assert np.mean(ratios) == pytest.approx(1, abs=0.06)
+    assert np.median(ratios) == pytest.approx(1, abs=0.06)
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,15 @@ def test_times_that_vary_by_a_fifth_give_figures_that_are_right_on_average():
         ([(1, 0), (0, 1)], (2, 3), (2, 3)),
         ([(1, 1), (1, 2), (1, 3)], (3, 5, 7), (1, 2)),
         ([(1, 1), (1, 2), (1, 3)], (1, 3, 5), (0, None)),  # the line through them begins below zero
-        ([(1,), (1,)], (1, 3), (2,)),  # not the 1.2 that errors relative to what was measured would give
+        ([(1,)] * 3, (1, 2, 8), (2,)),  # half as long and four times as long
+        ([(1,)] * 5, (2, 2, 2, 2, 1000), (2,)),  # one that something else slowed down
     ],
 )
-def test_least_squares_give_nothing_negative(rows, seconds, expected):
+def test_fits_give_nothing_negative_and_weigh_slow_and_fast_alike(rows, seconds, expected):
     found = least_squares(rows, seconds)
     assert len(found) == len(expected)
     for one, other in zip(found, expected):
-        assert one >= 0 if other is None else one == pytest.approx(other, abs=1e-9)
+        assert one >= 0 if other is None else one == pytest.approx(other, rel=0.01)
 
 
 def test_what_is_known_of_a_kind_of_device_is_kept():
