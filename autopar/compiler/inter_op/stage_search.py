@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from autopar.compiler.inter_op.choice_tables import ChoiceTables, Ints, choice_tables
 from autopar.compiler.inter_op.memory_shortage import fewest_devices, raise_no_partition
 from autopar.compiler.inter_op.prefix_bounds import PrefixBounds, prefix_bounds, relaxed_path
-from autopar.compiler.inter_op.schedule_times import Timing, step_time_s
+from autopar.compiler.inter_op.schedule_times import Timing, in_flight, step_time_s
 from autopar.compiler.inter_op.stage_costs import Partition, Stage, StageCosts, TransferTime
 from autopar.compiler.inter_op.stage_labels import Choice, LabelTask, extend_labels
 from autopar.compiler.inter_op.submeshes import Submesh
@@ -40,6 +40,7 @@ _WIDE = 0.03  # of the step time: an interval that is halved before its partitio
 _NARROW = 1e-3  # of the step time: an interval that gains little by halving
 _LITTLE = 0.3  # the same, of the distance between its bound and the best partition
 _CLOSED = 1e-12
+_ROUNDING = 1 + 1e-9  # bytes are added here, and divided in the tables
 
 Placeable = Callable[[Sequence[Submesh]], bool]
 
@@ -174,10 +175,9 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
         _add_relaxed(state, bounds)
         bound_s = max(interval.bound_s, interval.floor_s + bounds.bound_s)
         return [replace(interval, bound_s=bound_s, bounded=True)]
-    if state.tables.timing.depends_on_num_stages and interval.stages[0] < interval.stages[1]:
-        return _by_stages(interval)
+    one_number = interval.stages[0] == interval.stages[1] or not state.tables.timing.depends_on_num_stages
     if not state.found and not _add_smallest(state, interval):
-        return []
+        return [] if one_number else _by_stages(interval)
     # Whatever holds longer than this takes longer than the best partition.
     useful_s = state.best_s - bounds.bound_s
     if useful_s < _LOWER * interval.cap_s:
@@ -190,9 +190,13 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
         return [replace(interval, tried=True)]
     # Halving takes off half of the width, and nothing of what the bound is too low by.
     narrow = width_s <= max(_NARROW * state.best_s, _LITTLE * (state.best_s - interval.bound_s))
-    if _enumerate(state, interval, bounds, max_labels=None if narrow else _FEW_LABELS):
-        return []
-    return [interval] if narrow else _by_hold(interval)
+    match _enumerate(state, interval, bounds, max_labels=None if narrow else _FEW_LABELS):
+        case "closed":
+            return []
+        case "does not fit":
+            return _by_stages(interval)
+        case _:
+            return [interval] if narrow else _by_hold(interval)
 
 
 def _by_hold(interval: _Interval) -> list[_Interval]:
@@ -212,11 +216,15 @@ def _by_stages(interval: _Interval) -> list[_Interval]:
 
 def _enumerate(
     state: _State, interval: _Interval, bounds: PrefixBounds, *, width: int | None = None, max_labels: int | None = None
-) -> bool:
-    """Add the partitions of an interval that are better than the best; whether that were all of them."""
+) -> Literal["closed", "does not fit", "unfinished"]:
+    """Add the partitions of an interval that are better than the best.
+
+    For a range of numbers of stages, memory is that of the lowest number. If even so nothing is better, or the best
+    that is fits in truth, the interval is closed; otherwise the range has to be split.
+    """
     task = LabelTask(
         tables=state.tables,
-        limits=_limits(state, interval.stages[1]),
+        limits=_limits(state, interval.stages[0] if state.tables.timing.depends_on_num_stages else 0),
         bounds=bounds,
         num_stages=interval.stages[1],
         least_hold_s=interval.floor_s,
@@ -227,9 +235,10 @@ def _enumerate(
     )
     result = extend_labels(task)
     state.num_labels += result.num_labels
-    for stages in result.partitions[:_MOST_ADDED]:
-        _add(state, stages)
-    return result.finished
+    fits = [_add(state, stages) for stages in result.partitions[:_MOST_ADDED]]
+    if not result.finished:
+        return "unfinished"
+    return "closed" if not fits or fits[0] else "does not fit"
 
 
 def _add_relaxed(state: _State, bounds: PrefixBounds) -> None:
@@ -249,29 +258,38 @@ def _add_relaxed(state: _State, bounds: PrefixBounds) -> None:
 
 
 def _add_smallest(state: _State, interval: _Interval) -> bool:
-    """Add the partition on the fewest devices; False if there is no partition at all."""
-    stages = fewest_devices(state.tables, _limits(state, interval.stages[1]), interval.stages[1])
-    if stages is not None:
-        _add(state, stages)
-    return stages is not None
+    """Add the partition on the fewest devices; False if there is none for the number of stages (or those tried)."""
+    low, high = interval.stages
+    depends = state.tables.timing.depends_on_num_stages
+    for most in sorted({low, *(1 << n for n in range(12) if low < 1 << n < high), high} if depends else {high}):
+        stages = fewest_devices(state.tables, _limits(state, most if depends else 0), most)
+        if stages is not None:
+            _add(state, stages)
+            return True
+    return False
 
 
-def _add(state: _State, choices: Sequence[Choice]) -> None:
+def _add(state: _State, choices: Sequence[Choice]) -> bool:
+    """Add a partition; False if it does not fit into memory with as many stages as it has."""
     tables = state.tables
     stages = tuple(
         Stage(start=start, stop=stop, submesh=tables.submeshes[m], cost=tables.costs[m, start, stop][c])
         for m, start, stop, c in choices
     )
+    flights = (in_flight(tables.timing, stages_behind=n, num_stages=len(stages)) for n in count())
+    if any(s.cost.peak_bytes(flight) > state.memory_bytes * _ROUNDING for s, flight in zip(reversed(stages), flights)):
+        return False
     transfers_s = [float(tables.transfer_s[a[2], a[0], b[0]]) for a, b in pairwise(choices)]
     time_s = step_time_s(tables.timing, [stage.cost for stage in stages], transfers_s)
     key = tuple((m, start, stop) for m, start, stop, _ in choices)
     if not math.isfinite(time_s) or (key in state.found and state.found[key].step_time_s <= time_s):
-        return
+        return True
     if key not in state.found and not state.can_place([stage.submesh for stage in stages]):
         state.not_placed_s = min(state.not_placed_s, time_s)
-        return
+        return True
     state.found[key] = Partition(stages=stages, step_time_s=time_s)
     state.best_s = min(state.best_s, time_s)
+    return True
 
 
 def _bounds(state: _State, interval: _Interval) -> PrefixBounds | None:
