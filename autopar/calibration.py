@@ -6,8 +6,8 @@ devices  ->  measurements  ->  Machine, and a table of what was measured against
 from __future__ import annotations
 
 import argparse
-import math
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,27 +152,27 @@ def table_of(machine: Machine, measured: Sequence[Measurement]) -> Table:
 
 def summary_of(machine: Machine, measured: Sequence[Measurement]) -> Table:
     """The fitted figures, and how far the formulas are from the measurements they were fitted to."""
-    table = Table("figure", "value", "mean error", title=f"{machine.name}: figures", box=box.SIMPLE_HEAD)
+    table = Table("figure", "value", "median error", title=f"{machine.name}: figures", box=box.SIMPLE_HEAD)
     exchanged = {each.what for each in measured} - {"product", "memory"}
-    memory = _mean_error(machine, measured, {"memory"})
+    memory = _usual_error(machine, measured, {"memory"})
     table.add_row("memory bandwidth", _amount(machine.memory_bandwidth, "B/s"), memory)
     table.add_row("kernel", _seconds(machine.kernel_s), memory)
     for dtype in dict.fromkeys(each.dtype for each in measured if each.what == "product"):
         rate = _amount(machine.matmul_flops(dtype), "FLOP/s")
         some = [each for each in measured if each.dtype == dtype]
-        table.add_row(f"products of {dtype}", rate, _mean_error(machine, some, {"product"}))
+        table.add_row(f"products of {dtype}", rate, _usual_error(machine, some, {"product"}))
     table.add_row("half of it at", _amount(machine.matmul_half_flops, "FLOP"), "")
     if exchanged:
-        error = _mean_error(machine, measured, exchanged)
+        error = _usual_error(machine, measured, exchanged)
         table.add_row("link bandwidth", _amount(machine.intra.bandwidth, "B/s"), error)
         table.add_row("link latency", _seconds(machine.intra.latency_s), error)
         table.add_row("link ramp", _amount(machine.intra.ramp_bytes, "B"), error)
     return table
 
 
-def _mean_error(machine: Machine, measured: Sequence[Measurement], what: set[str]) -> str:
+def _usual_error(machine: Machine, measured: Sequence[Measurement], what: set[str]) -> str:
     errors = [abs(predicted_s(machine, each) / each.seconds - 1) for each in measured if each.what in what]
-    return f"{100 * math.fsum(errors) / len(errors):.0f} %"
+    return f"{100 * statistics.median(errors):.0f} %"
 
 
 def _seconds(seconds: float) -> str:
