@@ -1,0 +1,23 @@
+"""Plans of several stages whose layouts are planned: pipelines by hand, with an optimum for every mesh."""
+
+import dataclasses
+from typing import Any
+
+from autopar.compiler.intra_op.figures import MeshFigures, cpu_figures
+from autopar.compiler.passes import cut_step
+from autopar.compiler.stage_sharding import logical_mesh_of, mesh_tasks, mesh_wishes, plan_mesh
+from autopar.plan import Plan
+
+QUICK = dataclasses.replace(cpu_figures(2), latency_s=(1e-9, 1e-9))
+"""Links without latency, so that even small arrays are worth splitting."""
+
+
+def with_planned_layouts(traced: Any, plan: Plan, figures: MeshFigures = QUICK) -> Plan:
+    """The plan with the best layouts for each of its meshes."""
+    graph = cut_step(traced.trace, plan)
+    meshes = []
+    for number, mesh in enumerate(plan.meshes):
+        tasks = mesh_tasks(graph, plan, number)
+        sharding = plan_mesh(tasks, mesh_wishes(graph, tasks), logical_mesh_of(mesh), figures)
+        meshes.append(dataclasses.replace(mesh, sharding=sharding))
+    return dataclasses.replace(plan, meshes=tuple(meshes))
