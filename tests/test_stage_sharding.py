@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar.compiler.passes import cut_step
-from autopar.compiler.stage_sharding import logical_mesh_of, mesh_tasks
+from autopar.compiler.stage_sharding import mesh_tasks
 from autopar.errors import PlanMismatch
 from autopar.sharding_plan import MeshSharding
 from tests import equivalence
@@ -81,12 +81,16 @@ def wide_step(params, batch):
     return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], loss
 
 
-def test_gradients_stay_sums_until_the_update_where_collectives_are_dear():
+def traced_wide_step():
     rng = np.random.default_rng(0)
     params = [jnp.asarray(rng.normal(size=(64, 64)) / 8) for _ in range(4)]
     batch = {name: jnp.asarray(rng.normal(size=(512, 64))) for name in ("x", "y")}
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=4, mesh_shape=(4,))
-    traced = autopar.parallelize(wide_step, method=method).trace(params, batch)
+    return autopar.parallelize(wide_step, method=method).trace(params, batch), params, batch
+
+
+def test_gradients_stay_sums_until_the_update_where_collectives_are_dear():
+    traced, params, batch = traced_wide_step()
     planned = with_planned_layouts(traced, traced.plan().plan, DEAR)
     assert any("|" in text for mesh in planned.meshes for text in mesh.sharding.layouts["values"].values())
     # Per stage two gradients, reduced once per step.
@@ -120,11 +124,12 @@ def test_a_mesh_sharding_of_other_keys_is_refused():
 
 
 def test_the_objective_is_the_time_of_all_tasks_in_a_step():
-    traced, plan = traced_pipeline("mlp", mesh_shape=(2, 2), num_microbatches=2)
+    traced, _, _ = traced_wide_step()
+    plan = traced.plan().plan
     planned = with_planned_layouts(traced, plan)
     graph = cut_step(traced.trace, plan)
     for number, mesh in enumerate(planned.meshes):
-        assert logical_mesh_of(mesh).num_devices == 4
         times = {task.name: task.times for task in mesh_tasks(graph, plan, number)}
         total_s = sum(times[name] * took.total_s for name, took in mesh.sharding.times.items())
+        # What every device computes for itself at next to no cost has no part in the objective.
         assert total_s == pytest.approx(mesh.sharding.objective_s, rel=0.02)

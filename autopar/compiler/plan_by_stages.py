@@ -334,6 +334,8 @@ def searches_stages(trace: Trace, method: Auto, num_devices: int) -> bool:
     """Whether there is anything to search beyond one mesh."""
     if method.num_stages == 1 or num_devices == 1 or not trace.differentiates:
         return False
-    if method.mesh_shape is not None and math.prod(method.mesh_shape) >= num_devices:
-        return False
+    if method.mesh_shape is not None:
+        each = math.prod(method.mesh_shape)
+        if each >= num_devices or num_devices % each:
+            return False  # one mesh, or an error that says why not
     return not any(jc.keeps_order(eqn) for eqn in jc.all_equations(trace.jaxpr))
