@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", choices=list(ZOO), default=list(ZOO), metavar="NAME")
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), metavar="2x4")
     parser.add_argument("--kind", default="cpu", help="the devices whose figures count, like cpu or h100")
-    parser.add_argument("--time-limit", type=float, default=120.0, metavar="SECONDS", help="of the search, per plan")
+    parser.add_argument("--time-limit", type=float, default=600.0, metavar="SECONDS", help="of the search, per plan")
     parser.add_argument("--most", type=float, default=MOST, help="the largest gap to accept")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every plan")
     args = parser.parse_args(argv)

@@ -58,6 +58,11 @@ def test_optimum_of_a_step_lies_within_the_gap_of_its_bound(seed):
     assert row_weight(row, free.states) > row.limit >= row_weight(row, within.states)
 
 
+def test_rows_that_bind_nothing_leave_the_optimum_as_proven_as_without_them():
+    problem = step_problem(1, num_nodes=200)
+    assert solve(problem, violated_rows=lambda states: [], max_gap=0.5).gap <= 1e-3
+
+
 @pytest.mark.parametrize("share", [None, 0.4])
 def test_equal_problems_have_equal_optima(share):
     problem = step_problem(3, num_nodes=100, factors=4)

@@ -17,7 +17,9 @@ from autopar.errors import SolverFailed
 __all__ = ["Infeasible", "Optimum", "Problem", "Row", "solve"]
 
 SHARE_WITHOUT_ROWS = 0.25
-"""Share of the time that goes to the optimum without rows."""
+"""Share of the time that goes to the optimum without rows, unless that is what is asked for."""
+MAX_GAP = 1e-3
+"""Gap that is small enough where nothing else is said, and without rows in any case."""
 
 
 def solve(
@@ -25,7 +27,7 @@ def solve(
     *,
     violated_rows: Callable[[Sequence[int]], Sequence[Row]] | None = None,
     time_limit_s: float = 60,
-    max_gap: float = 1e-3,
+    max_gap: float = MAX_GAP,
     starts: Sequence[Sequence[int]] = (),
 ) -> Optimum:
     """The choice of least cost that violates no row.
@@ -40,7 +42,12 @@ def solve(
     known = [tuple(int(state) for state in states) for states in starts]
     # With rows the optimum without them is a bound only, not worth the whole time.
     share = 1.0 if violated_rows is None else SHARE_WITHOUT_ROWS
-    found = minimize(problem, Effort(deadline=began + share * time_limit_s, max_gap=max_gap))
+    without = Effort(deadline=began + share * time_limit_s, max_gap=min(max_gap, MAX_GAP))
+    found = minimize(problem, without)
+    if violated_rows is not None and found.states is not None and not violated_rows(found.states):
+        # Rows that leave so good a choice are not likely to matter.
+        if not without.is_enough(found.value, found.bound):
+            found = minimize(problem, replace(without, deadline=began + time_limit_s))
     candidates = [*known] if found.states is None else [found.states, *known]
     if violated_rows is not None and candidates:
         effort = Effort(deadline=began + time_limit_s, max_gap=max_gap)
