@@ -20,6 +20,7 @@ from rich.text import Text
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_plan import planned
 from autopar.compiler.intra_op.choice_problem import Infeasible
+from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.ilp import solve
 from autopar.compiler.intra_op.layout import to_spec
 from autopar.compiler.intra_op.local_program import local_block
@@ -143,5 +144,6 @@ def _price(trace: Trace, searched: Searched, node: int, state: int, spec: Partit
         return None
     plan = planned(searched.found.choices, optimum.states)
     block = local_block(jc.open_jaxpr(searched.closed)[0], plan, mesh)
-    memory = peak_memory(block, mesh, trace.donated_inputs)
+    compiler = compiler_for(searched.figures.name)
+    memory = peak_memory(block, mesh, trace.donated_inputs, compiler=compiler)
     return Alternative(spec=spec, step_time_s=optimum.value, peak_bytes=memory.peak_bytes)

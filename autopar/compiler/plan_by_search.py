@@ -13,6 +13,7 @@ from pathlib import Path
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_plan import to_data
+from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.figures import MeshFigures, figures_of
 from autopar.compiler.intra_op.layout import LogicalMesh, to_spec
 from autopar.compiler.intra_op.local_program import LocalBlock, local_block
@@ -93,7 +94,7 @@ def _search_layers(
     def fastest(count: int) -> Searched | None:
         """The plan for the fastest layouts of all, if it fits."""
         found = search(count, unlimited)
-        return found if found.peak_bytes <= budget else None
+        return found if compiler_for(found.figures.name).needed_bytes(found.peak_bytes) <= budget else None
 
     def within_budget(count: int) -> Searched | None:
         try:
@@ -167,13 +168,14 @@ def search_on(
         cache_directory=cache_directory,
     )
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, mesh)
+    compiler = compiler_for(figures.name)
     return Searched(
         closed=closed,
         mesh=mesh,
         figures=figures,
         found=found,
         block=block,
-        peak_bytes=peak_memory(block, mesh, trace.donated_inputs).peak_bytes,
+        peak_bytes=peak_memory(block, mesh, trace.donated_inputs, compiler=compiler).peak_bytes,
         recomputed_layers=recomputed_layers,
     )
 

@@ -9,12 +9,12 @@ from benchmarks.models.gpt import gpt
 from benchmarks.models.mlp import mlp
 from benchmarks.models.model import Model
 
-_GPT = {"layers": 2, "width": 128, "heads": 4, "vocabulary": 512, "length": 128, "batch": 32}
+_GPT = {"layers": 2, "width": 512, "heads": 8, "vocabulary": 4096, "length": 256, "batch": 64}
 MODELS = {
-    "mlp": lambda: mlp(layers=6, width=256, hidden=1024, batch=1024),
+    "mlp": lambda: mlp(layers=6, width=1024, hidden=4096, batch=4096),
     "gpt": lambda: gpt(**_GPT),
     "gpt_scan": lambda: gpt(**_GPT, scan=True),
-    "gpt_scan_remat": lambda: gpt(**_GPT, scan=True, remat=True),
+    "gpt_scan_remat": lambda: gpt(**{**_GPT, "layers": 4}, scan=True, remat=True),
 }
 
 

@@ -7,6 +7,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 from autopar.compiler.intra_op.choice_problem import row_weight
+from autopar.compiler.intra_op.compilers import CPU, GPU
 from autopar.compiler.intra_op.layout import to_spec
 from autopar.compiler.intra_op.local_program import Value
 from autopar.compiler.intra_op.localize import localize
@@ -16,7 +17,7 @@ from benchmarks.models.mlp import mlp
 from tests.intra_op.planned_memory import MODELS, planned, state_inputs, traced, traced_model
 
 # Kernels are fused and ordered by rules of the compiler's that change with its releases.
-TOLERANCE = 0.2
+TOLERANCE = 0.1
 _KEEPS_MORE = pytest.mark.xfail(
     jax.__version_info__ >= (0, 12),
     reason="the CPU compiler of JAX 0.12 keeps a quarter more activations of layers in line than modelled",
@@ -42,7 +43,7 @@ def test_modelled_memory_is_near_the_compiled_one(name):
     trace = traced(name)
     donated = state_inputs(trace)
     mesh, _, block = planned(trace, (2, 4))
-    modelled = peak_memory(block, mesh, donated).peak_bytes
+    modelled = peak_memory(block, mesh, donated, compiler=CPU).peak_bytes
     assert modelled == pytest.approx(compiled_bytes(trace, block, mesh, donated), rel=TOLERANCE)
 
 
@@ -64,16 +65,17 @@ def test_estimate_names_the_largest_first():
     assert estimate.peak_bytes > estimate.arguments_bytes > 0
 
 
+@pytest.mark.parametrize("compiler", [CPU, GPU], ids=lambda compiler: compiler.name)
 @pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_rows_are_the_modelled_memory(name, shape):
+def test_rows_are_the_modelled_memory(name, shape, compiler):
     trace = traced(name)
     donated = state_inputs(trace)
     mesh, found, block = planned(trace, shape)
     states = found.optimum.states
-    nbytes = modelled_bytes(found.choices, found.table, states, donated)
-    assert nbytes == pytest.approx(peak_memory(block, mesh, donated).peak_bytes, rel=0.02)
+    nbytes = modelled_bytes(found.choices, found.table, states, donated, compiler=compiler)
+    assert nbytes == pytest.approx(peak_memory(block, mesh, donated, compiler=compiler).peak_bytes, rel=0.03)
     limit = 0.9 * nbytes
-    worst, *_ = memory_rows(found.choices, found.table, limit, donated)(states)
+    worst, *_ = memory_rows(found.choices, found.table, limit, donated, compiler=compiler)(states)
     assert row_weight(worst, states) - worst.limit == pytest.approx(nbytes - limit, rel=1e-6)
-    assert not memory_rows(found.choices, found.table, 1.01 * nbytes, donated)(states)
+    assert not memory_rows(found.choices, found.table, 1.01 * nbytes, donated, compiler=compiler)(states)

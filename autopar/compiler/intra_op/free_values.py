@@ -16,7 +16,8 @@ from autopar.compiler.costs import equation_flops
 SMALL = 64
 """Arrays of at most so many elements are never split."""
 
-NESTED = frozenset({"scan", "while", "cond", "remat2", "checkpoint", "remat"})
+REMAT = frozenset({"remat2", "checkpoint", "remat"})
+NESTED = frozenset({"scan", "while", "cond"}) | REMAT
 """Equations whose bodies are planned, not the equation itself."""
 
 _EXPENSIVE = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "sort", "dot_general"})

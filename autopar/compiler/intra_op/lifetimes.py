@@ -6,6 +6,8 @@ Products, collectives, loops, sorts stand apart: what they read and make is in m
 into their readers, which then read what these are computed from, later. A fused array is in memory only if a work
 apart reads it, if it is a result, or if it would be computed twice and is dear (an exponential, say).
 
+A `constant` is one number all over: whoever reads it fills it in.
+
 A `form` is what a reader may want in another layout, though it does not now: an array with a lifetime of its own
 within that of the array that it is a form of.
 
@@ -23,7 +25,7 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.free_values import NESTED
 
 Key = Hashable
-Kind = Literal["view", "form", "fused", "reduction", "apart"]
+Kind = Literal["constant", "view", "form", "fused", "reduction", "apart"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -61,6 +63,16 @@ class Work(NamedTuple):
     """It writes its results over operands of the same size that nobody reads any more."""
     late: bool = False
     """Its results are there only when it is done: until then they count among what it needs inside."""
+    early: bool = False
+    """It is done as soon as its operands are there, long before its results are wanted."""
+    library: bool = False
+    """A reduction that fuses no further: what it reads is in memory."""
+    collective: str = ""
+    """Its kind, if it is one."""
+    stacks: tuple[Key, ...] = ()
+    """The results that a loop writes piece by piece."""
+    workspace: float = 0.0
+    """Bytes that it needs while it runs, besides operands and results."""
 
     @property
     def writes_over(self) -> bool:
@@ -107,6 +119,8 @@ class Lifetimes:
 def kind_of(eqn: jc.JaxprEqn) -> Kind:
     """How XLA treats an equation."""
     name = eqn.primitive.name
+    if name == "broadcast_in_dim" and not getattr(eqn.invars[0].aval, "shape", ()):
+        return "constant"
     if name in _VIEWS:
         return "view"
     if name in _REDUCTIONS:
@@ -126,7 +140,7 @@ def is_dear(eqn: jc.JaxprEqn) -> bool:
 
 
 def lifetimes(
-    works: Sequence[Work], inputs: Iterable[Key], outputs: Iterable[Key], extent: Mapping[Key, Hashable]
+    works: Sequence[Work], inputs: Iterable[Key], outputs: Iterable[Key], extent: Mapping[Key, float]
 ) -> Lifetimes:
     """The lifetimes of inputs (from -1) and of all else that reaches memory; `extent` is equal for equal sizes."""
     program = _Program(works=works, extent=extent, outputs=tuple(outputs))
@@ -136,13 +150,14 @@ def lifetimes(
 @dataclass(kw_only=True)
 class _Program:
     works: Sequence[Work]
-    extent: Mapping[Key, Hashable]
+    extent: Mapping[Key, float]
     outputs: tuple[Key, ...]
     roots: dict[Key, Key] = field(default_factory=dict[Key, Key])
     places: dict[Key, Key] = field(default_factory=dict[Key, Key])
     readers: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
     behind: dict[Key, tuple[Key, ...]] = field(default_factory=dict[Key, tuple[Key, ...]])
     """What a fused reader of an array reads in its place."""
+    constants: set[Key] = field(default_factory=set[Key])
     found: dict[Key, Lifetime] = field(default_factory=dict[Key, Lifetime])
     parts: dict[Key, Lifetime] = field(default_factory=dict[Key, Lifetime])
 
@@ -186,6 +201,9 @@ class _Program:
             self.parts[place].stop = max(self.parts[place].stop, time + 1)
 
     def _add(self, time: int, work: Work) -> None:
+        if work.kind == "constant" or self._is_constant(work):
+            self.constants.update(work.results)
+            return
         if work.kind == "view":
             return
         if work.kind == "form":
@@ -204,6 +222,10 @@ class _Program:
             self._begin(key, start)
             self._read(key, start)
 
+    def _is_constant(self, work: Work) -> bool:
+        """Whether a work gives a constant in another layout or shape."""
+        return work.kind == "fused" and bool(work.reads) and all(self._root(k) in self.constants for k in work.reads)
+
     def _add_form(self, time: int, work: Work) -> None:
         place, result = self._place(work.reads[0]), work.results[0]
         if self._root(place) in self.found:
@@ -213,7 +235,7 @@ class _Program:
     def _sources(self, work: Work) -> tuple[Key, ...]:
         """What a work reads from memory."""
         places = dict.fromkeys(map(self._place, work.reads))
-        if work.kind != "apart":
+        if work.kind != "apart" and not work.library:
             places = dict.fromkeys(s for place in places for s in self.behind.get(self._root(place), (place,)))
         return tuple(place for place in places if self._root(place) in self.found)
 
@@ -223,18 +245,21 @@ class _Program:
             return True
         readers = self.readers.get(key, ())
         fused = [not self._is_apart(time) for time in readers]
-        again = len(readers) <= 1 or (not work.dear and (all(fused) or len(sources) <= 1))
+        # What is larger than all that it is computed from would cost more to read than to compute again.
+        grows = self.extent[key] > sum(self.extent[self._root(place)] for place in sources)
+        cheap = not work.dear or (bool(sources) and grows)
+        again = len(readers) <= 1 or (cheap and (all(fused) or len(sources) <= 1))
         if again and len(sources) <= _MAX_SOURCES:
             self.behind[key] = sources
             return not all(fused)
         return True
 
     def _is_apart(self, time: int) -> bool:
-        return time >= len(self.works) or self.works[time].kind == "apart"
+        return time >= len(self.works) or self.works[time].kind == "apart" or self.works[time].library
 
     def _hand_over(self) -> None:
         """Let fused works write over what they read last."""
-        made: dict[tuple[int, Hashable], list[Key]] = {}
+        made: dict[tuple[int, float], list[Key]] = {}
         for time, work in enumerate(self.works):
             for key in work.results:
                 if work.writes_over and key in self.found and self.found[key].start == time:

@@ -1,7 +1,8 @@
 """Search for the best plan that fits a device's memory, or say why there is none.
 
 The rows of `memory_rows` bound the modelled memory while the solver searches. The plan that comes out is written down
-and estimated again; if it still needs more than the budget, the search is repeated with a tighter one.
+and estimated again; if it still needs more than the budget, the search is repeated with a tighter one. The model is not
+exact: what the compiled step may need beyond the modelled peak, the compiler's `headroom`, is kept free.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from autopar.compiler.intra_op.block_plan import planned
 from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable
 from autopar.compiler.intra_op.choice_problem import Infeasible, Optimum, Problem, Row, States, choice_value
+from autopar.compiler.intra_op.compilers import GPU, Compiler
 from autopar.compiler.intra_op.ilp import solve
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.memory_model import MemoryEstimate, peak_memory
@@ -40,21 +42,23 @@ class MemorySearch:
     table: ChoiceTable
     budget_bytes: float
     donated: Collection[int]
+    compiler: Compiler = GPU
 
     def estimate(self, states: Sequence[int]) -> MemoryEstimate:
         """The modelled memory of the plan that a solution means."""
         block = local_block(self.choices.jaxpr, planned(self.choices, states), self.table.mesh)
-        return peak_memory(block, self.table.mesh, self.donated)
+        return peak_memory(block, self.table.mesh, self.donated, compiler=self.compiler)
 
 
 def solve_within_memory(search: MemorySearch, *, time_limit_s: float) -> Optimum:
     """The best plan within the budget. Raises `MemoryTooSmall` if none is found."""
     began = time.monotonic()
     deadline = began + time_limit_s
-    limit = search.budget_bytes
+    budget = search.budget_bytes / (1 + search.compiler.headroom)
+    limit = budget
     problem = search.table.problem()
     for _ in range(_ATTEMPTS):
-        rows = memory_rows(search.choices, search.table, limit, search.donated)
+        rows = memory_rows(search.choices, search.table, limit, search.donated, compiler=search.compiler)
         try:
             optimum = solve(
                 problem, violated_rows=rows, max_gap=_MAX_GAP, time_limit_s=max(1.0, deadline - time.monotonic())
@@ -62,11 +66,11 @@ def solve_within_memory(search: MemorySearch, *, time_limit_s: float) -> Optimum
         except (Infeasible, SolverFailed):
             break
         peak_bytes = search.estimate(optimum.states).peak_bytes
-        if peak_bytes <= search.budget_bytes:
+        if peak_bytes <= budget:
             return optimum
-        limit = min(limit, limit * search.budget_bytes / peak_bytes) * (1 - _MARGIN)
+        limit = min(limit, limit * budget / peak_bytes) * (1 - _MARGIN)
     states, least = least_memory(search, time_limit_s=time_limit_s)
-    if least.peak_bytes > search.budget_bytes:
+    if least.peak_bytes > budget:
         raise MemoryTooSmall(_lesson(search, least))
     return Optimum(
         states=states,
@@ -86,7 +90,8 @@ def least_memory(search: MemorySearch, *, time_limit_s: float) -> tuple[States, 
     best, least = states, search.estimate(states)
     rows: list[Row] = []
     for _ in range(_ROUNDS):
-        rows += memory_rows(search.choices, search.table, 0.9 * least.peak_bytes, search.donated)(states)
+        limit = 0.9 * least.peak_bytes
+        rows += memory_rows(search.choices, search.table, limit, search.donated, compiler=search.compiler)(states)
         states = minimize(_memory_alone(problem, rows), Effort(deadline=deadline, max_gap=0.01)).states
         if states is None or time.monotonic() > deadline:
             break
@@ -110,9 +115,9 @@ def _memory_alone(problem: Problem, rows: Sequence[Row]) -> Problem:
 
 def _lesson(search: MemorySearch, least: MemoryEstimate) -> str:
     named = "; ".join(f"{_size(nbytes)} for {what}" for what, nbytes in least.largest[:_NUM_NAMED])
-    mesh = search.table.mesh
+    mesh, needed = search.table.mesh, search.compiler.needed_bytes(least.peak_bytes)
     return (
-        f"The step needs at least {_size(least.peak_bytes)} per device on the mesh {mesh.shape}, of which "
+        f"The step needs at least {_size(needed)} per device on the mesh {mesh.shape}, of which "
         f"{_size(least.arguments_bytes)} are its arguments; the budget is {_size(search.budget_bytes)}. "
         f"Most is taken at {least.at}: {named}. Give it more devices, split the batch into more microbatches, "
         "recompute layers (jax.checkpoint), donate the state, or raise the budget."

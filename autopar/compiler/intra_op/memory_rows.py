@@ -22,18 +22,24 @@ from autopar.compiler.intra_op.allocation import Border, MemoryProgram, Moment, 
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, chosen
 from autopar.compiler.intra_op.choice_memory import Form, Lister, Made
 from autopar.compiler.intra_op.choice_problem import Row
+from autopar.compiler.intra_op.compilers import GPU, Compiler
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, num_shards, replicated
 
 _MOMENTS_AT_ONCE = 3
 
 
 def memory_rows(
-    choices: BlockChoices, table: ChoiceTable, budget_bytes: float, donated: Collection[int] = ()
+    choices: BlockChoices,
+    table: ChoiceTable,
+    budget_bytes: float,
+    donated: Collection[int] = (),
+    *,
+    compiler: Compiler = GPU,
 ) -> Callable[[Sequence[int]], Sequence[Row]]:
     """For the solver: which rows do these states violate? `donated` are the inputs that a step may overwrite."""
 
     def violated(states: Sequence[int]) -> list[Row]:
-        program, forms = _step(choices, table.mesh, states, donated)
+        program, forms = _step(choices, table.mesh, states, donated, compiler)
         arguments = _Terms.of_inputs(choices, table.mesh)
         used = arguments.value(states)
         return [
@@ -46,10 +52,15 @@ def memory_rows(
 
 
 def modelled_bytes(
-    choices: BlockChoices, table: ChoiceTable, states: Sequence[int], donated: Collection[int] = ()
+    choices: BlockChoices,
+    table: ChoiceTable,
+    states: Sequence[int],
+    donated: Collection[int] = (),
+    *,
+    compiler: Compiler = GPU,
 ) -> float:
     """The modelled memory of a solution."""
-    program, _ = _step(choices, table.mesh, states, donated)
+    program, _ = _step(choices, table.mesh, states, donated, compiler)
     (moment,) = worst_moments(program, 1)
     return _Terms.of_inputs(choices, table.mesh).value(states) + moment.nbytes
 
@@ -70,7 +81,7 @@ class _Terms:
         """The step's arguments, which are there all the time."""
         terms = _Terms()
         for v, choice in zip(choices.jaxpr.invars, choices.arguments, strict=True):
-            terms.add(v.aval, choice, mesh)
+            terms.add(aval_bytes(v.aval), choice, mesh)
         return terms
 
     def plus(self, moment: Moment, forms: Mapping[Form, Made], mesh: LogicalMesh) -> _Terms:
@@ -78,27 +89,29 @@ class _Terms:
         terms = _Terms(constant=self.constant, nodes=dict(self.nodes), edges=dict(self.edges))
         at: Moment | None = moment
         while at is not None:
+            compiler = at.program.compiler
+            terms.constant += at.program.workspace(at.time)
             for form, origin in _kept(at, forms):
                 mine, theirs = forms[form].choice, None if origin is None else forms[origin].choice
                 if origin is None:
-                    terms.add(form.variable.aval, mine, mesh)
+                    terms.add(at.program.share(form) * compiler.nbytes(form.variable.aval), mine, mesh)
                 elif mine is not None and theirs is not None and mine.node != theirs.node:
-                    terms.add_copy(form.variable.aval, theirs, mine, mesh)
+                    terms.add_copy(compiler.nbytes(form.variable.aval), theirs, mine, mesh)
             at = at.inside
         return terms
 
-    def add(self, aval: Any, choice: Choice | None, mesh: LogicalMesh) -> None:
+    def add(self, whole_bytes: float, choice: Choice | None, mesh: LogicalMesh) -> None:
         """Add an array in the layout of a choice."""
         if choice is None:
-            self.constant += aval_bytes(aval)
+            self.constant += whole_bytes
         else:
-            nbytes = _bytes_of(aval, choice.layouts, mesh)
+            nbytes = _bytes_of(whole_bytes, choice.layouts, mesh)
             self.nodes[choice.node] = self.nodes[choice.node] + nbytes if choice.node in self.nodes else nbytes
 
-    def add_copy(self, aval: Any, source: Choice, target: Choice, mesh: LogicalMesh) -> None:
+    def add_copy(self, whole_bytes: float, source: Choice, target: Choice, mesh: LogicalMesh) -> None:
         """Add a copy in the layout of `target`, if that is not the one of `source`."""
         differ = np.array([[a != b for b in target.layouts] for a in source.layouts])
-        matrix = differ * _bytes_of(aval, target.layouts, mesh)
+        matrix = differ * _bytes_of(whole_bytes, target.layouts, mesh)
         key = (source.node, target.node)
         if source.node > target.node:
             key, matrix = (target.node, source.node), matrix.T
@@ -122,12 +135,16 @@ def _kept(moment: Moment, forms: Mapping[Form, Made]) -> Iterator[tuple[Form, Fo
         assert isinstance(form, Form)
         if life.start <= time < life.stop:
             wanted.setdefault(lives.roots.get(form, form), []).append(form)
+    saved = [root for root in alive(moment) if moment.program.is_input(root)]
+    yield from ((root, None) for root in saved if isinstance(root, Form))
     for root in alive(moment):
         assert isinstance(root, Form)
+        if moment.program.is_input(root):
+            continue
         mine = wanted.get(root, [root])
         yield from ((form, _nearest(form, forms, lives.places, mine)) for form in mine)
     for root, life in lives.whole.items():
-        if not life.allocated:  # an input, which is there all the time
+        if not life.allocated or moment.program.is_input(root):  # which is there all the time
             copies = [form for form in wanted.get(root, ()) if form != root]
             there = {root, *copies, *lives.places.values()}
             yield from ((form, _nearest(form, forms, lives.places, there)) for form in copies)
@@ -142,9 +159,9 @@ def _nearest(form: Form, forms: Mapping[Form, Made], places: Mapping[Any, Any], 
 
 
 def _step(
-    choices: BlockChoices, mesh: LogicalMesh, states: Sequence[int], donated: Collection[int]
+    choices: BlockChoices, mesh: LogicalMesh, states: Sequence[int], donated: Collection[int], compiler: Compiler
 ) -> tuple[MemoryProgram, Mapping[Form, Made]]:
-    lister = Lister(block=choices, states=states, mesh=mesh)
+    lister = Lister(block=choices, states=states, mesh=mesh, compiler=compiler)
     ends = zip(choices.jaxpr.outvars, choices.results, strict=True)
     border = Border(
         taken=taken_places(
@@ -161,5 +178,5 @@ def _type(atom: Any, choice: Choice | None, states: Sequence[int]) -> Any:
     return atom.aval.shape, atom.aval.dtype, layout
 
 
-def _bytes_of(aval: Any, layouts: Sequence[Layout], mesh: LogicalMesh) -> np.ndarray:
-    return aval_bytes(aval) / np.array([num_shards(layout, mesh) for layout in layouts], dtype=float)
+def _bytes_of(whole_bytes: float, layouts: Sequence[Layout], mesh: LogicalMesh) -> np.ndarray:
+    return whole_bytes / np.array([num_shards(layout, mesh) for layout in layouts], dtype=float)

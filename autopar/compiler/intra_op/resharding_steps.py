@@ -16,7 +16,7 @@ Axes join and leave a dimension at its minor end, where the parts are adjacent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -122,6 +122,11 @@ def after(layout: Layout, step: Step) -> Layout:
         case _:
             assert_never(step)
     return Layout(tuple(dims), partial)
+
+
+def collective_of(steps: Sequence[Step]) -> str:
+    """The first collective among some steps; none if they send nothing."""
+    return next((kind for step in steps if (kind := collective_kind(step)) is not None), "")
 
 
 def collective_kind(step: Step) -> str | None:

@@ -15,6 +15,7 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_plan import BlockPlan, planned
 from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable
 from autopar.compiler.intra_op.choice_problem import Optimum
+from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.fold import fold, unfolded
 from autopar.compiler.intra_op.free_values import NESTED, is_small
@@ -105,7 +106,13 @@ def plan_intra_op(
     def best() -> Optimum:
         if memory_budget is None:
             return solve(problem, time_limit_s=time_limit_s)
-        search = MemorySearch(choices=choices, table=table, budget_bytes=memory_budget, donated=donated)
+        search = MemorySearch(
+            choices=choices,
+            table=table,
+            budget_bytes=memory_budget,
+            donated=donated,
+            compiler=compiler_for(figures.name),
+        )
         return solve_within_memory(search, time_limit_s=time_limit_s)
 
     if cache_directory is None:

@@ -1,0 +1,193 @@
+"""Write down the memory program of what every device does: its works, in the order and with the copies of a compiler.
+
+    LocalBlock, Compiler  ->  MemoryProgram over values
+
+Remat regions stand in line with what is around them: only their operands are held back. A compiler that does not even
+do that finds what is computed a second time, and computes it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.allocation import Border, MemoryProgram, border_of_body, joins_late, stacked_from
+from autopar.compiler.intra_op.compilers import Compiler
+from autopar.compiler.intra_op.free_values import REMAT, is_small
+from autopar.compiler.intra_op.layout import LogicalMesh, num_shards
+from autopar.compiler.intra_op.lifetimes import Work, is_dear, kind_of, writes_over
+from autopar.compiler.intra_op.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value
+from autopar.compiler.intra_op.operand_order import copies_of_operands
+from autopar.compiler.intra_op.resharding_steps import collective_of
+from autopar.compiler.intra_op.sharding_rules import equation_key
+
+
+def listed_program(block: LocalBlock, mesh: LogicalMesh, compiler: Compiler, border: Border) -> MemoryProgram:
+    """The memory program of a block, arranged."""
+    lister = _Lister(block=block, mesh=mesh, compiler=compiler)
+    for value in block.inputs:
+        lister.note(value)
+        lister.arguments.add(value)
+    lister.run()
+    return MemoryProgram(
+        works=lister.works,
+        inputs=[lister.key(v) for v in block.inputs],
+        outputs=[lister.key(v) for v in block.outputs],
+        nbytes=lister.nbytes,
+        inner=lister.inner,
+        border=border,
+        compiler=compiler,
+        labels=lister.labels,
+    ).arranged()
+
+
+@dataclass(kw_only=True, eq=False)
+class _Lister:
+    block: LocalBlock
+    mesh: LogicalMesh
+    compiler: Compiler
+    works: list[Work] = field(default_factory=list[Work])
+    labels: list[str] = field(default_factory=list[str])
+    inner: dict[int, tuple[MemoryProgram, ...]] = field(default_factory=dict[int, tuple[MemoryProgram, ...]])
+    nbytes: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
+    seen: dict[Hashable, tuple[Any, ...]] = field(default_factory=dict[Hashable, tuple[Any, ...]])
+    """By what is computed, the results."""
+    place: str = ""
+    """Of a region in line: which one it is."""
+    arguments: set[Value] = field(default_factory=set[Value])
+    names: dict[Value, Any] = field(default_factory=dict[Value, Any])
+    """What values of a region, and results that are merged, are called."""
+
+    def run(self) -> None:
+        """List the works of the block."""
+        for action in self.block.actions:
+            if isinstance(action, Enter) and action.eqn.primitive.name in REMAT:
+                self._run_in_line(action)
+            elif not self._is_merged(action):
+                self._add(action)
+
+    def name(self, value: Any) -> Any:
+        """A value as this program calls it; it may be a constant."""
+        if not isinstance(value, Value):
+            return ("constant", str(value.aval), repr(value.val))
+        return self.names.get(value, value._replace(form=value.form + self.place))
+
+    def key(self, value: Any) -> Value | None:
+        """The same, if it is large enough to count."""
+        found = self.name(value)
+        return found if isinstance(found, Value) and not is_small(found.variable.aval) else None
+
+    def note(self, value: Value) -> None:
+        """Note the size of a value."""
+        self.nbytes[self.name(value)] = self._bytes(value)
+
+    def _run_in_line(self, action: Enter) -> None:
+        (body,) = action.bodies
+        region = _Lister(
+            block=body,
+            mesh=self.mesh,
+            compiler=self.compiler,
+            works=self.works,
+            labels=self.labels,
+            inner=self.inner,
+            nbytes=self.nbytes,
+            seen=self.seen,
+            arguments=self.arguments,
+            place=f"{self.place} in region {len(self.works)}",
+            names={inside: self.name(value) for inside, value in zip(body.inputs, action.operands, strict=True)},
+        )
+        region.run()
+        self.names.update(
+            (value, region.name(inside)) for value, inside in zip(action.results, body.outputs, strict=True)
+        )
+
+    def _is_merged(self, action: Action) -> bool:
+        """Whether the action's results are there already, if the compiler would see that."""
+        if self.compiler.keeps_barriers or isinstance(action, Enter):
+            return False
+        results = _results(action)
+        if isinstance(action, Reshard):
+            what: Hashable = (self.name(action.operand), action.steps)
+        elif action.eqn.effects or any(True for _ in jc.subjaxprs(action.eqn)):
+            return False
+        else:
+            layouts = tuple(v.layout for v in results)
+            what = (equation_key(action.eqn), tuple(map(self.name, action.operands)), layouts)
+        found = self.seen.setdefault(what, tuple(map(self.name, results)))
+        if found == tuple(map(self.name, results)):
+            return False
+        self.names.update(zip(results, found, strict=True))
+        return True
+
+    def _add(self, action: Action) -> None:
+        if isinstance(action, Enter):
+            self.inner[len(self.works)] = tuple(
+                listed_program(
+                    body,
+                    self.mesh,
+                    self.compiler,
+                    border_of_body(action.eqn, place, len(body.inputs), len(body.outputs)),
+                )
+                for place, body in enumerate(action.bodies)
+            )
+        for value in _results(action):
+            self.note(value)
+        self._append(self._work(action), _named(action))
+
+    def _append(self, work: Work, label: str) -> None:
+        self.works.append(work)
+        self.labels.append(label)
+
+    def _work(self, action: Action) -> Work:
+        results = tuple(key for v in _results(action) if (key := self.key(v)) is not None)
+        match action:
+            case Reshard(operand=operand, steps=steps):
+                key, kind = self.key(operand), collective_of(steps)
+                return Work("apart" if kind else "fused", () if key is None else (key,), results, collective=kind)
+            case Evaluate(eqn=eqn):
+                reads = self._reads(action)
+                kind = kind_of(eqn)
+                return Work(
+                    "fused" if kind == "view" and not reads else kind,
+                    reads,
+                    results,
+                    dear=is_dear(eqn),
+                    over=writes_over(eqn),
+                    workspace=self.compiler.product_workspace_bytes if eqn.primitive.name == "dot_general" else 0.0,
+                )
+            case Enter(eqn=eqn, operands=operands):
+                reads = tuple(key for v in operands if (key := self.key(v)) is not None)
+                stacks = tuple(key for v in action.results[stacked_from(eqn) :] if (key := self.key(v)) is not None)
+                return Work("apart", reads, results, over=writes_over(eqn), late=joins_late(eqn), stacks=stacks)
+
+    def _reads(self, action: Evaluate) -> tuple[Value, ...]:
+        """What an equation reads: copies of operands that it wants in another order or in more bits."""
+        copied = copies_of_operands(action.eqn, self.compiler)
+        reads: list[Value] = []
+        for operand, how in zip(action.operands, copied, strict=True):
+            key = self.key(operand)
+            if key is None:
+                continue
+            if how.order is not None or (how.wide and key in self.arguments):
+                source, key = key, key._replace(form=f"{key.form} {how}")
+                if key not in self.nbytes:
+                    self.nbytes[key] = self._bytes(source)
+                    self._append(Work("reduction", (source,), (key,), early=True), _named(action))
+            reads.append(key)
+        return tuple(reads)
+
+    def _bytes(self, value: Value) -> float:
+        return self.compiler.nbytes(value.variable.aval) / num_shards(value.layout, self.mesh)
+
+
+def _results(action: Action) -> tuple[Value, ...]:
+    return (action.result,) if isinstance(action, Reshard) else action.results
+
+
+def _named(action: Action) -> str:
+    if isinstance(action, Reshard):
+        return f"reshard {action.result.variable.aval.str_short()}"
+    scope = jc.scope_of(action.eqn)
+    return f"{action.eqn.primitive.name} in {scope}" if scope else action.eqn.primitive.name

@@ -1,0 +1,78 @@
+"""In which order a product wants the dimensions of its operands, on compilers whose kernels read rows.
+
+    dot_general             [batch, free, contracted] x [batch, contracted, free]
+    conv_general_dilated    [batch, *space, channels] x [*space, channels, channels of the result]
+
+A matrix product also reads the transposed matrix, as long as each operand is one: with several free or several
+contracted dimensions they are reshaped to one, which takes a copy unless they lie in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.compilers import Compiler
+
+Order = tuple[int, ...]
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+
+class OperandCopy(NamedTuple):
+    """How an operand is copied before it is read."""
+
+    order: Order | None = None
+    wide: bool = False
+    """An argument of 16 bits is read in 32."""
+
+
+def copies_of_operands(eqn: jc.JaxprEqn, compiler: Compiler) -> tuple[OperandCopy, ...]:
+    """For every operand of an equation, how it is copied."""
+    orders = wanted_orders(eqn) if compiler.turns_operands else (None,) * len(eqn.invars)
+    product = eqn.primitive.name in _PRODUCTS
+    return tuple(
+        OperandCopy(order, product and compiler.widens(v.aval)) for order, v in zip(orders, eqn.invars, strict=True)
+    )
+
+
+def wanted_orders(eqn: jc.JaxprEqn) -> tuple[Order | None, ...]:
+    """For every operand of an equation, the order in which it must be copied; None where it need not."""
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    shapes = [tuple(aval.shape) for aval in avals]
+    match eqn.primitive.name:
+        case "dot_general":
+            return _of_product(eqn.params["dimension_numbers"], shapes)
+        case "conv_general_dilated":
+            numbers = eqn.params["dimension_numbers"]
+            batch, channels, *space = numbers.lhs_spec
+            results, inputs, *kernel_space = numbers.rhs_spec
+            orders = (batch, *space, channels), (*kernel_space, inputs, results)
+            return tuple(_unless_sorted(order, shape) for order, shape in zip(orders, shapes, strict=True))
+        case _:
+            return (None,) * len(shapes)
+
+
+def _of_product(
+    numbers: tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]],
+    shapes: Sequence[tuple[int, ...]],
+) -> tuple[Order | None, ...]:
+    (contracted, batch) = numbers
+    free = [
+        [d for d in range(len(shape)) if d not in contracted[side] and d not in batch[side]]
+        for side, shape in enumerate(shapes)
+    ]
+    matrices = [
+        len(free[side]) <= 1 and len(contracted[side]) <= 1 and sorted(batch[side]) == list(range(len(batch[side])))
+        for side in (0, 1)
+    ]
+    if all(matrices):
+        return None, None
+    orders = (*batch[0], *free[0], *contracted[0]), (*batch[1], *contracted[1], *free[1])
+    return tuple(None if matrices[side] else _unless_sorted(order, shapes[side]) for side, order in enumerate(orders))
+
+
+def _unless_sorted(order: Order, shape: tuple[int, ...]) -> Order | None:
+    """The order, unless the dimensions longer than one are in it already."""
+    long = [dim for dim in order if shape[dim] > 1]
+    return None if long == sorted(long) else order
