@@ -1,4 +1,4 @@
-"""Plans of the zoo are proven to be as good as optimal; all models and meshes are in `benchmarks/optimality_gaps.py`."""
+"""Plans of the zoo are proven to be as good as optimal; `benchmarks/optimality_gaps.py` has all models and meshes."""
 
 import json
 from pathlib import Path

@@ -44,10 +44,10 @@ def solve(
     share = 1.0 if violated_rows is None else SHARE_WITHOUT_ROWS
     without = Effort(deadline=began + share * time_limit_s, max_gap=min(max_gap, MAX_GAP))
     found = minimize(problem, without)
-    if violated_rows is not None and found.states is not None and not violated_rows(found.states):
+    proven = found.states is None or without.is_enough(found.value, found.bound)
+    if not proven and violated_rows is not None and not violated_rows(found.states or ()):
         # Rows that leave so good a choice are not likely to matter.
-        if not without.is_enough(found.value, found.bound):
-            found = minimize(problem, replace(without, deadline=began + time_limit_s))
+        found = minimize(problem, replace(without, deadline=began + time_limit_s))
     candidates = [*known] if found.states is None else [found.states, *known]
     if violated_rows is not None and candidates:
         effort = Effort(deadline=began + time_limit_s, max_gap=max_gap)
