@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.errors import InvalidArgument, Unsupported
+from autopar.errors import InvalidArgument
 from tests.zoo import ZOO
 
 WIDTH, HIDDEN, ROWS = 256, 1024, 64
@@ -57,6 +57,7 @@ METHODS = {
     "microbatches": autopar.Auto(mesh_shape=(4, 2), num_microbatches=4),
     "ZeRO-1": autopar.Zero(stage=1, mesh_shape=(8,)),
     "ZeRO-3": autopar.Zero(stage=3, mesh_shape=(2, 4)),
+    "ZeRO-3 in microbatches": autopar.Zero(stage=3, mesh_shape=(8,), num_microbatches=4),
     "tensor parallel": autopar.TensorParallel(mesh_shape=(8,)),
     "expert parallel": autopar.ExpertParallel(mesh_shape=(8,)),
 }
@@ -71,6 +72,30 @@ def test_what_was_compiled_is_what_was_planned_and_equals_the_plain_step(method)
     assert plan.sharding.gap <= 1e-3
     report = plan.verify(step, (state, batch))
     assert report, str(report)
+
+
+def sum_of_chains(params, x):
+    def chain(x, layers):
+        for layer in layers:
+            x = jnp.tanh(x @ layer)
+        return x
+
+    for layers in params:
+        x = jax.checkpoint(chain)(x, layers)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_a_kind_of_parallelism_holds_in_layers_that_are_recomputed(num_microbatches):
+    def step(params, x):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(sum_of_chains)(params, x))
+
+    method = autopar.TensorParallel(mesh_shape=(8,), num_microbatches=num_microbatches)
+    params = [[jnp.ones((64, 64))] * 6] * 2
+    # With so many rows, splitting them would take less time; gradients would then be sums over devices.
+    plan = autopar.parallelize(step, method=method).trace(params, jnp.ones((16384, 64))).plan().plan
+    assert plan.sharding.collectives
+    assert not [each.what for each in plan.sharding.collectives if each.what.startswith("float32[64,64]")]
 
 
 ON_TWO_AXES = {"mesh_shape": (2, 4)}
@@ -203,7 +228,8 @@ def test_a_constraint_over_axes_that_the_mesh_lacks_is_refused():
 
 
 FIELDS = {
-    "stages": ({"num_stages": 2}, Unsupported, "num_stages=2"),
+    "stages": ({"num_stages": 0}, InvalidArgument, "num_stages is 0"),
+    "microbatches": ({"num_microbatches": 0}, InvalidArgument, "num_microbatches is 0"),
     "memory word": ({"memory": "tiny"}, InvalidArgument, "tiny"),
     "memory": ({"memory": -1.0}, InvalidArgument, "memory is -1.0"),
     "remat": ({"remat": "always"}, InvalidArgument, "remat is 'always'"),

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from autopar.compiler import jax_compat as jc
+from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
 from autopar.compiler.inter_op.schedule_times import Timing, in_flight
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.stage_search import StageSearch, search_stages
@@ -151,7 +152,6 @@ def _search(
 
 
 def _search_layers(problem: StageProblem, layers: Layers, remat: bool) -> StagesFound:
-    cluster = problem.cluster
     costs = LayerCosts(
         classes=layers.classes,
         most_common=Counter(layers.class_of).most_common(1)[0][0],
@@ -159,24 +159,11 @@ def _search_layers(problem: StageProblem, layers: Layers, remat: bool) -> Stages
         cache_directory=problem.cache_directory,
     )
     ranges = _RangeCosts(problem, layers, costs)
-    choices = submesh_choices(cluster.num_devices, cluster.devices_per_host, any_host_count=False)
     found: list[tuple[str, StageSearch]] = []
     shortage: MemoryTooSmall | None = None
     for schedule in (problem.method.schedule,) if problem.method.schedule else ("1f1b", "eager-1f1b", "gpipe"):
         try:
-            search = search_stages(
-                len(layers.class_of),
-                cluster.num_devices,
-                [c for c in choices if _takes_part(problem, c)],
-                ranges,
-                ranges.transfer_s,
-                num_microbatches=layers.num_microbatches,
-                schedule=schedule,
-                memory_bytes=problem.memory_bytes,
-                max_stages=problem.method.num_stages,
-                time_limit_s=problem.method.time_limit_s,
-            )
-            found.append((schedule, search))
+            found.append((schedule, _partitioned(problem, layers, ranges, schedule)))
         except MemoryTooSmall as error:
             shortage = error
     if not found:
@@ -186,13 +173,47 @@ def _search_layers(problem: StageProblem, layers: Layers, remat: bool) -> Stages
     return StagesFound(layers=layers, schedule=schedule, remat=remat, search=search, costs_gap=costs.gap)
 
 
-def _takes_part(problem: StageProblem, submesh: Submesh) -> bool:
-    """With a mesh shape given, every stage has that many devices; with a number of stages, all devices are used."""
-    shape = problem.method.mesh_shape
-    if shape is not None:
-        return submesh.num_devices == math.prod(shape)
-    count = problem.method.num_stages
-    return count is None or count == 1 or submesh.num_devices * count <= 2 * problem.num_devices
+def _partitioned(problem: StageProblem, layers: Layers, ranges: _RangeCosts, schedule: str) -> StageSearch:
+    """The best stages of any sizes, or of one size if their number or their mesh is given."""
+    cluster, method = problem.cluster, problem.method
+    num_layers, timing = len(layers.class_of), Timing(schedule=schedule, num_microbatches=layers.num_microbatches)
+    count = method.num_stages
+    if count is None and method.mesh_shape is not None:
+        count = cluster.num_devices // math.prod(method.mesh_shape)
+    if count is not None:
+        best = search_fixed_stages(
+            num_layers,
+            count,
+            _part(cluster, count),
+            ranges,
+            ranges.transfer_s,
+            timing=timing,
+            memory_bytes=problem.memory_bytes,
+        )
+        return StageSearch(best=best, lower_bound_s=best.step_time_s, runners_up=(), num_explored=num_layers**2 * count)
+    return search_stages(
+        num_layers,
+        cluster.num_devices,
+        submesh_choices(cluster.num_devices, cluster.devices_per_host, any_host_count=False),
+        ranges,
+        ranges.transfer_s,
+        num_microbatches=layers.num_microbatches,
+        schedule=schedule,
+        memory_bytes=problem.memory_bytes,
+        time_limit_s=method.time_limit_s,
+    )
+
+
+def _part(cluster: Submesh, count: int) -> Submesh:
+    """One of `count` equal parts of the cluster."""
+    size, rest = divmod(cluster.num_devices, count)
+    per_host = cluster.devices_per_host
+    if rest or (size < per_host and per_host % size) or (size > per_host and size % per_host):
+        raise InvalidArgument(
+            f"{cluster.num_devices} devices, {per_host} to a host, do not divide into {count} equal stages. Use a "
+            "number of stages that divides them, or leave it to the search."
+        )
+    return cluster_shape(size, per_host)
 
 
 class _RangeCosts:

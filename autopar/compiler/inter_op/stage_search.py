@@ -114,7 +114,7 @@ def search_stages(
 
     `can_place` refuses submeshes that do not fit into the cluster although they have few enough devices; it is needed
     only where `submeshes.always_fits` is false, and what it refuses keeps the bound from rising above it.
-    `time_limit_s` counts from the first partition on, as there is no answer without one.
+    `time_limit_s` does not end the search before there is a partition, as there is no answer without one.
     """
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     if num_layers < 1 or (max_stages is not None and max_stages < 1):

@@ -1,0 +1,86 @@
+"""A given number of equal stages: the cuts are the best of all."""
+
+import itertools
+import random
+
+import pytest
+
+from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
+from autopar.compiler.inter_op.schedule_times import SCHEDULES, Timing, in_flight, step_time_s
+from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.inter_op.submeshes import Submesh
+from autopar.errors import InvalidArgument, MemoryTooSmall
+
+SUBMESH = Submesh(num_hosts=1, devices_per_host=2)
+
+
+def costs_of(rng, num_layers):
+    """One way per range; the update takes no time, for it does not move the cuts."""
+    return {
+        (j, k): StageCost(
+            forward_s=(forward := rng.random() * (k - j)),
+            backward_s=2 * forward,
+            weight_s=0.8 * forward,
+            state_bytes=rng.random() * (k - j),
+            activation_bytes=rng.random(),
+        )
+        for j, k in itertools.combinations(range(num_layers + 1), 2)
+    }
+
+
+def brute_force(num_layers, num_stages, costs, links, timing, memory_bytes):
+    best = float("inf")
+    for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
+        cuts = (0, *inner, num_layers)
+        stages = [costs[a, b] for a, b in itertools.pairwise(cuts)]
+        flights = [
+            in_flight(timing, stages_behind=num_stages - 1 - s, num_stages=num_stages) for s in range(num_stages)
+        ]
+        if all(stage.peak_bytes(flight) <= memory_bytes for stage, flight in zip(stages, flights)):
+            best = min(best, step_time_s(timing, stages, [links[cut] for cut in inner]))
+    return best
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_cuts_are_those_of_brute_force(schedule):
+    infeasible = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        num_layers, num_stages = rng.randint(2, 6), rng.randint(1, 4)
+        costs, links = costs_of(rng, num_layers), [rng.random() / 4 for _ in range(num_layers)]
+        timing = Timing(schedule=schedule, num_microbatches=rng.choice([1, 2, 8]))
+        memory_bytes = rng.choice([3.0, 8.0, 100.0])
+        want = brute_force(num_layers, num_stages, costs, links, timing, memory_bytes)
+
+        def search(num_layers=num_layers, num_stages=num_stages, costs=costs, links=links, **given):
+            return search_fixed_stages(
+                num_layers,
+                num_stages,
+                SUBMESH,
+                lambda j, k, submesh: [costs[j, k]],
+                lambda cut, source, target: links[cut],
+                **given,
+            )
+
+        if want == float("inf"):
+            infeasible += 1
+            with pytest.raises((MemoryTooSmall, InvalidArgument)):
+                search(timing=timing, memory_bytes=memory_bytes)
+        else:
+            found = search(timing=timing, memory_bytes=memory_bytes)
+            assert found.step_time_s == pytest.approx(want)
+            assert len(found.stages) == num_stages
+    assert infeasible > 0
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(InvalidArgument, match="3 stages were asked for, the step has 2 layers"):
+        search_fixed_stages(
+            2,
+            3,
+            SUBMESH,
+            lambda j, k, submesh: [StageCost(forward_s=1.0, backward_s=1.0)],
+            lambda cut, source, target: 0.0,
+            timing=Timing(schedule="1f1b", num_microbatches=2),
+            memory_bytes=1.0,
+        )

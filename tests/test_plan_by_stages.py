@@ -1,0 +1,172 @@
+"""The whole search: stages, submeshes, microbatches. What it finds runs, and equals the plain step."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.compiler.intra_op.figures import cpu_figures
+from autopar.compiler.intra_op.layout import LogicalMesh
+from autopar.compiler.intra_op.task_group import task_choices
+from autopar.compiler.layer_classes import count_step_layers, find_layers, layer_class
+from autopar.compiler.layer_costs import LayerCosts, stage_cost
+from autopar.compiler.prepare import stage_graph
+from autopar.compiler.stage_sharding import mesh_tasks
+from autopar.errors import InvalidArgument, MemoryTooSmall
+from autopar.machine import Link, Machine
+from autopar.plan import MeshPlan, Plan, StagePlan
+from tests.stage_plans import QUICK
+
+WIDTH, ROWS, LAYERS = 128, 64, 4
+
+
+def train_step(params, batch):
+    def loss_of(params):
+        h = batch["x"]
+        for i in range(LAYERS):
+            with jax.named_scope(f"h_{i}"):
+                h = h + jnp.tanh(h @ params[f"h_{i}"]["up"]) @ params[f"h_{i}"]["down"]
+        return jnp.mean((h @ params["head"] - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+
+    def weights(*shape):
+        return jnp.asarray(rng.normal(size=shape) / shape[0], jnp.float32)
+
+    layers = {f"h_{i}": {"up": weights(WIDTH, 2 * WIDTH), "down": weights(2 * WIDTH, WIDTH)} for i in range(LAYERS)}
+    return {**layers, "head": weights(WIDTH, WIDTH)}, {"x": weights(ROWS, WIDTH), "y": weights(ROWS, WIDTH)}
+
+
+def machine(**figures):
+    """Hosts of two devices, with slow links between them."""
+    base = Machine.named("p3.16xlarge")
+    slow = Link(latency_s=1e-6, bandwidth=1e7, ramp_bytes=0.0)
+    return dataclasses.replace(
+        base,
+        name="pairs",
+        devices_per_host=2,
+        domain=2,
+        inter=slow,
+        intra=dataclasses.replace(slow, bandwidth=1e10),
+        peak_flops={"float32": 1e9},
+        matmul_share={"float32": 1.0},
+        matmul_half_flops=0.0,
+        kernel_s=0.0,
+        sources={},
+        **figures,
+    )
+
+
+def traced(method, cluster=None):
+    return autopar.parallelize(train_step, method=method, cluster=cluster).trace(*arguments())
+
+
+def test_slow_links_between_hosts_make_stages_of_hosts():
+    cluster = autopar.Cluster(num_devices=8, machine=machine())
+    plan = traced(autopar.Auto(), cluster).plan().plan
+    assert plan.num_stages > 1
+    assert plan.num_microbatches > 1
+    assert {device for mesh in plan.meshes for device in mesh.devices} <= set(range(8))
+
+
+def test_a_plan_for_another_cluster_runs_here_and_equals_the_plain_step():
+    cluster = autopar.Cluster(num_devices=8, machine=machine())
+    planned = traced(autopar.Auto(), cluster).plan()
+    text = planned.plan.to_json()
+    step = autopar.parallelize(train_step, method=autopar.Plan.from_json(text))
+    params, batch = arguments()
+    got, want = step(params, batch), jax.jit(train_step)(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), got, want)
+    assert step.trace(params, batch).plan(autopar.Plan.from_json(text)).verify(params, batch)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shapes"),
+    [
+        ({"num_stages": 2}, [(2, 2)] * 2),
+        ({"num_stages": 4}, [(1, 2)] * 4),
+        ({"num_stages": 2, "mesh_shape": (4,), "axis_names": ("model",)}, [(4,)] * 2),
+        ({"num_stages": 1}, [(2, 4)]),
+    ],
+)
+def test_what_is_given_is_fixed(fields, shapes):
+    method = autopar.Auto(num_microbatches=2, schedule="gpipe", **fields)
+    plan = traced(method, autopar.Cluster(num_devices=8, kind="cpu")).plan().plan
+    assert [mesh.shape for mesh in plan.meshes] == shapes or fields["num_stages"] == 1
+    assert (plan.num_microbatches, plan.schedule) == (2, "gpipe")
+
+
+def test_pins_hold_in_stages():
+    pins = {r"h_\d/up": jax.sharding.PartitionSpec(None, "model")}
+    method = autopar.Auto(num_stages=2, num_microbatches=2, pins=pins)
+    plan = traced(method, autopar.Cluster(num_devices=8, kind="cpu")).plan().plan
+    values = {name: text for mesh in plan.meshes for name, text in mesh.sharding.layouts["values"].items()}
+    pinned = {name: text for name, text in values.items() if "['up']" in name and name.startswith("params")}
+    assert len(pinned) == LAYERS
+    assert set(pinned.values()) == {"-,model"}
+
+
+def test_memory_that_nothing_fits_into_is_refused():
+    cluster = autopar.Cluster(num_devices=8, machine=machine())
+    with pytest.raises(MemoryTooSmall):
+        traced(autopar.Auto(memory=1e4), cluster).plan()
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(InvalidArgument, match="8 stages were asked for"):
+        traced(autopar.Auto(num_stages=8, num_microbatches=2), autopar.Cluster(num_devices=8, kind="cpu")).plan()
+
+
+def layers_of(num_microbatches=2):
+    trace = traced(autopar.Auto()).trace
+    count, pieces = count_step_layers(trace)
+    return find_layers(
+        trace,
+        num_layers=count,
+        loop_pieces=pieces,
+        num_microbatches=num_microbatches,
+        schedule="1f1b",
+        remat=False,
+        pins={},
+    )
+
+
+def test_layers_of_one_kind_are_one_class():
+    layers = layers_of()
+    assert len(layers.class_of) == LAYERS + 1
+    assert len(set(layers.class_of[1 : LAYERS - 1])) == 1
+    assert len(layers.classes) <= 4
+
+
+def test_the_cost_of_a_range_is_that_of_its_layers():
+    layers = layers_of()
+    mesh = LogicalMesh(shape=(2, 2), axis_names=("data", "model"))
+    figures = dataclasses.replace(cpu_figures(2), latency_s=QUICK.latency_s)
+    costs = LayerCosts(classes=layers.classes, most_common=layers.class_of[1], method=autopar.Auto())
+    each = [costs.cost(number, mesh, figures, 0.0) for number in layers.class_of]
+    plan = Plan(
+        fingerprint="",
+        method="Auto",
+        meshes=(MeshPlan(devices=(0, 1, 2, 3), shape=(2, 2), axis_names=("data", "model")),),
+        stages=(StagePlan(layers=(0, len(each)), mesh=0),),
+        cuts=layers.cuts,
+        num_microbatches=2,
+        input_specs={},
+        cut_specs={},
+    )
+    graph = stage_graph(layers.prepared, plan)
+    tasks = mesh_tasks(graph, plan, 0)
+    stage = layer_class(graph, tasks)
+    whole = stage_cost(stage, task_choices(tasks, mesh, figures, stage.wishes).best({}), mesh, figures)
+    composed_s = 2 * sum(c.forward_s + c.backward_s for c in each) + sum(c.once_s for c in each)
+    direct_s = 2 * (whole.forward_s + whole.backward_s) + whole.once_s
+    assert direct_s <= composed_s * 1.001
+    assert composed_s == pytest.approx(direct_s, rel=0.05)
