@@ -49,6 +49,8 @@ def main(arguments: argparse.Namespace) -> None:
     Console().print(_table(report))
     for each in report["skipped"]:
         Console().print(f"{each['rows']:4} rows skipped of {each['source']}: {each['reason']}", highlight=False)
+    for each in report["unreadable"]:
+        Console().print(f"line {each['line']} cannot be read: it {each['reason']}", highlight=False)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 

@@ -21,12 +21,12 @@ from benchmarks.accuracy_cases import Case
 from benchmarks.training_model.prices import SCALARS, Rates, Scalars, rates_of
 from benchmarks.training_model.step import StepTime, step_time
 
-NOISE = 0.03
+NOISE = 0.05
 """Of one measured step, relative."""
 
 # Scalar -> lower bound, upper bound, width of ln(scalar).
 BOUNDS: dict[str, tuple[float, float, float]] = {
-    "matmul_rate": (0.3, 1.15, 0.15),
+    "matmul_rate": (0.3, 1.3, 0.15),
     "matmul_half": (0.1, 20.0, 1.0),
     "memory_rate": (0.3, 1.18, 0.3),
     "launch": (0.2, 5.0, 0.5),
@@ -37,7 +37,7 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
     "overlap": (0.1, 2.0, 0.5),
 }
 LONGEST_FIXED_S = 0.1
-"""The fixed time of a step, of the optimizer's synchronizations and the data's loading; its width is a quarter."""
+"""The fixed time of a step, of the optimizer's synchronizations and the data's loading; its width is half of it."""
 
 
 def chosen_for_fit(cases: Sequence[Case], fraction: float) -> set[int]:
@@ -75,7 +75,7 @@ def fitted_scalars(cases: Sequence[Case]) -> Scalars:
         errors = np.log(np.array([time.total_s for time in times]) / measured) / NOISE
         # The square root of ρ keeps the sum of squares what the docstring says, and the priors quadratic.
         robust = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
-        return np.concatenate([robust, x[:-1] / widths, [4 * x[-1]]])
+        return np.concatenate([robust, x[:-1] / widths, [2 * x[-1]]])
 
     low = [math.log(bound) for bound, _, _ in BOUNDS.values()] + [0.0]
     high = [math.log(bound) for _, bound, _ in BOUNDS.values()] + [1.0]

@@ -2,7 +2,7 @@
 
 import re
 
-from benchmarks.training_model.models import Experts, Transformer, WideResNet
+from benchmarks.training_model.models import Experts, Transformer
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, tied: bool = True) -> Transformer:
@@ -102,31 +102,8 @@ TRANSFORMERS: tuple[tuple[str, Transformer], ...] = (
     ),
 )  # fmt: skip
 
-# Alpa's benchmarks (alpa benchmark/alpa/suite_manual_gpt.py, suite_wresnet.py), by billions of parameters.
-ALPA_GPT = {
-    0.35: (24, 1024, 16), 0.76: (24, 1536, 16), 1.3: (24, 2048, 32), 2.6: (32, 2560, 32), 6.7: (32, 4096, 32),
-    15.0: (48, 5120, 40), 39.0: (48, 8192, 64), 76.0: (60, 10240, 80),
-}  # fmt: skip
-ALPA_WIDE_RESNET = {
-    0.25: (50, 160, 2), 0.5: (50, 224, 2), 1.0: (50, 320, 2), 2.0: (50, 448, 2), 4.0: (50, 640, 2),
-    6.8: (50, 320, 16), 13.0: (101, 320, 16),
-}  # fmt: skip
-
 
 def named_transformer(name: str) -> Transformer | None:
     """The sizes of a model by its name, or None."""
     found = (model for pattern, model in TRANSFORMERS if re.search(pattern, name.lower()))
     return next(found, None)
-
-
-def alpa_gpt(billions: float) -> Transformer | None:
-    """Alpa's GPT of about that many parameters."""
-    near = min(ALPA_GPT, key=lambda each: abs(each / billions - 1))
-    return _gpt(*ALPA_GPT[near], tied=False) if abs(near / billions - 1) < 0.04 else None
-
-
-def alpa_wide_resnet(billions: float) -> WideResNet | None:
-    """Alpa's Wide-ResNet of about that many parameters."""
-    near = min(ALPA_WIDE_RESNET, key=lambda each: abs(each / billions - 1))
-    depth, channels, width = ALPA_WIDE_RESNET[near]
-    return WideResNet(depth=depth, channels=channels, width=width) if abs(near / billions - 1) < 0.04 else None

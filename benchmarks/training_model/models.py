@@ -1,4 +1,4 @@
-"""What is trained: the sizes of a transformer or of a Wide-ResNet, and the parameters these make.
+"""What is trained: the sizes of a transformer, and the parameters these make.
 
 A transformer of L layers, hidden size h, a heads (g of them with keys and values) of d channels, MLP width f:
 
@@ -96,18 +96,3 @@ class Transformer:
         layers += (self.layers - self.expert_layers) * self.dense_mlp_parameters
         layers += self.expert_layers * (experts * self.expert_parameters + self.shared_parameters)
         return layers + (1 if self.tied else 2) * self.vocab * self.hidden
-
-
-@dataclass(frozen=True, kw_only=True)
-class WideResNet:
-    """A ResNet with bottlenecks, `channels` in the first stage, their middles `width` times as wide (Alpa's sizes)."""
-
-    depth: int
-    channels: int
-    width: int
-    image: int = 224
-    classes: int = 1024
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        return {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}[self.depth]

@@ -9,7 +9,7 @@ update. n tokens, hidden size h, t-fold tensor parallelism; the bytes of passes 
                     scatters of sequence parallelism (Korthikanti et al. 2022), which move as much
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from benchmarks.training_model.layout import Habits, Layout
@@ -23,6 +23,8 @@ class Product:
     flops: float
     nbytes: float
     count: int = 1
+    narrowest: float = 1e9
+    """The smallest of the three sizes: narrow products fill fewer tiles, and read each factor for less work."""
     aligned: bool = True
     attention: bool = False
 
@@ -53,14 +55,15 @@ Operator = Product | Pass | Collective
 def product(rows: float, inner: float, columns: float, count: int = 1, *, aligned: bool = True) -> Product:
     """Products of 2-byte matrices (rows, inner) and (inner, columns)."""
     nbytes = 2 * (rows * inner + inner * columns + rows * columns)
-    return Product(flops=2 * rows * inner * columns, nbytes=nbytes, count=count, aligned=aligned)
+    narrowest = min(rows, inner, columns)
+    return Product(flops=2 * rows * inner * columns, nbytes=nbytes, count=count, narrowest=narrowest, aligned=aligned)
 
 
 def backward_products(forward: tuple[Operator, ...]) -> tuple[Operator, ...]:
     """Those of the gradients of both factors."""
     found = (each for each in forward if isinstance(each, Product))
     return tuple(
-        Product(flops=each.flops, nbytes=each.nbytes, count=2 * each.count, aligned=each.aligned)
+        replace(each, count=2 * each.count)
         if not each.attention
         # A fused kernel of attention computes the scores again: 5 products for the 2 of the forward pass.
         else Product(flops=2.5 * each.flops, nbytes=2.5 * each.nbytes, count=each.count, attention=True)

@@ -2,11 +2,12 @@
 
 A block of operators that one device runs takes
 
-    max(Σ work, launches · launch_s) + Σ collectives
+    max(Σ work + Σ collectives, launches · launch_s + Σ latencies)
 
-where the work of a kernel is that of `autopar.machine` without the gap between kernels: kernels that are launched
-faster than they run hide the launches, others wait for them. Collectives meet the slowest of their devices, so they
-hide nothing unless the framework overlaps them.
+where work and collectives are those of `autopar.machine`: kernels that are launched faster than they run hide the
+launches, others wait for them, and collectives wait for the slowest of their devices, which empty messages measure.
+Products reach less than their machine's best rate: the narrow ones, those whose rows are not aligned, and all of them
+within a step.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -18,6 +19,12 @@ from benchmarks.training_model.operators import Collective, Operator, Pass, Prod
 UNALIGNED_SHARE = 0.35
 """Of the rate of products whose row length is not a multiple of 8 elements (16 bytes), which tensor cores need to load
 at full width: NVIDIA, "Matrix Multiplication Background User's Guide", section 4, figure on alignment."""
+
+HALF_WIDTH = 128
+"""Smallest size of a product at which half of the rate of large ones is reached: estimate, one tile."""
+IN_STEP_SHARE = 0.88
+"""Of the rate that one large product reaches alone, the best shape at full clock: what products reach within a step. An
+estimate, chosen so that the machine files alone predict published steps with little bias."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +57,15 @@ class Rates:
 
 def rates_of(machine: Machine, habits: Habits, scalars: Scalars) -> Rates:
     """The machine with its figures multiplied by the scalars."""
-    shares = {name: min(1.0, share * scalars.matmul_rate) for name, share in machine.matmul_share.items()}
+    shares = {
+        name: min(1.0, share * IN_STEP_SHARE * scalars.matmul_rate) for name, share in machine.matmul_share.items()
+    }
     corrected = replace(
         machine,
         matmul_share=shares,
         matmul_half_flops=machine.matmul_half_flops * scalars.matmul_half,
         memory_bandwidth=machine.memory_bandwidth * scalars.memory_rate,
-        kernel_s=0.0,
+        kernel_s=machine.kernel_s * scalars.launch,
         intra=_scaled(machine.intra, scalars.intra_latency, scalars.intra_rate),
         inter=_scaled(machine.inter, scalars.inter_latency, scalars.inter_rate),
     )
@@ -91,7 +100,7 @@ def price(operators: tuple[Operator, ...], layout: Layout, rates: Rates) -> Pric
                 work_s += count * _product_s(each, rates)
                 launches += count
             case Pass(nbytes=nbytes, kernels=kernels):
-                work_s += rates.machine.memory_s(nbytes)
+                work_s += kernels * rates.machine.memory_s(nbytes / kernels)
                 launches += kernels
             case Collective(count=count):
                 collective_s += count * _collective_s(each, layout, rates)
@@ -105,7 +114,9 @@ def _product_s(each: Product, rates: Rates) -> float:
     if each.attention:
         dtype = "bfloat16" if habits.dtype == "fp8" else habits.dtype
         return rates.machine.matmul_s(each.flops / habits.attention_share, each.nbytes, dtype)
-    share = 1.0 if each.aligned else UNALIGNED_SHARE
+    share = each.narrowest / (each.narrowest + HALF_WIDTH)
+    if not each.aligned:
+        share *= UNALIGNED_SHARE
     work_s = rates.machine.matmul_s(each.flops / share, each.nbytes, habits.dtype)
     if habits.dtype != "fp8":
         return work_s
