@@ -25,6 +25,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-goldens", action="store_true", help="write the texts in tests/golden anew")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of a file run in one process, as do those of one model of the zoo: what one of them made, others find."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        file = item.nodeid.partition("::")[0]
+        model = f" {params['name']}" if {"name", "configuration"} <= params.keys() else ""
+        item.add_marker(pytest.mark.xdist_group(file + model))
+
+
 @pytest.fixture
 def float64() -> Iterator[None]:
     """Compute in 64 bits during the test, on every thread (`jax.enable_x64` would cover only this one)."""
