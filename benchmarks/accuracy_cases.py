@@ -154,6 +154,9 @@ def _layout(row: Row, model: Transformer) -> Layout:
     dp = row.whole("dp") or _divided(row.whole("ngpu"), tp * pp * cp)
     if not row["pp"] and row.source.endswith("bigscience"):
         raise Unusable("the pipeline's degree is not recorded")
+    devices = row.whole("ngpu")
+    if devices and dp and devices != dp * tp * pp * cp:
+        raise Unusable("dp, tp, pp and cp do not make the number of devices")
     sequence = row.whole("seq") or (2048 if row.source.endswith("sailor") else _sequence(row, model, dp))
     if not dp or not sequence:
         raise Unusable("the number of devices or the sequence length is not recorded")

@@ -5,6 +5,7 @@ The habits are what the frameworks' documentation and defaults say; the launch o
 """
 
 import re
+from dataclasses import replace
 
 from benchmarks.training_model.layout import Habits
 
@@ -17,6 +18,8 @@ MEGATRON_CORE = Habits(
     dtype="bfloat16", flash=True, sequence_parallel=True, launch_s=EAGER_S, overlaps=True, causal_half=True,
     gradient_bytes=4.0, reduced_bytes=4.0, compiled=True,
 )  # fmt: skip
+ONEFLOW = replace(MEGATRON_2021, compiled=True, launch_s=0.0)
+"""OneFlow compiles the whole step to a graph that its C++ actors run."""
 # FlashAttention of 2022 reaches 25 to 40 % of an A100's peak (Dao 2023, section 1): 0.37 of what products do.
 FSDP = Habits(
     dtype="bfloat16",
@@ -37,7 +40,8 @@ FRAMEWORKS: tuple[tuple[str, Habits], ...] = (
     (r"megatron-deepspeed.*bigscience", MEGATRON_2021),
     (r"sailor\(megatron-deepspeed\)", MEGATRON_2021),
     (r"megatron-lm ptd-p|megatron-lm.*calculon|zero-3.*llm-analysis", MEGATRON_2021),
-    (r"megatron-lm v2\.4|oneflow-gpt|libai", MEGATRON_2021),
+    (r"^oneflow-gpt|^libai", ONEFLOW),
+    (r"megatron-lm v2\.4|megatron-lm \| oneflow", MEGATRON_2021),
     (r"megatron-bridge|megatron-lm 0\.14", MEGATRON_CORE),
     (r"nemo pretrain|mlperf training.*nvidia|mlperf training", MEGATRON_CORE),
     (r"composer fsdp", FSDP),

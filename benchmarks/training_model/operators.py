@@ -27,6 +27,9 @@ class Product:
     """The smallest of the three sizes: narrow products fill fewer tiles, and read each factor for less work."""
     aligned: bool = True
     attention: bool = False
+    """One fused kernel of attention, in 2-byte types."""
+    head: bool = False
+    """Logits: in 2-byte types where other products are in FP8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +201,7 @@ def head(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, 
     n, h, t = layout.tokens, model.hidden, layout.tp
     columns = model.vocab / t
     aligned = habits.pads_vocab or t > 1 or model.vocab % 8 == 0
-    logits = product(n, h, columns, 3, aligned=aligned)
+    logits = replace(product(n, h, columns, 3, aligned=aligned), head=True)
     passes = Pass(nbytes=(24 if habits.compiled else 56) * n * columns, kernels=4 if habits.compiled else 24)
     found: tuple[Operator, ...] = (logits, passes, Pass(nbytes=20 * n * h, kernels=4))
     if t > 1:

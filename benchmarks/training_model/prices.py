@@ -17,8 +17,8 @@ from benchmarks.training_model.layout import Habits, Layout
 from benchmarks.training_model.operators import Collective, Operator, Pass, Product
 
 UNALIGNED_SHARE = 0.35
-"""Of the rate of products whose row length is not a multiple of 8 elements (16 bytes), which tensor cores need to load
-at full width: NVIDIA, "Matrix Multiplication Background User's Guide", section 4, figure on alignment."""
+"""Of the rate of products whose rows are not of a multiple of 8 elements (16 bytes), as tensor cores load them best
+(NVIDIA, "Matrix Multiplication Background User's Guide"); how much is an estimate from vTrain's rows with tp = 1."""
 
 HALF_WIDTH = 128
 """Smallest size of a product at which half of the rate of large ones is reached: estimate, one tile."""
@@ -111,14 +111,14 @@ def price(operators: tuple[Operator, ...], layout: Layout, rates: Rates) -> Pric
 
 def _product_s(each: Product, rates: Rates) -> float:
     habits = rates.habits
+    dtype = "bfloat16" if habits.dtype == "fp8" and (each.attention or each.head) else habits.dtype
     if each.attention:
-        dtype = "bfloat16" if habits.dtype == "fp8" else habits.dtype
         return rates.machine.matmul_s(each.flops / habits.attention_share, each.nbytes, dtype)
     share = each.narrowest / (each.narrowest + HALF_WIDTH)
     if not each.aligned:
         share *= UNALIGNED_SHARE
-    work_s = rates.machine.matmul_s(each.flops / share, each.nbytes, habits.dtype)
-    if habits.dtype != "fp8":
+    work_s = rates.machine.matmul_s(each.flops / share, each.nbytes, dtype)
+    if dtype != "fp8":
         return work_s
     # Both factors are read in 2 bytes and written in 1, as they are and transposed: about the bytes of the product;
     # a quarter where norms and activations write them so.
@@ -132,7 +132,9 @@ def _collective_s(each: Collective, layout: Layout, rates: Rates) -> float:
     # Tokens go once to each host that has experts for them (DeepSeek-AI 2024, section 3.2.2), then on inside it.
     _, size = layout.stride(each.axis)
     reached = hosts * (1 - (1 - 1 / hosts) ** each.copies)
-    across_s = rates.machine.inter.ring_s(each.kind, each.nbytes * reached / each.copies, hosts)
+    # Where the framework overlaps, other microbatches compute meanwhile (Megatron-Core, overlap of expert parallelism).
+    shown = 1 - rates.overlap
+    across_s = shown * rates.machine.inter.ring_s(each.kind, each.nbytes * reached / each.copies, hosts)
     return across_s + rates.machine.intra.ring_s(each.kind, each.nbytes, size // hosts)
 
 
