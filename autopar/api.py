@@ -26,6 +26,8 @@ from autopar.arguments import ArgumentRoles, Arguments, Call, abstract
 from autopar.cluster import Cluster
 from autopar.compiler import passes
 from autopar.compiler.explain_plan import Explanation, explain_plan
+from autopar.compiler.price_plan import price_plan
+from autopar.compiler.step_work import step_work
 from autopar.compiler.trace import Leaf, Trace
 from autopar.compiler.verify_plan import check_collectives
 from autopar.errors import InvalidArgument
@@ -36,6 +38,7 @@ from autopar.program import Program
 from autopar.runtime.base import Loaded
 from autopar.runtime.in_process import InProcess
 from autopar.search_methods import ExpertParallel, TensorParallel, Zero
+from autopar.simulation import SimulationReport, check_cluster, simulate_plan
 from autopar.verification_report import NumberCheck, VerificationReport, compare_numbers
 
 Devices = Sequence[Any]
@@ -171,6 +174,28 @@ class Planned:
         Raises `InvalidArgument` for a name that finds no input, and for a plan that leaves the layouts to XLA.
         """
         return explain_plan(self.trace, self.plan, name, kind=self._target.kind())
+
+    def simulate(self, cluster: Cluster | None = None) -> SimulationReport:
+        """What a step will take on a cluster, by default the step's own: time, idle time, memory and a timeline.
+
+        No device is needed. The times within a stage are the plan's, so that the cluster must be of the machine that
+        it was made for. Raises `InvalidArgument` if it is of another, `PlanMismatch` if it has too few devices, and
+        `Unsupported` for a plan that leaves layouts on several devices to XLA.
+        """
+        cluster = cluster or self._target.cluster or Cluster.from_devices(self._target.live_devices())
+        check_cluster(self.plan, cluster)
+        program = passes.lower_step(self.trace, self.plan)
+        priced = price_plan(self.trace, self.plan, program, kind=cluster.described_by)
+        work = step_work(self.trace)
+        return simulate_plan(
+            program,
+            priced,
+            cluster,
+            model_flops=work.flops,
+            dtype=work.dtype,
+            examples=work.examples,
+            tokens=work.tokens,
+        )
 
     def _compare_numbers(self, call: Call) -> NumberCheck:
         # From the host, so that arrays may come from anywhere and the step may name devices of its own.

@@ -202,6 +202,10 @@ class Plan:
         """What every layout of one input would cost: `Planned.explain` of `step` on `args`."""
         return step.trace(*args).plan(self).explain(name)
 
+    def simulate(self, step: Any, args: Sequence[Any], *, cluster: Any = None) -> Any:
+        """What a step of the plan will take on a cluster: `Planned.simulate` of `step` on `args`."""
+        return step.trace(*args).plan(self).simulate(cluster)
+
     def collectives(self) -> Table:
         """The planned collectives as a table: where, kind, axes, value, times, megabytes, milliseconds."""
         return collectives_table(self.planned_collectives)

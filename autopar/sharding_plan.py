@@ -133,6 +133,8 @@ class MeshSharding:
     lower_bound_s: float
     figures: str
     """The machine whose figures the times are made of."""
+    temporary_bytes: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    """What one run of a task needs on a device beside its inputs and outputs, as far as that was modelled."""
 
     def to_data(self) -> dict[str, Any]:
         """The sharding as JSON data."""

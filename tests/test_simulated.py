@@ -140,7 +140,70 @@ def test_trace_has_every_task_and_transfer_for_perfetto(tmp_path) -> None:
     first = next(event for event in spans if event["name"] == "F1.m0")
     assert (first["pid"], first["tid"], first["ts"], first["dur"]) == (1, 0, 1.5e6, 1e6)
     names = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
-    assert names == ["mesh 0", "mesh 1", "tasks", "tasks", "to mesh 1", "to mesh 0"]
+    assert names == ["mesh 0 (predicted)", "mesh 1 (predicted)", "tasks", "tasks", "to mesh 1", "to mesh 0"]
+
+
+def test_trace_shows_compute_and_collectives_of_a_task_apart() -> None:
+    timeline = simulate(schedule("gpipe", 2, 1), ONE, collective_s={"B1": 0.5})
+    spans = {(event["pid"], event["name"]): event for event in timeline.to_chrome_trace()["traceEvents"]}
+    found = {name: (spans[1, name]["ts"], spans[1, name]["dur"]) for name in ("B1.m0", "compute", "collectives")}
+    assert found == {"B1.m0": (2e6, 2e6), "compute": (2e6, 1.5e6), "collectives": (3.5e6, 0.5e6)}
+    assert (0, "compute") not in spans
+    assert timeline.collective_s == (0.0, 0.5)
+
+
+def test_an_executable_needs_its_temporaries_while_it_runs() -> None:
+    program = schedule("gpipe", 2, 3)
+    without = simulate(program, ONE).peak_bytes
+    # The residual of every microbatch and the activation received, when the first backward pass runs.
+    assert simulate(program, ONE, temporary_bytes={"B1": 5000.0}).peak_bytes == (without[0], 4 * EDGE.nbytes + 5000)
+
+
+@pytest.mark.parametrize(
+    ("senders", "receivers", "spec", "moved"),
+    [(2, 2, P("d"), 512), (2, 2, P(), 1024), (4, 2, P("d"), 512), (2, 4, P("d"), 512), (2, 4, P(), 2048)],
+)
+def test_the_busiest_device_of_either_mesh_bounds_a_transfer(senders, receivers, spec, moved) -> None:
+    meshes = [
+        MeshProgram(
+            devices=tuple(devices),
+            shape=(len(devices),),
+            axis_names=("d",),
+            values={"x": replace(EDGE, spec=layout)},
+            instructions=(instruction,),
+        )
+        for devices, layout, instruction in [
+            (range(senders), P(), Send(values=("x",), to=1)),
+            (range(senders, senders + receivers), spec, Recv(values=("x",), source=0)),
+        ]
+    ]
+    program = Program(
+        name="x",
+        meshes=tuple(meshes),
+        executables={},
+        inputs=(Input(leaf=0, mesh=0, value="x"),),
+        outputs=(),
+    )
+    timeline = simulate(program, replace(ONE, bytes_per_s=1.0))
+    assert timeline.makespan_s == timeline.exposed_s[1] == moved
+
+
+def test_exposed_is_the_wait_for_what_is_made_already() -> None:
+    """Of a pipeline, the first transfer in each direction; the wait for the others' tasks is not exposed."""
+    timeline = simulate(schedule("gpipe", 4, 6), replace(ONE, latency_s=0.5))
+    assert timeline.exposed_s == (0.5, 1.0, 1.0, 0.5)
+    assert [timeline.makespan_s - busy_s for busy_s in timeline.busy_s] == [9 + 6 * 0.5] * 4
+    assert simulate(schedule("gpipe", 4, 6), ONE).exposed_s == (0.0,) * 4
+
+
+def test_a_chart_has_a_lane_for_every_mesh_and_the_microbatch_of_every_task() -> None:
+    chart = simulate(schedule("gpipe", 2, 2), ONE).gantt(width=8 + 2 * 9 + 1)
+    assert chart.splitlines() == [
+        "mesh 0 |F0F1      B0==B1==|",
+        "mesh 1 |  F0F1B0==B1==    |",
+    ]
+    narrow = simulate(schedule("gpipe", 2, 2), ONE).gantt(width=8 + 9 + 1)
+    assert narrow.splitlines()[0] == "mesh 0 |FF   B0B1|"
 
 
 def test_a_timeline_prints_as_a_table() -> None:

@@ -74,6 +74,20 @@ def jaxpr_bytes(jaxpr: Any) -> float:
     return sum((equation_bytes(eqn) for eqn in open_jaxpr(jaxpr)[0].eqns), 0.0)
 
 
+def flops_where(jaxpr: Any, counted: Callable[[JaxprEqn], bool]) -> float:
+    """FLOPs of the equations that `counted` holds for, of those that call a jaxpr what holds inside of it."""
+    return sum((_flops_where(eqn, counted) for eqn in open_jaxpr(jaxpr)[0].eqns if counted(eqn)), 0.0)
+
+
+def _flops_where(eqn: JaxprEqn, counted: Callable[[JaxprEqn], bool]) -> float:
+    return _called(eqn, lambda body: flops_where(body, counted)) if runs_jaxprs(eqn) else equation_flops(eqn)
+
+
+def runs_jaxprs(eqn: JaxprEqn) -> bool:
+    """Whether the equation's work is that of jaxprs that it runs, and not its own."""
+    return _calls(eqn) and not eqn.primitive.name.startswith("scatter")
+
+
 def equation_flops(eqn: JaxprEqn) -> float:
     """FLOPs of one equation, as counted by the table above."""
     params: dict[str, Any] = eqn.params

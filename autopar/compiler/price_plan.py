@@ -1,0 +1,94 @@
+"""Price what a plan runs: modelled seconds of every executable, whichever way the plan came about.
+
+layouts of the stages planned     the times of the plan
+layouts of one mesh planned       its step time, of which the equations take what is left by no collective
+one device for a mesh             the times of its programs on one device
+several devices without layouts   not known: XLA decides about the collectives
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.block_times import block_times
+from autopar.compiler.intra_op.figures import MeshFigures, figures_of
+from autopar.compiler.intra_op.task_group import GroupTask, GroupWishes
+from autopar.compiler.sharded_step import logical_mesh, sharded_step
+from autopar.compiler.stage_sharding import plan_mesh
+from autopar.compiler.trace import Trace
+from autopar.errors import InvalidArgument, Unsupported
+from autopar.machine import Machine
+from autopar.plan import MeshPlan, Plan
+from autopar.program import Executable, Program
+from autopar.sharding_plan import MeshSharding, TaskTimes
+
+
+def price_plan(trace: Trace, plan: Plan, program: Program, *, kind: str | Machine) -> Plan:
+    """The plan with the times of every mesh, for devices of a kind; `program` is what it was lowered to.
+
+    Raises `InvalidArgument` for a plan whose times were modelled for others, and `Unsupported` where a mesh of several
+    devices has no layouts.
+    """
+    meshes: list[MeshPlan] = []
+    for number, mesh in enumerate(plan.meshes):
+        figures = figures_of(kind, mesh.shape)
+        sharding = mesh.sharding
+        if plan.sharding is not None:
+            _check_figures(plan.sharding.figures, figures)
+            sharding = _whole_step(trace, plan, figures)
+        elif sharding is not None:
+            _check_figures(sharding.figures, figures)
+        else:
+            _check_one_device(plan, number)
+            mine = [executable for executable in program.executables.values() if executable.mesh == number]
+            sharding = plan_mesh([_alone(each) for each in mine], GroupWishes(), logical_mesh(mesh), figures)
+        meshes.append(replace(mesh, sharding=sharding))
+    return replace(plan, meshes=tuple(meshes))
+
+
+def _whole_step(trace: Trace, plan: Plan, figures: MeshFigures) -> MeshSharding:
+    """A step on one mesh as one task. Its step time counts the latency of collectives that are combined once."""
+    assert plan.sharding is not None
+    block = sharded_step(trace, plan).block
+    compute_s = min(block_times(block, logical_mesh(plan.meshes[0]), figures).compute_s, plan.sharding.step_time_s)
+    times = TaskTimes(compute_s=compute_s, collective_s=plan.sharding.step_time_s - compute_s)
+    return MeshSharding(
+        layouts={},
+        times={trace.name: times},
+        collectives=plan.sharding.collectives,
+        objective_s=plan.sharding.step_time_s,
+        lower_bound_s=plan.sharding.lower_bound_s,
+        figures=figures.name,
+    )
+
+
+def _alone(executable: Executable) -> GroupTask:
+    """An executable by itself: its values bind it to no other, for one device has only one layout."""
+    jaxpr: jc.ClosedJaxpr = executable.jaxpr
+    return GroupTask(
+        name=executable.name,
+        jaxpr=jaxpr,
+        inputs=tuple(f"{executable.name} operand {i}" for i in range(len(executable.inputs))),
+        outputs=tuple(f"{executable.name} result {i}" for i in range(len(executable.outputs))),
+        times=1.0,
+        phase="forward",
+    )
+
+
+def _check_figures(planned_for: str, figures: MeshFigures) -> None:
+    if planned_for != figures.name:
+        raise InvalidArgument(
+            f"The plan's times are modelled for {planned_for!r}, the cluster is of {figures.name!r}. Give simulate the "
+            "cluster that the plan was made for, or plan for this one with parallelize(step, cluster=...)."
+        )
+
+
+def _check_one_device(plan: Plan, number: int) -> None:
+    count = len(plan.meshes[number].devices)
+    if count > 1:
+        raise Unsupported(
+            f"The plan by {plan.method} leaves the layouts on the {count} devices of mesh {number} to XLA, so that its "
+            "collectives are not known. Simulate a plan by Auto, Zero, TensorParallel or ExpertParallel, or one with a "
+            "single device for each stage."
+        )

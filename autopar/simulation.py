@@ -1,0 +1,291 @@
+"""Say what a plan will do on a cluster before it runs there: its program, carried out on paper.
+
+    Program, Plan, Cluster  ->  SimulationReport
+
+Every executable takes its modelled time, its compute and then its collectives; values between meshes take
+`Machine.transfer_s`, within a fast domain if both meshes lie in the same one; sends go on behind compute, receives
+wait. Over all devices on average,
+
+    step_time_s  =  compute_s  +  collective_s  +  exposed_transfer_s  +  idle_s            bubble = the last two
+
+with exposed transfers the wait for what is made already, and idle the wait for what is not, or for nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from autopar.cluster import Cluster
+from autopar.errors import PlanMismatch
+from autopar.machine import Machine
+from autopar.plan import Plan
+from autopar.program import Executable, Program, Task
+from autopar.runtime.simulated import simulate
+from autopar.runtime.timeline import Timeline
+from autopar.sharding_plan import TaskTimes
+
+_WIDTH = 110
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshReport:
+    """One mesh in one step: seconds of each of its devices, and the most that one of them holds."""
+
+    devices: tuple[int, ...]
+    compute_s: float
+    collective_s: float
+    exposed_transfer_s: float
+    idle_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationReport:
+    """One step of a plan on a cluster, as modelled. `timeline.write("trace.json")` is for Perfetto."""
+
+    plan: str
+    cluster: str
+    step_time_s: float
+    meshes: tuple[MeshReport, ...]
+    memory_limit_bytes: float
+    """The memory of one device."""
+    counts_temporaries: bool
+    """Whether the peaks hold what executables need while they run, or only the values between them."""
+    model_flops: float
+    """Of the whole step as it was written: nothing that is computed again counts twice."""
+    dtype: str
+    """What most of its products are computed in."""
+    peak_flops: float
+    """FLOP/s of one device in that type, on paper."""
+    examples: int | None
+    tokens: int | None
+    timeline: Timeline = field(repr=False)
+
+    @property
+    def num_devices(self) -> int:
+        """The devices that the plan uses."""
+        return sum(len(mesh.devices) for mesh in self.meshes)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of its step in which a device computes, on average over the devices."""
+        return self._average(lambda mesh: mesh.compute_s)
+
+    @property
+    def collective_s(self) -> float:
+        """Seconds of its step that a device spends in collectives, on average."""
+        return self._average(lambda mesh: mesh.collective_s)
+
+    @property
+    def exposed_transfer_s(self) -> float:
+        """Seconds of its step in which a device waits for values on their way from another mesh, on average."""
+        return self._average(lambda mesh: mesh.exposed_transfer_s)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of all devices' time in which they run nothing."""
+        return 1 - (self.compute_s + self.collective_s) / self.step_time_s if self.step_time_s else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that any device holds."""
+        return max(mesh.peak_bytes for mesh in self.meshes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has that much memory."""
+        return self.peak_bytes <= self.memory_limit_bytes
+
+    @property
+    def examples_per_s(self) -> float | None:
+        """Examples of the batch per second; None for a step without a batch."""
+        return self._rate(self.examples)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second; None for a batch without an integer array of several axes."""
+        return self._rate(self.tokens)
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Teraflops per second and device that go into the model."""
+        return (self._rate(self.model_flops) or 0.0) / self.num_devices / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Their share of the device's peak: model FLOPs utilization."""
+        return self.tflops_per_device * 1e12 / self.peak_flops
+
+    def _average(self, seconds: Callable[[MeshReport], float]) -> float:
+        return sum(len(mesh.devices) * seconds(mesh) for mesh in self.meshes) / self.num_devices
+
+    def _rate(self, amount: float | None) -> float | None:
+        return None if amount is None or not self.step_time_s else amount / self.step_time_s
+
+    def gantt(self, width: int = _WIDTH) -> str:
+        """The step as text, a line for each mesh."""
+        return self.timeline.gantt(width)
+
+    def to_data(self) -> dict[str, Any]:
+        """Every figure as JSON values, without the timeline."""
+        derived = (
+            "num_devices", "compute_s", "collective_s", "exposed_transfer_s", "bubble_fraction", "peak_bytes", "fits",
+            "examples_per_s", "tokens_per_s", "tflops_per_device", "mfu",
+        )  # fmt: skip
+        shown = {name: value for name, value in vars(self).items() if name not in ("timeline", "meshes")}
+        meshes = [asdict(mesh) for mesh in self.meshes]
+        return shown | {name: getattr(self, name) for name in derived} | {"meshes": meshes}
+
+    def to_json(self) -> str:
+        """The same as JSON."""
+        return json.dumps(self.to_data(), indent=1) + "\n"
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render the step in words, a row for every mesh, and the step as a chart."""
+        yield Text(f"{self.plan} on {self.cluster}: {1e3 * self.step_time_s:.4g} ms per step, as modelled")
+        rates = [(self.examples_per_s, "examples/s"), (self.tokens_per_s, "tokens/s")]
+        yield Text(", ".join(f"{rate:.4g} {unit}" for rate, unit in rates if rate is not None) or "no batch")
+        yield Text(
+            f"{self.tflops_per_device:.3g} TFLOP/s per device, {self.mfu:.1%} of the peak in {self.dtype}; "
+            f"bubble {self.bubble_fraction:.1%}"
+        )
+        verdict = "fits" if self.fits else "DOES NOT FIT"
+        extra = "" if self.counts_temporaries else "; what tasks need while they run is not counted"
+        yield Text(f"memory: {verdict}, {_gb(self.peak_bytes)} of {_gb(self.memory_limit_bytes)} GB{extra}")
+        yield self._table()
+        if len(self.timeline.events) > 1:
+            yield self.timeline.chart(options.max_width)
+
+    def _table(self) -> Table:
+        columns = ("mesh", "devices", "compute ms", "collective ms", "exposed transfer ms", "idle ms", "peak GB")
+        table = Table(*columns, box=box.SIMPLE_HEAD)
+        for number, mesh in enumerate(self.meshes):
+            seconds = (mesh.compute_s, mesh.collective_s, mesh.exposed_transfer_s, mesh.idle_s)
+            cells = (f"{1e3 * each:.4g}" for each in seconds)
+            table.add_row(str(number), str(len(mesh.devices)), *cells, _gb(mesh.peak_bytes))
+        return table
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterCosts:
+    """How long the tasks of a program take by modelled times, and its transfers on a machine."""
+
+    program: Program
+    machine: Machine
+    times: Mapping[str, TaskTimes]
+
+    def run_time_s(self, executable: Executable, task: Task) -> float:
+        """The modelled time; what starts and joins accumulators only moves memory."""
+        if executable.name in self.times:
+            return self.times[executable.name].total_s
+        assert task.kind in "ZC", f"{executable.name} has no modelled time"
+        mesh = self.program.meshes[executable.mesh]
+        return self.machine.memory_s(
+            sum(each.bytes_per_device(mesh) for each in (*executable.inputs, *executable.outputs))
+        )
+
+    def transfer_time_s(self, num_bytes: int, source: int, destination: int) -> float:
+        """One message of every device at once; as slow as between domains unless all devices are in one."""
+        devices = (device for mesh in (source, destination) for device in self.program.meshes[mesh].devices)
+        same = len({device // self.machine.domain for device in devices}) == 1
+        return self.machine.transfer_s(num_bytes, same)
+
+
+def check_cluster(plan: Plan, cluster: Cluster) -> None:
+    """Raise `PlanMismatch` for a cluster that lacks devices of the plan."""
+    needed = max(max(mesh.devices) for mesh in plan.meshes) + 1
+    if needed > cluster.num_devices:
+        raise PlanMismatch(
+            f"The plan uses devices up to number {needed - 1}, the cluster has {cluster.num_devices}. Simulate it on a "
+            f"cluster of {needed} devices, or make a plan for {cluster.num_devices}."
+        )
+
+
+def simulate_plan(
+    program: Program,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    model_flops: float,
+    dtype: str,
+    examples: int | None = None,
+    tokens: int | None = None,
+) -> SimulationReport:
+    """Carry out the program of a plan whose meshes all have times, as `price_plan` gives them.
+
+    Raises `PlanMismatch` for a cluster that lacks devices of the plan.
+    """
+    check_cluster(plan, cluster)
+    machine = cluster.machine
+    shardings = [mesh.sharding for mesh in plan.meshes if mesh.sharding is not None]
+    assert len(shardings) == len(plan.meshes), "every mesh has times"
+    times = {name: times for sharding in shardings for name, times in sharding.times.items()}
+    temporary_bytes = {n: size for sharding in shardings for n, size in sharding.temporary_bytes.items()}
+    timeline = simulate(
+        program,
+        ClusterCosts(program=program, machine=machine, times=times),
+        collective_s={name: times.collective_s for name, times in times.items()},
+        temporary_bytes=temporary_bytes,
+    )
+    if plan.sharding is not None:
+        timeline = replace(timeline, peak_bytes=(math.ceil(plan.sharding.peak_bytes),))
+    return SimulationReport(
+        plan=_plan_words(plan),
+        cluster=f"{cluster.num_devices} devices of {machine.name}",
+        step_time_s=timeline.makespan_s,
+        meshes=_mesh_reports(program, timeline),
+        memory_limit_bytes=machine.memory_bytes,
+        counts_temporaries=plan.sharding is not None or set(times) <= set(temporary_bytes),
+        model_flops=model_flops,
+        dtype=dtype,
+        peak_flops=machine.peak_flops[machine.computed_in(dtype)],
+        examples=examples,
+        tokens=tokens,
+        timeline=timeline,
+    )
+
+
+def _plan_words(plan: Plan) -> str:
+    stages = "1 stage" if plan.num_stages == 1 else f"{plan.num_stages} stages"
+    microbatches = "1 microbatch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} microbatches"
+    return f"{plan.method}, {stages}, {microbatches}, schedule {plan.schedule}"
+
+
+def _mesh_reports(program: Program, timeline: Timeline) -> tuple[MeshReport, ...]:
+    return tuple(
+        MeshReport(
+            devices=mesh.devices,
+            compute_s=busy_s - collective_s,
+            collective_s=collective_s,
+            exposed_transfer_s=exposed_s,
+            idle_s=max(timeline.makespan_s - busy_s - exposed_s, 0.0),
+            peak_bytes=peak,
+        )
+        for mesh, busy_s, collective_s, exposed_s, peak in zip(
+            program.meshes,
+            timeline.busy_s,
+            timeline.collective_s,
+            timeline.exposed_s,
+            timeline.peak_bytes,
+            strict=True,
+        )
+    )

@@ -1,0 +1,308 @@
+"""What a plan will take on a cluster is its program over the cluster's figures: closed forms, and sums by hand."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.compiler.intra_op.figures import figures_of
+from autopar.compiler.schedule import schedule_tasks
+from autopar.compiler.step_work import step_work
+from autopar.errors import InvalidArgument, PlanMismatch, Unsupported
+from autopar.machine import Link, Machine
+from autopar.program import Run, Send
+from autopar.runtime.simulated import simulate
+from autopar.sharding_plan import MeshSharding, TaskTimes
+from autopar.simulation import ClusterCosts
+from tests.schedule_programs import program_of
+from tests.stage_plans import with_planned_layouts
+from tests.test_auto import arguments, train_step
+
+CPUS = autopar.Cluster(num_devices=8, kind="cpu")
+LINKED = dataclasses.replace(
+    CPUS.machine,
+    devices_per_host=2,
+    domain=2,
+    intra=Link(latency_s=0.25, bandwidth=4096.0, ramp_bytes=0.0),
+    inter=Link(latency_s=0.5, bandwidth=2048.0, ramp_bytes=1024.0),
+)
+"""A KiB takes half a second in a host of two devices, and one and a half to another."""
+
+
+def traced(method, *, step=train_step, args=None, cluster=CPUS, **options):
+    return autopar.parallelize(step, method=method, cluster=cluster, **options).trace(*(args or arguments()))
+
+
+@functools.cache
+def pipeline(num_devices, **options):
+    """A plan by hand of one device for each stage."""
+    cluster = autopar.Cluster(num_devices=num_devices, kind="cpu")
+    return traced(autopar.PipelineParallel(num_stages=num_devices, **options), cluster=cluster).plan()
+
+
+@functools.cache
+def with_layouts(num_microbatches):
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=num_microbatches, mesh_shape=(2, 2))
+    step = traced(method)
+    return step.plan(with_planned_layouts(step, step.plan().plan, figures_of("cpu", (2, 2))))
+
+
+# --- times --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("microbatches", [1, 4, 9])
+def test_the_makespan_of_a_pipeline_over_links_is_the_closed_form(stages, microbatches):
+    order = schedule_tasks(
+        "gpipe",
+        num_stages=stages,
+        num_meshes=stages,
+        num_microbatches=microbatches,
+        stage_mesh=range(stages),
+    )
+    program = program_of(order, range(stages), microbatches)
+    times = {
+        name: TaskTimes(compute_s=1.0 if name.startswith("F") else 2.0, collective_s=1.0)
+        for name in program.executables
+    }
+    timeline = simulate(program, ClusterCosts(program=program, machine=LINKED, times=times))
+    # No transfer takes longer than a task, so each direction exposes one for every cut; every other cut is in a host.
+    transfers_s = sum(0.5 if cut % 2 == 0 else 1.5 for cut in range(stages - 1))
+    assert timeline.makespan_s == (microbatches + stages - 1) * (2 + 3) + 2 * transfers_s
+    assert sum(timeline.exposed_s) == 2 * transfers_s
+
+
+def test_a_step_of_stages_takes_its_tasks_and_transfers_one_after_the_other():
+    planned = with_layouts(1)
+    report = planned.simulate()
+    first, second = (mesh.sharding.times for mesh in planned.plan.meshes)
+    # 64 examples of 256 floats go to mesh 1, and their cotangents back.
+    program, link = planned.lower().program, CPUS.machine.intra
+    sends = [(i, mesh) for mesh in program.meshes for i in mesh.instructions if isinstance(i, Send)]
+    assert [mesh.values[i.values[0]].nbytes for i, mesh in sends] == [64 * 256 * 4] * 2
+    there_s, back_s = (
+        link.latency_s + program.meshes[i.to].values[i.values[0]].bytes_per_device(program.meshes[i.to]) / 1e9
+        for i, _ in sends
+    )
+    middle_s = first["forward_0"].total_s + there_s + second["forward_1"].total_s + second["backward_1"].total_s
+    end_s = middle_s + back_s + first["backward_0"].total_s + first["update_0"].total_s
+    assert report.step_time_s == pytest.approx(max(end_s, middle_s + second["update_1"].total_s), rel=1e-12)
+    assert report.exposed_transfer_s == pytest.approx((there_s + back_s) / 2)
+    assert report.meshes[1].collective_s == pytest.approx(sum(each.collective_s for each in second.values()))
+    assert report.collective_s > 0
+
+
+def test_the_parts_of_a_step_add_up_on_every_mesh():
+    report = with_layouts(4).simulate()
+    for mesh in report.meshes:
+        parts_s = mesh.compute_s + mesh.collective_s + mesh.exposed_transfer_s + mesh.idle_s
+        assert parts_s == pytest.approx(report.step_time_s)
+    waits_s = sum(mesh.exposed_transfer_s + mesh.idle_s for mesh in report.meshes)
+    assert report.bubble_fraction == pytest.approx(waits_s / report.step_time_s / 2)
+
+
+def test_what_starts_accumulators_moves_their_bytes():
+    planned = with_layouts(4)
+    report, program = planned.simulate(), planned.lower().program
+    event = next(e for e in report.timeline.events if e.mesh == 0 and e.task.kind == "Z")
+    mesh = program.meshes[0]
+    run = next(i for i in mesh.instructions if isinstance(i, Run))
+    nbytes = sum(mesh.values[name].bytes_per_device(mesh) for name in run.outputs)
+    assert nbytes > 0
+    assert event.stop_s == pytest.approx(nbytes / CPUS.machine.memory_bandwidth)
+
+
+@pytest.mark.parametrize("method", [autopar.Auto(mesh_shape=(2, 4)), autopar.Zero(stage=3, mesh_shape=(8,))])
+def test_a_plan_on_one_mesh_takes_its_modelled_step_and_memory(method):
+    planned = traced(method).plan()
+    report = planned.simulate()
+    sharding = planned.plan.sharding
+    assert report.step_time_s == pytest.approx(sharding.step_time_s, rel=1e-12)
+    assert report.compute_s + report.collective_s == pytest.approx(sharding.step_time_s)
+    assert report.compute_s > 0 < report.collective_s
+    assert report.bubble_fraction == pytest.approx(0)
+    assert report.peak_bytes == pytest.approx(sharding.peak_bytes, abs=1)
+    assert report.counts_temporaries
+
+
+def test_one_device_for_each_stage_needs_no_planned_layouts():
+    report = pipeline(2, num_microbatches=4).simulate()
+    whole = pipeline(1, num_microbatches=4).simulate()
+    assert report.collective_s == whole.collective_s == 0
+    # The same work on one device and on two; only what joins values to accumulators differs.
+    assert sum(mesh.compute_s for mesh in report.meshes) == pytest.approx(whole.step_time_s, rel=0.01)
+    assert report.step_time_s < whole.step_time_s
+
+
+def test_another_machine_times_stages_of_one_device_and_their_transfers():
+    planned = pipeline(2, num_microbatches=4)
+    slow, fast = planned.simulate(), planned.simulate(autopar.Cluster.named("dgx-h100"))
+    assert fast.step_time_s < slow.step_time_s / 10
+    assert (fast.cluster, fast.peak_flops) == ("8 devices of dgx-h100", Machine.named("dgx-h100").peak_flops["tf32"])
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def test_1f1b_holds_fewer_microbatches_than_gpipe():
+    rows, microbatches = 2048, 8
+    cluster = autopar.Cluster(num_devices=2, kind="cpu")
+    peaks = {}
+    for name in ("gpipe", "1f1b"):
+        method = autopar.PipelineParallel(num_stages=2, num_microbatches=microbatches, schedule=name)
+        step = traced(method, args=arguments(rows=rows), cluster=cluster, donate_argnums=(0,))
+        peaks[name] = step.plan().simulate().meshes[0].peak_bytes
+    # The first product of the layer, and what gelu makes of it for the backward pass. In flight are two of 8.
+    residuals = rows // microbatches * 6 * 1024 * 4
+    assert peaks["gpipe"] - peaks["1f1b"] == pytest.approx(6 * residuals, rel=0.01)
+
+
+def test_temporaries_of_a_task_count_while_it_runs():
+    planned = with_layouts(2)
+    bare = planned.simulate()
+    first = planned.plan.meshes[0]
+    needed = dict.fromkeys(first.sharding.times, 1e6)
+    sharding = dataclasses.replace(first.sharding, temporary_bytes=needed)
+    plan = dataclasses.replace(
+        planned.plan, meshes=(dataclasses.replace(first, sharding=sharding), *planned.plan.meshes[1:])
+    )
+    plan = autopar.Plan.from_json(plan.to_json())
+    more = plan.simulate(autopar.parallelize(train_step, cluster=CPUS), arguments())
+    grown = [after.peak_bytes - before.peak_bytes for before, after in zip(bare.meshes, more.meshes, strict=True)]
+    assert 0 < grown[0] <= 1e6
+    assert grown[1] == 0
+    assert not bare.counts_temporaries
+    assert "not counted" in str(bare)
+
+
+def test_a_plan_with_layouts_but_without_temporaries_is_read():
+    data = with_layouts(2).plan.meshes[0].sharding.to_data()
+    del data["temporary_bytes"]
+    assert MeshSharding.from_data(data).temporary_bytes == {}
+
+
+def test_a_plan_that_needs_more_memory_than_there_is_does_not_fit():
+    planned = pipeline(2, num_microbatches=4)
+    small = dataclasses.replace(CPUS.machine, memory_bytes=1e6)
+    report = planned.simulate(autopar.Cluster(num_devices=2, machine=small))
+    assert not report.fits
+    assert "DOES NOT FIT" in str(report)
+    assert planned.simulate().fits
+
+
+# --- rates --------------------------------------------------------------------------------------------------
+
+
+def language_step(state, batch, *, remat=False):
+    """An embedding, two products, and the cross entropy of the next token."""
+
+    def layer(h, matrix):
+        return jnp.tanh(h @ matrix)
+
+    def loss_of(params):
+        h = params["embedding"][batch["tokens"]]
+        for matrix in params["matrices"]:
+            h = (jax.checkpoint(layer) if remat else layer)(h, matrix)
+        logits = (h @ params["embedding"].T).astype(jnp.float32)
+        at_targets = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - at_targets)
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+
+def language_arguments():
+    tokens = jax.ShapeDtypeStruct((8, 32), jnp.int32)
+    matrix = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    state = {"embedding": jax.ShapeDtypeStruct((128, 64), jnp.bfloat16), "matrices": [matrix] * 2}
+    return state, {"tokens": tokens, "targets": tokens, "label": jax.ShapeDtypeStruct((8,), jnp.int32)}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_model_flops_are_those_of_forward_and_backward_once(remat):
+    def step(state, batch):
+        return language_step(state, batch, remat=remat)
+
+    work = step_work(traced(autopar.DataParallel(), step=step, args=language_arguments()).trace)
+    products = 3 * 2 * 8 * 32 * (2 * 64 * 64 + 64 * 128)
+    assert work.flops == pytest.approx(products, rel=0.1)  # and what is no product
+    assert (work.examples, work.tokens, work.dtype) == (8, 8 * 32, "bfloat16")
+
+
+def test_recomputing_a_layer_adds_no_model_flops_to_what_the_step_is_worth():
+    plain, again = (
+        step_work(traced(autopar.DataParallel(), step=step, args=language_arguments()).trace).flops
+        for step in (language_step, lambda state, batch: language_step(state, batch, remat=True))
+    )
+    # The derivative of tanh is made where tanh is: with its second evaluation, which does not count.
+    assert again == plain - 2 * 8 * 32 * 64
+
+
+def test_rates_are_amounts_over_the_step():
+    cluster = autopar.Cluster(num_devices=8, machine=Machine.named("dgx-h100"))
+    method = autopar.Auto(num_stages=1, mesh_shape=(8,))
+    planned = traced(method, step=language_step, args=language_arguments(), cluster=cluster).plan()
+    report = planned.simulate()
+    assert report.examples_per_s == pytest.approx(8 / report.step_time_s)
+    assert report.tokens_per_s == pytest.approx(8 * 32 / report.step_time_s)
+    achieved = step_work(planned.trace).flops / report.step_time_s / 8
+    assert report.tflops_per_device == pytest.approx(achieved / 1e12)
+    assert report.mfu == pytest.approx(achieved / Machine.named("dgx-h100").peak_flops["bfloat16"])
+
+
+# --- as text and files --------------------------------------------------------------------------------------
+
+
+def test_a_report_prints_a_row_and_a_lane_for_every_mesh():
+    report = with_layouts(4).simulate()
+    lines = str(report).splitlines()
+    assert lines[0].startswith("PipelineParallel, 2 stages, 4 microbatches, schedule 1f1b on 8 devices of cpu: ")
+    assert [line.split()[:2] for line in lines if line.split()[1:2] == ["4"]] == [["0", "4"], ["1", "4"]]
+    assert lines[-2:] == report.gantt(110).splitlines()
+    assert all(f"B{microbatch}=" in lines[-1] for microbatch in range(4))
+
+
+def test_a_report_is_json_with_every_figure():
+    report = with_layouts(4).simulate()
+    data = json.loads(report.to_json())
+    for name in ("step_time_s", "bubble_fraction", "compute_s", "collective_s", "exposed_transfer_s", "mfu"):
+        assert data[name] == getattr(report, name)
+    assert [mesh["peak_bytes"] for mesh in data["meshes"]] == [mesh.peak_bytes for mesh in report.meshes]
+    assert "timeline" not in data
+
+
+def test_spans_of_compute_and_collectives_add_up_in_the_file(tmp_path):
+    report = with_layouts(4).simulate()
+    report.timeline.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for number, mesh in enumerate(report.meshes):
+        parts = {"compute": 0.0, "collectives": 0.0}
+        for event in events:
+            if event["pid"] == number and event["name"] in parts:
+                parts[event["name"]] += event["dur"] / 1e6
+        assert parts["collectives"] == pytest.approx(mesh.collective_s)
+        assert 0 < parts["compute"] <= mesh.compute_s
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_lacks_devices_of_the_plan_is_refused():
+    with pytest.raises(PlanMismatch, match="uses devices up to number 7, the cluster has 4"):
+        with_layouts(2).simulate(autopar.Cluster(num_devices=4, kind="cpu"))
+
+
+@pytest.mark.parametrize("planned", [lambda: with_layouts(2), lambda: traced(autopar.Auto(mesh_shape=(8,))).plan()])
+def test_a_cluster_of_another_machine_than_the_planned_is_refused(planned):
+    with pytest.raises(InvalidArgument, match="modelled for 'cpu', the cluster is of 'dgx-h100'"):
+        planned().simulate(autopar.Cluster.named("dgx-h100"))
+
+
+@pytest.mark.parametrize("method", [autopar.DataParallel(), autopar.PipelineParallel(num_stages=2, num_microbatches=2)])
+def test_a_plan_that_leaves_several_devices_to_the_compiler_is_refused(method):
+    with pytest.raises(Unsupported, match=r"devices of mesh 0 to XLA.*Simulate a plan by Auto"):
+        traced(method).plan().simulate()
