@@ -37,7 +37,6 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.runtime.base import Loaded
 from autopar.runtime.in_process import InProcess
-from autopar.search_methods import ExpertParallel, TensorParallel, Zero
 from autopar.simulation import SimulationReport, check_cluster, simulate_plan
 from autopar.verification_report import NumberCheck, VerificationReport, compare_numbers
 
@@ -375,9 +374,4 @@ def _with_microbatches(method: Any, num_microbatches: int | None) -> Method | Pl
                 "is: leave num_microbatches out, or make another plan."
             )
         return method
-    if isinstance(method, Zero | TensorParallel | ExpertParallel):
-        raise InvalidArgument(
-            f"num_microbatches is {num_microbatches}, and {type(method).__name__} runs the batch as a whole. Leave "
-            "num_microbatches out, or use Auto(num_microbatches=...)."
-        )
     return replace(method, num_microbatches=num_microbatches)

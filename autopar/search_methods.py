@@ -98,8 +98,10 @@ class Auto:
 class _Restricted:
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
+    num_microbatches: int = 1
     memory: float | str = "adaptive"
     time_limit_s: float = 60.0
+    batch_statistics: str = "exact"
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for a field that cannot be used."""
@@ -109,11 +111,12 @@ class _Restricted:
         """The search that this method restricts."""
         return Auto(
             num_stages=1,
-            num_microbatches=1,
+            num_microbatches=self.num_microbatches,
             mesh_shape=self.mesh_shape,
             axis_names=self.axis_names,
             memory=self.memory,
             time_limit_s=self.time_limit_s,
+            batch_statistics=self.batch_statistics,
         )
 
 

@@ -74,30 +74,6 @@ def test_what_was_compiled_is_what_was_planned_and_equals_the_plain_step(method)
     assert report, str(report)
 
 
-def sum_of_chains(params, x):
-    def chain(x, layers):
-        for layer in layers:
-            x = jnp.tanh(x @ layer)
-        return x
-
-    for layers in params:
-        x = jax.checkpoint(chain)(x, layers)
-    return jnp.mean(x**2)
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 4])
-def test_a_kind_of_parallelism_holds_in_layers_that_are_recomputed(num_microbatches):
-    def step(params, x):
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(sum_of_chains)(params, x))
-
-    method = autopar.TensorParallel(mesh_shape=(8,), num_microbatches=num_microbatches)
-    params = [[jnp.ones((64, 64))] * 6] * 2
-    # With so many rows, splitting them would take less time; gradients would then be sums over devices.
-    plan = autopar.parallelize(step, method=method).trace(params, jnp.ones((16384, 64))).plan().plan
-    assert plan.sharding.collectives
-    assert not [each.what for each in plan.sharding.collectives if each.what.startswith("float32[64,64]")]
-
-
 ON_TWO_AXES = {"mesh_shape": (2, 4)}
 KINDS = {
     "mlp": autopar.Zero(stage=3, **ON_TWO_AXES),

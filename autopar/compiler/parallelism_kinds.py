@@ -1,7 +1,7 @@
 """Restrict the search to one kind of parallelism, so that its plan is provably of that kind.
 
-Which dimension of a value carries the batch is known from the step traced at twice the batch: it is the one that
-grows. In the model (forward and backward) then
+Which dimension of a value carries the batch is known from the step with other numbers of examples at a time, at twice
+the batch or in other microbatches: it is the one that differs. In the model (forward and backward) then
 
     Zero            values with a batch dimension split along it and nothing else; parameters are whole when used
     TensorParallel  no dimension with the batch is split
@@ -21,6 +21,7 @@ from autopar.compiler.intra_op.free_values import is_small
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, replicated
 from autopar.compiler.intra_op.search import Wishes
 from autopar.compiler.intra_op.strategies import Strategy
+from autopar.compiler.microbatch_loop import microbatch_loop
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.search_methods import ExpertParallel, TensorParallel, Zero
@@ -37,7 +38,7 @@ def kind_wishes(
     Raises `Unsupported` for a step whose batch dimensions cannot be found, `InvalidArgument` for a batch that the
     devices cannot share.
     """
-    batch_dims = _batch_dims(trace, closed, type(method).__name__)
+    batch_dims = _batch_dims(trace, closed, method)
     experts = _expert_inputs(closed) if isinstance(method, ExpertParallel) else set[int]()
     used = _used_by_the_model(closed)
     inputs: dict[int, tuple[Layout, ...]] = {}
@@ -127,6 +128,11 @@ def _used_by_the_model(closed: jc.ClosedJaxpr) -> set[int]:
     """The inputs that the forward or backward pass reads: parameters, in contrast to the optimizer's state."""
     jaxpr, _ = jc.open_jaxpr(closed)
     read = {v for eqn in jaxpr.eqns if jc.ad_phase(eqn) is not None for v in jc.operands(eqn)}
+    # A loop over microbatches is in no phase itself, but its body is.
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            inside = _used_by_the_model(jc.loop_of(eqn).body)
+            read |= {v for i, v in enumerate(eqn.invars) if i in inside and isinstance(v, jc.Var)}
     return {i for i, v in enumerate(jaxpr.invars) if v in read}
 
 
@@ -143,40 +149,59 @@ def _expert_inputs(closed: jc.ClosedJaxpr) -> set[int]:
     return found
 
 
-def _batch_dims(trace: Trace, closed: jc.ClosedJaxpr, kind: str) -> dict[int, Dims]:
+def _batch_dims(
+    trace: Trace, closed: jc.ClosedJaxpr, method: Zero | TensorParallel | ExpertParallel
+) -> dict[int, Dims]:
     """By equation of the model, the dimensions of its operands and results that grow with the batch."""
+    kind = type(method).__name__
     if trace.doubled is None:
         raise Unsupported(
             f"{kind} must know which dimensions carry the batch, and {trace.name} was not traced at another batch "
             f"size: {trace.not_doubled_because}. Use Auto() instead."
         )
-    if _names(trace.jaxpr) != _names(trace.doubled):
+    other = _of_other_examples(trace, method)
+    if other is None or _names(closed) != _names(other):
         raise Unsupported(
-            f"{kind} compares {trace.name} with itself at twice the batch, and the two are different programs. Use "
-            "Auto() instead."
+            f"{kind} compares {trace.name} with itself at twice the batch or in other microbatches, and the two are "
+            "different programs. Use Auto() instead."
         )
-    small = list(_equations(closed))
-    large = list(_equations(merge_common_subexpressions(trace.doubled, like=trace.jaxpr)))
-    assert len(small) == len(large)
+    small, large = list(_equations(closed)), list(_equations(other))
     return {
         id(eqn): tuple(
             tuple(d for d, (m, n) in enumerate(zip(_shape(v), _shape(w), strict=True)) if m != n)
             for v, w in zip((*eqn.invars, *eqn.outvars), (*twice.invars, *twice.outvars), strict=True)
         )
-        for eqn, twice in zip(small, large, strict=True)
-        if jc.ad_phase(eqn) is not None
+        for (eqn, of_model), (twice, _) in zip(small, large, strict=True)
+        if of_model
     }
 
 
+def _of_other_examples(trace: Trace, method: Zero | TensorParallel | ExpertParallel) -> jc.ClosedJaxpr | None:
+    """The step with another number of examples at a time; None if there is none that is the same program."""
+    count = method.num_microbatches if trace.differentiates else 1
+    if count == 1:
+        assert trace.doubled is not None
+        alike = _names(trace.jaxpr) == _names(trace.doubled)
+        return merge_common_subexpressions(trace.doubled, like=trace.jaxpr) if alike else None
+    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
+    others = [n for n in (count // 2, 2 * count) if n > 1 and rows % n == 0 and n != count]
+    if not others:
+        return None
+    looped = microbatch_loop(trace, others[0], method.batch_statistics, method.search().random)
+    return merge_common_subexpressions(looped)
+
+
 def _names(closed: jc.ClosedJaxpr) -> list[str]:
-    return [eqn.primitive.name for eqn in _equations(closed)]
+    return [eqn.primitive.name for eqn, _ in _equations(closed)]
 
 
-def _equations(closed: Any) -> Iterator[jc.JaxprEqn]:
+def _equations(closed: Any, of_model: bool = False) -> Iterator[tuple[jc.JaxprEqn, bool]]:
+    """Every equation at every depth, and whether it is of the model, as all is in a remat region that is."""
     for eqn in jc.open_jaxpr(closed)[0].eqns:
-        yield eqn
+        inside = of_model or jc.ad_phase(eqn) is not None
+        yield eqn, inside
         for body in jc.subjaxprs(eqn):
-            yield from _equations(body)
+            yield from _equations(body, inside)
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
