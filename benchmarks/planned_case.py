@@ -17,20 +17,24 @@ into memory.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.errors import InvalidArgument, MemoryTooSmall, Unsupported
+from autopar.options import Method
+from autopar.sharding_plan import ShardingPlan
+from benchmarks.models.sizes import closest
 from benchmarks.models.workload import Workload
 from benchmarks.weak_scaling_rows import Row, row_of
 
 METHODS = ("auto", "data", "zero3", "megatron", "intra-only", "inter-only")
-DEFAULT_METHOD = "intra-only"
-_NOT_THERE = ("auto", "inter-only")
-"""What needs the search over stages, or its simulation."""
+_PIPELINES = ("auto", "inter-only")
 _ROWS = 8
 _IN, _OUT = PartitionSpec("model", None), PartitionSpec(None, "model")
 _MEGATRON: Mapping[str, PartitionSpec] = {
@@ -82,11 +86,11 @@ def planned_row(
 def check_method(name: str) -> None:
     """Raise `InvalidArgument` for a method that there is not, `Unsupported` for one that cannot be simulated yet."""
     closest("The method", name, METHODS)
-    if name in _NOT_THERE:
-        there = ", ".join(each for each in METHODS if each not in _NOT_THERE)
+    if name in _PIPELINES:
+        there = ", ".join(each for each in METHODS if each not in _PIPELINES)
         raise Unsupported(
-            f"The method {name!r} makes pipelines, and a pipeline cannot be planned and simulated for a cluster yet. "
-            f"Choose one of {there}."
+            f"The method {name!r} makes pipelines, and a pipeline cannot be simulated for a cluster yet. Choose one of "
+            f"{there}; with --devices, it runs."
         )
 
 
@@ -98,19 +102,81 @@ def summary(plan: autopar.Plan) -> str:
     return f"{plan.num_stages} stages of {plan.num_microbatches} microbatches on {meshes}"
 
 
-def method_on(name: str, workload: Workload, cluster: autopar.Cluster, num_microbatches: int) -> autopar.Auto:
+def method_on(name: str, workload: Workload, cluster: autopar.Cluster, num_microbatches: int) -> Method:
     """The search that a method of one mesh is."""
     count = cluster.num_devices
-    if name == "intra-only":
-        return autopar.Auto(num_stages=1, num_microbatches=num_microbatches)
-    if name == "megatron":
-        inside = math.gcd(count, cluster.machine.devices_per_host)
-        return autopar.Auto(
-            mesh_shape=(count // inside, inside), num_microbatches=num_microbatches, pins=_megatron_pins(workload)
+    options: dict[str, Any] = {"num_microbatches": num_microbatches, "batch_statistics": workload.batch_statistics}
+    if name != "zero3":
+        options |= {"num_stages": 1, "remat": False}  # The models say themselves what is computed again.
+    match name:
+        case "data":
+            whole = {r"^state/": PartitionSpec()}
+            return autopar.Auto(mesh_shape=(count,), axis_names=("data",), pins=whole, **options)
+        case "zero3":
+            return autopar.Zero(stage=3, **options)
+        case "megatron":
+            inside = math.gcd(count, cluster.machine.devices_per_host)
+            shape = (count // inside, inside)
+            return autopar.Auto(mesh_shape=shape, pins=_megatron_pins(workload), **options)
+        case "intra-only":
+            return autopar.Auto(**options)
+        case _:
+            raise AssertionError(name)
+
+
+def _first_that_fits(
+    traced: autopar.Traced,
+    workload: Workload,
+    cluster: autopar.Cluster,
+    method: str | autopar.Plan,
+    num_microbatches: int | None,
+) -> tuple[autopar.Plan | None, str]:
+    """The plan with the fewest microbatches that fits into memory, or why there is none."""
+    if isinstance(method, autopar.Plan):
+        return traced.plan(method).plan, ""
+    counts = _counts(workload, cluster.num_devices) if num_microbatches is None else [num_microbatches]
+    reason = ""
+    for count in counts:
+        try:
+            return traced.plan(method_on(method, workload, cluster, count)).plan, ""
+        except MemoryTooSmall as error:
+            reason = str(error)
+    return None, reason
+
+
+def _counts(workload: Workload, num_devices: int) -> Iterator[int]:
+    """Numbers of microbatches, from few to many, of which each has an example for every device."""
+    rows = _ROWS
+    while rows:
+        if workload.batch_size % (rows * num_devices) == 0:
+            yield workload.batch_size // (rows * num_devices)
+        rows //= 2
+
+
+def _megatron_pins(workload: Workload) -> Mapping[str, PartitionSpec]:
+    paths = [f"/params/{jax.tree_util.keystr(path, simple=True, separator='/')}" for path, _ in _leaves(workload)]
+    if any(not any(re.search(pattern, path) for pattern in _MEGATRON) for path in paths):
+        raise InvalidArgument(
+            f"The method 'megatron' divides the matrices of a dense transformer, and {workload.name} has others. "
+            "Choose another method, such as intra-only."
         )
-    return autopar.Auto(
-        mesh_shape=(count,),
-        axis_names=("data",),
-        num_microbatches=num_microbatches,
-        pins={r"^state/": PartitionSpec()},
-    )
+    return {pattern: spec for pattern, spec in _MEGATRON.items() if any(re.search(pattern, path) for path in paths)}
+
+
+def _leaves(workload: Workload) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(workload.params)
+
+
+def _sharding_for(plan: autopar.Plan, cluster: autopar.Cluster) -> ShardingPlan:
+    """The modelled figures of a plan on one mesh of the cluster."""
+    if plan.sharding is None:
+        raise Unsupported(
+            f"The plan by {plan.method} of {plan.num_stages} stages has no layouts of one mesh, and only those can be "
+            "simulated for a cluster yet. Give a plan that Auto(num_stages=1) made."
+        )
+    if plan.sharding.figures != cluster.machine.name or plan.num_devices != cluster.num_devices:
+        raise InvalidArgument(
+            f"The plan was made for {plan.num_devices} devices of {plan.sharding.figures!r}, the cluster has "
+            f"{cluster.num_devices} of {cluster.machine.name!r}. Give the cluster that it was made for."
+        )
+    return plan.sharding

@@ -1,8 +1,8 @@
 """Which model is trained on how many devices: the model grows with the devices, the batch stays (weak scaling).
 
-    FAMILIES["gpt"].on_gpus(8)      Alpa's model for eight GPUs, 2.6B
-    FAMILIES["gpt"].named("39B")    any model by its name
-    FAMILIES["gpt"].scaled_down(8)  as much work for each of eight devices of a small machine as for one
+    FAMILIES["gpt"].maker_on(8)()     Alpa's model for eight GPUs, 2.6B
+    FAMILIES["gpt"].maker("39B")()    any model by its name
+    FAMILIES["gpt"].scaled_down(8)    as much work for each of eight devices of a small machine as for one
 
 The numbers of GPUs are those of benchmark/alpa/suite_{auto_gpt,auto_moe,wresnet}.py in alpa-projects/alpa.
 """
@@ -35,18 +35,18 @@ class Family:
     scaled_down: Callable[[int], Workload]
     """The small model for a number of devices."""
 
-    def named(self, name: str) -> Workload:
-        """The model of this name; `InvalidArgument` names those alike if there is none."""
-        return self.models[closest(f"The model of {self.name}", name, self.models)]()
+    def maker(self, name: str) -> Callable[[], Workload]:
+        """What makes the model of this name; `InvalidArgument` names those alike if there is none."""
+        return self.models[closest(f"The model of {self.name}", name, self.models)]
 
-    def on_gpus(self, num_gpus: int) -> Workload:
-        """Alpa's model for this number of GPUs; `InvalidArgument` if it has none for it."""
+    def maker_on(self, num_gpus: int) -> Callable[[], Workload]:
+        """What makes Alpa's model for this number of GPUs; `InvalidArgument` if it has none for it."""
         if num_gpus not in self.by_gpus:
             raise InvalidArgument(
                 f"There is no {self.name} model for {num_gpus} GPUs. Alpa's are for {', '.join(map(str, self.by_gpus))}"
                 f" GPUs: give one of these numbers, or say which model with --model ({', '.join(self.models)})."
             )
-        return self.named(self.by_gpus[num_gpus])
+        return self.maker(self.by_gpus[num_gpus])
 
 
 def closest(what: str, name: str, names: Iterable[str]) -> str:

@@ -53,6 +53,11 @@ class Workload:
         return next(iter(self.batch.values())).shape[0]
 
     @property
+    def batch_statistics(self) -> str:
+        """How microbatches take the statistics of a batch: each its own, if the model has any."""
+        return "per_microbatch" if self.statistics else "exact"
+
+    @property
     def num_parameters(self) -> int:
         return sum(array.abstract.size for array in jax.tree.leaves(self.params))
 

@@ -1,0 +1,222 @@
+"""The weak-scaling benchmark counts what it says it counts, and tells what is wrong with its options."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.errors import InvalidArgument, Unsupported
+from benchmarks import weak_scaling_local
+from benchmarks.__main__ import main
+from benchmarks.models.alpa_gpt import GPT_SIZES, GPTSize, alpa_gpt
+from benchmarks.models.alpa_moe import MoESize, alpa_moe
+from benchmarks.models.sizes import FAMILIES
+from benchmarks.models.wide_resnet import ResNetSize, wide_resnet
+from benchmarks.planned_case import planned_row
+from benchmarks.weak_scaling_plot import draw
+from benchmarks.weak_scaling_rows import row_of, rows_table, share_of_linear, write_json
+
+KEYS = ["model", "gpus", "method", "step_time_s", "tflops_per_gpu", "tokens_per_s", "peak_gib", "plan_time_s"]
+KEYS += ["lower_bound_s", "plan"]
+GPT = GPTSize(width=64, layers=2, heads=4, length=64, vocabulary=256, batch=32)
+MOE = MoESize(width=64, layers=2, heads=4, length=64, vocabulary=256, batch=8, experts=4, group=128)
+RESNET = ResNetSize(channels=8, depth=26, image=64, classes=16, batch=8)
+SMALL = {
+    "gpt": alpa_gpt("small-gpt", GPT, jnp.float32),
+    "moe": alpa_moe("small-moe", MOE, jnp.float32),
+    "wresnet": wide_resnet("small-resnet", RESNET),
+}
+# One layer, to be planned quickly.
+TINY = alpa_gpt("tiny-gpt", dataclasses.replace(GPT, layers=1, width=32, length=16), jnp.float16)
+HOST = autopar.Cluster.parse("p3.16xlarge")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family in FAMILIES for name in FAMILIES[family].models]
+)
+def test_models_have_as_many_parameters_as_their_names_say(family, name):
+    size = name.rpartition("-")[2].upper()
+    expected = float(size[:-1]) * {"M": 1e6, "B": 1e9}[size[-1]]
+    # Alpa counts a tied embedding and has untied ones, which shows in the smallest; no array is made, of 405B either.
+    untied = 51200 * 1024 if family == "gpt" else 0
+    assert 0.9 * expected <= FAMILIES[family].maker(name)().num_parameters <= 1.1 * expected + untied
+
+
+def product_flops(jaxpr):
+    """FLOPs of the matrix products and convolutions of a program, at every depth."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            total += 2 * math.prod(shapes[2]) * math.prod(shapes[0][d] for d in contracted)
+        elif eqn.primitive.name == "conv_general_dilated":
+            total += 2 * math.prod(shapes[2]) * math.prod(shapes[1][:3])
+        inner = [getattr(param, "jaxpr", param) for param in eqn.params.values()]
+        total += sum(product_flops(each) for each in inner if hasattr(each, "eqns"))
+    return total
+
+
+@pytest.mark.parametrize(
+    ("family", "not_counted"),
+    [
+        ("gpt", 0),
+        # Alpa counts the places of both choices of a token as one product of an outer shape, and has two.
+        ("moe", 2 * MOE.batch * MOE.length * 2 * MOE.group),
+        # The first convolution needs no gradient of the images: two passes instead of three.
+        ("wresnet", 2 * RESNET.batch * 32**2 * 7 * 7 * 3 * RESNET.channels / 3),
+    ],
+)
+def test_flops_of_a_step_are_three_times_the_products_of_the_forward_pass(family, not_counted):
+    workload = SMALL[family]
+    arrays = (workload.params, workload.statistics, workload.batch)
+    forward = jax.make_jaxpr(workload.loss)(*jax.tree.map(lambda array: array.abstract, arrays))
+    assert workload.flops == pytest.approx(3 * (product_flops(forward.jaxpr) - not_counted), rel=1e-9)
+
+
+def test_flops_of_alpas_model_are_those_of_its_formula():
+    # benchmark/alpa/util.py, compute_gpt_tflops without checkpoint_activations, for 2.6B and 1024 sequences.
+    assert GPT_SIZES["2.6B"].flops == pytest.approx(17.7131323e15, rel=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_a_step_keeps_its_master_copy_in_32_bits_and_learns(dtype):
+    workload = alpa_gpt("gpt", dataclasses.replace(GPT, layers=1, batch=4, length=16), dtype)
+    state, batch = workload.create_state(), workload.create_batch()
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), workload.abstract_state
+    )
+    step, losses = jax.jit(workload.step), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[2] < losses[0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(dtype)}
+    if dtype == jnp.float16:
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.master)} == {jnp.dtype(jnp.float32)}
+        np.testing.assert_array_equal(state.params["head"], state.master["head"].astype(dtype))
+
+
+@pytest.mark.parametrize("method", ["data", "zero3", "megatron", "intra-only"])
+def test_a_planned_row_follows_from_the_modelled_step(method):
+    row = planned_row(TINY, HOST.with_devices(2), method, num_microbatches=2)
+    assert list(dataclasses.asdict(row)) == KEYS
+    assert (row.model, row.gpus, row.method) == ("tiny-gpt", 2, method)
+    assert row.tflops_per_gpu == pytest.approx(TINY.flops / row.step_time_s / 2e12)
+    assert row.tokens_per_s == pytest.approx(TINY.tokens / row.step_time_s)
+    assert 0 < row.lower_bound_s <= row.step_time_s * (1 + 1e-9)
+    assert 0 < row.peak_gib < 16 and row.plan_time_s > 0
+    assert "2 microbatches" in row.plan
+
+
+def test_a_plan_of_any_sharding_is_not_slower_than_one_of_data_parallelism():
+    data, best = (planned_row(TINY, HOST.with_devices(4), each, num_microbatches=1) for each in ("data", "intra-only"))
+    assert best.step_time_s <= data.step_time_s * (1 + 1e-6)
+
+
+def test_a_model_that_does_not_fit_has_a_row_that_says_so():
+    machine = dataclasses.replace(HOST.machine, memory_bytes=1e5)
+    row = planned_row(TINY, autopar.Cluster(num_devices=2, machine=machine), "data", num_microbatches=4)
+    assert row.step_time_s is row.tflops_per_gpu is row.tokens_per_s is row.peak_gib is None
+    assert row.plan.startswith("out of memory: ")
+
+
+def test_a_given_plan_is_simulated_on_the_cluster_that_it_was_made_for():
+    step = autopar.parallelize(TINY.step, donate_argnums=0, cluster=HOST.with_devices(2))
+    traced = step.trace(TINY.abstract_state, TINY.abstract_batch)
+    plan = traced.plan(autopar.Auto(num_stages=1, num_microbatches=1)).plan
+    assert planned_row(TINY, HOST.with_devices(2), plan).step_time_s == plan.sharding.step_time_s
+    with pytest.raises(InvalidArgument, match=r"made for 2 devices of 'p3\.16xlarge', the cluster has 2 of 'dgx-h100'"):
+        planned_row(TINY, autopar.Cluster.parse("dgx-h100").with_devices(2), plan)
+    by_hand = traced.plan(autopar.DataParallel()).plan
+    with pytest.raises(Unsupported, match="has no layouts of one mesh"):
+        planned_row(TINY, HOST.with_devices(2), by_hand)
+
+
+def test_megatron_is_refused_for_models_that_are_no_dense_transformers():
+    with pytest.raises(
+        InvalidArgument, match="divides the matrices of a dense transformer, and small-resnet has others"
+    ):
+        planned_row(SMALL["wresnet"], HOST.with_devices(2), "megatron", num_microbatches=1)
+
+
+def rows():
+    timed = [(1, "data", 1.0), (2, "data", 1.25), (2, "zero3", 2.0), (4, "data", None)]
+    return [row_of(SMALL["gpt"], gpus=n, method=method, step_time_s=s, plan="P") for n, method, s in timed]
+
+
+def test_the_share_of_linear_scaling_is_relative_to_the_smallest_run_of_the_method():
+    assert [share_of_linear(row, rows()) for row in rows()] == [1.0, pytest.approx(0.4), 1.0, None]
+
+
+def test_rows_are_written_with_these_keys_and_nothing_else(tmp_path):
+    write_json(rows(), tmp_path / "rows.json")
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert [list(row) for row in written] == [KEYS] * 4
+    assert written[3]["step_time_s"] is None and written[3]["plan"] == "P"
+    assert rows_table(rows()).row_count == 4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_rows_are_drawn(tmp_path):
+    draw(rows(), "title", tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+CLUSTER = ["--cluster", "p3.16xlarge"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gpr"], "The benchmark is 'gpr', which there is not. Did you mean gpt?"),
+        (["gpt", "--method", "zero"], "The method is 'zero', which there is not. Did you mean"),
+        (["gpt", "--method", "data,intra"], "Did you mean intra-only or inter-only?"),
+        (["gpt", *CLUSTER, "--method", "auto"], "a pipeline cannot be simulated for a cluster yet"),
+        (["gpt", "--cluster", "p3.16xlarg"], "p3.16xlarge"),
+        (["gpt", *CLUSTER, "--gpus", "8", "--model", "2.7B"], "The model of gpt is '2.7B', which there is not"),
+        (["gpt", *CLUSTER, "--gpus", "3"], "There is no gpt model for 3 GPUs"),
+        (["gpt", *CLUSTER, "--gpus", "0"], "--gpus is '0'. Give numbers of at least 1"),
+        (["gpt", *CLUSTER, "--gpus", "-8"], "--gpus is '-8'. Give numbers of at least 1"),
+        (["gpt", *CLUSTER, "--gpus", "two"], "--gpus is 'two'. Give numbers of at least 1"),
+        (["gpt", "--cluster", "2x p3.16xlarge", "--gpus", "32"], "--gpus asks for 32, 2x p3.16xlarge has 16"),
+        (["gpt", *CLUSTER, "--devices", "8"], "Give one of them"),
+        (["gpt", *CLUSTER, "--gpus", "8", "--microbatches", "0"], "--microbatches is '0'"),
+        (["gpt", "--gpus", "8"], "--gpus is for a cluster that is modelled, and --cluster is missing"),
+        (["gpt", "--devices", "0"], "--devices is '0'. Give numbers of at least 1"),
+        (["gpt", "--devices", "1", "--repetitions", "0"], "--repetitions is '0'"),
+        (["gpt", *CLUSTER, "--gpus", "8", "--plan", "no-such.json"], "There is no file no-such.json"),
+        (["gpt", *CLUSTER, "--gpus", "1,2", "--plan", "no-such.json"], "Give one number, and no --method"),
+        (["gpt", "--devices", "1", "--plot", "rows.png"], "needs matplotlib"),
+        (["gpt", "--devices", "1", "--plot", "rows.jpg"], "rows.jpg"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_with_what_to_do(words, message, capsys):
+    if message == "needs matplotlib" and importlib.util.find_spec("matplotlib") is not None:
+        pytest.skip("matplotlib is there")
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_devices_that_are_not_there_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        weak_scaling_local.main(["--family", "gpt", "--devices", "999", "--method", "data"])
+    assert f"--devices asks for 999, this machine has {len(jax.devices())} of 'cpu'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_model_runs_on_devices_of_this_machine_and_its_row_is_written(tmp_path):
+    file = tmp_path / "rows.json"
+    main(["wresnet", "--devices", "2", "--method", "data", "--repetitions", "1", "--json", str(file)])
+    (row,) = json.loads(file.read_text())
+    assert list(row) == KEYS
+    assert (row["model"], row["gpus"], row["method"]) == ("wresnet-12-channels", 2, "data")
+    assert row["step_time_s"] > 0 and row["tokens_per_s"] > 0
