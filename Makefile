@@ -5,6 +5,8 @@ VENV ?= .venv
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PYTEST_ARGS ?=
+# What to install beside the package: lint brings the tools and their Node.js, which a venv for tests alone can spare.
+EXTRAS ?= lint,test
 INSTALLED := $(VENV)/.installed
 
 .PHONY: demo test lint venv
@@ -13,7 +15,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/python examples/train_gpt.py
 
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
@@ -26,5 +28,5 @@ $(INSTALLED): pyproject.toml
 	@test -x $(VENV)/bin/python || test -n "$(PYTHON)" || \
 		{ echo "No Python 3.11 or newer was found. Install one, or name it: make $(MAKECMDGOALS) PYTHON=..."; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable '.[test]'
+	$(VENV)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@

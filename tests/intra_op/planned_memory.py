@@ -9,7 +9,7 @@ from benchmarks.models.gpt import gpt
 from benchmarks.models.mlp import mlp
 from benchmarks.models.model import Model
 
-_GPT = {"layers": 2, "width": 512, "heads": 8, "vocabulary": 4096, "length": 256, "batch": 64}
+_GPT = {"layers": 2, "width": 512, "heads": 8, "vocabulary": 8192, "length": 256, "batch": 64}
 MODELS = {
     "mlp": lambda: mlp(layers=6, width=1024, hidden=4096, batch=4096),
     "gpt": lambda: gpt(**_GPT),

@@ -60,10 +60,12 @@ CPU = Compiler(
     clears_stacks_early=True,
     saves_donated=True,
     widens_16_bits=True,
-    headroom=0.08,
+    headroom=0.35,
 )
+# The headrooms are those of the worst plans measured (benchmarks.memory_model): plans that were made to fit keep arrays
+# split and gather them again, and what the compilers prefetch or merge of that is not modelled.
 # cuBLAS gets 4 MiB for each product where it cannot be tuned.
-GPU = Compiler(name="gpu", updates_after_collectives=False, product_workspace_bytes=4 * 2**20, headroom=0.08)
+GPU = Compiler(name="gpu", updates_after_collectives=False, product_workspace_bytes=4 * 2**20, headroom=0.21)
 
 
 def compiler_for(figures_name: str) -> Compiler:
