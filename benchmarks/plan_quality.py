@@ -172,10 +172,11 @@ def compare(model: Model, mesh: str, share: float, theirs: Sequence[ByHand], mac
     try:
         planned = step.trace(model.abstract_state, model.abstract_batch).plan()
         plan_s = time.perf_counter() - start
-        ours = figures_of_compiled(compile_program(planned.lower().program, machine.devices), machine.figures)
+        compiled = compile_program(planned.lower().program, machine.devices)
+        ours = figures_of_compiled(compiled, machine.figures)
         planned_ms = 1e3 * planned.plan.sharding.step_time_s
         if repetitions:
-            times = time_in_turn(model, step, able[:NUM_TIMED], repetitions)
+            times = time_in_turn(model, step, compiled, able[:NUM_TIMED], repetitions)
     except (AutoparError, AssertionError, NotImplementedError) as error:
         plan_s, message = time.perf_counter() - start, f"{type(error).__name__}: {error}"
     ratio, interval = ratio_to_fastest(times)
@@ -203,16 +204,24 @@ def beats(theirs: CompiledFigures, ours: CompiledFigures) -> bool:
 
 
 def time_in_turn(
-    model: Model, step: Callable[..., Any], theirs: Sequence[ByHand], repetitions: int
+    model: Model,
+    step: Callable[..., Any],
+    ours: jax.stages.Compiled,
+    theirs: Sequence[ByHand],
+    repetitions: int,
 ) -> dict[str, list[float]]:
-    """Seconds of each step of each contestant; who begins a round changes from one to the next."""
+    """Seconds of each step of each contestant; who begins a round changes from one to the next.
+
+    Everyone finds state and batch where its plan wants them: `ours` says where that is for `step`.
+    """
     contestants: dict[str, tuple[Callable[..., Any], Any, Any]] = {}
     for each in theirs:
         state, batch = jax.device_put((model.create_state(), model.create_batch()), each.compiled.input_shardings[0])
         contestants[str(each.plan)] = (each.compiled, state, batch)
-    # The first step leaves the state where the plan wants it.
-    batch = model.create_batch()
-    contestants[OURS] = (step, step(model.create_state(), batch)[0], batch)
+    leaves, tree = jax.tree.flatten((model.create_state(), model.create_batch()))
+    assert len(leaves) == len(ours.input_shardings[0])
+    state, batch = jax.tree.unflatten(tree, jax.device_put(leaves, list(ours.input_shardings[0])))
+    contestants[OURS] = (step, state, batch)
     times: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for repetition in range(1 + repetitions):

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import autopar
 from autopar.compiler.intra_op.figures import cpu_figures
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives, wire_bytes_by_kind
-from benchmarks.compiled_figures import CompiledFigures, peak_bytes
+from benchmarks.compiled_figures import CompiledFigures, compile_program, figures_of_compiled, peak_bytes
 from benchmarks.hand_plans import HandPlan, compile_by_hand, hand_plans
 from benchmarks.hlo_roofline import Kernel, Work, work_of
 from benchmarks.models import MODELS
-from benchmarks.plan_quality import Row, beats, finite, ratio_to_fastest, row_data, summary
+from benchmarks.plan_quality import ByHand, Row, beats, finite, ratio_to_fastest, row_data, summary, time_in_turn
 
 SMALL = {
     "mlp": {"width": 16, "hidden": 32, "batch": 16},
@@ -251,3 +252,16 @@ def test_plan_by_hand_beats_ours_only_in_time_and_bytes_together():
     ours = figures(2.0, 20.0)
     assert beats(figures(1.0, 10.0), ours)
     assert not beats(figures(1.0, 30.0), ours) and not beats(figures(3.0, 10.0), ours) and not beats(ours, ours)
+
+
+def test_every_contestant_takes_all_steps_but_the_one_that_settles():
+    model = MODELS["mlp"](**SMALL["mlp"])
+    devices = jax.devices()[:8]
+    plan = hand_plans(model)[0]
+    theirs = compile_by_hand(model, plan, devices)
+    step = autopar.parallelize(model.step, method=autopar.Auto(mesh_shape=(8,)), donate_argnums=0)
+    program = step.trace(model.abstract_state, model.abstract_batch).plan().lower().program
+    figures = figures_of_compiled(theirs, cpu_figures(1))
+    by_hand = ByHand(plan=plan, compiled=theirs, figures=figures)
+    times = time_in_turn(model, step, compile_program(program, devices), [by_hand], repetitions=2)
+    assert {name: len(seconds) for name, seconds in times.items()} == {str(plan): 2, "autopar": 2}
