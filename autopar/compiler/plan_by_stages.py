@@ -7,7 +7,7 @@
       │ task_choices    the intra-operator optimum of every stage as a whole
       ▼ Plan
 
-Numbers of microbatches are tried from few to many as long as more of them help.
+Numbers of microbatches are tried from a usual one on, in the direction that helps.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import numpy as np
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
@@ -28,23 +24,23 @@ from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.stage_search import StageSearch, search_stages
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place, submesh_choices
 from autopar.compiler.intra_op.figures import figures_of
-from autopar.compiler.intra_op.layout import LogicalMesh
 from autopar.compiler.intra_op.task_group import task_choices
 from autopar.compiler.layer_classes import Layers, count_step_layers, find_layers, layer_class
 from autopar.compiler.layer_costs import PRICES, LayerCosts, pinned_layouts, prices, stage_cost
+from autopar.compiler.microbatch_counts import descend, microbatch_counts, usual_place
 from autopar.compiler.prepare import stage_graph
 from autopar.compiler.search_wishes import equation_wishes
 from autopar.compiler.stage_graph import StageGraph
+from autopar.compiler.stage_ranges import RangeCosts, StageProblem, submesh_mesh
 from autopar.compiler.stage_sharding import logical_mesh_of, mesh_tasks, sharding_of
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
-from autopar.machine import Machine
 from autopar.plan import MeshPlan, Plan, StagePlan
-from autopar.search_methods import MEMORY_LEVELS, Auto
+from autopar.search_methods import Auto
 from autopar.sharding_plan import MeshSharding
 
-_MOST_MICROBATCHES_PER_DEVICE = 8
-_STAGE_AXES = ("data", "model")
+_SHARE_FOR_STAGES = 0.5
+"""Of the time limit, after which no further number of microbatches is tried."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,31 +54,6 @@ class StagesFound:
     costs_gap: float
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StageProblem:
-    """What stays the same for all numbers of microbatches."""
-
-    trace: Trace
-    method: Auto
-    num_devices: int
-    machine: Machine
-    kind: str | Machine
-    cache_directory: Path | None
-
-    @property
-    def cluster(self) -> Submesh:
-        """The devices as hosts."""
-        return cluster_shape(self.num_devices, self.machine.devices_per_host)
-
-    @property
-    def memory_bytes(self) -> float:
-        """What a plan may use of a device."""
-        memory = self.method.memory
-        if isinstance(memory, str):
-            return MEMORY_LEVELS[memory] * self.machine.memory_bytes
-        return memory * self.machine.memory_bytes if memory <= 1 else memory
-
-
 def search_all(problem: StageProblem) -> list[StagesFound]:
     """The best stages for every number of microbatches that was tried, the fastest first.
 
@@ -91,39 +62,35 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
     began = time.monotonic()
     options = {"batch_statistics": problem.method.batch_statistics, "random": problem.method.random}
     num_layers, loop_pieces = count_step_layers(problem.trace, **options)
-    found: list[StagesFound] = []
-    shortage: MemoryTooSmall | None = None
-    for count in microbatch_counts(problem):
-        try:
-            best = _search(problem, count, num_layers, loop_pieces, options)
-        except MemoryTooSmall as error:
-            shortage = error
-            continue
-        except (NotSplittable, Unsupported):
-            if problem.method.num_microbatches is not None:
-                raise
-            break  # no larger number splits either
-        worse = bool(found) and best.search.step_time_s > min(each.search.step_time_s for each in found)
-        found.append(best)
-        if worse or time.monotonic() - began > problem.method.time_limit_s / 2:
-            break
-    if not found:
-        raise shortage or InvalidArgument("There is no number of microbatches to try. Give num_microbatches=1.")
-    return sorted(found, key=lambda each: each.search.step_time_s)
+    counts = microbatch_counts(problem)
+    found: dict[int, StagesFound | None] = {}
+    shortages: list[MemoryTooSmall] = []
 
+    def time_s(place: int) -> float:
+        """The step time for the number of microbatches at a place, infinite where nothing fits or splits."""
+        count = counts[place]
+        if count not in found:
+            found[count] = None
+            try:
+                found[count] = _search(problem, count, num_layers, loop_pieces, options)
+            except MemoryTooSmall as error:
+                shortages.append(error)
+            except (NotSplittable, Unsupported):
+                if problem.method.num_microbatches is not None:
+                    raise
+        best = found[count]
+        return math.inf if best is None else best.search.step_time_s
 
-def microbatch_counts(problem: StageProblem) -> Iterator[int]:
-    """The numbers of microbatches to try, those first that are likely to be good."""
-    if problem.method.num_microbatches is not None:
-        yield problem.method.num_microbatches
-        return
-    trace = problem.trace
-    if not trace.batch_inputs or trace.doubled is None:
-        yield 1
-        return
-    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
-    most = min(rows, _MOST_MICROBATCHES_PER_DEVICE * problem.num_devices)
-    yield from (count for count in (2**k for k in range(most.bit_length())) if rows % count == 0 and count <= most)
+    descend(time_s, len(counts), usual_place(problem, counts), began + _SHARE_FOR_STAGES * problem.method.time_limit_s)
+    ranked = sorted((each for each in found.values() if each is not None), key=lambda each: each.search.step_time_s)
+    if ranked:
+        return ranked
+    if shortages:
+        raise shortages[-1]
+    raise Unsupported(
+        f"The search over stages tried {sorted(found)} microbatches, and the step can be split into none of them. Use "
+        "num_stages=1."
+    )
 
 
 def _search(
@@ -158,7 +125,7 @@ def _search_layers(problem: StageProblem, layers: Layers, remat: bool) -> Stages
         method=problem.method,
         cache_directory=problem.cache_directory,
     )
-    ranges = _RangeCosts(problem, layers, costs)
+    ranges = RangeCosts(problem, layers, costs)
     found: list[tuple[str, StageSearch]] = []
     shortage: MemoryTooSmall | None = None
     for schedule in (problem.method.schedule,) if problem.method.schedule else ("1f1b", "eager-1f1b", "gpipe"):
@@ -173,7 +140,7 @@ def _search_layers(problem: StageProblem, layers: Layers, remat: bool) -> Stages
     return StagesFound(layers=layers, schedule=schedule, remat=remat, search=search, costs_gap=costs.gap)
 
 
-def _partitioned(problem: StageProblem, layers: Layers, ranges: _RangeCosts, schedule: str) -> StageSearch:
+def _partitioned(problem: StageProblem, layers: Layers, ranges: RangeCosts, schedule: str) -> StageSearch:
     """The best stages of any sizes, or of one size if their number or their mesh is given."""
     cluster, method = problem.cluster, problem.method
     num_layers, timing = len(layers.class_of), Timing(schedule=schedule, num_microbatches=layers.num_microbatches)
@@ -214,74 +181,6 @@ def _part(cluster: Submesh, count: int) -> Submesh:
             "number of stages that divides them, or leave it to the search."
         )
     return cluster_shape(size, per_host)
-
-
-class _RangeCosts:
-    """The costs of ranges of layers on submeshes: sums of their layers'."""
-
-    def __init__(self, problem: StageProblem, layers: Layers, costs: LayerCosts) -> None:
-        self.problem, self.layers, self.costs = problem, layers, costs
-        self.sums: dict[tuple[Submesh, float], np.ndarray] = {}
-
-    def __call__(self, start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
-        return [self._cost(start, stop, submesh, price) for price in PRICES]
-
-    def _cost(self, start: int, stop: int, submesh: Submesh, price: float) -> StageCost:
-        sums = self._sums(submesh, price)
-        forward_s, backward_s, weight_s, once_s, state, activation = (sums[stop] - sums[start])[:6]
-        return StageCost(
-            forward_s=float(forward_s),
-            backward_s=float(backward_s),
-            weight_s=float(weight_s),
-            once_s=float(once_s),
-            state_bytes=float(state),
-            activation_bytes=float(activation),
-            temporary_bytes=float(sums[-1][6]),
-            choice=price,
-        )
-
-    def _sums(self, submesh: Submesh, price: float) -> np.ndarray:
-        """One row per cut, what all layers before it cost together; the last column is the most of any layer."""
-        if (submesh, price) not in self.sums:
-            mesh = submesh_mesh(self.problem.method, submesh)
-            figures = figures_of(self.problem.kind, mesh.shape)
-            each = [self.costs.cost(number, mesh, figures, price) for number in range(len(self.layers.classes))]
-            rows = np.array(
-                [
-                    (c.forward_s, c.backward_s, c.weight_s, c.once_s, c.state_bytes, c.activation_bytes, 0.0)
-                    for c in (each[number] for number in self.layers.class_of)
-                ]
-            )
-            sums = np.concatenate([np.zeros((1, 7)), np.cumsum(rows, axis=0)])
-            sums[:, 6] = max(c.temporary_bytes for c in each)
-            self.sums[submesh, price] = sums
-        return self.sums[submesh, price]
-
-    def transfer_s(self, cut: int, source: Submesh, target: Submesh) -> float:
-        """Activations and cotangents over a cut: the devices of both sides share them."""
-        machine = self.problem.machine
-        nbytes = self.layers.crossing_bytes[cut - 1] / 2 / min(source.num_devices, target.num_devices)
-        same = self.problem.num_devices <= machine.domain or (
-            source.num_hosts == target.num_hosts == 1
-            and source.num_devices + target.num_devices <= machine.devices_per_host
-        )
-        return 2 * machine.transfer_s(nbytes, same)
-
-
-def submesh_mesh(method: Auto, submesh: Submesh) -> LogicalMesh:
-    """The logical mesh of a submesh: over hosts and inside of them, or as square as can be inside of one host.
-
-    Both axes may split one dimension, so that the product of both is in the search, too.
-    """
-    if method.mesh_shape is not None:
-        return LogicalMesh(shape=method.mesh_shape, axis_names=method.mesh_axes)
-    if submesh.num_hosts > 1:
-        shape = (submesh.num_hosts, submesh.devices_per_host)
-    else:
-        n = submesh.num_devices
-        small = max(k for k in range(1, math.isqrt(n) + 1) if n % k == 0)
-        shape = (small, n // small)
-    return LogicalMesh(shape=shape, axis_names=method.axis_names or _STAGE_AXES)
 
 
 def plan_of_stages(problem: StageProblem, found: StagesFound) -> Plan:

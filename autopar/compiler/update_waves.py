@@ -42,7 +42,6 @@ class UpdateWaves:
         self.last_group = self.regions.num_rounds
         self.groups = self._find_groups()
         self.waves: dict[int, int] = {}
-        self._reads: dict[tuple[int, int, int], frozenset[Key]] = {}
         self.roots: dict[tuple[int, int, int], list[int]] = {}
         self.outputs: dict[jc.Var, tuple[Key, int]] = {}
         self._assign_placed()
@@ -234,18 +233,27 @@ class UpdateWaves:
         return [floating_key(v, stage) if self._floating(index) else (v, None) for v in outs]
 
     def _read_outside(self, value: Key, key: tuple[int, int, int]) -> bool:
-        if any(value == out for out, _ in self.outputs.values()):
+        if value in self._results or value in self._read_by_microbatches:
             return True
-        return value in self._read_by_microbatches or any(
-            value in self._reads_of(other) for other in self.roots if other != key
-        )
+        return any(reader != key for reader in self._readers.get(value, ()))
+
+    @cached_property
+    def _results(self) -> frozenset[Key]:
+        return frozenset(value for value, _ in self.outputs.values())
+
+    @cached_property
+    def _readers(self) -> Mapping[Key, Sequence[tuple[int, int, int]]]:
+        """For every value the tasks that read it."""
+        readers: dict[Key, list[tuple[int, int, int]]] = {}
+        for key in self.roots:
+            for value in self._reads_of(key):
+                readers.setdefault(value, []).append(key)
+        return readers
 
     def _reads_of(self, key: tuple[int, int, int]) -> frozenset[Key]:
-        """What a task's equations read; the answer is kept, since every task asks."""
-        if key not in self._reads:
-            steps = self.equations(key)
-            self._reads[key] = frozenset(self.source(v, i, key[2]) for i in steps for v in jc.operands(self.eqns[i]))
-        return self._reads[key]
+        """What a task's equations read."""
+        steps = self.equations(key)
+        return frozenset(self.source(v, i, key[2]) for i in steps for v in jc.operands(self.eqns[i]))
 
     @cached_property
     def _read_by_microbatches(self) -> frozenset[Key]:

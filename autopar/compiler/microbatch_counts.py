@@ -1,0 +1,45 @@
+"""Which numbers of microbatches are tried, and in which order."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from autopar.compiler.stage_ranges import StageProblem
+
+_MOST_MICROBATCHES_PER_DEVICE = 8
+_MICROBATCHES_PER_HOST = 8
+
+
+def descend(time_s: Callable[[int], float], size: int, start: int, deadline: float) -> None:
+    """Go up from a place as long as that helps, else down; from where nothing is possible, up and then down."""
+    best, at = time_s(start), start
+    for direction in (1, -1):
+        place = start + direction
+        while 0 <= place < size and (math.isinf(best) or time.monotonic() < deadline):
+            here = time_s(place)
+            if here >= best and not math.isinf(best):
+                break
+            best, at = min(best, here), place
+            place += direction
+        if at > start:
+            return
+
+
+def usual_place(problem: StageProblem, counts: Sequence[int]) -> int:
+    """Where to begin: enough microbatches to fill a pipeline with a stage for every host."""
+    usual = _MICROBATCHES_PER_HOST * problem.cluster.num_hosts
+    return min(range(len(counts)), key=lambda place: abs(math.log2(counts[place] / usual)))
+
+
+def microbatch_counts(problem: StageProblem) -> list[int]:
+    """The numbers of microbatches that may be tried: the one given, or powers of two that divide the batch."""
+    if problem.method.num_microbatches is not None:
+        return [problem.method.num_microbatches]
+    trace = problem.trace
+    if not trace.batch_inputs or trace.doubled is None:
+        return [1]
+    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
+    most = min(rows, _MOST_MICROBATCHES_PER_DEVICE * problem.num_devices)
+    return [count for count in (2**k for k in range(most.bit_length())) if rows % count == 0 and count <= most]

@@ -1,0 +1,127 @@
+"""What ranges of layers cost on submeshes, as sums of what their layers cost.
+
+StageProblem, Layers, LayerCosts  ->  RangeCosts     (start, stop, submesh) -> StageCost, ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
+from autopar.compiler.intra_op.figures import figures_of
+from autopar.compiler.intra_op.layout import LogicalMesh
+from autopar.compiler.layer_classes import Layers
+from autopar.compiler.layer_costs import PRICES, LayerCosts
+from autopar.compiler.trace import Trace
+from autopar.machine import Machine
+from autopar.search_methods import MEMORY_LEVELS, Auto
+
+_STAGE_AXES = ("data", "model")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageProblem:
+    """What stays the same for all numbers of microbatches."""
+
+    trace: Trace
+    method: Auto
+    num_devices: int
+    machine: Machine
+    kind: str | Machine
+    cache_directory: Path | None
+
+    @property
+    def cluster(self) -> Submesh:
+        """The devices as hosts."""
+        return cluster_shape(self.num_devices, self.machine.devices_per_host)
+
+    @property
+    def memory_bytes(self) -> float:
+        """What a plan may use of a device."""
+        memory = self.method.memory
+        if isinstance(memory, str):
+            return MEMORY_LEVELS[memory] * self.machine.memory_bytes
+        return memory * self.machine.memory_bytes if memory <= 1 else memory
+
+
+class RangeCosts:
+    """The costs of ranges of layers on submeshes: sums of their layers'."""
+
+    def __init__(self, problem: StageProblem, layers: Layers, costs: LayerCosts) -> None:
+        self.problem, self.layers, self.costs = problem, layers, costs
+        self.sums: dict[tuple[Submesh, float], np.ndarray] = {}
+        self.known: dict[tuple[int, int, Submesh], Sequence[StageCost]] = {}
+        self.most_in_flight = min(layers.num_microbatches, 2 * len(layers.class_of))
+
+    def __call__(self, start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
+        key = (start, stop, submesh)
+        if key not in self.known:
+            free = self._cost(start, stop, submesh, 0.0)
+            # Memory has no price where there is enough of it in any case, nor where nothing can be divided.
+            enough = free.peak_bytes(self.most_in_flight) <= self.problem.memory_bytes
+            prices = () if enough or submesh.num_devices == 1 else PRICES[1:]
+            self.known[key] = [free, *(self._cost(start, stop, submesh, price) for price in prices)]
+        return self.known[key]
+
+    def _cost(self, start: int, stop: int, submesh: Submesh, price: float) -> StageCost:
+        sums = self._sums(submesh, price)
+        forward_s, backward_s, weight_s, once_s, state, activation = (sums[stop] - sums[start])[:6]
+        return StageCost(
+            forward_s=float(forward_s),
+            backward_s=float(backward_s),
+            weight_s=float(weight_s),
+            once_s=float(once_s),
+            state_bytes=float(state),
+            activation_bytes=float(activation),
+            temporary_bytes=float(sums[-1][6]),
+            choice=price,
+        )
+
+    def _sums(self, submesh: Submesh, price: float) -> np.ndarray:
+        """One row per cut, what all layers before it cost together; the last column is the most of any layer."""
+        if (submesh, price) not in self.sums:
+            mesh = submesh_mesh(self.problem.method, submesh)
+            figures = figures_of(self.problem.kind, mesh.shape)
+            each = [self.costs.cost(number, mesh, figures, price) for number in range(len(self.layers.classes))]
+            rows = np.array(
+                [
+                    (c.forward_s, c.backward_s, c.weight_s, c.once_s, c.state_bytes, c.activation_bytes, 0.0)
+                    for c in (each[number] for number in self.layers.class_of)
+                ]
+            )
+            sums = np.concatenate([np.zeros((1, 7)), np.cumsum(rows, axis=0)])
+            sums[:, 6] = max(c.temporary_bytes for c in each)
+            self.sums[submesh, price] = sums
+        return self.sums[submesh, price]
+
+    def transfer_s(self, cut: int, source: Submesh, target: Submesh) -> float:
+        """Activations and cotangents over a cut: the devices of both sides share them."""
+        machine = self.problem.machine
+        nbytes = self.layers.crossing_bytes[cut - 1] / 2 / min(source.num_devices, target.num_devices)
+        same = self.problem.num_devices <= machine.domain or (
+            source.num_hosts == target.num_hosts == 1
+            and source.num_devices + target.num_devices <= machine.devices_per_host
+        )
+        return 2 * machine.transfer_s(nbytes, same)
+
+
+def submesh_mesh(method: Auto, submesh: Submesh) -> LogicalMesh:
+    """The logical mesh of a submesh: over hosts and inside of them, or as square as can be inside of one host.
+
+    Both axes may split one dimension, so that the product of both is in the search, too.
+    """
+    if method.mesh_shape is not None:
+        return LogicalMesh(shape=method.mesh_shape, axis_names=method.mesh_axes)
+    if submesh.num_hosts > 1:
+        shape = (submesh.num_hosts, submesh.devices_per_host)
+    else:
+        n = submesh.num_devices
+        small = max(k for k in range(1, math.isqrt(n) + 1) if n % k == 0)
+        shape = (small, n // small)
+    return LogicalMesh(shape=shape, axis_names=method.axis_names or _STAGE_AXES)
