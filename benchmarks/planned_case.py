@@ -10,8 +10,8 @@ Methods, beside the search of everything:
     intra-only   any sharding on one mesh of all devices
     inter-only   a pipeline of stages of one device each
 
-The batch goes through in microbatches: `_ROWS` examples for every device at a time, or as many fewer as it takes to fit
-into memory.
+The batch goes through in microbatches: as many as the search over stages finds best, or `_ROWS` examples for every
+device at a time, or as many fewer as it takes to fit into memory.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.errors import InvalidArgument, MemoryTooSmall, Unsupported
+from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.options import Method
-from autopar.sharding_plan import ShardingPlan
 from benchmarks.models.sizes import closest
 from benchmarks.models.workload import Workload
 from benchmarks.weak_scaling_rows import Row, row_of
@@ -55,43 +54,34 @@ def planned_row(
 ) -> Row:
     """The modelled step of a model on a cluster, by a method of `METHODS` or by a plan.
 
-    Raises `Unsupported` for a method that cannot be simulated, `InvalidArgument` for one that does not fit the model.
+    Raises `InvalidArgument` for a method that there is not or that does not fit the model, and for a plan that was made
+    for another cluster.
     """
     begin = time.perf_counter()
-    if isinstance(method, str):
-        check_method(method)
+    name = closest("The method", method, METHODS) if isinstance(method, str) else f"plan of {method.method}"
+    if method == "megatron":
+        _megatron_pins(workload)  # to be refused before the step is traced
     step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=cluster)
     traced = step.trace(workload.abstract_state, workload.abstract_batch)
-    plan, reason = _first_that_fits(traced, workload, cluster, method, num_microbatches)
+    planned, reason = _first_that_fits(traced, workload, cluster, method, num_microbatches)
     plan_time_s = time.perf_counter() - begin
-    name = method if isinstance(method, str) else f"plan of {method.method}"
-    if plan is None:
+    if planned is None:
         why = f"out of memory: {reason}"
         return row_of(
             workload, gpus=cluster.num_devices, method=name, step_time_s=None, plan=why, plan_time_s=plan_time_s
         )
-    sharding = _sharding_for(plan, cluster)
+    step_time_s, peak_bytes = _simulated(planned, cluster)
+    sharding = planned.plan.sharding
     return row_of(
         workload,
         gpus=cluster.num_devices,
         method=name,
-        step_time_s=sharding.step_time_s,
-        peak_bytes=sharding.peak_bytes,
+        step_time_s=step_time_s,
+        peak_bytes=peak_bytes,
         plan_time_s=plan_time_s,
-        lower_bound_s=sharding.lower_bound_s,
-        plan=summary(plan),
+        lower_bound_s=None if sharding is None else sharding.lower_bound_s,
+        plan=summary(planned.plan),
     )
-
-
-def check_method(name: str) -> None:
-    """Raise `InvalidArgument` for a method that there is not, `Unsupported` for one that cannot be simulated yet."""
-    closest("The method", name, METHODS)
-    if name in _PIPELINES:
-        there = ", ".join(each for each in METHODS if each not in _PIPELINES)
-        raise Unsupported(
-            f"The method {name!r} makes pipelines, and a pipeline cannot be simulated for a cluster yet. Choose one of "
-            f"{there}; with --devices, it runs."
-        )
 
 
 def summary(plan: autopar.Plan) -> str:
@@ -102,24 +92,28 @@ def summary(plan: autopar.Plan) -> str:
     return f"{plan.num_stages} stages of {plan.num_microbatches} microbatches on {meshes}"
 
 
-def method_on(name: str, workload: Workload, cluster: autopar.Cluster, num_microbatches: int) -> Method:
-    """The search that a method of one mesh is."""
+def method_on(name: str, workload: Workload, cluster: autopar.Cluster, num_microbatches: int | None) -> Method:
+    """The search that a method is, in so many microbatches; None leaves their number to the search."""
     count = cluster.num_devices
     options: dict[str, Any] = {"num_microbatches": num_microbatches, "batch_statistics": workload.batch_statistics}
-    if name != "zero3":
-        options |= {"num_stages": 1, "remat": False}  # The models say themselves what is computed again.
+    if name == "zero3":
+        return autopar.Zero(stage=3, **options)
+    options["remat"] = False  # The models say themselves what is computed again.
     match name:
+        case "auto":
+            return autopar.Auto(**options)
+        case "inter-only":
+            return autopar.Auto(num_stages=count, mesh_shape=(1,), **options)
+        case "intra-only":
+            return autopar.Auto(num_stages=1, **options)
         case "data":
             whole = {r"^state/": PartitionSpec()}
-            return autopar.Auto(mesh_shape=(count,), axis_names=("data",), pins=whole, **options)
-        case "zero3":
-            return autopar.Zero(stage=3, **options)
+            return autopar.Auto(num_stages=1, mesh_shape=(count,), axis_names=("data",), pins=whole, **options)
         case "megatron":
             inside = math.gcd(count, cluster.machine.devices_per_host)
-            shape = (count // inside, inside)
-            return autopar.Auto(mesh_shape=shape, pins=_megatron_pins(workload), **options)
-        case "intra-only":
-            return autopar.Auto(**options)
+            return autopar.Auto(
+                num_stages=1, mesh_shape=(count // inside, inside), pins=_megatron_pins(workload), **options
+            )
         case _:
             raise AssertionError(name)
 
@@ -130,15 +124,19 @@ def _first_that_fits(
     cluster: autopar.Cluster,
     method: str | autopar.Plan,
     num_microbatches: int | None,
-) -> tuple[autopar.Plan | None, str]:
+) -> tuple[autopar.Planned | None, str]:
     """The plan with the fewest microbatches that fits into memory, or why there is none."""
     if isinstance(method, autopar.Plan):
-        return traced.plan(method).plan, ""
-    counts = _counts(workload, cluster.num_devices) if num_microbatches is None else [num_microbatches]
-    reason = ""
+        return traced.plan(method), ""
+    counts: list[int | None] = [num_microbatches]
+    if num_microbatches is None:
+        # The search over stages chooses for itself among those that suit a pipeline.
+        searched = method in _PIPELINES and cluster.num_devices > 1
+        counts = [*([None] if searched else []), *_counts(workload, cluster.num_devices)]
+    reason = f"the batch of {workload.batch_size} has not an example for each of {cluster.num_devices} devices"
     for count in counts:
         try:
-            return traced.plan(method_on(method, workload, cluster, count)).plan, ""
+            return traced.plan(method_on(method, workload, cluster, count)), ""
         except MemoryTooSmall as error:
             reason = str(error)
     return None, reason
@@ -167,16 +165,16 @@ def _leaves(workload: Workload) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_leaves_with_path(workload.params)
 
 
-def _sharding_for(plan: autopar.Plan, cluster: autopar.Cluster) -> ShardingPlan:
-    """The modelled figures of a plan on one mesh of the cluster."""
-    if plan.sharding is None:
-        raise Unsupported(
-            f"The plan by {plan.method} of {plan.num_stages} stages has no layouts of one mesh, and only those can be "
-            "simulated for a cluster yet. Give a plan that Auto(num_stages=1) made."
-        )
-    if plan.sharding.figures != cluster.machine.name or plan.num_devices != cluster.num_devices:
+def _simulated(planned: autopar.Planned, cluster: autopar.Cluster) -> tuple[float, float]:
+    """Seconds of a step, and bytes of the device that holds the most."""
+    sharding = planned.plan.sharding
+    if sharding is None:
+        report = planned.simulate(cluster)
+        return report.step_time_s, report.peak_bytes
+    # One program on one mesh: the search has priced it as it runs.
+    if sharding.figures != cluster.machine.name or planned.plan.num_devices != cluster.num_devices:
         raise InvalidArgument(
-            f"The plan was made for {plan.num_devices} devices of {plan.sharding.figures!r}, the cluster has "
+            f"The plan was made for {planned.plan.num_devices} devices of {sharding.figures!r}, the cluster has "
             f"{cluster.num_devices} of {cluster.machine.name!r}. Give the cluster that it was made for."
         )
-    return plan.sharding
+    return sharding.step_time_s, sharding.peak_bytes

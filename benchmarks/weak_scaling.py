@@ -22,13 +22,13 @@ from rich.console import Console
 import autopar
 from autopar.errors import InvalidArgument
 from benchmarks.models.sizes import FAMILIES, Family, closest
-from benchmarks.planned_case import METHODS, check_method, planned_row
+from benchmarks.planned_case import METHODS, planned_row
 from benchmarks.weak_scaling_local import measured_row
 from benchmarks.weak_scaling_plot import check_plot, draw
 from benchmarks.weak_scaling_rows import Row, rows_table, write_json
 
 _DEVICES = "1,2,4,8"
-_METHOD_HERE, _METHOD_ON_CLUSTER = "auto", "intra-only"
+_METHOD = "auto"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,9 +84,7 @@ def _planned_cases(family: Family, arguments: argparse.Namespace) -> list[Case]:
             f"give the name of the machine alone (--cluster {whole.machine.name}), of which any number is taken."
         )
     plan = _given_plan(arguments, counts)
-    methods = [plan] if plan is not None else _methods(arguments, _METHOD_ON_CLUSTER)
-    for method in methods if plan is None else ():
-        check_method(method)
+    methods = [plan] if plan is not None else _methods(arguments)
     count = None if arguments.microbatches is None else _counts("--microbatches", arguments.microbatches)[0]
     makes = [family.maker(arguments.model) if arguments.model else family.maker_on(number) for number in counts]
     return [
@@ -111,7 +109,7 @@ def _local_cases(family: Family, arguments: argparse.Namespace) -> list[Case]:
     counts = _counts("--devices", arguments.devices or _DEVICES)
     (repetitions,) = _counts("--repetitions", arguments.repetitions)
     plan = _given_plan(arguments, counts)
-    methods = [_named(plan)] if plan is not None else _methods(arguments, _METHOD_HERE)
+    methods = [_named(plan)] if plan is not None else _methods(arguments)
     return [
         (
             f"{family.name} on {number} devices of this machine: {method}",
@@ -124,8 +122,8 @@ def _local_cases(family: Family, arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def _methods(arguments: argparse.Namespace, default: str) -> list[str]:
-    names = [name.strip() for given in arguments.method for name in given.split(",")] or [default]
+def _methods(arguments: argparse.Namespace) -> list[str]:
+    names = [name.strip() for given in arguments.method for name in given.split(",")] or [_METHOD]
     return list(dict.fromkeys(closest("The method", name, METHODS) for name in names))
 
 

