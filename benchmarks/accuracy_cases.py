@@ -10,9 +10,10 @@ import re
 from dataclasses import dataclass, replace
 
 from autopar.machine import Machine, machines
-from benchmarks.accuracy_frameworks import habits_of, machine_of
+from benchmarks.accuracy_frameworks import habits_of, machine_of, with_kernel
+from benchmarks.accuracy_plans import ALPA_BATCH, ALPA_SEQUENCE, best_layout, restriction_of
 from benchmarks.accuracy_rows import Row
-from benchmarks.training_model.known_models import named_transformer
+from benchmarks.training_model.known_models import alpa_gpt, named_transformer
 from benchmarks.training_model.layout import Habits, Layout
 from benchmarks.training_model.models import Transformer
 
@@ -29,7 +30,7 @@ class Case:
     measured_s: float | None
     """None if it ran out of memory."""
     out_of_memory: bool | None
-    """Measured; None if the row does not say."""
+    """Measured; None if the row does not say, or not for which layout."""
 
     @property
     def cell(self) -> tuple[object, ...]:
@@ -49,14 +50,18 @@ def case_of(row: Row) -> Case:
         raise Unusable(f"no machine file for the hardware {row['hw']!r}")
     habits = habits_of(row["framework"], row.source)
     if habits is None:
-        raise Unusable(f"unknown framework {row['framework']!r}")
-    habits = _with_types(row, habits)
+        raise Unusable("the framework is not named")
+    habits = _with_types(row, with_kernel(habits, row["kernel"]))
     if "lora" in row["framework"].lower():
         raise Unusable("trains adapters only (LoRA)")
-    if "4 0 4" in row["note"] or "nvfp4" in row["note"].lower():
+    if "nvfp4" in row["note"].lower():
         raise Unusable("no machine file gives a rate for products in NVFP4")
     model = _model(row)
-    layout = _layout(row, model)
+    machine = _machine(row, hardware)
+    planned = _planned_layout(row, model, machine, habits)
+    layout = planned or _layout(row, model)
+    if layout.tokens < 1 or model.query_size < layout.tp or not model.width or not model.vocab:
+        raise Unusable("its sizes leave some device without work")
     if layout.ep > 1 and (model.experts is None or model.experts.count % layout.ep):
         raise Unusable("experts cannot be divided over ep")
     out_of_memory = None if not row["oom"] else row.number("oom") == 1
@@ -66,9 +71,9 @@ def case_of(row: Row) -> Case:
         model=model,
         layout=layout,
         habits=habits,
-        machine=_machine(row, hardware),
+        machine=machine,
         measured_s=measured_s,
-        out_of_memory=out_of_memory,
+        out_of_memory=None if planned else out_of_memory,  # what was chosen to fit is no prediction
     )
 
 
@@ -86,6 +91,8 @@ def _machine(row: Row, name: str) -> Machine:
 
 def _with_types(row: Row, habits: Habits) -> Habits:
     words = f"{row['hw']} {row['note']} {row['framework']} {row['kernel']}".lower()
+    if re.search(r"seq\w*[ _-]?par", words):
+        habits = replace(habits, sequence_parallel=True)
     # NVIDIA's submissions to MLPerf compute in FP8, as their config files set it.
     if "fp8" in words or "mlperf" in words:
         return replace(habits, dtype="fp8")
@@ -110,11 +117,14 @@ def _model(row: Row) -> Transformer:
     billions = row.number("params_b")
     name = row["model"] if not billions else f"{row['model']}-{billions:g}b"
     named = named_transformer(row["model"]) or named_transformer(name)
+    if named is None and billions and row.source.startswith("alpa-projects") and row["model"] == "GPT":
+        named = alpa_gpt(billions)
     if named is None and billions and row.source.endswith("bigscience"):
         named = _bigscience(row, billions)
     if named is None:
         missing = "layers" if hidden else "hidden size" if layers else "layers and hidden size"
         raise Unusable(f"{missing} missing, and the sizes of {row['model']!r} are not known")
+    named = replace(named, vocab=row.whole("vocab") or named.vocab)
     return replace(named, layers=layers, **_fewer(named, layers)) if layers else named
 
 
@@ -145,6 +155,19 @@ def _bigscience(row: Row, billions: float) -> Transformer | None:
 
 
 # --- layout ---------------------------------------------------------------------------------------------------
+
+
+def _planned_layout(row: Row, model: Transformer, machine: Machine, habits: Habits) -> Layout | None:
+    """What the model would have chosen where a planner did and the row does not say what; None for other rows."""
+    restriction = restriction_of(row["framework"]) if row.source.startswith("alpa-projects") else None
+    devices = row.whole("ngpu")
+    if not restriction or not devices:
+        return None
+    batch, sequence = row.whole("gbs") or ALPA_BATCH, row.whole("seq") or ALPA_SEQUENCE
+    layout = best_layout(model, devices, machine, habits, restriction, batch, sequence)
+    if layout is None:
+        raise Unusable("the plan is not recorded, and no uniform layout fits in memory")
+    return layout
 
 
 def _layout(row: Row, model: Transformer) -> Layout:
@@ -220,16 +243,17 @@ def _zero(row: Row) -> int:
     if row.source.endswith("bigscience") and not word:
         return 1  # as its training scripts set it
     # Megatron-Core's distributed optimizer is on in NeMo's and Megatron-Bridge's recipes and in the MLPerf submissions.
-    megatron_core = re.search(r"bridge|nemo|mlperf|0\.14", row["framework"].lower())
-    return 1 if megatron_core and not word else 1 if megatron_core and word == "0" else 0
+    return 1 if re.search(r"bridge|nemo|mlperf|0\.14", row["framework"].lower()) else 0
 
 
 def _recompute(row: Row) -> str:
     word = row["recompute"].lower()
     if "selective" in word:
         return "selective"
-    if word in ("full", "none"):
-        return word
+    if word in ("full", "true", "yes", "1") or word.startswith("every"):
+        return "full"
+    if word in ("none", "false", "no", "0", "disabled", "off"):
+        return "none"
     if re.search(r"ptd-p|zero-3|v2\.4|oneflow|^megatron-deepspeed", row["framework"].lower()):
         return "full"
     return "none"

@@ -15,6 +15,7 @@ from benchmarks.accuracy_fit import BOUNDS, chosen_for_fit, fitted_scalars, pred
 from benchmarks.accuracy_frameworks import MACHINES
 from benchmarks.accuracy_report import Predicted, cell_regrets, spearman, summary
 from benchmarks.accuracy_rows import COLUMNS, Row, read_measurements
+from benchmarks.training_model.memory import peak_memory
 from benchmarks.training_model.prices import SCALARS, Scalars
 
 GPT_ROW = {
@@ -125,7 +126,7 @@ def test_a_full_row_is_a_case():
     ("cells", "reason"),
     [
         ({"hw": "abacus"}, "no machine file for the hardware 'abacus'"),
-        ({"framework": "pen and paper"}, "unknown framework 'pen and paper'"),
+        ({"framework": ""}, "the framework is not named"),
         ({"layers": ""}, "layers missing"),
         ({"hidden": ""}, "hidden size missing"),
         ({"layers": "", "hidden": ""}, "layers and hidden size missing"),
@@ -135,6 +136,8 @@ def test_a_full_row_is_a_case():
         ({"step_s": ""}, "no step time, throughput or FLOP/s is recorded"),
         ({"note": "NVFP4"}, "NVFP4"),
         ({"model": "Wide-ResNet"}, "convolutions"),
+        ({"ngpu": "16"}, "do not make the number of devices"),
+        ({"seq": "1", "cp": "2", "ngpu": "16"}, "without work"),
         ({"note": "layers/stage [5, 7, 7]"}, "not of as many stages as pp"),
     ],
 )
@@ -160,6 +163,15 @@ def test_the_step_follows_from_flops_as_megatron_counts_them():
     factor = 1 + 1024 / (6 * 1024) + plain.model.vocab / (16 * 24 * 1024)
     flops = 96 * tokens * 24 * 1024**2 * factor
     assert case_of(row(step_s="", tflops_gpu="50")).measured_s == pytest.approx(flops / (50e12 * 8))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "flash", "compiled"),
+    [("", True, False), ("torch", False, False), ("flash_attention2", True, False), ("flash2+RMS", True, True)],
+)
+def test_an_unknown_framework_runs_as_pytorch_with_the_kernels_it_names(kernel, flash, compiled):
+    habits = case_of(row(framework="pen and paper", kernel=kernel)).habits
+    assert (habits.flash, habits.compiled) == (flash, compiled)
 
 
 def test_a_row_out_of_memory_has_no_time():
@@ -299,3 +311,50 @@ def test_a_fraction_that_leaves_nothing_is_an_error(tmp_path, fraction):
     path = write(tmp_path / "rows.csv", [GPT_ROW])
     with pytest.raises(InvalidArgument, match="between 0 and 1"):
         run("--measurements", str(path), "--calibrate", fraction)
+
+
+# --- plans that are not recorded --------------------------------------------------------------------------------
+
+ALPA_ROW = {
+    "src": "alpa-projects/alpa@osdi22_artifact:results.tsv",
+    "framework": "parax.auto",
+    "params_b": "6.6537",
+    "hw": "V100-16GB p3.16xlarge",
+    "ngpu": "16",
+    "dp": "",
+    "tp": "",
+    "pp": "",
+    "gbs": "1024",
+    "layers": "",
+    "hidden": "",
+    "step_s": "60",
+}
+
+
+def test_an_unrecorded_plan_is_the_fastest_that_fits():
+    case = case_of(row(**ALPA_ROW))
+    assert case.layout.devices == 16
+    assert (case.model.layers, case.model.hidden) == (32, 4096)
+    assert peak_memory(case.model, case.layout, case.habits).total_bytes <= 16 * 2**30
+    here = predicted_times([case], Scalars())[0].total_s
+    for size in (1, 2, 4):
+        batches = 1024 // case.layout.dp // size
+        other = replace(case, layout=replace(case.layout, microbatch=size, microbatches=batches))
+        if peak_memory(other.model, other.layout, other.habits).total_bytes <= 16 * 2**30:
+            assert predicted_times([other], Scalars())[0].total_s >= here
+
+
+@pytest.mark.parametrize(
+    ("framework", "holds"),
+    [
+        ("parax.intra_only", lambda layout: layout.pp == 1),
+        ("parax.inter_only", lambda layout: layout.dp == layout.tp == 1),
+    ],
+)
+def test_a_restricted_planner_chooses_within_its_restriction(framework, holds):
+    assert holds(case_of(row(**{**ALPA_ROW, "framework": framework})).layout)
+
+
+def test_a_model_that_fits_in_no_layout_is_skipped():
+    with pytest.raises(Unusable, match="no uniform layout fits"):
+        case_of(row(**{**ALPA_ROW, "params_b": "39", "ngpu": "8"}))

@@ -29,10 +29,14 @@ TRANSFORMERS: tuple[tuple[str, Transformer], ...] = (
     (r"gpt-?3[- ]5b", _gpt(24, 4096, 32)),
     (r"gpt[- ]530b", _gpt(105, 20480, 128)),
     (r"megatron-22b", _gpt(48, 6144, 64)),
-    # Llama 2 (Touvron et al. 2023) and 3 (Dubey et al. 2024), table 3.
+    # Llama and Llama 2 (Touvron et al. 2023) and 3 (Dubey et al. 2024), table 3.
     (r"llama-?_?2[-_]7b", _llama(32, 4096, 32, 32, 11008, 32000)),
     (r"llama-?_?2[-_]13b", _llama(40, 5120, 40, 40, 13824, 32000)),
     (r"llama-?_?2[-_]70b", _llama(80, 8192, 64, 8, 28672, 32000)),
+    (r"llama[-_ ]?(1[-_ ])?7b", _llama(32, 4096, 32, 32, 11008, 32000)),
+    (r"llama[-_ ]?(1[-_ ])?13b", _llama(40, 5120, 40, 40, 13824, 32000)),
+    (r"llama[-_ ]?(1[-_ ])?30b", _llama(60, 6656, 52, 52, 17920, 32000)),
+    (r"llama[-_ ]?(1[-_ ])?65b", _llama(80, 8192, 64, 64, 22016, 32000)),
     (r"llama-?_?3(\.1)?[-_]8b", _llama(32, 4096, 32, 8, 14336, 128256)),
     (r"llama-?_?3(\.1)?[-_]70b", _llama(80, 8192, 64, 8, 28672, 128256)),
     (r"llama-?_?3(\.1)?[-_]405b", _llama(126, 16384, 128, 8, 53248, 128256)),
@@ -101,6 +105,25 @@ TRANSFORMERS: tuple[tuple[str, Transformer], ...] = (
         ),
     ),
 )  # fmt: skip
+
+
+# Alpa's GPT (alpa benchmark/alpa/suite_manual_gpt.py), by billions of parameters: layers, hidden size, heads.
+ALPA_GPT = {
+    0.35: (24, 1024, 16),
+    0.76: (24, 1536, 16),
+    1.3: (24, 2048, 32),
+    2.6: (32, 2560, 32),
+    6.7: (32, 4096, 32),
+    15.0: (48, 5120, 40),
+    39.0: (48, 8192, 64),
+    76.0: (60, 10240, 80),
+}
+
+
+def alpa_gpt(billions: float) -> Transformer | None:
+    """Alpa's GPT of about that many parameters, or None if there is none."""
+    near = min(ALPA_GPT, key=lambda each: abs(each / billions - 1))
+    return _gpt(*ALPA_GPT[near], tied=False) if abs(near / billions - 1) < 0.04 else None
 
 
 def named_transformer(name: str) -> Transformer | None:
