@@ -137,7 +137,7 @@ def test_a_full_row_is_a_case():
         ({"note": "NVFP4"}, "NVFP4"),
         ({"model": "Wide-ResNet"}, "convolutions"),
         ({"ngpu": "16"}, "do not make the number of devices"),
-        ({"seq": "1", "cp": "2", "ngpu": "16"}, "without work"),
+        ({"seq": "1", "mbs": "1", "cp": "2", "ngpu": "16"}, "without work"),
         ({"note": "layers/stage [5, 7, 7]"}, "not of as many stages as pp"),
     ],
 )
