@@ -94,7 +94,7 @@ class SimulationReport:
     @property
     def bubble_fraction(self) -> float:
         """The share of all devices' time in which they run nothing."""
-        return 1 - (self.compute_s + self.collective_s) / self.step_time_s if self.step_time_s else 0.0
+        return max(1 - (self.compute_s + self.collective_s) / self.step_time_s, 0.0) if self.step_time_s else 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -161,8 +161,8 @@ class SimulationReport:
         rates = [(self.examples_per_s, "examples/s"), (self.tokens_per_s, "tokens/s")]
         yield Text(", ".join(f"{rate:.4g} {unit}" for rate, unit in rates if rate is not None) or "no batch")
         yield Text(
-            f"{self.tflops_per_device:.3g} TFLOP/s per device, {self.mfu:.1%} of the peak in {self.dtype}; "
-            f"bubble {self.bubble_fraction:.1%}"
+            f"{self.tflops_per_device:.3g} TFLOP/s per device, {100 * self.mfu:.3g} % of the peak in {self.dtype}; "
+            f"bubble {100 * self.bubble_fraction:.3g} %"
         )
         verdict = "fits" if self.fits else "DOES NOT FIT"
         extra = "" if self.counts_temporaries else "; what tasks need while they run is not counted"
@@ -250,7 +250,7 @@ def simulate_plan(
         timeline = replace(timeline, peak_bytes=(math.ceil(plan.sharding.peak_bytes),))
     return SimulationReport(
         plan=_plan_words(plan),
-        cluster=f"{cluster.num_devices} devices of {machine.name}",
+        cluster=_cluster_words(plan, cluster),
         step_time_s=timeline.makespan_s,
         meshes=_mesh_reports(program, timeline),
         memory_limit_bytes=machine.memory_bytes,
@@ -268,6 +268,12 @@ def _plan_words(plan: Plan) -> str:
     stages = "1 stage" if plan.num_stages == 1 else f"{plan.num_stages} stages"
     microbatches = "1 microbatch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} microbatches"
     return f"{plan.method}, {stages}, {microbatches}, schedule {plan.schedule}"
+
+
+def _cluster_words(plan: Plan, cluster: Cluster) -> str:
+    used, there = plan.num_devices, cluster.num_devices
+    count = f"{used} of {there}" if used < there else str(there)
+    return f"{count} device{'s' * (there > 1)} of {cluster.machine.name}"
 
 
 def _mesh_reports(program: Program, timeline: Timeline) -> tuple[MeshReport, ...]:
