@@ -16,7 +16,6 @@ import io
 import itertools
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, get_origin
 
 from jax.sharding import PartitionSpec
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -39,7 +37,8 @@ from autopar.checks import (
     check_spec,
 )
 from autopar.errors import InvalidArgument, PlanMismatch
-from autopar.sharding_plan import MeshSharding, PlannedCollective, ShardingPlan, collectives_table
+from autopar.plan_tables import spec_table, stage_table
+from autopar.sharding_plan import Certificate, MeshSharding, PlannedCollective, ShardingPlan, collectives_table
 
 FORMAT = 3
 
@@ -104,6 +103,8 @@ class Plan:
     random: str = "full_batch"
     sharding: ShardingPlan | None = None
     """Layouts of every value, if a search decided them; otherwise XLA carries on those of the inputs."""
+    certificate: Certificate | None = None
+    """How good the stages are, if a search decided them."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` unless layers, stages, meshes and specs fit together."""
@@ -183,6 +184,7 @@ class Plan:
             input_specs=_specs_from_json("input_specs", fields["input_specs"]),
             cut_specs=_specs_from_json("cut_specs", fields["cut_specs"]),
             sharding=None if fields["sharding"] is None else ShardingPlan.from_data(fields["sharding"]),
+            certificate=None if fields["certificate"] is None else Certificate.from_data(fields["certificate"]),
         )
 
     def save(self, path: str | Path) -> None:
@@ -234,16 +236,17 @@ class Plan:
         microbatches = "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
         fits = f"for {self.fingerprint}" if self.fingerprint else "for any program"
         yield Text(f"{self.method}: {microbatches}, schedule {self.schedule}, {fits}")
-        if self.sharding is not None:
-            yield Text(str(self.sharding))
-        yield _stage_table(self)
+        for found in (self.certificate, self.sharding):
+            if found is not None:
+                yield Text(str(found))
+        yield stage_table(self)
         for title, specs in (("inputs", self.input_specs), ("values between stages", self.cut_specs)):
             sharded = {name: spec for name, spec in specs.items() if any(spec)}
             yield Text(
                 f"{title}: {len(sharded)} sharded, " + ("all others replicated" if sharded else "all replicated")
             )
             if sharded:
-                yield _spec_table(sharded)
+                yield spec_table(sharded)
 
 
 def _check_cuts(cuts: tuple[int, ...]) -> None:
@@ -359,36 +362,3 @@ def _specs_from_json(what: str, raw: Any) -> dict[str, PartitionSpec]:
         )
         specs[name] = PartitionSpec(*parts)
     return specs
-
-
-def _stage_table(plan: Plan) -> Table:
-    table = Table("stage", "layers", "mesh", "devices", "mesh shape", "remat", box=box.SIMPLE_HEAD)
-    for number, stage in enumerate(plan.stages):
-        mesh = plan.meshes[stage.mesh]
-        shape = ", ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.shape, strict=True))
-        layers = f"[{stage.layers[0]}, {stage.layers[1]})"
-        cells = (number, layers, stage.mesh, _ranges(mesh.devices), shape, "yes" if stage.remat else "no")
-        table.add_row(*(Text(str(cell)) for cell in cells))
-    return table
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3,6` for 0, 1, 2, 3, 6, in the order given."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def _spec_table(specs: Mapping[str, PartitionSpec]) -> Table:
-    """One row per spec and name; names that differ in their numbers only share a row."""
-    table = Table("name", "spec", "count", box=None, padding=(0, 2))
-    rows: dict[tuple[str, PartitionSpec], list[str]] = {}
-    for name, spec in specs.items():
-        rows.setdefault((re.sub(r"\d+", "*", name), spec), []).append(name)
-    for (pattern, spec), names in rows.items():
-        table.add_row(Text(pattern if len(names) > 1 else names[0]), Text(str(spec)), Text(str(len(names))))
-    return table

@@ -157,6 +157,47 @@ class MeshSharding:
             ) from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """How good the stages of a plan are: the time of a step by the schedule's formula, and what it cannot fall below.
+
+    The bound is for every cut of the step's layers into stages on the submeshes of the cluster, for the numbers of
+    microbatches in `tried`, with layers as fast as the intra-operator pass makes each of them.
+    """
+
+    step_time_s: float
+    lower_bound_s: float
+    tried: tuple[int, ...]
+    runners_up: tuple[tuple[str, float], ...]
+    """Other plans that were met, in words, and their step times."""
+
+    @property
+    def gap(self) -> float:
+        """By how much the best stages could be faster, relative to the lower bound."""
+        return self.step_time_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
+
+    def __str__(self) -> str:
+        tried = ", ".join(map(str, self.tried))
+        best = f"; next best: {self.runners_up[0][0]}, {1e3 * self.runners_up[0][1]:.4g} ms" if self.runners_up else ""
+        return (
+            f"{1e3 * self.step_time_s:.4g} ms per step by the schedule's formula, at most {100 * self.gap:.2g} % above "
+            f"the best stages for {tried} microbatches{best}"
+        )
+
+    @staticmethod
+    def from_data(raw: Any) -> Certificate:
+        """What `dataclasses.asdict` made of it; `PlanMismatch` if it is something else."""
+        try:
+            fields = dict(cast(Mapping[str, Any], raw))
+            runners_up = tuple((str(words), float(seconds)) for words, seconds in fields["runners_up"])
+            return Certificate(**dict(fields, tried=tuple(fields["tried"]), runners_up=runners_up))
+        except (TypeError, KeyError, ValueError) as error:
+            raise PlanMismatch(
+                f"The certificate of the plan cannot be read: {type(error).__name__}: {error}. It must be as Plan.save "
+                "wrote it: make the plan again, or correct the file."
+            ) from None
+
+
 def collectives_table(collectives: tuple[PlannedCollective, ...]) -> Table:
     """One row for all collectives of a kind over the same axes at the same place of the model."""
     table = Table("where", "kind", "axes", "value", "times", "MB", "ms", box=box.SIMPLE_HEAD)

@@ -74,6 +74,12 @@ def test_slow_links_between_hosts_make_stages_of_hosts():
     plan = traced(autopar.Auto(), cluster).plan().plan
     assert plan.num_stages > 1
     assert plan.num_microbatches > 1
+    certificate = plan.certificate
+    assert certificate.lower_bound_s <= certificate.step_time_s
+    assert certificate.gap <= 1e-3
+    assert plan.num_microbatches in certificate.tried
+    assert all(seconds >= certificate.step_time_s for _, seconds in certificate.runners_up)
+    assert "% above the best stages" in str(plan)
     assert {device for mesh in plan.meshes for device in mesh.devices} <= set(range(8))
 
 

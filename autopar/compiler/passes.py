@@ -11,6 +11,7 @@ What comes before the plan decides; what comes after it only carries out.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from jax.sharding import PartitionSpec
@@ -48,7 +49,7 @@ def make_plan(
         return method
     if isinstance(method, Auto) and searches_stages(trace, method, num_devices):
         machine = kind if isinstance(kind, Machine) else Machine.of_kind(kind)
-        found = plan_by_stages(
+        found, certificate = plan_by_stages(
             StageProblem(
                 trace=trace,
                 method=method,
@@ -60,7 +61,8 @@ def make_plan(
         )
         if isinstance(found, Plan):
             return found
-        method = found
+        plan = plan_by_search(trace, found, num_devices=num_devices, kind=kind, cache_directory=cache_directory)
+        return replace(plan, certificate=certificate)
     if isinstance(method, SearchMethod):
         return plan_by_search(trace, method, num_devices=num_devices, kind=kind, cache_directory=cache_directory)
     return plan_by_hand(trace, method, num_devices=num_devices)

@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
 from autopar.compiler.inter_op.schedule_times import Timing, in_flight
-from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.inter_op.stage_costs import Partition, StageCost
 from autopar.compiler.inter_op.stage_search import StageSearch, search_stages
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place, submesh_choices
 from autopar.compiler.intra_op.figures import figures_of
@@ -37,8 +38,9 @@ from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
 from autopar.plan import MeshPlan, Plan, StagePlan
 from autopar.search_methods import Auto
-from autopar.sharding_plan import MeshSharding
+from autopar.sharding_plan import Certificate, MeshSharding
 
+_RUNNERS_UP = 5
 _SHARE_FOR_STAGES = 0.5
 """Of the time limit, after which no further number of microbatches is tried."""
 
@@ -239,15 +241,34 @@ def _stage_sharding(problem: StageProblem, graph: StageGraph, plan: Plan, number
     raise AssertionError(higher)
 
 
-def plan_by_stages(problem: StageProblem) -> Plan | Auto:
-    """The best plan of several stages, or the search on one mesh that it comes down to.
+def plan_by_stages(problem: StageProblem) -> tuple[Plan | Auto, Certificate]:
+    """The best plan of several stages, or the search on one mesh that it comes down to, and how good that is.
 
     Raises `MemoryTooSmall` where nothing fits.
     """
-    found = search_all(problem)[0]
-    if len(found.search.best.stages) > 1:
-        return plan_of_stages(problem, found)
-    return replace(problem.method, num_stages=1, num_microbatches=found.layers.num_microbatches)
+    ranked = search_all(problem)
+    best, certificate = ranked[0], _certificate(ranked)
+    if len(best.search.best.stages) > 1:
+        return replace(plan_of_stages(problem, best), certificate=certificate), certificate
+    one_mesh = replace(problem.method, num_stages=1, num_microbatches=best.layers.num_microbatches)
+    return one_mesh, certificate
+
+
+def _certificate(ranked: Sequence[StagesFound]) -> Certificate:
+    others = [(each, each.search.best) for each in ranked[1:]]
+    others += [(each, partition) for each in ranked for partition in each.search.runners_up]
+    others.sort(key=lambda other: other[1].step_time_s)
+    return Certificate(
+        step_time_s=ranked[0].search.step_time_s,
+        lower_bound_s=min(each.search.lower_bound_s * (1 - each.costs_gap) for each in ranked),
+        tried=tuple(sorted(each.layers.num_microbatches for each in ranked)),
+        runners_up=tuple((_words(each, partition), partition.step_time_s) for each, partition in others[:_RUNNERS_UP]),
+    )
+
+
+def _words(found: StagesFound, partition: Partition) -> str:
+    stages = " | ".join(f"{stage.stop - stage.start} layers on {stage.submesh}" for stage in partition.stages)
+    return f"{found.layers.num_microbatches} microbatches, {found.schedule}: {stages}"
 
 
 def searches_stages(trace: Trace, method: Auto, num_devices: int) -> bool:
