@@ -9,7 +9,7 @@ import optax
 
 from tests.zoo.case import ADAM_EPS, BATCH, Case, draw
 
-VOCABULARY, LENGTH, WIDTH, LAYERS = 32, 8, 16, 4
+VOCABULARY, LENGTH, WIDTH, LAYERS = 32, 8, 16, 2
 
 
 class Block(eqx.Module):

@@ -9,7 +9,7 @@ from flax import nnx
 
 from tests.zoo.case import ADAM_EPS, BATCH, Case, draw
 
-VOCABULARY, LENGTH, WIDTH, LAYERS = 32, 8, 16, 4
+VOCABULARY, LENGTH, WIDTH, LAYERS = 32, 8, 16, 2
 
 
 class Block(nnx.Module):

@@ -8,7 +8,7 @@ import optax
 
 from tests.zoo.case import BATCH, Case, draw
 
-VOCABULARY, LENGTH, WIDTH, EXPERTS, LAYERS = 32, 8, 16, 4, 4
+VOCABULARY, LENGTH, WIDTH, EXPERTS, LAYERS = 32, 8, 16, 4, 2
 CAPACITY = 5  # per expert and sequence; 2 * LENGTH / EXPERTS = 4 would be the even share
 
 
