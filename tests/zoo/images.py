@@ -40,7 +40,7 @@ class ViT(nn.Module):
         first = self.param("class_token", nn.initializers.normal(0.02), (1, 1, WIDTH), jnp.float64)
         x = jnp.concatenate([jnp.broadcast_to(first, (x.shape[0], 1, WIDTH)), x], axis=1)
         x = x + self.param("positions", nn.initializers.normal(0.02), (1, x.shape[1], WIDTH), jnp.float64)
-        for i in range(4):
+        for i in range(2):
             h = nn.LayerNorm(**TYPE, name=f"ln_1_{i}")(x)
             x = x + nn.MultiHeadAttention(num_heads=2, **TYPE, name=f"attention_{i}")(h)
             h = nn.LayerNorm(**TYPE, name=f"ln_2_{i}")(x)

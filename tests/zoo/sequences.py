@@ -59,7 +59,7 @@ class MaskedModel(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(VOCABULARY, WIDTH, **TYPE, name="embed")(tokens)
-        for i in range(4):
+        for i in range(2):
             x = Layer(name=f"layer_{i}")(x)
         return nn.Dense(VOCABULARY, **TYPE, name="head")(x)
 
