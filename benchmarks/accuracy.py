@@ -27,8 +27,6 @@ from benchmarks.accuracy_rows import Measurements, read_measurements
 from benchmarks.training_model.memory import peak_memory
 from benchmarks.training_model.prices import Scalars
 
-SHOWN = ("rows", "mape", "median", "worst", "spearman", "regret_mean", "regret_max", "oom_right", "oom_wrong")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
@@ -131,28 +129,30 @@ def _row_report(each: Predicted, fitted: bool) -> dict[str, Any]:
 
 
 def _table(report: dict[str, Any]) -> Table:
-    table = Table(title="Predicted against measured step times; in brackets with the machine files alone")
-    table.add_column("source")
-    for name in SHOWN:
-        table.add_column(name, justify="right")
+    """One line per source; `file` is the mean error with the machine files alone."""
+    table = Table(title="Predicted against measured step times")
+    table.add_column("source", no_wrap=True)
+    for name in ("rows", "mape", "file", "median", "worst", "spearman", "regret", "labels"):
+        table.add_column(name, justify="right", no_wrap=True)
     for source, figures in report["sources"].items():
-        before = figures.get("uncalibrated")
-        table.add_row(source, *(_cell(name, figures[name], before[name] if before else None) for name in SHOWN))
+        before = figures.get("uncalibrated", figures)
+        labels = figures["oom_right"] + figures["oom_wrong"]
+        if not figures["rows"] and not labels:
+            continue
+        shown = (figures["mape"], before["mape"], figures["median"], figures["worst"])
+        table.add_row(
+            source.rpartition("/")[2].removesuffix(".csv"),
+            str(figures["rows"]),
+            *map(_percent, shown),
+            "–" if figures["spearman"] is None else f"{figures['spearman']:.3f}",
+            _percent(figures["regret_mean"]),
+            f"{figures['oom_right']}/{labels}" if labels else "–",
+        )
     return table
 
 
-def _cell(name: str, value: float | None, before: float | None) -> str:
-    text = _figure(name, value)
-    same = name in ("rows", "oom_right", "oom_wrong") or before is None
-    return text if same else f"{text} ({_figure(name, before)})"
-
-
-def _figure(name: str, value: float | None) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, int):
-        return str(value)
-    return f"{value:.3f}" if name == "spearman" else f"{100 * value:.1f} %"
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f}%"
 
 
 if __name__ == "__main__":
