@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -130,10 +131,10 @@ def _row_report(each: Predicted, fitted: bool) -> dict[str, Any]:
 
 def _table(report: dict[str, Any]) -> Table:
     """One line per source; `file` is the mean error with the machine files alone."""
-    table = Table(title="Predicted against measured step times")
-    table.add_column("source", no_wrap=True)
+    table = Table(title="Predicted against measured step times", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("source", no_wrap=True, max_width=21)
     for name in ("rows", "mape", "file", "median", "worst", "spearman", "regret", "labels"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     for source, figures in report["sources"].items():
         before = figures.get("uncalibrated", figures)
         labels = figures["oom_right"] + figures["oom_wrong"]
