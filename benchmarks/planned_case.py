@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -85,11 +86,13 @@ def planned_row(
 
 
 def summary(plan: autopar.Plan) -> str:
-    """The decisions of a plan that go into one line."""
-    meshes = ", ".join(
-        " ".join(f"{axis}={size}" for axis, size in zip(mesh.axis_names, mesh.shape)) for mesh in plan.meshes
-    )
-    return f"{plan.num_stages} stages of {plan.num_microbatches} microbatches on {meshes}"
+    """The decisions of a plan that go into one line, like "2 stages x 64 microbatches, 1f1b: data=1 model=4 (x2)"."""
+    shapes = Counter(" ".join(f"{axis}={size}" for axis, size in zip(m.axis_names, m.shape)) for m in plan.meshes)
+    meshes = ", ".join(shape if count == 1 else f"{shape} (x{count})" for shape, count in shapes.items())
+    schedule = f", {plan.schedule}" if plan.num_stages > 1 else ""
+    parts = [(plan.num_stages, "stage"), (plan.num_microbatches, "microbatch")]
+    words = [f"{count} {noun if count == 1 else noun + ('es' if noun.endswith('h') else 's')}" for count, noun in parts]
+    return f"{' x '.join(words)}{schedule}: {meshes}"
 
 
 def method_on(name: str, workload: Workload, cluster: autopar.Cluster, num_microbatches: int | None) -> Method:

@@ -29,6 +29,7 @@ from benchmarks.weak_scaling_rows import Row, rows_table, write_json
 
 _DEVICES = "1,2,4,8"
 _METHOD = "auto"
+_WIDE = 160  # characters, where there is no terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +60,8 @@ def main(family_name: str, arguments: argparse.Namespace) -> list[Row]:
         for number, (what, run) in enumerate(cases, start=1):
             progress.print(f"[{number}/{len(cases)}] {what} ...", markup=False)
             rows.append(run())
-    Console().print(rows_table(rows))
+    shown = Console()
+    (shown if shown.is_terminal else Console(width=_WIDE)).print(rows_table(rows))
     if arguments.json is not None:
         write_json(rows, arguments.json)
     if arguments.plot is not None:

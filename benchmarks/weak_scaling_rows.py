@@ -85,7 +85,8 @@ def rows_table(rows: Sequence[Row]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     columns = ("model", "GPUs", "method", "s/step", "TFLOPS/GPU", "of linear", "tokens/s", "peak GiB", "plan s")
     for name in (*columns, "bound s", "plan"):
-        table.add_column(name, justify="left" if name in ("model", "method", "plan") else "right")
+        justify = "left" if name in ("model", "method", "plan") else "right"
+        table.add_column(name, justify=justify, no_wrap=name != "plan")
     for row in rows:
         share = share_of_linear(row, rows)
         numbers = (

@@ -110,7 +110,7 @@ def test_a_planned_row_follows_from_the_modelled_step(method):
     assert (row.model, row.gpus, row.method) == ("tiny-gpt", 2, method)
     assert row.tflops_per_gpu == pytest.approx(TINY.flops / row.step_time_s / 2e12)
     assert row.tokens_per_s == pytest.approx(TINY.tokens / row.step_time_s)
-    if row.plan.startswith("1 stages"):
+    if row.plan.startswith("1 stage "):
         assert 0 < row.lower_bound_s <= row.step_time_s * (1 + 1e-9)
     assert 0 < row.peak_gib < 16 and row.plan_time_s > 0
     assert "2 microbatches" in row.plan
