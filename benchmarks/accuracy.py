@@ -131,10 +131,12 @@ def _row_report(each: Predicted, fitted: bool) -> dict[str, Any]:
 
 def _table(report: dict[str, Any]) -> Table:
     """One line per source; `file` is the mean error with the machine files alone."""
-    table = Table(title="Predicted against measured step times", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("source", no_wrap=True, max_width=21)
+    table = Table(
+        title="Predicted against measured step times", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    table.add_column("source", no_wrap=True, max_width=20)
     for name in ("rows", "mape", "file", "median", "worst", "spearman", "regret", "labels"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+        table.add_column(name, justify="right", no_wrap=True, min_width=4 if name == "rows" else 6)
     for source, figures in report["sources"].items():
         before = figures.get("uncalibrated", figures)
         labels = figures["oom_right"] + figures["oom_wrong"]
