@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -131,9 +130,7 @@ def _row_report(each: Predicted, fitted: bool) -> dict[str, Any]:
 
 def _table(report: dict[str, Any]) -> Table:
     """One line per source; `file` is the mean error with the machine files alone."""
-    table = Table(
-        title="Predicted against measured step times", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
+    table = Table(title="Predicted against measured step times", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("source", no_wrap=True, max_width=20)
     for name in ("rows", "mape", "file", "median", "worst", "spearman", "regret", "labels"):
         table.add_column(name, justify="right", no_wrap=True, min_width=4 if name == "rows" else 6)
