@@ -61,7 +61,10 @@ class ByHand:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One model on one mesh within one budget: ours against theirs. Ratios below 1 are in our favour."""
+    """One model on one mesh within one budget: ours against theirs. Ratios below 1 are in our favour.
+
+    There are none where no plan by hand keeps within the budget, nor where ours does not.
+    """
 
     model: str
     mesh: str
@@ -81,14 +84,14 @@ class Row:
 
     @property
     def time_ratio(self) -> float:
-        return 1e3 * self.ours.modelled_s / self.fastest_ms if self.ours and self.fastest else math.nan
+        return 1e3 * self.ours.modelled_s / self.fastest_ms if self.ours and self.fastest and self.within else math.nan
 
     @property
     def bytes_ratio(self) -> float:
         """A plan that sends nothing counts as one that sends a kilobyte."""
-        return (
-            max(self.ours.sent_bytes, 1e3) / max(1e6 * self.fewest_mb, 1e3) if self.ours and self.fewest else math.nan
-        )
+        if not (self.ours and self.fewest and self.within):
+            return math.nan
+        return max(self.ours.sent_bytes, 1e3) / max(1e6 * self.fewest_mb, 1e3)
 
     @property
     def within(self) -> bool:
