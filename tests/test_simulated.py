@@ -7,7 +7,20 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.compiler.schedule import schedule_tasks
-from autopar.program import ArrayType, Executable, Free, Input, MeshProgram, Program, Recv, Run, Send, Task
+from autopar.program import (
+    ArrayType,
+    Executable,
+    Free,
+    Input,
+    MeshProgram,
+    Output,
+    Program,
+    Recv,
+    Run,
+    Send,
+    Task,
+    Window,
+)
 from autopar.runtime.simulated import ConstantCosts, simulate
 from tests.schedule_programs import EDGE, program_of
 
@@ -86,6 +99,30 @@ def test_memory_counts_inputs_shards_donation_and_free() -> None:
     assert simulate(program, ONE).peak_bytes == (128 + 4,)
     kept = replace(program, executables={"update": replace(update, donated=())})
     assert simulate(kept, ONE).peak_bytes == (128 + 4 + 128,)
+
+
+def test_freeing_an_argument_leaves_it_with_the_caller() -> None:
+    runs = [
+        Run(task=Task(kind="U", stage=0, wave=wave), executable="copy", inputs=(source,), outputs=(target,))
+        for wave, (source, target) in enumerate([("a", "b"), ("b", "c")])
+    ]
+    mesh = MeshProgram(
+        devices=(0,),
+        shape=(1,),
+        axis_names=("d",),
+        values=dict.fromkeys("abc", EDGE),
+        instructions=(runs[0], Free(values=("a",)), runs[1], Free(values=("b",))),
+    )
+    program = Program(
+        name="copies",
+        meshes=(mesh,),
+        executables={"copy": Executable(name="copy", mesh=0, inputs=(EDGE,), outputs=(EDGE,))},
+        inputs=(Input(leaf=0, mesh=0, value="a"),),
+        outputs=(Output(leaf=0, parts=((0, "c"),)),),
+    )
+    assert simulate(program, ONE).peak_bytes == (3 * EDGE.nbytes,)
+    piece = replace(program.inputs[0], window=Window(axis=0, start=0, stop=256))
+    assert simulate(replace(program, inputs=(piece,)), ONE).peak_bytes == (2 * EDGE.nbytes,)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,8 @@ def simulate(
     sizes = _Sizes(program)
     for item in program.inputs:
         memory[item.mesh].add(item.value, sizes.on_device(item.mesh, item.value))
+        if item.leaf is not None and item.window is None:
+            memory[item.mesh].lent.add(item.value)
     for mesh, instruction in program.linear_order():
         _advance(clocks, mesh, instruction, sizes, costs, collective_s)
         _hold(memory[mesh], mesh, instruction, sizes, temporary_bytes)
@@ -169,6 +171,8 @@ class _Memory:
     """What each device of a mesh holds."""
 
     held: dict[str, int] = field(default_factory=dict[str, int])
+    # Whole arguments, whose arrays the caller holds: only an executable that is given one can put it to another use.
+    lent: set[str] = field(default_factory=set[str])
     now: int = 0
     peak: int = 0
 
@@ -198,7 +202,8 @@ def _hold(
                 memory.add(value, sizes.on_device(mesh, value))
         case Free():
             for value in instruction.values:
-                memory.drop(value)
+                if value not in memory.lent:
+                    memory.drop(value)
         case Send():
             pass
         case _:
