@@ -26,6 +26,7 @@ from autopar.arguments import ArgumentRoles, Arguments, Call, abstract
 from autopar.cluster import Cluster
 from autopar.compiler import passes
 from autopar.compiler.explain_plan import Explanation, explain_plan
+from autopar.compiler.plan_that_fits import plan_that_fits
 from autopar.compiler.price_plan import price_plan
 from autopar.compiler.step_work import step_work
 from autopar.compiler.trace import Leaf, Trace
@@ -225,12 +226,12 @@ class Traced:
 
         What a search solved is kept in $AUTOPAR_CACHE_DIR, by default ~/.cache/autopar.
         """
-        chosen = self._target.method if method is None else method
-        plan = passes.make_plan(
+        plan = plan_that_fits(
             self.trace,
-            chosen,
+            self._target.method if method is None else method,
             num_devices=self._target.num_devices(),
             kind=self._target.kind(),
+            devices=self._target.live_devices() if self._target.cluster is None else None,
             cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
         )
         return Planned(plan=plan, trace=self.trace, _arguments=self._arguments, _keys=self._keys, _target=self._target)

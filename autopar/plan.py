@@ -239,7 +239,7 @@ class Plan:
         for found in (self.certificate, self.sharding):
             if found is not None:
                 yield Text(str(found))
-        yield stage_table(self)
+        yield stage_table(self.stages, self.meshes)
         for title, specs in (("inputs", self.input_specs), ("values between stages", self.cut_specs)):
             sharded = {name: spec for name, spec in specs.items() if any(spec)}
             yield Text(

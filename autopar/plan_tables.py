@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from jax.sharding import PartitionSpec
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from autopar.plan import Plan
+
+class _Mesh(Protocol):
+    @property
+    def devices(self) -> tuple[int, ...]: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def axis_names(self) -> tuple[str, ...]: ...
 
 
-def stage_table(plan: Plan) -> Table:
+class _Stage(Protocol):
+    @property
+    def layers(self) -> tuple[int, int]: ...
+    @property
+    def mesh(self) -> int: ...
+    @property
+    def remat(self) -> bool: ...
+
+
+def stage_table(stages: Sequence[_Stage], meshes: Sequence[_Mesh]) -> Table:
     """One row per stage."""
     table = Table("stage", "layers", "mesh", "devices", "mesh shape", "remat", box=box.SIMPLE_HEAD)
-    for number, stage in enumerate(plan.stages):
-        mesh = plan.meshes[stage.mesh]
+    for number, stage in enumerate(stages):
+        mesh = meshes[stage.mesh]
         shape = ", ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.shape, strict=True))
         layers = f"[{stage.layers[0]}, {stage.layers[1]})"
         cells = (number, layers, stage.mesh, _ranges(mesh.devices), shape, "yes" if stage.remat else "no")

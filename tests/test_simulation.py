@@ -165,16 +165,22 @@ def test_1f1b_holds_fewer_microbatches_than_gpipe():
 
 
 def test_temporaries_of_a_task_count_while_it_runs():
-    planned = with_layouts(2)
-    bare = planned.simulate()
-    first = planned.plan.meshes[0]
-    needed = dict.fromkeys(first.sharding.times, 1e6)
-    sharding = dataclasses.replace(first.sharding, temporary_bytes=needed)
-    plan = dataclasses.replace(
-        planned.plan, meshes=(dataclasses.replace(first, sharding=sharding), *planned.plan.meshes[1:])
-    )
-    plan = autopar.Plan.from_json(plan.to_json())
-    more = plan.simulate(autopar.parallelize(train_step, cluster=CPUS), arguments())
+    planned = with_layouts(2).plan
+
+    def simulated(*needed):
+        """The report, where every task of a mesh needs so many bytes."""
+        meshes = [
+            dataclasses.replace(
+                mesh, sharding=dataclasses.replace(mesh.sharding, temporary_bytes=dict.fromkeys(mesh.sharding.times, n))
+            )
+            if n
+            else dataclasses.replace(mesh, sharding=dataclasses.replace(mesh.sharding, temporary_bytes={}))
+            for mesh, n in zip(planned.meshes, needed, strict=True)
+        ]
+        plan = autopar.Plan.from_json(dataclasses.replace(planned, meshes=tuple(meshes)).to_json())
+        return plan.simulate(autopar.parallelize(train_step, cluster=CPUS), arguments())
+
+    bare, more = simulated(0, 0), simulated(1e6, 0)
     grown = [after.peak_bytes - before.peak_bytes for before, after in zip(bare.meshes, more.meshes, strict=True)]
     assert 0 < grown[0] <= 1e6
     assert grown[1] == 0

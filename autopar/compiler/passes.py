@@ -38,11 +38,18 @@ __all__ = ["check_plan", "cut_step", "lower_step", "make_plan", "trace_step"]
 
 
 def make_plan(
-    trace: Trace, method: Method | Plan, *, num_devices: int, kind: str | Machine, cache_directory: Path | None = None
+    trace: Trace,
+    method: Method | Plan,
+    *,
+    num_devices: int,
+    kind: str | Machine,
+    checked: bool = False,
+    cache_directory: Path | None = None,
 ) -> Plan:
     """The plan that a method means for this program on devices of a kind, or the given one if it fits.
 
-    Searches keep what they solved in `cache_directory`, if one is given.
+    Searches keep what they solved in `cache_directory`, if one is given, and use all of a memory budget if the plan is
+    `checked` by compiling it.
     """
     if isinstance(method, Plan):
         check_plan(method, trace, num_devices=num_devices)
@@ -61,10 +68,14 @@ def make_plan(
         )
         if isinstance(found, Plan):
             return found
-        plan = plan_by_search(trace, found, num_devices=num_devices, kind=kind, cache_directory=cache_directory)
+        plan = plan_by_search(
+            trace, found, num_devices=num_devices, kind=kind, checked=checked, cache_directory=cache_directory
+        )
         return replace(plan, certificate=certificate)
     if isinstance(method, SearchMethod):
-        return plan_by_search(trace, method, num_devices=num_devices, kind=kind, cache_directory=cache_directory)
+        return plan_by_search(
+            trace, method, num_devices=num_devices, kind=kind, checked=checked, cache_directory=cache_directory
+        )
     return plan_by_hand(trace, method, num_devices=num_devices)
 
 

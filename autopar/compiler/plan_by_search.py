@@ -46,19 +46,26 @@ class Searched:
 
 
 def plan_by_search(
-    trace: Trace, method: SearchMethod, *, num_devices: int, kind: str | Machine, cache_directory: Path | None = None
+    trace: Trace,
+    method: SearchMethod,
+    *,
+    num_devices: int,
+    kind: str | Machine,
+    checked: bool = False,
+    cache_directory: Path | None = None,
 ) -> Plan:
     """The best plan that a method allows, for devices of a `kind` as JAX names it, or of a machine.
 
-    Solved problems are kept on disk. Raises `InvalidArgument` for a mesh that does not fill the devices, or wishes that
-    contradict each other, and `MemoryTooSmall` where no plan fits.
+    Solved problems are kept on disk. A plan that will be `checked` by compiling it may use all of its memory budget.
+    Raises `InvalidArgument` for a mesh that does not fill the devices, or wishes that contradict each other, and
+    `MemoryTooSmall` where no plan fits.
     """
     offered = cache(lambda: offered_layers(trace))  # found when it is first asked for
     fitting: list[Searched] = []
     too_small: list[MemoryTooSmall] = []
     for mesh in _meshes(search_of(method), num_devices):
         try:
-            search = partial(search_on, mesh=mesh, kind=kind, cache_directory=cache_directory)
+            search = partial(search_on, mesh=mesh, kind=kind, checked=checked, cache_directory=cache_directory)
             fitting.append(_search_layers(trace, method, search, offered, memory_limit_on(mesh, method, kind)))
         except MemoryTooSmall as error:
             too_small.append(error)
@@ -94,7 +101,7 @@ def _search_layers(
     def fastest(count: int) -> Searched | None:
         """The plan for the fastest layouts of all, if it fits."""
         found = search(count, unlimited)
-        return found if compiler_for(found.figures.name).needed_bytes(found.peak_bytes) <= budget else None
+        return found if found.peak_bytes <= budget else None
 
     def within_budget(count: int) -> Searched | None:
         try:
@@ -142,6 +149,7 @@ def search_on(
     kind: str | Machine,
     recomputed_layers: tuple[int, ...] = (),
     num_layers: int = 1,
+    checked: bool = False,
     cache_directory: Path | None = None,
 ) -> Searched:
     """Search on one logical mesh, with these of the step's layers recomputed."""
@@ -163,6 +171,8 @@ def search_on(
         wishes=wishes_of(trace, closed, method, mesh),
         input_names=[leaf.name for leaf in trace.inputs],
         memory_budget=None if math.isinf(budget) else budget,
+        # A word leaves a share of the memory free by itself.
+        memory_headroom=0.0 if checked or isinstance(auto.memory, str) else None,
         donated=trace.donated_inputs,
         time_limit_s=auto.time_limit_s,
         cache_directory=cache_directory,

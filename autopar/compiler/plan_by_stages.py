@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.compiler import jax_compat as jc
@@ -36,6 +36,7 @@ from autopar.compiler.stage_ranges import RangeCosts, StageProblem, submesh_mesh
 from autopar.compiler.stage_sharding import logical_mesh_of, mesh_tasks, sharding_of
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
+from autopar.machine import Machine
 from autopar.plan import MeshPlan, Plan, StagePlan
 from autopar.search_methods import Auto
 from autopar.sharding_plan import Certificate, MeshSharding
@@ -233,12 +234,32 @@ def _stage_sharding(problem: StageProblem, graph: StageGraph, plan: Plan, number
     higher = [price for price in PRICES if price >= cost.choice]
     wishes = replace(stage.wishes, allowed=pinned_layouts(stage, mesh), equations=equation_wishes(problem.method, mesh))
     choices = task_choices(tasks, mesh, figures, wishes)
+    received = _received(graph, plan, number, problem.machine)
     for price in higher:
-        charged = prices(stage, cost, price) if price else {}
+        charged = _added(received, prices(stage, cost, price) if price else {})
         found = choices.best(charged, time_limit_s=problem.method.time_limit_s, cache_directory=problem.cache_directory)
         if price == higher[-1] or stage_cost(stage, found, mesh, figures).peak_bytes(flying) <= problem.memory_bytes:
             return sharding_of(tasks, found, mesh, figures)
     raise AssertionError(higher)
+
+
+def _received(graph: StageGraph, plan: Plan, number: int, machine: Machine) -> dict[str, float]:
+    """Seconds for every byte of what comes from other meshes: the less of it each device needs, the sooner it is there.
+
+    What all devices need is sent in parts, one to each, and gathered on the mesh, wherever that is faster.
+    """
+    link = machine.intra if plan.num_devices <= machine.domain else machine.inter
+    found: dict[str, float] = {}
+    for name, (source, readers) in graph.crossing().items():
+        meshes = {plan.stages[reader].mesh for reader in readers}
+        if number in meshes and plan.stages[source].mesh != number:
+            times = graph.num_microbatches if graph.values[name].per_microbatch else 1
+            found[name] = times / link.bandwidth
+    return found
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
 
 
 def plan_by_stages(problem: StageProblem) -> tuple[Plan | Auto, Certificate]:

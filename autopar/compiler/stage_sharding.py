@@ -17,13 +17,16 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar.compiler import jax_compat as jc
+from autopar.compiler.costs import aval_bytes
 from autopar.compiler.emit import EmittedTask, emit_task, emit_zeros, executable_name
 from autopar.compiler.intra_op.block_plan import from_data, layout_from_text, layout_text, to_data
 from autopar.compiler.intra_op.block_times import block_times
+from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.figures import MeshFigures
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, replicated
-from autopar.compiler.intra_op.local_program import LocalBlock, local_block
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh, num_shards, replicated
+from autopar.compiler.intra_op.local_program import LocalBlock, Value, local_block
 from autopar.compiler.intra_op.localize import border_shape, border_spec, localize_task
+from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.intra_op.search import with_shared_latency
 from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, task_choices
@@ -110,12 +113,16 @@ def plan_mesh(
 def sharding_of(tasks: list[GroupTask], found: GroupPlan, mesh: LogicalMesh, figures: MeshFigures) -> MeshSharding:
     """A solution as data, with the times and collectives that it means."""
     times: dict[str, TaskTimes] = {}
+    temporary_bytes: dict[str, float] = {}
     collectives: list[PlannedCollective] = []
     for task in tasks:
         block = local_block(jc.open_jaxpr(task.jaxpr)[0], found.tasks[task.name], mesh, phase=task.phase)
         mine = with_shared_latency(figures) if task.phase == "update" else figures
         took = block_times(block, mesh, mine)
         times[task.name] = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
+        memory = peak_memory(block, mesh, compiler=compiler_for(figures.name))
+        extra = memory.peak_bytes - memory.arguments_bytes - _results_bytes(block, mesh)
+        temporary_bytes[task.name] = max(0.0, extra)
         collectives += _collectives(task, block, mesh, mine)
     return MeshSharding(
         layouts={
@@ -124,10 +131,17 @@ def sharding_of(tasks: list[GroupTask], found: GroupPlan, mesh: LogicalMesh, fig
         },
         times=times,
         collectives=tuple(collectives),
+        temporary_bytes=temporary_bytes,
         objective_s=found.optimum.value,
         lower_bound_s=found.optimum.lower_bound,
         figures=figures.name,
     )
+
+
+def _results_bytes(block: LocalBlock, mesh: LogicalMesh) -> float:
+    """Bytes on a device of what a program makes; the simulator counts them among the values that it holds."""
+    made = [v for v in block.outputs if isinstance(v, Value) and v not in block.inputs]
+    return sum(aval_bytes(v.variable.aval) / num_shards(v.layout, mesh) for v in made)
 
 
 def _collectives(

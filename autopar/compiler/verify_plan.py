@@ -115,6 +115,14 @@ def check_collectives(
     )
 
 
+def compiled_peak_bytes(plan: Plan, program: Program, devices: Sequence[Any]) -> float:
+    """The most that an executable of a plan needs on a device, as XLA compiles it for these devices."""
+    return max(
+        _peak(_lowered(executable, _mesh(plan.meshes[executable.mesh], devices)).compile())
+        for executable in program.executables.values()
+    )
+
+
 def _mesh(plan: MeshPlan, devices: Sequence[Any]) -> Mesh:
     grid = np.array([devices[ordinal] for ordinal in plan.devices]).reshape(plan.shape)
     return Mesh(grid, plan.axis_names, axis_types=(AxisType.Auto,) * len(plan.axis_names))

@@ -15,7 +15,7 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_plan import BlockPlan, planned
 from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable
 from autopar.compiler.intra_op.choice_problem import Optimum
-from autopar.compiler.intra_op.compilers import compiler_for
+from autopar.compiler.intra_op.compilers import Compiler, compiler_for
 from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.fold import fold, unfolded
 from autopar.compiler.intra_op.free_values import NESTED, is_small
@@ -65,6 +65,7 @@ def plan_intra_op(
     input_names: Sequence[str] | None = None,
     fold_from: int = FOLD_FROM,
     memory_budget: float | None = None,
+    memory_headroom: float | None = None,
     donated: Collection[int] = (),
     time_limit_s: float = 60.0,
     cache_directory: Path | None = None,
@@ -72,8 +73,9 @@ def plan_intra_op(
     """The best layouts of a program's values. `state_outputs` maps results to the inputs that they replace.
 
     Where the inputs have names, the layers of a program of at least `fold_from` equations are planned as one.
-    `memory_budget` are bytes that a device may use, the inputs `donated` being overwritten; raises `MemoryTooSmall` if
-    no plan is found that fits. Optima are kept in `cache_directory`, if one is given.
+    `memory_budget` are bytes that a device may use, the inputs `donated` being overwritten, of which the compiler's
+    headroom is kept free, or `memory_headroom`; raises `MemoryTooSmall` if no plan is found that fits. Optima are kept
+    in `cache_directory`, if one is given.
     """
     wishes = Wishes() if wishes is None else wishes
     jaxpr, _ = jc.open_jaxpr(closed)
@@ -106,21 +108,23 @@ def plan_intra_op(
     def best() -> Optimum:
         if memory_budget is None:
             return solve(problem, time_limit_s=time_limit_s)
+        compiler = _compiler(figures, memory_headroom)
         search = MemorySearch(
-            choices=choices,
-            table=table,
-            budget_bytes=memory_budget,
-            donated=donated,
-            compiler=compiler_for(figures.name),
+            choices=choices, table=table, budget_bytes=memory_budget, donated=donated, compiler=compiler
         )
         return solve_within_memory(search, time_limit_s=time_limit_s)
 
     if cache_directory is None:
         optimum = best()
     else:
-        more = (str(memory_budget), str(sorted(donated)), str(time_limit_s))
+        more = (str(memory_budget), str(memory_headroom), str(sorted(donated)), str(time_limit_s))
         optimum = cached(problem_fingerprint(problem, *more), cache_directory, best)
     return IntraOpPlan(plan=planned(choices, optimum.states), optimum=optimum, choices=choices, table=table)
+
+
+def _compiler(figures: MeshFigures, headroom: float | None) -> Compiler:
+    compiler = compiler_for(figures.name)
+    return compiler if headroom is None else dataclasses.replace(compiler, headroom=headroom)
 
 
 def with_shared_latency(figures: MeshFigures) -> MeshFigures:
