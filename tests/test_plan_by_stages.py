@@ -15,7 +15,7 @@ from autopar.compiler.layer_classes import count_step_layers, find_layers, layer
 from autopar.compiler.layer_costs import LayerCosts, stage_cost
 from autopar.compiler.prepare import stage_graph
 from autopar.compiler.stage_sharding import mesh_tasks
-from autopar.errors import InvalidArgument, MemoryTooSmall
+from autopar.errors import InvalidArgument, MemoryTooSmall, Unsupported
 from autopar.machine import Link, Machine
 from autopar.plan import MeshPlan, Plan, StagePlan
 from tests.stage_plans import QUICK
@@ -118,6 +118,13 @@ def test_pins_hold_in_stages():
     pinned = {name: text for name, text in values.items() if "['up']" in name and name.startswith("params")}
     assert len(pinned) == LAYERS
     assert set(pinned.values()) == {"-,model"}
+
+
+def test_layouts_of_several_stages_are_not_explained_one_by_one():
+    method = autopar.Auto(num_stages=2, num_microbatches=2)
+    planned = traced(method, autopar.Cluster(num_devices=8, kind="cpu")).plan()
+    with pytest.raises(Unsupported, match="The plan has 2 stages"):
+        planned.explain("h_0/up")
 
 
 def test_memory_that_nothing_fits_into_is_refused():

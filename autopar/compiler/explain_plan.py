@@ -29,7 +29,7 @@ from autopar.compiler.plan_by_search import Searched, search_on
 from autopar.compiler.search_wishes import key_path
 from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.trace import Trace
-from autopar.errors import InvalidArgument
+from autopar.errors import InvalidArgument, Unsupported
 from autopar.machine import Machine
 from autopar.plan import Plan
 from autopar.search_methods import Auto
@@ -78,8 +78,14 @@ class Explanation:
 def explain_plan(trace: Trace, plan: Plan, name: str, *, kind: str | Machine) -> Explanation:
     """Price every layout of the input that `name`, a path or a regular expression, finds first.
 
-    Raises `InvalidArgument` for a name that finds no input, and for a plan whose layouts XLA decides.
+    Raises `InvalidArgument` for a name that finds no input, and for a plan whose layouts XLA decides; `Unsupported`
+    for a plan of several stages.
     """
+    if plan.certificate is not None and plan.num_stages > 1:
+        raise Unsupported(
+            f"The plan has {plan.num_stages} stages, whose layouts are planned together for each mesh; only layouts of "
+            "one mesh can be explained. Use Auto(num_stages=1), or read plan.certificate and plan.collectives()."
+        )
     if plan.sharding is None:
         raise InvalidArgument(
             f"A plan of {plan.method} follows the user's own layouts, so there is nothing to explain. Plan with Auto()."

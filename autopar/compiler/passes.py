@@ -140,7 +140,8 @@ def cut_step(trace: Trace, plan: Plan) -> StageGraph:
 def lower_step(trace: Trace, plan: Plan) -> Program:
     """The program of a plan, verified. Raises `Unsupported` for callbacks that it could not keep in order."""
     check_callbacks(trace, plan)
-    if plan.sharding is not None or (plan.num_stages == 1 and plan.num_microbatches == 1):
+    whole = plan.num_stages == 1 and plan.num_microbatches == 1 and plan.meshes[0].sharding is None
+    if plan.sharding is not None or whole:
         program = whole_step_program(trace, plan)
     else:
         program = lower(

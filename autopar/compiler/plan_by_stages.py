@@ -25,6 +25,7 @@ from autopar.compiler.inter_op.stage_costs import Partition, StageCost
 from autopar.compiler.inter_op.stage_search import StageSearch, search_stages
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place, submesh_choices
 from autopar.compiler.intra_op.figures import figures_of
+from autopar.compiler.intra_op.search import FOLD_FROM
 from autopar.compiler.intra_op.task_group import task_choices
 from autopar.compiler.layer_classes import Layers, count_step_layers, find_layers, layer_class
 from autopar.compiler.layer_costs import PRICES, LayerCosts, pinned_layouts, prices, stage_cost
@@ -263,16 +264,15 @@ def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 
 
 def plan_by_stages(problem: StageProblem) -> tuple[Plan | Auto, Certificate]:
-    """The best plan of several stages, or the search on one mesh that it comes down to, and how good that is.
+    """The best plan, or the search of one program on one mesh that it comes down to, and how good that is.
 
     Raises `MemoryTooSmall` where nothing fits.
     """
     ranked = search_all(problem)
     best, certificate = ranked[0], _certificate(ranked)
-    if len(best.search.best.stages) > 1:
+    if len(best.search.best.stages) > 1 or best.layers.num_microbatches > 1:
         return replace(plan_of_stages(problem, best), certificate=certificate), certificate
-    one_mesh = replace(problem.method, num_stages=1, num_microbatches=best.layers.num_microbatches)
-    return one_mesh, certificate
+    return replace(problem.method, num_stages=1, num_microbatches=1), certificate
 
 
 def _certificate(ranked: Sequence[StagesFound]) -> Certificate:
@@ -293,11 +293,18 @@ def _words(found: StagesFound, partition: Partition) -> str:
 
 
 def searches_stages(trace: Trace, method: Auto, num_devices: int) -> bool:
-    """Whether there is anything to search beyond one mesh."""
-    if method.num_stages == 1 or num_devices == 1 or not trace.differentiates:
+    """Whether there is anything to search beyond one program on one mesh."""
+    if num_devices == 1 or not trace.differentiates:
+        return False
+    if method.num_stages == 1 and (method.num_microbatches is not None or not _large(trace)):
         return False
     if method.mesh_shape is not None:
         each = math.prod(method.mesh_shape)
         if each >= num_devices or num_devices % each:
             return False  # one mesh, or an error that says why not
     return not any(jc.keeps_order(eqn) for eqn in jc.all_equations(trace.jaxpr))
+
+
+def _large(trace: Trace) -> bool:
+    """Whether the whole step in one program is too much to be planned under a memory budget in seconds."""
+    return len(jc.open_jaxpr(trace.jaxpr)[0].eqns) >= FOLD_FROM
