@@ -34,7 +34,6 @@ from benchmarks.models.workload import Workload
 from benchmarks.weak_scaling_rows import Row, row_of
 
 METHODS = ("auto", "data", "zero3", "megatron", "intra-only", "inter-only")
-_PIPELINES = ("auto", "inter-only")
 _ROWS = 8
 _IN, _OUT = PartitionSpec("model", None), PartitionSpec(None, "model")
 _MEGATRON: Mapping[str, PartitionSpec] = {
@@ -72,7 +71,7 @@ def planned_row(
             workload, gpus=cluster.num_devices, method=name, step_time_s=None, plan=why, plan_time_s=plan_time_s
         )
     step_time_s, peak_bytes = _simulated(planned, cluster)
-    sharding = planned.plan.sharding
+    bounded = planned.plan.sharding or planned.plan.certificate
     return row_of(
         workload,
         gpus=cluster.num_devices,
@@ -80,7 +79,7 @@ def planned_row(
         step_time_s=step_time_s,
         peak_bytes=peak_bytes,
         plan_time_s=plan_time_s,
-        lower_bound_s=None if sharding is None else sharding.lower_bound_s,
+        lower_bound_s=None if bounded is None else bounded.lower_bound_s,
         plan=summary(planned.plan),
     )
 
@@ -133,8 +132,8 @@ def _first_that_fits(
         return traced.plan(method), ""
     counts: list[int | None] = [num_microbatches]
     if num_microbatches is None:
-        # The search over stages chooses for itself among those that suit a pipeline.
-        searched = method in _PIPELINES and cluster.num_devices > 1
+        # The search over stages chooses for itself, and so it does for large steps on one mesh.
+        searched = method != "zero3" and cluster.num_devices > 1
         counts = [*([None] if searched else []), *_counts(workload, cluster.num_devices)]
     reason = f"the batch of {workload.batch_size} has not an example for each of {cluster.num_devices} devices"
     for count in counts:

@@ -15,6 +15,8 @@ _MICROBATCHES_PER_HOST = 8
 def descend(time_s: Callable[[int], float], size: int, start: int, deadline: float) -> None:
     """Go up from a place as long as that helps, else down; from where nothing is possible, up and then down."""
     best, at = time_s(start), start
+    if math.isinf(best) and all(math.isinf(time_s(end)) for end in (size - 1, 0)):
+        return  # neither the smallest microbatches fit nor does the whole batch split
     for direction in (1, -1):
         place = start + direction
         while 0 <= place < size and (math.isinf(best) or time.monotonic() < deadline):

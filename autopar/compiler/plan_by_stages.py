@@ -300,7 +300,7 @@ def searches_stages(trace: Trace, method: Auto, num_devices: int) -> bool:
         return False
     if method.mesh_shape is not None:
         each = math.prod(method.mesh_shape)
-        if each >= num_devices or num_devices % each:
+        if num_devices % each or (each == num_devices and method.num_stages is None):
             return False  # one mesh, or an error that says why not
     return not any(jc.keeps_order(eqn) for eqn in jc.all_equations(trace.jaxpr))
 
