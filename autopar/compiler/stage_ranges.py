@@ -101,14 +101,14 @@ class RangeCosts:
         return self.sums[submesh, price]
 
     def transfer_s(self, cut: int, source: Submesh, target: Submesh) -> float:
-        """Activations and cotangents over a cut: the devices of both sides share them."""
+        """Activations and cotangents over a cut, which the devices of both sides share.
+
+        Where the cluster is more than one fast domain, every cut is priced as one between domains: some cut is, and the
+        slowest one sets the pace.
+        """
         machine = self.problem.machine
         nbytes = self.layers.crossing_bytes[cut - 1] / 2 / min(source.num_devices, target.num_devices)
-        same = self.problem.num_devices <= machine.domain or (
-            source.num_hosts == target.num_hosts == 1
-            and source.num_devices + target.num_devices <= machine.devices_per_host
-        )
-        return 2 * machine.transfer_s(nbytes, same)
+        return 2 * machine.transfer_s(nbytes, self.problem.num_devices <= machine.domain)
 
 
 def submesh_mesh(method: Auto, submesh: Submesh) -> LogicalMesh:
