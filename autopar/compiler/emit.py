@@ -57,7 +57,7 @@ def emit_task(graph: StageGraph, task: StageTask, *, read: frozenset[str]) -> Em
     avals = [*task.jaxpr.in_avals, *(_struct(graph, a.operand) for a in totals)]
     return EmittedTask(
         task=task,
-        jaxpr=jc.trace(run, avals) if totals else jc.trace(run, task.jaxpr.in_avals),
+        jaxpr=task.jaxpr if not totals and tuple(handed_on) == task.outputs else jc.trace(run, avals),
         inputs=(*task.inputs, *(a.result for a in totals)),
         outputs=(*handed_on, *(a.result for a in totals)),
         per_microbatch=micro,

@@ -108,7 +108,7 @@ def find_layers(
     for layer in range(len(cuts) + 1):
         tasks = mesh_tasks(graph, plan, layer)
         found = layer_class(graph, tasks, pins)
-        key = _class_key(found)
+        key = class_key(found)
         if key not in numbers:
             numbers[key] = len(classes)
             classes.append(found)
@@ -188,12 +188,15 @@ def _pinned(names: Sequence[str], pins: Mapping[str, PartitionSpec]) -> dict[str
     return found
 
 
-def _class_key(layer: LayerClass) -> Hashable:
+def value_numbers(layer: LayerClass) -> dict[str, int]:
+    """The values of the tasks of a layer by the order in which they are met."""
+    names = dict.fromkeys(name for task in layer.tasks for name in (*task.inputs, *task.outputs))
+    return {name: number for number, name in enumerate(names)}
+
+
+def class_key(layer: LayerClass) -> Hashable:
     """Equal for layers that compute the same from values in the same places."""
-    numbers: dict[str, int] = {}
-    for task in layer.tasks:
-        for name in (*task.inputs, *task.outputs):
-            numbers.setdefault(name, len(numbers))
+    numbers = value_numbers(layer)
 
     def numbered(names: Any) -> tuple[int, ...]:
         return tuple(sorted(numbers[name] for name in names if name in numbers))

@@ -9,7 +9,8 @@ a task of wave w made on another stage (the scalars of a global-norm clip), so a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from autopar.compiler import jax_compat as jc
@@ -136,7 +137,7 @@ class _Merger:
         made = {v for i in indices for v in self.eqns[i].outvars}
         accumulated = [self.eqns[i] for i in self.members.accumulations.get(key, [])]
         tied = self.members.tied.get(key, [])
-        wanted = self._read_elsewhere(key, made)
+        wanted = self._read_elsewhere(key)
         wanted.update((v, None) for e in accumulated if isinstance(v := e.invars[0], jc.Var))
         wanted.update((v, None) for v in tied)
         reads = dict.fromkeys(
@@ -167,21 +168,27 @@ class _Merger:
         floating = Region.STEP in kinds and i not in self.placement.stages
         return self.name(floating_key(v, place[0]) if floating else (v, None), per_microbatch=False)
 
-    def _read_elsewhere(self, key: TaskKey, made: set[jc.Var]) -> dict[jc.Var, None]:
+    def _read_elsewhere(self, key: TaskKey) -> dict[jc.Var, None]:
         """Values of this task that other microbatch tasks read and do not make themselves, in order of appearance."""
-        readers: set[jc.Var] = set()
-        for other, indices in self.members.equations.items():
-            if other == key:
-                continue
-            theirs = {v for i in indices for v in self.eqns[i].outvars}
-            for i in indices:
-                for v in jc.operands(self.eqns[i]):
-                    if v not in theirs and (
-                        not self._free(v) or (other[1:] == key[1:] and v in self.members.kept[other])
-                    ):
-                        readers.add(v)
-        found = dict.fromkeys(v for i in self.members.equations[key] for v in self.eqns[i].outvars if v in readers)
-        return {v: None for v in found if v in made and self._first_maker(key, v)}
+
+        def is_read(v: jc.Var) -> bool:
+            return any(
+                not self._free(v) or (other[1:] == key[1:] and v in self.members.kept[other])
+                for other in self._readers.get(v, ())
+            )
+
+        made = dict.fromkeys(v for i in self.members.equations[key] for v in self.eqns[i].outvars)
+        return {v: None for v in made if is_read(v) and self._first_maker(key, v)}
+
+    @cached_property
+    def _readers(self) -> Mapping[jc.Var, Collection[TaskKey]]:
+        """The microbatch tasks that read a value and do not make it."""
+        readers: dict[jc.Var, set[TaskKey]] = {}
+        for key, indices in self.members.equations.items():
+            made = {v for i in indices for v in self.eqns[i].outvars}
+            for v in (v for i in indices for v in jc.operands(self.eqns[i]) if v not in made):
+                readers.setdefault(v, set()).add(key)
+        return readers
 
     def _first_maker(self, key: TaskKey, v: jc.Var) -> bool:
         """A free value kept from F is not handed on again by B."""

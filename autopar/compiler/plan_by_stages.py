@@ -4,7 +4,7 @@
       │ find_layers     Layers, for a number of microbatches
       │ LayerCosts      the intra-operator optimum of every class of layers on every submesh, by the price of memory
       │ search_stages   the best ranges of layers on the best submeshes, by the schedule's formula
-      │ task_choices    the intra-operator optimum of every stage as a whole
+      │ stage_shardings the intra-operator optimum of every stage as a whole
       ▼ Plan
 
 Numbers of microbatches are tried from a usual one on, in the direction that helps.
@@ -15,32 +15,27 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
-from autopar.compiler.inter_op.schedule_times import Timing, in_flight
-from autopar.compiler.inter_op.stage_costs import Partition, StageCost
+from autopar.compiler.inter_op.schedule_times import Timing
+from autopar.compiler.inter_op.stage_costs import Partition
 from autopar.compiler.inter_op.stage_search import StageSearch, search_stages
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place, submesh_choices
-from autopar.compiler.intra_op.figures import figures_of
 from autopar.compiler.intra_op.search import FOLD_FROM
-from autopar.compiler.intra_op.task_group import task_choices
-from autopar.compiler.layer_classes import Layers, count_step_layers, find_layers, layer_class
-from autopar.compiler.layer_costs import PRICES, LayerCosts, pinned_layouts, prices, stage_cost
+from autopar.compiler.layer_classes import Layers, count_step_layers, find_layers
+from autopar.compiler.layer_costs import LayerCosts
 from autopar.compiler.microbatch_counts import descend, microbatch_counts, usual_place
 from autopar.compiler.prepare import stage_graph
-from autopar.compiler.search_wishes import equation_wishes
-from autopar.compiler.stage_graph import StageGraph
+from autopar.compiler.stage_layouts import stage_shardings
 from autopar.compiler.stage_ranges import RangeCosts, StageProblem, submesh_mesh
-from autopar.compiler.stage_sharding import logical_mesh_of, mesh_tasks, sharding_of
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
-from autopar.machine import Machine
 from autopar.plan import MeshPlan, Plan, StagePlan
 from autopar.search_methods import Auto
-from autopar.sharding_plan import Certificate, MeshSharding
+from autopar.sharding_plan import Certificate
 
 _RUNNERS_UP = 5
 _SHARE_FOR_STAGES = 0.5
@@ -214,53 +209,11 @@ def plan_of_stages(problem: StageProblem, found: StagesFound) -> Plan:
         batch_statistics=method.batch_statistics,
         random=method.random,
     )
-    graph = stage_graph(layers.prepared, bare)
+    shardings = stage_shardings(problem, layers, stage_graph(layers.prepared, bare), bare, stages)
     return replace(
         bare,
-        meshes=tuple(
-            replace(mesh, sharding=_stage_sharding(problem, graph, bare, number, stages[number].cost))
-            for number, mesh in enumerate(meshes)
-        ),
+        meshes=tuple(replace(mesh, sharding=sharding) for mesh, sharding in zip(meshes, shardings, strict=True)),
     )
-
-
-def _stage_sharding(problem: StageProblem, graph: StageGraph, plan: Plan, number: int, cost: StageCost) -> MeshSharding:
-    """The layouts of one stage: for the price of memory that the search chose, or a higher one until it fits."""
-    mesh = logical_mesh_of(plan.meshes[number])
-    figures = figures_of(problem.kind, mesh.shape)
-    tasks = mesh_tasks(graph, plan, number)
-    stage = layer_class(graph, tasks, problem.method.pins)
-    timing = Timing(schedule=plan.schedule, num_microbatches=plan.num_microbatches)
-    flying = in_flight(timing, stages_behind=plan.num_stages - 1 - number, num_stages=plan.num_stages)
-    higher = [price for price in PRICES if price >= cost.choice]
-    wishes = replace(stage.wishes, allowed=pinned_layouts(stage, mesh), equations=equation_wishes(problem.method, mesh))
-    choices = task_choices(tasks, mesh, figures, wishes)
-    received = _received(graph, plan, number, problem.machine)
-    for price in higher:
-        charged = _added(received, prices(stage, cost, price) if price else {})
-        found = choices.best(charged, time_limit_s=problem.method.time_limit_s, cache_directory=problem.cache_directory)
-        if price == higher[-1] or stage_cost(stage, found, mesh, figures).peak_bytes(flying) <= problem.memory_bytes:
-            return sharding_of(tasks, found, mesh, figures)
-    raise AssertionError(higher)
-
-
-def _received(graph: StageGraph, plan: Plan, number: int, machine: Machine) -> dict[str, float]:
-    """Seconds for every byte of what comes from other meshes: the less of it each device needs, the sooner it is there.
-
-    What all devices need is sent in parts, one to each, and gathered on the mesh, wherever that is faster.
-    """
-    link = machine.intra if plan.num_devices <= machine.domain else machine.inter
-    found: dict[str, float] = {}
-    for name, (source, readers) in graph.crossing().items():
-        meshes = {plan.stages[reader].mesh for reader in readers}
-        if number in meshes and plan.stages[source].mesh != number:
-            times = graph.num_microbatches if graph.values[name].per_microbatch else 1
-            found[name] = times / link.bandwidth
-    return found
-
-
-def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
 
 
 def plan_by_stages(problem: StageProblem) -> tuple[Plan | Auto, Certificate]:

@@ -41,23 +41,22 @@ class Edge:
     by_high: Floats
     at_low: Floats
     at_high: Floats
-    sums: Floats
-    """Room to add in, of all edges: new memory for every sum would take longer than the sum."""
+    room_by_low: Floats
+    room_by_high: Floats
+    """Room to add in, which all edges share: new memory for every sum would take longer than the sum."""
 
     def to_low(self) -> Floats:
         """What every state of the lower node costs at least along this edge; taken out of the edge."""
         least = self.at_low
-        sums = np.add(
-            self.by_high, self.at_high[:, None], out=self.sums[: self.by_low.size].reshape(self.by_high.shape)
-        )
-        self.at_low = -np.minimum.reduce(sums)
+        np.add(self.by_high, self.at_high[:, None], out=self.room_by_high)
+        self.at_low = -np.minimum.reduce(self.room_by_high)
         return least - self.at_low
 
     def to_high(self) -> Floats:
         """The same of the higher node."""
         least = self.at_high
-        sums = np.add(self.by_low, self.at_low[:, None], out=self.sums[: self.by_low.size].reshape(self.by_low.shape))
-        self.at_high = -np.minimum.reduce(sums)
+        np.add(self.by_low, self.at_low[:, None], out=self.room_by_low)
+        self.at_high = -np.minimum.reduce(self.room_by_low)
         return least - self.at_high
 
     def matrix(self) -> Floats:
@@ -89,7 +88,7 @@ class Ascent:
         """Nothing moved yet. Every state must have a partner along every edge."""
         transposed: dict[int, Floats] = {}
         edges = list[Edge]()
-        sums = np.empty(max((matrix.size for matrix in problem.edges.values()), default=0))
+        room = np.empty(max((matrix.size for matrix in problem.edges.values()), default=0))
         ahead: list[list[Edge]] = [[] for _ in problem.costs]
         behind: list[list[Edge]] = [[] for _ in problem.costs]
         for (i, j), matrix in sorted(problem.edges.items(), key=lambda item: item[0]):
@@ -102,7 +101,8 @@ class Ascent:
                 by_high=transposed[id(matrix)],
                 at_low=np.zeros(matrix.shape[0]),
                 at_high=np.zeros(matrix.shape[1]),
-                sums=sums,
+                room_by_low=room[: matrix.size].reshape(matrix.shape),
+                room_by_high=room[: matrix.size].reshape(matrix.T.shape),
             )
             edges.append(edge)
             ahead[i].append(edge)

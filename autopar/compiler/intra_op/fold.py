@@ -27,7 +27,7 @@ import numpy as np
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.free_values import NESTED, free_results
-from autopar.compiler.intra_op.sharding_rules import equation_key
+from autopar.compiler.intra_op.sharding_rules import equation_key, literal_key
 
 _LARGE = 1 / 2
 """A part of a colour is large if it has this share of the members of the largest part."""
@@ -130,7 +130,7 @@ def _body_key(jaxpr: jc.Jaxpr, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hasha
         numbers[v] = len(numbers)
 
     def number(atom: Any) -> Hashable:
-        return str(atom.val) if isinstance(atom, jc.Literal) else numbers[atom]
+        return literal_key(atom) if isinstance(atom, jc.Literal) else numbers[atom]
 
     lines: list[Hashable] = []
     for eqn in jaxpr.eqns:

@@ -172,9 +172,12 @@ def _best_of_each(chosen: Shorts, sizes: list[int], values: Floats) -> Indices:
             code = np.unique(code, return_inverse=True)[1].astype(np.int64)
             size = int(code.max()) + 1
         code, size = code * states + column, size * states
-    order = np.lexsort((values, code))
-    ordered = code[order]
-    return order[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
+    order = np.argsort(code, kind="stable")
+    ordered, values = code[order], values[order]
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    lengths = np.diff(starts, append=values.size)
+    least = np.flatnonzero(values == np.repeat(np.minimum.reduceat(values, starts), lengths))
+    return order[least[np.searchsorted(least, starts)]]
 
 
 def _traced_back(steps: list[_Step]) -> States:

@@ -21,7 +21,7 @@ from autopar.compiler.intra_op.lifetimes import Work, is_dear, kind_of, writes_o
 from autopar.compiler.intra_op.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value
 from autopar.compiler.intra_op.operand_order import copies_of_operands
 from autopar.compiler.intra_op.resharding_steps import collective_of
-from autopar.compiler.intra_op.sharding_rules import equation_key
+from autopar.compiler.intra_op.sharding_rules import equation_key, literal_key
 
 
 def listed_program(block: LocalBlock, mesh: LogicalMesh, compiler: Compiler, border: Border) -> MemoryProgram:
@@ -71,8 +71,8 @@ class _Lister:
     def name(self, value: Any) -> Any:
         """A value as this program calls it; it may be a constant."""
         if not isinstance(value, Value):
-            return ("constant", str(value.aval), repr(value.val))
-        return self.names.get(value, value._replace(form=value.form + self.place))
+            return ("constant", literal_key(value))
+        return self.names.get(value, value._replace(form=value.form + self.place) if self.place else value)
 
     def key(self, value: Any) -> Value | None:
         """The same, if it is large enough to count."""

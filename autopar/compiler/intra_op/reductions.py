@@ -153,14 +153,17 @@ class _Work:
         """Remove states of infinite cost and states without a partner at some neighbour, and what follows from it."""
         waiting = set(nodes)
         while waiting:
-            node = min(waiting)
-            waiting.remove(node)
+            node = waiting.pop()  # in any order: what is left in the end is the same
             possible = np.isfinite(self.costs[node])
             for matrix in self.links[node].values():
-                possible &= matrix.min(1) < np.inf
+                possible &= np.minimum.reduce(matrix, 1) < np.inf
             if not possible.all():
                 self.keep(node, possible)
                 waiting.update(self.links[node])
+
+    def remove_forbidden_by_costs(self, nodes: Collection[int]) -> None:
+        """The same where all states have partners: only costs that became infinite forbid any."""
+        self.remove_forbidden([node for node in nodes if not np.isfinite(self.costs[node]).all()])
 
     def keep(self, node: int, kept: npt.NDArray[np.bool_]) -> None:
         """Restrict a node to some of its states."""
@@ -204,8 +207,8 @@ class _Work:
             self.constant += float(cost.min())
         elif len(matrices) == 1:
             ((other, matrix),) = matrices
-            self.costs[other] = self.costs[other] + (cost[:, None] + matrix).min(0)
-            self.remove_forbidden((other,))
+            self.costs[other] = self.costs[other] + np.minimum.reduce(cost[:, None] + matrix)
+            self.remove_forbidden_by_costs((other,))
         else:
             (p, to_p), (q, to_q) = matrices
             self.add_edge(p, q, _least_sums(cost[:, None] + to_p, to_q))
@@ -217,7 +220,7 @@ class _Work:
         self.remember(node)
         for other, matrix in neighbours:
             self.costs[other] = self.costs[other] + matrix[0]
-        self.remove_forbidden([other for other, _ in neighbours])
+        self.remove_forbidden_by_costs([other for other, _ in neighbours])
 
     def remember(self, node: int) -> None:
         """Take a node out of the graph and keep what its state follows from."""
@@ -242,16 +245,18 @@ class _Work:
         if j in self.links[i]:
             matrix = matrix + self.links[i].pop(j)
             del self.links[j][i]
-        for_i = matrix.min(1)
-        rest = matrix - _finite(for_i)[:, None]
-        for_j = rest.min(0)
-        rest = rest - _finite(for_j)
+        for_i = np.minimum.reduce(matrix, 1)
+        finite_i = _finite(for_i)
+        rest = matrix - finite_i[:, None]
+        for_j = np.minimum.reduce(rest)
+        finite_j = _finite(for_j)
+        rest = rest - finite_j
         self.costs[i], self.costs[j] = self.costs[i] + for_i, self.costs[j] + for_j
-        largest = max(np.abs(_finite(for_i)).max(), np.abs(_finite(for_j)).max())
+        largest = max(np.abs(finite_i).max(), np.abs(finite_j).max())
         if rest.max() > ROUND_OFF * largest or {i, j} <= self.protected:
             self.links[i][j], self.links[j][i] = rest, np.ascontiguousarray(rest.T)
         self.unexamined.update((i, j))
-        self.remove_forbidden((i, j))
+        self.remove_forbidden_by_costs((i, j))
 
     def remove_dominated(self) -> bool:
         """Search every node that changed for dominated states; whether some were found."""
@@ -287,14 +292,14 @@ def _undominated(cost: Floats, matrices: Sequence[Floats]) -> npt.NDArray[np.boo
     """The states that no state dominates; of states that dominate each other the first stays."""
     size = cost.size
     width = sum(matrix.shape[1] for matrix in matrices)
-    best = cost + sum((matrix.min(1) for matrix in matrices), np.zeros(size))
+    best = cost + sum((np.minimum.reduce(matrix, 1) for matrix in matrices), np.zeros(size))
     # A state that is cheap at its best is the likeliest to dominate: with many states only such are tried.
     tried = np.argsort(best, kind="stable")[: max(1, COMPARISONS // max(1, size * width))]
     surplus = cost[None, :] - cost[tried][:, None]
     for matrix in matrices:
         # inf - inf would be NaN; taken as 0 it can only keep a state that could go.
-        matrix = np.minimum(matrix, STANDS_FOR_INFINITY)
-        surplus = surplus + (matrix[None, :, :] - matrix[tried][:, None, :]).min(2)
+        columns = np.minimum(matrix.T, STANDS_FOR_INFINITY)
+        surplus = surplus + np.minimum.reduce(columns[:, None, :] - columns[:, tried][:, :, None])
     kept = np.ones(size, bool)
     for row, state in zip(surplus, tried):
         if kept[state]:

@@ -24,7 +24,7 @@ from autopar.compiler.intra_op.rules_by_hand import rule_by_hand
 from autopar.compiler.intra_op.shardy import lowered_functions
 from autopar.errors import ReplicatedWarning
 
-__all__ = ["Rule", "equation_key", "sharding_rules"]
+__all__ = ["Rule", "equation_key", "literal_key", "sharding_rules"]
 
 _ENTERED = frozenset({"scan", "while", "cond", "remat2", "checkpoint", "remat"})
 _REDUCTIONS = {"dot_general": "sum", "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
@@ -63,6 +63,14 @@ def equation_key(eqn: jc.JaxprEqn) -> Hashable:
     params = () if name == "name" else ((k, _frozen(v)) for k, v in sorted(eqn.params.items()) if k not in _PLACEMENT)
     avals = ((tuple(aval.shape), aval.dtype) for aval in _avals([*eqn.invars, *eqn.outvars]))
     return (name, tuple(params), tuple(avals), bool(eqn.effects))
+
+
+def literal_key(literal: Any) -> Hashable:
+    """Equal for literals of one type and value, and sooner there than their text."""
+    aval, value = literal.aval, literal.val
+    if not isinstance(aval.dtype, np.dtype):
+        return str(value)
+    return (tuple(aval.shape), aval.dtype, aval.weak_type, np.asarray(value).tobytes())
 
 
 def _avals(atoms: Iterable[Any]) -> list[Any]:

@@ -1,0 +1,149 @@
+"""Choose the layouts of every stage that the search found, for the stage as a whole.
+
+    StageGraph, Plan, its stages  ->  MeshSharding, ...
+
+Stages that compute the same, under the same prices of memory, have one solution: it is found once, and handed on by
+the numbers of their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.inter_op.schedule_times import Timing, in_flight
+from autopar.compiler.inter_op.stage_costs import Stage
+from autopar.compiler.intra_op.figures import MeshFigures, figures_of
+from autopar.compiler.intra_op.layout import LogicalMesh
+from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, task_choices
+from autopar.compiler.layer_classes import LayerClass, Layers, class_key, layer_class, value_numbers
+from autopar.compiler.layer_costs import PRICES, pinned_layouts, prices, stage_cost
+from autopar.compiler.search_wishes import equation_wishes
+from autopar.compiler.stage_graph import StageGraph
+from autopar.compiler.stage_ranges import StageProblem
+from autopar.compiler.stage_sharding import logical_mesh_of, mesh_tasks, sharding_of
+from autopar.machine import Machine
+from autopar.plan import Plan
+from autopar.sharding_plan import MeshSharding
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Asked:
+    """A stage, and all that its layouts depend on."""
+
+    stage: Stage
+    tasks: list[GroupTask]
+    layer: LayerClass
+    wishes: GroupWishes
+    mesh: LogicalMesh
+    figures: MeshFigures
+    flying: float
+    """Microbatches whose activations it holds at once."""
+    received: Mapping[str, float]
+    """Seconds for every byte of what comes from other meshes."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Solved:
+    """A solution and the stage that it was found for."""
+
+    layer: LayerClass
+    plan: GroupPlan
+
+    def for_layer(self, layer: LayerClass) -> GroupPlan | None:
+        """The solution for another stage of the same key; None if it says more than their tasks have in common."""
+        names = dict(zip(value_numbers(self.layer), value_numbers(layer), strict=True))
+        if not self.plan.layouts.keys() <= names.keys():
+            return None
+        pairs = zip(self.layer.tasks, layer.tasks, strict=True)
+        return GroupPlan(
+            layouts={names[name]: layout for name, layout in self.plan.layouts.items()},
+            tasks={mine.name: self.plan.tasks[theirs.name] for theirs, mine in pairs},
+            optimum=self.plan.optimum,
+        )
+
+
+def stage_shardings(
+    problem: StageProblem, layers: Layers, graph: StageGraph, plan: Plan, stages: Sequence[Stage]
+) -> list[MeshSharding]:
+    """The layouts of all stages."""
+    known: dict[Hashable, _Solved] = {}
+    found: list[MeshSharding] = []
+    for number, stage in enumerate(stages):
+        asked = _asked(problem, graph, plan, number, stage)
+        key = (layers.class_of[stage.start : stage.stop], _key(asked))
+        best = known[key].for_layer(asked.layer) if key in known else None
+        if best is None:
+            best = _solved(problem, asked)
+            known[key] = _Solved(layer=asked.layer, plan=best)
+        found.append(sharding_of(asked.tasks, best, asked.mesh, asked.figures))
+    return found
+
+
+def _asked(problem: StageProblem, graph: StageGraph, plan: Plan, number: int, stage: Stage) -> _Asked:
+    mesh = logical_mesh_of(plan.meshes[number])
+    tasks = mesh_tasks(graph, plan, number)
+    layer = layer_class(graph, tasks, problem.method.pins)
+    timing = Timing(schedule=plan.schedule, num_microbatches=plan.num_microbatches)
+    return _Asked(
+        stage=stage,
+        tasks=tasks,
+        layer=layer,
+        wishes=replace(
+            layer.wishes, allowed=pinned_layouts(layer, mesh), equations=equation_wishes(problem.method, mesh)
+        ),
+        mesh=mesh,
+        figures=figures_of(problem.kind, mesh.shape),
+        flying=in_flight(timing, stages_behind=plan.num_stages - 1 - number, num_stages=plan.num_stages),
+        received=_received(graph, plan, number, problem.machine),
+    )
+
+
+def _key(asked: _Asked) -> Hashable:
+    """Equal for stages of the same classes of layers whose layouts are the same."""
+    numbers = value_numbers(asked.layer)
+    alike, restricted_as = asked.wishes.alike, asked.wishes.equations.restricted_as
+    return (
+        asked.mesh.shape,
+        asked.stage.cost.choice,
+        asked.flying,
+        class_key(asked.layer),
+        tuple(numbers.get(alike.get(name, name), -1) for name in numbers),
+        tuple((number, asked.received.get(name)) for name, number in numbers.items()),
+        tuple(restricted_as(eqn) for task in asked.tasks for eqn in jc.all_equations(task.jaxpr)),
+    )
+
+
+def _solved(problem: StageProblem, asked: _Asked) -> GroupPlan:
+    """The layouts for the price of memory that the search chose, or for a higher one until the stage fits."""
+    cost, method = asked.stage.cost, problem.method
+    choices = task_choices(asked.tasks, asked.mesh, asked.figures, asked.wishes)
+    higher = [price for price in PRICES if price >= cost.choice]
+    for price in higher:
+        charged = _added(asked.received, prices(asked.layer, cost, price) if price else {})
+        found = choices.best(charged, time_limit_s=method.time_limit_s, cache_directory=problem.cache_directory)
+        if price == higher[-1]:
+            return found
+        if stage_cost(asked.layer, found, asked.mesh, asked.figures).peak_bytes(asked.flying) <= problem.memory_bytes:
+            return found
+    raise AssertionError(higher)
+
+
+def _received(graph: StageGraph, plan: Plan, number: int, machine: Machine) -> dict[str, float]:
+    """Seconds for every byte of what comes from other meshes: the less of it each device needs, the sooner it is there.
+
+    What all devices need is sent in parts, one to each, and gathered on the mesh, wherever that is faster.
+    """
+    link = machine.intra if plan.num_devices <= machine.domain else machine.inter
+    found: dict[str, float] = {}
+    for name, (source, readers) in graph.crossing().items():
+        meshes = {plan.stages[reader].mesh for reader in readers}
+        if number in meshes and plan.stages[source].mesh != number:
+            times = graph.num_microbatches if graph.values[name].per_microbatch else 1
+            found[name] = times / link.bandwidth
+    return found
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
