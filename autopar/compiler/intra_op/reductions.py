@@ -28,6 +28,8 @@ LARGEST_TABLE = 4_000_000
 """Entries that eliminating a node of two neighbours may look at."""
 COMPARISONS = 200_000
 """Entries that one search for dominated states may look at."""
+IN_CACHE = 16_384
+"""Entries of these to look at in one go."""
 STANDS_FOR_INFINITY = 1e30
 ROUND_OFF = 1e-13
 
@@ -299,7 +301,12 @@ def _undominated(cost: Floats, matrices: Sequence[Floats]) -> npt.NDArray[np.boo
     for matrix in matrices:
         # inf - inf would be NaN; taken as 0 it can only keep a state that could go.
         columns = np.minimum(matrix.T, STANDS_FOR_INFINITY)
-        surplus = surplus + np.minimum.reduce(columns[:, None, :] - columns[:, tried][:, :, None])
+        least = np.full(surplus.shape, np.inf)
+        step = max(1, IN_CACHE // least.size)
+        for start in range(0, len(columns), step):
+            block = columns[start : start + step]
+            np.minimum(least, np.minimum.reduce(block[:, None, :] - block[:, tried][:, :, None]), out=least)
+        surplus = surplus + least
     kept = np.ones(size, bool)
     for row, state in zip(surplus, tried):
         if kept[state]:
