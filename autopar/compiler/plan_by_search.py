@@ -66,7 +66,8 @@ def plan_by_search(
     for mesh in _meshes(search_of(method), num_devices):
         try:
             search = partial(search_on, mesh=mesh, kind=kind, checked=checked, cache_directory=cache_directory)
-            fitting.append(_search_layers(trace, method, search, offered, memory_limit_on(mesh, method, kind)))
+            budget = memory_limit_on(mesh, method, kind) / (1 + _headroom(method, mesh, kind, checked))
+            fitting.append(_search_layers(trace, method, search, offered, budget))
         except MemoryTooSmall as error:
             too_small.append(error)
     if not fitting:
@@ -171,8 +172,7 @@ def search_on(
         wishes=wishes_of(trace, closed, method, mesh),
         input_names=[leaf.name for leaf in trace.inputs],
         memory_budget=None if math.isinf(budget) else budget,
-        # A word leaves a share of the memory free by itself.
-        memory_headroom=0.0 if checked or isinstance(auto.memory, str) else None,
+        memory_headroom=_headroom(method, mesh, kind, checked),
         donated=trace.donated_inputs,
         time_limit_s=auto.time_limit_s,
         cache_directory=cache_directory,
@@ -260,6 +260,13 @@ def _meshes(auto: Auto, num_devices: int) -> list[LogicalMesh]:
 def memory_limit_on(mesh: LogicalMesh, method: SearchMethod, kind: str | Machine) -> float:
     """Bytes that a plan of a method may use on a device."""
     return memory_limit(search_of(method).memory, figures_of(kind, mesh.shape))
+
+
+def _headroom(method: SearchMethod, mesh: LogicalMesh, kind: str | Machine, checked: bool) -> float:
+    """Share of the modelled peak that is kept free. A word for `memory` leaves a share of the device free by itself."""
+    if checked or isinstance(search_of(method).memory, str):
+        return 0.0
+    return compiler_for(figures_of(kind, mesh.shape).name).headroom
 
 
 def memory_limit(memory: float | str, figures: MeshFigures) -> float:
