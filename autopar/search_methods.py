@@ -29,11 +29,11 @@ class Auto:
     """Search the stages, and the sharding of every value, that make the step fastest and fit into memory.
 
     What is given is fixed, the rest is searched. `num_stages` stages share the devices, each with a mesh of its own;
-    with one stage the whole step is one program. `mesh_shape` is the logical mesh of every stage, by default the best
-    of those with two axes; `axis_names` name its axes ("data", "model", "expert"). `num_microbatches` parts of the
-    batch go through the model one after another, in the order of the `schedule`. `memory` limits
-    what a device may hold: bytes, a fraction of its memory, or a word:
-    "adaptive" (0.9 of it, the default), "slight", "moderate" and "heavy" (0.75, 0.6 and 0.4), "off" (no limit).
+    with one stage the whole step is one program, unless it is large. `mesh_shape` is the logical mesh of every stage,
+    by default the best of those with two axes; `axis_names` name its axes ("data", "model", "expert").
+    `num_microbatches` parts of the batch go through the model one after another, in the order of the `schedule`.
+    `memory` limits what a device may hold: bytes, a fraction of its memory, or a word: "adaptive" (0.9 of it, the
+    default), "slight", "moderate" and "heavy" (0.75, 0.6 and 0.4), "off" (no limit).
     `remat` computes layers again in the backward pass instead of keeping what they made: as few as make the plan fit
     into memory ("auto"), all that can be (True), or none (False). Layers are the numbered scopes of the model (`h_0`,
     `h_1`), or parts of even FLOPs where it has none; the last one is never among them, as its backward pass follows at

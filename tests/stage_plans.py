@@ -5,7 +5,8 @@ from typing import Any
 
 from autopar.compiler.intra_op.figures import MeshFigures, cpu_figures
 from autopar.compiler.passes import cut_step
-from autopar.compiler.stage_sharding import logical_mesh_of, mesh_tasks, mesh_wishes, plan_mesh
+from autopar.compiler.sharded_step import logical_mesh
+from autopar.compiler.stage_sharding import mesh_tasks, mesh_wishes, plan_mesh
 from autopar.plan import Plan
 
 QUICK = dataclasses.replace(cpu_figures(2), latency_s=(1e-9, 1e-9))
@@ -18,6 +19,6 @@ def with_planned_layouts(traced: Any, plan: Plan, figures: MeshFigures = QUICK) 
     meshes = []
     for number, mesh in enumerate(plan.meshes):
         tasks = mesh_tasks(graph, plan, number)
-        sharding = plan_mesh(tasks, mesh_wishes(graph, tasks), logical_mesh_of(mesh), figures)
+        sharding = plan_mesh(tasks, mesh_wishes(graph, tasks), logical_mesh(mesh), figures)
         meshes.append(dataclasses.replace(mesh, sharding=sharding))
     return dataclasses.replace(plan, meshes=tuple(meshes))

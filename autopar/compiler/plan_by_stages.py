@@ -167,6 +167,7 @@ def _partitioned(problem: StageProblem, layers: Layers, ranges: RangeCosts, sche
         schedule=schedule,
         memory_bytes=problem.memory_bytes,
         time_limit_s=method.time_limit_s,
+        can_place=lambda submeshes: place(submeshes, cluster) is not None,
     )
 
 

@@ -20,9 +20,10 @@ from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWish
 from autopar.compiler.layer_classes import LayerClass, Layers, class_key, layer_class, value_numbers
 from autopar.compiler.layer_costs import PRICES, pinned_layouts, prices, stage_cost
 from autopar.compiler.search_wishes import equation_wishes
+from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.stage_ranges import StageProblem
-from autopar.compiler.stage_sharding import logical_mesh_of, mesh_tasks, sharding_of
+from autopar.compiler.stage_sharding import mesh_tasks, sharding_of
 from autopar.machine import Machine
 from autopar.plan import Plan
 from autopar.sharding_plan import MeshSharding
@@ -82,7 +83,7 @@ def stage_shardings(
 
 
 def _asked(problem: StageProblem, graph: StageGraph, plan: Plan, number: int, stage: Stage) -> _Asked:
-    mesh = logical_mesh_of(plan.meshes[number])
+    mesh = logical_mesh(plan.meshes[number])
     tasks = mesh_tasks(graph, plan, number)
     layer = layer_class(graph, tasks, problem.method.pins)
     timing = Timing(schedule=plan.schedule, num_microbatches=plan.num_microbatches)

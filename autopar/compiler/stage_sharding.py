@@ -30,9 +30,10 @@ from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.intra_op.search import with_shared_latency
 from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, task_choices
+from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.stage_graph import StageGraph
 from autopar.errors import PlanMismatch
-from autopar.plan import MeshPlan, Plan
+from autopar.plan import Plan
 from autopar.program import ArrayType
 from autopar.sharding_plan import MeshSharding, PlannedCollective, TaskTimes
 
@@ -46,11 +47,6 @@ class ShardedMesh:
 
 
 _PHASES = {"F": "forward", "B": "backward", "W": "backward", "U": "update"}
-
-
-def logical_mesh_of(mesh: MeshPlan) -> LogicalMesh:
-    """A planned mesh without its devices."""
-    return LogicalMesh(shape=mesh.shape, axis_names=mesh.axis_names)
 
 
 def mesh_tasks(graph: StageGraph, plan: Plan, number: int) -> list[GroupTask]:
@@ -170,7 +166,7 @@ def sharded_mesh(graph: StageGraph, plan: Plan, number: int) -> ShardedMesh:
     """The programs of a mesh whose layouts the plan has; `PlanMismatch` if they are of another program."""
     planned = plan.meshes[number]
     assert planned.sharding is not None
-    mesh = logical_mesh_of(planned)
+    mesh = logical_mesh(planned)
     layouts = {name: layout_from_text(text, mesh) for name, text in planned.sharding.layouts["values"].items()}
     jaxprs: dict[str, jc.ClosedJaxpr] = {}
     types: dict[str, ArrayType] = {}

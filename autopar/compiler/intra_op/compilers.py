@@ -47,7 +47,7 @@ class Compiler:
         return self.widens_16_bits and getattr(aval.dtype, "itemsize", 0) == 2
 
     def needed_bytes(self, peak_bytes: float) -> float:
-        """The budget within which a plan of a modelled peak is sure to stay."""
+        """The budget that a plan of a modelled peak asks for, with the headroom."""
         return peak_bytes * (1 + self.headroom)
 
 
