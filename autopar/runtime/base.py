@@ -1,6 +1,7 @@
 """What a runtime is: something that loads a program and then carries out one step per call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -37,4 +38,45 @@ class Channel(Protocol):
 
     def receiver(self, values: tuple[str, ...], source: int) -> Receiver:
         """A function that returns the arrays of `values` in the layout that this mesh declares."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """An array on its way from a device of one process to a device of another; devices are ordinals."""
+
+    source: int
+    destination: int
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+Post = Callable[[int, Sequence[jax.Array]], None]  # a tag and one array per parcel
+Pull = Callable[[int], Sequence[jax.Array]]  # a tag
+
+
+class Endpoint(Protocol):
+    """How one process hands arrays to others. A tag is used once between two processes; parcels are never empty.
+
+    Two processes post and pull their common messages in the same order; arrays may arrive after the call returned.
+    """
+
+    def address(self) -> str:
+        """What the other processes need to know to reach this one."""
+        ...
+
+    def connect(self, addresses: Mapping[int, str]) -> None:
+        """Take the addresses of all processes; they are reached when first needed."""
+        ...
+
+    def poster(self, process: int, parcels: Sequence[Parcel]) -> Post:
+        """A function that hands over the parcels' arrays and does not wait; they must not be donated afterwards."""
+        ...
+
+    def puller(self, process: int, parcels: Sequence[Parcel]) -> Pull:
+        """A function that returns what the process posted under the tag, on the parcels' destinations."""
+        ...
+
+    def close(self) -> None:
+        """Stop serving; what was not pulled is dropped."""
         ...

@@ -1,0 +1,1 @@
+"""The runtime, module by module."""
