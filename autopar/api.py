@@ -38,6 +38,8 @@ from autopar.plan import Plan
 from autopar.program import Program
 from autopar.runtime.base import Loaded
 from autopar.runtime.in_process import InProcess
+from autopar.session import current_session
+from autopar.shipping import ship
 from autopar.simulation import SimulationReport, check_cluster, simulate_plan
 from autopar.verification_report import NumberCheck, VerificationReport, compare_numbers
 
@@ -46,24 +48,45 @@ Devices = Sequence[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class _Target:
-    """How and where a step is to run. `devices` of None: all of `jax.devices()`, asked for when needed."""
+    """How and where a step is to run. `devices` of None: all of `jax.devices()`, asked for when needed.
+
+    The session is the one in which the step was traced; None: this process.
+    """
 
     method: Method | Plan
     devices: Devices | None
     cluster: Cluster | None
+    session: Any = None
+
+    def in_current_session(self) -> _Target:
+        """The same for a step that is traced now: devices or a cluster that were named stand."""
+        named = self.devices is not None or self.cluster is not None
+        return replace(self, session=None if named else current_session())
+
+    def planned_for(self) -> Cluster | None:
+        """The cluster that plans are for; None: devices of this process."""
+        return self.session.cluster if self.session is not None else self.cluster
 
     def num_devices(self) -> int:
-        if self.cluster is not None:
-            return self.cluster.num_devices
-        return len(self.live_devices())
+        cluster = self.planned_for()
+        return len(self.live_devices()) if cluster is None else cluster.num_devices
 
     def kind(self) -> str | Machine:
-        if self.cluster is not None:
-            return self.cluster.described_by
-        return Cluster.from_devices(self.live_devices()).kind
+        cluster = self.planned_for()
+        return Cluster.from_devices(self.live_devices()).kind if cluster is None else cluster.described_by
 
     def live_devices(self) -> Devices:
         return jax.devices() if self.devices is None else self.devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """What a rung was made from: the step, its arguments without their values, and the calls that it serves."""
+
+    arguments: Arguments
+    call: Call
+    keys: frozenset[Hashable]
+    target: _Target
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,13 +96,17 @@ class Compiled:
     plan: Plan
     program: Program
     trace: Trace
-    _arguments: Arguments
-    keys: frozenset[Hashable]
+    _source: _Source
     _loaded: Loaded
+
+    @property
+    def keys(self) -> frozenset[Hashable]:
+        """The calls that it serves, see `Call.key`."""
+        return self._source.keys
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step. Raises `InvalidArgument` for other shapes, and `DonatedBuffer` for deleted arrays."""
-        call = self._arguments.split(args, kwargs)
+        call = self._source.arguments.split(args, kwargs)
         if call.key() not in self.keys:
             raise InvalidArgument(
                 f"{self.trace.name} was compiled for arguments of other shapes, dtypes, or static values. Call the "
@@ -102,13 +129,14 @@ class Lowered:
     plan: Plan
     program: Program
     trace: Trace
-    _arguments: Arguments
-    _keys: frozenset[Hashable]
-    _target: _Target
+    _source: _Source
 
     def compile(self) -> Compiled:
         """Load the program on the devices of this process."""
-        devices = self._target.live_devices()
+        target = self._source.target
+        if target.session is not None:
+            return self._on_cluster(target.session)
+        devices = target.live_devices()
         if self.plan.num_devices > len(devices):
             raise InvalidArgument(
                 f"The plan needs {self.plan.num_devices} devices, this process has {len(devices)}. Plan for these "
@@ -116,14 +144,16 @@ class Lowered:
                 "or run where there are enough."
             )
         loaded = InProcess(devices).load(self.program, leaf_names=[leaf.name for leaf in self.trace.inputs])
-        return Compiled(
-            plan=self.plan,
-            program=self.program,
-            trace=self.trace,
-            _arguments=self._arguments,
-            keys=self._keys,
-            _loaded=loaded,
-        )
+        return self._compiled(loaded)
+
+    def _on_cluster(self, session: Any) -> Compiled:
+        from autopar.runtime.distributed.ray_runtime import RayLoaded
+
+        shipped = ship(self._source.arguments, self._source.call, self.plan)
+        return self._compiled(RayLoaded(session, self.program, [leaf.name for leaf in self.trace.inputs], shipped))
+
+    def _compiled(self, loaded: Loaded) -> Compiled:
+        return Compiled(plan=self.plan, program=self.program, trace=self.trace, _source=self._source, _loaded=loaded)
 
     def __str__(self) -> str:
         return str(self.program)
@@ -135,21 +165,12 @@ class Planned:
 
     plan: Plan
     trace: Trace
-    _arguments: Arguments
-    _keys: frozenset[Hashable]
-    _target: _Target
+    _source: _Source
 
     def lower(self) -> Lowered:
         """Cut the step as planned, and write the instructions of every mesh."""
         program = passes.lower_step(self.trace, self.plan)
-        return Lowered(
-            plan=self.plan,
-            program=program,
-            trace=self.trace,
-            _arguments=self._arguments,
-            _keys=self._keys,
-            _target=self._target,
-        )
+        return Lowered(plan=self.plan, program=program, trace=self.trace, _source=self._source)
 
     def verify(self, *args: Any, target: str | None = None, **kwargs: Any) -> VerificationReport:
         """Compile, and compare: the collectives with the planned ones, the results with those of plain `jax.jit`.
@@ -159,11 +180,11 @@ class Planned:
         for a plan that leaves the layouts to XLA, or a target that there is not.
         """
         program = passes.lower_step(self.trace, self.plan)
-        devices = None if target is not None else self._target.live_devices()
+        devices = None if target is not None else self._source.target.live_devices()
         collectives = check_collectives(self.plan, program, devices=devices, target=target)
         numbers = None
         if (args or kwargs) and target is None:
-            call = self._arguments.split(args, kwargs)
+            call = self._source.arguments.split(args, kwargs)
             if all(isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int) for leaf in call.leaves):
                 numbers = self._compare_numbers(call)
         return VerificationReport(collectives=collectives, numbers=numbers)
@@ -173,7 +194,7 @@ class Planned:
 
         Raises `InvalidArgument` for a name that finds no input, and for a plan that leaves the layouts to XLA.
         """
-        return explain_plan(self.trace, self.plan, name, kind=self._target.kind())
+        return explain_plan(self.trace, self.plan, name, kind=self._source.target.kind())
 
     def simulate(self, cluster: Cluster | None = None) -> SimulationReport:
         """What a step will take on a cluster, by default the step's own: time, idle time, memory and a timeline.
@@ -182,7 +203,9 @@ class Planned:
         it was made for. Raises `InvalidArgument` if it is of another, `PlanMismatch` if it has too few devices, and
         `Unsupported` for a plan that leaves layouts on several devices to XLA.
         """
-        cluster = cluster or self._target.cluster or Cluster.from_devices(self._target.live_devices())
+        cluster = (
+            cluster or self._source.target.planned_for() or Cluster.from_devices(self._source.target.live_devices())
+        )
         check_cluster(self.plan, cluster)
         program = passes.lower_step(self.trace, self.plan)
         priced = price_plan(self.trace, self.plan, program, kind=cluster.described_by)
@@ -203,7 +226,7 @@ class Planned:
             leaf if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key) else np.asarray(leaf)
             for leaf in call.leaves
         ]
-        expected = jax.tree.leaves(jax.jit(self._arguments.call_flat(call))(*anywhere))
+        expected = jax.tree.leaves(jax.jit(self._source.arguments.call_flat(call))(*anywhere))
         copies = [jnp.array(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in call.leaves]
         found = jax.tree.leaves(self.lower().compile().run(replace(call, leaves=copies)))
         return compare_numbers([leaf.name for leaf in self.trace.outputs], expected, found)
@@ -217,24 +240,23 @@ class Traced:
     """A traced step: `trace` holds its jaxpr and the names of its inputs."""
 
     trace: Trace
-    _arguments: Arguments
-    _keys: frozenset[Hashable]
-    _target: _Target
+    _source: _Source
 
     def plan(self, method: Method | Plan | None = None) -> Planned:
         """Decide everything, by the step's method or another one.
 
         What a search solved is kept in $AUTOPAR_CACHE_DIR, by default ~/.cache/autopar.
         """
+        target = self._source.target
         plan = plan_that_fits(
             self.trace,
-            self._target.method if method is None else method,
-            num_devices=self._target.num_devices(),
-            kind=self._target.kind(),
-            devices=self._target.live_devices() if self._target.cluster is None else None,
+            target.method if method is None else method,
+            num_devices=target.num_devices(),
+            kind=target.kind(),
+            devices=target.live_devices() if target.planned_for() is None else None,
             cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
         )
-        return Planned(plan=plan, trace=self.trace, _arguments=self._arguments, _keys=self._keys, _target=self._target)
+        return Planned(plan=plan, trace=self.trace, _source=self._source)
 
     def __str__(self) -> str:
         return str(self.trace)
@@ -248,16 +270,24 @@ class Step:
         self._arguments = Arguments(fun, roles)
         self._target = target
         self._compiled: dict[Hashable, Compiled] = {}
+        self._session: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step: the result has the structure and the numbers of the plain step's."""
         call = self._arguments.split(args, kwargs)
+        return self._compiled_for(call).run(call)
+
+    def _compiled_for(self, call: Call) -> Compiled:
+        """The compiled step of such calls, in the current session."""
         key = call.key()
+        session = self._target.in_current_session().session
+        if session is not self._session:  # what was compiled for another cluster went with it
+            self._compiled, self._session = {}, session
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._trace(call).plan().lower().compile()
             self._compiled.update(dict.fromkeys(compiled.keys, compiled))
-        return compiled.run(call)
+        return compiled
 
     def __repr__(self) -> str:
         method = self._target.method
@@ -269,20 +299,36 @@ class Step:
         return self._trace(self._arguments.split(args, kwargs))
 
     def _trace(self, call: Call) -> Traced:
-        described = self._arguments.describe_leaves(call)
-        leaves = [
-            Leaf(name=name, argument=position, aval=abstract(leaf, name))
-            for (name, position), leaf in zip(described, call.leaves, strict=True)
-        ]
-        trace = passes.trace_step(
-            self._arguments.call_flat(call),
-            leaves,
-            name=self._arguments.name,
-            batch_inputs=[i for i, leaf in enumerate(leaves) if leaf.argument in self._arguments.batch],
-            donated_inputs=[i for i, leaf in enumerate(leaves) if leaf.argument in self._arguments.donated],
+        trace = trace_call(self._arguments, call)
+        names = [leaf.name for leaf in trace.inputs]
+        source = _Source(
+            arguments=self._arguments,
+            call=call.without_values(names),
+            keys=frozenset({call.key(), call.key_of_successor(set(trace.state_outputs.values()))}),
+            target=self._target.in_current_session(),
         )
-        keys = frozenset({call.key(), call.key_of_successor(set(trace.state_outputs.values()))})
-        return Traced(trace=trace, _arguments=self._arguments, _keys=keys, _target=self._target)
+        return Traced(trace=trace, _source=source)
+
+
+def trace_call(arguments: Arguments, call: Call) -> Trace:
+    """The trace of a step on one call's arguments."""
+    described = arguments.describe_leaves(call)
+    leaves = [
+        Leaf(name=name, argument=position, aval=abstract(leaf, name))
+        for (name, position), leaf in zip(described, call.leaves, strict=True)
+    ]
+    return passes.trace_step(
+        arguments.call_flat(call),
+        leaves,
+        name=arguments.name,
+        batch_inputs=[i for i, leaf in enumerate(leaves) if leaf.argument in arguments.batch],
+        donated_inputs=[i for i, leaf in enumerate(leaves) if leaf.argument in arguments.donated],
+    )
+
+
+def program_of(arguments: Arguments, call: Call, plan: Plan) -> Program:
+    """The program of a step by a plan: what every process of a cluster makes for itself."""
+    return passes.lower_step(trace_call(arguments, call), plan)
 
 
 @overload

@@ -37,6 +37,11 @@ class Call:
     static: tuple[tuple[int | str, Hashable], ...]
     num_positional: int
 
+    def without_values(self, names: Sequence[str]) -> Call:
+        """The same call of shapes and dtypes alone; `names` of the leaves are for messages."""
+        shapes: list[Any] = [abstract(leaf, name) for leaf, name in zip(self.leaves, names, strict=True)]
+        return Call(leaves=shapes, tree=self.tree, static=self.static, num_positional=self.num_positional)
+
     def key(self) -> Hashable:
         """Equal for calls that one compiled step serves."""
         return (self.static, self.num_positional, self.tree, tuple(map(leaf_type, self.leaves)))
@@ -53,6 +58,7 @@ class Arguments:
 
     def __init__(self, fun: Callable[..., Any], roles: ArgumentRoles) -> None:
         self.fun = fun
+        self.roles = roles
         self.name = getattr(fun, "__name__", type(fun).__name__)
         self.positional = _positional_names(fun)
         self.static_positions = self._positions("static_argnums", roles.static_argnums)
@@ -177,7 +183,7 @@ def _takes_any(fun: Callable[..., Any]) -> bool:
 
 def leaf_type(leaf: Any) -> tuple[Any, Any, bool]:
     """What a compiled step depends on of an argument: shape, dtype, and whether the dtype is a Python number's."""
-    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or _on_cluster(leaf):
         return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
     try:
         aval = jax.typeof(leaf)  # of numpy's 64 bits it keeps what JAX is set to keep
@@ -186,10 +192,17 @@ def leaf_type(leaf: Any) -> tuple[Any, Any, bool]:
     return (aval.shape, aval.dtype, bool(getattr(aval, "weak_type", False)))
 
 
+def _on_cluster(leaf: Any) -> bool:
+    """Whether it stands for a value elsewhere, which must not be fetched to learn its type."""
+    return isinstance(getattr(leaf, "aval", None), jax.ShapeDtypeStruct)
+
+
 def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an argument, as JAX will see it. Raises `InvalidArgument` for what is no array."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
+    if _on_cluster(leaf):
+        return leaf.aval
     try:
         aval = jax.typeof(leaf)
     except TypeError:

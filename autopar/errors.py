@@ -39,3 +39,23 @@ class MemoryTooSmall(InvalidArgument):
 
 class ReplicatedWarning(UserWarning):
     """An equation that every device computes as a whole, because nothing says how it can be split."""
+
+
+class ClusterFailed(AutoparError, RuntimeError):
+    """A cluster whose processes were ended, and why; every later call raises it again."""
+
+
+class HostLost(ClusterFailed):
+    """A process of a cluster that died, or does not answer; the message names its host and its meshes."""
+
+
+class StepTimeout(ClusterFailed):
+    """A step, or what else was asked of a cluster, that took longer than it may."""
+
+
+class StepFailed(ClusterFailed):
+    """A step that raised in a process of a cluster; the message names the instruction."""
+
+
+class CannotShip(AutoparError, TypeError):
+    """A step that cannot be sent to the processes of a cluster; the message names what in it."""

@@ -9,6 +9,8 @@ Nothing in it is a live handle: it is printed, compared, verified and simulated 
 Meshes share no device, so what arrives on a mesh is never the sender's buffer, and may be donated.
 """
 
+import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -65,6 +67,14 @@ class Program:
     def linear_order(self) -> tuple[tuple[int, Instruction], ...]:
         """(mesh, instruction) in one global order in which no Recv waits; one Run per mesh and round."""
         return tuple((step.mesh, step.instruction) for step in steps_in_order(self.meshes))
+
+    def fingerprint(self) -> str:
+        """Equal in every process that made this program from the same step, plan and releases."""
+        parts = [repr(self.meshes), repr(self.inputs), repr(self.outputs), repr(sorted(self.executables))]
+        parts += [f"{executable!r} {executable.jaxpr}" for _, executable in sorted(self.executables.items())]
+        # Addresses of callbacks differ between processes.
+        text = re.sub(r"0x[0-9a-f]+", "0x", "\n".join(parts))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         counts = f"{len(self.meshes)} meshes, {len(self.executables)} executables"

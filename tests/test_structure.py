@@ -22,7 +22,7 @@ GATES = {
     "jax._src": ("compiler/jax_compat.py", "runtime/executables.py"),
     "jax.extend": ("compiler/jax_compat.py", "runtime/executables.py"),
     "jaxlib": ("compiler/intra_op/shardy.py", "compiler/jax_compat.py", "runtime/executables.py"),
-    "ray": ("runtime/ray_cluster.py",),
+    "ray": ("runtime/distributed/ray_cluster.py", "runtime/distributed/ray_actor.py"),
     "cupy": ("runtime/nccl.py",),
     "highspy": ("compiler/intra_op/highs.py",),
 }

@@ -1,0 +1,219 @@
+"""One process of the cluster: it joins the world, loads programs, runs its part of every step, and keeps values.
+
+A plain object, so that it can be driven without Ray; all of its methods return at once or when their work is
+dispatched, save `wait`, `fetch` and `stay`. It starts nothing before `join`: the platform and the number of devices
+are set there, before JAX looks at its machine.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.errors import InvalidArgument, PlanMismatch
+from autopar.instructions import Run
+from autopar.program import Program
+from autopar.runtime.distributed.arrivals import Arrival
+from autopar.runtime.distributed.host_inputs import Values
+from autopar.runtime.distributed.host_program import HostProgram, World
+from autopar.runtime.distributed.messages import (
+    HostReport,
+    InstructionTime,
+    ShardRequest,
+    StepMessage,
+    StepReport,
+    WorldSpec,
+)
+from autopar.runtime.distributed.versions import versions
+from autopar.runtime.exchange import Exchange
+from autopar.runtime.transfer_server import TransferServer
+
+# A process that hears nothing of the others for so long gives up; the driver is faster, if it lives.
+HEARTBEAT_TIMEOUT_S = 60
+
+
+class Host:
+    """A process of the cluster, driven by messages."""
+
+    def __init__(self) -> None:
+        self._programs: dict[int, HostProgram] = {}
+        self._arrivals: dict[tuple[int, int], Arrival] = {}
+        self._values: dict[int, Values] = {}
+        self._previous: list[Any] = []
+        self._left = threading.Event()
+        self._world: World | None = None
+        self._endpoint: TransferServer | None = None
+
+    @property
+    def world(self) -> World:
+        """The world that `join` and `connect` made."""
+        if self._world is None:
+            raise InvalidArgument("The process has not joined a world yet. Call join and connect first.")
+        return self._world
+
+    def join(self, spec: WorldSpec) -> HostReport:
+        """Set up JAX as the driver has it, meet the others, and open the channel."""
+        _quiet_standard_output()
+        os.environ.update(spec.environment)
+        sys.path.extend(path for path in spec.search_path if path not in sys.path)
+        for name, value in spec.jax_settings.items():
+            jax.config.update(name, value)
+        if spec.num_processes > 1:
+            if os.environ.get("JAX_PLATFORMS") == "cpu":
+                jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            jax.distributed.initialize(
+                spec.coordinator,
+                spec.num_processes,
+                spec.process,
+                heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+            )
+        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        local = [device for device in devices if device.process_index == spec.process]
+        if len(local) != spec.num_devices:
+            raise InvalidArgument(
+                f"Process {spec.process} has {len(local)} {local[0].platform} devices, the cluster was to have "
+                f"{spec.num_devices} per host. Give devices_per_host={len(local)}, or free the devices."
+            )
+        process_of = tuple(device.process_index for device in devices)
+        here = {n: device for n, device in enumerate(devices) if device.process_index == spec.process}
+        self._endpoint = TransferServer(here, host=spec.node)
+        self._world = World(
+            process=spec.process,
+            devices=devices,
+            process_of=process_of,
+            exchange=Exchange(
+                process=spec.process,
+                process_of=process_of,
+                devices=here,
+                endpoint=self._endpoint,
+            ),
+        )
+        return HostReport(
+            versions=versions(),
+            node=platform.node(),
+            pid=os.getpid(),
+            device_kind=local[0].device_kind,
+            platform=local[0].platform,
+            num_devices=len(local),
+            process_of=process_of,
+            address=self._endpoint.address(),
+        )
+
+    def connect(self, addresses: Mapping[int, str]) -> None:
+        """Reach the channels of all other processes."""
+        assert self._endpoint is not None
+        self._endpoint.connect({p: address for p, address in addresses.items() if p != self.world.process})
+
+    def load(self, number: int, make_program: Callable[[], Program], fingerprint: str) -> tuple[int, ...]:
+        """Make the program anew from what the driver sent, compile its part, and return the meshes that are here.
+
+        Raises `PlanMismatch` unless it is the driver's program to the letter.
+        """
+        program = make_program()
+        if program.fingerprint() != fingerprint:
+            raise PlanMismatch(
+                f"Process {self.world.process} made the program {program.fingerprint()} of {program.name}, the driver "
+                f"{fingerprint}. Both must trace the same step: let it depend on its arguments alone, not on the "
+                "process, the time, or the environment, and install the same code on every host."
+            )
+        self._programs[number] = HostProgram(program, self.world)
+        return tuple(n for n, mesh in enumerate(program.meshes) if self.world.is_here(mesh.devices))
+
+    def unload(self, number: int) -> None:
+        """Forget a program."""
+        self._programs.pop(number, None)
+        self._arrivals = {key: arrival for key, arrival in self._arrivals.items() if key[0] != number}
+
+    def step(self, message: StepMessage) -> StepReport:
+        """Start this process's part of a step, when its work of the step before is done."""
+        for number in message.dropped:
+            self._values.pop(number, None)
+        jax.block_until_ready(self._previous)
+        key = (message.program, message.arrival)
+        if message.new_arrival is not None:
+            self._arrivals[key] = message.new_arrival
+        program, world = self._programs[message.program], self.world
+        world.exchange.begin_step(message.step)
+        sent_before = world.exchange.wire_bytes_sent
+        arguments = [None if n is None else self._values[n] for n in message.arguments]
+        for number in message.donated:
+            del self._values[number]
+        clock: list[tuple[float, float]] | None = [] if message.timed else None
+        results = program.run(self._arrivals[key], arguments, message.sent, clock)
+        for number, pieces in zip(message.results, results, strict=True):
+            if number is not None:
+                self._values[number] = pieces
+        self._previous = [array for pieces in results for array in pieces if array is not None]
+        return StepReport(wire_bytes=world.exchange.wire_bytes_sent - sent_before, times=_times(program, clock or []))
+
+    def put(self, number: int, pieces: Values) -> None:
+        """Keep a value."""
+        self._values[number] = pieces
+
+    def pieces(self, number: int) -> Values:
+        """A value that is kept here: one array per piece, None for a piece that lies elsewhere."""
+        return self._values[number]
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Free values."""
+        for number in numbers:
+            self._values.pop(number, None)
+
+    def fetch(self, numbers: Sequence[int], requests: Sequence[Sequence[ShardRequest]]) -> list[list[Any]]:
+        """The bytes of shards, per value: of random keys, their words."""
+        return [[self._shard(n, request) for request in wanted] for n, wanted in zip(numbers, requests, strict=True)]
+
+    def _shard(self, number: int, request: ShardRequest) -> np.ndarray[Any, Any]:
+        device = self.world.devices[request.ordinal]
+        array = self._values[number][request.piece]
+        shard = next(shard.data for shard in array.addressable_shards if shard.device == device)
+        is_key = jnp.issubdtype(shard.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(shard) if is_key else shard)
+
+    def wait(self, numbers: Sequence[int]) -> None:
+        """Return when these values have been computed."""
+        jax.block_until_ready([a for n in numbers for a in self._values.get(n, []) if a is not None])
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function with this host: for checkpoints, state that is made here, and checks."""
+        return function(self, *arguments)
+
+    def ping(self) -> int:
+        """Answer, to say that the process is alive; returns how many values it keeps."""
+        return len(self._values)
+
+    def stay(self) -> None:
+        """Return when `leave` is called: a call that ends otherwise tells that the process has died."""
+        self._left.wait()
+
+    def leave(self) -> None:
+        """End `stay`."""
+        self._left.set()
+
+
+def _times(program: HostProgram, clock: Sequence[tuple[float, float]]) -> tuple[InstructionTime, ...]:
+    return tuple(
+        InstructionTime(
+            mesh=mesh,
+            name=str(instruction.task) if isinstance(instruction, Run) else str(instruction).strip(),
+            start_s=start,
+            stop_s=stop,
+        )
+        for (mesh, instruction, _), (start, stop) in zip(program.instructions, clock)
+    )
+
+
+def _quiet_standard_output() -> None:
+    """Let only Python print: Gloo writes a line per connection to the standard output of its process."""
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), 1)

@@ -1,0 +1,234 @@
+"""A program in one process of many: the instructions of the meshes that have devices here, and no others.
+
+Every process walks the program's one linear order and leaves out what is not its own, so that of two processes
+which share a mesh both run its executables in the same order, and the two ends of a transfer are numbered alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from autopar.errors import StepFailed
+from autopar.instructions import item_bytes
+from autopar.program import Free, Instruction, Program, Recv, Run, Send
+from autopar.runtime.base import Device, Receiver, Sender
+from autopar.runtime.distributed.arrivals import Arrival
+from autopar.runtime.distributed.host_inputs import HostInputs, Values
+from autopar.runtime.distributed.placed import layouts_of
+from autopar.runtime.exchange import Exchange, lasting_values
+from autopar.runtime.executables import compile_all, mesh_of
+from autopar.runtime.tiles import TransferPlan, plan_transfer
+from autopar.runtime.worker import Environment, Step, resolve
+
+# Gloo hangs when more than 32 executions with collectives between processes are under way with two devices each
+# (measured on jaxlib 0.10); so a process waits for its work after every so many.
+RUNS_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among all: every device of the cluster, which are here, and how values reach the others."""
+
+    process: int
+    devices: Sequence[Device]
+    process_of: Sequence[int]
+    exchange: Exchange
+
+    def is_here(self, ordinals: Sequence[int]) -> bool:
+        """Whether one of these devices belongs to this process."""
+        return any(self.process_of[ordinal] == self.process for ordinal in ordinals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfers:
+    """The channel of one mesh: messages are numbered in the program's linear order."""
+
+    mesh: int
+    program: Program
+    world: World
+    layouts: Mapping[tuple[int, str], NamedSharding]
+    lasting: frozenset[tuple[int, str]]
+    message: int
+
+    def sender(self, values: tuple[str, ...], to: int) -> Sender:
+        """Post the tiles that other processes pull."""
+        lasting = [n for n, value in enumerate(values) if (self.mesh, value) in self.lasting]
+        return self.world.exchange.sender(self._plans(values, self.mesh, to), self.message, lasting=lasting)
+
+    def receiver(self, values: tuple[str, ...], source: int) -> Receiver:
+        """Pull the tiles of this process's devices."""
+        shardings = [self.layouts[self.mesh, value] for value in values]
+        return self.world.exchange.receiver(self._plans(values, source, self.mesh), self.message, shardings)
+
+    def _plans(self, values: tuple[str, ...], source: int, to: int) -> list[TransferPlan]:
+        return transfer_plans(self.program, values, source, to, self.world.process_of)
+
+
+def transfer_plans(
+    program: Program, values: Sequence[str], source: int, to: int, process_of: Sequence[int]
+) -> list[TransferPlan]:
+    """The tiles of every value of one message."""
+    layouts = layouts_of(program)
+    types = [program.meshes[to].values[value] for value in values]
+    return [
+        plan_transfer(
+            kind.shape,
+            item_bytes(kind.dtype),
+            layouts[source, value],
+            layouts[to, value],
+            process_of,
+            dtype=kind.dtype,
+        )
+        for value, kind in zip(values, types, strict=True)
+    ]
+
+
+def messages(program: Program) -> list[tuple[int, Instruction, int]]:
+    """(mesh, instruction, message) in linear order: a Send and its Recv have the same message number, others -1."""
+    on_the_way: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+    numbered: list[tuple[int, Instruction, int]] = []
+    count = 0
+    for mesh, instruction in program.linear_order():
+        number = -1
+        if isinstance(instruction, Send):
+            number, count = count, count + 1
+            on_the_way[mesh, instruction.to].append(number)
+        elif isinstance(instruction, Recv):
+            number = on_the_way[instruction.source, mesh].popleft()
+        numbered.append((mesh, instruction, number))
+    return numbered
+
+
+class HostProgram:
+    """A loaded program: `run` carries out this process's part of one step."""
+
+    def __init__(self, program: Program, world: World) -> None:
+        program.verify()
+        self.program = program
+        self.world = world
+        here = [number for number, mesh in enumerate(program.meshes) if world.is_here(mesh.devices)]
+        meshes = {number: mesh_of(program.meshes[number], world.devices) for number in here}
+        self.shardings = {
+            (number, name): NamedSharding(meshes[number], kind.spec)
+            for number in here
+            for name, kind in program.meshes[number].values.items()
+        }
+        self.slots = {value: slot for slot, value in enumerate(self.shardings)}
+        self.instructions = [step for step in messages(program) if step[0] in meshes]
+        self.num_messages = sum(isinstance(i, Send) for mesh in program.meshes for i in mesh.instructions)
+        self.steps = self._resolved(meshes)
+        self.inputs = HostInputs(program, world, self.shardings, self.slots, first_message=self.num_messages)
+        self.outputs = self._outputs()
+
+    def _resolved(self, meshes: Mapping[int, Mesh]) -> list[Step]:
+        executables = [e for e in self.program.executables.values() if e.mesh in meshes]
+        by_number = [meshes.get(number) for number in range(len(self.program.meshes))]
+        functions = compile_all(executables, by_number)  # type: ignore[arg-type]
+        donated = {e.name: e.donated for e in executables}
+        local: dict[int, dict[str, int]] = {number: {} for number in meshes}
+        for (number, name), slot in self.slots.items():
+            local[number][name] = slot
+        throttled = {number for number in meshes if self._uses_gloo(number)}
+        lasting = lasting_values(self.program)
+        steps: list[Step] = []
+        runs = 0
+        for mesh, instruction, message in self.instructions:
+            channel = Transfers(
+                mesh=mesh,
+                program=self.program,
+                world=self.world,
+                layouts=self.shardings,
+                lasting=lasting,
+                message=message,
+            )
+            step = resolve(instruction, slots=local[mesh], functions=functions, donated=donated, channel=channel)
+            if isinstance(instruction, Run) and mesh in throttled:
+                runs += 1
+                if runs % RUNS_IN_FLIGHT == 0:
+                    step = _and_wait(step, [local[mesh][name] for name in instruction.outputs])
+            steps.append(step)
+        return steps
+
+    def _uses_gloo(self, number: int) -> bool:
+        processes = {self.world.process_of[ordinal] for ordinal in self.program.meshes[number].devices}
+        return len(processes) > 1 and self.world.devices[0].platform == "cpu"
+
+    def _outputs(self) -> list[list[tuple[int, bool] | None]]:
+        """Per result and part: its slot and whether it has to be copied; None for a part that lies elsewhere."""
+        given: set[tuple[int, str]] = set()
+        found: list[list[tuple[int, bool] | None]] = []
+        for output in sorted(self.program.outputs, key=lambda output: output.leaf):
+            parts = [
+                (self.slots[part], output.copied or part in given) if part in self.slots else None
+                for part in output.parts
+            ]
+            given.update(output.parts)
+            found.append(parts)
+        return found
+
+    def run(
+        self,
+        arrival: Arrival,
+        arguments: Sequence[Values | None],
+        sent: Sequence[np.ndarray[Any, Any]],
+        clock: list[tuple[float, float]] | None = None,
+    ) -> list[Values]:
+        """One step: `arguments` are the values that lie here, `sent` what the driver sent; the pieces of all results.
+
+        Raises `StepFailed`, which names the instruction. `clock`, if given, gets the start and end of each instruction
+        in seconds, and every instruction is waited for.
+        """
+        env: Environment = [None] * len(self.slots)
+        self.inputs.fill(env, arrival, arguments, sent)
+        number = -1
+        try:
+            for number, step in enumerate(self.steps):
+                if clock is None:
+                    step(env)
+                else:
+                    self._run_timed(step, number, env, clock)
+        except Exception as error:
+            raise StepFailed(
+                f"{self._where(number)} failed: {type(error).__name__}: {error}. The step cannot be finished; "
+                "correct what the message says, and start again from the last checkpoint."
+            ) from error
+        return [[_result(env, part) for part in parts] for parts in self.outputs]
+
+    def _run_timed(self, step: Step, number: int, env: Environment, clock: list[tuple[float, float]]) -> None:
+        start = time.time()
+        step(env)
+        mesh, instruction, _ = self.instructions[number]
+        if not isinstance(instruction, Free):
+            names = instruction.values if isinstance(instruction, Send | Recv) else instruction.outputs
+            jax.block_until_ready([env[self.slots[mesh, name]] for name in names])
+        clock.append((start, time.time()))
+
+    def _where(self, number: int) -> str:
+        if number < 0:
+            return "Bringing in the arguments"
+        mesh, instruction, _ = self.instructions[number]
+        task = f"task {instruction.task}" if isinstance(instruction, Run) else f"'{str(instruction).strip()}'"
+        return f"On mesh {mesh}, {task}"
+
+
+def _result(env: Environment, part: tuple[int, bool] | None) -> jax.Array | None:
+    if part is None:
+        return None
+    slot, copied = part
+    return env[slot].copy() if copied else env[slot]
+
+
+def _and_wait(step: Step, outputs: Sequence[int]) -> Step:
+    def run(env: Environment) -> None:
+        step(env)
+        jax.block_until_ready([env[slot] for slot in outputs])
+
+    return run

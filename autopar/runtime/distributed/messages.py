@@ -1,0 +1,90 @@
+"""What the driver and the processes say to each other: plain data, one message per process and step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autopar.runtime.distributed.arrivals import Arrival
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldSpec:
+    """What a process needs to join: its number among how many, where they meet, and the driver's settings."""
+
+    process: int
+    num_processes: int
+    coordinator: str | None
+    """host:port of process 0; None in a world of one."""
+    node: str
+    """The IP address at which the others reach this process."""
+    num_devices: int
+    environment: Mapping[str, str]
+    jax_settings: Mapping[str, Any]
+    search_path: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostReport:
+    """What a process says of itself when it has joined."""
+
+    versions: Mapping[str, str]
+    node: str
+    pid: int
+    device_kind: str
+    platform: str
+    num_devices: int
+    process_of: tuple[int, ...]
+    """The process of every device of the world, in the order of their ordinals."""
+    address: str
+    """Where the others reach its channel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMessage:
+    """One step for one process. Values have numbers; `arguments` and `results` name them by leaf."""
+
+    step: int
+    program: int
+    arrival: int
+    new_arrival: Arrival | None = None
+    """Sent with the first step that uses it."""
+    arguments: Sequence[int | None] = ()
+    """Value numbers per argument; None for one that the driver holds."""
+    sent: Sequence[np.ndarray[Any, Any]] = ()
+    results: Sequence[int | None] = ()
+    """Value numbers that the results get; None for a result that is a constant."""
+    donated: Sequence[int] = ()
+    """Values that this step may overwrite; they are gone after it."""
+    dropped: Sequence[int] = ()
+    """Values that the driver holds no longer; gone before the step."""
+    timed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRequest:
+    """The shard of one piece on one device."""
+
+    piece: int
+    ordinal: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstructionTime:
+    """When one instruction ran, in seconds of the host's clock."""
+
+    mesh: int
+    name: str
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What a process says after it has started all work of a step."""
+
+    wire_bytes: int
+    times: tuple[InstructionTime, ...] = field(default=())

@@ -1,0 +1,61 @@
+"""Where a value lies on a cluster: pieces on meshes, each a range of one axis, laid out over the mesh's devices.
+
+one piece on one mesh           an ordinary value
+pieces on several meshes        a stacked value, for example the layers of a scan over the stages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.program import Output, Program, Window
+from autopar.runtime.tiles import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A range of a value on one mesh; `window` of None: all of it."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+    window: Window | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A whole value: its shape, its dtype as programs name it, and its pieces, which together are all of it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+    @cached_property
+    def devices(self) -> frozenset[int]:
+        """The ordinals of all devices that hold a part."""
+        return frozenset(ordinal for piece in self.pieces for ordinal in piece.layout.devices)
+
+
+def layouts_of(program: Program) -> Mapping[tuple[int, str], Layout]:
+    """The layout of every value of a program, by mesh and name."""
+    return {
+        (number, name): Layout(devices=mesh.devices, mesh_shape=mesh.shape, axis_names=mesh.axis_names, spec=kind.spec)
+        for number, mesh in enumerate(program.meshes)
+        for name, kind in mesh.values.items()
+    }
+
+
+def placed_output(program: Program, output: Output, layouts: Mapping[tuple[int, str], Layout]) -> Placed:
+    """Where a result of a program lies; its parts are stacked along axis 0."""
+    types = [program.meshes[mesh].values[value] for mesh, value in output.parts]
+    if len(types) == 1:
+        piece = Piece(layout=layouts[output.parts[0]], shape=types[0].shape)
+        return Placed(shape=types[0].shape, dtype=types[0].dtype, pieces=(piece,))
+    pieces: list[Piece] = []
+    start = 0
+    for part, kind in zip(output.parts, types, strict=True):
+        window = Window(axis=0, start=start, stop=start + kind.shape[0])
+        pieces.append(Piece(layout=layouts[part], shape=kind.shape, window=window))
+        start = window.stop
+    return Placed(shape=(start, *types[0].shape[1:]), dtype=types[0].dtype, pieces=tuple(pieces))

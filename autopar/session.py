@@ -1,0 +1,116 @@
+"""`autopar.init` and `autopar.shutdown`: where parallelized steps run from now on.
+
+    init()                  the devices of this process (the default, also without a call)
+    init(cluster="ray")     one process per host of a Ray cluster; Ray is started here if none runs
+
+One session at a time: a step compiled in one is compiled anew in the next.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from autopar.cluster import Cluster
+from autopar.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from autopar.runtime.distributed.ray_session import RaySession
+
+STEP_TIMEOUT_S = 600.0
+
+_current: list[RaySession] = []
+
+
+def init(
+    cluster: str | Cluster = "local",
+    *,
+    address: str | None = None,
+    num_hosts: int | None = None,
+    devices_per_host: int | None = None,
+    placement_group: Any = None,
+    runtime_env: Mapping[str, Any] | None = None,
+    step_timeout_s: float = STEP_TIMEOUT_S,
+) -> Cluster | None:
+    """Choose where steps run; returns the cluster, or None for this process.
+
+    - `cluster`: "local", "ray", or a `Cluster`, whose figures then describe the devices of the Ray cluster.
+    - `address`: of a running Ray cluster, host:port or "auto"; without it, and without $RAY_ADDRESS, Ray is joined if
+      this process has joined it already, and started here otherwise.
+    - `num_hosts`, `devices_per_host`: how many processes, and how many devices each gets. By default every node with
+      GPUs and all of them; without GPUs, every node and as many virtual CPU devices as XLA_FLAGS asks for here.
+    - `placement_group`: of Ray, with one bundle per process; made, and removed by `shutdown`, if not given.
+    - `runtime_env`: for the processes, as Ray takes it.
+    - `step_timeout_s`: after so many seconds without an answer a step is given up, with an error.
+
+    Raises `InvalidArgument` for a cluster that does not answer within 20 s, or has fewer hosts or devices than asked
+    for, and `Unsupported` without Ray.
+    """
+    if isinstance(cluster, str) and cluster not in ("local", "ray"):
+        raise InvalidArgument(f"cluster is {cluster!r}. Choose 'local', 'ray', or give an autopar.Cluster.")
+    if not step_timeout_s > 0:
+        raise InvalidArgument(f"step_timeout_s is {step_timeout_s}; it must be a positive number of seconds.")
+    shutdown()
+    if cluster == "local":
+        ray_only = {
+            "address": address,
+            "num_hosts": num_hosts,
+            "devices_per_host": devices_per_host,
+            "placement_group": placement_group,
+            "runtime_env": runtime_env,
+        }
+        given = [name for name, value in ray_only.items() if value is not None]
+        if given:
+            raise InvalidArgument(f"{', '.join(given)} need cluster='ray'; in this process they mean nothing.")
+        return None
+    from autopar.runtime.distributed.ray_cluster import RayOptions, start_hosts
+    from autopar.runtime.distributed.ray_session import RaySession
+
+    options = RayOptions(
+        address=address,
+        num_hosts=num_hosts,
+        devices_per_host=devices_per_host,
+        placement_group=placement_group,
+        runtime_env=runtime_env,
+    )
+    hosts = start_hosts(options)
+    # Now, so that it comes before what Ray does when the process ends.
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)
+    try:
+        session = RaySession(
+            hosts, step_timeout_s=step_timeout_s, described_by=cluster if isinstance(cluster, Cluster) else None
+        )
+    except BaseException:
+        hosts.give_back()
+        raise
+    _current.append(session)
+    return session.cluster
+
+
+def shutdown() -> None:
+    """End the processes of the cluster, and Ray if `init` started it. Values on the cluster are gone."""
+    while _current:
+        _current.pop().close()
+
+
+def current_session() -> RaySession | None:
+    """The cluster that steps run on; None: this process."""
+    return _current[-1] if _current else None
+
+
+def restart(num_hosts: int | None = None) -> RaySession:
+    """New processes in place of those of the current session, which has failed or is given up; its values are gone.
+
+    As many as before, or `num_hosts`. Raises `InvalidArgument` without a session, or without room for so many.
+    """
+    from autopar.runtime.distributed.ray_session import RaySession
+
+    old = current_session()
+    if old is None:
+        raise InvalidArgument("There is no cluster to restart. Call autopar.init(cluster='ray') first.")
+    old.abandon()
+    hosts = old.hosts.again(len(old.hosts.actors) if num_hosts is None else num_hosts)
+    _current[:] = [RaySession(hosts, step_timeout_s=old.step_timeout_s)]
+    return _current[-1]

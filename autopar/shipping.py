@@ -1,0 +1,95 @@
+"""Send a step to other processes: what is sent is the step itself, its arguments' types, and the plan.
+
+    ship(fun, roles, call, plan)  ->  bytes  ->  in every process: trace, lower  ->  the same Program
+
+A jaxpr cannot be pickled and may hold callbacks, so each process traces anew; that all made the same program is
+checked by its fingerprint.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar.arguments import Arguments, Call
+from autopar.errors import CannotShip
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.runtime.distributed.ray_cluster import pickled
+
+_NAMED = 3  # how many things inside of a step the message follows down to the one that cannot be sent
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShippedStep:
+    """Makes the program of a step in another process; `payload` is pickled by value where needed."""
+
+    payload: bytes
+
+    def __call__(self) -> Program:
+        """Trace the step and lower it as planned."""
+        from autopar.api import program_of
+        from autopar.runtime.distributed.ray_cluster import unpickled
+
+        fun, roles, (traced_args, traced_kwargs), static, num_positional, plan = unpickled(self.payload)
+        leaves, tree = jax.tree.flatten((traced_args, traced_kwargs))
+        call = Call(leaves=leaves, tree=tree, static=static, num_positional=num_positional)
+        return program_of(Arguments(fun, roles), call, Plan.from_json(plan))
+
+
+def ship(arguments: Arguments, call: Call, plan: Plan) -> ShippedStep:
+    """What other processes need to make the step's program. Raises `CannotShip`, which names what cannot be sent."""
+    names = [name for name, _ in arguments.describe_leaves(call)]
+    tree = jax.tree.unflatten(call.tree, call.without_values(names).leaves)
+    payload = (arguments.fun, arguments.roles, tree, call.static, call.num_positional, plan.to_json())
+    try:
+        return ShippedStep(payload=pickled(payload))
+    except Exception as error:
+        culprit = _culprit(arguments.name, arguments.fun) or _culprit("its arguments", (tree, call.static))
+        raise CannotShip(
+            f"{arguments.name} cannot be sent to the processes of the cluster: {culprit or 'a part of it'} cannot be "
+            f"pickled ({type(error).__name__}: {error}). Make it inside of the step, import it from a module that "
+            "every host has, or pass what it holds as an argument."
+        ) from error
+
+
+def _culprit(name: str, value: Any, depth: int = 0) -> str | None:
+    """The name of the innermost thing in `value` that cannot be pickled; None if all can."""
+    if _pickles(value):
+        return None
+    if depth < _NAMED:
+        for inner, part in _parts(value):
+            found = _culprit(f"{inner} in {name}", part, depth + 1)
+            if found is not None:
+                return found
+    return f"{name} (a {type(value).__name__})"
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    function = inspect.unwrap(value) if callable(value) else value
+    if inspect.ismethod(function):
+        yield "the object of the method", function.__self__
+        function = function.__func__
+    if inspect.isfunction(function):
+        found = inspect.getclosurevars(function)
+        parts: Mapping[str, Any] = {**found.globals, **found.nonlocals}
+        yield from ((f"the variable {name!r}", part) for name, part in parts.items())
+        yield from ((f"the default {number}", part) for number, part in enumerate(function.__defaults__ or ()))
+    elif isinstance(value, Mapping):
+        yield from ((repr(key), part) for key, part in value.items())
+    elif isinstance(value, tuple | list):
+        yield from ((f"element {number}", part) for number, part in enumerate(value))
+    elif hasattr(value, "__dict__"):
+        yield from ((f"the attribute {key!r}", part) for key, part in vars(value).items())
+
+
+def _pickles(value: Any) -> bool:
+    try:
+        pickled(value)
+    except Exception:
+        return False
+    return True
