@@ -17,6 +17,8 @@ MATRIX = real(8, 16)
     [
         ("add", jnp.add, (MATRIX, MATRIX), ((0, 1),)),
         ("add", lambda x: x + 1, (MATRIX,), ((0, 1),)),
+        ("add", jnp.add, (MATRIX.astype(jnp.bfloat16), MATRIX.astype(jnp.bfloat16)), ((0, 1),)),
+        ("sub", jnp.subtract, (MATRIX.astype(jnp.bfloat16), MATRIX.astype(jnp.bfloat16)), ()),
         ("mul", jnp.multiply, (MATRIX, MATRIX), ((0,), (1,))),
         ("div", jnp.divide, (MATRIX, MATRIX), ((0,),)),
         ("dot_general", jnp.matmul, (MATRIX, MATRIX.T), ((0,), (1,))),

@@ -32,7 +32,9 @@ _IN_FIRST = frozenset(
 _ARITHMETIC_IN_FIRST = frozenset({"cumsum", "div", "reduce_sum", "reduce_window_sum"})
 # Arithmetic on summands rounds each of them: in 16 bits that would be seen in the sum.
 _LEAST_BYTES = 4
-_IN_BOTH = frozenset({"add", "add_any", "sub"})
+# Additions are rounded in any order, and no more often in this one: gradients of microbatches are summed up so.
+_ADDITIONS = frozenset({"add", "add_any"})
+_IN_BOTH = _ADDITIONS | {"sub"}
 _IN_EITHER = frozenset({"mul", "dot_general", "conv_general_dilated"})
 
 
@@ -44,6 +46,8 @@ def linear_operands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
     name = eqn.primitive.name
     if name in _IN_FIRST:
         return ((0,),)
+    if name in _ADDITIONS:
+        return ((0, 1),)
     if any(dtype.itemsize < _LEAST_BYTES for dtype in types if dtype is not None):
         return ()
     if name in _ARITHMETIC_IN_FIRST:
