@@ -19,6 +19,7 @@ from autopar.errors import (
     StepTimeout,
     Unsupported,
 )
+from autopar.megatron import Megatron
 from autopar.options import DataParallel, PipelineParallel, ShardParallel
 from autopar.plan import MeshPlan, Plan, StagePlan
 from autopar.program import Program
@@ -43,6 +44,7 @@ __all__ = [
     "InvalidArgument",
     "InvalidProgram",
     "Lowered",
+    "Megatron",
     "MemoryTooSmall",
     "MeshPlan",
     "NotSplittable",

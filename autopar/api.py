@@ -374,8 +374,8 @@ def parallelize(
     `fun` is any function of arrays in pytrees that `jax.jit` accepts; a train step uses `jax.grad` or
     `jax.value_and_grad` as usual. Also a decorator, with or without options.
 
-    - `method`: `DataParallel` (the default), `ShardParallel`, `PipelineParallel`, `Auto`, `Zero`, `TensorParallel`,
-      `ExpertParallel`, or a `Plan`.
+    - `method`: `DataParallel` (the default), `ShardParallel`, `PipelineParallel`, `Megatron`, `Auto`, `Zero`,
+      `TensorParallel`, `ExpertParallel`, or a `Plan`.
     - `num_microbatches`: into how many parts the batch is split, instead of the method's own number.
     - `batch_argnums`: the arguments that carry the batch, on the first axis of every array in them; by default
       argument 1. Arguments may be passed by name all the same.

@@ -3,6 +3,7 @@
     DataParallel       every device holds all parameters and a part of the batch
     ShardParallel      one mesh of all devices, with a spec for every input that is not replicated
     PipelineParallel   the devices in equal groups, each with a run of layers
+    Megatron           data, tensor and pipeline parallelism by their degrees (`megatron.py`)
 
 Nothing is decided here. What a value means for a program is worked out by the compiler and written into a
 `Plan`.
@@ -26,6 +27,7 @@ from autopar.checks import (
     check_spec,
 )
 from autopar.errors import InvalidArgument
+from autopar.megatron import Megatron
 from autopar.search_methods import SearchMethod
 
 _USUAL_AXES = ("data", "model", "expert")
@@ -169,7 +171,7 @@ class PipelineParallel:
 
 
 HandMethod = DataParallel | ShardParallel | PipelineParallel
-Method = HandMethod | SearchMethod
+Method = HandMethod | Megatron | SearchMethod
 
 
 def _check_microbatches(num_microbatches: int, random: str, batch_statistics: str) -> None:

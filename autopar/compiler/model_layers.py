@@ -37,6 +37,11 @@ def count_layers(regions: Regions) -> int:
     return min(_MOST_BY_FLOPS, max(2, products // _PRODUCTS_PER_LAYER), len(order))
 
 
+def has_numbered_layers(regions: Regions) -> bool:
+    """Whether the model says by its scopes what its layers are."""
+    return bool(_numbered_layers(regions))
+
+
 def layer_cuts(regions: Regions, num_layers: int) -> tuple[int, ...]:
     """Where layers 1, 2, ... begin, as positions in `layer_order(regions)`: between scopes, if so many are numbered."""
     scopes = _numbered_layers(regions)

@@ -160,19 +160,26 @@ def _batch_dims(
             f"size: {trace.not_doubled_because}. Use Auto() instead."
         )
     other = _of_other_examples(trace, method)
-    if other is None or _names(closed) != _names(other):
+    dims = None if other is None else differing_dims(closed, other)
+    if dims is None:
         raise Unsupported(
             f"{kind} compares {trace.name} with itself at twice the batch or in other microbatches, and the two are "
             "different programs. Use Auto() instead."
         )
-    small, large = list(_equations(closed)), list(_equations(other))
+    return {id(eqn): dims[id(eqn)] for eqn, of_model in _equations(closed) if of_model}
+
+
+def differing_dims(closed: jc.ClosedJaxpr, other: jc.ClosedJaxpr) -> dict[int, Dims] | None:
+    """By equation at any depth, the dimensions that are of another size in `other`; None for another program."""
+    mine, theirs = list(jc.all_equations(closed)), list(jc.all_equations(other))
+    if [eqn.primitive.name for eqn in mine] != [eqn.primitive.name for eqn in theirs]:
+        return None
     return {
         id(eqn): tuple(
             tuple(d for d, (m, n) in enumerate(zip(_shape(v), _shape(w), strict=True)) if m != n)
-            for v, w in zip((*eqn.invars, *eqn.outvars), (*twice.invars, *twice.outvars), strict=True)
+            for v, w in zip((*eqn.invars, *eqn.outvars), (*twin.invars, *twin.outvars), strict=True)
         )
-        for (eqn, of_model), (twice, _) in zip(small, large, strict=True)
-        if of_model
+        for eqn, twin in zip(mine, theirs, strict=True)
     }
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from jax.sharding import PartitionSpec
 
 from autopar.compiler.lower import lower
+from autopar.compiler.plan_by_degrees import plan_by_degrees
 from autopar.compiler.plan_by_hand import plan_by_hand
 from autopar.compiler.plan_by_search import plan_by_search
 from autopar.compiler.plan_by_stages import plan_by_stages, searches_stages
@@ -29,6 +30,7 @@ from autopar.compiler.whole_step import whole_step_program
 from autopar.errors import PlanMismatch
 from autopar.instructions import listed, spec_axes
 from autopar.machine import Machine
+from autopar.megatron import Megatron
 from autopar.options import Method
 from autopar.plan import MeshPlan, Plan
 from autopar.program import Program
@@ -76,6 +78,8 @@ def make_plan(
         return plan_by_search(
             trace, method, num_devices=num_devices, kind=kind, checked=checked, cache_directory=cache_directory
         )
+    if isinstance(method, Megatron):
+        return plan_by_degrees(trace, method, num_devices=num_devices, kind=kind, cache_directory=cache_directory)
     return plan_by_hand(trace, method, num_devices=num_devices)
 
 

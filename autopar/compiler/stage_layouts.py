@@ -46,7 +46,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Solved:
+class SolvedStage:
     """A solution and the stage that it was found for."""
 
     layer: LayerClass
@@ -69,7 +69,7 @@ def stage_shardings(
     problem: StageProblem, layers: Layers, graph: StageGraph, plan: Plan, stages: Sequence[Stage]
 ) -> list[MeshSharding]:
     """The layouts of all stages."""
-    known: dict[Hashable, _Solved] = {}
+    known: dict[Hashable, SolvedStage] = {}
     found: list[MeshSharding] = []
     for number, stage in enumerate(stages):
         asked = _asked(problem, graph, plan, number, stage)
@@ -77,7 +77,7 @@ def stage_shardings(
         best = known[key].for_layer(asked.layer) if key in known else None
         if best is None:
             best = _solved(problem, asked)
-            known[key] = _Solved(layer=asked.layer, plan=best)
+            known[key] = SolvedStage(layer=asked.layer, plan=best)
         found.append(sharding_of(asked.tasks, best, asked.mesh, asked.figures))
     return found
 
@@ -97,7 +97,7 @@ def _asked(problem: StageProblem, graph: StageGraph, plan: Plan, number: int, st
         mesh=mesh,
         figures=figures_of(problem.kind, mesh.shape),
         flying=in_flight(timing, stages_behind=plan.num_stages - 1 - number, num_stages=plan.num_stages),
-        received=_received(graph, plan, number, problem.machine),
+        received=received_seconds(graph, plan, number, problem.machine),
     )
 
 
@@ -131,7 +131,7 @@ def _solved(problem: StageProblem, asked: _Asked) -> GroupPlan:
     raise AssertionError(higher)
 
 
-def _received(graph: StageGraph, plan: Plan, number: int, machine: Machine) -> dict[str, float]:
+def received_seconds(graph: StageGraph, plan: Plan, number: int, machine: Machine) -> dict[str, float]:
     """Seconds for every byte of what comes from other meshes: the less of it each device needs, the sooner it is there.
 
     What all devices need is sent in parts, one to each, and gathered on the mesh, wherever that is faster.

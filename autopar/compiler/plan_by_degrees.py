@@ -1,0 +1,247 @@
+"""Plan a step for given degrees of data, tensor and pipeline parallelism: even stages, restricted layouts.
+
+    Trace, Megatron, devices
+      │ even_layers        as many layers of the model for every stage
+      │ stage_values       where the examples are, by comparing with other microbatches
+      │ degree_wishes      what the degrees and the ZeRO stage leave open
+      │ task_choices.best  the optimum of that, once for all stages that are alike
+      ▼ Plan               with the times of every task, so that it can be simulated
+
+Nothing is searched beyond the layouts inside of a stage: the plan is the one that was asked for, whether it fits into
+memory or not. `Planned.simulate` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autopar.compiler import jax_compat as jc
+from autopar.compiler.cut_forward import cut_forward
+from autopar.compiler.degree_wishes import StageValues, equation_restrictions, stage_values, value_layouts
+from autopar.compiler.intra_op.figures import figures_of
+from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, task_choices
+from autopar.compiler.layer_classes import LayerClass, class_key, count_step_layers, layer_class, value_numbers
+from autopar.compiler.model_layers import count_layers, has_numbered_layers, layer_cuts, layer_names
+from autopar.compiler.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
+from autopar.compiler.sharded_step import logical_mesh
+from autopar.compiler.stage_graph import StageGraph
+from autopar.compiler.stage_layouts import SolvedStage, received_seconds
+from autopar.compiler.stage_sharding import mesh_tasks, sharding_of
+from autopar.compiler.trace import Trace
+from autopar.errors import InvalidArgument, Unsupported
+from autopar.machine import Machine
+from autopar.megatron import Megatron
+from autopar.plan import MeshPlan, Plan, StagePlan
+
+
+def plan_by_degrees(
+    trace: Trace, method: Megatron, *, num_devices: int, kind: str | Machine, cache_directory: Path | None = None
+) -> Plan:
+    """The plan of the degrees on devices of a kind; solved problems are kept on disk.
+
+    Raises `InvalidArgument` for degrees that the devices, the batch, the layers or the weights do not divide into, and
+    `Unsupported` for a step without a gradient, or one whose examples cannot be found.
+    """
+    data, tensor, pipeline = method.degrees(num_devices)
+    _check_step(trace, method, data, tensor)
+    pieces = _pieces(trace, method)
+    prepared = _prepared(trace, method, pieces, method.num_microbatches)
+    bare = _bare_plan(trace, method, prepared, pieces, (data, tensor, pipeline))
+    graph = stage_graph(prepared, bare)
+    other = graph if data * tensor == 1 else stage_graph(_other_step(trace, method, pieces), bare)
+    problem = _Problem(method=method, graph=graph, other=other, plan=bare, kind=kind, cache_directory=cache_directory)
+    values = stage_values(graph, other, trace.batch_inputs)
+    asked = [_asked(problem, values, number) for number in range(pipeline)]
+    solved: dict[Hashable, SolvedStage] = {}
+    meshes: list[MeshPlan] = []
+    for mesh, stage in zip(bare.meshes, asked, strict=True):
+        key = _key(stage)
+        best = solved[key].for_layer(stage.layer) if key in solved else None
+        if best is None:
+            best = _best(problem, mesh, stage)
+            solved[key] = SolvedStage(layer=stage.layer, plan=best)
+        sharding = sharding_of(stage.tasks, best, logical_mesh(mesh), figures_of(kind, mesh.shape))
+        meshes.append(replace(mesh, sharding=sharding))
+    return replace(bare, meshes=tuple(meshes))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Problem:
+    """What stays the same for all stages; `other` is the graph with other microbatches."""
+
+    method: Megatron
+    graph: StageGraph
+    other: StageGraph
+    plan: Plan
+    kind: str | Machine
+    cache_directory: Path | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Asked:
+    """The tasks of a mesh, and all that their layouts depend on."""
+
+    tasks: list[GroupTask]
+    layer: LayerClass
+    wishes: GroupWishes
+    received: Mapping[str, float]
+    """Seconds for every byte of what comes from other meshes."""
+
+
+# --- the step and its stages --------------------------------------------------------------------------------------
+
+
+def _check_step(trace: Trace, method: Megatron, data: int, tensor: int) -> None:
+    if not trace.differentiates:
+        raise Unsupported(
+            f"{trace.name} takes no gradient, and Megatron is for steps of training. Use DataParallel or Auto."
+        )
+    if data * tensor > 1 and trace.doubled is None:
+        raise Unsupported(
+            f"Megatron must know which dimensions carry the batch, and {trace.name} was not traced at another batch "
+            f"size: {trace.not_doubled_because}. Use Auto() instead."
+        )
+    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0] if trace.batch_inputs else 0
+    if rows % method.num_microbatches == 0 and rows // method.num_microbatches % data:
+        raise InvalidArgument(
+            f"Each of {method.num_microbatches} microbatches has {rows // method.num_microbatches} of the {rows} "
+            f"examples, which do not divide among data={data} replicas. Give a batch that is a multiple of "
+            f"{data * method.num_microbatches}, or fewer microbatches."
+        )
+    state = [leaf for i, leaf in enumerate(trace.inputs) if i not in trace.batch_inputs and leaf.aval.ndim > 1]
+    if tensor > 1 and not any(size % tensor == 0 for leaf in state for size in leaf.aval.shape):
+        found = ", ".join(f"{leaf.name} {list(leaf.aval.shape)}" for leaf in state[:3]) or "none of several dimensions"
+        raise InvalidArgument(
+            f"tensor={tensor} divides no dimension of any weight of {trace.name} ({found}). Give a tensor degree that "
+            "divides them, or tensor=1."
+        )
+
+
+def _pieces(trace: Trace, method: Megatron) -> tuple[int, int]:
+    """Into how many layers the step is cut, and into how many pieces its scans over layers."""
+    stages = method.pipeline * method.stages_per_mesh
+    if loop_pieces_for(trace, stages) > 1:
+        return stages, stages
+    num_layers, _ = count_step_layers(trace, batch_statistics=method.batch_statistics, random=method.random)
+    return max(num_layers, stages), 1
+
+
+def _prepared(trace: Trace, method: Megatron, pieces: tuple[int, int], num_microbatches: int) -> PreparedStep:
+    return prepare(
+        trace,
+        num_layers=pieces[0],
+        num_microbatches=num_microbatches,
+        loop_pieces=pieces[1],
+        batch_statistics=method.batch_statistics,
+        random=method.random,
+    )
+
+
+def _other_step(trace: Trace, method: Megatron, pieces: tuple[int, int]) -> PreparedStep:
+    """The step with another number of examples in a microbatch."""
+    count = method.num_microbatches
+    if count == 1:
+        assert trace.doubled is not None
+        return _prepared(replace(trace, jaxpr=trace.doubled), method, pieces, 1)
+    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
+    counts = [n for n in (count // 2, 2 * count, *range(2, rows + 1)) if n > 1 and n != count and rows % n == 0]
+    if not counts:
+        raise Unsupported(
+            f"Megatron finds the examples by comparing {trace.name} with itself in other microbatches, and a batch of "
+            f"{rows} has only {count}. Use a batch that divides into more, or num_microbatches=1."
+        )
+    return _prepared(trace, method, pieces, counts[0])
+
+
+def even_layers(prepared: PreparedStep, num_layers: int, num_stages: int) -> tuple[tuple[int, ...], list[int]]:
+    """Where layers begin, and where stages do among these: numbered layers in even numbers, with what is around them.
+
+    Raises `InvalidArgument` for more stages than layers.
+    """
+    if has_numbered_layers(prepared.regions):
+        num_layers = count_layers(prepared.regions)
+    cuts = layer_cuts(prepared.regions, num_layers)
+    names = layer_names(prepared.regions, num_layers, {})
+    begins = [n for n in range(1, num_layers) if names[n - 1] != "start" and names[n] != "end"]
+    count = len(begins) + 1
+    if count < num_stages:
+        raise InvalidArgument(
+            f"{prepared.trace.name} has {count} layers for {num_stages} stages, each needs one. Use at most {count} "
+            "stages (pipeline x virtual_stages)."
+        )
+    return cuts, [[0, *begins][stage * count // num_stages] for stage in range(num_stages)]
+
+
+def _bare_plan(
+    trace: Trace, method: Megatron, prepared: PreparedStep, pieces: tuple[int, int], degrees: tuple[int, int, int]
+) -> Plan:
+    """The plan without layouts."""
+    data, tensor, pipeline = degrees
+    num_stages = pipeline * method.stages_per_mesh
+    if pieces[1] > 1:
+        cuts, starts = cut_forward(prepared.regions, num_stages), list(range(num_stages))
+    else:
+        cuts, starts = even_layers(prepared, pieces[0], num_stages)
+    axes = [(size, name) for size, name in ((data, "data"), (tensor, "model")) if size > 1] or [(1, "data")]
+    shape, axis_names = zip(*axes, strict=True)
+    each = data * tensor
+    return Plan(
+        fingerprint=trace.fingerprint,
+        method=type(method).__name__,
+        meshes=tuple(
+            MeshPlan(devices=tuple(range(s * each, (s + 1) * each)), shape=shape, axis_names=axis_names)
+            for s in range(pipeline)
+        ),
+        stages=tuple(
+            StagePlan(layers=(start, stop), mesh=s % pipeline, remat=method.remat or prepared.recomputes)
+            for s, (start, stop) in enumerate(zip(starts, [*starts[1:], len(cuts) + 1], strict=True))
+        ),
+        cuts=cuts,
+        loop_pieces=pieces[1],
+        num_microbatches=method.num_microbatches,
+        schedule=method.schedule,
+        input_specs={},
+        cut_specs={},
+        batch_statistics=method.batch_statistics,
+        random=method.random,
+    )
+
+
+# --- the layouts of a stage ---------------------------------------------------------------------------------------
+
+
+def _asked(problem: _Problem, values: StageValues, number: int) -> _Asked:
+    graph, plan, zero = problem.graph, problem.plan, problem.method.zero
+    mesh = logical_mesh(plan.meshes[number])
+    tasks = mesh_tasks(graph, plan, number)
+    layer = layer_class(graph, tasks)
+    machine = problem.kind if isinstance(problem.kind, Machine) else Machine.of_kind(problem.kind)
+    wishes = layer.wishes
+    if mesh.num_devices > 1:
+        others = mesh_tasks(problem.other, plan, number)
+        wishes = replace(
+            wishes,
+            allowed=value_layouts(tasks, values, graph.crossing(), mesh, zero),
+            equations=equation_restrictions(tasks, others, mesh, zero),
+        )
+    return _Asked(tasks=tasks, layer=layer, wishes=wishes, received=received_seconds(graph, plan, number, machine))
+
+
+def _key(asked: _Asked) -> Hashable:
+    """Equal for stages whose layouts are the same."""
+    numbers, wishes = value_numbers(asked.layer), asked.wishes
+    return (
+        class_key(asked.layer),
+        tuple(numbers.get(wishes.alike.get(name, name), -1) for name in numbers),
+        tuple((wishes.allowed.get(name), asked.received.get(name)) for name in numbers),
+        tuple(wishes.equations.restricted_as(eqn) for task in asked.tasks for eqn in jc.all_equations(task.jaxpr)),
+    )
+
+
+def _best(problem: _Problem, mesh: MeshPlan, asked: _Asked) -> GroupPlan:
+    choices = task_choices(asked.tasks, logical_mesh(mesh), figures_of(problem.kind, mesh.shape), asked.wishes)
+    return choices.best(
+        asked.received, time_limit_s=problem.method.time_limit_s, cache_directory=problem.cache_directory
+    )

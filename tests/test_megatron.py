@@ -1,0 +1,249 @@
+"""Degrees of parallelism become the plan that they name, which runs, equals the plain step, and can be simulated."""
+
+import dataclasses
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar import Megatron
+from autopar.errors import InvalidArgument, Unsupported
+from autopar.plan import Plan
+from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
+
+HOSTS = autopar.Cluster.parse("p3.16xlarge")
+# Never allocated: large enough that dividing is worth its collectives.
+LARGE = alpa_gpt("large", GPTSize(width=1024, layers=2, heads=16, length=512, vocabulary=8192, batch=64), jnp.float32)
+# Adam divides by the root of what it squares: without much of a constant, rounding would be seen.
+SMALL = dataclasses.replace(
+    alpa_gpt("small", GPTSize(width=32, layers=2, heads=4, length=8, vocabulary=128, batch=8), jnp.float32),
+    optimizer=optax.adamw(1e-2, eps=1e-3),
+)
+
+
+@cache
+def traced(num_devices=8):
+    step = autopar.parallelize(LARGE.step, cluster=HOSTS.with_devices(num_devices))
+    return step.trace(LARGE.abstract_state, LARGE.abstract_batch)
+
+
+@cache
+def planned(**fields):
+    return traced().plan(Megatron(**fields))
+
+
+EIGHT = {"data": 2, "tensor": 2, "pipeline": 2, "num_microbatches": 4}
+
+
+def layouts(plan, mesh=0):
+    return plan.meshes[mesh].sharding.layouts["values"]
+
+
+# --- what is planned ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "degrees"),
+    [
+        ({}, (8, 1, 1)),
+        ({"tensor": 2}, (4, 2, 1)),
+        ({"tensor": 2, "pipeline": 4}, (1, 2, 4)),
+        ({"data": 2, "tensor": 2, "pipeline": 2}, (2, 2, 2)),
+    ],
+)
+def test_data_is_what_the_other_degrees_leave_of_the_devices(fields, degrees):
+    assert Megatron(**fields).degrees(8) == degrees
+
+
+def test_stages_have_as_many_layers_and_the_devices_of_a_stage_are_neighbours():
+    plan = planned(**EIGHT).plan
+    # With the embedding before the first layer, and the head after the last.
+    assert [stage.layers for stage in plan.stages] == [(0, 2), (2, 4)]
+    assert [mesh.devices for mesh in plan.meshes] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert {(mesh.shape, mesh.axis_names) for mesh in plan.meshes} == {((2, 2), ("data", "model"))}
+    assert (plan.method, plan.num_microbatches, plan.schedule) == ("Megatron", 4, "1f1b")
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_weights_are_divided_by_columns_and_rows_and_examples_over_the_replicas():
+    found = layouts(planned(**EIGHT).plan)
+    assert found["batch['tokens']"] == "data,-"
+    for part in ("state.params", "state.opt_state[0].mu"):
+        assert found[f"{part}['h_0']['attention']['query']"] == "-,model,-"
+        assert found[f"{part}['h_0']['attention']['out']"] == "model,-,-"
+        assert found[f"{part}['h_0']['mlp']['up']"] == "-,model"
+        assert found[f"{part}['h_0']['mlp']['down']"] == "model,-"
+
+
+def test_gradients_are_summed_over_the_replicas_once_per_step():
+    plan = planned(**EIGHT).plan
+    over_data = [each for each in plan.planned_collectives if "data" in each.axes and each.nbytes > 1e5]
+    assert over_data and {each.times for each in over_data} == {1}
+
+
+@pytest.mark.parametrize(
+    ("zero", "divided"),
+    [
+        (0, set()),
+        (1, {"optimizer state"}),
+        (2, {"optimizer state", "gradients"}),
+        (3, {"optimizer state", "gradients", "parameters"}),
+    ],
+)
+def test_zero_divides_over_the_replicas(zero, divided):
+    found = layouts(planned(data=4, pipeline=2, num_microbatches=2, zero=zero).plan)
+    parts = {
+        "optimizer state": [text for name, text in found.items() if ".mu[" in name],
+        "gradients": [text for name, text in found.items() if name.endswith("/total")],
+        "parameters": [text for name, text in found.items() if ".params[" in name],
+    }
+    assert all(parts.values())
+    for part, texts in parts.items():
+        assert {"data" in text.partition("|")[0] for text in texts} == {part in divided}
+
+
+def test_stages_of_single_devices_have_no_collectives():
+    assert not traced(2).plan(Megatron(pipeline=2, num_microbatches=4)).plan.planned_collectives
+
+
+def test_interleaved_stages_lie_apart_on_their_devices():
+    plan = traced(2).plan(Megatron(data=2, num_microbatches=2, schedule="interleaved", virtual_stages=2)).plan
+    assert [(stage.layers, stage.mesh) for stage in plan.stages] == [((0, 2), 0), ((2, 4), 0)]
+
+
+def mlp_step(params, batch):
+    def loss(params):
+        h = batch
+        for layer in params:
+            h = jnp.tanh(h @ layer)
+        return jnp.mean(h**2)
+
+    return [p - g for p, g in zip(params, jax.grad(loss)(params), strict=True)]
+
+
+def test_a_model_without_numbered_layers_is_cut_by_its_flops():
+    step = autopar.parallelize(mlp_step, cluster=HOSTS.with_devices(4))
+    plan = step.trace([jnp.ones((64, 64))] * 4, jnp.ones((16, 64))).plan(Megatron(pipeline=4, num_microbatches=2)).plan
+    assert [stage.layers for stage in plan.stages] == [(n, n + 1) for n in range(4)]
+
+
+# --- what it does -------------------------------------------------------------------------------------------------
+
+
+def test_a_step_by_degrees_equals_the_plain_step():
+    state, batch = SMALL.create_state(), SMALL.create_batch()
+    expected = jax.tree.leaves(jax.jit(SMALL.step)(state, batch))
+    found = jax.tree.leaves(autopar.parallelize(SMALL.step, method=Megatron(**EIGHT, zero=1))(state, batch))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method",
+    [
+        Megatron(data=2, tensor=2, pipeline=2, num_microbatches=2, zero=3, remat=True),
+        Megatron(num_microbatches=1, zero=2),
+        Megatron(tensor=4, pipeline=2, num_microbatches=4, schedule="zero-bubble"),
+    ],
+)
+def test_more_steps_by_degrees_equal_the_plain_step(method):
+    state, batch = SMALL.create_state(), SMALL.create_batch()
+    expected = jax.tree.leaves(jax.jit(SMALL.step)(state, batch))
+    found = jax.tree.leaves(autopar.parallelize(SMALL.step, method=method)(state, batch))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+def test_a_plan_by_degrees_is_simulated_on_its_cluster():
+    report = planned(**EIGHT).simulate()
+    assert report.step_time_s > 0 and 0 < report.bubble_fraction < 1 and report.fits
+    assert report.counts_temporaries
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tensor": 0}, "tensor is 0, it must be an integer. Give 1 or more"),
+        ({"data": 0}, "data is 0"),
+        ({"pipeline": 1.5}, "pipeline is 1.5"),
+        ({"num_microbatches": 0}, "num_microbatches is 0"),
+        ({"schedule": "chimera"}, "schedule is 'chimera'. Choose one of"),
+        ({"virtual_stages": 2}, 'virtual_stages is 2 with schedule="1f1b"'),
+        ({"virtual_stages": 0, "schedule": "interleaved"}, "virtual_stages is 0"),
+        ({"zero": 4}, "zero is 4; ZeRO has the stages 1, 2 and 3"),
+        ({"zero": 1, "data": 1}, "zero=1 divides the state among replicas of the data, and data is 1. Use zero=0"),
+        ({"random": "off"}, "random is 'off'"),
+        ({"batch_statistics": "off"}, "batch_statistics is 'off'"),
+        ({"time_limit_s": 0}, "time_limit_s is 0; give a positive number"),
+    ],
+)
+def test_fields_that_cannot_be_used_are_refused(fields, message):
+    with pytest.raises(InvalidArgument, match=message):
+        Megatron(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tensor": 3}, "tensor=3 x pipeline=1 does not divide 8 devices. Give divisors of 8"),
+        ({"data": 2, "tensor": 2}, "data=2 x tensor=2 x pipeline=1 is 4, there are 8 devices. Give degrees whose"),
+        ({"tensor": 8, "zero": 1}, "zero=1 divides the state among replicas of the data, and data is 1"),
+        ({"pipeline": 8, "num_microbatches": 2}, "2 layers for 8 stages, each needs one. Use at most 2 stages"),
+        (
+            {"pipeline": 4, "num_microbatches": 2, "schedule": "interleaved"},
+            r"2 layers for 8 stages, each needs one. Use at most 2 stages \(pipeline x virtual_stages\)",
+        ),
+        (
+            {"num_microbatches": 16},
+            "Each of 16 microbatches has 4 of the 64 examples, which do not divide among data=8",
+        ),
+        ({"num_microbatches": 3}, "64 rows, which do not divide into 3 microbatches"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused(fields, message):
+    with pytest.raises(InvalidArgument, match=message):
+        planned(**fields)
+
+
+def test_tensor_that_divides_no_weight_is_refused():
+    with pytest.raises(InvalidArgument, match="tensor=3 divides no dimension of any weight of step"):
+        traced(3).plan(Megatron(tensor=3))
+
+
+def step_without_gradient(params, batch):
+    return params * jnp.mean(batch)
+
+
+def step_of_one_batch_size(params, batch):
+    return params - jax.grad(lambda p: jnp.sum((batch.reshape(8, 16) @ p) ** 2))(params), ()
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (step_without_gradient, "takes no gradient, and Megatron is for steps of training"),
+        (step_of_one_batch_size, "was not traced at another batch size"),
+    ],
+)
+def test_steps_that_cannot_be_divided_so_are_refused(step, message):
+    traced = autopar.parallelize(step, cluster=HOSTS.with_devices(2)).trace(jnp.ones((16, 16)), jnp.ones((8, 16)))
+    with pytest.raises(Unsupported, match=message):
+        traced.plan(Megatron())
+
+
+def test_a_batch_that_only_divides_into_the_given_microbatches_cannot_be_looked_at_otherwise():
+    def step(params, batch):
+        return params - jax.grad(lambda p: jnp.sum((batch @ p) ** 2))(params)
+
+    traced = autopar.parallelize(step, cluster=HOSTS.with_devices(2)).trace(jnp.ones((16, 16)), jnp.ones((2, 16)))
+    with pytest.raises(Unsupported, match="a batch of 2 has only 2"):
+        traced.plan(Megatron(tensor=2, num_microbatches=2))
+    assert traced.plan(Megatron(tensor=2)).plan.meshes[0].shape == (2,)
