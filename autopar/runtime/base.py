@@ -66,7 +66,7 @@ class Endpoint(Protocol):
         ...
 
     def connect(self, addresses: Mapping[int, str]) -> None:
-        """Take the addresses of all processes; they are reached when first needed."""
+        """Take the addresses of all processes; none is reached yet."""
         ...
 
     def poster(self, process: int, parcels: Sequence[Parcel]) -> Post:
@@ -75,6 +75,10 @@ class Endpoint(Protocol):
 
     def puller(self, process: int, parcels: Sequence[Parcel]) -> Pull:
         """A function that returns what the process posted under the tag, on the parcels' destinations."""
+        ...
+
+    def open(self) -> None:
+        """Reach the processes of the posters and pullers made so far; every process comes here before it posts."""
         ...
 
     def close(self) -> None:

@@ -132,6 +132,11 @@ class Exchange:
 
         return receive
 
+    def open(self) -> None:
+        """Reach the other ends of all messages. Called when senders and receivers were made, by all processes."""
+        if self.endpoint is not None:
+            self.endpoint.open()
+
     def _tag(self, message: int, destination: int) -> int:
         assert message < 1 << MESSAGE_BITS and destination < 1 << PROCESS_BITS
         return ((self._step % (1 << STEP_BITS)) << MESSAGE_BITS | message) << PROCESS_BITS | destination

@@ -57,6 +57,9 @@ class TransferServer:
 
         return pull
 
+    def open(self) -> None:
+        """Nothing: who pulls has connected."""
+
     def close(self) -> None:
         """Drop the connections and the server."""
         self._connections.clear()

@@ -1,8 +1,9 @@
-"""One process of the world in which test_exchange moves values: every process draws the same messages.
+"""One process of a world in which values are moved for tests: every process draws the same messages.
 
-    python -m tests.runtime.exchange_process PROCESS NUM_PROCESSES COORDINATOR
+    python -m tests.runtime.exchange_process PROCESS NUM_PROCESSES COORDINATOR ENDPOINT
 
-It prints the address of its endpoint, reads those of all on its standard input, and prints what it found.
+The endpoint is the "server" of JAX, or "nccl" between GPUs. It prints its address, reads those of all on its standard
+input, and prints what it found.
 """
 
 import json
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from autopar.instructions import KEY_BYTES, item_bytes
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS, dtype_of
+from autopar.runtime.nccl import Nccl
 from autopar.runtime.tiles import Layout, TransferPlan, plan_transfer, scattered
 from autopar.runtime.transfer_server import TransferServer
 from tests.runtime.random_layouts import random_layout, random_shape, some
@@ -96,6 +98,7 @@ def carried_out(exchange: Exchange, messages: list[list[Moved]], steps: int) -> 
         receives = own & set(plans[0].destination.devices)
         receive = exchange.receiver(plans, number, shardings) if receives else None
         ends.append((send, [array_of(moved) for moved in values] if sends else [], receive))
+    exchange.open()
     wrong: list[str] = []
     for step in range(steps):
         exchange.begin_step(step)
@@ -146,24 +149,25 @@ def tell(value: object) -> None:
     print(MARK + json.dumps(value), flush=True)
 
 
-def main(process: int, num_processes: int, coordinator: str) -> None:
+def main(process: int, num_processes: int, coordinator: str, kind: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, num_processes, process)
     ordinals = {device: ordinal for ordinal, device in enumerate(jax.devices())}
     process_of = [device.process_index for device in jax.devices()]
     own = {ordinals[device]: device for device in jax.local_devices()}
-    endpoint = TransferServer(own)
+    endpoint = TransferServer(own) if kind == "server" else Nccl(process, process_of, own)
     tell(endpoint.address())
     endpoint.connect(dict(enumerate(json.loads(sys.stdin.readline()))))
     exchange = Exchange(process, process_of, own, endpoint)
     messages = drawn_messages(len(ordinals), process_of)
     found = {"wrong": carried_out(exchange, messages, steps=2), "wire_bytes": exchange.wire_bytes_sent}
-    found["donated"] = donated_is_received(exchange, 1000)
-    found["scattered"] = scattered_is_gathered(exchange, 2000)
+    if kind == "server":
+        found["donated"] = donated_is_received(exchange, 1000)
+        found["scattered"] = scattered_is_gathered(exchange, 2000)
     tell(found)
     sys.stdin.readline()  # The others may still pull.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,12 +1,6 @@
 """Exchange: values arrive bit for bit, between processes and within one, and what crosses is what was planned."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,58 +14,25 @@ from autopar.runtime.exchange import Exchange, lasting_values
 from autopar.runtime.tiles import Layout, plan_transfer
 from tests.runtime.exchange_process import (
     DEVICES_EACH,
-    MARK,
     array_of,
     carried_out,
     drawn_messages,
     is_right,
     sharding_of,
 )
+from tests.runtime.worlds import world
 
 PROCESSES = 3
 PROCESS_OF = [ordinal // DEVICES_EACH for ordinal in range(PROCESSES * DEVICES_EACH)]
 
 
-def told(process: subprocess.Popen[str]) -> Any:
-    """The next thing that the process says to us."""
-    line = next(line for line in process.stdout if line.startswith(MARK))
-    return json.loads(line.removeprefix(MARK))
-
-
 @pytest.fixture(scope="module")
 def found() -> Iterator[list[dict[str, Any]]]:
     """What each process of one world found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    env = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES_EACH}",
-        "NPROC": "16",  # threads for collectives that wait for each other, however few cores there are
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    command = [sys.executable, "-m", "tests.runtime.exchange_process"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(process), str(PROCESSES), coordinator],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(PROCESSES)
-    ]
-    try:
-        addresses = [told(process) for process in processes]
-        for process in processes:
-            process.stdin.write(json.dumps(addresses) + "\n")
-            process.stdin.flush()
-        yield [told(process) for process in processes]
-        for process in processes:
-            process.communicate("\n", timeout=30)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    # Gloo's collectives need threads that wait for each other, however few cores there are.
+    cpu = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES_EACH}", "NPROC": "16"}
+    with world("server", [cpu] * PROCESSES) as what:
+        yield what
 
 
 def test_values_of_every_dtype_and_layout_arrive_bit_for_bit(found):
