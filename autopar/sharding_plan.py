@@ -134,7 +134,8 @@ class MeshSharding:
     figures: str
     """The machine whose figures the times are made of."""
     temporary_bytes: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
-    """What one run of a task needs on a device beside its inputs and outputs, as far as that was modelled."""
+    """What one run of a task needs on a device beside its inputs, as far as that was modelled: for results that take no
+    input's place, and for what lives in between."""
 
     def to_data(self) -> dict[str, Any]:
         """The sharding as JSON data."""

@@ -49,6 +49,8 @@ class LayerClass:
     """Values that stay from step to step, or from microbatch to microbatch."""
     kept: frozenset[str]
     """Values of a microbatch that its backward task reads."""
+    fed: frozenset[str]
+    """Examples of a microbatch, which are there from the start of the step."""
     pins: Mapping[str, PartitionSpec]
     """What the user fixed of its inputs."""
 
@@ -106,7 +108,7 @@ def find_layers(
     classes: list[LayerClass] = []
     class_of: list[int] = []
     for layer in range(len(cuts) + 1):
-        tasks = mesh_tasks(graph, plan, layer)
+        tasks = mesh_tasks(graph, plan, layer, trace.donated_inputs)
         found = layer_class(graph, tasks, pins)
         key = class_key(found)
         if key not in numbers:
@@ -173,7 +175,10 @@ def layer_class(
         batch_axes={n: rows_axis(graph.values[n], rows) for n in sorted(crossing | microbatch) if n not in whole},
         state=frozenset(whole | totals),
         pins=_pinned(sorted(whole | microbatch), pins or {}),
-        kept=frozenset(n for n in backward & forward if graph.values[n].per_microbatch and n not in totals),
+        kept=frozenset(
+            n for n in backward & forward if graph.values[n].per_microbatch and n not in totals | microbatch
+        ),
+        fed=frozenset(microbatch),
     )
 
 
@@ -205,6 +210,7 @@ def class_key(layer: LayerClass) -> Hashable:
         (
             task.phase,
             task.times,
+            task.donated,
             program_key(task.jaxpr),
             tuple(numbers[n] for n in task.inputs),
             tuple(numbers[n] for n in task.outputs),
@@ -220,6 +226,7 @@ def class_key(layer: LayerClass) -> Hashable:
         numbered(layer.wishes.sums),
         numbered(layer.state),
         numbered(layer.kept),
+        numbered(layer.fed),
         tuple(sorted((numbers[name], str(spec)) for name, spec in layer.pins.items())),
     )
 

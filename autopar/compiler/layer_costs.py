@@ -8,7 +8,7 @@ price in the objective (Lagrange multipliers): every price gives one point of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,15 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import aval_bytes
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.intra_op.block_times import block_times
+from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.figures import MeshFigures
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, num_shards
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh
 from autopar.compiler.intra_op.local_program import local_block
-from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.search import with_shared_latency
-from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, TaskChoices, task_choices
+from autopar.compiler.intra_op.task_group import GroupPlan, TaskChoices, task_choices
 from autopar.compiler.layer_classes import LayerClass
 from autopar.compiler.search_wishes import equation_wishes, layout_of
+from autopar.compiler.stage_memory import stage_memory, value_types
 from autopar.search_methods import Auto
 
 PRICES = (0.0, 0.3, 10.0)
@@ -86,7 +87,7 @@ class LayerCosts:
         return self.choices[key]
 
     def _allowed(self, layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layout, ...]]:
-        border, types = self.borders.get(mesh.shape, {}), _types(layer.tasks)
+        border, types = self.borders.get(mesh.shape, {}), value_types(layer)
         return {
             name: (border[_type(types[name])],)
             for name in layer.batch_axes
@@ -96,7 +97,7 @@ class LayerCosts:
 
 def pinned_layouts(layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layout, ...]]:
     """The layouts that the user fixed; `InvalidArgument` for those that the mesh or the shapes cannot keep."""
-    types = _types(layer.tasks)
+    types = value_types(layer)
     for name, spec in layer.pins.items():
         check_spec(f"{name}, which a pin fixes,", spec, (mesh.axis_names,))
     return {
@@ -108,10 +109,11 @@ def pinned_layouts(layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layo
 
 def prices(layer: LayerClass, cost: StageCost, price: float) -> dict[str, float]:
     """Seconds per byte of every value that stays in memory: `price` times the step's time for all of them whole."""
-    types = _types(layer.tasks)
+    types = value_types(layer)
     times = next((task.times for task in layer.tasks if task.phase != "update"), 1.0)
     step_s = times * (cost.forward_s + cost.backward_s) + cost.once_s
-    weights = {n: 1.0 for n in layer.state if n in types} | {n: float(_IN_FLIGHT) for n in layer.kept if n in types}
+    weights = {n: 1.0 for n in layer.state if n in types}
+    weights |= {n: float(_IN_FLIGHT) for n in layer.kept | layer.fed if n in types}
     whole = sum(weight * aval_bytes(types[name]) for name, weight in weights.items())
     return {name: price * step_s * weight / whole for name, weight in weights.items()} if whole else {}
 
@@ -119,34 +121,33 @@ def prices(layer: LayerClass, cost: StageCost, price: float) -> dict[str, float]
 def stage_cost(layer: LayerClass, found: GroupPlan, mesh: LogicalMesh, figures: MeshFigures) -> StageCost:
     """What a solution costs."""
     seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
-    weight_s, temporary = 0.0, 0.0
+    weight_s = 0.0
+    blocks = {
+        task.name: local_block(jc.open_jaxpr(task.jaxpr)[0], found.tasks[task.name], mesh, phase=task.phase)
+        for task in layer.tasks
+    }
     for task in layer.tasks:
-        block = local_block(jc.open_jaxpr(task.jaxpr)[0], found.tasks[task.name], mesh, phase=task.phase)
         mine = with_shared_latency(figures) if task.phase == "update" else figures
-        took = block_times(block, mesh, mine).total_s
+        took = block_times(blocks[task.name], mesh, mine).total_s
         seconds[task.phase] += took
         weight_s += took if task.name.startswith("weight_gradient") else 0.0
-        memory = peak_memory(block, mesh)
-        temporary = max(temporary, memory.peak_bytes - memory.arguments_bytes)
-    types = _types(layer.tasks)
-
-    def held(names: frozenset[str]) -> float:
-        return sum(_device_bytes(types[name], found.layouts.get(name), mesh) for name in names if name in types)
-
+    memory = stage_memory(layer, found.layouts, blocks, mesh, compiler_for(figures.name))
     return StageCost(
         forward_s=seconds["forward"],
         backward_s=seconds["backward"],
         once_s=seconds["update"],
         weight_s=weight_s,
-        state_bytes=held(layer.state),
-        activation_bytes=held(layer.kept),
-        temporary_bytes=temporary,
+        state_bytes=memory.state_bytes,
+        activation_bytes=memory.activation_bytes,
+        temporary_bytes=memory.temporary_bytes,
+        put_off_bytes=memory.put_off_bytes,
+        update_bytes=memory.update_bytes,
     )
 
 
 def _border(layer: LayerClass, found: GroupPlan) -> dict[Any, Layout]:
     """By type, the layout in which activations and examples cross the borders of a layer."""
-    types = _types(layer.tasks)
+    types = value_types(layer)
     return {
         _type(types[name]): layout
         for name, layout in found.layouts.items()
@@ -156,7 +157,7 @@ def _border(layer: LayerClass, found: GroupPlan) -> dict[Any, Layout]:
 
 def _as_they_came(layer: LayerClass) -> dict[str, str]:
     """Activations and cotangents leave in the layout of those of their type that came in."""
-    types = _types(layer.tasks)
+    types = value_types(layer)
     made = {name for task in layer.tasks for name in task.outputs}
     came = {_type(types[n]): n for n in layer.batch_axes if n in types and n not in made}
     return {
@@ -166,21 +167,8 @@ def _as_they_came(layer: LayerClass) -> dict[str, str]:
     }
 
 
-def _types(tasks: Sequence[GroupTask]) -> Mapping[str, Any]:
-    types: dict[str, Any] = {}
-    for task in tasks:
-        jaxpr = jc.open_jaxpr(task.jaxpr)[0]
-        types |= {name: v.aval for name, v in zip(task.inputs, jaxpr.invars, strict=True)}
-        types |= {name: v.aval for name, v in zip(task.outputs, jaxpr.outvars, strict=True)}
-    return types
-
-
 def _type(aval: Any) -> tuple[Any, ...]:
     return (tuple(aval.shape), str(aval.dtype))
-
-
-def _device_bytes(aval: Any, layout: Layout | None, mesh: LogicalMesh) -> float:
-    return aval_bytes(aval) / (1 if layout is None else num_shards(layout, mesh))
 
 
 def _gap(found: GroupPlan) -> float:

@@ -38,6 +38,10 @@ from autopar.search_methods import Auto
 from autopar.sharding_plan import Certificate
 
 _RUNNERS_UP = 5
+_ATTEMPTS = 4
+"""Searches for less and less memory, until stages as a whole fit."""
+_BELOW = 0.97
+"""Of a limit, what the next search gets at most."""
 _SHARE_FOR_STAGES = 0.5
 """Of the time limit, after which no further number of microbatches is tried."""
 
@@ -99,31 +103,37 @@ def _search(
     remats = (False, True) if problem.method.remat == "auto" else (bool(problem.method.remat),)
     shortage: MemoryTooSmall | None = None
     for remat in remats:
-        layers = find_layers(
-            problem.trace,
-            num_layers=num_layers,
-            loop_pieces=loop_pieces,
-            num_microbatches=num_microbatches,
-            schedule=problem.method.schedule or "1f1b",
-            remat=remat,
-            pins=problem.method.pins,
-            **options,
-        )
+        key = (num_microbatches, remat)
+        if key not in problem.known:
+            layers = find_layers(
+                problem.trace,
+                num_layers=num_layers,
+                loop_pieces=loop_pieces,
+                num_microbatches=num_microbatches,
+                schedule=problem.method.schedule or "1f1b",
+                remat=remat,
+                pins=problem.method.pins,
+                **options,
+            )
+            problem.known[key] = layers, _costs_of(problem, layers)
         try:
-            return _search_layers(problem, layers, remat)
+            return _search_layers(problem, *problem.known[key], remat)
         except MemoryTooSmall as error:
             shortage = error
     assert shortage is not None
     raise shortage
 
 
-def _search_layers(problem: StageProblem, layers: Layers, remat: bool) -> StagesFound:
-    costs = LayerCosts(
+def _costs_of(problem: StageProblem, layers: Layers) -> LayerCosts:
+    return LayerCosts(
         classes=layers.classes,
         most_common=Counter(layers.class_of).most_common(1)[0][0],
         method=problem.method,
         cache_directory=problem.cache_directory,
     )
+
+
+def _search_layers(problem: StageProblem, layers: Layers, costs: LayerCosts, remat: bool) -> StagesFound:
     ranges = RangeCosts(problem, layers, costs)
     found: list[tuple[str, StageSearch]] = []
     shortage: MemoryTooSmall | None = None
@@ -154,7 +164,7 @@ def _partitioned(problem: StageProblem, layers: Layers, ranges: RangeCosts, sche
             ranges,
             ranges.transfer_s,
             timing=timing,
-            memory_bytes=problem.memory_bytes,
+            memory_bytes=problem.expected_bytes,
         )
         return StageSearch(best=best, lower_bound_s=best.step_time_s, runners_up=(), num_explored=num_layers**2 * count)
     return search_stages(
@@ -165,7 +175,7 @@ def _partitioned(problem: StageProblem, layers: Layers, ranges: RangeCosts, sche
         ranges.transfer_s,
         num_microbatches=layers.num_microbatches,
         schedule=schedule,
-        memory_bytes=problem.memory_bytes,
+        memory_bytes=problem.expected_bytes,
         time_limit_s=method.time_limit_s,
         can_place=lambda submeshes: place(submeshes, cluster) is not None,
     )
@@ -183,8 +193,10 @@ def _part(cluster: Submesh, count: int) -> Submesh:
     return cluster_shape(size, per_host)
 
 
-def plan_of_stages(problem: StageProblem, found: StagesFound) -> Plan:
-    """The plan of an outcome: every stage's layouts are found anew, for the stage as a whole."""
+def plan_of_stages(problem: StageProblem, found: StagesFound) -> tuple[Plan, float]:
+    """The plan of an outcome, and the most bytes that a device holds: every stage's layouts are found anew, for the
+    stage as a whole.
+    """
     stages = found.search.best.stages
     devices = place([stage.submesh for stage in stages], problem.cluster)
     assert devices is not None
@@ -210,11 +222,9 @@ def plan_of_stages(problem: StageProblem, found: StagesFound) -> Plan:
         batch_statistics=method.batch_statistics,
         random=method.random,
     )
-    shardings = stage_shardings(problem, layers, stage_graph(layers.prepared, bare), bare, stages)
-    return replace(
-        bare,
-        meshes=tuple(replace(mesh, sharding=sharding) for mesh, sharding in zip(meshes, shardings, strict=True)),
-    )
+    laid_out = stage_shardings(problem, layers, stage_graph(layers.prepared, bare), bare, stages)
+    planned = (replace(mesh, sharding=each.sharding) for mesh, each in zip(meshes, laid_out, strict=True))
+    return replace(bare, meshes=tuple(planned)), max(each.peak_bytes for each in laid_out)
 
 
 def plan_by_stages(problem: StageProblem) -> tuple[Plan | Auto, Certificate]:
@@ -222,20 +232,43 @@ def plan_by_stages(problem: StageProblem) -> tuple[Plan | Auto, Certificate]:
 
     Raises `MemoryTooSmall` where nothing fits.
     """
-    ranked = search_all(problem)
-    best, certificate = ranked[0], _certificate(ranked)
-    if len(best.search.best.stages) > 1 or best.layers.num_microbatches > 1:
-        return replace(plan_of_stages(problem, best), certificate=certificate), certificate
-    return replace(problem.method, num_stages=1, num_microbatches=1), certificate
+    certificate: Certificate | None = None
+    peak_bytes = 0.0
+    for _ in range(_ATTEMPTS):
+        try:
+            ranked = search_all(problem)
+        except MemoryTooSmall:
+            if certificate is None:
+                raise
+            break
+        # What holds for all that fits holds for what fits more easily.
+        bound_s = _lower_bound_s(ranked) if certificate is None else certificate.lower_bound_s
+        best, certificate = ranked[0], _certificate(ranked, bound_s)
+        if len(best.search.best.stages) == 1 and best.layers.num_microbatches == 1:
+            return replace(problem.method, num_stages=1, num_microbatches=1), certificate
+        plan, peak_bytes = plan_of_stages(problem, best)
+        if peak_bytes <= problem.memory_bytes:
+            return replace(plan, certificate=certificate), certificate
+        # Stages as a whole may need more than their layers let expect: then all are expected to need as much more.
+        problem = replace(problem, share=problem.share * min(_BELOW, problem.memory_bytes / peak_bytes))
+    raise MemoryTooSmall(
+        f"The stages found need {peak_bytes / 2**30:.3g} GiB of a device when they are laid out, and may use "
+        f"{problem.memory_bytes / 2**30:.3g} GiB; none that need less were found. Use more devices, more and smaller "
+        "microbatches, or a larger budget."
+    )
 
 
-def _certificate(ranked: Sequence[StagesFound]) -> Certificate:
+def _lower_bound_s(ranked: Sequence[StagesFound]) -> float:
+    return min(each.search.lower_bound_s * (1 - each.costs_gap) for each in ranked)
+
+
+def _certificate(ranked: Sequence[StagesFound], lower_bound_s: float) -> Certificate:
     others = [(each, each.search.best) for each in ranked[1:]]
     others += [(each, partition) for each in ranked for partition in each.search.runners_up]
     others.sort(key=lambda other: other[1].step_time_s)
     return Certificate(
         step_time_s=ranked[0].search.step_time_s,
-        lower_bound_s=min(each.search.lower_bound_s * (1 - each.costs_gap) for each in ranked),
+        lower_bound_s=lower_bound_s,
         tried=tuple(sorted(each.layers.num_microbatches for each in ranked)),
         runners_up=tuple((_words(each, partition), partition.step_time_s) for each, partition in others[:_RUNNERS_UP]),
     )

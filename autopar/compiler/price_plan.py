@@ -73,6 +73,7 @@ def _alone(executable: Executable) -> GroupTask:
         outputs=tuple(f"{executable.name} result {i}" for i in range(len(executable.outputs))),
         times=1.0,
         phase="forward",
+        donated=executable.donated,
     )
 
 

@@ -65,12 +65,20 @@ class SolvedStage:
         )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageLayouts:
+    """The layouts of a stage, and what a device holds with them at the worst moment."""
+
+    sharding: MeshSharding
+    peak_bytes: float
+
+
 def stage_shardings(
     problem: StageProblem, layers: Layers, graph: StageGraph, plan: Plan, stages: Sequence[Stage]
-) -> list[MeshSharding]:
+) -> list[StageLayouts]:
     """The layouts of all stages."""
     known: dict[Hashable, SolvedStage] = {}
-    found: list[MeshSharding] = []
+    found: list[StageLayouts] = []
     for number, stage in enumerate(stages):
         asked = _asked(problem, graph, plan, number, stage)
         key = (layers.class_of[stage.start : stage.stop], _key(asked))
@@ -78,13 +86,14 @@ def stage_shardings(
         if best is None:
             best = _solved(problem, asked)
             known[key] = SolvedStage(layer=asked.layer, plan=best)
-        found.append(sharding_of(asked.tasks, best, asked.mesh, asked.figures))
+        sharding = sharding_of(asked.tasks, best, asked.mesh, asked.figures)
+        found.append(StageLayouts(sharding=sharding, peak_bytes=_peak_bytes(asked, best)))
     return found
 
 
 def _asked(problem: StageProblem, graph: StageGraph, plan: Plan, number: int, stage: Stage) -> _Asked:
     mesh = logical_mesh(plan.meshes[number])
-    tasks = mesh_tasks(graph, plan, number)
+    tasks = mesh_tasks(graph, plan, number, problem.trace.donated_inputs)
     layer = layer_class(graph, tasks, problem.method.pins)
     timing = Timing(schedule=plan.schedule, num_microbatches=plan.num_microbatches)
     return _Asked(
@@ -124,11 +133,13 @@ def _solved(problem: StageProblem, asked: _Asked) -> GroupPlan:
     for price in higher:
         charged = _added(asked.received, prices(asked.layer, cost, price) if price else {})
         found = choices.best(charged, time_limit_s=method.time_limit_s, cache_directory=problem.cache_directory)
-        if price == higher[-1]:
-            return found
-        if stage_cost(asked.layer, found, asked.mesh, asked.figures).peak_bytes(asked.flying) <= problem.memory_bytes:
+        if price == higher[-1] or _peak_bytes(asked, found) <= problem.memory_bytes:
             return found
     raise AssertionError(higher)
+
+
+def _peak_bytes(asked: _Asked, found: GroupPlan) -> float:
+    return stage_cost(asked.layer, found, asked.mesh, asked.figures).peak_bytes(asked.flying)
 
 
 def received_seconds(graph: StageGraph, plan: Plan, number: int, machine: Machine) -> dict[str, float]:

@@ -6,8 +6,8 @@ StageProblem, Layers, LayerCosts  ->  RangeCosts     (start, stop, submesh) -> S
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +18,10 @@ from autopar.compiler.intra_op.figures import figures_of
 from autopar.compiler.intra_op.layout import LogicalMesh
 from autopar.compiler.layer_classes import Layers
 from autopar.compiler.layer_costs import PRICES, LayerCosts
+from autopar.compiler.plan_by_search import memory_limit
 from autopar.compiler.trace import Trace
 from autopar.machine import Machine
-from autopar.search_methods import MEMORY_LEVELS, Auto
+from autopar.search_methods import Auto
 
 _STAGE_AXES = ("data", "model")
 
@@ -35,6 +36,10 @@ class StageProblem:
     machine: Machine
     kind: str | Machine
     cache_directory: Path | None
+    share: float = 1.0
+    """Of what a plan may use of a device, what its stages may be expected to need."""
+    known: dict[Hashable, tuple[Layers, LayerCosts]] = field(default_factory=dict[Hashable, tuple[Layers, LayerCosts]])
+    """What was found out about layers, for the next search with another share."""
 
     @property
     def cluster(self) -> Submesh:
@@ -44,10 +49,22 @@ class StageProblem:
     @property
     def memory_bytes(self) -> float:
         """What a plan may use of a device."""
-        memory = self.method.memory
-        if isinstance(memory, str):
-            return MEMORY_LEVELS[memory] * self.machine.memory_bytes
-        return memory * self.machine.memory_bytes if memory <= 1 else memory
+        return memory_limit(self.method.memory, figures_of(self.kind, (1,)))
+
+    @property
+    def expected_bytes(self) -> float:
+        """What stages may be expected to need of a device."""
+        return self.share * self.memory_bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Sums:
+    """What all layers before a cut cost together, and for each range the most that one layer needs for itself."""
+
+    added: np.ndarray
+    """[cut, column]"""
+    most: np.ndarray
+    """[start, stop]: bytes of a task that are there only while its layer is computed."""
 
 
 class RangeCosts:
@@ -55,8 +72,9 @@ class RangeCosts:
 
     def __init__(self, problem: StageProblem, layers: Layers, costs: LayerCosts) -> None:
         self.problem, self.layers, self.costs = problem, layers, costs
-        self.sums: dict[tuple[Submesh, float], np.ndarray] = {}
+        self.sums: dict[tuple[Submesh, float], _Sums] = {}
         self.known: dict[tuple[int, int, Submesh], Sequence[StageCost]] = {}
+        self.expected_bytes = problem.expected_bytes
         self.most_in_flight = min(layers.num_microbatches, 2 * len(layers.class_of))
 
     def __call__(self, start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
@@ -64,40 +82,34 @@ class RangeCosts:
         if key not in self.known:
             free = self._cost(start, stop, submesh, 0.0)
             # Memory has no price where there is enough of it in any case, nor where nothing can be divided.
-            enough = free.peak_bytes(self.most_in_flight) <= self.problem.memory_bytes
+            enough = free.peak_bytes(self.most_in_flight) <= self.expected_bytes
             prices = () if enough or submesh.num_devices == 1 else PRICES[1:]
             self.known[key] = [free, *(self._cost(start, stop, submesh, price) for price in prices)]
         return self.known[key]
 
     def _cost(self, start: int, stop: int, submesh: Submesh, price: float) -> StageCost:
         sums = self._sums(submesh, price)
-        forward_s, backward_s, weight_s, once_s, state, activation = (sums[stop] - sums[start])[:6]
+        added = (sums.added[stop] - sums.added[start]).tolist()
+        forward_s, backward_s, weight_s, once_s, state, activation, put_off, update = added
         return StageCost(
-            forward_s=float(forward_s),
-            backward_s=float(backward_s),
-            weight_s=float(weight_s),
-            once_s=float(once_s),
-            state_bytes=float(state),
-            activation_bytes=float(activation),
-            temporary_bytes=float(sums[-1][6]),
+            forward_s=forward_s,
+            backward_s=backward_s,
+            weight_s=weight_s,
+            once_s=once_s,
+            state_bytes=state,
+            activation_bytes=activation,
+            temporary_bytes=put_off + float(sums.most[start, stop]),
+            put_off_bytes=put_off,
+            update_bytes=update,
             choice=price,
         )
 
-    def _sums(self, submesh: Submesh, price: float) -> np.ndarray:
-        """One row per cut, what all layers before it cost together; the last column is the most of any layer."""
+    def _sums(self, submesh: Submesh, price: float) -> _Sums:
         if (submesh, price) not in self.sums:
             mesh = submesh_mesh(self.problem.method, submesh)
             figures = figures_of(self.problem.kind, mesh.shape)
             each = [self.costs.cost(number, mesh, figures, price) for number in range(len(self.layers.classes))]
-            rows = np.array(
-                [
-                    (c.forward_s, c.backward_s, c.weight_s, c.once_s, c.state_bytes, c.activation_bytes, 0.0)
-                    for c in (each[number] for number in self.layers.class_of)
-                ]
-            )
-            sums = np.concatenate([np.zeros((1, 7)), np.cumsum(rows, axis=0)])
-            sums[:, 6] = max(c.temporary_bytes for c in each)
-            self.sums[submesh, price] = sums
+            self.sums[submesh, price] = _sums([each[number] for number in self.layers.class_of])
         return self.sums[submesh, price]
 
     def transfer_s(self, cut: int, source: Submesh, target: Submesh) -> float:
@@ -109,6 +121,29 @@ class RangeCosts:
         machine = self.problem.machine
         nbytes = self.layers.crossing_bytes[cut - 1] / 2 / min(source.num_devices, target.num_devices)
         return 2 * machine.transfer_s(nbytes, self.problem.num_devices <= machine.domain)
+
+
+def _sums(layers: Sequence[StageCost]) -> _Sums:
+    rows = np.array(
+        [
+            (
+                c.forward_s,
+                c.backward_s,
+                c.weight_s,
+                c.once_s,
+                c.state_bytes,
+                c.activation_bytes,
+                c.put_off_bytes,
+                c.update_bytes,
+            )
+            for c in layers
+        ]
+    )
+    most = np.zeros((len(layers), len(layers) + 1))
+    alone = np.array([c.temporary_bytes - c.put_off_bytes for c in layers])
+    for start in range(len(layers)):
+        most[start, start + 1 :] = np.maximum.accumulate(alone[start:])
+    return _Sums(added=np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)]), most=most)
 
 
 def submesh_mesh(method: Auto, submesh: Submesh) -> LogicalMesh:

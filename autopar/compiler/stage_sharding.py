@@ -9,7 +9,7 @@ All stages of a mesh are planned together, for they share its values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.costs import aval_bytes
 from autopar.compiler.emit import EmittedTask, emit_task, emit_zeros, executable_name
 from autopar.compiler.intra_op.block_plan import from_data, layout_from_text, layout_text, to_data
 from autopar.compiler.intra_op.block_times import block_times
 from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.figures import MeshFigures
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, num_shards, replicated
-from autopar.compiler.intra_op.local_program import LocalBlock, Value, local_block
+from autopar.compiler.intra_op.layout import Layout, LogicalMesh, replicated
+from autopar.compiler.intra_op.local_program import LocalBlock, local_block
 from autopar.compiler.intra_op.localize import border_shape, border_spec, localize_task
 from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.planned_collectives import planned_collectives
@@ -49,8 +48,11 @@ class ShardedMesh:
 _PHASES = {"F": "forward", "B": "backward", "W": "backward", "U": "update"}
 
 
-def mesh_tasks(graph: StageGraph, plan: Plan, number: int) -> list[GroupTask]:
-    """What mesh `number` runs, in an order in which it may."""
+def mesh_tasks(graph: StageGraph, plan: Plan, number: int, donated_leaves: Collection[int] = ()) -> list[GroupTask]:
+    """What mesh `number` runs, in an order in which it may. `donated_leaves` of the step may be overwritten."""
+    every = _emitted(graph, plan, number)
+    given = {i.value for i in graph.inputs if i.kind == "whole" and i.leaf in donated_leaves}
+    last = {name: emitted for emitted in every for name in emitted.inputs}
     return [
         GroupTask(
             name=executable_name(emitted),
@@ -59,8 +61,14 @@ def mesh_tasks(graph: StageGraph, plan: Plan, number: int) -> list[GroupTask]:
             outputs=emitted.outputs,
             times=1.0 if emitted.task.kind == "U" else float(graph.num_microbatches),
             phase=_PHASES[emitted.task.kind],
+            donated=tuple(
+                place
+                for place, name in enumerate(emitted.inputs)
+                # Accumulators are written again; the state is overwritten where it is read last.
+                if name in emitted.outputs or (emitted.task.kind == "U" and name in given and last[name] is emitted)
+            ),
         )
-        for emitted in _emitted(graph, plan, number)
+        for emitted in every
     ]
 
 
@@ -116,9 +124,8 @@ def sharding_of(tasks: list[GroupTask], found: GroupPlan, mesh: LogicalMesh, fig
         mine = with_shared_latency(figures) if task.phase == "update" else figures
         took = block_times(block, mesh, mine)
         times[task.name] = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
-        memory = peak_memory(block, mesh, compiler=compiler_for(figures.name))
-        extra = memory.peak_bytes - memory.arguments_bytes - _results_bytes(block, mesh)
-        temporary_bytes[task.name] = max(0.0, extra)
+        memory = peak_memory(block, mesh, task.donated, compiler=compiler_for(figures.name))
+        temporary_bytes[task.name] = memory.peak_bytes - memory.arguments_bytes
         collectives += _collectives(task, block, mesh, mine)
     return MeshSharding(
         layouts={
@@ -132,12 +139,6 @@ def sharding_of(tasks: list[GroupTask], found: GroupPlan, mesh: LogicalMesh, fig
         lower_bound_s=found.optimum.lower_bound,
         figures=figures.name,
     )
-
-
-def _results_bytes(block: LocalBlock, mesh: LogicalMesh) -> float:
-    """Bytes on a device of what a program makes; the simulator counts them among the values that it holds."""
-    made = [v for v in block.outputs if isinstance(v, Value) and v not in block.inputs]
-    return sum(aval_bytes(v.variable.aval) / num_shards(v.layout, mesh) for v in made)
 
 
 def _collectives(

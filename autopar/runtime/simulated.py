@@ -69,7 +69,7 @@ def simulate(
     """The timeline of one step.
 
     By executable: `collective_s` is the part of its time that are collectives, `temporary_bytes` what it needs on a
-    device beside its inputs and outputs.
+    device beside its inputs.
     """
     clocks = _Clocks(times_s=[0.0] * len(program.meshes), exposed_s=[0.0] * len(program.meshes))
     memory = [_Memory() for _ in program.meshes]
@@ -190,13 +190,13 @@ def _hold(
 ) -> None:
     match instruction:
         case Run():
+            needed = memory.now + math.ceil(temporary_bytes.get(instruction.executable, 0.0))
+            memory.peak = max(memory.peak, needed)
             # A donated input's memory becomes an output's.
             for position in sizes.program.executables[instruction.executable].donated:
                 memory.drop(instruction.inputs[position])
             for value in instruction.outputs:
                 memory.add(value, sizes.on_device(mesh, value))
-            needed = memory.now + math.ceil(temporary_bytes.get(instruction.executable, 0.0))
-            memory.peak = max(memory.peak, needed)
         case Recv():
             for value in instruction.values:
                 memory.add(value, sizes.on_device(mesh, value))

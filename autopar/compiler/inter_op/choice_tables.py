@@ -33,6 +33,7 @@ class ChoiceTables:
     once_s: Floats
     base_bytes: Floats
     activation_bytes: Floats
+    update_bytes: Floats  # state included
     # [cut, source submesh, target submesh]; one submesh more stands for "no stage behind", which costs nothing.
     transfer_s: Floats
     costs: dict[tuple[int, int, int], Sequence[StageCost]]  # (submesh, start, stop)
@@ -50,10 +51,10 @@ class ChoiceTables:
                 for behind in range(self.num_layers)
             ]
         )
-        free = memory_bytes - self.base_bytes
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):  # no such choice, in whatever memory
+            free = memory_bytes - self.base_bytes
             most = np.where(self.activation_bytes > 0, free / self.activation_bytes, np.inf)
-        most = np.where(free >= 0, most, -1.0)
+        most = np.where((free >= 0) & (self.update_bytes <= memory_bytes), most, -1.0)
         return np.searchsorted(flights, most, side="right").astype(np.int64) - 1
 
 
@@ -77,7 +78,7 @@ def choice_tables(
     places = np.array([(*key, n) for key, found in costs.items() for n in range(len(found))], dtype=np.int64)
     rows = np.array([_row(cost) for found in costs.values() for cost in found], dtype=np.float64)
     at = tuple(places.reshape(-1, 4).T)
-    forward_s, backward_s, weight_s, once_s, base_bytes, activation_bytes = rows.reshape(-1, 6).T
+    forward_s, backward_s, weight_s, once_s, base_bytes, activation_bytes, update_bytes = rows.reshape(-1, 7).T
     shape = (len(usable), num_layers, num_layers + 1, max(map(len, costs.values()), default=1))
 
     def spread(values: Floats) -> Floats:
@@ -96,6 +97,7 @@ def choice_tables(
         once_s=spread(once_s),
         base_bytes=spread(base_bytes),
         activation_bytes=spread(activation_bytes),
+        update_bytes=spread(update_bytes),
         transfer_s=_transfers(num_layers, usable, transfer_s),
         costs=costs,
     )
@@ -109,6 +111,7 @@ def _row(cost: StageCost) -> tuple[float, ...]:
         cost.once_s,
         cost.state_bytes + cost.temporary_bytes,
         cost.activation_bytes,
+        cost.state_bytes + cost.update_bytes,
     )
 
 

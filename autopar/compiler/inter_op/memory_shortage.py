@@ -55,7 +55,9 @@ def raise_no_partition(tables: ChoiceTables, memory_bytes: float, num_stages: in
                 return stages, count
         return None
 
-    needs = tables.base_bytes + tables.activation_bytes * tables.timing.num_microbatches
+    needs = np.maximum(
+        tables.base_bytes + tables.activation_bytes * tables.timing.num_microbatches, tables.update_bytes
+    )
     high = float(np.max(needs[np.isfinite(needs)], initial=0.0)) if tables.costs else 0.0
     found = fitting(high) if tables.costs and counts else None
     if found is None or high <= memory_bytes:

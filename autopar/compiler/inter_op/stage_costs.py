@@ -22,12 +22,14 @@ class StageCost:
     weight_s: float = 0.0  # the part of backward_s that is the weight gradient
     state_bytes: float = 0.0
     activation_bytes: float = 0.0  # held for each microbatch in flight
-    temporary_bytes: float = 0.0
+    temporary_bytes: float = 0.0  # while a microbatch runs
+    put_off_bytes: float = 0.0  # of these what is there to the end of the task: layers of one task add theirs up
+    update_bytes: float = 0.0  # the same as temporary_bytes for the update, when no microbatch is in flight
     choice: Any = None  # what the caller needs to build the stage: mesh shape, remat, ...
 
     def peak_bytes(self, in_flight: float) -> float:
         """Bytes that a device needs while it holds the activations of so many microbatches."""
-        return self.state_bytes + self.temporary_bytes + in_flight * self.activation_bytes
+        return self.state_bytes + max(self.temporary_bytes + in_flight * self.activation_bytes, self.update_bytes)
 
 
 # (first layer, layer behind the last, submesh) -> the ways to run them; none if there is none.

@@ -50,6 +50,8 @@ class MemoryProgram:
     compiler: Compiler
     labels: Sequence[str] = ()
     """By work, where it comes from, for the reader."""
+    put_off: int | None = None
+    """The first work that waits until everything else is done, once the program is arranged."""
 
     def arranged(self) -> MemoryProgram:
         """The program in the order of its compiler."""
@@ -57,7 +59,7 @@ class MemoryProgram:
         places = {number: place for place, number in enumerate(found.order)}
         inner = {places[number]: programs for number, programs in self.inner.items()}
         labels = [self.labels[number] for number in found.order] if self.labels else ()
-        return replace(self, works=found.works, inner=inner, labels=labels)
+        return replace(self, works=found.works, inner=inner, labels=labels, put_off=found.put_off)
 
     def _replaced(self) -> Iterator[tuple[Key, Key]]:
         """Results that take the places of inputs, with these."""
@@ -129,6 +131,18 @@ class MemoryProgram:
         for number in range(len(self.works)):
             levels[number] += self.workspace(number)
         return levels
+
+    @cached_property
+    def put_off_bytes(self) -> float:
+        """Bytes that are kept for the works that wait until everything else is done."""
+        if self.put_off is None:
+            return 0.0
+        results = {self.lives.roots.get(key, key) for key in self.outputs}
+        return sum(
+            self.share(key) * self.nbytes[key]
+            for key, life in self.lives.whole.items()
+            if life.allocated and life.start < self.put_off < life.stop and key not in results
+        )
 
     @cached_property
     def _inputs(self) -> frozenset[Key]:

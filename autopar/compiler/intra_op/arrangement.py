@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.compiler.intra_op.compilers import Compiler
@@ -24,6 +24,8 @@ class Arrangement:
     works: list[Work]
     order: list[int]
     """For each, its number before; of merged ones, that of the last."""
+    put_off: int | None
+    """The place of the first work that is put off until everything else is done."""
 
 
 def arranged(works: Sequence[Work], compiler: Compiler, replaced: Sequence[tuple[Key, Key]] = ()) -> Arrangement:
@@ -31,8 +33,10 @@ def arranged(works: Sequence[Work], compiler: Compiler, replaced: Sequence[tuple
     works = _with_library_reductions(works) if compiler.reduces_by_library else works
     works, numbers = _merged(works, compiler)
     before = _predecessors(works)
-    held = {} if compiler.saves_donated else _held(works, numbers, _tail(works, before), replaced)
-    times = _times(works, numbers, before, compiler, held)
+    tail = _tail(works, before)
+    held = {} if compiler.saves_donated else _held(works, numbers, tail, replaced)
+    put_off = frozenset[int]() if compiler.updates_after_collectives else _put_off(works, before, tail)
+    times = _times(works, numbers, before, compiler, held, put_off)
     waiting = [len(each) for each in before]
     after: list[list[int]] = [[] for _ in works]
     for number, each in enumerate(before):
@@ -48,7 +52,11 @@ def arranged(works: Sequence[Work], compiler: Compiler, replaced: Sequence[tuple
             waiting[other] -= 1
             if waiting[other] == 0:
                 heapq.heappush(ready, (times[other], numbers[other], other))
-    return Arrangement(works=[works[n] for n in order], order=[numbers[n] for n in order])
+    return Arrangement(
+        works=[works[n] for n in order],
+        order=[numbers[n] for n in order],
+        put_off=next((place for place, n in enumerate(order) if n in put_off), None),
+    )
 
 
 def _with_library_reductions(works: Sequence[Work]) -> list[Work]:
@@ -112,12 +120,12 @@ def _times(
     before: Sequence[set[int]],
     compiler: Compiler,
     held: Mapping[int, float],
+    put_off: Collection[int],
 ) -> list[float]:
     """When each work would be done: by its number, or when the last of what it needs is done, or of what it awaits."""
     tail = _tail(works, before)
     times: list[float] = []
     late: set[int] = set()
-    put_off = frozenset[int]() if compiler.updates_after_collectives else _put_off(works, before, tail)
     end = max((n for n, work in enumerate(works) if _is_heavy(work) and n not in put_off), default=0)
     for number, work in enumerate(works):
         if tail[number] and not compiler.updates_after_collectives:

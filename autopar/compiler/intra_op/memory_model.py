@@ -40,6 +40,9 @@ class MemoryEstimate:
     """The equation that runs at that moment."""
     largest: tuple[tuple[str, float], ...]
     """What is in memory then, the largest first: descriptions and bytes."""
+    put_off_bytes: float
+    """What the compiler keeps until the end of the program, and would keep behind whatever stood next in it: operands
+    of products that it puts off."""
 
 
 def peak_memory(
@@ -57,6 +60,7 @@ def peak_memory(
         arguments_bytes=total,
         at=_time_of(moment),
         largest=tuple(sorted(listed, key=lambda each: -each[1])[:_NUM_LARGEST]),
+        put_off_bytes=program.put_off_bytes,
     )
 
 

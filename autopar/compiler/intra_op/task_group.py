@@ -45,6 +45,8 @@ class GroupTask:
     outputs: tuple[str, ...]
     times: float
     phase: str
+    donated: tuple[int, ...] = ()
+    """The inputs, by number, whose places results may take."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

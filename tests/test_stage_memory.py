@@ -1,0 +1,118 @@
+"""What stages are expected to hold is what the simulation of their plan holds, and it is never more than the budget."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.compiler.intra_op.compilers import CPU, GPU
+from autopar.compiler.intra_op.memory_model import peak_memory
+from autopar.compiler.plan_by_stages import plan_of_stages, search_all
+from autopar.compiler.stage_ranges import StageProblem
+from autopar.errors import MemoryTooSmall
+from autopar.machine import Link, Machine
+from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
+from tests.intra_op.planned_memory import planned, traced_model
+
+WIDTH, ROWS, LAYERS = 128, 256, 4
+
+
+def layer(params, h):
+    return h + jnp.tanh(h @ params["up"]) @ params["down"]
+
+
+def train_step(params, batch, *, recomputed=True):
+    def loss_of(params):
+        h = batch["x"]
+        for i in range(LAYERS):
+            with jax.named_scope(f"h_{i}"):
+                h = (jax.checkpoint(layer) if recomputed else layer)(params[f"h_{i}"], h)
+        return jnp.mean((h @ params["head"] - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def arguments():
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    layers = {f"h_{i}": {"up": array(WIDTH, 4 * WIDTH), "down": array(4 * WIDTH, WIDTH)} for i in range(LAYERS)}
+    return {**layers, "head": array(WIDTH, WIDTH)}, {"x": array(ROWS, WIDTH), "y": array(ROWS, WIDTH)}
+
+
+def cluster(num_devices=8):
+    """Pairs of GPUs without latency, with slow links between them."""
+    inter = Link(latency_s=1e-6, bandwidth=1e8, ramp_bytes=0.0)
+    machine = dataclasses.replace(
+        Machine.named("p3.16xlarge"),
+        name="pairs",
+        devices_per_host=2,
+        domain=2,
+        inter=inter,
+        intra=dataclasses.replace(inter, bandwidth=1e10),
+        peak_flops={"float32": 1e10},
+        matmul_share={"float32": 1.0},
+        matmul_half_flops=0.0,
+        kernel_s=0.0,
+        sources={},
+    )
+    return autopar.Cluster(num_devices=num_devices, machine=machine)
+
+
+def traced(recomputed=True, donated=True):
+    step = partial(train_step, recomputed=recomputed)
+    donate = (0,) if donated else ()
+    return autopar.parallelize(step, cluster=cluster(), donate_argnums=donate).trace(*arguments())
+
+
+@pytest.mark.parametrize(
+    ("recomputed", "donated", "fields"),
+    [
+        (True, True, {}),
+        (True, True, {"schedule": "1f1b", "num_stages": 2}),
+        (False, True, {"schedule": "gpipe", "num_stages": 4}),
+        (False, False, {"schedule": "eager-1f1b", "num_stages": 2}),
+    ],
+)
+def test_stages_hold_what_is_simulated(recomputed, donated, fields):
+    step = traced(recomputed, donated)
+    problem = StageProblem(
+        trace=step.trace,
+        method=autopar.Auto(num_microbatches=8, **fields),
+        num_devices=8,
+        machine=cluster().machine,
+        kind=cluster().machine,
+        cache_directory=None,
+    )
+    best = search_all(problem)[0]
+    plan, peak_bytes = plan_of_stages(problem, best)
+    simulated = step.plan(plan).simulate(cluster())
+    assert peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.02)
+    assert peak_bytes >= simulated.peak_bytes * (1 - 1e-3)
+
+
+@pytest.mark.parametrize(("share", "there_is_one"), [(0.95, True), (0.5, False)])
+def test_no_plan_is_simulated_to_need_more_than_its_budget(share, there_is_one):
+    step = traced()
+    free = step.plan(autopar.Auto(memory="off", num_microbatches=8)).simulate(cluster())
+    budget = share * free.peak_bytes
+    method = autopar.Auto(memory=budget, num_microbatches=8)
+    if there_is_one:
+        assert step.plan(method).simulate(cluster()).peak_bytes <= budget
+    else:
+        with pytest.raises(MemoryTooSmall):
+            step.plan(method)
+
+
+def test_products_put_off_to_the_end_keep_their_operands():
+    """Gradients that are reduced over devices wait on GPUs, and so does what their products read."""
+    size = GPTSize(width=256, layers=2, heads=4, length=64, vocabulary=512, batch=16)
+    trace = traced_model(alpa_gpt("gpt", size, jnp.float32))
+    mesh, _, block = planned(trace, (8,))
+    found = {compiler.name: peak_memory(block, mesh, compiler=compiler) for compiler in (CPU, GPU)}
+    assert found["cpu"].put_off_bytes == 0
+    assert 0 < found["gpu"].put_off_bytes < found["gpu"].peak_bytes - found["gpu"].arguments_bytes
