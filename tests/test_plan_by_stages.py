@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.compiler.intra_op.figures import cpu_figures
@@ -111,13 +112,39 @@ def test_what_is_given_is_fixed(fields, shapes):
 
 
 def test_pins_hold_in_stages():
-    pins = {r"h_\d/up": jax.sharding.PartitionSpec(None, "model")}
+    pins = {r"h_\d/up": P(None, "model")}
     method = autopar.Auto(num_stages=2, num_microbatches=2, pins=pins)
     plan = traced(method, autopar.Cluster(num_devices=8, kind="cpu")).plan().plan
     values = {name: text for mesh in plan.meshes for name, text in mesh.sharding.layouts["values"].items()}
     pinned = {name: text for name, text in values.items() if "['up']" in name and name.startswith("params")}
     assert len(pinned) == LAYERS
     assert set(pinned.values()) == {"-,model"}
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({r"nowhere": P(None, "model")}, "The pin 'nowhere' matches no input"),
+        (
+            {r"h_\d/up": P(None, "model"), r"h_2/up": P("model")},
+            r"both match params/h_2/up and ask for different layouts",
+        ),
+    ],
+)
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_pins_that_no_plan_can_keep_are_refused(pins, message, num_stages):
+    method = autopar.Auto(num_stages=num_stages, num_microbatches=2, pins=pins)
+    with pytest.raises(InvalidArgument, match=message):
+        traced(method, autopar.Cluster(num_devices=8, kind="cpu")).plan()
+
+
+@pytest.mark.parametrize(("num_devices", "num_stages"), [(3, None), (12, None), (12, 2), (11, None)])
+def test_any_number_of_devices_has_a_plan(num_devices, num_stages):
+    cluster = autopar.Cluster(num_devices=num_devices, machine=dataclasses.replace(machine(), devices_per_host=8))
+    plan = traced(autopar.Auto(num_stages=num_stages, num_microbatches=2), cluster).plan().plan
+    devices = [device for mesh in plan.meshes for device in mesh.devices]
+    assert len(devices) == len(set(devices)) and max(devices) < num_devices
+    assert num_stages is None or plan.num_stages == num_stages
 
 
 def test_layouts_of_several_stages_are_not_explained_one_by_one():

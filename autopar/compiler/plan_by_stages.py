@@ -29,6 +29,7 @@ from autopar.compiler.layer_classes import Layers, count_step_layers, find_layer
 from autopar.compiler.layer_costs import LayerCosts
 from autopar.compiler.microbatch_counts import descend, microbatch_counts, usual_place
 from autopar.compiler.prepare import stage_graph
+from autopar.compiler.search_wishes import pins_of_inputs
 from autopar.compiler.stage_layouts import stage_shardings
 from autopar.compiler.stage_ranges import RangeCosts, StageProblem, submesh_mesh
 from autopar.compiler.trace import Trace
@@ -60,9 +61,10 @@ class StagesFound:
 def search_all(problem: StageProblem) -> list[StagesFound]:
     """The best stages for every number of microbatches that was tried, the fastest first.
 
-    Raises `MemoryTooSmall` where nothing fits.
+    Raises `MemoryTooSmall` where nothing fits, and `InvalidArgument` for pins that no plan can keep.
     """
     began = time.monotonic()
+    pins_of_inputs(problem.trace, problem.method.pins)
     options = {"batch_statistics": problem.method.batch_statistics, "random": problem.method.random}
     num_layers, loop_pieces = count_step_layers(problem.trace, **options)
     counts = microbatch_counts(problem)
@@ -153,11 +155,9 @@ def _partitioned(problem: StageProblem, layers: Layers, ranges: RangeCosts, sche
     """The best stages of any sizes, or of one size if their number or their mesh is given."""
     cluster, method = problem.cluster, problem.method
     num_layers, timing = len(layers.class_of), Timing(schedule=schedule, num_microbatches=layers.num_microbatches)
-    count = method.num_stages
-    if count is None and method.mesh_shape is not None:
-        count = cluster.num_devices // math.prod(method.mesh_shape)
+    count = problem.num_stages
     if count is not None:
-        best = search_fixed_stages(
+        return search_fixed_stages(
             num_layers,
             count,
             _part(cluster, count),
@@ -166,7 +166,6 @@ def _partitioned(problem: StageProblem, layers: Layers, ranges: RangeCosts, sche
             timing=timing,
             memory_bytes=problem.expected_bytes,
         )
-        return StageSearch(best=best, lower_bound_s=best.step_time_s, runners_up=(), num_explored=num_layers**2 * count)
     return search_stages(
         num_layers,
         cluster.num_devices,
@@ -184,13 +183,12 @@ def _partitioned(problem: StageProblem, layers: Layers, ranges: RangeCosts, sche
 def _part(cluster: Submesh, count: int) -> Submesh:
     """One of `count` equal parts of the cluster."""
     size, rest = divmod(cluster.num_devices, count)
-    per_host = cluster.devices_per_host
-    if rest or (size < per_host and per_host % size) or (size > per_host and size % per_host):
+    if rest:
         raise InvalidArgument(
-            f"{cluster.num_devices} devices, {per_host} to a host, do not divide into {count} equal stages. Use a "
-            "number of stages that divides them, or leave it to the search."
+            f"{cluster.num_devices} devices do not divide into {count} equal stages. Use a number of stages that "
+            "divides them, or leave it to the search."
         )
-    return cluster_shape(size, per_host)
+    return cluster_shape(size, cluster.devices_per_host)
 
 
 def plan_of_stages(problem: StageProblem, found: StagesFound) -> tuple[Plan, float]:

@@ -50,9 +50,18 @@ def wishes_of(trace: Trace, closed: jc.ClosedJaxpr, method: SearchMethod, mesh: 
 
 def pinned_inputs(trace: Trace, pins: Mapping[str, PartitionSpec], mesh: LogicalMesh) -> dict[int, Layout]:
     """The layouts of the inputs that the patterns of `pins` find, by number."""
-    found: dict[int, tuple[str, Layout]] = {}
     for pattern, spec in pins.items():
         check_spec(f"the inputs that match {pattern!r}", spec, (mesh.axis_names,))
+    return {i: _pinned_layout(trace.inputs[i], p, pins[p], mesh) for i, p in pins_of_inputs(trace, pins).items()}
+
+
+def pins_of_inputs(trace: Trace, pins: Mapping[str, PartitionSpec]) -> dict[int, str]:
+    """The pattern of `pins` that finds each input, by number, on whatever mesh.
+
+    Raises `InvalidArgument` for a pattern that finds none, and for two that contradict each other.
+    """
+    found: dict[int, str] = {}
+    for pattern, spec in pins.items():
         numbers = [i for i, leaf in enumerate(trace.inputs) if _matches(pattern, leaf)]
         if not numbers:
             paths = [key_path(leaf.name) for leaf in trace.inputs]
@@ -61,14 +70,21 @@ def pinned_inputs(trace: Trace, pins: Mapping[str, PartitionSpec], mesh: Logical
                 "regular expression that finds one of them, or leave the pin out."
             )
         for i in numbers:
-            layout = _pinned_layout(trace.inputs[i], pattern, spec, mesh)
-            if i in found and found[i][1] != layout:
+            if i in found and _entries(pins[found[i]]) != _entries(spec):
                 raise InvalidArgument(
-                    f"The pins {found[i][0]!r} and {pattern!r} both match {key_path(trace.inputs[i].name)} and ask for "
-                    f"different layouts, {pins[found[i][0]]} and {spec}. Narrow one of the two patterns."
+                    f"The pins {found[i]!r} and {pattern!r} both match {key_path(trace.inputs[i].name)} and ask for "
+                    f"different layouts, {pins[found[i]]} and {spec}. Narrow one of the two patterns."
                 )
-            found[i] = (pattern, layout)
-    return {i: layout for i, (_, layout) in found.items()}
+            found.setdefault(i, pattern)
+    return found
+
+
+def _entries(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """The axes of every dimension, those behind the last that is split left out."""
+    entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
+    while entries and not entries[-1]:
+        entries.pop()
+    return entries
 
 
 def _matches(pattern: str, leaf: Leaf) -> bool:

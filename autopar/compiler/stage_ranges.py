@@ -42,9 +42,21 @@ class StageProblem:
     """What was found out about layers, for the next search with another share."""
 
     @property
+    def num_stages(self) -> int | None:
+        """How many stages there must be, if their number or their mesh is given."""
+        if self.method.num_stages is None and self.method.mesh_shape is not None:
+            return self.num_devices // math.prod(self.method.mesh_shape)
+        return self.method.num_stages
+
+    @property
     def cluster(self) -> Submesh:
-        """The devices as hosts."""
-        return cluster_shape(self.num_devices, self.machine.devices_per_host)
+        """The devices as hosts, or as parts of hosts if a given number of equal stages needs them."""
+        cluster = cluster_shape(self.num_devices, self.machine.devices_per_host)
+        part, rest = divmod(self.num_devices, self.num_stages or 1)
+        per_host = cluster.devices_per_host
+        if rest or part % per_host == 0 or per_host % part == 0:
+            return cluster
+        return cluster_shape(self.num_devices, math.gcd(part, per_host))
 
     @property
     def memory_bytes(self) -> float:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -69,8 +70,36 @@ def test_the_cuts_are_those_of_brute_force(schedule):
         else:
             found = search(timing=timing, memory_bytes=memory_bytes)
             assert found.step_time_s == pytest.approx(want)
-            assert len(found.stages) == num_stages
+            assert len(found.best.stages) == num_stages
+            assert found.lower_bound_s == pytest.approx(want)
     assert infeasible > 0
+
+
+def test_of_several_ways_the_best_is_near_and_the_bound_below():
+    for seed in range(20):
+        rng = random.Random(seed)
+        num_layers, num_stages = 5, rng.randint(1, 3)
+        links = [rng.random() / 4 for _ in range(num_layers)]
+        costs = {
+            key: [replace(way, once_s=rng.random() / 10) for way in (costs_of(rng, num_layers)[key], cost)]
+            for key, cost in costs_of(rng, num_layers).items()
+        }
+        timing = Timing(schedule="1f1b", num_microbatches=4)
+        want = min(
+            brute_force(num_layers, num_stages, dict(zip(costs, ways)), links, timing, 100.0)
+            for ways in itertools.islice(itertools.product(*costs.values()), 0, None, 31)
+        )
+        found = search_fixed_stages(
+            num_layers,
+            num_stages,
+            SUBMESH,
+            lambda j, k, submesh, costs=costs: costs[j, k],
+            lambda cut, source, target, links=links: links[cut],
+            timing=timing,
+            memory_bytes=100.0,
+        )
+        assert found.lower_bound_s <= want
+        assert found.lower_bound_s <= found.step_time_s <= found.lower_bound_s + 0.1
 
 
 def test_more_stages_than_layers_are_refused():

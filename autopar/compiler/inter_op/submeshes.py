@@ -11,6 +11,7 @@ what is free in each host is a multiple of n too; a host with anything free has 
 and 3) largest first can fail where another packing does not, or there is none; then all packings are tried.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,15 +44,14 @@ class Submesh:
 
 
 def cluster_shape(num_devices: int, devices_per_host: int) -> Submesh:
-    """The whole cluster; `InvalidArgument` if its hosts are not all full."""
+    """The whole cluster. If its last host is not full, hosts are taken to be as large as their common divisor with it.
+
+    So every device has its place, and no part of a host lies on two.
+    """
     if num_devices <= devices_per_host:
         return Submesh(num_hosts=1, devices_per_host=num_devices)
-    if num_devices % devices_per_host:
-        raise InvalidArgument(
-            f"{num_devices} devices do not fill hosts of {devices_per_host}. "
-            f"Use {num_devices - num_devices % devices_per_host} devices, or another number per host."
-        )
-    return Submesh(num_hosts=num_devices // devices_per_host, devices_per_host=devices_per_host)
+    per_host = math.gcd(num_devices, devices_per_host)
+    return Submesh(num_hosts=num_devices // per_host, devices_per_host=per_host)
 
 
 def submesh_choices(
