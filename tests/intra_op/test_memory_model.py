@@ -12,7 +12,7 @@ from autopar.compiler.intra_op.layout import to_spec
 from autopar.compiler.intra_op.local_program import Value
 from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.memory_model import peak_memory
-from autopar.compiler.intra_op.memory_rows import memory_rows, modelled_bytes
+from autopar.compiler.intra_op.memory_rows import modelled_memory
 from benchmarks.models.mlp import mlp
 from tests.intra_op.planned_memory import MODELS, planned, state_inputs, traced, traced_model
 
@@ -73,9 +73,10 @@ def test_rows_are_the_modelled_memory(name, shape, compiler):
     donated = state_inputs(trace)
     mesh, found, block = planned(trace, shape)
     states = found.optimum.states
-    nbytes = modelled_bytes(found.choices, found.table, states, donated, compiler=compiler)
+    memory = modelled_memory(found.choices, found.table, states, donated, compiler=compiler)
+    nbytes = memory.peak_bytes
     assert nbytes == pytest.approx(peak_memory(block, mesh, donated, compiler=compiler).peak_bytes, rel=0.03)
     limit = 0.9 * nbytes
-    worst, *_ = memory_rows(found.choices, found.table, limit, donated, compiler=compiler)(states)
+    worst, *_ = memory.rows_above(limit)
     assert row_weight(worst, states) - worst.limit == pytest.approx(nbytes - limit, rel=1e-6)
-    assert not memory_rows(found.choices, found.table, 1.01 * nbytes, donated, compiler=compiler)(states)
+    assert not memory.rows_above(1.01 * nbytes)

@@ -192,13 +192,20 @@ class Lister:
         for form, how in zip(found, copies_of_operands(eqn, self.compiler), strict=True):
             if form is None:
                 continue
-            if how.order is not None or (how.wide and form in self.arguments):
-                source, form = form, form._replace(name=f"{form.name} {how}")
+            if how.order is not None or (how.wide and self._same(form) in self.arguments):
+                source = self._same(form)
+                form = source._replace(name=f"{source.name} {how}")
                 if form not in self.made:
                     self._make(form, self.made[source].choice, None)
                     self.works.append(Work("reduction", (source,), (form,), early=True))
             reads.append(form)
         return tuple(reads)
+
+    def _same(self, form: Form) -> Form:
+        """The first of the forms that are the same array as this one in these states: its copies serve them all."""
+        while (origin := self.made[form].origin) is not None and self.layout(origin) == self.layout(form):
+            form = origin
+        return form
 
     def _body(self, eqn: jc.JaxprEqn, number: int, body: BlockChoices) -> MemoryProgram:
         border = border_of_body(eqn, number, len(body.jaxpr.invars), len(body.jaxpr.outvars))
@@ -225,8 +232,16 @@ class Lister:
         source, target = self.layout(origin), self._layout(choice, wanted.variable)
         if source != target and target == self.layout(self._form_of(wanted.variable)):
             return self._form_of(wanted.variable)
-        self.works.append(self._move(origin, wanted, source, target))
+        origin = self._there(origin, wanted, target)
+        self.works.append(self._move(origin, wanted, self.layout(origin), target))
         return self._make(wanted, choice, origin)
+
+    def _there(self, origin: Form, wanted: Form, target: Layout) -> Form:
+        """What a form is brought from: the same move made before, if the compiler would see that."""
+        if self.compiler.keeps_barriers or self.layout(origin) == target:
+            return origin
+        (there,) = self.seen.setdefault(("moved", self._value(origin), target), (wanted,))
+        return origin if there == wanted else there
 
     def _move(self, origin: Form, wanted: Form, source: Layout, target: Layout) -> Work:
         if source == target:

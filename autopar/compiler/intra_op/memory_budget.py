@@ -1,37 +1,33 @@
 """Search for the best plan that fits a device's memory, or say why there is none.
 
-The rows of `memory_rows` bound the modelled memory while the solver searches. The plan that comes out is written down
-and estimated again; if it still needs more than the budget, the search is repeated with a tighter one. The model is not
-exact: what the compiled step may need beyond the modelled peak, the compiler's `headroom`, is kept free.
+The memory of a choice is modelled by `memory_rows`, whose rows bound it while the solver searches, and estimated from
+the program that it means. The rows of a choice are tightened by what the estimate says more than they do. The model is
+not exact: what the compiled step may need beyond the modelled peak, the compiler's `headroom`, is kept free.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from autopar.compiler.intra_op.block_plan import planned
 from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable
-from autopar.compiler.intra_op.choice_problem import Infeasible, Optimum, Problem, Row, States, choice_value
+from autopar.compiler.intra_op.choice_problem import Optimum, States
 from autopar.compiler.intra_op.compilers import GPU, Compiler
-from autopar.compiler.intra_op.ilp import solve
+from autopar.compiler.intra_op.least_excess import Measured
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.memory_model import MemoryEstimate, peak_memory
-from autopar.compiler.intra_op.memory_rows import memory_rows
-from autopar.compiler.intra_op.minimize import Effort, minimize
-from autopar.compiler.intra_op.rows import weights_as_costs
-from autopar.errors import MemoryTooSmall, SolverFailed
+from autopar.compiler.intra_op.memory_rows import modelled_memory
+from autopar.compiler.intra_op.within_budget import NoneWithin, minimize_within_limits
+from autopar.errors import MemoryTooSmall
 
-_ATTEMPTS = 4
-_ROUNDS = 8
-# Below the budget by this share after a plan that did not fit.
-_MARGIN = 0.005
 _NUM_NAMED = 4
 # The model of memory is no better than this.
 _MAX_GAP = 0.005
+# By this share of the budget the rows of a choice may be wrong about others.
+_ROW_ERROR = 0.02
+# By this share of the budget the model may differ from the estimate; beyond, the estimate is not looked at.
+_MODEL_ERROR = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,76 +45,48 @@ class MemorySearch:
         block = local_block(self.choices.jaxpr, planned(self.choices, states), self.table.mesh)
         return peak_memory(block, self.table.mesh, self.donated, compiler=self.compiler)
 
+    @property
+    def limit_bytes(self) -> float:
+        """What the modelled peak must not exceed."""
+        return self.budget_bytes / (1 + self.compiler.headroom)
+
+    def measure(self, states: States) -> Measured:
+        """By how many bytes a solution exceeds the budget, and the rows of the moments when it does."""
+        limit = self.limit_bytes
+        memory = modelled_memory(self.choices, self.table, states, self.donated, compiler=self.compiler)
+        if memory.peak_bytes > (1 + _MODEL_ERROR) * limit:
+            return Measured(excess=memory.peak_bytes - limit, rows=memory.rows_above(limit))
+        peak_bytes = self.estimate(states).peak_bytes
+        if peak_bytes <= limit:
+            return Measured(excess=peak_bytes - limit, rows=())
+        tighter = limit - max(0.0, peak_bytes - memory.peak_bytes)
+        return Measured(excess=peak_bytes - limit, rows=memory.rows_above(min(tighter, memory.peak_bytes * (1 - 1e-6))))
+
 
 def solve_within_memory(search: MemorySearch, *, time_limit_s: float) -> Optimum:
     """The best plan within the budget. Raises `MemoryTooSmall` if none is found."""
-    began = time.monotonic()
-    deadline = began + time_limit_s
-    budget = search.budget_bytes / (1 + search.compiler.headroom)
-    limit = budget
-    problem = search.table.problem()
-    for _ in range(_ATTEMPTS):
-        rows = memory_rows(search.choices, search.table, limit, search.donated, compiler=search.compiler)
-        try:
-            optimum = solve(
-                problem, violated_rows=rows, max_gap=_MAX_GAP, time_limit_s=max(1.0, deadline - time.monotonic())
-            )
-        except (Infeasible, SolverFailed):
-            break
-        peak_bytes = search.estimate(optimum.states).peak_bytes
-        if peak_bytes <= budget:
-            return optimum
-        limit = min(limit, limit * budget / peak_bytes) * (1 - _MARGIN)
-    states, least = least_memory(search, time_limit_s=time_limit_s)
-    if least.peak_bytes > budget:
-        raise MemoryTooSmall(_lesson(search, least))
-    return Optimum(
-        states=states,
-        value=choice_value(problem, states),
-        lower_bound=0.0,
-        seconds=time.monotonic() - began,
-        how="least memory",
-    )
+    limit = search.limit_bytes
+    try:
+        return minimize_within_limits(
+            search.table.problem(),
+            search.measure,
+            time_limit_s=time_limit_s,
+            max_gap=_MAX_GAP,
+            clearly=_ROW_ERROR * limit,
+        )
+    except NoneWithin as none:
+        least = search.estimate(none.lowered.states)
+        raise MemoryTooSmall(_lesson(search, least, limit + none.lowered.bound)) from None
 
 
-def least_memory(search: MemorySearch, *, time_limit_s: float) -> tuple[States, MemoryEstimate]:
-    """The plan of least memory that is found by lowering the worst moments of all plans before, taken together."""
-    deadline = time.monotonic() + time_limit_s
-    problem = search.table.problem()
-    states = minimize(problem, Effort(deadline=deadline, max_gap=0.01)).states
-    assert states is not None
-    best, least = states, search.estimate(states)
-    rows: list[Row] = []
-    for _ in range(_ROUNDS):
-        limit = 0.9 * least.peak_bytes
-        rows += memory_rows(search.choices, search.table, limit, search.donated, compiler=search.compiler)(states)
-        states = minimize(_memory_alone(problem, rows), Effort(deadline=deadline, max_gap=0.01)).states
-        if states is None or time.monotonic() > deadline:
-            break
-        found = search.estimate(states)
-        if found.peak_bytes < least.peak_bytes:
-            best, least = states, found
-    return best, least
-
-
-def _memory_alone(problem: Problem, rows: Sequence[Row]) -> Problem:
-    """The problem whose costs are the bytes of all rows together."""
-    nodes: dict[int, np.ndarray] = {}
-    edges: dict[tuple[int, int], np.ndarray] = {}
-    for row in rows:
-        for node, weight in row.nodes.items():
-            nodes[node] = nodes[node] + weight if node in nodes else weight
-        for ends, weight in row.edges.items():
-            edges[ends] = edges[ends] + weight if ends in edges else weight
-    return weights_as_costs(problem, Row(name="memory", nodes=nodes, edges=edges, limit=0.0))
-
-
-def _lesson(search: MemorySearch, least: MemoryEstimate) -> str:
+def _lesson(search: MemorySearch, least: MemoryEstimate, bound_bytes: float) -> str:
     named = "; ".join(f"{_size(nbytes)} for {what}" for what, nbytes in least.largest[:_NUM_NAMED])
-    mesh, needed = search.table.mesh, search.compiler.needed_bytes(least.peak_bytes)
+    needed, bound = map(search.compiler.needed_bytes, (least.peak_bytes, bound_bytes))
+    proof = "no plan needs less" if bound >= needed else f"none needs less than {_size(bound)}"
     return (
-        f"The step needs at least {_size(needed)} per device on the mesh {mesh.shape}, of which "
-        f"{_size(least.arguments_bytes)} are its arguments; the budget is {_size(search.budget_bytes)}. "
+        f"The step needs at least {_size(needed)} per device on the mesh {search.table.mesh.shape}, of which "
+        f"{_size(least.arguments_bytes)} are its arguments; the budget is {_size(search.budget_bytes)}. That is the "
+        f"least of the plans found, and by the bound of the search {proof}. "
         f"Most is taken at {least.at}: {named}. Give it more devices, split the batch into more microbatches, "
         "recompute layers (jax.checkpoint), donate the state, or raise the budget."
     )

@@ -11,7 +11,7 @@ states, exact for the states that it was made for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,41 +28,49 @@ from autopar.compiler.intra_op.layout import Layout, LogicalMesh, num_shards, re
 _MOMENTS_AT_ONCE = 3
 
 
-def memory_rows(
-    choices: BlockChoices,
-    table: ChoiceTable,
-    budget_bytes: float,
-    donated: Collection[int] = (),
-    *,
-    compiler: Compiler = GPU,
-) -> Callable[[Sequence[int]], Sequence[Row]]:
-    """For the solver: which rows do these states violate? `donated` are the inputs that a step may overwrite."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelledMemory:
+    """What the plan that a solution means keeps in memory at its worst moments."""
 
-    def violated(states: Sequence[int]) -> list[Row]:
-        program, forms = _step(choices, table.mesh, states, donated, compiler)
-        arguments = _Terms.of_inputs(choices, table.mesh)
-        used = arguments.value(states)
+    mesh: LogicalMesh
+    arguments: _Terms
+    arguments_bytes: float
+    moments: Sequence[Moment]
+    """The worst first."""
+    forms: Mapping[Form, Made]
+
+    @property
+    def peak_bytes(self) -> float:
+        """What it needs at most."""
+        return self.arguments_bytes + self.moments[0].nbytes
+
+    def rows_above(self, limit_bytes: float) -> list[Row]:
+        """The rows of the moments that need more than that."""
         return [
-            arguments.plus(moment, forms, table.mesh).row(f"memory at {number}", budget_bytes)
-            for number, moment in enumerate(worst_moments(program, _MOMENTS_AT_ONCE))
-            if used + moment.nbytes > budget_bytes
+            self.arguments.plus(moment, self.forms, self.mesh).row(f"memory at {number}", limit_bytes)
+            for number, moment in enumerate(self.moments)
+            if self.arguments_bytes + moment.nbytes > limit_bytes
         ]
 
-    return violated
 
-
-def modelled_bytes(
+def modelled_memory(
     choices: BlockChoices,
     table: ChoiceTable,
     states: Sequence[int],
     donated: Collection[int] = (),
     *,
     compiler: Compiler = GPU,
-) -> float:
-    """The modelled memory of a solution."""
-    program, _ = _step(choices, table.mesh, states, donated, compiler)
-    (moment,) = worst_moments(program, 1)
-    return _Terms.of_inputs(choices, table.mesh).value(states) + moment.nbytes
+) -> ModelledMemory:
+    """The memory of a solution. `donated` are the inputs that a step may overwrite."""
+    program, forms = _step(choices, table.mesh, states, donated, compiler)
+    arguments = _Terms.of_inputs(choices, table.mesh)
+    return ModelledMemory(
+        mesh=table.mesh,
+        arguments=arguments,
+        arguments_bytes=arguments.value(states),
+        moments=worst_moments(program, _MOMENTS_AT_ONCE),
+        forms=forms,
+    )
 
 
 # --- rows ---------------------------------------------------------------------------------------------------
@@ -142,7 +150,12 @@ def _kept(moment: Moment, forms: Mapping[Form, Made]) -> Iterator[tuple[Form, Fo
         if moment.program.is_input(root):
             continue
         mine = wanted.get(root, [root])
-        yield from ((form, _nearest(form, forms, lives.places, mine)) for form in mine)
+        first: Form | None = None
+        for form in mine:
+            origin = _nearest(form, forms, lives.places, mine)
+            # Two copies of what is itself no longer there are one array where their layouts agree.
+            yield form, first if origin is None else origin
+            first = form if first is None and origin is None else first
     for root, life in lives.whole.items():
         if not life.allocated or moment.program.is_input(root):  # which is there all the time
             copies = [form for form in wanted.get(root, ()) if form != root]

@@ -40,6 +40,7 @@ from autopar.compiler.intra_op.rows import (
     reduce_with_rows,
     restrict,
     restrict_row,
+    sum_of_rows,
     weights_as_costs,
     with_row_edges,
 )
@@ -89,6 +90,11 @@ class _Search:
         """Whether the best candidate needs no further proof."""
         return self.best is not None and self.effort.is_enough(self.value, self.bound)
 
+    def begin_with(self, states: States) -> None:
+        """Note a choice that is known to do."""
+        self.best = states
+        self.value = self.met[states] = choice_value(self.problem, states)
+
     def meet(self, states: States) -> None:
         """Note a choice: a cut, and the best candidate if it costs least and violates nothing; else rows may appear."""
         if states in self.met:
@@ -118,9 +124,16 @@ class _Search:
 
 
 def minimize_within_rows(
-    problem: Problem, violated_rows: ViolatedRows, effort: Effort, starts: Sequence[States], bound: float
+    problem: Problem,
+    violated_rows: ViolatedRows,
+    effort: Effort,
+    starts: Sequence[States],
+    bound: float,
+    known: States | None = None,
 ) -> Found:
     """The best choice that violates no row; one of `starts` must have the least cost without rows, `bound`.
+
+    `known` is a choice to improve upon, whatever the rows say of it.
 
     Raises `Infeasible` if no choice is within the rows, and `SolverFailed` if time runs out before one is found.
     """
@@ -132,11 +145,13 @@ def minimize_within_rows(
         ceiling=_ceiling(problem),
         least=[np.full(cost.size, -np.inf) for cost in problem.costs],
     )
+    if known is not None:
+        search.begin_with(known)
     for states in starts:
         search.meet(states)
     prices, num_rows = np.zeros(0), -1
     while num_rows < len(search.rows) and not search.is_done:
-        for row in search.rows[prices.size :]:
+        for row in search.rows[prices.size :] if search.best is None else ():
             _use_least(search, row, [row.name])
         num_rows = len(search.rows)
         if search.best is None and num_rows > 1:
@@ -179,7 +194,7 @@ def _use_least_together(search: _Search) -> None:
     weights, step = np.ones(len(rows)), 1.0
     for _ in range(MAX_TOGETHER):
         num_met = len(search.met)
-        states = _use_least(search, _sum_of(rows, weights / weights.sum()), [row.name for row in rows])
+        states = _use_least(search, _in_shares(rows, weights / weights.sum()), [row.name for row in rows])
         if states is None or search.best is not None or len(search.rows) > len(rows) or search.effort.left_s <= 0:
             return
         # The same choice again calls for other weights.
@@ -188,18 +203,9 @@ def _use_least_together(search: _Search) -> None:
         weights = weights * np.exp(step * (excess - excess.max()) / (np.ptp(excess) or 1.0))
 
 
-def _sum_of(rows: Sequence[Row], weights: Floats) -> Row:
-    """The rows as one, in shares of their limits; whatever is within all of them is within it."""
-    nodes: dict[int, Floats] = {}
-    edges: dict[tuple[int, int], Floats] = {}
-    factors = [weight / row_scale(row) for weight, row in zip(weights, rows, strict=True)]
-    for row, factor in zip(rows, factors, strict=True):
-        for i, weight in row.nodes.items():
-            nodes[i] = nodes.get(i, 0.0) + factor * weight
-        for ends, weight in row.edges.items():
-            edges[ends] = edges.get(ends, 0.0) + factor * weight
-    limit = sum(factor * row.limit for row, factor in zip(rows, factors, strict=True))
-    return Row(name="all rows", nodes=nodes, edges=edges, limit=limit)
+def _in_shares(rows: Sequence[Row], weights: Floats) -> Row:
+    """The rows as one, in shares of their limits."""
+    return sum_of_rows(rows, weights / np.array([row_scale(row) for row in rows]))
 
 
 def _try_prices(search: _Search, prices: Floats) -> Floats:
@@ -293,7 +299,9 @@ def _next_prices(search: _Search, best: Floats, best_bound: float) -> tuple[Floa
             at_most=np.inf,
         )
     )
-    assert result.columns is not None
+    if result.columns is None:
+        # By round-off the cuts contradict the bound: they promise nothing that counts.
+        return best, best_bound
     return np.maximum(result.columns[1:], 0.0) * unit, best_bound + result.columns[0] * unit
 
 
@@ -315,8 +323,13 @@ def _solve_promising(search: _Search) -> None:
 def _solve_rest(search: _Search) -> None:
     """Branch and bound on the states that may be part of a choice better than the best candidate by `max_gap`."""
     most = search.value - search.effort.slack(search.value)
-    states, bound = _solve_restricted(search, search.not_excluded(most), search.effort.left_s)
     search.how.append("branch and bound")
+    try:
+        states, bound = _solve_restricted(search, search.not_excluded(most), search.effort.left_s)
+    except Infeasible:
+        if search.best is None:
+            raise
+        states, bound = None, most
     if states is not None:
         search.meet(states)
     search.raise_bound(min(bound, most))

@@ -84,6 +84,21 @@ def restrict_row(row: Row, kept: Sequence[Indices]) -> Row:
     return replace(row, nodes={i: weight[kept[i]] for i, weight in row.nodes.items()}, edges=edges)
 
 
+def sum_of_rows(rows: Sequence[Row], factors: Floats) -> Row:
+    """The rows times factors, as one; whatever is within all of them is within it."""
+    nodes: dict[int, Floats] = {}
+    edges: dict[tuple[int, int], Floats] = {}
+    for row, factor in zip(rows, factors, strict=True):
+        if factor == 0:
+            continue
+        for i, weight in row.nodes.items():
+            nodes[i] = nodes.get(i, 0.0) + factor * weight
+        for ends, weight in row.edges.items():
+            edges[ends] = edges.get(ends, 0.0) + factor * weight
+    limit = sum(float(factor) * row.limit for row, factor in zip(rows, factors, strict=True))
+    return Row(name="all rows", nodes=nodes, edges=edges, limit=limit)
+
+
 def weights_as_costs(problem: Problem, row: Row) -> Problem:
     """The problem of using up the least of one row."""
     problem = with_row_edges(problem, [row])

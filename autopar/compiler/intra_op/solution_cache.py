@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar.compiler.intra_op.choice_problem import Floats, Optimum, Problem
 
-FORMAT = 1
+FORMAT = 2
 """Changes whenever what is kept, or what an optimum is, changes."""
 
 
