@@ -196,13 +196,13 @@ def _empty(empty: Empty, device: Device) -> Callable[[], jax.Array]:
 
 
 def _finish(plan: TransferPlan, sharding: NamedSharding, places: tuple[int, ...]) -> Callable[[Arrays], jax.Array]:
-    sent = NamedSharding(sharding.mesh, plan.destination.spec)
+    box = plan.destination_boxes[plan.destination.devices[0]]
+    if tuple(stop - start for start, stop in box) == sharding.shard_shape(plan.shape):
+        return lambda held: jax.make_array_from_single_device_arrays(
+            plan.shape, sharding, [held[place] for place in places]
+        )
+    parts = NamedSharding(sharding.mesh, plan.destination.spec)
     gather = jax.jit(lambda array: array, out_shardings=sharding)
-    whole = sent.shard_shape(plan.shape) == sharding.shard_shape(plan.shape)
-
-    def make(held: Arrays) -> jax.Array:
-        shards = [held[place] for place in places]
-        array = jax.make_array_from_single_device_arrays(plan.shape, sharding if whole else sent, shards)
-        return array if whole else gather(array)
-
-    return make
+    return lambda held: gather(
+        jax.make_array_from_single_device_arrays(plan.shape, parts, [held[place] for place in places])
+    )

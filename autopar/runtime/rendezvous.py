@@ -6,6 +6,7 @@ ask; a text is no secret, and a question is nothing but the name.
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 
 from autopar.errors import HostLost
@@ -18,10 +19,11 @@ class Rendezvous:
 
     def __init__(self, host: str = "127.0.0.1", *, wait_s: float = WAIT_S) -> None:
         self._wait_s = wait_s
-        self._listener = Listener((host, 0))
+        self._listener = Listener((host, 0), backlog=128)
         self._texts: dict[str, bytes] = {}
         self._changed = threading.Condition()
-        _in_background(self._accept)
+        self._closed = False
+        self._accepting = _in_background(self._accept)
 
     def address(self) -> str:
         """Host and port."""
@@ -36,18 +38,22 @@ class Rendezvous:
 
     def close(self) -> None:
         """Answer no more."""
-        self._listener.close()
+        self._closed = True
+        # The accepting thread does not notice that its socket is closed, but that somebody comes.
+        Client(self._listener.address).close()
+        self._accepting.join()
 
     def _accept(self) -> None:
-        while True:
-            try:
+        with self._listener:
+            while True:
                 connection = self._listener.accept()
-            except OSError:  # closed
-                return
-            _in_background(lambda asked=connection: self._answer(asked))
+                if self._closed:
+                    connection.close()
+                    return
+                _in_background(lambda asked=connection: self._answer(asked))
 
     def _answer(self, connection: Connection) -> None:
-        with connection:
+        with suppress(OSError, EOFError), connection:  # of who has gone, or came for something else
             name = connection.recv_bytes().decode()
             with self._changed:
                 self._changed.wait_for(lambda: name in self._texts, timeout=self._wait_s)
@@ -74,5 +80,7 @@ def fetch(address: str, name: str) -> bytes:
     return text
 
 
-def _in_background(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, daemon=True).start()
+def _in_background(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread

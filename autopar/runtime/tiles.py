@@ -218,6 +218,8 @@ def _sender(
     process_of: Mapping[int, int] | Sequence[int],
     load: Counter[int],
 ) -> int:
+    if len(holders) == 1:
+        return holders[0]
     by_process: Counter[int] = Counter()
     for ordinal in holders:
         by_process[process_of[ordinal]] += load[ordinal]

@@ -37,7 +37,7 @@ def world(endpoint: str, environments: Sequence[Mapping[str, str]]) -> Iterator[
             process.stdin.write(json.dumps(addresses) + "\n")
             process.stdin.flush()
         yield [told(process) for process in processes]
-        for process in processes:
+        for process in reversed(processes):  # the first one is the coordinator, without which the others abort
             process.communicate("\n", timeout=30)
     finally:
         for process in processes:
