@@ -16,10 +16,10 @@ never waits, but to open communicators, which `open` does in one order of all pa
 Bytes are sent as bytes, whatever the dtype. JAX copies what arrived, because a buffer of CuPy must neither be donated
 to an executable nor go back to CuPy's pool while JAX's stream may still read it; CuPy's is kept until the copy is made.
 
-Not run on any GPU yet: all but `sequence`, `opening_order` and `from_bytes`, which are tested without one. What to
-look at first there: waiting kernels of NCCL hold a few multiprocessors each; CUDA maps streams to 8 hardware queues
-(`CUDA_DEVICE_MAX_CONNECTIONS=32` gives more), and a stream that waits in a queue holds up those behind it; and CuPy
-takes memory beside JAX's (`XLA_PYTHON_CLIENT_MEM_FRACTION`).
+Not run on any GPU yet: all but `sequence`, `opening_order` and `taking`, which are tested without one. What to look
+at first there: waiting kernels of NCCL hold a few multiprocessors each, beside the collectives of XLA; CUDA maps
+streams to 8 hardware queues (`CUDA_DEVICE_MAX_CONNECTIONS=32` gives more), and a stream that waits in a queue holds up
+those behind it; and CuPy takes memory beside JAX's (`XLA_PYTHON_CLIENT_MEM_FRACTION`).
 """
 
 from collections import deque
@@ -79,6 +79,19 @@ def from_bytes(raw: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type(raw.reshape(*shape, dtype.itemsize), dtype)
 
 
+def taking(parcel: Parcel, device: Device) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    """From bytes on the device to the parcel's array, and a scalar that is ready when they have been copied.
+
+    The array itself cannot tell: it may be donated before anybody asks.
+    """
+
+    def take(raw: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return from_bytes(raw, parcel.shape, parcel.dtype), raw[0]
+
+    # The bytes come uncommitted; the layout says that they stay where they are.
+    return jax.jit(take, out_shardings=SingleDeviceSharding(device))
+
+
 @dataclass(kw_only=True)
 class _Line:
     """An open pair at one of its ends: what is under way must not be freed."""
@@ -136,7 +149,7 @@ class Nccl:
         self._wanted.update((p.source, p.destination) for p in parcels)
         planned = sequence(parcels)
         # One compiled function per tile, which the loader makes once.
-        typed = [_typed(p, self._devices[p.destination]) for p in parcels]
+        takes = [taking(p, self._devices[p.destination]) for p in parcels]
 
         def pull(tag: int) -> Sequence[jax.Array]:
             lines = [self._lines[t.pair] for t in planned]
@@ -145,7 +158,7 @@ class Nccl:
             for line, buffer in zip(lines, buffers, strict=True):
                 self._receive(line, buffer)
             self._cupy.cuda.nccl.groupEnd()
-            return [self._taken(*parts) for parts in zip(lines, buffers, typed, strict=True)]
+            return [self._taken(*parts) for parts in zip(lines, buffers, takes, strict=True)]
 
         return pull
 
@@ -212,24 +225,21 @@ class Nccl:
         kind = self._cupy.cuda.nccl.NCCL_UINT8
         line.communicator.recv(buffer.data.ptr, buffer.nbytes, kind, line.peer, line.stream.ptr)
 
-    def _taken(self, line: _Line, buffer: Any, typed: Any) -> jax.Array:
+    def _taken(self, line: _Line, buffer: Any, take: Callable[[jax.Array], tuple[jax.Array, jax.Array]]) -> jax.Array:
         with line.device, line.stream:
             raw = jax.dlpack.from_dlpack(buffer)  # JAX's stream waits for ours from here on
-        array = typed(raw)
-        line.kept.append((array, raw, buffer))
+        array, copied = take(raw)
+        line.kept.append((copied, raw, buffer))
         return array
-
-
-def _typed(parcel: Parcel, device: Device) -> Callable[[jax.Array], jax.Array]:
-    # The bytes come uncommitted; the layout says that they stay where they are.
-    function = jax.jit(
-        lambda raw: from_bytes(raw, parcel.shape, parcel.dtype), out_shardings=SingleDeviceSharding(device)
-    )
-    return function
 
 
 def _num_bytes(parcel: Parcel) -> int:
     return int(np.prod(parcel.shape, dtype=np.int64)) * np.dtype(parcel.dtype).itemsize
+
+
+def nccl_version(devices: Sequence[Device]) -> int:
+    """The release of NCCL that CuPy has, as its own number; raises `Unsupported` for what is missing."""
+    return int(_cupy(dict(enumerate(devices))).cuda.nccl.get_version())
 
 
 def _cupy(devices: Mapping[int, Device]) -> Any:

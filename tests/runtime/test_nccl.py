@@ -14,7 +14,7 @@ import pytest
 from autopar.errors import Unsupported
 from autopar.runtime.base import Parcel
 from autopar.runtime.message_ends import incoming, outgoing
-from autopar.runtime.nccl import Nccl, Pair, Transmission, from_bytes, opening_order, sequence
+from autopar.runtime.nccl import Nccl, Pair, Transmission, opening_order, sequence, taking
 from tests.runtime.exchange_process import drawn_messages
 from tests.runtime.worlds import world
 
@@ -63,13 +63,17 @@ def test_communicators_open_without_waiting_in_a_circle(seed):
     ["float32", "bfloat16", "float16", "float8_e4m3fn", "bool", "int8", "uint8", "uint32", "complex64"],
 )
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5)], ids=str)
-def test_bytes_become_the_array_again(dtype, shape):
+def test_bytes_become_an_array_that_may_be_donated(dtype, shape):
     values = np.random.default_rng(0).integers(-5, 5, shape).astype(jnp.dtype(dtype))
     raw = jnp.asarray(np.frombuffer(values.tobytes(), np.uint8))
-    array = jax.jit(lambda raw: from_bytes(raw, shape, dtype))(raw)
-    assert (array.dtype, array.shape) == (values.dtype, values.shape)
+    device = jax.devices()[0]
+    parcel = Parcel(source=0, destination=1, shape=shape, dtype=values.dtype)
+    array, copied = taking(parcel, device)(raw)
+    assert (array.dtype, array.shape, array.devices()) == (values.dtype, values.shape, {device})
     assert np.asarray(array).tobytes() == values.tobytes()
-    assert array.unsafe_buffer_pointer() != raw.unsafe_buffer_pointer()
+    assert raw.unsafe_buffer_pointer() not in {array.unsafe_buffer_pointer(), copied.unsafe_buffer_pointer()}
+    array.delete()
+    assert copied.block_until_ready().is_ready() and raw[0] == copied
 
 
 def test_elements_of_less_than_a_byte_are_refused():
