@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass, replace
 
 from autopar.machine import Machine, machines
-from benchmarks.accuracy_frameworks import habits_of, machine_of, with_kernel
+from benchmarks.accuracy_frameworks import habits_of, machine_of, network_of, with_kernel
 from benchmarks.accuracy_plans import ALPA_BATCH, ALPA_SEQUENCE, best_layout, restriction_of
-from benchmarks.accuracy_rows import Row
+from benchmarks.accuracy_rows import NUMBERS, Row
 from benchmarks.training_model.known_models import alpa_gpt, named_transformer
 from benchmarks.training_model.layout import Habits, Layout
 from benchmarks.training_model.models import Transformer
@@ -43,8 +43,16 @@ class Unusable(Exception):
     """Why a row cannot be simulated, as a short sentence that counts with others."""
 
 
+LARGEST = {"layers": 10_000, "ngpu": 10**6}
+"""Of a column, what is taken for a measurement; of the other columns 10⁸."""
+LONGEST_S = 1e8
+
+
 def case_of(row: Row) -> Case:
     """The row as a case; `Unusable` says why it is none."""
+    for column in NUMBERS:
+        if (row.number(column) or 0) > LARGEST.get(column, 10**8):
+            raise Unusable(f"{column} is beyond what is simulated")
     hardware = machine_of(row["hw"])
     if hardware is None or hardware not in machines():
         raise Unusable(f"no machine file for the hardware {row['hw']!r}")
@@ -62,10 +70,14 @@ def case_of(row: Row) -> Case:
     layout = planned or _layout(row, model)
     if layout.tokens < 1 or model.query_size < layout.tp or not model.width or not model.vocab:
         raise Unusable("its sizes leave some device without work")
+    if layout.pp * layout.vp > model.layers:
+        raise Unusable("it has more stages than layers")
     if layout.ep > 1 and (model.experts is None or model.experts.count % layout.ep):
         raise Unusable("experts cannot be divided over ep")
     out_of_memory = None if not row["oom"] else row.number("oom") == 1
     measured_s = None if out_of_memory else _measured_s(row, model, layout)
+    if measured_s is not None and not 0 < measured_s < LONGEST_S:
+        raise Unusable("its step takes no time, or more than can be measured")
     return Case(
         row=row,
         model=model,
@@ -83,6 +95,9 @@ def _machine(row: Row, name: str) -> Machine:
     gigabytes = re.search(r"(\d+)gb", row["hw"].lower())
     if gigabytes:
         machine = replace(machine, memory_bytes=float(int(gigabytes[1]) * 2**30))
+    network = network_of(row["hw"], row.source)
+    if network:
+        machine = replace(machine, inter=replace(machine.inter, bandwidth=network))
     per_host = row.whole("gpus_per_node")
     if per_host and machine.domain == machine.devices_per_host != per_host:
         return replace(machine, devices_per_host=per_host, domain=per_host)
@@ -98,10 +113,14 @@ def _with_types(row: Row, habits: Habits) -> Habits:
         return replace(habits, dtype="fp8")
     if "v100" in words:
         return replace(habits, dtype="float16")
-    if row.source.endswith("bigscience"):
-        # DeepSpeed's BF16_Optimizer accumulates gradients in float32 besides.
-        return replace(habits, dtype="bfloat16", gradient_bytes=6.0)
-    return habits
+    if not row.source.endswith("bigscience"):
+        return habits
+    if re.match(r"02-(2[0-7]|[01]\d)", row["note"]):
+        # Before the switch to BF16, as the memory recorded says: gradients in 2 bytes. DeepSpeed's ZeRO holds the
+        # gradients of a shard in float32 besides.
+        return replace(habits, dtype="float16", state_bytes=16.0)
+    # DeepSpeed's BF16_Optimizer accumulates gradients in float32 besides.
+    return replace(habits, dtype="bfloat16", gradient_bytes=6.0)
 
 
 # --- sizes ----------------------------------------------------------------------------------------------------
@@ -214,13 +233,13 @@ def _divided(devices: int | None, by: int) -> int | None:
 
 
 def _microbatches(row: Row, dp: int) -> tuple[int, int]:
-    noted = re.search(r"mbc(\d+)", row["note"])
+    noted = re.search(r"mbc(\d{1,8})(?!\d)", row["note"])
     if noted:
-        return row.whole("mbs") or 1, int(noted[1])
+        return row.whole("mbs") or 1, max(1, int(noted[1]))
     batch = row.whole("gbs")
     if not batch:
         raise Unusable("the global batch is not recorded")
-    accumulated = re.search(r"grad_accum=(\d+)", row["note"])
+    accumulated = re.search(r"grad_accum=0*([1-9]\d*)", row["note"])
     size = row.whole("mbs") or (batch // (dp * int(accumulated[1])) if accumulated else 1)
     return max(1, size), max(1, round(batch / (dp * max(1, size))))
 

@@ -21,6 +21,8 @@ from benchmarks.accuracy_cases import Case
 from benchmarks.training_model.prices import SCALARS, Rates, Scalars, rates_of
 from benchmarks.training_model.step import StepTime, step_time
 
+MEASURED = frozenset(("step_s", "samples_s", "tok_s_gpu", "tflops_gpu", "mfu", "mem_gib", "oom", "pred"))
+"""Columns of what came out of a run; which rows are fitted to does not depend on them."""
 NOISE = 0.05
 """Of one measured step, relative."""
 
@@ -32,7 +34,7 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
     "launch": (0.2, 5.0, 0.5),
     "intra_latency": (0.1, 20.0, 1.0),
     "intra_rate": (0.2, 1.3, 0.3),
-    "inter_latency": (0.1, 20.0, 1.0),
+    "intra_partial": (0.1, 10.0, 2.0),
     "inter_rate": (0.1, 1.5, 0.5),
     "overlap": (0.1, 2.0, 0.5),
 }
@@ -41,14 +43,23 @@ LONGEST_FIXED_S = 0.1
 
 
 def chosen_for_fit(cases: Sequence[Case], fraction: float) -> set[int]:
-    """The lines of that fraction of the cases: those whose content has the smallest digests."""
-    usable = [case for case in cases if case.measured_s is not None]
-    ranked = sorted(usable, key=lambda case: (_digest(case), case.row.line))
-    return {case.row.line for case in ranked[: math.ceil(fraction * len(ranked))]}
+    """The lines of that fraction of the cases, evenly among them in the order of what was run, not of what it took."""
+    usable = sorted((case for case in cases if case.measured_s is not None), key=_configuration)
+    count = math.ceil(fraction * len(usable))
+    return {usable[int((index + 0.5) * len(usable) / count)].row.line for index in range(count)}
+
+
+def _configuration(case: Case) -> tuple[object, ...]:
+    """What was run: like runs stand together, and equal ones in the order of a digest of what they are."""
+    model, layout = case.model, case.layout
+    task = (case.machine.name, model.parameters, layout.sequence, layout.devices)
+    degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.dp)
+    return (*task, *degrees, layout.microbatch, layout.microbatches, _digest(case), case.row.line)
 
 
 def _digest(case: Case) -> str:
-    return hashlib.sha256("|".join(text for _, text in case.row.cells).encode()).hexdigest()
+    told = (text for name, text in case.row.cells if name not in MEASURED)
+    return hashlib.sha256("|".join(told).encode()).hexdigest()
 
 
 def predicted_times(cases: Sequence[Case], scalars: Scalars) -> list[StepTime]:
@@ -69,6 +80,8 @@ def fitted_scalars(cases: Sequence[Case]) -> Scalars:
     if not len(measured):
         return Scalars()
     widths = np.array([width for _, _, width in BOUNDS.values()])
+    low = [math.log(bound) for bound, _, _ in BOUNDS.values()] + [0.0]
+    high = [math.log(bound) for _, bound, _ in BOUNDS.values()] + [1.0]
 
     def residuals(x: np.ndarray) -> np.ndarray:
         times = predicted_times(cases, _scalars(x))
@@ -77,8 +90,6 @@ def fitted_scalars(cases: Sequence[Case]) -> Scalars:
         robust = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
         return np.concatenate([robust, x[:-1] / widths, [2 * x[-1]]])
 
-    low = [math.log(bound) for bound, _, _ in BOUNDS.values()] + [0.0]
-    high = [math.log(bound) for _, bound, _ in BOUNDS.values()] + [1.0]
     start = np.array([0.0] * len(BOUNDS) + [0.01])
     scale = np.append(widths, 0.25)
     solved = least_squares(residuals, start, bounds=(low, high), x_scale=scale, max_nfev=60)

@@ -44,6 +44,7 @@ PARAX = Habits(dtype="float16", flash=False, compiled=True)
 
 # Pattern of "framework | source" in lower case -> habits.
 FRAMEWORKS: tuple[tuple[str, Habits], ...] = (
+    (r"megatron-deepspeed.*vtrain.*multi", MEGATRON_2021),
     (r"megatron-deepspeed.*vtrain", Habits(
         dtype="float16", flash=False, dropout=True, launch_s=CHECKPOINTED_S, pads_vocab=False,
     )),
@@ -76,6 +77,22 @@ MACHINES: tuple[tuple[str, str], ...] = (
     (r"^trillium", "tpu-v6e"),
     (r"^v5p", "tpu-v5p"),
 )
+
+
+# Pattern of "hardware | source" in lower case -> bytes per second that one device sends between hosts, where a cluster
+# has another network than the machine's data sheet: a host's links by its devices, 0.96 of it as in machines' files.
+NETWORKS: tuple[tuple[str, float], ...] = (
+    (r"vtrain", 0.96 * 800e9 / 8 / 8),  # VIA-Research/vTrain src/config.py: 800 Gb/s of a host of 8 A100
+    (r"dlperf", 0.96 * 100e9 / 8 / 8),  # Oneflow-Inc/DLPerf: one EDR InfiniBand card of a host of 8 V100
+    (r"a100.*bigscience", 0.96 * 400e9 / 8 / 8),  # Jean Zay: 4 Omni-Path links of 100 Gb/s of a host of 8 A100
+    (r"v100.*bigscience", 0.96 * 400e9 / 8 / 4),  # Jean Zay: as many of a host of 4 V100
+)  # fmt: skip
+
+
+def network_of(hardware: str, source: str) -> float | None:
+    """What one device of a cluster sends between hosts, in bytes per second, or None if it is as the machine says."""
+    name = f"{hardware} | {source}".lower()
+    return next((rate for pattern, rate in NETWORKS if re.search(pattern, name)), None)
 
 
 def habits_of(framework: str, source: str) -> Habits | None:

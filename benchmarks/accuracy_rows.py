@@ -20,6 +20,7 @@ COLUMNS = (
     "samples_s", "tok_s_gpu", "tflops_gpu", "mfu", "mem_gib", "oom", "pred", "note",
 )  # fmt: skip
 WORDS = frozenset(("src", "licence", "framework", "model", "hw", "zero", "recompute", "kernel", "note"))
+NUMBERS = tuple(name for name in COLUMNS if name not in WORDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +64,21 @@ def read_measurements(path: Path) -> Measurements:
     """The rows of a CSV file; `InvalidArgument` if there is no such file, or columns are missing."""
     if not path.is_file():
         raise InvalidArgument(f"There is no file {str(path)!r}. Give --measurements a CSV file of measured steps.")
+    try:
+        return _read(path)
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            f"{str(path)!r} holds the byte {error.object[error.start]:#x}, but must be text in UTF-8. Save it so."
+        ) from error
+    except csv.Error as error:
+        raise InvalidArgument(f"{str(path)!r} is not CSV: {error}. Save it as CSV in UTF-8.") from error
+
+
+def _read(path: Path) -> Measurements:
     rows: list[Row] = []
     unreadable: list[tuple[int, str]] = []
-    with path.open(encoding="utf-8", newline="") as file:
+    # A spreadsheet begins its CSV with a byte order mark.
+    with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, restkey="", restval=None)
         found = reader.fieldnames or ()
         missing = [column for column in COLUMNS if column not in found]

@@ -14,7 +14,7 @@ from benchmarks.accuracy_cases import Case, Unusable, case_of
 from benchmarks.accuracy_fit import BOUNDS, chosen_for_fit, fitted_scalars, predicted_times
 from benchmarks.accuracy_frameworks import MACHINES
 from benchmarks.accuracy_report import Predicted, cell_regrets, spearman, summary
-from benchmarks.accuracy_rows import COLUMNS, Row, read_measurements
+from benchmarks.accuracy_rows import COLUMNS, Row
 from benchmarks.training_model.memory import peak_memory
 from benchmarks.training_model.prices import SCALARS, Scalars
 
@@ -65,41 +65,6 @@ def grid() -> list[Case]:
     return found
 
 
-# --- reading --------------------------------------------------------------------------------------------------
-
-
-def test_rows_are_read_and_the_unreadable_named(tmp_path):
-    rows = [GPT_ROW, {**GPT_ROW, "step_s": "fast"}, {**GPT_ROW, "dp": "-1"}, {**GPT_ROW, "src": ""}]
-    found = read_measurements(write(tmp_path / "rows.csv", [*rows, {**GPT_ROW, "gbs": "nan"}]))
-    assert len(found.rows) == 1
-    assert [line for line, _ in found.unreadable] == [3, 4, 5, 6]
-    assert "'fast' in column step_s" in found.unreadable[0][1]
-    assert "at least 0" in found.unreadable[1][1]
-    assert "source" in found.unreadable[2][1]
-
-
-def test_a_row_with_too_few_or_too_many_cells_is_unreadable(tmp_path):
-    path = write(tmp_path / "rows.csv", [GPT_ROW])
-    path.write_text(path.read_text() + "a,b,c\n" + "," * 60 + "\n")
-    found = read_measurements(path)
-    assert len(found.rows) == 1
-    assert [reason for _, reason in found.unreadable] == [
-        "ends before its column model",
-        "has more cells than there are columns",
-    ]
-
-
-def test_missing_columns_are_an_error_that_names_them(tmp_path):
-    path = write(tmp_path / "rows.csv", [GPT_ROW], tuple(each for each in COLUMNS if each not in ("tp", "oom")))
-    with pytest.raises(InvalidArgument, match=r"tp, oom must be there too. Add them"):
-        read_measurements(path)
-
-
-def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(InvalidArgument, match="There is no file"):
-        read_measurements(tmp_path / "none.csv")
-
-
 @pytest.mark.parametrize(
     ("src", "source"),
     [
@@ -139,6 +104,10 @@ def test_a_full_row_is_a_case():
         ({"ngpu": "16"}, "do not make the number of devices"),
         ({"seq": "1", "mbs": "1", "cp": "2", "ngpu": "16"}, "without work"),
         ({"note": "layers/stage [5, 7, 7]"}, "not of as many stages as pp"),
+        ({"layers": "1"}, "more stages than layers"),
+        ({"pp": "1e12", "ngpu": ""}, "pp is beyond what is simulated"),
+        ({"hidden": "1e300"}, "hidden is beyond what is simulated"),
+        ({"step_s": "", "tok_s_gpu": "1e-9"}, "more than can be measured"),
     ],
 )
 def test_a_row_that_cannot_be_simulated_says_why(cells, reason):
@@ -155,6 +124,34 @@ def test_a_row_that_cannot_be_simulated_says_why(cells, reason):
 )
 def test_the_step_follows_from_throughput(cells, step_s):
     assert case_of(row(**cells)).measured_s == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize("note", ["mbc0", "grad_accum=0", "mbc999999999999"])
+def test_a_note_that_counts_no_microbatches_is_not_believed(note):
+    assert case_of(row(note=note)).layout.microbatches in (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("src", "note", "dtype", "gradient_bytes"),
+    [
+        ("bigscience-workshop/bigscience:prequel.md#L1", "02-25", "float16", 2.0),
+        ("bigscience-workshop/bigscience:prequel.md#L2", "02-28", "bfloat16", 6.0),
+    ],
+)
+def test_runs_before_the_switch_to_bf16_hold_gradients_in_two_bytes(src, note, dtype, gradient_bytes):
+    habits = case_of(row(src=src, note=note)).habits
+    assert (habits.dtype, habits.gradient_bytes) == (dtype, gradient_bytes)
+
+
+@pytest.mark.parametrize(
+    ("src", "gigabytes_s"),
+    [
+        ("VIA-Research/vTrain:data/ground_truth_multi.csv", 12.0),  # 800 Gb/s of 8 devices, 0.96 of it
+        ("someone/else:a.csv", 24.0),  # the DGX A100's own
+    ],
+)
+def test_a_cluster_has_the_network_that_its_authors_name(src, gigabytes_s):
+    assert case_of(row(src=src)).machine.inter.bandwidth == pytest.approx(gigabytes_s * 1e9)
 
 
 def test_the_step_follows_from_flops_as_megatron_counts_them():
@@ -197,6 +194,27 @@ def test_rows_for_the_fit_are_chosen_by_content_whatever_their_order():
     chosen = chosen_for_fit(cases, 0.2)
     assert len(chosen) == 5
     assert chosen_for_fit(list(reversed(cases)), 0.2) == chosen
+
+
+def test_rows_for_the_fit_do_not_depend_on_what_was_measured():
+    cases = grid()
+    slower = [
+        replace(case, measured_s=2 * case.measured_s, row=replace(case.row, cells=remeasured(case.row)))
+        for case in cases
+    ]
+    assert chosen_for_fit(slower, 0.2) == chosen_for_fit(cases, 0.2)
+
+
+def remeasured(row: Row) -> tuple[tuple[str, str], ...]:
+    return tuple((name, "99" if name == "step_s" else text) for name, text in row.cells)
+
+
+def test_rows_for_the_fit_are_spread_over_what_was_run():
+    cases = grid()
+    chosen = chosen_for_fit(cases, 1 / 3)
+    fitted = [case for case in cases if case.row.line in chosen]
+    assert {case.model.hidden for case in fitted} == {2048, 4096, 6144}
+    assert len({case.layout.tp for case in fitted}) >= 3
 
 
 def test_a_fit_finds_a_slower_machine_and_predicts_rows_it_has_not_seen():
@@ -304,6 +322,27 @@ def test_the_command_writes_what_it_found(tmp_path, capsys):
     assert [each["line"] for each in report["unreadable"]] == [7]
     assert len(report["predictions"]) == 4
     assert "abacus" in capsys.readouterr().out
+
+
+def test_rows_of_unknown_machines_models_and_sources_leave_the_others_evaluated(tmp_path, capsys):
+    unknown = [
+        {**GPT_ROW, "hw": "abacus", "src": "new/place:a.csv"},
+        {**GPT_ROW, "model": "Oracle-9000", "layers": "", "hidden": "", "src": "new/place:b.csv"},
+        {**GPT_ROW, "framework": "", "src": "newer/place:c.csv"},
+    ]
+    new = {**GPT_ROW, "src": "newest/place:d.csv", "framework": "Unheard-Of 2.0"}
+    path = write(tmp_path / "rows.csv", [*unknown, GPT_ROW, new, {**GPT_ROW, "gbs": "many"}])
+    run("--measurements", str(path), "--json", str(tmp_path / "out.json"))
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert {source: figures["rows"] for source, figures in report["sources"].items() if figures["rows"]} == {
+        "newest/place": 1,
+        "vTrain:data/ground_truth_single.csv": 1,
+    }
+    assert sum(each["rows"] for each in report["skipped"]) == 3
+    assert [each["line"] for each in report["unreadable"]] == [7]
+    said = " ".join(capsys.readouterr().out.split())
+    for part in ("hardware 'abacus'", "sizes of 'Oracle-9000' are not known", "not named", "'many' in column gbs"):
+        assert part in said
 
 
 @pytest.mark.parametrize("fraction", ["0", "1", "-0.5", "nan"])

@@ -135,7 +135,7 @@ def test_large_kernels_hide_their_launches():
         ("memory_rate", 0.5),
         ("intra_latency", 20.0),
         ("intra_rate", 0.5),
-        ("inter_latency", 20.0),
+        ("intra_partial", 5.0),
         ("inter_rate", 0.5),
         ("step_s", 0.05),
     ],

@@ -20,6 +20,10 @@ UNALIGNED_SHARE = 0.35
 """Of the rate of products whose rows are not of a multiple of 8 elements (16 bytes), as tensor cores load them best
 (NVIDIA, "Matrix Multiplication Background User's Guide"); how much is an estimate from vTrain's rows with tp = 1."""
 
+PARTIAL = 0.1
+"""Exponent of the rate of collectives in a part of a host, over that in the whole: (devices / 8) ** PARTIAL. All-reduce
+of 256 MB on 2, 4 and 8 A100: 184, 209 and 217 GB/s (vTrain trace/*_LUT), which makes 0.12 and 0.06."""
+WHOLE_GROUP = 8
 HALF_WIDTH = 128
 """Smallest size of a product at which half of the rate of large ones is reached: estimate, one tile."""
 IN_STEP_SHARE = 0.88
@@ -37,7 +41,7 @@ class Scalars:
     launch: float = 1.0
     intra_latency: float = 1.0
     intra_rate: float = 1.0
-    inter_latency: float = 1.0
+    intra_partial: float = 1.0
     inter_rate: float = 1.0
     overlap: float = 1.0
     step_s: float = 0.0
@@ -51,6 +55,8 @@ class Rates:
     machine: Machine
     habits: Habits
     overlap: float
+    partial: dict[int, Machine]
+    """The machine as groups of so many devices of a host find it."""
     launch_s: float
     step_s: float
 
@@ -67,11 +73,25 @@ def rates_of(machine: Machine, habits: Habits, scalars: Scalars) -> Rates:
         memory_bandwidth=machine.memory_bandwidth * scalars.memory_rate,
         kernel_s=machine.kernel_s * scalars.launch,
         intra=_scaled(machine.intra, scalars.intra_latency, scalars.intra_rate),
-        inter=_scaled(machine.inter, scalars.inter_latency, scalars.inter_rate),
+        inter=_scaled(machine.inter, 1.0, scalars.inter_rate),
     )
+    partial = _partial(corrected, PARTIAL * scalars.intra_partial)
     overlap = min(1.0, machine.overlap * scalars.overlap) if habits.overlaps else 0.0
     launch_s = max(machine.kernel_s, habits.launch_s) * scalars.launch
-    return Rates(machine=corrected, habits=habits, overlap=overlap, launch_s=launch_s, step_s=scalars.step_s)
+    return Rates(
+        machine=corrected,
+        habits=habits,
+        overlap=overlap,
+        partial=partial,
+        launch_s=launch_s,
+        step_s=scalars.step_s,
+    )
+
+
+def _partial(machine: Machine, exponent: float) -> dict[int, Machine]:
+    whole = min(machine.domain, WHOLE_GROUP)
+    rates = {size: (size / whole) ** exponent for size in range(2, whole)}
+    return {size: replace(machine, intra=_scaled(machine.intra, 1.0, rate)) for size, rate in rates.items()}
 
 
 def _scaled(link: Link, latency: float, rate: float) -> Link:
@@ -141,7 +161,9 @@ def _collective_s(each: Collective, layout: Layout, rates: Rates) -> float:
 def collective_time_s(kind: str, nbytes: float, axis: str, layout: Layout, rates: Rates) -> float:
     """Of one collective over an axis of the layout."""
     _, size = layout.stride(axis)
-    return rates.machine.collective_s(kind, nbytes, size, layout.hosts(axis, rates.machine.domain))
+    hosts = layout.hosts(axis, rates.machine.domain)
+    machine = rates.partial.get(size // hosts, rates.machine)
+    return machine.collective_s(kind, nbytes, size, hosts)
 
 
 SCALARS = tuple(each.name for each in fields(Scalars))
