@@ -6,9 +6,11 @@ The endpoint is the "server" of JAX, or "nccl" between GPUs. It prints its addre
 input, and prints what it found.
 """
 
+import faulthandler
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +32,7 @@ DTYPES = ("float32", "bfloat16", "bool", "int8", "float16", "complex64", "float8
 DEVICES_EACH = 2
 MESSAGES = 22
 MARK = "exchange: "
+GIVE_UP_S = 150
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +115,13 @@ def carried_out(exchange: Exchange, messages: list[list[Moved]], steps: int) -> 
 
 
 def donated_is_received(exchange: Exchange, message: int) -> bool:
-    """What process 0 donated after it was sent arrives as it was; the receiver begins when the donation is done."""
+    """What process 0 sent before it was computed, and then donated, arrives; the receiver begins when that is done."""
     source, destination = (Layout(devices=(d,), mesh_shape=(1,), axis_names=("x",), spec=P()) for d in (0, 2))
     plan = plan_transfer((1 << 16,), 4, source, destination, exchange.process_of, dtype="float32")
+    compute = jax.jit(lambda x: jax.lax.fori_loop(0, 4000, lambda _, y: -y, x))
     overwrite = jax.jit(lambda x: -x, donate_argnums=0)
     if exchange.process == 0:
-        value = jax.device_put(jnp.arange(1 << 16, dtype=jnp.float32), sharding_of(source))
+        value = compute(jax.device_put(jnp.arange(1 << 16, dtype=jnp.float32), sharding_of(source)))
         exchange.sender([plan], message)([value])
         done = overwrite(value).block_until_ready()
         exchange.sender([plan], message + 1)([done])
@@ -170,4 +174,9 @@ def main(process: int, num_processes: int, coordinator: str, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    faulthandler.dump_traceback_later(GIVE_UP_S, exit=True)
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # at an ordinary end JAX would wait for the others

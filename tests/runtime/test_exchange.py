@@ -49,7 +49,7 @@ def test_the_bytes_that_leave_a_process_are_those_planned(found):
     assert [process["wire_bytes"] for process in found] == [2 * num_bytes for num_bytes in planned]  # in two steps
 
 
-def test_what_is_donated_after_it_was_sent_arrives_as_it_was(found):
+def test_what_is_sent_before_it_is_computed_and_donated_at_once_arrives(found):
     assert all(process["donated"] for process in found)
 
 
