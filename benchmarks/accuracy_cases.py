@@ -70,7 +70,7 @@ def case_of(row: Row) -> Case:
     layout = planned or _layout(row, model)
     if layout.tokens < 1 or model.query_size < layout.tp or not model.width or not model.vocab:
         raise Unusable("its sizes leave some device without work")
-    if layout.pp * layout.vp > model.layers:
+    if layout.pp * layout.vp > model.layers + 2:  # the ends may have stages of their own
         raise Unusable("it has more stages than layers")
     if layout.ep > 1 and (model.experts is None or model.experts.count % layout.ep):
         raise Unusable("experts cannot be divided over ep")
@@ -111,6 +111,10 @@ def _with_types(row: Row, habits: Habits) -> Habits:
     # NVIDIA's submissions to MLPerf compute in FP8, as their config files set it.
     if "fp8" in words or "mlperf" in words:
         return replace(habits, dtype="fp8")
+    if re.match(r"gpt[- ]oss", row["model"].lower()):
+        # Learnt sinks of attention: before cuDNN 9.13.1, in the releases that trained it in BF16, Transformer Engine fell
+        # back to separate kernels (NVIDIA/TransformerEngine #2148, #2318).
+        habits = replace(habits, flash=False, causal_half=False)
     if "v100" in words:
         return replace(habits, dtype="float16")
     if not row.source.endswith("bigscience"):
@@ -286,6 +290,8 @@ def _stage_layers(row: Row, stages: int, layers: int) -> tuple[int, ...]:
     counts = [int(each) for each in noted[1].split(",")]
     if len(counts) != stages:
         raise Unusable("the layers per stage are not of as many stages as pp")
+    if sum(counts) not in (layers, layers + 2):
+        raise Unusable("the layers per stage are not those of the model, nor with its ends")
     scale = layers / sum(counts)
     return tuple(round(count * scale) for count in counts)
 

@@ -65,18 +65,6 @@ def grid() -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("src", "source"),
-    [
-        ("VIA-Research/vTrain:data/ground_truth_multi.csv", "vTrain:data/ground_truth_multi.csv"),
-        ("VIA-Research/vTrain:data/ground_truth_single.csv#L3", "vTrain:data/ground_truth_single.csv"),
-        ("mosaicml/llm-foundry:scripts/README.md#L75", "mosaicml/llm-foundry"),
-    ],
-)
-def test_a_source_is_a_repository_and_vtrain_has_two(src, source):
-    assert row(src=src).source == source
-
-
 # --- cases ----------------------------------------------------------------------------------------------------
 
 
@@ -104,7 +92,8 @@ def test_a_full_row_is_a_case():
         ({"ngpu": "16"}, "do not make the number of devices"),
         ({"seq": "1", "mbs": "1", "cp": "2", "ngpu": "16"}, "without work"),
         ({"note": "layers/stage [5, 7, 7]"}, "not of as many stages as pp"),
-        ({"layers": "1"}, "more stages than layers"),
+        ({"note": "layers/stage [9, 9]"}, "not those of the model"),
+        ({"pp": "27", "ngpu": "108"}, "more stages than layers"),
         ({"pp": "1e12", "ngpu": ""}, "pp is beyond what is simulated"),
         ({"hidden": "1e300"}, "hidden is beyond what is simulated"),
         ({"step_s": "", "tok_s_gpu": "1e-9"}, "more than can be measured"),
@@ -141,6 +130,14 @@ def test_a_note_that_counts_no_microbatches_is_not_believed(note):
 def test_runs_before_the_switch_to_bf16_hold_gradients_in_two_bytes(src, note, dtype, gradient_bytes):
     habits = case_of(row(src=src, note=note)).habits
     assert (habits.dtype, habits.gradient_bytes) == (dtype, gradient_bytes)
+
+
+@pytest.mark.parametrize(("note", "flash"), [("BF16", False), ("MXFP8", True)])
+def test_learnt_sinks_of_attention_were_not_fused_in_the_releases_that_trained_in_bf16(note, flash):
+    cells = {"src": "NVIDIA-NeMo/Megatron-Bridge:docs/a.md#L1", "framework": "Megatron-Bridge", "note": note}
+    case = case_of(row(**cells, model="GPT OSS 120B", layers="", hidden="", heads="", hw="DGX-B200"))
+    assert case.habits.flash == flash
+    assert case_of(row(**cells)).habits.flash
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import InvalidArgument
-from benchmarks.accuracy_rows import COLUMNS, read_measurements
+from benchmarks.accuracy_rows import COLUMNS, Row, read_measurements
 
 GPT_ROW = {"src": "someone/repository:rows.csv", "framework": "Megatron-LM", "dp": "2", "gbs": "32", "step_s": "0.22"}
 
@@ -65,3 +65,15 @@ def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path):
 def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(InvalidArgument, match="There is no file"):
         read_measurements(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize(
+    ("src", "source"),
+    [
+        ("VIA-Research/vTrain:data/ground_truth_multi.csv", "vTrain:data/ground_truth_multi.csv"),
+        ("VIA-Research/vTrain:data/ground_truth_single.csv#L3", "vTrain:data/ground_truth_single.csv"),
+        ("mosaicml/llm-foundry:scripts/README.md#L75", "mosaicml/llm-foundry"),
+    ],
+)
+def test_a_source_is_a_repository_and_vtrain_has_two(src, source):
+    assert Row(line=2, cells=(("src", src),)).source == source

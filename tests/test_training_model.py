@@ -13,7 +13,7 @@ from benchmarks.training_model.memory import in_flight, layer_activations, peak_
 from benchmarks.training_model.models import Transformer
 from benchmarks.training_model.operators import Collective, Pass, Product, head, layer_backward, layer_forward
 from benchmarks.training_model.pipeline import pipeline_s, simulated_s
-from benchmarks.training_model.prices import UNALIGNED_SHARE, Scalars, price, rates_of
+from benchmarks.training_model.prices import PARTIAL, UNALIGNED_SHARE, Scalars, collective_time_s, price, rates_of
 from benchmarks.training_model.step import stage_parameters, step_time
 
 A100 = Machine.named("dgx-a100-80")
@@ -125,6 +125,23 @@ def test_large_kernels_hide_their_launches():
     rates = rates_of(A100, replace(UNFUSED, launch_s=20e-6), Scalars())
     large = (Pass(nbytes=1e9),)
     assert price(large, PLAIN, rates).total_s == pytest.approx(A100.kernel_s + 1e9 / A100.memory_bandwidth)
+
+
+def test_collectives_that_run_behind_products_are_shorter():
+    reduced = (Collective(kind="all-reduce", nbytes=1e8, axis="tp"),)
+    layout = replace(PLAIN, tp=8)
+    plain = rates_of(A100, replace(UNFUSED, overlaps=True), Scalars())
+    cut_up = rates_of(A100, replace(UNFUSED, overlaps=True, overlaps_products=True), Scalars())
+    before, after = (price(reduced, layout, rates).collective_s for rates in (plain, cut_up))
+    assert after == pytest.approx((1 - A100.overlap) * before)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_in_a_part_of_a_host_are_slower_than_in_the_whole(size):
+    rates = rates_of(A100, UNFUSED, Scalars())
+    layout = replace(PLAIN, tp=size)
+    slower = collective_time_s("all-reduce", 1e9, "tp", layout, rates) / A100.collective_s("all-reduce", 1e9, size)
+    assert slower == pytest.approx((8 / size) ** PARTIAL, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,8 @@ class Habits:
     """The vocabulary is padded to a multiple of 128 per device."""
     overlaps: bool = False
     """Gradients are reduced, and ZeRO-3's parameters gathered, behind compute."""
+    overlaps_products: bool = False
+    """Collectives of tensor parallelism are cut up and run behind the products that they feed."""
     causal_half: bool = False
     """The kernel of attention skips what the mask hides."""
     attention_share: float = 0.8

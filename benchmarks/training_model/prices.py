@@ -123,7 +123,8 @@ def price(operators: tuple[Operator, ...], layout: Layout, rates: Rates) -> Pric
                 work_s += kernels * rates.machine.memory_s(nbytes / kernels)
                 launches += kernels
             case Collective(count=count):
-                collective_s += count * _collective_s(each, layout, rates)
+                hidden = rates.overlap if rates.habits.overlaps_products and each.axis == "tp" else 0.0
+                collective_s += (1 - hidden) * count * _collective_s(each, layout, rates)
                 waits_s += count * collective_time_s(each.kind, 0.0, each.axis, layout, rates)
                 launches += count
     return Price(compute_s=max(work_s, launches * rates.launch_s + waits_s - collective_s), collective_s=collective_s)
