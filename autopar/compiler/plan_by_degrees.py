@@ -51,7 +51,9 @@ def plan_by_degrees(
     bare = _bare_plan(trace, method, prepared, pieces, (data, tensor, pipeline))
     graph = stage_graph(prepared, bare)
     other = graph if data * tensor == 1 else stage_graph(_other_step(trace, method, pieces), bare)
-    problem = _Problem(method=method, graph=graph, other=other, plan=bare, kind=kind, cache_directory=cache_directory)
+    problem = _Problem(
+        trace=trace, method=method, graph=graph, other=other, plan=bare, kind=kind, cache_directory=cache_directory
+    )
     values = stage_values(graph, other, trace.batch_inputs)
     asked = [_asked(problem, values, number) for number in range(pipeline)]
     solved: dict[Hashable, SolvedStage] = {}
@@ -71,6 +73,7 @@ def plan_by_degrees(
 class _Problem:
     """What stays the same for all stages; `other` is the graph with other microbatches."""
 
+    trace: Trace
     method: Megatron
     graph: StageGraph
     other: StageGraph
@@ -146,7 +149,8 @@ def _other_step(trace: Trace, method: Megatron, pieces: tuple[int, int]) -> Prep
         assert trace.doubled is not None
         return _prepared(replace(trace, jaxpr=trace.doubled), method, pieces, 1)
     rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
-    counts = [n for n in (count // 2, 2 * count, *range(2, rows + 1)) if n > 1 and n != count and rows % n == 0]
+    # Mostly the same for all counts, so that it is prepared once for several plans.
+    counts = [n for n in (2, *range(3, rows + 1)) if n != count and rows % n == 0]
     if not counts:
         raise Unsupported(
             f"Megatron finds the examples by comparing {trace.name} with itself in other microbatches, and a batch of "
@@ -215,7 +219,7 @@ def _bare_plan(
 def _asked(problem: _Problem, values: StageValues, number: int) -> _Asked:
     graph, plan, zero = problem.graph, problem.plan, problem.method.zero
     mesh = logical_mesh(plan.meshes[number])
-    tasks = mesh_tasks(graph, plan, number)
+    tasks = mesh_tasks(graph, plan, number, problem.trace.donated_inputs)
     layer = layer_class(graph, tasks)
     machine = problem.kind if isinstance(problem.kind, Machine) else Machine.of_kind(problem.kind)
     wishes = layer.wishes

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.layer_loops import Piece, has_layer_loops, split_layer_loops
@@ -46,10 +47,14 @@ def loop_pieces_for(trace: Trace, num_layers: int) -> int:
     return num_layers if has_layer_loops(closed, batch_inputs=trace.batch_inputs) else 1
 
 
+@lru_cache(maxsize=6)
 def prepare(
     trace: Trace, *, num_layers: int, num_microbatches: int, loop_pieces: int, batch_statistics: str, random: str
 ) -> PreparedStep:
-    """Dissolve rematerialised regions wider than a layer, and split loops and batch as asked for."""
+    """Dissolve rematerialised regions wider than a layer, and split loops and batch as asked for.
+
+    The last few are remembered: a step is prepared alike to be planned, simulated and lowered.
+    """
     wide = find_wide_regions(trace.jaxpr, num_layers=num_layers)
     closed, inputs, outputs, state_outputs = _split_loops(trace, inline_regions(trace.jaxpr, wide), loop_pieces)
     names = [_piece_name(trace, piece) for piece in inputs]
