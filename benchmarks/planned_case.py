@@ -4,49 +4,53 @@
 
 Methods, beside the search of everything:
 
-    data         every device holds the state and computes on a part of the batch
+    data         every GPU holds the state and computes on a part of the batch
     zero3        the same, the state divided (Rajbhandari et al. 2020)
-    megatron     matrices divided within a host, the batch across hosts (Shoeybi et al. 2019)
+    megatron     the best of a few divisions into data, tensor and pipeline parallelism (Narayanan et al. 2021)
     intra-only   any sharding on one mesh of all devices
-    inter-only   a pipeline of stages of one device each
+    inter-only   a pipeline of stages of one device each, with as many layers in each
 
-The batch goes through in microbatches: as many as the search over stages finds best, or `_ROWS` examples for every
-device at a time, or as many fewer as it takes to fit into memory.
+Those between the searches are plans by hand (`autopar.Megatron`, candidates in `hand_candidates.py`). What a GPU's
+memory does not hold is out of memory: its row tells the bytes of the leanest plan, and no time.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
-
-import jax
-from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.errors import InvalidArgument, MemoryTooSmall
-from autopar.options import Method
+from benchmarks.hand_candidates import HAND_METHODS, hand_candidates, replica_bytes
 from benchmarks.models.sizes import closest
 from benchmarks.models.workload import Workload
 from benchmarks.weak_scaling_rows import Row, row_of
 
-METHODS = ("auto", "data", "zero3", "megatron", "intra-only", "inter-only")
+METHODS = ("auto", *HAND_METHODS, "intra-only")
 _ROWS = 8
-_IN, _OUT = PartitionSpec("model", None), PartitionSpec(None, "model")
-_MEGATRON: Mapping[str, PartitionSpec] = {
-    r"/(params|master|mu|nu)/.*attention/(query|key|value)$": PartitionSpec(None, "model", None),
-    r"/(params|master|mu|nu)/.*attention/out$": PartitionSpec("model", None, None),
-    r"/(params|master|mu|nu)/.*mlp/up$": _OUT,
-    r"/(params|master|mu|nu)/.*mlp/up_bias$": PartitionSpec("model"),
-    r"/(params|master|mu|nu)/.*mlp/down$": _IN,
-    r"/(params|master|mu|nu)/embedding$": _IN,
-    r"/(params|master|mu|nu)/head$": _OUT,
-    r"/(params|master|mu|nu)/(.*norm/(gain|bias)|.*mlp/down_bias|positions)$": PartitionSpec(),
-}
-"""Where Megatron-LM puts the parameters of a transformer of `benchmarks.models.transformer`, by their paths."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Timed:
+    """A plan, the seconds of its step, and the bytes of the device that holds the most."""
+
+    plan: autopar.Plan
+    step_time_s: float
+    peak_bytes: float
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OutOfMemory:
+    """Why there is no plan, and the least bytes that a GPU would need, if they are known."""
+
+    why: str
+    peak_bytes: float | None = None
 
 
 def planned_row(
@@ -59,28 +63,34 @@ def planned_row(
     """
     begin = time.perf_counter()
     name = closest("The method", method, METHODS) if isinstance(method, str) else f"plan of {method.method}"
-    if method == "megatron":
-        _megatron_pins(workload)  # to be refused before the step is traced
-    step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=cluster)
-    traced = step.trace(workload.abstract_state, workload.abstract_batch)
-    planned, reason = _first_that_fits(traced, workload, cluster, method, num_microbatches)
+    found: _Timed | _OutOfMemory
+    if isinstance(method, autopar.Plan):
+        found = _timed(_traced(workload, cluster).plan(method), cluster)
+    elif name in HAND_METHODS:
+        found = _by_hand(workload, cluster, name, num_microbatches)
+    else:
+        found = _searched(workload, cluster, name, num_microbatches)
     plan_time_s = time.perf_counter() - begin
-    if planned is None:
-        why = f"out of memory: {reason}"
+    if isinstance(found, _OutOfMemory):
         return row_of(
-            workload, gpus=cluster.num_devices, method=name, step_time_s=None, plan=why, plan_time_s=plan_time_s
+            workload,
+            gpus=cluster.num_devices,
+            method=name,
+            step_time_s=None,
+            peak_bytes=found.peak_bytes,
+            plan=f"out of memory: {found.why}",
+            plan_time_s=plan_time_s,
         )
-    step_time_s, peak_bytes = _simulated(planned, cluster)
-    bounded = planned.plan.sharding or planned.plan.certificate
+    bounded = found.plan.sharding or found.plan.certificate
     return row_of(
         workload,
         gpus=cluster.num_devices,
         method=name,
-        step_time_s=step_time_s,
-        peak_bytes=peak_bytes,
+        step_time_s=found.step_time_s if found.fits else None,
+        peak_bytes=found.peak_bytes,
         plan_time_s=plan_time_s,
         lower_bound_s=None if bounded is None else bounded.lower_bound_s,
-        plan=summary(planned.plan),
+        plan=summary(found.plan) if found.fits else f"out of memory: {summary(found.plan)}",
     )
 
 
@@ -94,89 +104,90 @@ def summary(plan: autopar.Plan) -> str:
     return f"{' x '.join(words)}{schedule}: {meshes}"
 
 
-def method_on(name: str, workload: Workload, cluster: autopar.Cluster, num_microbatches: int | None) -> Method:
-    """The search that a method is, in so many microbatches; None leaves their number to the search."""
-    count = cluster.num_devices
-    options: dict[str, Any] = {"num_microbatches": num_microbatches, "batch_statistics": workload.batch_statistics}
-    if name == "zero3":
-        return autopar.Zero(stage=3, **options)
-    options["remat"] = False  # The models say themselves what is computed again.
-    match name:
-        case "auto":
-            return autopar.Auto(**options)
-        case "inter-only":
-            return autopar.Auto(num_stages=count, mesh_shape=(1,), **options)
-        case "intra-only":
-            return autopar.Auto(num_stages=1, **options)
-        case "data":
-            whole = {r"^state/": PartitionSpec()}
-            return autopar.Auto(num_stages=1, mesh_shape=(count,), axis_names=("data",), pins=whole, **options)
-        case "megatron":
-            inside = math.gcd(count, cluster.machine.devices_per_host)
-            return autopar.Auto(
-                num_stages=1, mesh_shape=(count // inside, inside), pins=_megatron_pins(workload), **options
-            )
-        case _:
-            raise AssertionError(name)
+# --- plans by hand ------------------------------------------------------------------------------------------------
 
 
-def _first_that_fits(
-    traced: autopar.Traced,
-    workload: Workload,
-    cluster: autopar.Cluster,
-    method: str | autopar.Plan,
-    num_microbatches: int | None,
-) -> tuple[autopar.Planned | None, str]:
-    """The plan with the fewest microbatches that fits into memory, or why there is none."""
-    if isinstance(method, autopar.Plan):
-        return traced.plan(method), ""
+def _by_hand(
+    workload: Workload, cluster: autopar.Cluster, name: str, num_microbatches: int | None
+) -> _Timed | _OutOfMemory:
+    """The fastest of the candidates that fits, or the leanest; of one degree, the first that fits."""
+    if name == "data" and replica_bytes(workload) > cluster.machine.memory_bytes:
+        return _OutOfMemory(why="the state and its gradients alone", peak_bytes=replica_bytes(workload))
+    tried: list[_Timed] = []
+    for candidate in hand_candidates(name, workload, cluster, num_microbatches):
+        used = cluster.with_devices(math.prod((candidate.data or 1, candidate.tensor, candidate.pipeline)))
+        tried.append(_timed_by_hand(workload, used, candidate))
+        if tried[-1].fits and (name != "megatron" or cluster.num_devices == 1):
+            break
+    if not tried:
+        raise InvalidArgument(
+            f"The batch of {workload.batch_size} does not divide among {cluster.num_devices} GPUs. Give a number of "
+            "GPUs that divides it, or another method."
+        )
+    fitting = [each for each in tried if each.fits]
+    if fitting:
+        return min(fitting, key=lambda each: each.step_time_s)
+    return min(tried, key=lambda each: each.peak_bytes)
+
+
+@cache
+def _timed_by_hand(workload: Workload, cluster: autopar.Cluster, candidate: autopar.Megatron) -> _Timed:
+    """The same for the same degrees: several methods have them on few GPUs."""
+    return _timed(_traced(workload, cluster).plan(candidate), cluster)
+
+
+# --- searches -----------------------------------------------------------------------------------------------------
+
+
+def _searched(
+    workload: Workload, cluster: autopar.Cluster, name: str, num_microbatches: int | None
+) -> _Timed | _OutOfMemory:
+    """The plan of a search, or why there is none. One GPU gets the fewest microbatches that fit into its memory."""
     counts: list[int | None] = [num_microbatches]
-    if num_microbatches is None:
-        # The search over stages chooses for itself, and so it does for large steps on one mesh.
-        searched = method != "zero3" and cluster.num_devices > 1
-        counts = [*([None] if searched else []), *_counts(workload, cluster.num_devices)]
-    reason = f"the batch of {workload.batch_size} has not an example for each of {cluster.num_devices} devices"
+    if num_microbatches is None and cluster.num_devices == 1:
+        counts = list(_counts(workload))
+    reason, traced = "", _traced(workload, cluster)
     for count in counts:
+        options: dict[str, Any] = {"num_microbatches": count, "batch_statistics": workload.batch_statistics}
+        options["remat"] = False  # The models say themselves what is computed again.
         try:
-            return traced.plan(method_on(method, workload, cluster, count)), ""
+            found = traced.plan(autopar.Auto(num_stages=1 if name == "intra-only" else None, **options))
         except MemoryTooSmall as error:
             reason = str(error)
-    return None, reason
+        else:
+            return _timed(found, cluster)
+    return _OutOfMemory(why=reason)
 
 
-def _counts(workload: Workload, num_devices: int) -> Iterator[int]:
-    """Numbers of microbatches, from few to many, of which each has an example for every device."""
+def _counts(workload: Workload) -> Iterator[int]:
+    """Numbers of microbatches, from few to many."""
     rows = _ROWS
     while rows:
-        if workload.batch_size % (rows * num_devices) == 0:
-            yield workload.batch_size // (rows * num_devices)
+        if workload.batch_size % rows == 0:
+            yield workload.batch_size // rows
         rows //= 2
 
 
-def _megatron_pins(workload: Workload) -> Mapping[str, PartitionSpec]:
-    paths = [f"/params/{jax.tree_util.keystr(path, simple=True, separator='/')}" for path, _ in _leaves(workload)]
-    if any(not any(re.search(pattern, path) for pattern in _MEGATRON) for path in paths):
-        raise InvalidArgument(
-            f"The method 'megatron' divides the matrices of a dense transformer, and {workload.name} has others. "
-            "Choose another method, such as intra-only."
-        )
-    return {pattern: spec for pattern, spec in _MEGATRON.items() if any(re.search(pattern, path) for path in paths)}
+@lru_cache(maxsize=2)
+def _traced(workload: Workload, cluster: autopar.Cluster) -> autopar.Traced:
+    step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=cluster)
+    return step.trace(workload.abstract_state, workload.abstract_batch)
 
 
-def _leaves(workload: Workload) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(workload.params)
-
-
-def _simulated(planned: autopar.Planned, cluster: autopar.Cluster) -> tuple[float, float]:
-    """Seconds of a step, and bytes of the device that holds the most."""
+def _timed(planned: autopar.Planned, cluster: autopar.Cluster) -> _Timed:
     sharding = planned.plan.sharding
     if sharding is None:
         report = planned.simulate(cluster)
-        return report.step_time_s, report.peak_bytes
+        return _Timed(plan=planned.plan, step_time_s=report.step_time_s, peak_bytes=report.peak_bytes, fits=report.fits)
     # One program on one mesh: the search has priced it as it runs.
     if sharding.figures != cluster.machine.name or planned.plan.num_devices != cluster.num_devices:
         raise InvalidArgument(
             f"The plan was made for {planned.plan.num_devices} devices of {sharding.figures!r}, the cluster has "
             f"{cluster.num_devices} of {cluster.machine.name!r}. Give the cluster that it was made for."
         )
-    return sharding.step_time_s, sharding.peak_bytes
+    return _Timed(
+        plan=planned.plan,
+        step_time_s=sharding.step_time_s,
+        peak_bytes=sharding.peak_bytes,
+        fits=sharding.peak_bytes <= cluster.machine.memory_bytes,
+    )

@@ -15,6 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +26,7 @@ from benchmarks.models.sizes import FAMILIES, Family, closest
 from benchmarks.planned_case import METHODS, planned_row
 from benchmarks.weak_scaling_local import measured_row
 from benchmarks.weak_scaling_plot import check_plot, draw
-from benchmarks.weak_scaling_rows import Row, rows_table, write_json
+from benchmarks.weak_scaling_rows import Row, merged, read_json, rows_table, write_json
 
 _DEVICES = "1,2,4,8"
 _METHOD = "auto"
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", metavar="N", help="with --cluster: parts of the batch, by default as fit")
     parser.add_argument("--repetitions", default="5", metavar="N", help="steps of which the median is taken")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="use this plan, instead of a method")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON, beside others that it holds")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw TFLOPS/GPU and the share of linear scaling")
 
 
@@ -55,15 +56,17 @@ def main(family_name: str, arguments: argparse.Namespace) -> list[Row]:
     if arguments.plot is not None:
         check_plot(arguments.plot)
     progress = Console(stderr=True)
+    before = [] if arguments.json is None or not arguments.json.exists() else read_json(arguments.json)
     rows: list[Row] = []
     with _nothing_remembered():
         for number, (what, run) in enumerate(cases, start=1):
             progress.print(f"[{number}/{len(cases)}] {what} ...", markup=False)
             rows.append(run())
+            if arguments.json is not None:  # after every row, for they take long
+                write_json(merged(rows, before), arguments.json)
+    rows = merged(rows, before)
     shown = Console()
     (shown if shown.is_terminal else Console(width=_WIDE)).print(rows_table(rows))
-    if arguments.json is not None:
-        write_json(rows, arguments.json)
     if arguments.plot is not None:
         draw(rows, f"Weak scaling of {family_name} on {arguments.cluster or 'this machine'}", arguments.plot)
     return rows
@@ -88,7 +91,7 @@ def _planned_cases(family: Family, arguments: argparse.Namespace) -> list[Case]:
     plan = _given_plan(arguments, counts)
     methods = [plan] if plan is not None else _methods(arguments)
     count = None if arguments.microbatches is None else _counts("--microbatches", arguments.microbatches)[0]
-    makes = [family.maker(arguments.model) if arguments.model else family.maker_on(number) for number in counts]
+    makes = [cache(family.maker(arguments.model) if arguments.model else family.maker_on(number)) for number in counts]
     return [
         (
             f"{family.name} on {number} GPUs of {whole.machine.name}: {_named(method)}",

@@ -23,7 +23,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw the rows to a PNG file; those without a step time are left out."""
+    """Draw the rows to a PNG file; what is out of memory has a cross at the bottom."""
     # Imported here: only drawing needs it, and the canvas without a window works everywhere.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -34,12 +34,15 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     for method in dict.fromkeys(row.method for row in rows):
         timed = sorted((r for r in rows if r.method == method and r.step_time_s is not None), key=lambda r: r.gpus)
         gpus = [row.gpus for row in timed]
-        rates.plot(gpus, [row.tflops_per_gpu for row in timed], marker="o", label=method)
-        shares.plot(gpus, [share_of_linear(row, rows) for row in timed], marker="o", label=method)
+        (line,) = rates.plot(gpus, [row.tflops_per_gpu for row in timed], marker="o", label=method)
+        shares.plot(gpus, [share_of_linear(row, rows) for row in timed], marker="o", color=line.get_color())
+        lacking = [row.gpus for row in rows if row.method == method and row.step_time_s is None]
+        place = 0.6 * list(dict.fromkeys(row.method for row in rows)).index(method)
+        rates.plot(lacking, [place] * len(lacking), marker="x", linestyle="", color=line.get_color())
     counts = sorted({row.gpus for row in rows})
     _label(rates, counts, "TFLOPS per GPU")
     _label(shares, counts, "share of linear scaling")
-    rates.legend()
+    rates.legend(title="x: out of memory" if any(row.step_time_s is None for row in rows) else None)
     figure.suptitle(title)
     figure.savefig(path)
 

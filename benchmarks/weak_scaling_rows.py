@@ -16,6 +16,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from autopar.errors import InvalidArgument
 from benchmarks.models.workload import Workload
 
 
@@ -78,6 +79,24 @@ def share_of_linear(row: Row, rows: Sequence[Row]) -> float | None:
 def write_json(rows: Sequence[Row], path: Path) -> None:
     """Write the rows as a list of objects."""
     path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> list[Row]:
+    """The rows of a file that `write_json` wrote; `InvalidArgument` for another."""
+    try:
+        return [Row(**fields) for fields in json.loads(path.read_text(encoding="utf-8"))]
+    except (json.JSONDecodeError, TypeError):
+        raise InvalidArgument(
+            f"--json {path} is there, and holds no rows of this benchmark to add others to. Give another file."
+        ) from None
+
+
+def merged(rows: Sequence[Row], before: Sequence[Row]) -> list[Row]:
+    """The rows with those before them that are of another model, number of GPUs or method; by model size and method."""
+    new = {(row.model, row.gpus, row.method) for row in rows}
+    kept = [row for row in before if (row.model, row.gpus, row.method) not in new]
+    methods = list(dict.fromkeys(row.method for row in (*kept, *rows)))
+    return sorted((*kept, *rows), key=lambda row: (row.gpus, methods.index(row.method)))
 
 
 def rows_table(rows: Sequence[Row]) -> Table:
