@@ -57,7 +57,7 @@ def _stacked(places: list[int], shapes: list[tuple[int, ...]], layouts: list[Nam
     groups = [list(group) for _, group in groupby(range(len(places)), key=lambda i: layouts[i].mesh)]
     concatenate = [_concatenate(layouts[group[0]]) for group in groups]
     total = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    sharding = _over_all([layouts[group[0]] for group in groups])
+    sharding = over_all([layouts[group[0]] for group in groups])
     devices = [] if sharding is None else list(_grid(sharding).flat)
     equal = len({sum(shapes[i][0] for i in group) for group in groups}) == 1
 
@@ -84,7 +84,7 @@ def _concatenate(sharding: NamedSharding) -> Callable[..., jax.Array]:
     return jax.jit(concatenate, out_shardings=sharding)
 
 
-def _over_all(layouts: Sequence[NamedSharding]) -> NamedSharding | None:
+def over_all(layouts: Sequence[NamedSharding]) -> NamedSharding | None:
     """The layout of all pieces as one array, if their meshes are alike, distinct, and laid out alike."""
     first = layouts[0]
     grids = [_grid(layout) for layout in layouts]

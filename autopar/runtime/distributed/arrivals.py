@@ -137,11 +137,13 @@ def _moved(place: int, leaf: int, wanted: Piece, whole: Placed) -> Moved:
     )
     start, stop = _range(wanted, axis, whole)
     parts: list[Part] = []
+    reached = start
     for number, piece in enumerate(whole.pieces):
         first, last = _range(piece, axis, whole)
         low, high = max(start, first), min(stop, last)
-        if low >= high and start < stop:
+        if (low >= high and start < stop) or low < reached:  # it holds none of these rows, or is a copy
             continue
+        reached = high
         cut = None if (low, high) == (first, last) else Window(axis=axis, start=low - first, stop=high - first)
         shape = piece.shape if cut is None else (*piece.shape[:axis], high - low, *piece.shape[axis + 1 :])
         parts.append(

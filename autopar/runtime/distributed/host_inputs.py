@@ -71,6 +71,7 @@ class HostInputs:
         if key not in self._movers:
             self._known.append(arrival)
             self._movers[key] = [self._mover(item, n) for n, item in enumerate(arrival.moved)]
+            self.world.exchange.open()
             self._boxes[key] = {box: n for n, box in enumerate(arrival.sent_to(self._ordinals()))}
         for slot, constant in self.constants:
             env[slot] = constant
@@ -107,11 +108,11 @@ class HostInputs:
             return
         ordinals = [o for o in item.layout.devices if self.world.process_of[o] == self.world.process]
         parts = [sent[boxes[item.leaf, item.boxes[o]]] for o in ordinals]
-        env[slot] = _assemble(item.shape, item.dtype, sharding, parts, [self.world.devices[o] for o in ordinals])
+        env[slot] = assembled(item.shape, item.dtype, sharding, parts, [self.world.devices[o] for o in ordinals])
 
     def _everywhere(self, value: np.generic, sharding: NamedSharding) -> jax.Array:
         devices = [d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index()]  # type: ignore[union-attr]
-        return _assemble((), "int32", sharding, [np.asarray(value)] * len(devices), devices)
+        return assembled((), "int32", sharding, [np.asarray(value)] * len(devices), devices)
 
     def _mover(self, item: Moved, number: int) -> Callable[[Environment, Sequence[Values | None]], None]:
         """Cut, send, receive and put together; on a process that has no part in it, nothing."""
@@ -160,9 +161,10 @@ def _join(axis: int, sharding: NamedSharding) -> Callable[..., Any]:
     return jax.jit(lambda *parts: jnp.concatenate(parts, axis), out_shardings=sharding)
 
 
-def _assemble(
+def assembled(
     shape: tuple[int, ...], dtype: str, sharding: NamedSharding, parts: Sequence[Any], devices: Sequence[Device]
 ) -> jax.Array:
+    """A value from the parts on the devices of this process; of random keys, from their words."""
     if dtype in KEY_IMPLEMENTATIONS:
         implementation = KEY_IMPLEMENTATIONS[dtype]
         shards = [
@@ -174,4 +176,4 @@ def _assemble(
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-__all__ = ["AxisType", "HostInputs", "Mesh", "Values", "sharding_of"]
+__all__ = ["AxisType", "HostInputs", "Mesh", "Values", "assembled", "sharding_of"]
