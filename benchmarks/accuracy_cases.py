@@ -112,8 +112,8 @@ def _with_types(row: Row, habits: Habits) -> Habits:
     if "fp8" in words or "mlperf" in words:
         return replace(habits, dtype="fp8")
     if re.match(r"gpt[- ]oss", row["model"].lower()):
-        # Learnt sinks of attention: before cuDNN 9.13.1, in the releases that trained it in BF16, Transformer Engine fell
-        # back to separate kernels (NVIDIA/TransformerEngine #2148, #2318).
+        # Learnt sinks of attention: Transformer Engine fell back to separate kernels
+        # in the releases that trained it in BF16, before cuDNN 9.13.1 (NVIDIA/TransformerEngine #2148, #2318).
         habits = replace(habits, flash=False, causal_half=False)
     if "v100" in words:
         return replace(habits, dtype="float16")

@@ -23,7 +23,7 @@ from benchmarks.training_model.step import StepTime, step_time
 
 MEASURED = frozenset(("step_s", "samples_s", "tok_s_gpu", "tflops_gpu", "mfu", "mem_gib", "oom", "pred"))
 """Columns of what came out of a run; which rows are fitted to does not depend on them."""
-NOISE = 0.05
+NOISE = 0.02
 """Of one measured step, relative."""
 
 # Scalar -> lower bound, upper bound, width of ln(scalar).

@@ -7,7 +7,9 @@ A block of operators that one device runs takes
 where work and collectives are those of `autopar.machine`: kernels that are launched faster than they run hide the
 launches, others wait for them, and collectives wait for the slowest of their devices, which empty messages measure.
 Products reach less than their machine's best rate: the narrow ones, those whose rows are not aligned, and all of them
-within a step.
+within a step. A ring over n devices, k of each host, sends (n - 1) / n of what it reduces through k cards of each host:
+
+    max(inside, (n - 1) / n · passes · bytes / (k · rate of a card))
 """
 
 from dataclasses import dataclass, fields, replace
@@ -24,6 +26,9 @@ PARTIAL = 0.1
 """Exponent of the rate of collectives in a part of a host, over that in the whole: (devices / 8) ** PARTIAL. All-reduce
 of 256 MB on 2, 4 and 8 A100: 184, 209 and 217 GB/s (vTrain trace/*_LUT), which makes 0.12 and 0.06."""
 WHOLE_GROUP = 8
+RINGS = ("all-reduce", "reduce-scatter", "all-gather")
+"""Collectives that NCCL runs as one ring, or trees that send as much, through all devices of all hosts."""
+
 HALF_WIDTH = 128
 """Smallest size of a product at which half of the rate of large ones is reached: estimate, one tile."""
 IN_STEP_SHARE = 0.88
@@ -163,8 +168,14 @@ def collective_time_s(kind: str, nbytes: float, axis: str, layout: Layout, rates
     """Of one collective over an axis of the layout."""
     _, size = layout.stride(axis)
     hosts = layout.hosts(axis, rates.machine.domain)
-    machine = rates.partial.get(size // hosts, rates.machine)
-    return machine.collective_s(kind, nbytes, size, hosts)
+    local = size // hosts
+    machine = rates.partial.get(local, rates.machine)
+    if hosts == 1 or kind not in RINGS:
+        return machine.collective_s(kind, nbytes, size, hosts)
+    # Not for as many hosts as there are: the ring does not reduce inside a host first. It hides what passes inside.
+    whole = (size - 1) / size * hosts / (hosts - 1)
+    across_s = whole * machine.inter.ring_s(kind, nbytes / local, hosts)
+    return max(across_s, machine.intra.ring_s(kind, nbytes, local))
 
 
 SCALARS = tuple(each.name for each in fields(Scalars))
