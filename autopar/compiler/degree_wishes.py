@@ -113,7 +113,8 @@ def equation_restrictions(
     def restricted_as(eqn: jc.JaxprEqn) -> Hashable:
         return known.get(id(eqn))
 
-    return Wishes(restrict=restrict, restricted_as=restricted_as)
+    kept = frozenset({data}) if zero == 3 and data is not None else frozenset[int]()
+    return Wishes(restrict=restrict, restricted_as=restricted_as, keep_split=kept)
 
 
 def _differing_dims(task: GroupTask, other: GroupTask) -> dict[int, Dims]:

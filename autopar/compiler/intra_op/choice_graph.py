@@ -126,3 +126,9 @@ def _expanded(
 def chosen(choice: Choice, states: Sequence[int]) -> Layout:
     """The layout of a choice in a solution."""
     return choice.layouts[states[choice.node]]
+
+
+def phase_of(eqn: jc.JaxprEqn, only_phase: str | None) -> str:
+    """The phase of an equation in a task of one phase. The forward task of a last stage holds its backward pass."""
+    own = jc.ad_phase(eqn)
+    return "backward" if only_phase == "forward" and own == "backward" else only_phase or own or "update"

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, EquationChoice, Use
+from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, EquationChoice, Use, phase_of
 from autopar.compiler.intra_op.equation_costs import equation_s
 from autopar.compiler.intra_op.free_values import NESTED, free_results
-from autopar.compiler.intra_op.layout import Layout, all_layouts, replicated
+from autopar.compiler.intra_op.layout import Layout, all_layouts, replicated, used_axes
 from autopar.compiler.intra_op.rule import Rule
 from autopar.compiler.intra_op.sharding_rules import equation_key
 from autopar.compiler.intra_op.strategies import Strategy, strategies
@@ -61,6 +61,8 @@ class Planner:
     enter: Callable[[Block, jc.JaxprEqn, float], EquationChoice]
     """Makes the choices of loops, branches and remat regions."""
     known: dict[Any, Alternatives] = field(default_factory=dict[Any, Alternatives])
+    keep_split: frozenset[int] = frozenset()
+    """Mesh axes over which what can only come split is stored split: it is gathered anew for every phase."""
 
     def alternatives(self, eqn: jc.JaxprEqn, maybe_partial: frozenset[int]) -> Alternatives:
         """The strategies of an equation, listed once for all equations like it."""
@@ -90,7 +92,7 @@ class Block:
     nested: bool
     classes: Sequence[int]
     only_phase: str | None = None
-    """The phase of all its equations, where that is known; otherwise the scopes tell."""
+    """The phase of its equations, where that is known; otherwise the scopes tell."""
     sources: dict[jc.Var, Choice] = field(default_factory=dict[jc.Var, Choice])
     free: set[jc.Var] = field(default_factory=set[jc.Var])
     alike: dict[jc.Var, jc.Var] = field(default_factory=dict[jc.Var, jc.Var])
@@ -132,7 +134,7 @@ class Block:
 
     def phase(self, eqn: jc.JaxprEqn) -> str:
         """The phase in which an equation reads its operands."""
-        return "body" if self.nested else self.only_phase or jc.ad_phase(eqn) or "update"
+        return "body" if self.nested else phase_of(eqn, self.only_phase)
 
     def _add(self, number: int, eqn: jc.JaxprEqn, repeats: Counter[int]) -> None:
         first = self.classes[number]
@@ -210,6 +212,9 @@ class Block:
     def _form(self, v: jc.Var, name: str, source: Choice) -> Choice:
         aval: Any = v.aval
         layouts = all_layouts(tuple(aval.shape), self.planner.table.mesh)
+        for axis in self.planner.keep_split if name == "stored" else ():
+            if all(axis in used_axes(layout) for layout in source.layouts):
+                layouts = tuple(layout for layout in layouts if axis in used_axes(layout))
         return self.planner.table.add_layouts(f"{name} {v.aval.str_short()} of {source.node}", layouts)
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_plan import BlockPlan, EquationPlan, strategy_of, value_numbers
+from autopar.compiler.intra_op.choice_graph import phase_of
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.intra_op.resharding import reshard_steps
 from autopar.compiler.intra_op.resharding_steps import Step
@@ -121,7 +122,7 @@ class _Writer:
         return self.produced[v]
 
     def write(self, eqn: jc.JaxprEqn, plan: EquationPlan | None) -> None:
-        phase = self.phase or jc.ad_phase(eqn) or "update"
+        phase = "body" if self.phase == "body" else phase_of(eqn, self.phase)
         if plan is None:
             plan = _everywhere(eqn, self.mesh)
         operands = self._operands(eqn, plan, phase)

@@ -53,6 +53,8 @@ class Wishes:
     results: dict[int, tuple[Layout, ...]] = field(default_factory=dict[int, tuple[Layout, ...]])
     restrict: Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]] = lambda eqn, every: every
     restricted_as: Callable[[jc.JaxprEqn], Hashable] = lambda eqn: None
+    keep_split: frozenset[int] = frozenset()
+    """As in `Planner`."""
 
 
 def plan_intra_op(

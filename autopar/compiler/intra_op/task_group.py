@@ -135,6 +135,7 @@ def task_choices(
         restricted_as=wishes.equations.restricted_as,
         enter=enter,
         known={} if known is None else known,
+        keep_split=wishes.equations.keep_split,
     )
     folding = sum(len(body.eqns) for body in bodies) >= fold_from
     folds = [_folded(task, body, wishes) if folding else unfolded(task.jaxpr) for task, body in zip(tasks, bodies)]
