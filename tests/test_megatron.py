@@ -1,6 +1,7 @@
 """Degrees of parallelism become the plan that they name, which runs, equals the plain step, and can be simulated."""
 
 import dataclasses
+import doctest
 from functools import cache
 
 import jax
@@ -10,7 +11,7 @@ import optax
 import pytest
 
 import autopar
-from autopar import Megatron
+from autopar import Megatron, megatron
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.plan import Plan
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
@@ -106,6 +107,17 @@ def test_zero_divides_over_the_replicas(zero, divided):
         assert {"data" in text.partition("|")[0] for text in texts} == {part in divided}
 
 
+def test_parameters_of_zero_3_are_gathered_for_the_forward_pass_and_again_for_the_backward_pass():
+    plan = traced(2).plan(Megatron(num_microbatches=2, zero=3)).plan
+    gathers = [each for each in plan.planned_collectives if each.kind == "all-gather" and "[4096,1024]" in each.what]
+    assert [("transpose" in each.scope, each.times) for each in gathers] == [
+        (False, 2),
+        (False, 2),
+        (True, 2),
+        (True, 2),
+    ]
+
+
 def test_stages_of_single_devices_have_no_collectives():
     assert not traced(2).plan(Megatron(pipeline=2, num_microbatches=4)).plan.planned_collectives
 
@@ -163,6 +175,10 @@ def test_a_plan_by_degrees_is_simulated_on_its_cluster():
     report = planned(**EIGHT).simulate()
     assert report.step_time_s > 0 and 0 < report.bubble_fraction < 1 and report.fits
     assert report.counts_temporaries
+
+
+def test_the_examples_of_the_docstring_are_true():
+    assert doctest.testmod(megatron) == (0, 1)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
