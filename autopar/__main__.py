@@ -1,4 +1,8 @@
-"""The command line: `autopar calibrate` measures the devices at hand. `python -m autopar` is the same."""
+"""The command line, also as `python -m autopar`.
+
+autopar calibrate   measures the devices at hand
+autopar doctor      checks what autopar needs, here and on a cluster
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from autopar import calibration
+from autopar import calibration, doctor
 from autopar.errors import AutoparError
 
 # Each has `add_arguments(parser)` and `run(arguments) -> exit status`; its module's first line says what it is for.
-COMMANDS = {"calibrate": calibration}
+COMMANDS = {"calibrate": calibration, "doctor": doctor}
 
 
 def main(words: Sequence[str] | None = None) -> int:

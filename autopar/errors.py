@@ -59,3 +59,11 @@ class StepFailed(ClusterFailed):
 
 class CannotShip(AutoparError, TypeError):
     """A step that cannot be sent to the processes of a cluster; the message names what in it."""
+
+
+class CheckpointFailed(AutoparError, OSError):
+    """A checkpoint that could not be written or read; the message names its directory and what went wrong."""
+
+
+class NonFiniteLoss(AutoparError, ArithmeticError):
+    """A training step whose loss is infinite or not a number; the message names the step."""

@@ -51,7 +51,6 @@ def init(
         raise InvalidArgument(f"cluster is {cluster!r}. Choose 'local', 'ray', or give an autopar.Cluster.")
     if not step_timeout_s > 0:
         raise InvalidArgument(f"step_timeout_s is {step_timeout_s}; it must be a positive number of seconds.")
-    shutdown()
     if cluster == "local":
         ray_only = {
             "address": address,
@@ -63,7 +62,9 @@ def init(
         given = [name for name, value in ray_only.items() if value is not None]
         if given:
             raise InvalidArgument(f"{', '.join(given)} need cluster='ray'; in this process they mean nothing.")
+        shutdown()
         return None
+    shutdown()
     from autopar.runtime.distributed.ray_cluster import RayOptions, start_hosts
     from autopar.runtime.distributed.ray_session import RaySession
 

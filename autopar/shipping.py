@@ -8,6 +8,7 @@ checked by its fingerprint.
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from autopar.arguments import Arguments, Call
 from autopar.errors import CannotShip
 from autopar.plan import Plan
 from autopar.program import Program
-from autopar.runtime.distributed.ray_cluster import pickled
+from autopar.runtime.distributed.ray_cluster import pickled, unpickled
+from autopar.tracing import program_of
 
 _NAMED = 3  # how many things inside of a step the message follows down to the one that cannot be sent
 
@@ -32,9 +34,6 @@ class ShippedStep:
 
     def __call__(self) -> Program:
         """Trace the step and lower it as planned."""
-        from autopar.api import program_of
-        from autopar.runtime.distributed.ray_cluster import unpickled
-
         fun, roles, (traced_args, traced_kwargs), static, num_positional, plan = unpickled(self.payload)
         leaves, tree = jax.tree.flatten((traced_args, traced_kwargs))
         call = Call(leaves=leaves, tree=tree, static=static, num_positional=num_positional)
@@ -47,7 +46,9 @@ def ship(arguments: Arguments, call: Call, plan: Plan) -> ShippedStep:
     tree = jax.tree.unflatten(call.tree, call.without_values(names).leaves)
     payload = (arguments.fun, arguments.roles, tree, call.static, call.num_positional, plan.to_json())
     try:
-        return ShippedStep(payload=pickled(payload))
+        data = pickled(payload)
+        unpickled(data)  # some objects can be pickled, and fail only here
+        return ShippedStep(payload=data)
     except Exception as error:
         culprit = _culprit(arguments.name, arguments.fun) or _culprit("its arguments", (tree, call.static))
         raise CannotShip(
@@ -89,7 +90,22 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _pickles(value: Any) -> bool:
     try:
-        pickled(value)
+        unpickled(pickled(value))
     except Exception:
         return False
     return True
+
+
+def _with_custom_derivative(kind: type, state: dict[str, Any]) -> Any:
+    made = kind(state["fun"])
+    vars(made).update(state)
+    return made
+
+
+def _reduced(function: Any) -> tuple[Any, ...]:
+    return _with_custom_derivative, (type(function), dict(vars(function)))
+
+
+# Functions with derivatives of their own: pickle would call their classes without the function.
+for _kind in (jax.custom_vjp, jax.custom_jvp):
+    copyreg.pickle(_kind, _reduced)  # pyright: ignore[reportArgumentType]

@@ -107,7 +107,7 @@ def _difference(got: Any, want: Any) -> float:
 
 def _numbers(leaf: Any) -> np.ndarray[Any, Any]:
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf).astype(np.float64)
+    return np.asarray(jax.random.key_data(jnp.asarray(leaf)) if is_key else leaf).astype(np.float64)
 
 
 def _run(step: Any, state: Any, batch: Any, case: Case) -> Any:

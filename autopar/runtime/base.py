@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 
 from autopar.program import Program
+from autopar.runtime.measured import InstructionTime
 
 Device = Any  # a jax.Device, which the type checker does not know
 Sender = Callable[[Sequence[jax.Array]], None]
@@ -18,6 +19,10 @@ class Loaded(Protocol):
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Carry out one step; what the program donates is gone afterwards."""
+        ...
+
+    def timed(self, leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
+        """The same, waiting for every instruction, and when each ran."""
         ...
 
 

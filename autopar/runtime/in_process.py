@@ -4,6 +4,7 @@ JAX dispatches asynchronously and every device has a queue of its own, so the lo
 and the meshes work at the same time; `device_put` between meshes is the channel, and starts at the Send.
 """
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autopar.program import Free, Program, Run
+from autopar.program import Free, Program, Recv, Run
 from autopar.runtime.base import Device, Loaded, Receiver, Sender
 from autopar.runtime.executables import compile_all, mesh_of
+from autopar.runtime.measured import InstructionTime
 from autopar.runtime.placement import placement
 from autopar.runtime.results import collection
 from autopar.runtime.worker import Environment, resolve
@@ -87,8 +89,42 @@ class InProcess:
                 run(env)
             return [result(env) for result in results]
 
+        order = program.linear_order()
+
+        def timed(leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
+            env = place(leaves) + unset
+            times: list[InstructionTime] = []
+            for (mesh, instruction), run in zip(order, steps):
+                start_s = time.time()
+                run(env)
+                # A Send has nothing to wait for here: its Recv waits for the copy.
+                names = instruction.outputs if isinstance(instruction, Run) else ()
+                names = instruction.values if isinstance(instruction, Recv) else names
+                jax.block_until_ready([env[slots[mesh, name]] for name in names])
+                if not isinstance(instruction, Free):
+                    name = str(instruction.task) if isinstance(instruction, Run) else str(instruction).strip()
+                    times.append(InstructionTime(process=0, mesh=mesh, name=name, start_s=start_s, stop_s=time.time()))
+            return [result(env) for result in results], times
+
         whole = _whole_step(program)
-        return step if whole is None else _direct(functions[whole], step)
+        call = step if whole is None else _direct(functions[whole], step)
+        return LoadedHere(call=call, timed_call=timed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedHere:
+    """A program that is loaded in this process."""
+
+    call: Callable[[Sequence[Any]], list[Any]]
+    timed_call: Callable[[Sequence[Any]], tuple[list[Any], list[InstructionTime]]]
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """Carry out one step; what the program donates is gone afterwards."""
+        return self.call(leaves)
+
+    def timed(self, leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
+        """The same, waiting for every instruction: one mesh works at a time, and when each ran."""
+        return self.timed_call(leaves)
 
 
 def _whole_step(program: Program) -> str | None:
@@ -107,7 +143,9 @@ def _whole_step(program: Program) -> str | None:
     return runs[0].executable if straight else None
 
 
-def _direct(executable: Callable[..., list[Any]], step: Loaded) -> Loaded:
+def _direct(
+    executable: Callable[..., list[Any]], step: Callable[[Sequence[Any]], list[Any]]
+) -> Callable[[Sequence[Any]], list[Any]]:
     """Call the executable on the leaves as they are; what it refuses goes the way of every program."""
 
     def call(leaves: Sequence[Any]) -> list[Any]:

@@ -133,7 +133,7 @@ class DistributedArray(NDArrayOperatorsMixin):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if self.placed.dtype in KEY_IMPLEMENTATIONS:
-            raise TypeError("Random keys are no numbers. Use jax.random.key_data(jax.device_get(keys)).")
+            raise TypeError("Random keys are no numbers. Use jax.random.key_data(jnp.asarray(keys)).")
         return np.array(self.words(), dtype=dtype, copy=True if copy is None else copy)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.errors import InvalidArgument, PlanMismatch
+from autopar.errors import InvalidArgument, PlanMismatch, StepFailed
 from autopar.instructions import Run
 from autopar.program import Program
 from autopar.runtime.distributed.arrivals import Arrival
@@ -26,7 +26,6 @@ from autopar.runtime.distributed.host_inputs import Values
 from autopar.runtime.distributed.host_program import HostProgram, World
 from autopar.runtime.distributed.messages import (
     HostReport,
-    InstructionTime,
     ShardRequest,
     StepMessage,
     StepReport,
@@ -34,6 +33,8 @@ from autopar.runtime.distributed.messages import (
 )
 from autopar.runtime.distributed.versions import versions
 from autopar.runtime.exchange import Exchange
+from autopar.runtime.measured import InstructionTime
+from autopar.runtime.nccl import Nccl
 from autopar.runtime.transfer_server import TransferServer
 
 # A process that hears nothing of the others for so long gives up; the driver is faster, if it lives.
@@ -48,9 +49,10 @@ class Host:
         self._arrivals: dict[tuple[int, int], Arrival] = {}
         self._values: dict[int, Values] = {}
         self._previous: list[Any] = []
+        self._failed: StepFailed | None = None
         self._left = threading.Event()
         self._world: World | None = None
-        self._endpoint: TransferServer | None = None
+        self._endpoint: TransferServer | Nccl | None = None
 
     @property
     def world(self) -> World:
@@ -64,8 +66,7 @@ class Host:
         _quiet_standard_output()
         os.environ.update(spec.environment)
         sys.path.extend(path for path in spec.search_path if path not in sys.path)
-        for name, value in spec.jax_settings.items():
-            jax.config.update(name, value)
+        _set(spec.jax_settings)
         if spec.num_processes > 1:
             if os.environ.get("JAX_PLATFORMS") == "cpu":
                 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -84,7 +85,11 @@ class Host:
             )
         process_of = tuple(device.process_index for device in devices)
         here = {n: device for n, device in enumerate(devices) if device.process_index == spec.process}
-        self._endpoint = TransferServer(here, host=spec.node)
+        on_gpus = local[0].platform == "gpu"
+        # Between CPU processes JAX's transfer server, between GPUs NCCL: neither goes through Ray's object store.
+        self._endpoint = (
+            Nccl(spec.process, process_of, here, host=spec.node) if on_gpus else TransferServer(here, host=spec.node)
+        )
         self._world = World(
             process=spec.process,
             devices=devices,
@@ -112,11 +117,14 @@ class Host:
         assert self._endpoint is not None
         self._endpoint.connect({p: address for p, address in addresses.items() if p != self.world.process})
 
-    def load(self, number: int, make_program: Callable[[], Program], fingerprint: str) -> tuple[int, ...]:
+    def load(
+        self, number: int, make_program: Callable[[], Program], fingerprint: str, settings: Mapping[str, Any]
+    ) -> tuple[int, ...]:
         """Make the program anew from what the driver sent, compile its part, and return the meshes that are here.
 
         Raises `PlanMismatch` unless it is the driver's program to the letter.
         """
+        _set(settings)
         program = make_program()
         if program.fingerprint() != fingerprint:
             raise PlanMismatch(
@@ -143,16 +151,22 @@ class Host:
         program, world = self._programs[message.program], self.world
         world.exchange.begin_step(message.step)
         sent_before = world.exchange.wire_bytes_sent
-        arguments = [None if n is None else self._values[n] for n in message.arguments]
+        arguments = [None if n is None else self.pieces(n) for n in message.arguments]
         for number in message.donated:
             del self._values[number]
         clock: list[tuple[float, float]] | None = [] if message.timed else None
-        results = program.run(self._arrivals[key], arguments, message.sent, clock)
+        try:
+            results = program.run(self._arrivals[key], arguments, message.sent, clock)
+        except StepFailed as error:
+            self._failed = error  # whoever asks for the results is told, too
+            raise
         for number, pieces in zip(message.results, results, strict=True):
             if number is not None:
                 self._values[number] = pieces
         self._previous = [array for pieces in results for array in pieces if array is not None]
-        return StepReport(wire_bytes=world.exchange.wire_bytes_sent - sent_before, times=_times(program, clock or []))
+        return StepReport(
+            wire_bytes=world.exchange.wire_bytes_sent - sent_before, times=_times(world.process, program, clock or [])
+        )
 
     def put(self, number: int, pieces: Values) -> None:
         """Keep a value."""
@@ -160,6 +174,8 @@ class Host:
 
     def pieces(self, number: int) -> Values:
         """A value that is kept here: one array per piece, None for a piece that lies elsewhere."""
+        if number not in self._values and self._failed is not None:
+            raise self._failed
         return self._values[number]
 
     def drop(self, numbers: Sequence[int]) -> None:
@@ -173,14 +189,14 @@ class Host:
 
     def _shard(self, number: int, request: ShardRequest) -> np.ndarray[Any, Any]:
         device = self.world.devices[request.ordinal]
-        array = self._values[number][request.piece]
+        array = self.pieces(number)[request.piece]
         shard = next(shard.data for shard in array.addressable_shards if shard.device == device)
         is_key = jnp.issubdtype(shard.dtype, jax.dtypes.prng_key)
         return np.asarray(jax.random.key_data(shard) if is_key else shard)
 
     def wait(self, numbers: Sequence[int]) -> None:
         """Return when these values have been computed."""
-        jax.block_until_ready([a for n in numbers for a in self._values.get(n, []) if a is not None])
+        jax.block_until_ready([a for n in numbers for a in self.pieces(n) if a is not None])
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function with this host: for checkpoints, state that is made here, and checks."""
@@ -199,9 +215,10 @@ class Host:
         self._left.set()
 
 
-def _times(program: HostProgram, clock: Sequence[tuple[float, float]]) -> tuple[InstructionTime, ...]:
+def _times(process: int, program: HostProgram, clock: Sequence[tuple[float, float]]) -> tuple[InstructionTime, ...]:
     return tuple(
         InstructionTime(
+            process=process,
             mesh=mesh,
             name=str(instruction.task) if isinstance(instruction, Run) else str(instruction).strip(),
             start_s=start,
@@ -209,6 +226,12 @@ def _times(program: HostProgram, clock: Sequence[tuple[float, float]]) -> tuple[
         )
         for (mesh, instruction, _), (start, stop) in zip(program.instructions, clock)
     )
+
+
+def _set(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        if getattr(jax.config, name) != value:
+            jax.config.update(name, value)
 
 
 def _quiet_standard_output() -> None:

@@ -7,7 +7,7 @@ which share a mesh both run its executables in the same order, and the two ends 
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from autopar.program import Free, Instruction, Program, Recv, Run, Send
 from autopar.runtime.base import Device, Receiver, Sender
 from autopar.runtime.distributed.arrivals import Arrival
 from autopar.runtime.distributed.host_inputs import HostInputs, Values
-from autopar.runtime.distributed.placed import layouts_of
+from autopar.runtime.distributed.placed import layout_of
 from autopar.runtime.exchange import Exchange, lasting_values
 from autopar.runtime.executables import compile_all, mesh_of
 from autopar.runtime.tiles import TransferPlan, plan_transfer
@@ -55,6 +55,8 @@ class Transfers:
     program: Program
     world: World
     layouts: Mapping[tuple[int, str], NamedSharding]
+    plans: dict[Any, list[TransferPlan]]
+    """Of messages that are alike: every microbatch sends the same."""
     lasting: frozenset[tuple[int, str]]
     message: int
 
@@ -69,26 +71,28 @@ class Transfers:
         return self.world.exchange.receiver(self._plans(values, source, self.mesh), self.message, shardings)
 
     def _plans(self, values: tuple[str, ...], source: int, to: int) -> list[TransferPlan]:
-        return transfer_plans(self.program, values, source, to, self.world.process_of)
+        types = self.program.meshes[source].values, self.program.meshes[to].values
+        key = (source, to, tuple((types[0][value].spec, types[1][value]) for value in values))
+        if key not in self.plans:
+            self.plans[key] = transfer_plans(self.program, values, source, to, self.world.process_of)
+        return self.plans[key]
 
 
 def transfer_plans(
     program: Program, values: Sequence[str], source: int, to: int, process_of: Sequence[int]
 ) -> list[TransferPlan]:
-    """The tiles of every value of one message."""
-    layouts = layouts_of(program)
-    types = [program.meshes[to].values[value] for value in values]
-    return [
-        plan_transfer(
-            kind.shape,
-            item_bytes(kind.dtype),
-            layouts[source, value],
-            layouts[to, value],
-            process_of,
-            dtype=kind.dtype,
+    """The tiles of every value of one message; replicas of the source share the sending."""
+    sent_bytes: Counter[int] = Counter()
+    plans: list[TransferPlan] = []
+    for value in values:
+        kind = program.meshes[to].values[value]
+        ends = layout_of(program, source, value), layout_of(program, to, value)
+        plans.append(
+            plan_transfer(
+                kind.shape, item_bytes(kind.dtype), *ends, process_of, dtype=kind.dtype, sent_bytes=sent_bytes
+            )
         )
-        for value, kind in zip(values, types, strict=True)
-    ]
+    return plans
 
 
 def messages(program: Program) -> list[tuple[int, Instruction, int]]:
@@ -127,6 +131,7 @@ class HostProgram:
         self.steps = self._resolved(meshes)
         self.inputs = HostInputs(program, world, self.shardings, self.slots, first_message=self.num_messages)
         self.outputs = self._outputs()
+        world.exchange.open()
 
     def _resolved(self, meshes: Mapping[int, Mesh]) -> list[Step]:
         executables = [e for e in self.program.executables.values() if e.mesh in meshes]
@@ -138,6 +143,7 @@ class HostProgram:
             local[number][name] = slot
         throttled = {number for number in meshes if self._uses_gloo(number)}
         lasting = lasting_values(self.program)
+        plans: dict[Any, list[TransferPlan]] = {}
         steps: list[Step] = []
         runs = 0
         for mesh, instruction, message in self.instructions:
@@ -146,6 +152,7 @@ class HostProgram:
                 program=self.program,
                 world=self.world,
                 layouts=self.shardings,
+                plans=plans,
                 lasting=lasting,
                 message=message,
             )

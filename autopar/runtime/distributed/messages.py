@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from autopar.runtime.distributed.arrivals import Arrival
+from autopar.runtime.measured import InstructionTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +71,6 @@ class ShardRequest:
 
     piece: int
     ordinal: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class InstructionTime:
-    """When one instruction ran, in seconds of the host's clock."""
-
-    mesh: int
-    name: str
-    start_s: float
-    stop_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

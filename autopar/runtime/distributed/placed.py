@@ -37,12 +37,20 @@ class Placed:
         return frozenset(ordinal for piece in self.pieces for ordinal in piece.layout.devices)
 
 
+def layout_of(program: Program, mesh: int, value: str) -> Layout:
+    """The layout of one value of a program."""
+    there = program.meshes[mesh]
+    return Layout(
+        devices=there.devices, mesh_shape=there.shape, axis_names=there.axis_names, spec=there.values[value].spec
+    )
+
+
 def layouts_of(program: Program) -> Mapping[tuple[int, str], Layout]:
     """The layout of every value of a program, by mesh and name."""
     return {
-        (number, name): Layout(devices=mesh.devices, mesh_shape=mesh.shape, axis_names=mesh.axis_names, spec=kind.spec)
+        (number, value): layout_of(program, number, value)
         for number, mesh in enumerate(program.meshes)
-        for name, kind in mesh.values.items()
+        for value in mesh.values
     }
 
 

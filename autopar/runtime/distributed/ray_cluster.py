@@ -135,7 +135,7 @@ def _connect(ray: Any, options: RayOptions) -> None:
             ray.init(num_cpus=cores, include_dashboard=False, **quiet)
         return
     if address not in ("auto", "local") and not address.startswith("ray://"):
-        _check_answers(address)
+        check_answers(address)
     try:
         with _forking():
             ray.init(address=address, **quiet)
@@ -154,8 +154,8 @@ def _forking() -> Generator[None]:
         yield
 
 
-def _check_answers(address: str) -> None:
-    """Ray itself waits much longer than this for an address at which nothing listens."""
+def check_answers(address: str) -> None:
+    """Raise `InvalidArgument` if nothing listens there; Ray itself waits much longer to find out."""
     import socket
 
     host, _, port = address.rpartition(":")
@@ -174,8 +174,16 @@ def _make_actors(ray: Any, options: RayOptions, owns_ray: bool) -> RayHosts:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
     uses_gpus = any(gpus)
-    num_hosts = options.num_hosts or (sum(count > 0 for count in gpus) if uses_gpus else len(nodes))
-    devices = options.devices_per_host or (min(count for count in gpus if count) if uses_gpus else _virtual_devices())
+    num_hosts = (
+        options.num_hosts
+        if options.num_hosts is not None
+        else (sum(count > 0 for count in gpus) if uses_gpus else len(nodes))
+    )
+    devices = (
+        options.devices_per_host
+        if options.devices_per_host is not None
+        else (min(count for count in gpus if count) if uses_gpus else _virtual_devices())
+    )
     for name, count in (("num_hosts", num_hosts), ("devices_per_host", devices)):
         if count < 1:
             raise InvalidArgument(f"{name} is {count}; at least 1 is required.")

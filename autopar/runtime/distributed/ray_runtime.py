@@ -18,6 +18,7 @@ from autopar.runtime.distributed.messages import StepMessage
 from autopar.runtime.distributed.placed import layouts_of, placed_output
 from autopar.runtime.distributed.ray_session import RaySession
 from autopar.runtime.executables import dtype_of
+from autopar.runtime.measured import InstructionTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,12 @@ class RayLoaded:
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Send one step to every process; what it donates is gone afterwards."""
         return self.step(leaves)
+
+    def timed(self, leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
+        """One step in which every instruction is waited for, and when each ran."""
+        self.session.settle()
+        results = self.step(leaves, timed=True)
+        return results, [time for report in self.session.settle() for time in report.times]
 
     def step(self, leaves: Sequence[Any], *, timed: bool = False) -> list[Any]:
         """One step; `timed` makes the processes wait for every instruction and report when it ran."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,13 +27,12 @@ from autopar.program import Program
 from autopar.runtime.distributed.distributed_array import DistributedArray
 from autopar.runtime.distributed.messages import HostReport, ShardRequest, StepMessage, WorldSpec
 from autopar.runtime.distributed.placed import Placed
+from autopar.runtime.distributed.process_watch import ProcessWatch
 from autopar.runtime.distributed.ray_cluster import RayHosts
 from autopar.runtime.distributed.shards import assemble, cover
 from autopar.runtime.distributed.versions import check_versions, versions
 
 STEPS_IN_FLIGHT = 3  # messages that a process may not have answered yet
-PING_EVERY_S = 1.0
-ANSWER_PING_S = 15.0  # a process that compiles or traces still answers within a second or two
 JOIN_TIMEOUT_S = 120.0
 
 # What changes the jaxpr of a step or the numbers of its random draws: processes trace as the driver does.
@@ -60,15 +59,6 @@ class _Pending:
     sent_at: float
 
 
-@dataclass(kw_only=True)
-class _Watch:
-    """What the watching thread looks at."""
-
-    stays: dict[Any, int] = field(default_factory=dict)
-    pings: dict[int, tuple[Any, float]] = field(default_factory=dict)
-    stop: threading.Event = field(default_factory=threading.Event)
-
-
 class RaySession:
     """The processes of one world. Raises `HostLost`, `StepTimeout` or `StepFailed` once one of them is lost."""
 
@@ -83,24 +73,19 @@ class RaySession:
         self._layouts: dict[Placed, int] = {}
         self._dropped: deque[int] = deque()
         self._pending: deque[_Pending] = deque()
-        self._reported: dict[Any, int] = {}
         self.stages_of: dict[int, tuple[int, ...]] = {}
-        self._watch = _Watch()
+        self._watch = ProcessWatch(self)
         self._lock = threading.Lock()
         self.reports = self._join()
         self.process_of = self.reports[0].process_of
         self.cluster = _cluster(self.reports, described_by)
-        self._thread = threading.Thread(target=self._look, name="autopar-watch", daemon=True)
-        self._thread.start()
-
-    # --- the world ---------------------------------------------------------------------------------------------
+        self._watch.start()
 
     def _join(self) -> list[HostReport]:
         hosts = self.hosts
         port = self._ray.get(hosts.actors[0].free_port.remote(), timeout=JOIN_TIMEOUT_S)
         coordinator = f"{hosts.nodes[0]}:{port}" if len(hosts.actors) > 1 else None
         specs = [self._spec(number, coordinator) for number in range(len(hosts.actors))]
-        self._watch.stays = {actor.stay_alive.remote(): n for n, actor in enumerate(hosts.actors)}
         refs = [actor.join.remote(spec) for actor, spec in zip(hosts.actors, specs)]
         reports: list[HostReport] = self._get(refs, JOIN_TIMEOUT_S, "joining the cluster")
         check_versions(versions(), [report.versions for report in reports])
@@ -121,7 +106,7 @@ class RaySession:
             node=self.hosts.nodes[number],
             num_devices=self.hosts.devices_per_host,
             environment=environment,
-            jax_settings={name: getattr(jax.config, name) for name in JAX_SETTINGS},
+            jax_settings=_settings(),
             search_path=_search_path(),
         )
 
@@ -132,14 +117,11 @@ class RaySession:
 
     def abandon(self) -> None:
         """Stop watching the processes; every later call raises."""
-        self._watch.stop.set()
         if self.failure is None:
             self.failure = InvalidArgument(
                 "The cluster was shut down, and its values with it. Call autopar.init again, and restore a checkpoint."
             )
-        self._thread.join(timeout=5.0)
-
-    # --- programs and steps ------------------------------------------------------------------------------------
+        self._watch.stop()
 
     def load(self, program: Program, make_program: Callable[[], Program]) -> int:
         """Ship a program to every process; its number. Raises what a process raised, `PlanMismatch` for another."""
@@ -147,7 +129,7 @@ class RaySession:
         number = next(self._programs)
         fingerprint = program.fingerprint()
         shared = self._ray.put(make_program)  # one copy per node, and not one per process
-        refs = [actor.load.remote(number, shared, fingerprint) for actor in self.hosts.actors]
+        refs = [actor.load.remote(number, shared, fingerprint, _settings()) for actor in self.hosts.actors]
         meshes = self._get(refs, None, f"loading {program.name}")
         self.stages_of = dict(enumerate(meshes))
         return number
@@ -195,8 +177,6 @@ class RaySession:
             reports = self._settle(self._pending[0])
         return reports
 
-    # --- values ------------------------------------------------------------------------------------------------
-
     def fetch(self, values: Sequence[DistributedArray]) -> list[np.ndarray[Any, Any]]:
         """The bytes of values: each shard from one process that holds it."""
         self.check()
@@ -237,11 +217,21 @@ class RaySession:
         self, function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None
     ) -> list[Any]:
         """Call `function(host, *arguments)` in every process, after the steps that were sent; their results."""
+        return self.run_each(function, [arguments] * len(self.hosts.actors), timeout_s=timeout_s)
+
+    def run_each(
+        self, function: Callable[..., Any], arguments: Sequence[Sequence[Any]], *, timeout_s: float | None = None
+    ) -> list[Any]:
+        """The same with arguments for each process; may be called on any thread."""
         self.check()
-        refs = [actor.run.remote(function, *arguments) for actor in self.hosts.actors]
+        refs = [actor.run.remote(function, *own) for actor, own in zip(self.hosts.actors, arguments, strict=True)]
         return self._get(refs, timeout_s, getattr(function, "__name__", "a call"))
 
-    # --- losses ------------------------------------------------------------------------------------------------
+    def run_on(self, processes: Sequence[int], function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """The same in some processes."""
+        self.check()
+        refs = [self.hosts.actors[process].run.remote(function, *arguments) for process in processes]
+        return self._get(refs, None, getattr(function, "__name__", "a call"))
 
     def check(self) -> None:
         """Raise the reason if the cluster is lost."""
@@ -265,7 +255,7 @@ class RaySession:
         while waiting:
             ready, waiting = self._ray.wait(waiting, num_returns=len(waiting), timeout=0.25)
             for ref in ready:
-                self._check_answer(ref, doing)
+                self.check_answer(ref, doing)
             if self.failure is not None:
                 raise self.failure
             if waiting and deadline is not None and time.monotonic() > deadline:
@@ -279,20 +269,35 @@ class RaySession:
                 )
         return self._ray.get(list(refs))
 
-    def _check_answer(self, ref: Any, doing: str) -> None:
+    def check_answer(self, ref: Any, doing: str) -> None:
+        """Raise what a process raised, or that it died; what ends the cluster ends it."""
         try:
             self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
+            if isinstance(cause, AutoparError) and not isinstance(cause, StepFailed):
+                raise cause from None
+            self._blame_the_dead(doing)
             if isinstance(cause, StepFailed):
                 raise self.fail(cause) from None
-            if isinstance(cause, AutoparError):
-                raise cause from None
-            raise StepFailed(
-                f"{doing.capitalize()} failed in a process of the cluster: {type(cause).__name__}: {cause}"
+            raise self.fail(
+                StepFailed(f"{doing.capitalize()} failed in a process of the cluster: {type(cause).__name__}: {cause}")
             ) from error
         except self._ray.exceptions.RayActorError as error:
-            raise self.fail(self._lost(self._number_of(error), doing, str(error))) from None
+            raise self.fail(self.lost(self._number_of(error), doing, str(error))) from None
+
+    def _blame_the_dead(self, doing: str) -> None:
+        """Raise `HostLost` if a process has died: what fails in the others then, fails for that reason."""
+        dead = self._watch.dead()
+        if self.failure is not None:
+            raise self.failure
+        if dead is not None:
+            raise self.fail(self.lost(dead[0], doing, dead[1])) from None
+
+    def unread(self) -> list[Any]:
+        """The answers of steps that nobody has waited for yet."""
+        with self._lock:
+            return [ref for pending in self._pending for ref in pending.refs]
 
     def _number_of(self, error: Any) -> int | None:
         """Which process an error of Ray is about."""
@@ -310,60 +315,13 @@ class RaySession:
         works = f" (mesh {', '.join(map(str, meshes))})" if meshes else ""
         return f"process {number} on host {self.hosts.nodes[number]}{works}"
 
-    def _lost(self, number: int | None, doing: str, reason: str) -> HostLost:
+    def lost(self, number: int | None, doing: str, reason: str) -> HostLost:
+        """The error for a process that died; `reason` is what Ray says."""
         first = next((line.strip() for line in reason.splitlines() if "cause" in line.lower() or "exit" in line), "")
         return HostLost(
             f"Lost {self.describe(number)} during {doing}; it died. {first} The other processes were ended, and what "
             "was not in a checkpoint is gone. Start again from the last one, or train with autopar.fit, which does."
         )
-
-    def _look(self) -> None:
-        """Watch the processes: their death, their answers to pings, and errors of steps that nobody waits for."""
-        watch = self._watch
-        while not watch.stop.is_set() and self.failure is None:
-            try:
-                self._look_once(watch)
-            except AutoparError:
-                return
-            except Exception:
-                if watch.stop.is_set() or not self._ray.is_initialized():
-                    return
-                raise
-
-    def _look_once(self, watch: _Watch) -> None:
-        with self._lock:
-            steps = [ref for pending in self._pending for ref in pending.refs if ref not in self._reported]
-        pings = {ref: number for number, (ref, _) in watch.pings.items()}
-        ready, _ = self._ray.wait([*watch.stays, *pings, *steps], num_returns=1, timeout=0.25)
-        for ref in ready:
-            if ref in pings:
-                self._check_answer(ref, "training")
-                continue
-            if ref in watch.stays:
-                raise self.fail(self._lost(watch.stays[ref], "training", _reason(self._ray, ref)))
-            self._reported[ref] = 1
-            self._check_answer(ref, "a step")
-        self._ping(watch, set(ready))
-        live = {ref for pending in list(self._pending) for ref in pending.refs}
-        self._reported = {ref: 1 for ref in self._reported if ref in live}
-
-    def _ping(self, watch: _Watch, ready: set[Any]) -> None:
-        now = time.monotonic()
-        for number, actor in enumerate(self.hosts.actors):
-            ref, since = watch.pings.get(number, (None, 0.0))
-            if ref is None or ((ref in ready or self._answered(ref)) and now - since > PING_EVERY_S):
-                watch.pings[number] = (actor.answer_ping.remote(), now)
-            elif ref not in ready and now - since > ANSWER_PING_S and not self._answered(ref):
-                raise self.fail(
-                    HostLost(
-                        f"Lost {self.describe(number)}: it has not answered for {ANSWER_PING_S:.0f} s, so it hangs or "
-                        "was stopped, or its host is cut off. All processes were ended. Start again from the last "
-                        "checkpoint, or train with autopar.fit, which does."
-                    )
-                )
-
-    def _answered(self, ref: Any) -> bool:
-        return bool(self._ray.wait([ref], timeout=0)[0])
 
 
 def _cluster(reports: Sequence[HostReport], described_by: Cluster | None) -> Cluster:
@@ -378,16 +336,12 @@ def _cluster(reports: Sequence[HostReport], described_by: Cluster | None) -> Clu
     return described_by
 
 
+def _settings() -> dict[str, Any]:
+    return {name: getattr(jax.config, name) for name in JAX_SETTINGS}
+
+
 def _search_path() -> tuple[str, ...]:
     import os
     import sys
 
     return tuple(os.path.abspath(path) for path in sys.path)
-
-
-def _reason(ray: Any, ref: Any) -> str:
-    try:
-        ray.get(ref)
-    except Exception as error:
-        return str(error)
-    return "it left"

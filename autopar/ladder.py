@@ -1,0 +1,272 @@
+"""The rungs from a step to its result, like the ladder of `jax.stages`; each is a value that prints.
+
+step.trace(state, batch)   Traced      the jaxpr
+    .plan()                Planned     every decision
+    .lower()               Lowered     instructions per mesh
+    .compile()             Compiled    runs
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.arguments import Arguments, Call
+from autopar.cluster import Cluster
+from autopar.compiler import passes
+from autopar.compiler.explain_plan import Explanation, explain_plan
+from autopar.compiler.plan_that_fits import plan_that_fits
+from autopar.compiler.price_plan import price_plan
+from autopar.compiler.step_work import step_work
+from autopar.compiler.trace import Trace
+from autopar.compiler.verify_plan import check_collectives
+from autopar.errors import AutoparError, InvalidArgument
+from autopar.machine import Machine
+from autopar.options import Method
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.runtime.base import Loaded
+from autopar.runtime.in_process import InProcess
+from autopar.runtime.measured import write_trace
+from autopar.session import current_session
+from autopar.shipping import ship
+from autopar.simulation import SimulationReport, check_cluster, simulate_plan
+from autopar.verification_report import NumberCheck, VerificationReport, compare_numbers
+
+Devices = Sequence[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """How and where a step is to run. `devices` of None: all of `jax.devices()`, asked for when needed.
+
+    The session is the one in which the step was traced; None: this process.
+    """
+
+    method: Method | Plan
+    devices: Devices | None
+    cluster: Cluster | None
+    session: Any = None
+
+    def in_current_session(self) -> Target:
+        """The same for a step that is traced now: devices or a cluster that were named stand."""
+        named = self.devices is not None or self.cluster is not None
+        return replace(self, session=None if named else current_session())
+
+    def planned_for(self) -> Cluster | None:
+        """The cluster that plans are for; None: devices of this process."""
+        return self.session.cluster if self.session is not None else self.cluster
+
+    def num_devices(self) -> int:
+        cluster = self.planned_for()
+        return len(self.live_devices()) if cluster is None else cluster.num_devices
+
+    def kind(self) -> str | Machine:
+        cluster = self.planned_for()
+        return Cluster.from_devices(self.live_devices()).kind if cluster is None else cluster.described_by
+
+    def live_devices(self) -> Devices:
+        return jax.devices() if self.devices is None else self.devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a rung was made from: the step, its arguments without their values, and the calls that it serves."""
+
+    arguments: Arguments
+    call: Call
+    keys: frozenset[Hashable]
+    target: Target
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Compiled:
+    """A step ready to run: call it like the step it was made from, with arguments of the same shapes."""
+
+    plan: Plan
+    program: Program
+    trace: Trace
+    source: Source
+    _loaded: Loaded
+
+    @property
+    def keys(self) -> frozenset[Hashable]:
+        """The calls that it serves, see `Call.key`."""
+        return self.source.keys
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step. Raises `InvalidArgument` for other shapes, and `DonatedBuffer` for deleted arrays."""
+        call = self.source.arguments.split(args, kwargs)
+        if call.key() not in self.keys:
+            raise InvalidArgument(
+                f"{self.trace.name} was compiled for arguments of other shapes, dtypes, or static values. Call the "
+                "parallelized function itself, which compiles once for each, or compile again with these arguments."
+            )
+        return self.run(call)
+
+    def run(self, call: Call) -> Any:
+        """Run one step on sorted arguments."""
+        return jax.tree.unflatten(self.trace.out_tree, self._loaded(call.leaves))
+
+    def timeline(self, path: str | Path, *args: Any, **kwargs: Any) -> Any:
+        """Run one step in which every instruction is waited for, and write when each ran, for https://ui.perfetto.dev.
+
+        Returns the step's result. Beside the measured lanes stand the predicted ones, where the plan's layouts are
+        searched ones, so that their times are known.
+        """
+        results, times = self._loaded.timed(self.source.arguments.split(args, kwargs).leaves)
+        planned = Planned(plan=self.plan, trace=self.trace, source=self.source)
+        try:
+            predicted = planned.simulate().timeline
+        except AutoparError:
+            predicted = None
+        write_trace(path, times, predicted)
+        return jax.tree.unflatten(self.trace.out_tree, results)
+
+    def __str__(self) -> str:
+        return f"Compiled {self.trace.name} on {self.plan.num_devices} devices\n{self.plan}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lowered:
+    """A step as a program: `program` prints as instructions per mesh."""
+
+    plan: Plan
+    program: Program
+    trace: Trace
+    source: Source
+
+    def compile(self) -> Compiled:
+        """Load the program on the devices of this process."""
+        target = self.source.target
+        if target.session is not None:
+            return self._on_cluster(target.session)
+        devices = target.live_devices()
+        if self.plan.num_devices > len(devices):
+            raise InvalidArgument(
+                f"The plan needs {self.plan.num_devices} devices, this process has {len(devices)}. Plan for these "
+                "devices, "
+                "or run where there are enough."
+            )
+        loaded = InProcess(devices).load(self.program, leaf_names=[leaf.name for leaf in self.trace.inputs])
+        return self._compiled(loaded)
+
+    def _on_cluster(self, session: Any) -> Compiled:
+        from autopar.runtime.distributed.ray_runtime import RayLoaded
+
+        shipped = ship(self.source.arguments, self.source.call, self.plan)
+        return self._compiled(RayLoaded(session, self.program, [leaf.name for leaf in self.trace.inputs], shipped))
+
+    def _compiled(self, loaded: Loaded) -> Compiled:
+        return Compiled(plan=self.plan, program=self.program, trace=self.trace, source=self.source, _loaded=loaded)
+
+    def __str__(self) -> str:
+        return str(self.program)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Planned:
+    """A step with its plan: `plan` prints as a table, and goes to JSON and back."""
+
+    plan: Plan
+    trace: Trace
+    source: Source
+
+    def lower(self) -> Lowered:
+        """Cut the step as planned, and write the instructions of every mesh."""
+        program = passes.lower_step(self.trace, self.plan)
+        return Lowered(plan=self.plan, program=program, trace=self.trace, source=self.source)
+
+    def verify(self, *args: Any, target: str | None = None, **kwargs: Any) -> VerificationReport:
+        """Compile, and compare: the collectives with the planned ones, the results with those of plain `jax.jit`.
+
+        `args` are the step's arguments, to run it once on; without them, or for a GPU `target` such as "h100" (which
+        compiles with XLA's GPU compiler and needs no GPU), only the collectives are compared. Raises `InvalidArgument`
+        for a plan that leaves the layouts to XLA, or a target that there is not.
+        """
+        program = passes.lower_step(self.trace, self.plan)
+        devices = None if target is not None else self.source.target.live_devices()
+        collectives = check_collectives(self.plan, program, devices=devices, target=target)
+        numbers = None
+        if (args or kwargs) and target is None:
+            call = self.source.arguments.split(args, kwargs)
+            if all(isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int) for leaf in call.leaves):
+                numbers = self._compare_numbers(call)
+        return VerificationReport(collectives=collectives, numbers=numbers)
+
+    def explain(self, name: str) -> Explanation:
+        """What every layout of one input would cost: `name` is its key path, for example `params/block_3/mlp/kernel`.
+
+        Raises `InvalidArgument` for a name that finds no input, and for a plan that leaves the layouts to XLA.
+        """
+        return explain_plan(self.trace, self.plan, name, kind=self.source.target.kind())
+
+    def simulate(self, cluster: Cluster | None = None) -> SimulationReport:
+        """What a step will take on a cluster, by default the step's own: time, idle time, memory and a timeline.
+
+        No device is needed. The times within a stage are the plan's, so that the cluster must be of the machine that
+        it was made for. Raises `InvalidArgument` if it is of another, `PlanMismatch` if it has too few devices, and
+        `Unsupported` for a plan that leaves layouts on several devices to XLA.
+        """
+        cluster = cluster or self.source.target.planned_for() or Cluster.from_devices(self.source.target.live_devices())
+        check_cluster(self.plan, cluster)
+        program = passes.lower_step(self.trace, self.plan)
+        priced = price_plan(self.trace, self.plan, program, kind=cluster.described_by)
+        work = step_work(self.trace)
+        return simulate_plan(
+            program,
+            priced,
+            cluster,
+            model_flops=work.flops,
+            dtype=work.dtype,
+            examples=work.examples,
+            tokens=work.tokens,
+        )
+
+    def _compare_numbers(self, call: Call) -> NumberCheck:
+        # From the host, so that arrays may come from anywhere and the step may name devices of its own.
+        anywhere = [
+            leaf if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key) else np.asarray(leaf)
+            for leaf in call.leaves
+        ]
+        expected = jax.tree.leaves(jax.jit(self.source.arguments.call_flat(call))(*anywhere))
+        copies = [jnp.array(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in call.leaves]
+        found = jax.tree.leaves(self.lower().compile().run(replace(call, leaves=copies)))
+        return compare_numbers([leaf.name for leaf in self.trace.outputs], expected, found)
+
+    def __str__(self) -> str:
+        return str(self.plan)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Traced:
+    """A traced step: `trace` holds its jaxpr and the names of its inputs."""
+
+    trace: Trace
+    source: Source
+
+    def plan(self, method: Method | Plan | None = None) -> Planned:
+        """Decide everything, by the step's method or another one.
+
+        What a search solved is kept in $AUTOPAR_CACHE_DIR, by default ~/.cache/autopar.
+        """
+        target = self.source.target
+        plan = plan_that_fits(
+            self.trace,
+            target.method if method is None else method,
+            num_devices=target.num_devices(),
+            kind=target.kind(),
+            devices=target.live_devices() if target.planned_for() is None else None,
+            cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
+        )
+        return Planned(plan=plan, trace=self.trace, source=self.source)
+
+    def __str__(self) -> str:
+        return str(self.trace)

@@ -1,0 +1,224 @@
+"""Write and read checkpoints in the processes of a cluster: each its own shards, by Orbax, into one directory.
+
+    save      shards -> host memory, then Orbax's threads write, meet at a barrier, and process 0 renames the directory
+    restore   each process reads the ranges of its own devices, and waits for no other
+
+Orbax knows arrays that have shards on every process. A value of a pipeline lies on some of them: it is shown to Orbax
+as `Shown`, where a process without a shard has a second copy of one, and second copies are never written.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.errors import CheckpointFailed
+from autopar.runtime.distributed.host import Host
+from autopar.runtime.distributed.host_inputs import Values, assembled, sharding_of
+from autopar.runtime.distributed.placed import Placed
+from autopar.runtime.distributed.whole_arrays import whole_sharding
+from autopar.runtime.executables import KEY_IMPLEMENTATIONS, dtype_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """A value that the processes keep, or are to keep: its number, and where it lies as one array."""
+
+    number: int
+    placed: Placed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """A value that the driver holds; of random keys, their words."""
+
+    words: np.ndarray[Any, Any]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What Orbax reads of a shard."""
+
+    index: tuple[slice, ...]
+    data: Any
+    replica_id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What Orbax reads of an array."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: NamedSharding
+    addressable_shards: Sequence[Shard]
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions there are."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many elements there are."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return self.size * self.itemsize
+
+
+@dataclass(kw_only=True)
+class _Saving:
+    """A save under way on threads of this process."""
+
+    thread: threading.Thread
+    errors: list[str] = field(default_factory=list)
+
+
+# Of this process, by the driver's numbers: threads cannot be part of a message.
+_under_way: dict[int, _Saving] = {}
+
+
+def start_save(host: Host, number: int, path: str, tree: Any, items: Sequence[Kept | Sent]) -> None:
+    """Copy this process's shards, and start to write them; `tree` has numbers of `items` as its leaves."""
+    import orbax.checkpoint as ocp
+    import orbax.checkpoint.experimental.v1 as v1
+
+    shown = [_shown(host, item) for item in items]
+    together = ocp.options.MultiprocessingOptions(primary_host=0, barrier_sync_key_prefix=f"autopar{number}")
+    # Second copies must not be asked to write a part; layouts name devices that a reader need not have.
+    arrays = ocp.type_handlers.ArrayHandler(
+        use_replica_parallel=False,
+        enable_write_sharding_file=False,
+        array_metadata_store=v1.options.ArrayOptions.Saving().array_metadata_store,  # says which words are keys
+    )
+    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, ocp.type_handlers.NumpyHandler()))
+    registry.add(Shown, arrays, func=lambda kind: issubclass(kind, Shown | jax.Array))
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=together)
+    checkpointer = ocp.AsyncCheckpointer(handler, multiprocessing_options=together)
+    checkpointer.save(path, args=ocp.args.PyTreeSave(jax.tree.map(lambda item: shown[item], tree)))
+    errors: list[str] = []
+
+    def finish() -> None:
+        try:
+            checkpointer.wait_until_finished()
+        except BaseException as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=finish, name="autopar-checkpoint", daemon=True)
+    _under_way[number] = _Saving(thread=thread, errors=errors)
+    thread.start()
+
+
+def save_status(host: Host, number: int) -> str | None:
+    """None while the save goes on, then "" or what went wrong."""
+    saving = _under_way[number]
+    if saving.thread.is_alive():
+        return None
+    del _under_way[number]
+    return saving.errors[0] if saving.errors else ""
+
+
+def _shown(host: Host, item: Kept | Sent) -> Any:
+    if isinstance(item, Sent):
+        return _everywhere(item) if item.dtype in KEY_IMPLEMENTATIONS else item.words
+    world, placed = host.world, item.placed
+    sharding = whole_sharding(placed, world.devices)
+    here = {
+        shard.device: shard.data
+        for piece in host.pieces(item.number)
+        if piece is not None
+        for shard in piece.addressable_shards
+    }
+    copies: Counter[str] = Counter()
+    shards: list[Shard] = []
+    for device, index in sharding.devices_indices_map(placed.shape).items():
+        if device in here:
+            shards.append(Shard(index=index, data=here[device], replica_id=copies[str(index)]))
+        copies[str(index)] += 1
+    dtype = dtype_of(placed.dtype)
+    if not shards:
+        nothing = np.broadcast_to(np.zeros((), dtype), sharding.shard_shape(placed.shape))
+        index = tuple(slice(0, size) for size in nothing.shape)
+        shards = [Shard(index=index, data=nothing, replica_id=-1)]
+    return Shown(shape=placed.shape, dtype=dtype, sharding=sharding, addressable_shards=shards)
+
+
+def _everywhere(item: Sent) -> jax.Array:
+    """Random keys, which Orbax writes only if they are JAX's own arrays: a copy on each device."""
+    devices = np.array(jax.devices())
+    mesh = Mesh(devices, ("copy",), axis_types=(AxisType.Auto,))
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    return assembled(item.shape, item.dtype, NamedSharding(mesh, PartitionSpec()), [item.words] * len(local), local)
+
+
+def restore_values(host: Host, path: str, tree: Any, items: Sequence[Kept]) -> None:
+    """Read the ranges of this process's devices, and keep them. Raises `CheckpointFailed` for what cannot be read."""
+    import orbax.checkpoint as ocp
+
+    world = host.world
+    shardings = [whole_sharding(item.placed, world.devices) for item in items]
+    wanted = [
+        jax.ShapeDtypeStruct(item.placed.shape, dtype_of(item.placed.dtype), sharding=sharding)
+        if sharding.addressable_devices
+        else ocp.PLACEHOLDER
+        for item, sharding in zip(items, shardings, strict=True)
+    ]
+    arguments = [
+        item if item is ocp.PLACEHOLDER else ocp.checkpoint_utils.construct_restore_args(item) for item in wanted
+    ]
+    found: list[Any] = [None] * len(items)
+    if any(item is not ocp.PLACEHOLDER for item in wanted):
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=world.process,
+            active_processes={world.process},
+            barrier_sync_key_prefix=f"autopar-alone{world.process}",
+        )
+        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+        checkpointer = ocp.Checkpointer(handler, multiprocessing_options=alone)
+        request = ocp.args.PyTreeRestore(
+            item=jax.tree.map(lambda number: wanted[number], tree),
+            restore_args=jax.tree.map(lambda number: arguments[number], tree),
+        )
+        try:
+            restored = checkpointer.restore(path, args=request)
+        except Exception as error:
+            raise CheckpointFailed(f"The checkpoint {path} cannot be read: {type(error).__name__}: {error}") from error
+        for number, array in zip(jax.tree.leaves(tree), jax.tree.leaves(restored, is_leaf=_is_placeholder)):
+            found[number] = array
+    for item, array in zip(items, found, strict=True):
+        host.put(item.number, _pieces(host, item.placed, array))
+
+
+def _is_placeholder(leaf: Any) -> bool:
+    return leaf is ...
+
+
+def _pieces(host: Host, placed: Placed, array: Any) -> Values:
+    if array is None or _is_placeholder(array):
+        return [None] * len(placed.pieces)
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    pieces: Values = []
+    for piece in placed.pieces:
+        sharding = sharding_of(piece.layout, host.world.devices)
+        own = [shards[device] for device in sharding.addressable_devices_indices_map(piece.shape)]
+        whole = jax.make_array_from_single_device_arrays(piece.shape, sharding, own) if own else None
+        pieces.append(whole)
+    return pieces

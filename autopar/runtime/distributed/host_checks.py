@@ -1,0 +1,61 @@
+"""Checks that run in the processes of a cluster: a collective over all devices, and a transfer between two hosts."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.runtime.distributed.host import Host
+from autopar.runtime.tiles import Layout, plan_transfer
+
+
+def add_up_over_all_devices(host: Host) -> tuple[bool, float]:
+    """Add one number per device, all over the cluster: whether the sum is right, and the seconds of the second time."""
+    devices = host.world.devices
+    mesh = Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,))
+    everywhere = NamedSharding(mesh, PartitionSpec("all"))
+    numbers = np.arange(len(devices), dtype=np.float32)
+    array = jax.make_array_from_callback(numbers.shape, everywhere, lambda index: numbers[index])
+    add = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))
+    add(array).block_until_ready()
+    start = time.perf_counter()
+    found = add(array).block_until_ready()
+    return float(found.addressable_shards[0].data) == float(numbers.sum()), time.perf_counter() - start
+
+
+def send_between(host: Host, source: int, destination: int, num_bytes: int, step: int) -> tuple[bool, float] | None:
+    """Send bytes from one process's first device to another's: what the receiver found, and its seconds.
+
+    Every process calls it; None from those that do not receive. The seconds are those of the second transfer.
+    """
+    world = host.world
+    first = {process: world.process_of.index(process) for process in (source, destination)}
+    layouts = [
+        Layout(devices=(first[p],), mesh_shape=(1,), axis_names=("x",), spec=PartitionSpec())
+        for p in (source, destination)
+    ]
+    shape = (num_bytes // 4,)
+    plan = plan_transfer(shape, 4, layouts[0], layouts[1], world.process_of, dtype="float32")
+    world.exchange.begin_step(step)
+    expected = np.arange(shape[0], dtype=np.float32)
+    for message in range(2):
+        if world.process == source:
+            array = jax.device_put(expected, NamedSharding(_mesh(world.devices[first[source]]), PartitionSpec()))
+            world.exchange.sender([plan], message)([array])
+        if world.process == destination:
+            there = NamedSharding(_mesh(world.devices[first[destination]]), PartitionSpec())
+            receive = world.exchange.receiver([plan], message, [there])
+            start = time.perf_counter()
+            [received] = receive()
+            received.block_until_ready()
+            seconds = time.perf_counter() - start
+            if message == 1:
+                return bool(np.array_equal(np.asarray(received), expected)), seconds
+    return None
+
+
+def _mesh(device: object) -> Mesh:
+    return Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
