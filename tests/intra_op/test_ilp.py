@@ -52,7 +52,7 @@ def test_optimum_of_a_step_lies_within_the_gap_of_its_bound(seed):
     free = solve(problem)
     row = memory_row(problem, seed, 0.5, free.states)
     within = solve(problem, violated_rows=one_at_a_time([row]))
-    assert free.gap <= 1e-3 and within.gap <= 1e-3
+    assert max(free.gap, within.gap) <= 1e-3 * (1 + 1e-9)  # round-off
     assert free.value == pytest.approx(choice_value(problem, free.states))
     assert free.lower_bound <= within.value
     assert row_weight(row, free.states) > row.limit >= row_weight(row, within.states)

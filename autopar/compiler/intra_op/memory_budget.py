@@ -22,8 +22,8 @@ from autopar.compiler.intra_op.within_budget import NoneWithin, minimize_within_
 from autopar.errors import MemoryTooSmall
 
 _NUM_NAMED = 4
-# The model of memory is no better than this.
-_MAX_GAP = 0.005
+# The rows of one choice are no better than this for others.
+_MAX_GAP = 0.01
 # By this share of the budget the rows of a choice may be wrong about others.
 _ROW_ERROR = 0.02
 # By this share of the budget the model may differ from the estimate; beyond, the estimate is not looked at.

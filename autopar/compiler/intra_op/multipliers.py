@@ -54,6 +54,8 @@ MAX_TOGETHER = 8
 """Weightings of all rows together that are tried for a first choice within them."""
 LEAST_PROGRESS = 0.05
 """Share of what the cuts promise that a trial must bring, unless it brings a new cut."""
+UNSURE = 0.1
+"""Share of what the cuts promise by which a bound may fall short before the priced problem is solved."""
 LEAST_PROMISE = 1e-9
 """Share of the value that further prices must promise."""
 FIRST_PRICE = 0.02
@@ -62,6 +64,9 @@ TRUST = 4.0
 """By how much a price may grow at a time."""
 PROMISING = 2
 """States per node, apart from those met, that the search for a good candidate looks at."""
+NEARLY = 0.02
+"""Share of its limit by which a row may be exceeded for a choice to be shown all the same: rows may count too much for
+choices that they were not made for."""
 ROUND_OFF = 1e-9
 """Share of its limit by which a row may be exceeded: sums in another order differ."""
 
@@ -100,13 +105,15 @@ class _Search:
         if states in self.met:
             return
         value = self.met[states] = choice_value(self.problem, states)
-        if value >= self.value or _excess(self.rows, states).max(initial=0.0) > ROUND_OFF:
+        excess = _excess(self.rows, states).max(initial=0.0)
+        if value >= self.value or excess > NEARLY:
             return
         # A row that is exceeded by the caller's sums and not by ours is not violated.
         new = [row for row in self.violated_rows(states) if _excess([row], states).max() > ROUND_OFF]
-        self.rows += new
         if not new:
             self.best, self.value = states, value
+        elif excess <= ROUND_OFF:
+            self.rows += new
 
     def not_excluded(self, most: float | None = None) -> list[Indices]:
         """The states that choices of at most this value may contain, and those of the best candidate.
@@ -225,6 +232,8 @@ def _try_prices(search: _Search, prices: Floats) -> Floats:
         ascent = Ascent.of(priced) if ascent is None else continued(ascent, priced)
         ascend(ascent, search.effort.deadline)
         bound = relaxation.note(search, ascent, prices)
+        if ascent.value - ascent.bound > UNSURE * min(missing, abs(ascent.value)):
+            bound = max(bound, relaxation.note_optimum(search, priced, prices, enough))
         if len(search.met) == num_met and bound - best_bound < LEAST_PROGRESS * missing:
             break
         if bound > best_bound:
@@ -265,6 +274,16 @@ class _Relaxation:
             raise Infeasible([row.name for row in search.rows])
         search.meet(self.expand(ascent.states))
         return ascent.bound + shift
+
+    def note_optimum(self, search: _Search, priced: Problem, prices: Floats, gap: float) -> float:
+        """Solve the priced problem, up to a gap, where its ascent alone tells too little; return its bound."""
+        shift = self.smaller.shift(prices)
+        share = gap / (abs(search.bound) or 1.0)
+        found = minimize(priced, Effort(deadline=search.effort.deadline, max_gap=share, constant=shift))
+        search.raise_bound(found.bound + shift)
+        if found.states is not None:
+            search.meet(self.expand(found.states))
+        return found.bound + shift
 
     def shrunk(self, search: _Search) -> _Relaxation | None:
         """The relaxation of what is left, if that is much less."""
