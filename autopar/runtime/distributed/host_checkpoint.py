@@ -113,7 +113,10 @@ def start_save(host: Host, number: int, path: str, tree: Any, items: Sequence[Ke
     registry.add(Shown, arrays, func=lambda kind: issubclass(kind, Shown | jax.Array))
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=together)
     checkpointer = ocp.AsyncCheckpointer(handler, multiprocessing_options=together)
-    checkpointer.save(path, args=ocp.args.PyTreeSave(jax.tree.map(lambda item: shown[item], tree)))
+    try:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(jax.tree.map(lambda item: shown[item], tree)))
+    except Exception as error:
+        raise CheckpointFailed(f"{type(error).__name__}: {error}") from error
     errors: list[str] = []
 
     def finish() -> None:

@@ -1,0 +1,113 @@
+"""Write a state as a checkpoint: on the threads of this process, or each process of a cluster its own shards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.errors import CheckpointFailed, InvalidArgument
+from autopar.runtime.distributed.distributed_array import DistributedArray
+
+_POLL_S = 0.02
+
+
+class Save:
+    """A save under way."""
+
+    target: Path
+
+    def finish(self) -> None:
+        """Wait for it."""
+        raise NotImplementedError
+
+
+class LocalSave(Save):
+    """In this process, on Orbax's threads."""
+
+    def __init__(self, target: Path, state: Any) -> None:
+        import orbax.checkpoint as ocp
+
+        self.target = target
+        self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        self._checkpointer.save(target, args=ocp.args.PyTreeSave(plain_tree(state)))
+
+    def finish(self) -> None:
+        """Wait for the threads."""
+        self._checkpointer.wait_until_finished()
+
+
+class ClusterSave(Save):
+    """In all processes of a cluster."""
+
+    def __init__(self, session: Any, target: Path, state: Any) -> None:
+        from autopar.runtime.distributed.host_checkpoint import start_save
+
+        self.target = target
+        self._session = session
+        leaves, tree = jax.tree.flatten(plain_tree(state))
+        if any(isinstance(leaf, DistributedArray) and leaf.owner is not session for leaf in leaves):
+            raise InvalidArgument("the state lies on a cluster that was shut down or restarted, and is gone with it")
+        self._gathered = _as_one_array(session, leaves)
+        items = [_item(leaf) for leaf in self._gathered]
+        [self._number] = session.next_numbers(1)
+        numbered = jax.tree.unflatten(tree, range(len(leaves)))
+        session.run_everywhere(start_save, self._number, str(target), numbered, items)
+
+    def finish(self) -> None:
+        """Ask the processes until all are done, or one has failed."""
+        from autopar.runtime.distributed.host_checkpoint import save_status
+
+        waiting = set(range(len(self._session.hosts.actors)))
+        while waiting:
+            for process, status in zip(
+                sorted(waiting), self._session.run_on(sorted(waiting), save_status, self._number), strict=True
+            ):
+                if status:
+                    raise CheckpointFailed(f"{self._session.describe(process)}: {status}")
+                if status == "":
+                    waiting.discard(process)
+            if waiting:
+                time.sleep(_POLL_S)
+
+
+def plain_tree(state: Any) -> Any:
+    """The state in dictionaries and lists, as Orbax names it."""
+    from orbax.checkpoint import tree
+
+    return tree.serialize_tree(state, keep_empty_nodes=True)
+
+
+def _as_one_array(session: Any, leaves: Sequence[Any]) -> list[Any]:
+    """The leaves, with those moved to one layout whose pieces are no array as they lie."""
+    from autopar.runtime.distributed.ray_runtime import RayLoaded
+    from autopar.runtime.distributed.whole_arrays import Gathering, in_one_piece, is_one_array
+
+    found = list(leaves)
+    scattered = [
+        i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedArray) and not is_one_array(leaf.placed)
+    ]
+    if scattered:
+        gathering = Gathering(to=tuple(in_one_piece(leaves[i].placed) for i in scattered))
+        gather = RayLoaded(session, gathering(), [], gathering)
+        for i, moved in zip(scattered, gather([leaves[i] for i in scattered]), strict=True):
+            found[i] = moved
+    return found
+
+
+def _item(leaf: Any) -> Any:
+    from autopar.runtime.distributed.host_checkpoint import Kept, Sent
+
+    if isinstance(leaf, DistributedArray):
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return Kept(number=leaf.identity, placed=leaf.placed)
+        return Sent(words=leaf.words(), shape=leaf.shape, dtype=leaf.placed.dtype)
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return Sent(words=np.asarray(jax.random.key_data(leaf)), shape=leaf.shape, dtype=str(leaf.dtype))
+    words = np.asarray(leaf, dtype=jax.dtypes.result_type(leaf))
+    return Sent(words=words, shape=words.shape, dtype=str(words.dtype))

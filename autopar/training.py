@@ -1,0 +1,311 @@
+"""`autopar.fit`: the loop around a step, which survives the loss of processes and of the driver.
+
+batch i: state i -> state i + 1         checkpoint n: state n, so that the next batch is n
+
+failure   ->  new processes, the last good checkpoint, and the batches since then again
+driver    ->  started again with the same directory, it goes on at the batch after the last checkpoint
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from autopar.api import Step
+from autopar.checkpoint import Checkpoints
+from autopar.checks import check_choice
+from autopar.errors import AutoparError, ClusterFailed, InvalidArgument, NonFiniteLoss
+from autopar.numbered_batches import Batches, NumberedBatches
+from autopar.plan import Plan
+from autopar.runtime.distributed.distributed_array import DistributedArray
+from autopar.session import current_session, restart
+
+ON_FAILURE = ("raise", "restart", "replan")
+_UNREAD = 2  # so many steps are under way before the metrics of the first of them are waited for
+
+_log = logging.getLogger("autopar")
+
+OnStep = Callable[[int, Any], None]
+
+
+def fit(
+    step: Step,
+    state: Any,
+    batches: Batches,
+    *,
+    checkpoint_dir: str | Path | None = None,
+    num_steps: int | None = None,
+    checkpoint_every: int = 100,
+    on_failure: str = "raise",
+    max_failures: int = 3,
+    on_step: OnStep | None = None,
+    nan_guard: bool = False,
+    keep: int | None = 3,
+) -> tuple[Any, list[Any]]:
+    """Train; returns the last state, and the metrics of every step of this call as NumPy arrays.
+
+    - `step`: a parallelized `(state, batch) -> (state, metrics)`.
+    - `batches`: an iterable from the first batch on, or a function of the step's number, from 0; then `num_steps` is
+      required. A run that goes on skips the batches before its checkpoint.
+    - `checkpoint_dir`: where states are saved, every `checkpoint_every` steps and at the end, of which the newest
+      `keep` are kept. If there is a checkpoint at the start, training goes on from it, and not from `state`.
+    - `on_failure`: when a process of the cluster is lost or a step fails there, "raise" the error; "restart" as many
+      processes with the same plan; or "replan" for the processes that there is room for. Then the last checkpoint is
+      restored, and the batches since then, which are kept until the next one is complete, are trained again.
+    - `max_failures`: how many failures a call survives.
+    - `on_step`: called with each step's number and metrics, in order and once for each, up to two steps late. Steps
+      that are trained again after a failure replace theirs in the returned list.
+    - `nan_guard`: raise `NonFiniteLoss` at the first loss that is infinite or not a number: of the metrics whose name
+      has "loss" in it, or, if none has, of all that are single floating-point numbers.
+
+    Raises `InvalidArgument` for options that contradict each other, and batches that end before `num_steps`.
+    """
+    check_choice("on_failure", on_failure, ON_FAILURE)
+    _check(step, batches, checkpoint_dir, num_steps, checkpoint_every, on_failure, max_failures)
+    checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, keep=keep)
+    first = None if checkpoints is None else checkpoints.latest()
+    run = _Run(
+        step=step,
+        state=state,
+        done=first or 0,
+        start=first or 0,
+        batches=NumberedBatches(batches, first or 0, replays=on_failure != "raise"),
+        num_steps=num_steps,
+        checkpoints=checkpoints,
+        checkpoint_every=checkpoint_every,
+        on_failure=on_failure,
+        on_step=on_step,
+        nan_guard=nan_guard,
+    )
+    failures = 0
+    with _progress() as progress:
+        shown = progress.add_task("training", total=num_steps, completed=run.done)
+        run.on_progress = lambda done: progress.update(shown, completed=done)
+        failure: ClusterFailed | None = None
+        while True:
+            try:
+                if failure is not None:
+                    run.recover()
+                run.train(resumed=failure is not None or first is not None)
+                return run.state, run.history
+            except ClusterFailed as error:
+                failure, failures = error, failures + 1
+                if on_failure == "raise" or failures > max_failures or current_session() is None:
+                    raise
+                _log.warning("%s Going on from the last checkpoint (%d of %d).", error, failures, max_failures)
+            except BaseException:
+                if checkpoints is not None:  # complete what is under way: it was good
+                    with suppress(AutoparError):
+                        checkpoints.wait()
+                raise
+
+
+def _check(
+    step: Any,
+    batches: Any,
+    checkpoint_dir: Any,
+    num_steps: int | None,
+    checkpoint_every: int,
+    on_failure: str,
+    max_failures: int,
+) -> None:
+    if not isinstance(step, Step):
+        raise InvalidArgument(
+            f"fit was given a {type(step).__name__} as its step; it takes what autopar.parallelize returns."
+        )
+    if on_failure != "raise" and checkpoint_dir is None:
+        raise InvalidArgument(f"on_failure={on_failure!r} needs a checkpoint_dir, where states are saved.")
+    if callable(batches) and num_steps is None:
+        raise InvalidArgument("batches is a function, which never ends. Give num_steps.")
+    if not callable(batches) and not isinstance(batches, Iterable):
+        raise InvalidArgument(
+            f"batches is a {type(batches).__name__}; it must be an iterable, or a function of the step's number."
+        )
+    limits = (("num_steps", num_steps, 0), ("checkpoint_every", checkpoint_every, 1), ("max_failures", max_failures, 0))
+    for name, number, least in limits:
+        if number is not None and number < least:
+            raise InvalidArgument(f"{name} is {number}; at least {least} is required.")
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """One call of `fit`: `state` is that after `done` steps."""
+
+    step: Step
+    state: Any
+    done: int
+    start: int
+    batches: NumberedBatches
+    num_steps: int | None
+    checkpoints: Checkpoints | None
+    checkpoint_every: int
+    on_failure: str
+    on_step: OnStep | None
+    nan_guard: bool
+    history: list[Any] = field(default_factory=list)
+    on_progress: Callable[[int], None] = lambda done: None
+    _plan: Plan | None = None
+    _unread: deque[tuple[int, Any]] = field(default_factory=deque)
+    _told: int = 0
+    """Steps below this number have been told to `on_step`."""
+    _saved: int | None = None
+
+    def train(self, *, resumed: bool) -> None:
+        """From the state, or, `resumed`, from the last checkpoint, to the last step."""
+        try:
+            batch = self._next_batch()
+        except StopIteration:
+            batch = None
+        if batch is None and not resumed:
+            return
+        if resumed:
+            self._restore(batch)
+            batch = self._next_batch_or_none()
+        elif self.on_failure != "raise":
+            assert self.checkpoints is not None
+            self._compile(self.state, batch)
+            self._save()
+            self.checkpoints.wait()
+        while batch is not None:
+            self._train_one(batch)
+            if self.checkpoints is not None and self.done % self.checkpoint_every == 0:
+                self._save()
+            batch = self._next_batch_or_none()
+        self._finish()
+
+    def _next_batch(self) -> Any:
+        """The batch of the next step. Raises `StopIteration` after the last."""
+        if self.num_steps is not None and self.done >= self.num_steps:
+            raise StopIteration
+        return self.batches.get(self.done)
+
+    def _next_batch_or_none(self) -> Any:
+        try:
+            return self._next_batch()
+        except StopIteration:
+            return None
+
+    def _compile(self, state: Any, batch: Any) -> Any:
+        compiled = self.step.compiled_for(self.step.arguments.split((state, batch), {}), self._plan)
+        self._plan = compiled.plan
+        return compiled
+
+    def _restore(self, batch: Any) -> None:
+        assert self.checkpoints is not None
+        shapes = jax.tree.map(_abstract, self.state)
+        known = self.step.all_compiled()
+        like = self._compile(shapes, batch) if batch is not None else known[-1] if known else shapes
+        self.done, self.state = self.checkpoints.restore(like=like)
+        self._saved = self.done
+        self.start = min(self.start, self.done)
+        del self.history[self.done - self.start :]
+        self.on_progress(self.done)
+
+    def recover(self) -> None:
+        """New processes, in place of those of the session that failed."""
+        assert self.checkpoints is not None
+        self.checkpoints.abandon()
+        self._unread.clear()
+        session = current_session()
+        assert session is not None
+        hosts = len(session.hosts.actors)
+        if self.on_failure == "replan":
+            left = min(session.hosts.room(), hosts)
+            if left < 1:
+                raise InvalidArgument("No host of the cluster is left. Add nodes to it, and start again.")
+            if left < hosts:
+                self._plan = None
+            hosts = left
+        self.state = jax.tree.map(_abstract, self.state)
+        self.done = self.checkpoints.latest() or 0
+        restart(hosts)
+
+    def _train_one(self, batch: Any) -> None:
+        call = self.step.arguments.split((self.state, batch), {})
+        result = self.step.compiled_for(call).run(call)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise InvalidArgument(
+                f"{self.step.arguments.name} returned a {type(result).__name__}; fit trains steps that return "
+                "(state, metrics). Let it return these two."
+            )
+        self.state, metrics = result
+        self._unread.append((self.done, metrics))
+        self.done += 1
+        self._read(_UNREAD)
+
+    def _read(self, left: int) -> None:
+        """Wait for metrics, until only `left` steps are unread."""
+        while len(self._unread) > left:
+            number, metrics = self._unread[0]
+            metrics = jax.tree.map(_on_driver, metrics)
+            self._unread.popleft()
+            if self.nan_guard:
+                _check_finite(number, metrics)
+            self.history.append(metrics)
+            if number >= self._told:
+                self._told = number + 1
+                if self.on_step is not None:
+                    self.on_step(number, metrics)
+            self.on_progress(number + 1)
+
+    def _save(self) -> None:
+        assert self.checkpoints is not None
+        self._read(0)  # so that what is saved has been seen to be finite
+        if self._saved != self.done:
+            before = self._saved
+            self.checkpoints.save(self.done, self.state)
+            self._saved = self.done
+            if before is not None:  # that save is complete now
+                self.batches.forget_before(before)
+
+    def _finish(self) -> None:
+        self._read(0)
+        if self.checkpoints is not None:
+            self._save()
+            self.checkpoints.wait()
+        if self.num_steps is not None and self.done < self.num_steps:
+            raise InvalidArgument(
+                f"The batches ended after {self.done} steps, num_steps is {self.num_steps}. Give more batches, or "
+                "fewer steps."
+            )
+
+
+def _abstract(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    kind = leaf.aval if isinstance(leaf, DistributedArray) else jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=bool(getattr(kind, "weak_type", False)))
+
+
+def _on_driver(leaf: Any) -> Any:
+    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.asarray(leaf)
+    return np.asarray(leaf)
+
+
+def _check_finite(number: int, metrics: Any) -> None:
+    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(metrics)]
+    numbers = [(key, leaf) for key, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size == 1]
+    for key, leaf in [item for item in numbers if "loss" in item[0].lower()] or numbers:
+        if not np.isfinite(leaf.astype(np.float32)).all():
+            raise NonFiniteLoss(
+                f"The loss of step {number} is {float(leaf)}{f' ({key})' if key else ''}. Nothing was restored: look "
+                "at the batch of this step, lower the learning rate, or go on from an earlier checkpoint."
+            )
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
