@@ -8,25 +8,26 @@ price in the objective (Lagrange multipliers): every price gives one point of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from autopar.checks import check_spec
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import aval_bytes
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.intra_op.block_times import block_times
 from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh
-from autopar.compiler.intra_op.local_program import local_block
+from autopar.compiler.intra_op.local_program import LocalBlock
+from autopar.compiler.intra_op.priced_choices import PricedChoices
 from autopar.compiler.intra_op.search import with_shared_latency
-from autopar.compiler.intra_op.task_group import GroupPlan, TaskChoices, task_choices
+from autopar.compiler.intra_op.task_group import GroupPlan, task_choices
 from autopar.compiler.layer_classes import LayerClass
 from autopar.compiler.search_wishes import equation_wishes, layout_of
 from autopar.compiler.stage_memory import stage_memory, value_types
+from autopar.compiler.stage_sharding import local_blocks
 from autopar.search_methods import Auto
 
 PRICES = (0.0, 0.3, 10.0)
@@ -49,7 +50,7 @@ class LayerCosts:
     time_limit_s: float = 10.0
     cache_directory: Path | None = None
     known: dict[Any, StageCost] = field(default_factory=dict[Any, StageCost])
-    choices: dict[Any, TaskChoices] = field(default_factory=dict[Any, TaskChoices])
+    choices: dict[Any, PricedChoices] = field(default_factory=dict[Any, PricedChoices])
     listed: dict[Any, dict[Any, Any]] = field(default_factory=dict[Any, dict[Any, Any]])
     borders: dict[Any, dict[Any, Layout]] = field(default_factory=dict[Any, dict[Any, Layout]])
     gap: float = 0.0
@@ -70,7 +71,7 @@ class LayerCosts:
             self.known[key] = stage_cost(layer, found, mesh, figures)
         return self.known[key]
 
-    def _choices_of(self, number: int, mesh: LogicalMesh, figures: MeshFigures) -> TaskChoices:
+    def _choices_of(self, number: int, mesh: LogicalMesh, figures: MeshFigures) -> PricedChoices:
         key = (number, mesh.shape)
         if key not in self.choices:
             if number != self.most_common:
@@ -83,7 +84,8 @@ class LayerCosts:
                 equations=equation_wishes(self.method, mesh),
             )
             listed = self.listed.setdefault(mesh.shape, {})
-            self.choices[key] = task_choices(layer.tasks, mesh, figures, wishes, known=listed)
+            choices = task_choices(layer.tasks, mesh, figures, wishes, known=listed)
+            self.choices[key] = PricedChoices(choices=choices, names=layer.state | layer.kept | layer.fed)
         return self.choices[key]
 
     def _allowed(self, layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layout, ...]]:
@@ -118,14 +120,17 @@ def prices(layer: LayerClass, cost: StageCost, price: float) -> dict[str, float]
     return {name: price * step_s * weight / whole for name, weight in weights.items()} if whole else {}
 
 
-def stage_cost(layer: LayerClass, found: GroupPlan, mesh: LogicalMesh, figures: MeshFigures) -> StageCost:
-    """What a solution costs."""
+def stage_cost(
+    layer: LayerClass,
+    found: GroupPlan,
+    mesh: LogicalMesh,
+    figures: MeshFigures,
+    blocks: Mapping[str, LocalBlock] | None = None,
+) -> StageCost:
+    """What a solution costs; `blocks` are its `local_blocks`, if known."""
     seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
     weight_s = 0.0
-    blocks = {
-        task.name: local_block(jc.open_jaxpr(task.jaxpr)[0], found.tasks[task.name], mesh, phase=task.phase)
-        for task in layer.tasks
-    }
+    blocks = local_blocks(layer.tasks, found, mesh) if blocks is None else blocks
     for task in layer.tasks:
         mine = with_shared_latency(figures) if task.phase == "update" else figures
         took = block_times(blocks[task.name], mesh, mine).total_s

@@ -12,6 +12,11 @@ _MOST_MICROBATCHES_PER_DEVICE = 8
 _MICROBATCHES_PER_HOST = 8
 
 
+def first_likely(is_likely: Callable[[int], bool], size: int, start: int) -> int:
+    """The first place from `start` on that is likely to lead to a plan; `start` if none is."""
+    return next((place for place in range(start, size) if is_likely(place)), start)
+
+
 def descend(time_s: Callable[[int], float], size: int, start: int, deadline: float) -> None:
     """Go up from a place as long as that helps, else down; from where nothing is possible, up and then down."""
     best, at = time_s(start), start

@@ -27,7 +27,7 @@ from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place, s
 from autopar.compiler.intra_op.search import FOLD_FROM
 from autopar.compiler.layer_classes import Layers, count_step_layers, find_layers
 from autopar.compiler.layer_costs import LayerCosts
-from autopar.compiler.microbatch_counts import descend, microbatch_counts, usual_place
+from autopar.compiler.microbatch_counts import descend, first_likely, microbatch_counts, usual_place
 from autopar.compiler.prepare import stage_graph
 from autopar.compiler.search_wishes import pins_of_inputs
 from autopar.compiler.stage_layouts import stage_shardings
@@ -43,7 +43,7 @@ _ATTEMPTS = 4
 """Searches for less and less memory, until stages as a whole fit."""
 _BELOW = 0.97
 """Of a limit, what the next search gets at most."""
-_SHARE_FOR_STAGES = 0.5
+_SHARE_FOR_STAGES = 0.2
 """Of the time limit, after which no further number of microbatches is tried."""
 
 
@@ -86,7 +86,11 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
         best = found[count]
         return math.inf if best is None else best.search.step_time_s
 
-    descend(time_s, len(counts), usual_place(problem, counts), began + _SHARE_FOR_STAGES * problem.method.time_limit_s)
+    def is_likely(place: int) -> bool:
+        return _fits_by_hosts(problem, counts[place], num_layers, loop_pieces, options)
+
+    start = first_likely(is_likely, len(counts), usual_place(problem, counts))
+    descend(time_s, len(counts), start, began + _SHARE_FOR_STAGES * problem.method.time_limit_s)
     ranked = sorted((each for each in found.values() if each is not None), key=lambda each: each.search.step_time_s)
     if ranked:
         return ranked
@@ -102,28 +106,75 @@ def _search(
     problem: StageProblem, num_microbatches: int, num_layers: int, loop_pieces: int, options: dict[str, str]
 ) -> StagesFound:
     """The best schedule, without recomputation if that fits."""
-    remats = (False, True) if problem.method.remat == "auto" else (bool(problem.method.remat),)
     shortage: MemoryTooSmall | None = None
-    for remat in remats:
-        key = (num_microbatches, remat)
-        if key not in problem.known:
-            layers = find_layers(
-                problem.trace,
-                num_layers=num_layers,
-                loop_pieces=loop_pieces,
-                num_microbatches=num_microbatches,
-                schedule=problem.method.schedule or "1f1b",
-                remat=remat,
-                pins=problem.method.pins,
-                **options,
-            )
-            problem.known[key] = layers, _costs_of(problem, layers)
+    for remat in _remats(problem):
         try:
-            return _search_layers(problem, *problem.known[key], remat)
+            known = _known(problem, num_microbatches, remat, num_layers, loop_pieces, options)
+            return _search_layers(problem, *known, remat)
         except MemoryTooSmall as error:
             shortage = error
     assert shortage is not None
     raise shortage
+
+
+def _fits_by_hosts(
+    problem: StageProblem, num_microbatches: int, num_layers: int, loop_pieces: int, options: dict[str, str]
+) -> bool:
+    """Whether a stage for every host would do: much less to find out than what the best stages are."""
+    cluster = problem.cluster
+    if problem.num_stages is not None or problem.method.num_microbatches is not None or cluster.num_hosts == 1:
+        return True
+    for remat in _remats(problem):
+        try:
+            layers, costs = _known(problem, num_microbatches, remat, num_layers, loop_pieces, options)
+        except (NotSplittable, Unsupported):
+            return False
+        if len(layers.class_of) < cluster.num_hosts:
+            return True
+        ranges = RangeCosts(problem, layers, costs)
+        try:
+            search_fixed_stages(
+                len(layers.class_of),
+                cluster.num_hosts,
+                Submesh(num_hosts=1, devices_per_host=cluster.devices_per_host),
+                ranges,
+                ranges.transfer_s,
+                timing=Timing(schedule=problem.method.schedule or "1f1b", num_microbatches=num_microbatches),
+                memory_bytes=problem.expected_bytes,
+            )
+        except MemoryTooSmall:
+            continue
+        return True
+    return False
+
+
+def _remats(problem: StageProblem) -> tuple[bool, ...]:
+    return (False, True) if problem.method.remat == "auto" else (bool(problem.method.remat),)
+
+
+def _known(
+    problem: StageProblem,
+    num_microbatches: int,
+    remat: bool,
+    num_layers: int,
+    loop_pieces: int,
+    options: dict[str, str],
+) -> tuple[Layers, LayerCosts]:
+    """The layers for a number of microbatches and their costs, found when they are first asked for."""
+    key = (num_microbatches, remat)
+    if key not in problem.known:
+        layers = find_layers(
+            problem.trace,
+            num_layers=num_layers,
+            loop_pieces=loop_pieces,
+            num_microbatches=num_microbatches,
+            schedule=problem.method.schedule or "1f1b",
+            remat=remat,
+            pins=problem.method.pins,
+            **options,
+        )
+        problem.known[key] = layers, _costs_of(problem, layers)
+    return problem.known[key]
 
 
 def _costs_of(problem: StageProblem, layers: Layers) -> LayerCosts:

@@ -9,21 +9,21 @@ the numbers of their values.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.inter_op.schedule_times import Timing, in_flight
-from autopar.compiler.inter_op.stage_costs import Stage
+from autopar.compiler.inter_op.stage_costs import Stage, StageCost
 from autopar.compiler.intra_op.figures import MeshFigures, figures_of
 from autopar.compiler.intra_op.layout import LogicalMesh
-from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, task_choices
+from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, TaskChoices, task_choices
 from autopar.compiler.layer_classes import LayerClass, Layers, class_key, layer_class, value_numbers
 from autopar.compiler.layer_costs import PRICES, pinned_layouts, prices, stage_cost
 from autopar.compiler.search_wishes import equation_wishes
 from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.stage_ranges import StageProblem
-from autopar.compiler.stage_sharding import mesh_tasks, sharding_of
+from autopar.compiler.stage_sharding import local_blocks, mesh_tasks, sharding_like, sharding_of
 from autopar.machine import Machine
 from autopar.plan import Plan
 from autopar.sharding_plan import MeshSharding
@@ -77,17 +77,12 @@ def stage_shardings(
     problem: StageProblem, layers: Layers, graph: StageGraph, plan: Plan, stages: Sequence[Stage]
 ) -> list[StageLayouts]:
     """The layouts of all stages."""
-    known: dict[Hashable, SolvedStage] = {}
+    known: dict[Hashable, _Alike] = {}
     found: list[StageLayouts] = []
     for number, stage in enumerate(stages):
         asked = _asked(problem, graph, plan, number, stage)
-        key = (layers.class_of[stage.start : stage.stop], _key(asked))
-        best = known[key].for_layer(asked.layer) if key in known else None
-        if best is None:
-            best = _solved(problem, asked)
-            known[key] = SolvedStage(layer=asked.layer, plan=best)
-        sharding = sharding_of(asked.tasks, best, asked.mesh, asked.figures)
-        found.append(StageLayouts(sharding=sharding, peak_bytes=_peak_bytes(asked, best)))
+        alike = known.setdefault((layers.class_of[stage.start : stage.stop], _key(asked)), _Alike(first=asked))
+        found.append(_laid_out(problem, asked, alike))
     return found
 
 
@@ -117,7 +112,6 @@ def _key(asked: _Asked) -> Hashable:
     return (
         asked.mesh.shape,
         asked.stage.cost.choice,
-        asked.flying,
         class_key(asked.layer),
         tuple(numbers.get(alike.get(name, name), -1) for name in numbers),
         tuple((number, asked.received.get(name)) for name, number in numbers.items()),
@@ -125,21 +119,65 @@ def _key(asked: _Asked) -> Hashable:
     )
 
 
-def _solved(problem: StageProblem, asked: _Asked) -> GroupPlan:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Laid:
+    """What was found for a stage at a price of memory."""
+
+    solved: SolvedStage
+    cost: StageCost
+    sharding: MeshSharding
+
+
+@dataclass(kw_only=True, eq=False)
+class _Alike:
+    """What is known of all stages that are like the first one met."""
+
+    first: _Asked
+    choices: TaskChoices | None = None
+    laid: dict[float, _Laid] = field(default_factory=dict[float, _Laid])
+    """By price."""
+
+    def at(self, price: float, problem: StageProblem) -> _Laid:
+        """The layouts of the first stage at a price, found when they are first asked for."""
+        asked = self.first
+        if self.choices is None:
+            self.choices = task_choices(asked.tasks, asked.mesh, asked.figures, asked.wishes)
+        if price not in self.laid:
+            charged = _added(asked.received, prices(asked.layer, asked.stage.cost, price) if price else {})
+            found = self.choices.best(
+                charged, time_limit_s=problem.method.time_limit_s, cache_directory=problem.cache_directory
+            )
+            blocks = local_blocks(asked.tasks, found, asked.mesh)
+            self.laid[price] = _Laid(
+                solved=SolvedStage(layer=asked.layer, plan=found),
+                cost=stage_cost(asked.layer, found, asked.mesh, asked.figures, blocks),
+                sharding=sharding_of(asked.tasks, found, asked.mesh, asked.figures, blocks),
+            )
+        return self.laid[price]
+
+
+def _laid_out(problem: StageProblem, asked: _Asked, alike: _Alike) -> StageLayouts:
     """The layouts for the price of memory that the search chose, or for a higher one until the stage fits."""
-    cost, method = asked.stage.cost, problem.method
-    choices = task_choices(asked.tasks, asked.mesh, asked.figures, asked.wishes)
-    higher = [price for price in PRICES if price >= cost.choice]
-    for price in higher:
-        charged = _added(asked.received, prices(asked.layer, cost, price) if price else {})
-        found = choices.best(charged, time_limit_s=method.time_limit_s, cache_directory=problem.cache_directory)
-        if price == higher[-1] or _peak_bytes(asked, found) <= problem.memory_bytes:
-            return found
-    raise AssertionError(higher)
+    for price in (price for price in PRICES if price >= asked.stage.cost.choice):
+        laid = alike.at(price, problem)
+        peak_bytes = laid.cost.peak_bytes(asked.flying)
+        if price == PRICES[-1] or peak_bytes <= problem.memory_bytes:
+            sharding = _handed_on(laid, asked)
+            if sharding is None:
+                return _laid_out(problem, asked, _Alike(first=asked))
+            return StageLayouts(sharding=sharding, peak_bytes=peak_bytes)
+    raise AssertionError(asked.stage.cost.choice)
 
 
-def _peak_bytes(asked: _Asked, found: GroupPlan) -> float:
-    return stage_cost(asked.layer, found, asked.mesh, asked.figures).peak_bytes(asked.flying)
+def _handed_on(laid: _Laid, asked: _Asked) -> MeshSharding | None:
+    """The sharding for another stage like the one that it was found for; None if they have too little in common."""
+    theirs = laid.solved.layer
+    if asked.layer is theirs:
+        return laid.sharding
+    plan = laid.solved.for_layer(asked.layer)
+    if plan is None:
+        return None
+    return sharding_like(laid.sharding, theirs.tasks, asked.tasks, plan, asked.mesh, asked.figures)
 
 
 def received_seconds(graph: StageGraph, plan: Plan, number: int, machine: Machine) -> dict[str, float]:

@@ -24,6 +24,8 @@ from autopar.machine import Machine
 from autopar.search_methods import Auto
 
 _STAGE_AXES = ("data", "model")
+_LITTLE_TIME = 0.01
+"""Of a step: if keeping as little as can be in memory takes no more, nothing in between is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,6 +87,7 @@ class RangeCosts:
     def __init__(self, problem: StageProblem, layers: Layers, costs: LayerCosts) -> None:
         self.problem, self.layers, self.costs = problem, layers, costs
         self.sums: dict[tuple[Submesh, float], _Sums] = {}
+        self.worthwhile: dict[Submesh, Sequence[float]] = {}
         self.known: dict[tuple[int, int, Submesh], Sequence[StageCost]] = {}
         self.expected_bytes = problem.expected_bytes
         self.most_in_flight = min(layers.num_microbatches, 2 * len(layers.class_of))
@@ -95,9 +98,18 @@ class RangeCosts:
             free = self._cost(start, stop, submesh, 0.0)
             # Memory has no price where there is enough of it in any case, nor where nothing can be divided.
             enough = free.peak_bytes(self.most_in_flight) <= self.expected_bytes
-            prices = () if enough or submesh.num_devices == 1 else PRICES[1:]
+            prices = () if enough or submesh.num_devices == 1 else self._prices(submesh)
             self.known[key] = [free, *(self._cost(start, stop, submesh, price) for price in prices)]
         return self.known[key]
+
+    def _prices(self, submesh: Submesh) -> Sequence[float]:
+        """The prices of memory that are worth asking for: those in between only if saving memory takes much time."""
+        if submesh not in self.worthwhile:
+            free, least = (self._sums(submesh, price).added[-1] for price in (PRICES[0], PRICES[-1]))
+            times = np.array([self.layers.num_microbatches, self.layers.num_microbatches, 0.0, 1.0])
+            much = least[:4] @ times > (1 + _LITTLE_TIME) * (free[:4] @ times)
+            self.worthwhile[submesh] = PRICES[1:] if much else PRICES[-1:]
+        return self.worthwhile[submesh]
 
     def _cost(self, start: int, stop: int, submesh: Submesh, price: float) -> StageCost:
         sums = self._sums(submesh, price)

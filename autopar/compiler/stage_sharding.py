@@ -9,8 +9,8 @@ All stages of a mesh are planned together, for they share its values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,13 +114,20 @@ def plan_mesh(
     return sharding_of(tasks, found, mesh, figures)
 
 
-def sharding_of(tasks: list[GroupTask], found: GroupPlan, mesh: LogicalMesh, figures: MeshFigures) -> MeshSharding:
-    """A solution as data, with the times and collectives that it means."""
+def sharding_of(
+    tasks: Sequence[GroupTask],
+    found: GroupPlan,
+    mesh: LogicalMesh,
+    figures: MeshFigures,
+    blocks: Mapping[str, LocalBlock] | None = None,
+) -> MeshSharding:
+    """A solution as data, with the times and collectives that it means; `blocks` are its `local_blocks`, if known."""
     times: dict[str, TaskTimes] = {}
     temporary_bytes: dict[str, float] = {}
     collectives: list[PlannedCollective] = []
+    blocks = local_blocks(tasks, found, mesh) if blocks is None else blocks
     for task in tasks:
-        block = local_block(jc.open_jaxpr(task.jaxpr)[0], found.tasks[task.name], mesh, phase=task.phase)
+        block = blocks[task.name]
         mine = with_shared_latency(figures) if task.phase == "update" else figures
         took = block_times(block, mesh, mine)
         times[task.name] = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
@@ -139,6 +146,44 @@ def sharding_of(tasks: list[GroupTask], found: GroupPlan, mesh: LogicalMesh, fig
         lower_bound_s=found.optimum.lower_bound,
         figures=figures.name,
     )
+
+
+def sharding_like(
+    sharding: MeshSharding,
+    others: Sequence[GroupTask],
+    tasks: Sequence[GroupTask],
+    found: GroupPlan,
+    mesh: LogicalMesh,
+    figures: MeshFigures,
+) -> MeshSharding:
+    """The sharding of tasks that are like `others`, whose sharding is known, by the same solution under their names."""
+    names = {other.name: task.name for other, task in zip(others, tasks, strict=True)}
+    blocks = local_blocks(tasks, found, mesh)
+    collectives = [
+        each
+        for task in tasks
+        for each in _collectives(
+            task, blocks[task.name], mesh, with_shared_latency(figures) if task.phase == "update" else figures
+        )
+    ]
+    return replace(
+        sharding,
+        layouts={
+            "values": {name: layout_text(layout, mesh) for name, layout in sorted(found.layouts.items())},
+            "tasks": {names[name]: data for name, data in sharding.layouts["tasks"].items()},
+        },
+        times={names[name]: times for name, times in sharding.times.items()},
+        collectives=tuple(collectives),
+        temporary_bytes={names[name]: size for name, size in sharding.temporary_bytes.items()},
+    )
+
+
+def local_blocks(tasks: Sequence[GroupTask], found: GroupPlan, mesh: LogicalMesh) -> dict[str, LocalBlock]:
+    """What every device does in each task of a solution."""
+    return {
+        task.name: local_block(jc.open_jaxpr(task.jaxpr)[0], found.tasks[task.name], mesh, phase=task.phase)
+        for task in tasks
+    }
 
 
 def _collectives(
