@@ -35,7 +35,7 @@ BOUNDS: dict[str, tuple[float, float, float]] = {
     "intra_latency": (0.1, 20.0, 1.0),
     "intra_rate": (0.2, 1.3, 0.3),
     "intra_partial": (0.1, 10.0, 2.0),
-    "inter_rate": (0.1, 1.5, 0.5),
+    "inter_rate": (0.1, 1.5, 0.25),
     "overlap": (0.1, 2.0, 0.5),
 }
 LONGEST_FIXED_S = 0.1
