@@ -1,17 +1,21 @@
 """autopar: an auto-parallelizing compiler for JAX. Put `@autopar.parallelize` on a train step."""
 
 from autopar.api import Compiled, Lowered, Planned, Step, Traced, parallelize
+from autopar.batches import prefetch, shard_batch
+from autopar.checkpoint import Checkpoints
 from autopar.cluster import Cluster
 from autopar.compiler.intra_op.declared_rules import sharding_rule
 from autopar.errors import (
     AutoparError,
     CannotShip,
+    CheckpointFailed,
     ClusterFailed,
     DonatedBuffer,
     HostLost,
     InvalidArgument,
     InvalidProgram,
     MemoryTooSmall,
+    NonFiniteLoss,
     NotSplittable,
     PlanMismatch,
     ReplicatedWarning,
@@ -19,6 +23,7 @@ from autopar.errors import (
     StepTimeout,
     Unsupported,
 )
+from autopar.initial_state import create_state
 from autopar.megatron import Megatron
 from autopar.options import DataParallel, PipelineParallel, ShardParallel
 from autopar.plan import MeshPlan, Plan, StagePlan
@@ -26,6 +31,7 @@ from autopar.program import Program
 from autopar.runtime.distributed.distributed_array import DistributedArray
 from autopar.search_methods import Auto, ExpertParallel, TensorParallel, Zero
 from autopar.session import init, shutdown
+from autopar.training import fit
 
 __version__ = "0.1.0"
 
@@ -33,6 +39,8 @@ __all__ = [
     "Auto",
     "AutoparError",
     "CannotShip",
+    "CheckpointFailed",
+    "Checkpoints",
     "Cluster",
     "ClusterFailed",
     "Compiled",
@@ -47,6 +55,7 @@ __all__ = [
     "Megatron",
     "MemoryTooSmall",
     "MeshPlan",
+    "NonFiniteLoss",
     "NotSplittable",
     "PipelineParallel",
     "Plan",
@@ -63,8 +72,12 @@ __all__ = [
     "Traced",
     "Unsupported",
     "Zero",
+    "create_state",
+    "fit",
     "init",
     "parallelize",
+    "prefetch",
+    "shard_batch",
     "sharding_rule",
     "shutdown",
 ]

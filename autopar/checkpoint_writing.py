@@ -35,7 +35,7 @@ class LocalSave(Save):
 
         self.target = target
         self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-        self._checkpointer.save(target, args=ocp.args.PyTreeSave(plain_tree(state)))
+        self._checkpointer.save(target, args=ocp.args.PyTreeSave(jax.tree.map(_as_array, plain_tree(state))))
 
     def finish(self) -> None:
         """Wait for the threads."""
@@ -100,6 +100,11 @@ def _as_one_array(session: Any, leaves: Sequence[Any]) -> list[Any]:
     return found
 
 
+def _as_array(leaf: Any) -> Any:
+    """Python's and NumPy's numbers as JAX takes them."""
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype=jax.dtypes.result_type(leaf))
+
+
 def _item(leaf: Any) -> Any:
     from autopar.runtime.distributed.host_checkpoint import Kept, Sent
 
@@ -109,5 +114,5 @@ def _item(leaf: Any) -> Any:
         return Sent(words=leaf.words(), shape=leaf.shape, dtype=leaf.placed.dtype)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return Sent(words=np.asarray(jax.random.key_data(leaf)), shape=leaf.shape, dtype=str(leaf.dtype))
-    words = np.asarray(leaf, dtype=jax.dtypes.result_type(leaf))
+    words = np.asarray(_as_array(leaf))
     return Sent(words=words, shape=words.shape, dtype=str(words.dtype))
