@@ -11,6 +11,8 @@ import os
 import platform
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +52,8 @@ class Host:
         self._values: dict[int, Values] = {}
         self._previous: list[Any] = []
         self._failed: StepFailed | None = None
+        self.dispatch_s: deque[float] = deque(maxlen=100)
+        """The seconds that each of the last steps took to start all of its work."""
         self._left = threading.Event()
         self._world: World | None = None
         self._endpoint: TransferServer | Nccl | None = None
@@ -155,11 +159,13 @@ class Host:
         for number in message.donated:
             del self._values[number]
         clock: list[tuple[float, float]] | None = [] if message.timed else None
+        start_s = time.perf_counter()
         try:
             results = program.run(self._arrivals[key], arguments, message.sent, clock)
         except StepFailed as error:
             self._failed = error  # whoever asks for the results is told, too
             raise
+        self.dispatch_s.append(time.perf_counter() - start_s)
         for number, pieces in zip(message.results, results, strict=True):
             if number is not None:
                 self._values[number] = pieces
