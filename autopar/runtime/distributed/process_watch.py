@@ -20,7 +20,7 @@ from autopar.runtime.distributed.ray_cluster import RayHosts
 PING_EVERY_S = 1.0
 ANSWER_PING_S = 15.0  # a process that compiles or traces still answers within a second or two
 LOOK_EVERY_S = 0.25
-GRACE_S = 2.0  # peers of a process that died may say first that a transfer failed
+GRACE_S = 0.7  # peers of a process that died may say first that a transfer failed
 
 
 class Watched(Protocol):
