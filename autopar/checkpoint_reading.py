@@ -148,10 +148,12 @@ def _stored(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         raise CheckpointFailed(f"{path} is no checkpoint that Orbax has completed. Choose another step, or delete it.")
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            found = checkpointer.metadata(path).item_metadata.tree
+            found = checkpointer.metadata(path).item_metadata
+        if found is None:
+            raise FileNotFoundError("files of its arrays are missing")
     except Exception as error:
         raise CheckpointFailed(f"The checkpoint {path} cannot be read: {type(error).__name__}: {error}.") from error
-    leaves = jax.tree_util.tree_leaves_with_path(found)
+    leaves = jax.tree_util.tree_leaves_with_path(found.tree)
     return {jax.tree_util.keystr(key): (tuple(leaf.shape), str(np.dtype(leaf.dtype))) for key, leaf in leaves}
 
 

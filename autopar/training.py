@@ -163,16 +163,13 @@ class _Run:
 
     def train(self, *, resumed: bool) -> None:
         """From the state, or, `resumed`, from the last checkpoint, to the last step."""
-        try:
-            batch = self._next_batch()
-        except StopIteration:
-            batch = None
-        if batch is None and not resumed:
-            return
+        batch = self._next_batch_or_none()
         if resumed:
+            expected = self.done
             self._restore(batch)
-            batch = self._next_batch_or_none()
-        elif self.on_failure != "raise":
+            if self.done != expected:  # the newest checkpoint could not be read
+                batch = self._next_batch_or_none()
+        elif self.on_failure != "raise" and batch is not None:
             assert self.checkpoints is not None
             self._compile(self.state, batch)
             self._save()
@@ -184,15 +181,12 @@ class _Run:
             batch = self._next_batch_or_none()
         self._finish()
 
-    def _next_batch(self) -> Any:
-        """The batch of the next step. Raises `StopIteration` after the last."""
-        if self.num_steps is not None and self.done >= self.num_steps:
-            raise StopIteration
-        return self.batches.get(self.done)
-
     def _next_batch_or_none(self) -> Any:
+        """The batch of the next step; None after the last."""
+        if self.num_steps is not None and self.done >= self.num_steps:
+            return None
         try:
-            return self._next_batch()
+            return self.batches.get(self.done)
         except StopIteration:
             return None
 
