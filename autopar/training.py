@@ -211,19 +211,30 @@ class _Run:
         assert self.checkpoints is not None
         self.checkpoints.abandon()
         self._unread.clear()
-        session = current_session()
-        assert session is not None
-        hosts = len(session.hosts.actors)
-        if self.on_failure == "replan":
-            left = min(session.hosts.room(), hosts)
-            if left < 1:
-                raise InvalidArgument("No host of the cluster is left. Add nodes to it, and start again.")
-            if left < hosts:
-                self._plan = None
-            hosts = left
         self.state = jax.tree.map(_abstract, self.state)
         self.done = self.checkpoints.latest() or 0
-        restart(hosts)
+        if self.on_failure == "restart":
+            restart()
+        else:
+            self._restart_where_there_is_room()
+
+    def _restart_where_there_is_room(self) -> None:
+        session = current_session()
+        assert session is not None
+        before = len(session.hosts.actors)
+        hosts = min(session.hosts.room(), before)
+        while hosts >= 1:
+            if hosts < before:
+                self._plan = None
+            try:
+                restart(hosts)
+                return
+            except InvalidArgument:
+                room = session.hosts.room()
+                if room >= hosts:
+                    raise
+                hosts = room  # Ray has noticed only now that a node is gone
+        raise InvalidArgument("No host of the cluster is left. Add nodes to it, and start again.")
 
     def _train_one(self, batch: Any) -> None:
         call = self.step.arguments.split((self.state, batch), {})

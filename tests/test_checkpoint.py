@@ -151,7 +151,7 @@ def test_what_cannot_be_asked_for_is_refused(tmp_path):
     checkpoints = Checkpoints(tmp_path / "none")
     with pytest.raises(InvalidArgument, match="no complete checkpoint"):
         checkpoints.restore(like={})
-    with pytest.raises(InvalidArgument, match="There is no checkpoint .*/5"):
+    with pytest.raises(InvalidArgument, match=r"There is no checkpoint .*/5"):
         checkpoints.restore(like={}, step=5)
     with pytest.raises(InvalidArgument, match="keep is 0"):
         Checkpoints(tmp_path, keep=0)
