@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("RAY_ADDRESS", "local")  # a cluster of its own
 
 import jax
 import jax.numpy as jnp

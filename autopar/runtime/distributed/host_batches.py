@@ -94,7 +94,13 @@ def _box(item: Brought, box: Box) -> np.ndarray[Any, Any]:
 
 def loaded(load: Load, index: tuple[slice, ...], shape: tuple[int, ...], dtype: str, name: str) -> np.ndarray[Any, Any]:
     """What a user's function loads for a range, as the step takes it. Raises `InvalidArgument` for another shape."""
-    array = np.asarray(load(index))
+    try:
+        array = np.asarray(load(index))
+    except Exception as error:
+        raise InvalidArgument(
+            f"The function for {name} raised {type(error).__name__} for the index {index}: {error}. It is called in "
+            "every process of the cluster, and must find its files there."
+        ) from error
     if array.shape != shape or dtype in KEY_IMPLEMENTATIONS:
         raise InvalidArgument(
             f"The function for {name} returned {array.dtype}{list(array.shape)} for the index {index}, where "

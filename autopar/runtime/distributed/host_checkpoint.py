@@ -84,13 +84,25 @@ class Shown:
         return self.size * self.itemsize
 
 
+@dataclass(frozen=True, kw_only=True)
+class SaveStatus:
+    """Whether a save goes on in a process, or what went wrong; `lost`: with the other processes."""
+
+    done: bool
+    error: str | None = None
+    lost: bool = False
+
+
 @dataclass(kw_only=True)
 class _Saving:
     """A save under way on threads of this process."""
 
     thread: threading.Thread
-    errors: list[str] = field(default_factory=list)
+    errors: list[tuple[str, bool]] = field(default_factory=list)
 
+
+# What is raised when another process dies: transfers break off, and barriers wait in vain.
+_LOST = (jax.errors.JaxRuntimeError, TimeoutError)
 
 # Of this process, by the driver's numbers: threads cannot be part of a message.
 _under_way: dict[int, _Saving] = {}
@@ -115,28 +127,31 @@ def start_save(host: Host, number: int, path: str, tree: Any, items: Sequence[Ke
     checkpointer = ocp.AsyncCheckpointer(handler, multiprocessing_options=together)
     try:
         checkpointer.save(path, args=ocp.args.PyTreeSave(jax.tree.map(lambda item: shown[item], tree)))
+    except _LOST:
+        raise  # not the directory's fault
     except Exception as error:
         raise CheckpointFailed(f"{type(error).__name__}: {error}") from error
-    errors: list[str] = []
+    errors: list[tuple[str, bool]] = []
 
     def finish() -> None:
         try:
             checkpointer.wait_until_finished()
         except BaseException as error:
-            errors.append(f"{type(error).__name__}: {error}")
+            errors.append((f"{type(error).__name__}: {error}", isinstance(error, _LOST)))
 
     thread = threading.Thread(target=finish, name="autopar-checkpoint", daemon=True)
     _under_way[number] = _Saving(thread=thread, errors=errors)
     thread.start()
 
 
-def save_status(host: Host, number: int) -> str | None:
-    """None while the save goes on, then "" or what went wrong."""
+def save_status(host: Host, number: int) -> SaveStatus:
+    """How far a save has come in this process; asked for until it is done."""
     saving = _under_way[number]
     if saving.thread.is_alive():
-        return None
+        return SaveStatus(done=False)
     del _under_way[number]
-    return saving.errors[0] if saving.errors else ""
+    error, lost = saving.errors[0] if saving.errors else (None, False)
+    return SaveStatus(done=True, error=error, lost=lost)
 
 
 def _shown(host: Host, item: Kept | Sent) -> Any:

@@ -127,23 +127,25 @@ def start_hosts(options: RayOptions) -> RayHosts:
 
 
 def _connect(ray: Any, options: RayOptions) -> None:
-    address = options.address or os.environ.get("RAY_ADDRESS")
+    address = options.address or os.environ.get("RAY_ADDRESS") or "auto"
     quiet = {"logging_level": "error", "log_to_driver": True}
-    if address is None:
-        cores = max(os.cpu_count() or 1, options.num_hosts or 1)
-        with _forking():
-            ray.init(num_cpus=cores, include_dashboard=False, **quiet)
-        return
-    if address not in ("auto", "local") and not address.startswith("ray://"):
+    given = address != "auto" or options.address is not None
+    if ":" in address and not address.startswith("ray://"):
         check_answers(address)
-    try:
-        with _forking():
-            ray.init(address=address, **quiet)
-    except Exception as error:
-        raise InvalidArgument(
-            f"No Ray cluster answers at {address!r}: {error}. Start one with 'ray start --head', give its address, or "
-            "leave the address out to start Ray here."
-        ) from None
+    if address != "local":
+        try:
+            with _forking():
+                ray.init(address=address, **quiet)
+            return
+        except Exception as error:
+            if given:
+                raise InvalidArgument(
+                    f"No Ray cluster answers at {address!r}: {error}. Start one with 'ray start --head', give its "
+                    "address, or address='local' to start Ray here."
+                ) from None
+    with _forking():
+        cores = max(os.cpu_count() or 1, options.num_hosts or 1)
+        ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
 
 
 @contextmanager
@@ -166,7 +168,7 @@ def check_answers(address: str) -> None:
     except OSError as error:
         raise InvalidArgument(
             f"No Ray cluster answers at {address!r} within {CONNECT_TIMEOUT_S:.0f} s ({error}). Start one with "
-            "'ray start --head', correct the address, or leave it out to start Ray here."
+            "'ray start --head', correct the address, or give address='local' to start Ray here."
         ) from None
 
 
@@ -235,7 +237,7 @@ def _check_resources(ray: Any, bundle: Mapping[str, float], num_hosts: int, *, o
         have = {name: total.get(name, 0) for name in bundle}
         raise InvalidArgument(
             f"{num_hosts} hosts with {dict(bundle)} each were asked for; the Ray cluster has {have} in all. Ask for "
-            "fewer hosts or devices, or add nodes to the cluster."
+            "fewer hosts or devices, add nodes to the cluster, or give address='local' to start Ray here."
         )
 
 

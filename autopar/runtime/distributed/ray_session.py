@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, HostLost, InvalidArgument, StepFailed, StepTimeout
+from autopar.errors import AutoparError, CheckpointFailed, HostLost, InvalidArgument, StepFailed, StepTimeout
 from autopar.program import Program
 from autopar.runtime.distributed.distributed_array import DistributedArray
 from autopar.runtime.distributed.messages import HostReport, ShardRequest, StepMessage, WorldSpec
@@ -275,9 +275,11 @@ class RaySession:
             self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
-            if isinstance(cause, AutoparError) and not isinstance(cause, StepFailed):
+            if isinstance(cause, AutoparError) and not isinstance(cause, StepFailed | CheckpointFailed):
                 raise cause from None
-            self._blame_the_dead(doing)
+            self.blame_the_dead(doing)
+            if isinstance(cause, CheckpointFailed):
+                raise cause from None
             if isinstance(cause, StepFailed):
                 raise self.fail(cause) from None
             raise self.fail(
@@ -286,7 +288,7 @@ class RaySession:
         except self._ray.exceptions.RayActorError as error:
             raise self.fail(self.lost(self._number_of(error), doing, str(error))) from None
 
-    def _blame_the_dead(self, doing: str) -> None:
+    def blame_the_dead(self, doing: str) -> None:
         """Raise `HostLost` if a process has died: what fails in the others then, fails for that reason."""
         dead = self._watch.dead()
         if self.failure is not None:
