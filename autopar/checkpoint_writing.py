@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.errors import CheckpointFailed, InvalidArgument
+from autopar.errors import CheckpointFailed, InvalidArgument, StepFailed
 from autopar.runtime.distributed.distributed_array import DistributedArray
 
 _POLL_S = 0.02
@@ -63,15 +63,19 @@ class ClusterSave(Save):
         """Ask the processes until all are done, or one has failed."""
         from autopar.runtime.distributed.host_checkpoint import save_status
 
-        waiting = set(range(len(self._session.hosts.actors)))
+        waiting = list(range(len(self._session.hosts.actors)))
         while waiting:
-            for process, status in zip(
-                sorted(waiting), self._session.run_on(sorted(waiting), save_status, self._number), strict=True
-            ):
-                if status:
-                    raise CheckpointFailed(f"{self._session.describe(process)}: {status}")
-                if status == "":
-                    waiting.discard(process)
+            found = self._session.run_on(waiting, save_status, self._number)
+            for process, status in zip(waiting, found, strict=True):
+                if status.error is not None:
+                    self._session.blame_the_dead("saving a checkpoint")
+                    text = f"{self._session.describe(process)}: {status.error}"
+                    raise (
+                        self._session.fail(StepFailed(f"Saving failed: {text}"))
+                        if status.lost
+                        else CheckpointFailed(text)
+                    )
+            waiting = [process for process, status in zip(waiting, found, strict=True) if not status.done]
             if waiting:
                 time.sleep(_POLL_S)
 

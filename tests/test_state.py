@@ -192,6 +192,7 @@ def test_batches_are_placed_and_may_load_themselves_by_their_ranges():
     [
         ({"x": np.zeros((ROWS, 3), np.float32), "y": np.zeros((ROWS, 8), np.float32)}, r"float32\[16, 3\] at \['x'\]"),
         ({"x": np.zeros((ROWS, 8), np.float32)}, r"\['y'\] is missing"),
+        ({"x": lambda index: 1 / 0, "y": np.zeros((ROWS, 8), np.float32)}, r"b.*\['x'\] raised ZeroDivisionError"),
         ({"x": lambda index: np.zeros((2, 2)), "y": np.zeros((ROWS, 8), np.float32)}, r"returned float64\[2, 2\]"),
     ],
 )

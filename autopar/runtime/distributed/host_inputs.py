@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -70,7 +71,8 @@ class HostInputs:
         key = id(arrival)
         if key not in self._movers:
             self._known.append(arrival)
-            self._movers[key] = [self._mover(item, n) for n, item in enumerate(arrival.moved)]
+            firsts = itertools.accumulate((len(item.parts) for item in arrival.moved), initial=self.first_message)
+            self._movers[key] = [self._mover(item, first) for item, first in zip(arrival.moved, firsts)]
             self.world.exchange.open()
             self._boxes[key] = {box: n for n, box in enumerate(arrival.sent_to(self._ordinals()))}
         for slot, constant in self.constants:
@@ -114,9 +116,8 @@ class HostInputs:
         devices = [d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index()]  # type: ignore[union-attr]
         return assembled((), "int32", sharding, [np.asarray(value)] * len(devices), devices)
 
-    def _mover(self, item: Moved, number: int) -> Callable[[Environment, Sequence[Values | None]], None]:
+    def _mover(self, item: Moved, message: int) -> Callable[[Environment, Sequence[Values | None]], None]:
         """Cut, send, receive and put together; on a process that has no part in it, nothing."""
-        message = self.first_message + number * 64  # a stacked value has fewer parts than this
         steps = [self._part_mover(item, part, message + n) for n, part in enumerate(item.parts)]
         slot, sharding = self.slots[item.place], self.shardings[item.place]
         join = _join(item.axis, sharding) if len(steps) > 1 and sharding is not None else None
