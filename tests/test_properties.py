@@ -1,9 +1,10 @@
 """Whatever the program and wherever it is cut, stages compute what the step computes: on paper and on devices.
 
 Examples are drawn from a fixed seed for each test, so that a run is the same everywhere, and a failing one is
-printed as a `Model` and a `Cutting`.
+printed as a `Model` and a `Cutting`. The suite draws 100 programs, `AUTOPAR_ALL_EXAMPLES=1` all 300.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.random_programs import Cutting, Model, Operation, cuttings, make_argu
 pytestmark = pytest.mark.usefixtures("float64")
 
 Property = Callable[[Model, Cutting], None]
+EXAMPLES = 3 if os.environ.get("AUTOPAR_ALL_EXAMPLES") else 1  # how many times those of the suite
 TOLERANCE = 1e-9  # float64; microbatches and stages add up in another order
 
 
@@ -64,12 +66,12 @@ def step_on_devices(model: Model, cutting: Cutting) -> None:
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))])
 def test_the_stages_of_a_random_program_evaluate_to_it(seed):
-    check(step_on_paper, seed=seed, num_examples=30)
+    check(step_on_paper, seed=seed, num_examples=10 * EXAMPLES)
 
 
 @pytest.mark.parametrize("seed", [100, 101, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (102, 103))])
 def test_the_program_of_a_random_step_runs_to_the_same_result(seed):
-    check(step_on_devices, seed=seed, num_examples=15)
+    check(step_on_devices, seed=seed, num_examples=5 * EXAMPLES)
 
 
 def test_what_two_rounds_make_again_has_a_name_in_each():
