@@ -1,13 +1,18 @@
 """What stages are expected to hold is what the simulation of their plan holds, and it is never more than the budget."""
 
 import dataclasses
+import importlib.util
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding
 
 import autopar
+from autopar.compiler.gpu_aot import gpu_devices
 from autopar.compiler.intra_op.compilers import CPU, GPU
 from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.plan_by_stages import plan_of_stages, search_all
@@ -95,7 +100,7 @@ def test_stages_hold_what_is_simulated(recomputed, donated, fields):
     assert peak_bytes >= simulated.peak_bytes * (1 - 1e-3)
 
 
-@pytest.mark.parametrize(("share", "there_is_one"), [(0.95, True), (0.5, False)])
+@pytest.mark.parametrize(("share", "there_is_one"), [(0.98, True), (0.5, False)])
 def test_no_plan_is_simulated_to_need_more_than_its_budget(share, there_is_one):
     step = traced()
     free = step.plan(autopar.Auto(memory="off", num_microbatches=8)).simulate(cluster())
@@ -116,3 +121,36 @@ def test_products_put_off_to_the_end_keep_their_operands():
     found = {compiler.name: peak_memory(block, mesh, compiler=compiler) for compiler in (CPU, GPU)}
     assert found["cpu"].put_off_bytes == 0
     assert 0 < found["gpu"].put_off_bytes < found["gpu"].peak_bytes - found["gpu"].arguments_bytes
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="pip install 'autopar[gpu-aot]'")
+def test_backward_tasks_of_recomputed_layers_compile_to_the_memory_modelled():
+    size = GPTSize(width=1024, layers=4, heads=16, length=512, vocabulary=8192, batch=32)
+    workload = alpa_gpt("gpt", size, jnp.bfloat16)
+    method = autopar.Auto(num_stages=2, num_microbatches=4, remat=False, memory="off")
+    hosts = autopar.Cluster.parse("dgx-h100")
+    step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=hosts, method=method)
+    planned_step = step.trace(workload.abstract_state, workload.abstract_batch).plan()
+    lowered = planned_step.lower()
+    devices = np.array(gpu_devices("h100", 8))
+    for name, executable in lowered.program.executables.items():
+        mesh = planned_step.plan.meshes[executable.mesh]
+        if not name.startswith("backward"):
+            continue
+        grid = Mesh(devices[list(mesh.devices)].reshape(mesh.shape), mesh.axis_names)
+        arguments_ = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=NamedSharding(grid, kind.spec))
+            for v, kind in zip(executable.jaxpr.jaxpr.invars, executable.inputs, strict=True)
+        ]
+        run = jax.jit(
+            jaxpr_as_fun(executable.jaxpr),
+            out_shardings=[NamedSharding(grid, kind.spec) for kind in executable.outputs],
+            donate_argnums=executable.donated,
+        )
+        # Timing kernels needs a GPU.
+        sizes = run.lower(*arguments_).compile({"xla_gpu_enable_triton_gemm": False}).memory_analysis()
+        results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        compiled = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + results
+        modelled = sizes.argument_size_in_bytes + mesh.sharding.temporary_bytes[name]
+        assert compiled <= GPU.needed_bytes(modelled)
+        assert modelled <= 1.1 * compiled

@@ -17,14 +17,17 @@ def first_likely(is_likely: Callable[[int], bool], size: int, start: int) -> int
     return next((place for place in range(start, size) if is_likely(place)), start)
 
 
-def descend(time_s: Callable[[int], float], size: int, start: int, deadline: float) -> None:
-    """Go up from a place as long as that helps, else down; from where nothing is possible, up and then down."""
+def descend(time_s: Callable[[int], float], size: int, start: int, deadline: float, usual_size: int) -> None:
+    """Go up from a place as long as that helps, else down; from where nothing is possible, up and then down.
+
+    Places from `usual_size` on are for what is possible nowhere else.
+    """
     best, at = time_s(start), start
     if math.isinf(best) and all(math.isinf(time_s(end)) for end in (size - 1, 0)):
         return  # neither the smallest microbatches fit nor does the whole batch split
     for direction in (1, -1):
         place = start + direction
-        while 0 <= place < size and (math.isinf(best) or time.monotonic() < deadline):
+        while 0 <= place < size and (math.isinf(best) or (place < usual_size and time.monotonic() < deadline)):
             here = time_s(place)
             if here >= best and not math.isinf(best):
                 break
@@ -48,5 +51,9 @@ def microbatch_counts(problem: StageProblem) -> list[int]:
     if not trace.batch_inputs or trace.doubled is None:
         return [1]
     rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
-    most = min(rows, _MOST_MICROBATCHES_PER_DEVICE * problem.num_devices)
-    return [count for count in (2**k for k in range(most.bit_length())) if rows % count == 0 and count <= most]
+    return [count for count in (2**k for k in range(rows.bit_length())) if rows % count == 0]
+
+
+def usual_size(problem: StageProblem, counts: Sequence[int]) -> int:
+    """How many of the numbers are no larger than what is usual for so many devices."""
+    return sum(count <= _MOST_MICROBATCHES_PER_DEVICE * problem.num_devices for count in counts)

@@ -27,7 +27,7 @@ from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place, s
 from autopar.compiler.intra_op.search import FOLD_FROM
 from autopar.compiler.layer_classes import Layers, count_step_layers, find_layers
 from autopar.compiler.layer_costs import LayerCosts
-from autopar.compiler.microbatch_counts import descend, first_likely, microbatch_counts, usual_place
+from autopar.compiler.microbatch_counts import descend, first_likely, microbatch_counts, usual_place, usual_size
 from autopar.compiler.prepare import stage_graph
 from autopar.compiler.search_wishes import pins_of_inputs
 from autopar.compiler.stage_layouts import stage_shardings
@@ -90,7 +90,8 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
         return _fits_by_hosts(problem, counts[place], num_layers, loop_pieces, options)
 
     start = first_likely(is_likely, len(counts), usual_place(problem, counts))
-    descend(time_s, len(counts), start, began + _SHARE_FOR_STAGES * problem.method.time_limit_s)
+    deadline = began + _SHARE_FOR_STAGES * problem.method.time_limit_s
+    descend(time_s, len(counts), start, deadline, usual_size(problem, counts))
     ranked = sorted((each for each in found.values() if each is not None), key=lambda each: each.search.step_time_s)
     if ranked:
         return ranked

@@ -171,15 +171,16 @@ def _is_heavy(work: Work) -> bool:
 
 
 def _put_off(works: Sequence[Work], before: Sequence[set[int]], tail: Sequence[bool]) -> frozenset[int]:
-    """Products that lead to results only, and there to a collective: they run while the collectives of others do."""
-    sent, leads = [False] * len(works), [False] * len(works)
+    """Products that lead to results only, where some results take collectives: they run while those do."""
+    if not any(tail[number] and work.collective for number, work in enumerate(works)):
+        return frozenset()
+    leads = [False] * len(works)
     for number in range(len(works) - 1, -1, -1):
         heavy = _is_heavy(works[number])
         for other in before[number]:
             leads[other] = leads[other] or heavy or leads[number]
-            sent[other] = sent[other] or (tail[number] and (sent[number] or bool(works[number].collective)))
     products = [n for n, work in enumerate(works) if _is_heavy(work) and not work.stacks and not work.late]
-    return frozenset(n for n in products if sent[n] and not leads[n])
+    return frozenset(n for n in products if not leads[n])
 
 
 def _merged(works: Sequence[Work], compiler: Compiler) -> tuple[list[Work], list[int]]:

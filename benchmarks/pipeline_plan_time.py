@@ -1,0 +1,155 @@
+"""Measure how long a plan with stages takes, tracing included: from a cold start, again, and with one host lost.
+
+    python -m benchmarks.pipeline_plan_time --json plan_time.json
+    python -m benchmarks.pipeline_plan_time --model 39B --gpus 64 --cluster p3.16xlarge
+
+Every row is a process of its own. The first one of a case finds an empty cache; the second finds what the first kept,
+and so does the third, which plans for a host less. Times are of the wall clock, in seconds: `start` imports JAX and
+autopar, `trace` traces the step, `plan` is the search. `cpu` is the processor time of all that together, which tells
+more than `total` where other processes run as well, as `load` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A GPT of `benchmarks.models.sizes` on so many devices of a machine."""
+
+    model: str
+    gpus: int
+    cluster: str = "p3.16xlarge"
+    what: str = "cold"
+    target_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What was measured; the last fields are what was planned."""
+
+    case: Case
+    start_s: float
+    trace_s: float
+    plan_s: float
+    total_s: float
+    cpu_s: float
+    load: float
+    plan: str
+    step_time_s: float | None
+    gap: float | None
+
+
+CASES = (
+    Case(model="39B", gpus=64, target_s=30),
+    Case(model="76B", gpus=1024, target_s=60),
+    Case(model="76B", gpus=10240, target_s=180),
+)
+_PER_HOST = 8
+
+
+def main() -> None:
+    """Measure the cases, and show the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="one case only, of this GPT")
+    parser.add_argument("--gpus", type=int, default=64)
+    parser.add_argument("--cluster", default="p3.16xlarge")
+    parser.add_argument("--what", nargs="*", default=["cold", "again", "one host lost"])
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--here", action="store_true", help="plan in this process, and print the row as JSON")
+    options = parser.parse_args()
+    one = Case(model=options.model or CASES[0].model, gpus=options.gpus, cluster=options.cluster)
+    if options.here:
+        print(json.dumps(asdict(measured(one))))
+        return
+    rows = [row for case in ((one,) if options.model else CASES) for row in rows_of(case, options.what)]
+    Console(width=150).print(table_of(rows))
+    if options.json is not None:
+        found = {"cpus": os.cpu_count(), "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def rows_of(case: Case, what: Iterable[str]) -> Iterator[Row]:
+    """The rows of a case, which share a cache."""
+    with tempfile.TemporaryDirectory() as directory:
+        for each in what:
+            lost = _PER_HOST if each == "one host lost" else 0
+            target_s = case.target_s if each == "cold" else 2.0
+            asked = replace(case, what=each, gpus=case.gpus - lost, target_s=target_s)
+            yield measured_apart(asked, directory)
+
+
+def measured_apart(case: Case, cache_directory: str) -> Row:
+    """Plan in a new process. Its start counts from before the process is there."""
+    command = [sys.executable, "-m", "benchmarks.pipeline_plan_time", "--here", "--model", case.model]
+    command += ["--gpus", str(case.gpus), "--cluster", case.cluster]
+    environment = os.environ | {"AUTOPAR_CACHE_DIR": cache_directory, "JAX_PLATFORMS": "cpu"}
+    begin = time.perf_counter()
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    total_s = time.perf_counter() - begin
+    if run.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{run.stderr}")
+    row = json.loads(run.stdout.splitlines()[-1])
+    return Row(**{**row, "case": case, "total_s": total_s, "start_s": total_s - row["trace_s"] - row["plan_s"]})
+
+
+def measured(case: Case) -> Row:
+    """Plan in this process."""
+    begin = time.perf_counter()
+    # Imported here, for the time that it takes is measured.
+    import autopar
+    from benchmarks.models.sizes import FAMILIES
+    from benchmarks.planned_case import summary
+
+    workload = FAMILIES["gpt"].maker(case.model)()
+    cluster = autopar.Cluster.parse(case.cluster).with_devices(case.gpus)
+    step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=cluster)
+    started = time.perf_counter()
+    traced = step.trace(workload.abstract_state, workload.abstract_batch)
+    at_hand = time.perf_counter()
+    plan = traced.plan(autopar.Auto(remat=False)).plan
+    end = time.perf_counter()
+    certificate = plan.certificate
+    return Row(
+        case=case,
+        start_s=started - begin,
+        trace_s=at_hand - started,
+        plan_s=end - at_hand,
+        total_s=end - begin,
+        cpu_s=time.process_time(),
+        load=os.getloadavg()[0],
+        plan=summary(plan),
+        step_time_s=None if certificate is None else certificate.step_time_s,
+        gap=None if certificate is None else certificate.gap,
+    )
+
+
+def table_of(rows: Iterable[Row]) -> Table:
+    """One line for each row."""
+    table = Table(title="Seconds to plan one train step with stages")
+    for column in ("model", "GPUs", "", "start", "trace", "plan", "total", "cpu", "target", "load", "step s", "what"):
+        table.add_column(column, justify="left" if column in ("model", "", "what") else "right")
+    for row in rows:
+        case = row.case
+        parts = (f"{part:.1f}" for part in (row.start_s, row.trace_s, row.plan_s, row.total_s, row.cpu_s))
+        target = "" if case.target_s is None else f"{case.target_s:g}"
+        step = "" if row.step_time_s is None else f"{row.step_time_s:.4g}"
+        table.add_row(f"gpt-{case.model}", str(case.gpus), case.what, *parts, target, f"{row.load:.1f}", step, row.plan)
+    return table
+
+
+if __name__ == "__main__":
+    main()

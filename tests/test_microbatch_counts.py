@@ -1,0 +1,35 @@
+"""Numbers of microbatches are tried upwards as long as that helps; unusual ones are for what fits nowhere else."""
+
+import math
+
+import pytest
+
+from autopar.compiler.microbatch_counts import descend, first_likely
+
+
+@pytest.mark.parametrize(
+    ("times", "start", "tried"),
+    [
+        ([5, 4, 3, 2, 3], 1, [1, 2, 3, 4]),
+        ([3, 2, 4, 5, 6], 2, [2, 3, 1, 0]),
+        ([math.inf, math.inf, math.inf, 4, 5], 1, [1, 4, 2, 3]),
+        ([math.inf] * 5, 1, [1, 4, 0]),
+    ],
+)
+def test_what_helps_is_tried(times, start, tried):
+    found: dict[int, float] = {}
+    descend(lambda place: found.setdefault(place, times[place]), len(times), start, math.inf, len(times))
+    assert [*found] == tried
+
+
+@pytest.mark.parametrize(("first", "last_tried"), [(1.0, 2), (math.inf, 4)])
+def test_unusual_numbers_are_for_what_fits_nowhere_else(first, last_tried):
+    times = [first, first, first * 0.9, 0.5, 0.4]
+    found: dict[int, float] = {}
+    descend(lambda place: found.setdefault(place, times[place]), len(times), 1, math.inf, usual_size=3)
+    assert max(found) == last_tried
+
+
+def test_the_search_begins_where_a_plan_is_likely():
+    assert first_likely(lambda place: place >= 3, 5, 1) == 3
+    assert first_likely(lambda place: False, 5, 1) == 1
