@@ -16,6 +16,7 @@ import autopar
 from autopar.checkpoint import Checkpoints
 from autopar.errors import CheckpointFailed, InvalidArgument
 from autopar.initial_state import create_state
+from autopar.session import current_session
 from tests.test_state import BATCH, METHODS, assert_same, draw_batch, init_fn, train_step
 
 # Of the reads of a damaged checkpoint Orbax leaves the others under way when one fails: they end without a listener.
@@ -269,3 +270,39 @@ def test_the_processes_skip_a_checkpoint_that_cannot_be_read(tmp_path):
         assert checkpoints.restore(like=step)[0] == 1
     with pytest.raises(InvalidArgument, match=r"another state: \['w'\] is not in it"):
         checkpoints.restore(like={"w": jnp.zeros(3)}, step=1)
+
+
+def limit_files(host: Any, most_bytes: int) -> None:
+    """In process 0, which writes this state: no file may become longer."""
+    if host.world.process == 0:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if most_bytes < 0 else most_bytes, hard))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_a_full_disk_of_one_process_is_one_error_and_the_next_checkpoint_is_good(tmp_path):
+    def large_init(key: jax.Array) -> Any:
+        return jax.random.normal(key, (8, 40_000))
+
+    def large_step(state: Any, batch: Any) -> Any:
+        return state + jnp.mean(batch), {}
+
+    step = autopar.parallelize(large_step, method=autopar.ShardParallel(mesh_shape=(8,), axis_names=("data",)))
+    batch = np.zeros((8, 4), np.float32)
+    state = create_state(large_init, jax.random.key(0), like=step, batch=batch)
+    session = current_session()
+    assert session is not None
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    session.run_everywhere(limit_files, 100_000)
+    with pytest.raises(CheckpointFailed, match=r"/2 cannot be written: .*process 0 on host .*/1\. Make room"):
+        checkpoints.save(2, state)
+        checkpoints.wait()
+    session.run_everywhere(limit_files, -1)
+    assert checkpoints.steps() == [1]
+    checkpoints.save(3, state)
+    checkpoints.wait()
+    assert checkpoints.steps() == [1, 3]
+    assert_same(checkpoints.restore(like=step)[1], jax.jit(large_init)(jax.random.key(0)))
