@@ -24,10 +24,10 @@ from autopar.compiler.intra_op.minimize import Effort, minimize
 from autopar.compiler.intra_op.rows import sum_of_rows, weights_as_costs
 
 MAX_ROUNDS = 16
-FEW_ROUNDS = 3
+FEW_ROUNDS = 5
 """Rounds that are spent on what is clearly too little, to say about how much would do."""
-SHARE_OF_COSTS = 0.1
-"""Of the weights of the rows, what the costs of the fastest choice count for."""
+SHARE_OF_COSTS, LEAST_SHARE = 0.1, 1e-3
+"""Of the weights of the rows, what the costs of the fastest choice count for: at first, and at least."""
 MAX_GAP = 0.02
 LEAST_PROGRESS = 1e-6
 
@@ -63,7 +63,7 @@ def lower_excess(problem: Problem, measure: Measure, start: States, *, deadline:
     """
     lowering = _Lowering(problem=problem, measure=measure, start=start)
     states, rounds = start, 0
-    while lowering.meet(states) or lowering.has_risen:
+    while lowering.meet(states) or lowering.has_risen or lowering.turn_to_rows():
         rounds += 1
         hopeless = lowering.bound > clearly and rounds > FEW_ROUNDS
         if lowering.is_done or hopeless or rounds > MAX_ROUNDS or time.monotonic() > deadline:
@@ -88,6 +88,7 @@ class _Lowering:
     """Of the rows, those that gave the bound."""
     rows: list[Row] = field(default_factory=list[Row])
     met: list[States] = field(default_factory=list[States])
+    share_of_costs: float = SHARE_OF_COSTS
     has_risen: bool = True
     """Whether the bound has, the last time."""
 
@@ -106,6 +107,11 @@ class _Lowering:
         if measured.excess < self.excess:
             self.best, self.excess = states, measured.excess
         return True
+
+    def turn_to_rows(self) -> bool:
+        """Let costs count for less, which brings other choices, unless they hardly count any more."""
+        self.share_of_costs /= 4
+        return self.share_of_costs > LEAST_SHARE
 
     def next_weights(self) -> Floats:
         """What the cuts promise most for, halfway from what was best so far."""
@@ -132,7 +138,7 @@ class _Lowering:
         row = sum_of_rows(self.rows, weights)
         used, cost = abs(row_weight(row, self.start)), choice_value(self.problem, self.start)
         bytes_alone = weights_as_costs(self.problem, row)
-        per_cost = SHARE_OF_COSTS * used / cost if used > 0 and cost > 0 else 1.0
+        per_cost = self.share_of_costs * used / cost if used > 0 and cost > 0 else 1.0
         both = Problem(
             costs=tuple(a + per_cost * b for a, b in zip(bytes_alone.costs, self.problem.costs, strict=True)),
             edges={

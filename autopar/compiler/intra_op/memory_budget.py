@@ -81,14 +81,15 @@ def solve_within_memory(search: MemorySearch, *, time_limit_s: float) -> Optimum
 
 def _lesson(search: MemorySearch, least: MemoryEstimate, bound_bytes: float) -> str:
     named = "; ".join(f"{_size(nbytes)} for {what}" for what, nbytes in least.largest[:_NUM_NAMED])
-    needed, bound = map(search.compiler.needed_bytes, (least.peak_bytes, bound_bytes))
-    proof = "no plan needs less" if bound >= needed else f"none needs less than {_size(bound)}"
+    needed = search.compiler.needed_bytes(least.peak_bytes)
+    bound = min(needed, search.compiler.needed_bytes(bound_bytes))
+    unsure = "" if bound > search.budget_bytes else "No plan was found, nor proof that there is none. "
     return (
-        f"The step needs at least {_size(needed)} per device on the mesh {search.table.mesh.shape}, of which "
-        f"{_size(least.arguments_bytes)} are its arguments; the budget is {_size(search.budget_bytes)}. That is the "
-        f"least of the plans found, and by the bound of the search {proof}. "
-        f"Most is taken at {least.at}: {named}. Give it more devices, split the batch into more microbatches, "
-        "recompute layers (jax.checkpoint), donate the state, or raise the budget."
+        f"{unsure}The step needs at least {_size(bound)} per device on the mesh {search.table.mesh.shape}, and "
+        f"{_size(needed)} by the plan of least memory that was found, of which {_size(least.arguments_bytes)} are its "
+        f"arguments; the budget is {_size(search.budget_bytes)}. Most is taken at {least.at}: {named}. Give it more "
+        "devices, split the batch into more microbatches, recompute layers (jax.checkpoint), donate the state, or "
+        f"raise the budget to {_size(needed)}."
     )
 
 

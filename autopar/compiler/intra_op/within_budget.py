@@ -22,7 +22,6 @@ from autopar.errors import SolverFailed
 
 SHARE_WITHOUT_LIMITS = 0.25
 """Share of the time that goes to the optimum without limits, unless that is what is asked for."""
-SHARE_OF_LOWERING = 0.5
 MAX_GAP = 1e-3
 
 
@@ -59,9 +58,9 @@ def minimize_within_limits(
         )
     found = free
     if measured(free.states).excess > 0:
-        deadline = began + SHARE_OF_LOWERING * time_limit_s
-        lowered = lower_excess(problem, measured, free.states, deadline=deadline, clearly=clearly)
         effort = Effort(deadline=began + time_limit_s, max_gap=max_gap)
+        # A choice that fits is worth the whole time.
+        lowered = lower_excess(problem, measured, free.states, deadline=effort.deadline, clearly=clearly)
         found = _best_from(problem, measured, free, lowered, effort)
         lowering = (f"{lowered.rounds} lowerings",)
         found = replace(found, how=(*free.how, *lowering, *found.how))
