@@ -12,7 +12,7 @@ import numpy as np
 
 from autopar.api import Step
 from autopar.argument_places import argument_arrangement, compiled_like
-from autopar.checkpoint_writing import plain_tree
+from autopar.checkpoint_writing import moved, plain_tree
 from autopar.errors import CheckpointFailed, InvalidArgument
 from autopar.ladder import Compiled
 from autopar.runtime.distributed.distributed_array import DistributedArray
@@ -70,7 +70,7 @@ class _OnCluster(Target):
             lambda leaf: leaf.number, plain_tree(jax.tree.unflatten(self._tree(), map(_Number, range(len(items)))))
         )
         session.run_everywhere(restore_values, str(path), plain, items)
-        return jax.tree.unflatten(self._tree(), handles)
+        return jax.tree.unflatten(self._tree(), moved(session, handles, self.places))
 
     def _tree(self) -> Any:
         return jax.tree.structure(self.abstract)

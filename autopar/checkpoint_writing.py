@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar.errors import CheckpointFailed, InvalidArgument, StepFailed
 from autopar.runtime.distributed.distributed_array import DistributedArray
+from autopar.runtime.distributed.placed import Placed
 
 _POLL_S = 0.02
 
@@ -89,18 +90,24 @@ def plain_tree(state: Any) -> Any:
 
 def _as_one_array(session: Any, leaves: Sequence[Any]) -> list[Any]:
     """The leaves, with those moved to one layout whose pieces are no array as they lie."""
+    from autopar.runtime.distributed.whole_arrays import in_one_piece
+
+    places = [in_one_piece(leaf.placed) if isinstance(leaf, DistributedArray) else None for leaf in leaves]
+    return moved(session, leaves, places)
+
+
+def moved(session: Any, leaves: Sequence[Any], places: Sequence[Placed | None]) -> list[Any]:
+    """The leaves, with those on the cluster moved that lie elsewhere than in these places."""
     from autopar.runtime.distributed.ray_runtime import RayLoaded
-    from autopar.runtime.distributed.whole_arrays import Gathering, in_one_piece, is_one_array
+    from autopar.runtime.distributed.whole_arrays import Moving
 
     found = list(leaves)
-    scattered = [
-        i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedArray) and not is_one_array(leaf.placed)
-    ]
-    if scattered:
-        gathering = Gathering(to=tuple(in_one_piece(leaves[i].placed) for i in scattered))
-        gather = RayLoaded(session, gathering(), [], gathering)
-        for i, moved in zip(scattered, gather([leaves[i] for i in scattered]), strict=True):
-            found[i] = moved
+    away = {i: place for i, place in enumerate(places) if place is not None and leaves[i].placed != place}
+    if away:
+        moving = Moving(to=tuple(away.values()))
+        move = RayLoaded(session, moving(), [], moving)
+        for i, leaf in zip(away, move.once([leaves[i] for i in away]), strict=True):
+            found[i] = leaf
     return found
 
 

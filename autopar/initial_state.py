@@ -53,13 +53,14 @@ def create_state(
     recipe = InitRecipe(init_fn=init_fn, args=jax.tree.unflatten(jax.tree.structure(args), avals), to=arrangement)
     program = recipe.program()
     session = compiled.source.target.session
+    leaves = jax.tree.leaves(args)
     if session is None:
-        loaded: Any = InProcess(compiled.source.target.live_devices()).load(program, leaf_names=names)
+        made = InProcess(compiled.source.target.live_devices()).load(program, leaf_names=names)(leaves)
     else:
         from autopar.runtime.distributed.ray_runtime import RayLoaded
 
-        loaded = RayLoaded(session, program, names, ship_recipe(recipe))
-    return jax.tree.unflatten(tree, loaded(jax.tree.leaves(args)))
+        made = RayLoaded(session, program, names, ship_recipe(recipe)).once(leaves)
+    return jax.tree.unflatten(tree, made)
 
 
 @dataclass(frozen=True, kw_only=True)

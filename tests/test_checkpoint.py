@@ -228,6 +228,7 @@ def test_states_and_batches_are_made_saved_and_restored_in_the_processes_of_a_cl
     assert_same(checkpoints.restore(like=here)[1], state)
     again = checkpoints.restore(like=step)[1]
     assert_same(again, state)
+    assert [leaf.placed for leaf in jax.tree.leaves(again)] == [leaf.placed for leaf in jax.tree.leaves(state)]
     _, metrics = step(again, draw_batch(6))
     np.testing.assert_allclose(
         float(metrics["loss"]), jax.jit(train_step)(expected, draw_batch(6))[1]["loss"], rtol=1e-4

@@ -58,6 +58,12 @@ class RayLoaded:
         """Send one step to every process; what it donates is gone afterwards."""
         return self.step(leaves)
 
+    def once(self, leaves: Sequence[Any]) -> list[Any]:
+        """One step, the last one: the processes forget the program after it."""
+        results = self.step(leaves)
+        self.session.unload(self.number)
+        return results
+
     def timed(self, leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
         """One step in which every instruction is waited for, and when each ran."""
         self.session.settle()

@@ -131,8 +131,14 @@ class RaySession:
         shared = self._ray.put(make_program)  # one copy per node, and not one per process
         refs = [actor.load.remote(number, shared, fingerprint, _settings()) for actor in self.hosts.actors]
         meshes = self._get(refs, None, f"loading {program.name}")
-        self.stages_of = dict(enumerate(meshes))
+        if program.executables:  # others only move values
+            self.stages_of = dict(enumerate(meshes))
         return number
+
+    def unload(self, number: int) -> None:
+        """Forget a program in every process, after the steps that were sent."""
+        for actor in self.hosts.actors:
+            actor.unload.remote(number)
 
     def next_numbers(self, count: int) -> list[int]:
         """Numbers for new values."""

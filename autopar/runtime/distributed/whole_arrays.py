@@ -7,7 +7,7 @@ other pieces                            moved to one layout first, on the mesh o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,31 +49,37 @@ def whole_sharding(placed: Placed, devices: Sequence[Device]) -> NamedSharding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathering:
-    """Makes the program that moves values to their new places: it runs nothing, its inputs are its results."""
+class Moving:
+    """Makes the program that moves values to other places: it runs nothing, its inputs are its results."""
 
     to: tuple[Placed, ...]
 
     def __call__(self) -> Program:
         """One mesh for each set of devices."""
-        layouts = [placed.pieces[0].layout for placed in self.to]
-        meshes = list(dict.fromkeys(map(_mesh_key, layouts)))
-        names = [f"value{number}" for number in range(len(self.to))]
-        places = [(meshes.index(_mesh_key(layout)), name) for layout, name in zip(layouts, names)]
+        pieces = [(leaf, n, piece) for leaf, placed in enumerate(self.to) for n, piece in enumerate(placed.pieces)]
+        meshes = list(dict.fromkeys(_mesh_key(piece.layout) for _, _, piece in pieces))
+        parts = {(leaf, n): (meshes.index(_mesh_key(piece.layout)), f"value{leaf}.{n}") for leaf, n, piece in pieces}
         return Program(
-            name="gather",
-            meshes=tuple(self._mesh(number, key, places) for number, key in enumerate(meshes)),
+            name="move",
+            meshes=tuple(self._mesh(number, key, parts) for number, key in enumerate(meshes)),
             executables={},
-            inputs=tuple(Input(leaf=i, mesh=mesh, value=name) for i, (mesh, name) in enumerate(places)),
-            outputs=tuple(Output(leaf=i, parts=(place,)) for i, place in enumerate(places)),
+            inputs=tuple(
+                Input(leaf=leaf, mesh=parts[leaf, n][0], value=parts[leaf, n][1], window=piece.window)
+                for leaf, n, piece in pieces
+            ),
+            outputs=tuple(
+                Output(leaf=leaf, parts=tuple(parts[leaf, n] for n in range(len(placed.pieces))))
+                for leaf, placed in enumerate(self.to)
+            ),
         )
 
-    def _mesh(self, number: int, key: Any, places: Sequence[tuple[int, str]]) -> MeshProgram:
+    def _mesh(self, number: int, key: Any, parts: Mapping[tuple[int, int], tuple[int, str]]) -> MeshProgram:
         devices, shape, axis_names = key
+        pieces = {name: self.to[leaf].pieces[n] for (leaf, n), (mesh, name) in parts.items() if mesh == number}
+        kinds = {name: self.to[leaf].dtype for (leaf, _), (mesh, name) in parts.items() if mesh == number}
         values = {
-            name: ArrayType(shape=placed.shape, dtype=placed.dtype, spec=placed.pieces[0].layout.spec)
-            for placed, (mesh, name) in zip(self.to, places)
-            if mesh == number
+            name: ArrayType(shape=piece.shape, dtype=kinds[name], spec=piece.layout.spec)
+            for name, piece in pieces.items()
         }
         return MeshProgram(devices=devices, shape=shape, axis_names=axis_names, values=values, instructions=())
 
