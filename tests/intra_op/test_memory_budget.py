@@ -24,20 +24,20 @@ def needed(block, mesh, donated) -> float:
     return GPU.needed_bytes(peak_memory(block, mesh, donated).peak_bytes)
 
 
-def test_plans_split_more_of_the_state_as_the_budget_tightens():
+def test_plans_need_less_and_split_more_of_the_state_as_the_budget_tightens():
     trace = traced_model(mlp(layers=6, width=256, hidden=1024, batch=1024))
     donated = state_inputs(trace)
     mesh, free, block = planned(trace, (8,))
     before = peak_memory(block, mesh, donated)
     cost = free.optimum.value
-    for share in (0.95, 0.9):
+    for share in (0.9, 0.85):
         budget = share * needed(block, mesh, donated)
         _, found, tighter = planned(trace, (8,), memory_budget=budget, donated=donated, time_limit_s=10)
         after = peak_memory(tighter, mesh, donated)
         assert GPU.needed_bytes(after.peak_bytes) <= budget
-        assert after.arguments_bytes <= before.arguments_bytes
+        assert after.peak_bytes <= before.peak_bytes
         assert found.optimum.value >= cost * (1 - 1e-6)
-        before, cost = after, found.optimum.value
+        before = after
     assert before.arguments_bytes < 0.9 * peak_memory(block, mesh, donated).arguments_bytes
 
 
