@@ -8,13 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.argument_places import argument_arrangement
 from autopar.batches import prefetch, shard_batch
 from autopar.errors import CannotShip, InvalidArgument
 from autopar.initial_state import InitRecipe, create_state, ship_recipe
+from autopar.program import ArrayType, Input, MeshProgram, Output, Program, Window
 from autopar.runtime.distributed.arrivals import arrive
+from autopar.runtime.distributed.placed import Piece, Placed
+from autopar.runtime.tiles import Layout
 
 LAYERS, WIDTH, ROWS = 4, 16, 16
 OPTIMIZER = optax.adam(1e-2, eps=1e-4)
@@ -233,3 +237,22 @@ def test_an_initialisation_that_cannot_be_sent_says_so():
     arrangement, _ = argument_arrangement(step.all_compiled()[0], 0)
     with pytest.raises(CannotShip, match="locked cannot be sent"):
         ship_recipe(InitRecipe(init_fn=locked, args=(), to=arrangement))
+
+
+def test_copies_of_a_batch_on_further_meshes_are_not_moved_as_well():
+    def piece(devices: tuple[int, ...], start: int, stop: int) -> Piece:
+        layout = Layout(devices=devices, mesh_shape=(2,), axis_names=("data",), spec=PartitionSpec())
+        return Piece(layout=layout, shape=(stop - start, 3), window=Window(axis=0, start=start, stop=stop))
+
+    pieces = (piece((0, 1), 0, 4), piece((0, 1), 4, 8), piece((2, 3), 0, 8), piece((2, 3), 2, 6))
+    kind = ArrayType(shape=(8, 3), dtype="float32")
+    mesh = MeshProgram(devices=(4, 5), shape=(2,), axis_names=("data",), values={"x": kind}, instructions=())
+    program = Program(
+        name="other",
+        meshes=(mesh,),
+        executables={},
+        inputs=(Input(leaf=0, mesh=0, value="x"),),
+        outputs=(Output(leaf=0, parts=((0, "x"),)),),
+    )
+    (moved,) = arrive(program, [Placed(shape=(8, 3), dtype="float32", pieces=pieces)]).moved
+    assert [(part.piece, part.shape) for part in moved.parts] == [(0, (4, 3)), (1, (4, 3))]
