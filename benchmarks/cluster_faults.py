@@ -413,11 +413,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcome = driver_dropped(expected) if name == "driver killed" else run_case(name, CASES[name], expected)
         outcomes.append(outcome)
         console.print(f"{name}: {'right' if outcome.right else 'WRONG'}: {outcome.said}", markup=False)
+        if args.json:
+            said = {"jax": jax.__version__, "python": platform.python_version(), "load": os.getloadavg()[0]}
+            rows = [asdict(outcome) for outcome in outcomes]
+            args.json.write_text(json.dumps({**said, "cases": rows}, indent=1) + "\n")
     show(console, outcomes)
-    if args.json:
-        said = {"jax": jax.__version__, "python": platform.python_version(), "load": os.getloadavg()[0]}
-        rows = [asdict(outcome) for outcome in outcomes]
-        args.json.write_text(json.dumps({**said, "cases": rows}, indent=1) + "\n")
     return int(not all(outcome.right for outcome in outcomes))
 
 

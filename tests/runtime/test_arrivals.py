@@ -6,8 +6,9 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.program import ArrayType, Executable, Input, MeshProgram, Output, Program, Window
 from autopar.runtime.distributed.arrivals import arrive, dividing
+from autopar.runtime.distributed.host_program import sent_layout
 from autopar.runtime.distributed.placed import Piece, Placed, layout_of, placed_output
-from autopar.runtime.tiles import Layout
+from autopar.runtime.tiles import Layout, plan_transfer
 
 ROWS, COLUMNS = P("data"), P(None, "data")
 
@@ -126,3 +127,20 @@ def test_boxes_of_what_is_sent_cover_the_argument():
         for _, box in arrival.sent_to(ordinals):
             counted[tuple(slice(*limits) for limits in box)] += 1
     assert (counted == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("node_of", "spec", "sent"),
+    [
+        (("a", "b", "b"), P(), P("data")),  # two processes of one node want the same from another node
+        (("a", "b", "c"), P(), P()),  # of two nodes: the bytes cross between nodes anyway
+        (("a", "a", "a"), P(), P()),
+        (("a", "b", "b"), P("data"), P("data")),  # they want different parts
+    ],
+)
+def test_what_a_node_wants_several_times_is_sent_to_it_once(node_of, spec, sent):
+    source, target = layout((0,), P()), layout((1, 2), spec)
+    found = sent_layout(source, target, (8, 4), (0, 1, 2), node_of)
+    assert found.boxes((8, 4)) == layout((1, 2), sent).boxes((8, 4))
+    plan = plan_transfer((8, 4), 4, source, found, (0, 1, 2), dtype="float32")
+    assert plan.wire_bytes == 8 * 4 * 4 * (1 if sent == P("data") else 2)

@@ -91,13 +91,15 @@ class Host:
         here = {n: device for n, device in enumerate(devices) if device.process_index == spec.process}
         on_gpus = local[0].platform == "gpu"
         # Between CPU processes JAX's transfer server, between GPUs NCCL: neither goes through Ray's object store.
+        reached_at = spec.nodes[spec.process]
         self._endpoint = (
-            Nccl(spec.process, process_of, here, host=spec.node) if on_gpus else TransferServer(here, host=spec.node)
+            Nccl(spec.process, process_of, here, host=reached_at) if on_gpus else TransferServer(here, host=reached_at)
         )
         self._world = World(
             process=spec.process,
             devices=devices,
             process_of=process_of,
+            node_of=spec.nodes,
             exchange=Exchange(
                 process=spec.process,
                 process_of=process_of,

@@ -20,8 +20,8 @@ class WorldSpec:
     num_processes: int
     coordinator: str | None
     """host:port of process 0; None in a world of one."""
-    node: str
-    """The IP address at which the others reach this process."""
+    nodes: tuple[str, ...]
+    """The IP address of the node of every process, at which the others reach it."""
     num_devices: int
     environment: Mapping[str, str]
     jax_settings: Mapping[str, Any]

@@ -103,7 +103,7 @@ class RaySession:
             process=number,
             num_processes=len(self.hosts.actors),
             coordinator=coordinator,
-            node=self.hosts.nodes[number],
+            nodes=self.hosts.nodes,
             num_devices=self.hosts.devices_per_host,
             environment=environment,
             jax_settings=_settings(),
