@@ -32,6 +32,7 @@ from autopar.runtime.distributed.messages import (
     StepMessage,
     StepReport,
     WorldSpec,
+    unpacked,
 )
 from autopar.runtime.distributed.versions import versions
 from autopar.runtime.exchange import Exchange
@@ -146,8 +147,9 @@ class Host:
         self._programs.pop(number, None)
         self._arrivals = {key: arrival for key, arrival in self._arrivals.items() if key[0] != number}
 
-    def step(self, message: StepMessage) -> StepReport:
+    def step(self, sent: StepMessage | bytes) -> StepReport:
         """Start this process's part of a step, when its work of the step before is done."""
+        message = unpacked(sent)
         for number in message.dropped:
             self._values.pop(number, None)
         jax.block_until_ready(self._previous)

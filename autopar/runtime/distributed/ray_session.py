@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError, CheckpointFailed, HostLost, InvalidArgument, StepFailed, StepTimeout
 from autopar.program import Program
 from autopar.runtime.distributed.distributed_array import DistributedArray
-from autopar.runtime.distributed.messages import HostReport, ShardRequest, StepMessage, WorldSpec
+from autopar.runtime.distributed.messages import HostReport, ShardRequest, StepMessage, WorldSpec, packed
 from autopar.runtime.distributed.placed import Placed
 from autopar.runtime.distributed.process_watch import ProcessWatch
 from autopar.runtime.distributed.ray_cluster import RayHosts
@@ -153,7 +154,7 @@ class RaySession:
         self.check()
         while len(self._pending) >= STEPS_IN_FLIGHT:
             self._settle(self._pending[0])
-        refs = [actor.step.remote(message) for actor, message in zip(self.hosts.actors, messages, strict=True)]
+        refs = [actor.step.remote(packed(message)) for actor, message in zip(self.hosts.actors, messages, strict=True)]
         with self._lock:
             self._pending.append(_Pending(step=messages[0].step, refs=refs, sent_at=time.monotonic()))
 
@@ -260,6 +261,9 @@ class RaySession:
         waiting = list(refs)
         while waiting:
             ready, waiting = self._ray.wait(waiting, num_returns=len(waiting), timeout=0.25)
+            if not waiting:
+                with suppress(Exception):  # of which one is found below
+                    return self._ray.get(list(refs))
             for ref in ready:
                 self.check_answer(ref, doing)
             if self.failure is not None:
