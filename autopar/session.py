@@ -37,7 +37,7 @@ def init(
 
     - `cluster`: "local", "ray", or a `Cluster`, whose figures then describe the devices of the Ray cluster.
     - `address`: of a Ray cluster, host:port or "auto", or "local" to start one here. By default $RAY_ADDRESS, the Ray
-      that this process has joined, or one that runs on this machine; if there is none, it is started here.
+      that this process has joined, or one that runs on this machine and has room; else it is started here.
     - `num_hosts`, `devices_per_host`: how many processes, and how many devices each gets. By default every node with
       GPUs and all of them; without GPUs, every node and as many virtual CPU devices as XLA_FLAGS asks for here.
     - `placement_group`: of Ray, with one bundle per process; made, and removed by `shutdown`, if not given.

@@ -19,6 +19,7 @@ from typing import Any
 from autopar.errors import InvalidArgument, Unsupported
 
 CONNECT_TIMEOUT_S = 20.0
+_QUIET: dict[str, Any] = {"logging_level": "error", "log_to_driver": True}
 ANSWER_S = 60.0  # how long a new process may take to start: a busy machine imports JAX slowly
 
 
@@ -115,37 +116,44 @@ def start_hosts(options: RayOptions) -> RayHosts:
     Raises `InvalidArgument` if no cluster answers at the address, or it has fewer hosts or devices than asked for.
     """
     ray = import_ray()
-    owns_ray = not ray.is_initialized()
-    if owns_ray:
-        _connect(ray, options)
-    try:
-        return _make_actors(ray, options, owns_ray)
-    except BaseException:
-        if owns_ray:
+    if ray.is_initialized():
+        return _make_actors(ray, options, owns_ray=False)
+    address = options.address or os.environ.get("RAY_ADDRESS")
+    if address is None and _joined(ray, "auto"):
+        try:
+            return _make_actors(ray, options, owns_ray=True)
+        except InvalidArgument:  # somebody else's, without room: not the one that was meant
             ray.shutdown()
+    _connect(ray, address or "local", options)
+    try:
+        return _make_actors(ray, options, owns_ray=True)
+    except BaseException:
+        ray.shutdown()
         raise
 
 
-def _connect(ray: Any, options: RayOptions) -> None:
-    address = options.address or os.environ.get("RAY_ADDRESS") or "auto"
-    quiet = {"logging_level": "error", "log_to_driver": True}
-    given = address != "auto" or options.address is not None
+def _connect(ray: Any, address: str, options: RayOptions) -> None:
+    if address == "local":
+        with _forking():
+            cores = max(os.cpu_count() or 1, options.num_hosts or 1)
+            ray.init(address="local", num_cpus=cores, include_dashboard=False, **_QUIET)
+        return
     if ":" in address and not address.startswith("ray://"):
         check_answers(address)
-    if address != "local":
-        try:
-            with _forking():
-                ray.init(address=address, **quiet)
-            return
-        except Exception as error:
-            if given:
-                raise InvalidArgument(
-                    f"No Ray cluster answers at {address!r}: {error}. Start one with 'ray start --head', give its "
-                    "address, or address='local' to start Ray here."
-                ) from None
-    with _forking():
-        cores = max(os.cpu_count() or 1, options.num_hosts or 1)
-        ray.init(address="local", num_cpus=cores, include_dashboard=False, **quiet)
+    if not _joined(ray, address):
+        raise InvalidArgument(
+            f"No Ray cluster answers at {address!r}. Start one with 'ray start --head', give its address, or "
+            "address='local' to start Ray here."
+        )
+
+
+def _joined(ray: Any, address: str) -> bool:
+    try:
+        with _forking():
+            ray.init(address=address, **_QUIET)
+    except Exception:  # Ray has several for this
+        return False
+    return True
 
 
 @contextmanager
