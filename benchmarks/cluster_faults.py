@@ -140,7 +140,6 @@ def break_while_saving(host: Any, process: int, file: str) -> None:
 
 def allow_files_of(host: Any, num_bytes: int) -> None:
     """Let no file of this process grow beyond so many bytes: what a full disk looks like to a program."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
