@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import threading
 import time
 from functools import partial
@@ -13,7 +14,16 @@ import pytest
 
 import autopar
 from autopar import session
-from autopar.errors import CannotShip, DonatedBuffer, HostLost, InvalidArgument, PlanMismatch, StepFailed, StepTimeout
+from autopar.errors import (
+    CannotShip,
+    DonatedBuffer,
+    HostLost,
+    InvalidArgument,
+    PlanMismatch,
+    StepFailed,
+    StepTimeout,
+    Unsupported,
+)
 from autopar.runtime.distributed.ray_cluster import RayOptions, check_answers, start_hosts
 from autopar.runtime.distributed.versions import check_versions
 from tests.equivalence import Configuration, compare
@@ -218,6 +228,12 @@ def test_impossible_options_are_refused(options, message):
 def test_hosts_that_are_not_there_are_refused(cluster, options, message):
     with pytest.raises(InvalidArgument, match=message):
         start_hosts(RayOptions(**options))
+
+
+def test_without_ray_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not there
+    with pytest.raises(Unsupported, match=r"pip install 'autopar\[ray\]'"):
+        start_hosts(RayOptions())
 
 
 def test_address_without_a_cluster_is_refused_in_time():
