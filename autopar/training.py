@@ -95,9 +95,8 @@ def fit(
         failure: ClusterFailed | None = None
         while True:
             try:
-                if failure is not None:
-                    run.recover()
-                run.train(resumed=failure is not None or first is not None)
+                resumed = first is not None if failure is None else run.recover(failure)
+                run.train(resumed=resumed)
                 return run.state, run.history
             except ClusterFailed as error:
                 failure, failures = error, failures + 1
@@ -206,17 +205,25 @@ class _Run:
         del self.history[self.done - self.start :]
         self.on_progress(self.done)
 
-    def recover(self) -> None:
-        """New processes, in place of those of the session that failed."""
+    def recover(self, failure: ClusterFailed) -> bool:
+        """New processes, in place of those of the session that failed; whether there is a checkpoint to go on from.
+
+        Without one training begins again, from the given state if the driver holds it; else the failure is raised.
+        """
         assert self.checkpoints is not None
         self.checkpoints.abandon()
         self._unread.clear()
-        self.state = jax.tree.map(_abstract, self.state)
-        self.done = self.checkpoints.latest() or 0
+        saved = self.checkpoints.latest()
+        if saved is None and any(isinstance(leaf, DistributedArray) for leaf in jax.tree.leaves(self.state)):
+            raise failure
+        if saved is not None:
+            self.state = jax.tree.map(_abstract, self.state)
+        self.done = saved or 0
         if self.on_failure == "restart":
             restart()
         else:
             self._restart_where_there_is_room()
+        return saved is not None
 
     def _restart_where_there_is_room(self) -> None:
         session = current_session()

@@ -221,6 +221,14 @@ def test_processes_that_die_are_replaced_and_the_losses_are_those_of_an_undistur
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
+def test_a_process_that_dies_before_there_is_a_checkpoint_costs_no_step(tmp_path):
+    kill(1)  # the driver finds out when it loads the step
+    _, history = fit(pipelined(), mlp_params(), draw, num_steps=4, checkpoint_dir=tmp_path, on_failure="restart")
+    np.testing.assert_allclose(losses_of(history), plain_losses(4)[1], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
 def test_a_failure_is_raised_unless_asked_otherwise_and_another_number_of_hosts_goes_on(tmp_path):
     step = autopar.parallelize(train_step)
     params, _ = fit(step, mlp_params(), draw, num_steps=3, checkpoint_dir=tmp_path)
