@@ -1,4 +1,4 @@
-"""What a runtime is: something that loads a program and then carries out one step per call."""
+"""What a runtime gives and needs: a loaded program is called once per step; channels and endpoints carry values."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import jax
 
-from autopar.program import Program
 from autopar.runtime.measured import InstructionTime
 
 Device = Any  # a jax.Device, which the type checker does not know
@@ -23,14 +22,6 @@ class Loaded(Protocol):
 
     def timed(self, leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
         """The same, waiting for every instruction, and when each ran."""
-        ...
-
-
-class Runtime(Protocol):
-    """Where programs run."""
-
-    def load(self, program: Program, *, leaf_names: Sequence[str] = ()) -> Loaded:
-        """Make the program ready to run; the names of the flat arguments are for error messages."""
         ...
 
 

@@ -55,7 +55,6 @@ class Host:
         self._failed: StepFailed | None = None
         self.dispatch_s: deque[float] = deque(maxlen=100)
         """The seconds that each of the last steps took to start all of its work."""
-        self._left = threading.Event()
         self._world: World | None = None
         self._endpoint: TransferServer | Nccl | None = None
 
@@ -188,11 +187,6 @@ class Host:
             raise self._failed
         return self._values[number]
 
-    def drop(self, numbers: Sequence[int]) -> None:
-        """Free values."""
-        for number in numbers:
-            self._values.pop(number, None)
-
     def fetch(self, numbers: Sequence[int], requests: Sequence[Sequence[ShardRequest]]) -> list[list[Any]]:
         """The bytes of shards, per value: of random keys, their words."""
         return [[self._shard(n, request) for request in wanted] for n, wanted in zip(numbers, requests, strict=True)]
@@ -217,12 +211,8 @@ class Host:
         return len(self._values)
 
     def stay(self) -> None:
-        """Return when `leave` is called: a call that ends otherwise tells that the process has died."""
-        self._left.wait()
-
-    def leave(self) -> None:
-        """End `stay`."""
-        self._left.set()
+        """Never return: that this call ends tells that the process has died."""
+        threading.Event().wait()
 
 
 def _times(process: int, program: HostProgram, clock: Sequence[tuple[float, float]]) -> tuple[InstructionTime, ...]:

@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import InvalidArgument, Unsupported
@@ -48,11 +48,9 @@ class RayHosts:
     owns_group: bool
     owns_ray: bool
     options: RayOptions
-    killed: bool = field(default=False)
 
     def kill(self) -> None:
         """End all processes at once."""
-        self.killed = True
         for actor in self.actors:
             try:
                 self.ray.kill(actor, no_restart=True)
