@@ -1,8 +1,8 @@
 """Minimise a choice problem without rows: reduce, bound, search, drop what the bound excludes, and again.
 
-Each round leaves a smaller problem, or one of fewer nodes. What has become too large goes to a linear program, and if
-that does not end in whole numbers, to branch and bound. Every round keeps its best choice, and a bound under all that
-it dropped.
+Each round leaves a smaller problem, or one of fewer nodes. What is small but will not close goes to a linear program,
+and if that does not end in whole numbers, to branch and bound; so does, at last, what has become too large. Every round
+keeps its best choice, and a bound under all that it dropped.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from autopar.compiler.intra_op.reductions import reduce_problem, total_pairs
 
 LARGEST_PROGRAM = 400_000
 """Pairs beyond which a linear program would not end in time."""
+QUICK_PROGRAM = 60_000
+"""Pairs up to which a linear program takes less time than contracting: half a second, and mostly in whole numbers."""
 WORTHWHILE = 0.7
 """Share of the pairs that a round may leave for another one to follow."""
 LIGHTEST, NARROW, WIDE = 30, 1_000, 10_000
@@ -112,17 +114,22 @@ def _minimize_core(core: Problem, upper: float, effort: Effort) -> Found:
 
 
 def _contract(problem: Problem, upper: float, *, effort: Effort, start: States | None) -> Found:
-    """The problem with some nodes made one; wide searches and the solver if it is too large for that."""
+    """The solver if that is quick, or the problem with some nodes made one; wide searches if it is too large for that."""
     reduced = reduce_problem(problem)
     if not reduced.core.costs:
         return _only(reduced.expand(()), problem, reduced.constant)
     inner, spare = effort.after(reduced.constant), upper - reduced.constant
-    contracted = contract(reduced.core)
-    if contracted is None:
-        found = _exhaust(reduced.core, spare, inner, None if start is None else reduced.core_states(start))
+    known = None if start is None else reduced.core_states(start)
+    if total_pairs(reduced.core) <= QUICK_PROGRAM:
+        contracted, how = None, ()
+        found = _by_solver(reduced.core, spare, effort=inner, start=known)
     else:
-        found = _minimize(contracted.problem, spare, effort=inner)
-    how = ("contraction", *found.how)
+        contracted, how = contract(reduced.core), ("contraction",)
+        if contracted is None:
+            found = _exhaust(reduced.core, spare, inner, known)
+        else:
+            found = _minimize(contracted.problem, spare, effort=inner)
+    how = (*how, *found.how)
     if found.states is None:
         return Found(states=None, value=upper, bound=found.bound + reduced.constant, how=how)
     states = reduced.expand(found.states if contracted is None else contracted.expand(found.states))
