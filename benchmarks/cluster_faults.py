@@ -81,7 +81,7 @@ def batch_of(number: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _at(host: Any, kind: str, act: Callable[[], None]) -> None:
-    program = list(host._programs.values())[-1]
+    program = list(host.programs.values())[-1]
     wanted = {"forward": "F", "backward": "B", "update": "U"}.get(kind)
     for number, (_, instruction, _) in enumerate(program.instructions):
         is_task = isinstance(instruction, Run) and instruction.task.kind == wanted

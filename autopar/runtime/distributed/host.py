@@ -23,9 +23,8 @@ import numpy as np
 from autopar.errors import InvalidArgument, PlanMismatch, StepFailed
 from autopar.instructions import Run
 from autopar.program import Program
-from autopar.runtime.distributed.arrivals import Arrival
 from autopar.runtime.distributed.host_inputs import Values
-from autopar.runtime.distributed.host_program import HostProgram, World
+from autopar.runtime.distributed.host_program import HostProgram
 from autopar.runtime.distributed.messages import (
     HostReport,
     ShardRequest,
@@ -35,6 +34,7 @@ from autopar.runtime.distributed.messages import (
     unpacked,
 )
 from autopar.runtime.distributed.versions import versions
+from autopar.runtime.distributed.world import World
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.measured import InstructionTime
 from autopar.runtime.nccl import Nccl
@@ -48,10 +48,10 @@ class Host:
     """A process of the cluster, driven by messages."""
 
     def __init__(self) -> None:
-        self._programs: dict[int, HostProgram] = {}
-        self._arrivals: dict[tuple[int, int], Arrival] = {}
+        self.programs: dict[int, HostProgram] = {}
+        """By the driver's numbers, in the order in which they were loaded."""
         self._values: dict[int, Values] = {}
-        self._previous: list[Any] = []
+        self._previous: tuple[int, list[Any]] = (0, [])
         self._failed: StepFailed | None = None
         self.dispatch_s: deque[float] = deque(maxlen=100)
         """The seconds that each of the last steps took to start all of its work."""
@@ -138,24 +138,39 @@ class Host:
                 f"{fingerprint}. Both must trace the same step: let it depend on its arguments alone, not on the "
                 "process, the time, or the environment, and install the same code on every host."
             )
-        self._programs[number] = HostProgram(program, self.world)
+        self.programs[number] = HostProgram(program, self.world)
         return tuple(n for n, mesh in enumerate(program.meshes) if self.world.is_here(mesh.devices))
 
     def unload(self, number: int) -> None:
         """Forget a program."""
-        self._programs.pop(number, None)
-        self._arrivals = {key: arrival for key, arrival in self._arrivals.items() if key[0] != number}
+        self.programs.pop(number, None)
 
     def step(self, sent: StepMessage | bytes) -> StepReport:
-        """Start this process's part of a step, when its work of the step before is done."""
+        """Start this process's part of a step, when its work of the step before is done. Raises `StepFailed`."""
         message = unpacked(sent)
         for number in message.dropped:
             self._values.pop(number, None)
-        jax.block_until_ready(self._previous)
-        key = (message.program, message.arrival)
+        try:
+            self._finish_previous()
+            return self._start(message)
+        except StepFailed as error:
+            self._failed = error  # whoever asks for the results is told, too
+            raise
+        except Exception as error:
+            self._failed = _failure(f"Step {message.step}", error)
+            raise self._failed from error
+
+    def _finish_previous(self) -> None:
+        number, arrays = self._previous
+        try:
+            jax.block_until_ready(arrays)
+        except Exception as error:
+            raise _failure(f"Step {number}", error) from error
+
+    def _start(self, message: StepMessage) -> StepReport:
+        program, world = self.programs[message.program], self.world
         if message.new_arrival is not None:
-            self._arrivals[key] = message.new_arrival
-        program, world = self._programs[message.program], self.world
+            program.expect(message.arrival, message.new_arrival)
         world.exchange.begin_step(message.step)
         sent_before = world.exchange.wire_bytes_sent
         arguments = [None if n is None else self.pieces(n) for n in message.arguments]
@@ -163,16 +178,12 @@ class Host:
             del self._values[number]
         clock: list[tuple[float, float]] | None = [] if message.timed else None
         start_s = time.perf_counter()
-        try:
-            results = program.run(self._arrivals[key], arguments, message.sent, clock)
-        except StepFailed as error:
-            self._failed = error  # whoever asks for the results is told, too
-            raise
+        results = program.run(message.arrival, arguments, message.sent, clock)
         self.dispatch_s.append(time.perf_counter() - start_s)
         for number, pieces in zip(message.results, results, strict=True):
             if number is not None:
                 self._values[number] = pieces
-        self._previous = [array for pieces in results for array in pieces if array is not None]
+        self._previous = message.step, [array for pieces in results for array in pieces if array is not None]
         return StepReport(
             wire_bytes=world.exchange.wire_bytes_sent - sent_before, times=_times(world.process, program, clock or [])
         )
@@ -213,6 +224,13 @@ class Host:
     def stay(self) -> None:
         """Never return: that this call ends tells that the process has died."""
         threading.Event().wait()
+
+
+def _failure(what: str, error: Exception) -> StepFailed:
+    return StepFailed(
+        f"{what} failed: {type(error).__name__}: {error}. It cannot be finished; correct what the message says, and "
+        "start again from the last checkpoint."
+    )
 
 
 def _times(process: int, program: HostProgram, clock: Sequence[tuple[float, float]]) -> tuple[InstructionTime, ...]:

@@ -9,17 +9,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from autopar.instructions import item_bytes
 from autopar.program import MeshProgram, Program
 from autopar.runtime.base import Device
 from autopar.runtime.distributed.arrivals import Arrival, Given, Moved, Part, Taken
+from autopar.runtime.distributed.world import World
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS, mesh_of
 from autopar.runtime.tiles import Layout, plan_transfer
 from autopar.runtime.worker import Environment
 
 Values = list[Any]  # the pieces of one value: an array, or None for a piece that has no device here
+# (slots, the arguments that lie here, what the driver sent)
+Bring = Callable[[Environment, Sequence[Values | None], Sequence[np.ndarray[Any, Any]]], None]
 
 
 def sharding_of(layout: Layout, devices: Sequence[Device]) -> NamedSharding:
@@ -40,7 +43,7 @@ class HostInputs:
     def __init__(
         self,
         program: Program,
-        world: Any,
+        world: World,
         shardings: Mapping[tuple[int, str], NamedSharding],
         slots: Mapping[tuple[int, str], int],
         *,
@@ -56,37 +59,25 @@ class HostInputs:
             for item, slot, sharding in zip(program.inputs, self.slots, self.shardings, strict=True)
             if item.constant is not None and slot is not None and sharding is not None
         ]
-        self._movers: dict[int, list[Callable[[Environment, Sequence[Values | None]], None]]] = {}
-        self._boxes: dict[int, dict[Any, int]] = {}
-        self._known: list[Arrival] = []  # keeps the arrivals alive whose `id` is a key
 
-    def fill(
-        self,
-        env: Environment,
-        arrival: Arrival,
-        arguments: Sequence[Values | None],
-        sent: Sequence[np.ndarray[Any, Any]],
-    ) -> None:
-        """Put every input into its slot."""
-        key = id(arrival)
-        if key not in self._movers:
-            self._known.append(arrival)
-            firsts = itertools.accumulate((len(item.parts) for item in arrival.moved), initial=self.first_message)
-            self._movers[key] = [self._mover(item, first) for item, first in zip(arrival.moved, firsts)]
-            self.world.exchange.open()
-            self._boxes[key] = {box: n for n, box in enumerate(arrival.sent_to(self._ordinals()))}
-        for slot, constant in self.constants:
-            env[slot] = constant
-        for item in arrival.taken:
-            self._take(env, item, arguments)
-        for item in arrival.given:
-            self._give(env, item, sent, self._boxes[key])
-        for move in self._movers[key]:
-            move(env, arguments)
+    def bringing(self, arrival: Arrival) -> Bring:
+        """A function that puts every input into its slot. All processes make it together, for it opens transfers."""
+        firsts = itertools.accumulate((len(item.parts) for item in arrival.moved), initial=self.first_message)
+        moves = [self._mover(item, first) for item, first in zip(arrival.moved, firsts)]
+        self.world.exchange.open()
+        boxes = {box: n for n, box in enumerate(arrival.sent_to(self.world.ordinals))}
 
-    def _ordinals(self) -> frozenset[int]:
-        here = self.world.process
-        return frozenset(o for o, process in enumerate(self.world.process_of) if process == here)
+        def bring(env: Environment, arguments: Sequence[Values | None], sent: Sequence[np.ndarray[Any, Any]]) -> None:
+            for slot, constant in self.constants:
+                env[slot] = constant
+            for item in arrival.taken:
+                self._take(env, item, arguments)
+            for item in arrival.given:
+                self._give(env, item, sent, boxes)
+            for move in moves:
+                move(env, arguments)
+
+        return bring
 
     def _take(self, env: Environment, item: Taken, arguments: Sequence[Values | None]) -> None:
         slot = self.slots[item.place]
@@ -138,8 +129,9 @@ class HostInputs:
         if sends and part.cut is not None:
             cut = _cut(part, sharding_of(part.source, self.world.devices))
         send = exchange.sender([plan], message) if sends else None
-        target = sharding_of(part.target, self.world.devices) if receives else None
-        receive = exchange.receiver([plan], message, [target]) if receives else None
+        receive = None
+        if receives:
+            receive = exchange.receiver([plan], message, [sharding_of(part.target, self.world.devices)])
 
         def step(pieces: Values | None) -> Any:
             if send is not None:
@@ -175,6 +167,3 @@ def assembled(
     else:
         shards = jax.device_put(list(parts), list(devices))
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-__all__ = ["AxisType", "HostInputs", "Mesh", "Values", "assembled", "sharding_of"]

@@ -19,11 +19,12 @@ from jax.sharding import Mesh, NamedSharding
 from autopar.errors import StepFailed
 from autopar.instructions import item_bytes
 from autopar.program import Free, Instruction, Program, Recv, Run, Send
-from autopar.runtime.base import Device, Receiver, Sender
+from autopar.runtime.base import Receiver, Sender
 from autopar.runtime.distributed.arrivals import Arrival
-from autopar.runtime.distributed.host_inputs import HostInputs, Values
+from autopar.runtime.distributed.host_inputs import Bring, HostInputs, Values
 from autopar.runtime.distributed.placed import layout_of
-from autopar.runtime.exchange import Exchange, lasting_values
+from autopar.runtime.distributed.world import World
+from autopar.runtime.exchange import lasting_values
 from autopar.runtime.executables import compile_all, mesh_of
 from autopar.runtime.tiles import Layout, TransferPlan, plan_transfer, scattered
 from autopar.runtime.worker import Environment, Step, resolve
@@ -31,22 +32,6 @@ from autopar.runtime.worker import Environment, Step, resolve
 # Gloo hangs when more than 32 executions with collectives between processes are under way with two devices each
 # (measured on jaxlib 0.10); so a process waits for its work after every so many.
 RUNS_IN_FLIGHT = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """This process among all: every device of the cluster, which are here, and how values reach the others."""
-
-    process: int
-    devices: Sequence[Device]
-    process_of: Sequence[int]
-    node_of: Sequence[str]
-    """The node of every process: links within one are faster than links between two."""
-    exchange: Exchange
-
-    def is_here(self, ordinals: Sequence[int]) -> bool:
-        """Whether one of these devices belongs to this process."""
-        return any(self.process_of[ordinal] == self.process for ordinal in ordinals)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +137,12 @@ class HostProgram:
         self.steps = self._resolved(meshes)
         self.inputs = HostInputs(program, world, self.shardings, self.slots, first_message=self.num_messages)
         self.outputs = self._outputs()
+        self._brings: dict[int, Bring] = {}
         world.exchange.open()
+
+    def expect(self, number: int, arrival: Arrival) -> None:
+        """Prepare for arguments that arrive so; `run` is told the number."""
+        self._brings[number] = self.inputs.bringing(arrival)
 
     def _resolved(self, meshes: Mapping[int, Mesh]) -> list[Step]:
         executables = [e for e in self.program.executables.values() if e.mesh in meshes]
@@ -204,7 +194,7 @@ class HostProgram:
 
     def run(
         self,
-        arrival: Arrival,
+        arrival: int,
         arguments: Sequence[Values | None],
         sent: Sequence[np.ndarray[Any, Any]],
         clock: list[tuple[float, float]] | None = None,
@@ -215,20 +205,21 @@ class HostProgram:
         in seconds, and every instruction is waited for.
         """
         env: Environment = [None] * len(self.slots)
-        self.inputs.fill(env, arrival, arguments, sent)
         number = -1
         try:
+            self._brings[arrival](env, arguments, sent)
             for number, step in enumerate(self.steps):
                 if clock is None:
                     step(env)
                 else:
                     self._run_timed(step, number, env, clock)
+            number = len(self.steps)
+            return [[_result(env, part) for part in parts] for parts in self.outputs]
         except Exception as error:
             raise StepFailed(
                 f"{self._where(number)} failed: {type(error).__name__}: {error}. The step cannot be finished; "
                 "correct what the message says, and start again from the last checkpoint."
             ) from error
-        return [[_result(env, part) for part in parts] for parts in self.outputs]
 
     def _run_timed(self, step: Step, number: int, env: Environment, clock: list[tuple[float, float]]) -> None:
         start = time.time()
@@ -242,6 +233,8 @@ class HostProgram:
     def _where(self, number: int) -> str:
         if number < 0:
             return "Bringing in the arguments"
+        if number == len(self.steps):
+            return "Giving back the results"
         mesh, instruction, _ = self.instructions[number]
         task = f"task {instruction.task}" if isinstance(instruction, Run) else f"'{str(instruction).strip()}'"
         return f"On mesh {mesh}, {task}"
