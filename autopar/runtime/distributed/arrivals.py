@@ -9,12 +9,14 @@ All processes get the same arrivals, so that both ends of every transfer know of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
-from autopar.program import Input, Program, Window
+from autopar.instructions import spec_axes
+from autopar.program import Program, Window
 from autopar.runtime.distributed.placed import Piece, Placed, layouts_of
 from autopar.runtime.tiles import Box, Layout
 
@@ -90,7 +92,7 @@ def arrive(program: Program, placed: Sequence[Placed | None]) -> Arrival:
         wanted = Piece(layout=layouts[item.mesh, item.value], shape=kind.shape, window=item.window)
         there = placed[item.leaf]
         if there is None:
-            given.append(_given(place, item, wanted, kind.dtype))
+            given.append(_given(place, item.leaf, wanted, kind.dtype))
             continue
         same = next((i for i, piece in enumerate(there.pieces) if _lies(piece, wanted, there)), None)
         if same is not None:
@@ -100,18 +102,15 @@ def arrive(program: Program, placed: Sequence[Placed | None]) -> Arrival:
     return Arrival(taken=tuple(taken), given=tuple(given), moved=tuple(moved))
 
 
-def _given(place: int, item: Input, wanted: Piece, dtype: str) -> Given:
-    assert item.leaf is not None
-    boxes = dict(zip(wanted.layout.devices, wanted.layout.boxes(wanted.shape), strict=True))
-    if item.window is not None:
-        boxes = {ordinal: _shifted(box, item.window) for ordinal, box in boxes.items()}
-    return Given(place=place, leaf=item.leaf, layout=wanted.layout, shape=wanted.shape, dtype=dtype, boxes=boxes)
-
-
-def _shifted(box: Box, window: Window) -> Box:
-    start, stop = box[window.axis]
-    moved = (start + window.start, stop + window.start)
-    return (*box[: window.axis], moved, *box[window.axis + 1 :])
+def _given(place: int, leaf: int, wanted: Piece, dtype: str) -> Given:
+    return Given(
+        place=place,
+        leaf=leaf,
+        layout=wanted.layout,
+        shape=wanted.shape,
+        dtype=dtype,
+        boxes=wanted.device_boxes(),
+    )
 
 
 def _range(piece: Piece, axis: int, whole: Placed) -> tuple[int, int]:
@@ -163,13 +162,6 @@ def _moved(place: int, leaf: int, wanted: Piece, whole: Placed) -> Moved:
 def dividing(layout: Layout, shape: tuple[int, ...]) -> Layout:
     """The layout without the entries of its spec that do not divide the dimensions of `shape`."""
     sizes = dict(zip(layout.axis_names, layout.mesh_shape, strict=True))
-    entries = [entry if dim % _parts(entry, sizes) == 0 else None for entry, dim in zip(layout.spec, shape)]
+    parts = [math.prod(sizes[axis] for axis in spec_axes(entry)) for entry in layout.spec]
+    entries = [entry if dim % count == 0 else None for entry, count, dim in zip(layout.spec, parts, shape)]
     return replace(layout, spec=PartitionSpec(*entries))
-
-
-def _parts(entry: object, sizes: Mapping[str, int]) -> int:
-    names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)  # type: ignore[arg-type]
-    count = 1
-    for name in names:
-        count *= sizes[name]
-    return count

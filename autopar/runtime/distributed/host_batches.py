@@ -19,7 +19,6 @@ from autopar.runtime.distributed.host import Host
 from autopar.runtime.distributed.host_inputs import Values, assembled, sharding_of
 from autopar.runtime.distributed.placed import Placed
 from autopar.runtime.distributed.ray_session import RaySession
-from autopar.runtime.distributed.shards import device_boxes
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS
 from autopar.runtime.tiles import Box
 
@@ -56,7 +55,7 @@ def _own(session: RaySession, placed: Placed, value: Any, process: int) -> Mappi
     if callable(value):
         return value
     boxes = [
-        box for piece in placed.pieces for o, box in device_boxes(piece).items() if session.process_of[o] == process
+        box for piece in placed.pieces for o, box in piece.device_boxes().items() if session.process_of[o] == process
     ]
     return {box: np.ascontiguousarray(value[_index(box)]) for box in dict.fromkeys(boxes)}
 
@@ -72,7 +71,7 @@ def _pieces(host: Host, item: Brought) -> Values:
     known: dict[Box, np.ndarray[Any, Any]] = {}
     pieces: Values = []
     for piece in item.placed.pieces:
-        own = {o: box for o, box in device_boxes(piece).items() if world.process_of[o] == world.process}
+        own = {o: box for o, box in piece.device_boxes().items() if world.process_of[o] == world.process}
         if not own:
             pieces.append(None)
             continue

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.program import Output, Program, Window
-from autopar.runtime.tiles import Layout
+from autopar.runtime.tiles import Box, Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,18 @@ class Piece:
     layout: Layout
     shape: tuple[int, ...]
     window: Window | None = None
+
+    def device_boxes(self) -> dict[int, Box]:
+        """By ordinal: the range of the whole value that the device holds."""
+        boxes = dict(zip(self.layout.devices, self.layout.boxes(self.shape), strict=True))
+        window = self.window
+        return boxes if window is None else {ordinal: _shifted(box, window) for ordinal, box in boxes.items()}
+
+
+def _shifted(box: Box, window: Window) -> Box:
+    start, stop = box[window.axis]
+    moved = (start + window.start, stop + window.start)
+    return (*box[: window.axis], moved, *box[window.axis + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True)

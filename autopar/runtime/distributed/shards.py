@@ -9,24 +9,8 @@ import numpy as np
 
 from autopar.runtime.distributed.distributed_array import DistributedArray
 from autopar.runtime.distributed.messages import ShardRequest
-from autopar.runtime.distributed.placed import Piece, Placed
+from autopar.runtime.distributed.placed import Placed
 from autopar.runtime.tiles import Box
-
-
-def device_boxes(piece: Piece) -> dict[int, Box]:
-    """By ordinal: the range of the whole value that the device holds of a piece."""
-    boxes = dict(zip(piece.layout.devices, piece.layout.boxes(piece.shape), strict=True))
-    window = piece.window
-    if window is None:
-        return boxes
-    return {
-        ordinal: (
-            *box[: window.axis],
-            (box[window.axis][0] + window.start, box[window.axis][1] + window.start),
-            *box[window.axis + 1 :],
-        )
-        for ordinal, box in boxes.items()
-    }
 
 
 def cover(placed: Placed, process_of: Sequence[int]) -> dict[int, list[tuple[ShardRequest, Box]]]:
@@ -34,7 +18,7 @@ def cover(placed: Placed, process_of: Sequence[int]) -> dict[int, list[tuple[Sha
     plan: dict[int, list[tuple[ShardRequest, Box]]] = {}
     seen: set[Box] = set()
     for number, piece in enumerate(placed.pieces):
-        for ordinal, box in device_boxes(piece).items():
+        for ordinal, box in piece.device_boxes().items():
             if box not in seen:
                 seen.add(box)
                 plan.setdefault(process_of[ordinal], []).append((ShardRequest(piece=number, ordinal=ordinal), box))
