@@ -16,6 +16,7 @@ from pathlib import Path
 
 from jax.sharding import PartitionSpec
 
+from autopar.collector import collector_paused
 from autopar.compiler.lower import lower
 from autopar.compiler.plan_by_degrees import plan_by_degrees
 from autopar.compiler.plan_by_hand import plan_by_hand
@@ -39,6 +40,7 @@ from autopar.search_methods import Auto, SearchMethod
 __all__ = ["check_plan", "cut_step", "lower_step", "make_plan", "trace_step"]
 
 
+@collector_paused()
 def make_plan(
     trace: Trace,
     method: Method | Plan,
@@ -141,6 +143,7 @@ def cut_step(trace: Trace, plan: Plan) -> StageGraph:
     return graph
 
 
+@collector_paused()
 def lower_step(trace: Trace, plan: Plan) -> Program:
     """The program of a plan, verified. Raises `Unsupported` for callbacks that it could not keep in order."""
     check_callbacks(trace, plan)

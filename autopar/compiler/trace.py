@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from autopar.collector import collector_paused
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.normalize import normalize
 from autopar.errors import InvalidArgument
@@ -76,6 +77,7 @@ class Trace:
         )
 
 
+@collector_paused()
 def trace_step(
     flat_step: Callable[..., Any],
     leaves: Sequence[Leaf],
