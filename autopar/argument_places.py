@@ -9,7 +9,7 @@ Everything that is put in place before a step is called - new state, batches, re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -23,6 +23,7 @@ from autopar.compiler.trace import Leaf
 from autopar.errors import InvalidArgument
 from autopar.ladder import Compiled
 from autopar.program import ArrayType, Input, MeshProgram, Program, Window
+from autopar.runtime.argument_types import places_of
 from autopar.runtime.distributed.placed import Piece, Placed
 from autopar.runtime.executables import mesh_of
 from autopar.runtime.results import over_all
@@ -93,7 +94,7 @@ def argument_arrangement(compiled: Compiled, number: int) -> tuple[Arrangement, 
             "argument 0, the batch as one of batch_argnums, and neither as static."
         )
     argument = positional[number] if number in positional else named[name]
-    uses = _uses(program)
+    uses = {leaf: [program.inputs[place] for place in places] for leaf, places in places_of(program).items()}
     returned = {i: o for o, i in trace.state_outputs.items()}
     outputs = {output.leaf: {mesh for mesh, _ in output.parts} for output in program.outputs}
     places = [
@@ -101,14 +102,6 @@ def argument_arrangement(compiled: Compiled, number: int) -> tuple[Arrangement, 
     ]
     meshes = tuple(replace(mesh, values={}, instructions=()) for mesh in program.meshes)
     return Arrangement(meshes=meshes, places=tuple(places)), jax.tree.structure(argument)
-
-
-def _uses(program: Program) -> Mapping[int, Sequence[Input]]:
-    uses: dict[int, list[Input]] = {}
-    for item in program.inputs:
-        if item.leaf is not None:
-            uses.setdefault(item.leaf, []).append(item)
-    return uses
 
 
 def _place(leaf: Leaf, uses: Iterable[Input], program: Program, returned_on: set[int]) -> Place:

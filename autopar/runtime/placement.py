@@ -15,10 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from autopar.errors import DonatedBuffer, InvalidArgument
-from autopar.program import ArrayType, Program, Window
+from autopar.program import Program, Window
+from autopar.runtime.argument_types import argument_types, places_of
 from autopar.runtime.base import Device
-from autopar.runtime.executables import dtype_of
 
 Moves = list[tuple[int, Any, NamedSharding]]  # (place among the inputs, array, layout)
 
@@ -35,12 +34,10 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One argument: what it must be, and the inputs that it serves."""
+    """One argument: how large it is, and the inputs that it serves."""
 
     number: int
-    name: str
     shape: tuple[int, ...]
-    dtype: Any
     whole: tuple[Use, ...]
     windows: tuple[Use, ...]
     split: Callable[[Any], list[Any]]
@@ -55,20 +52,19 @@ def placement(
     program: Program, layouts: Sequence[NamedSharding], leaf_names: Sequence[str]
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """A function from the flat arguments to one array per input of the program, in its layout."""
-    leaves = _leaves(program, layouts, leaf_names)
+    types = argument_types(program, leaf_names)
+    leaves = [
+        _leaf(number, types.types[number].shape, [_use(program, place, layouts[place]) for place in places])
+        for number, places in places_of(program).items()
+    ]
     constants = [
         (place, jax.device_put(np.int32(item.constant), layouts[place]))
         for place, item in enumerate(program.inputs)
         if item.constant is not None
     ]
-    required = len(leaf_names) or max((leaf.number + 1 for leaf in leaves), default=0)
 
     def place(arguments: Sequence[Any]) -> list[Any]:
-        if len(arguments) < required or (leaf_names and len(arguments) > required):
-            raise InvalidArgument(
-                f"The step was given {len(arguments)} arrays; program '{program.name}' takes {required}. "
-                "Call it with arguments of the structure that it was compiled for."
-            )
+        types.check(arguments)
         placed: list[Any] = [None] * len(program.inputs)
         moves: Moves = []
         for leaf in leaves:
@@ -88,17 +84,6 @@ def _place(leaf: Leaf, argument: Any, placed: list[Any], moves: Moves) -> None:
     is_array = isinstance(argument, jax.Array)
     if not is_array:
         argument = np.asarray(argument)
-    elif argument.is_deleted():
-        raise DonatedBuffer(
-            f"Argument {leaf.name} was donated to an earlier call and is gone. "
-            "Pass the array that the call returned in its place, or do not donate it."
-        )
-    if argument.shape != leaf.shape or _dtype(argument, is_array) != leaf.dtype:
-        found = f"{_dtype(argument, is_array)}{list(argument.shape)}"
-        raise InvalidArgument(
-            f"Argument {leaf.name} is {found}; the program was compiled for {leaf.dtype}{list(leaf.shape)}. "
-            "Pass that, or compile for the new shape."
-        )
     for use in leaf.whole:
         if is_array and _lies(argument, use.sharding):
             placed[use.place] = argument
@@ -106,11 +91,6 @@ def _place(leaf: Leaf, argument: Any, placed: list[Any], moves: Moves) -> None:
             moves.append((use.place, argument, use.sharding))
     if leaf.windows:
         _place_windows(leaf, argument, is_array, placed, moves)
-
-
-def _dtype(argument: Any, is_array: bool) -> Any:
-    # What JAX makes of it: int64 of numpy is int32 unless 64 bits are enabled.
-    return argument.dtype if is_array else jax.dtypes.result_type(argument)
 
 
 def _lies(array: jax.Array, sharding: NamedSharding) -> bool:
@@ -165,34 +145,21 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> list[tuple[int, int]]:
     return [part.indices(dim)[:2] for part, dim in zip(index, shape)]
 
 
-def _leaves(program: Program, layouts: Sequence[NamedSharding], leaf_names: Sequence[str]) -> list[Leaf]:
-    uses: dict[int, list[Use]] = {}
-    types: dict[int, ArrayType] = {}
-    for place, (item, sharding) in enumerate(zip(program.inputs, layouts)):
-        if item.leaf is not None:
-            kind = program.meshes[item.mesh].values[item.value]
-            use = Use(place=place, sharding=sharding, shape=kind.shape, window=item.window)
-            uses.setdefault(item.leaf, []).append(use)
-            types[item.leaf] = kind
-    return [_leaf(number, uses[number], types[number], leaf_names) for number in sorted(uses)]
+def _use(program: Program, place: int, sharding: NamedSharding) -> Use:
+    item = program.inputs[place]
+    shape = program.meshes[item.mesh].values[item.value].shape
+    return Use(place=place, sharding=sharding, shape=shape, window=item.window)
 
 
-def _leaf(number: int, uses: Sequence[Use], kind: ArrayType, leaf_names: Sequence[str]) -> Leaf:
-    shape = list(kind.shape)
-    for use in uses:  # The windows of an argument cover it.
-        if use.window is not None:
-            shape[use.window.axis] = max(shape[use.window.axis], use.window.stop)
-    total = next((use.shape for use in uses if use.window is None), tuple(shape))
+def _leaf(number: int, shape: tuple[int, ...], uses: Sequence[Use]) -> Leaf:
     # A window of everything would be a copy, and not the argument itself.
-    whole = tuple(use for use in uses if use.window is None or use.shape == total)
+    whole = tuple(use for use in uses if use.window is None or use.shape == shape)
     windows = tuple(use for use in uses if use not in whole)
     split = _splitter([use.window for use in windows])
     meshes = {use.sharding.mesh for use in windows}
     return Leaf(
         number=number,
-        name=f"'{leaf_names[number]}'" if number < len(leaf_names) else str(number),
-        shape=total,
-        dtype=dtype_of(kind.dtype),
+        shape=shape,
         whole=whole,
         windows=windows,
         split=jax.jit(split),

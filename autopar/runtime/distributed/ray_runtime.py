@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.errors import DonatedBuffer, InvalidArgument
-from autopar.program import Input, Program, Run
+from autopar.errors import InvalidArgument
+from autopar.program import Program, Run
+from autopar.runtime.argument_types import ArgumentType, argument_types
 from autopar.runtime.distributed.arrivals import Arrival, arrive
 from autopar.runtime.distributed.distributed_array import DistributedArray
 from autopar.runtime.distributed.messages import StepMessage
 from autopar.runtime.distributed.placed import layouts_of, placed_output
 from autopar.runtime.distributed.ray_session import RaySession
-from autopar.runtime.executables import dtype_of
 from autopar.runtime.measured import InstructionTime
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Argument:
-    """What one flat argument must be."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any
 
 
 class RayLoaded:
@@ -39,8 +30,7 @@ class RayLoaded:
         self.session = session
         self.program = program
         self.number = session.load(program, make_program)
-        self.arguments = _arguments(program, leaf_names)
-        self.num_arguments = len(leaf_names) or max(self.arguments, default=-1) + 1
+        self.arguments = argument_types(program, leaf_names)
         layouts = layouts_of(program)
         outputs = sorted(program.outputs, key=lambda output: output.leaf)
         self.results = [placed_output(program, output, layouts) if output.parts else None for output in outputs]
@@ -75,7 +65,7 @@ class RayLoaded:
         self._check(leaves)
         number, arrival, sent_to = self._arrival(leaves)
         session = self.session
-        host_arrays = {item.leaf: _words(leaves[item.leaf], self.arguments[item.leaf]) for item in arrival.given}
+        host_arrays = {item.leaf: _words(leaves[item.leaf], self.arguments.types[item.leaf]) for item in arrival.given}
         count = sum(placed is not None for placed in self.results)
         fresh = iter(session.next_numbers(count))
         results = [None if placed is None else next(fresh) for placed in self.results]
@@ -118,57 +108,20 @@ class RayLoaded:
         return known
 
     def _check(self, leaves: Sequence[Any]) -> None:
-        if len(leaves) != self.num_arguments and (len(leaves) < self.num_arguments or self.arguments):
-            raise InvalidArgument(
-                f"The step was given {len(leaves)} arrays; program '{self.program.name}' takes {self.num_arguments}. "
-                "Call it with arguments of the structure that it was compiled for."
-            )
-        for number, wanted in self.arguments.items():
+        self.arguments.check(leaves)
+        for number, wanted in self.arguments.types.items():
             leaf = leaves[number]
-            if isinstance(leaf, DistributedArray | jax.Array) and leaf.is_deleted():
-                raise DonatedBuffer(
-                    f"Argument {wanted.name} was donated to an earlier call and is gone. "
-                    "Pass the array that the call returned in its place, or do not donate it."
-                )
             if isinstance(leaf, DistributedArray) and leaf.owner is not self.session:
                 raise InvalidArgument(
                     f"Argument {wanted.name} lies on a cluster that was shut down or restarted. Restore it from a "
                     "checkpoint, or pass np.asarray of a value that was fetched before."
                 )
-            dtype = leaf.dtype if isinstance(leaf, DistributedArray | jax.Array) else jax.dtypes.result_type(leaf)
-            shape = np.shape(leaf) if not hasattr(leaf, "shape") else leaf.shape
-            if tuple(shape) != wanted.shape or dtype != wanted.dtype:
-                raise InvalidArgument(
-                    f"Argument {wanted.name} is {dtype}{list(shape)}; the program was compiled for "
-                    f"{wanted.dtype}{list(wanted.shape)}. Pass that, or compile for the new shape."
-                )
 
 
-def _words(leaf: Any, wanted: _Argument) -> np.ndarray[Any, Any]:
+def _words(leaf: Any, wanted: ArgumentType) -> np.ndarray[Any, Any]:
     if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(leaf))
     return np.asarray(leaf, dtype=wanted.dtype)
-
-
-def _arguments(program: Program, leaf_names: Sequence[str]) -> dict[int, _Argument]:
-    uses: dict[int, list[Input]] = {}
-    for item in program.inputs:
-        if item.leaf is not None:
-            uses.setdefault(item.leaf, []).append(item)
-    return {leaf: _argument(program, leaf, items, leaf_names) for leaf, items in sorted(uses.items())}
-
-
-def _argument(program: Program, leaf: int, items: Sequence[Input], leaf_names: Sequence[str]) -> _Argument:
-    kinds = [program.meshes[item.mesh].values[item.value] for item in items]
-    shape = next((kind.shape for item, kind in zip(items, kinds) if item.window is None), None)
-    if shape is None:  # The windows of an argument cover it.
-        covered = list(kinds[0].shape)
-        for item in items:
-            assert item.window is not None
-            covered[item.window.axis] = max(covered[item.window.axis], item.window.stop)
-        shape = tuple(covered)
-    name = f"'{leaf_names[leaf]}'" if leaf < len(leaf_names) else str(leaf)
-    return _Argument(name=name, shape=shape, dtype=dtype_of(kinds[0].dtype))
 
 
 def _donated_leaves(program: Program) -> tuple[int, ...]:
