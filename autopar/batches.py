@@ -35,8 +35,8 @@ def shard_batch(batch: Any, *, like: Step | Compiled, argnum: int | None = None)
     In one process an array lies on one mesh at a time: a step of microbatches cuts it there, and what a second mesh
     reads of it is copied by the step. Raises `InvalidArgument`, which names the leaf, if the step does not take it.
     """
-    found = compiled_like(like, _argnum(like, argnum), batch)
     number = _argnum(like, argnum)
+    found = compiled_like(like, number, batch)
     arrangement, tree = argument_arrangement(found, number)
     check_argument(batch, arrangement, tree, "The batch has", found.trace.name)
     leaves = list(zip(arrangement.places, jax.tree.leaves(batch), strict=True))
