@@ -94,7 +94,8 @@ class Compiled:
     program: Program
     trace: Trace
     source: Source
-    _loaded: Loaded
+    loaded: Loaded
+    """What runs it: flat arguments in, flat results out, not checked against `keys`."""
 
     @property
     def keys(self) -> frozenset[Hashable]:
@@ -113,7 +114,7 @@ class Compiled:
 
     def run(self, call: Call) -> Any:
         """Run one step on sorted arguments."""
-        return jax.tree.unflatten(self.trace.out_tree, self._loaded(call.leaves))
+        return jax.tree.unflatten(self.trace.out_tree, self.loaded(call.leaves))
 
     def timeline(self, path: str | Path, *args: Any, **kwargs: Any) -> Any:
         """Run one step in which every instruction is waited for, and write when each ran, for https://ui.perfetto.dev.
@@ -121,7 +122,7 @@ class Compiled:
         Returns the step's result. Beside the measured lanes stand the predicted ones, where the plan's layouts are
         searched ones, so that their times are known.
         """
-        results, times = self._loaded.timed(self.source.arguments.split(args, kwargs).leaves)
+        results, times = self.loaded.timed(self.source.arguments.split(args, kwargs).leaves)
         planned = Planned(plan=self.plan, trace=self.trace, source=self.source)
         try:
             predicted = planned.simulate().timeline
@@ -165,7 +166,7 @@ class Lowered:
         return self._compiled(RayLoaded(session, self.program, [leaf.name for leaf in self.trace.inputs], shipped))
 
     def _compiled(self, loaded: Loaded) -> Compiled:
-        return Compiled(plan=self.plan, program=self.program, trace=self.trace, source=self.source, _loaded=loaded)
+        return Compiled(plan=self.plan, program=self.program, trace=self.trace, source=self.source, loaded=loaded)
 
     def __str__(self) -> str:
         return str(self.program)

@@ -62,11 +62,11 @@ class MeasuredCosts:
         seconds: dict[str, list[float]] = {}
         for time_ in times:
             seconds.setdefault(time_.name.partition(".")[0], []).append(time_.stop_s - time_.start_s)
-        self._median_s = {name: statistics.median(values) for name, values in seconds.items()}
+        self.median_s = {name: statistics.median(values) for name, values in seconds.items()}
 
     def run_time_s(self, executable: Executable, task: Task) -> float:
         """The median of its kind and stage."""
-        return self._median_s[f"{task.kind}{task.stage}"]
+        return self.median_s[f"{task.kind}{task.stage}"]
 
     def transfer_time_s(self, num_bytes: int, source: int, destination: int) -> float:
         """Nothing: what transfers take is for the measured step to show."""
@@ -80,7 +80,7 @@ def measure_overlap(num_microbatches: int, repetitions: int) -> dict[str, Any]:
     state = [jnp.ones(WIDTH) for _ in range(LAYERS)]
     batch = np.ones((num_microbatches, WIDTH), np.float32)
     compiled = step.trace(state, batch).plan().lower().compile()
-    loaded = compiled._loaded
+    loaded = compiled.loaded
     loaded(jax.tree.leaves((state, batch)))
     _, times = loaded.timed(jax.tree.leaves((state, batch)))
     simulated_s = simulate(compiled.program, MeasuredCosts(times)).makespan_s
@@ -93,7 +93,7 @@ def measure_overlap(num_microbatches: int, repetitions: int) -> dict[str, Any]:
     median_s = statistics.median(measured)
     return {
         "num_microbatches": num_microbatches,
-        "task_s": MeasuredCosts(times)._median_s,
+        "task_s": MeasuredCosts(times).median_s,
         "simulated_s": simulated_s,
         "measured_s": median_s,
         "share_of_simulated_speed": simulated_s / median_s,
