@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from autopar.runtime.distributed.placed import Placed
 from autopar.session import current_session
 
 
-class Target:
+class Target(Protocol):
     """What is to be read, and where it is to lie."""
 
     abstract: Any
@@ -28,10 +28,10 @@ class Target:
 
     def read(self, path: Path) -> Any:
         """The state of a checkpoint that has been found to hold this one."""
-        raise NotImplementedError
+        ...
 
 
-class _Here(Target):
+class _Here:
     """In this process; `abstract` has the shardings."""
 
     def __init__(self, abstract: Any) -> None:
@@ -48,7 +48,7 @@ class _Here(Target):
             raise CheckpointFailed(f"The checkpoint {path} cannot be read: {type(error).__name__}: {error}.") from error
 
 
-class _OnCluster(Target):
+class _OnCluster:
     """On a cluster, in these places."""
 
     def __init__(self, session: Any, abstract: Any, places: Sequence[Placed]) -> None:
@@ -84,6 +84,7 @@ class _Number:
 
 
 def target_of(like: Any) -> Target:
+    """Where `like`, a step or a state, has its state."""
     if isinstance(like, Step | Compiled):
         compiled = compiled_like(like, 0, None)
         arrangement, tree = argument_arrangement(compiled, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,17 @@ from autopar.runtime.distributed.placed import Placed
 _POLL_S = 0.02
 
 
-class Save:
+class Save(Protocol):
     """A save under way."""
 
     target: Path
 
     def finish(self) -> None:
-        """Wait for it."""
-        raise NotImplementedError
+        """Wait until it is complete, and raise what kept it from that."""
+        ...
 
 
-class LocalSave(Save):
+class LocalSave:
     """In this process, on Orbax's threads."""
 
     def __init__(self, target: Path, state: Any) -> None:
@@ -43,7 +43,7 @@ class LocalSave(Save):
         self._checkpointer.wait_until_finished()
 
 
-class ClusterSave(Save):
+class ClusterSave:
     """In all processes of a cluster."""
 
     def __init__(self, session: Any, target: Path, state: Any) -> None:
