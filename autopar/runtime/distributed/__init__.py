@@ -1,10 +1,30 @@
 """The runtime of many processes: one per host or per GPU, in one JAX world, each with its part of the program.
 
-placed             where a value lies on the cluster             (plain data, all processes agree on it)
-arrivals           how the arguments of a step come to be there  (plain data, made once per way they lie)
-distributed_array  what the driver holds of a value
-host_program       the program in one process
-host               one process: world, programs, values          (an actor of Ray, or a plain object)
-ray_cluster        processes by Ray
-ray_session        the driver: one message per process and step; losses
+Where values lie, as plain data that all processes agree on:
+
+    placed             where a value lies on the cluster
+    arrivals           how the arguments of a step come to be where it wants them; made once per way they lie
+    shards             which shards are the whole value, and the value from them
+    whole_arrays       a value as one array, and the program that moves values
+
+The driver, from the user's call to the processes:
+
+    distributed_array  what the driver holds of a value
+    ray_runtime        a loaded program: one call is one step
+    ray_session        one message per process and step; values by number; losses
+    process_watch      a thread that sees processes die, fall silent, or fail
+    ray_cluster        the processes, by Ray
+    messages           what the driver and the processes say to each other
+    versions           the releases that all must have in common
+
+A process, from the message to the devices:
+
+    ray_actor          a host as Ray calls it
+    host               one process: its world, programs and values; a plain object
+    world              all devices, whose they are, and how values reach the others
+    host_inputs        the arguments, brought to where the program wants them
+    host_program       the program's instructions that are this process's
+    host_batches       values brought before a step
+    host_checkpoint    states written and read
+    host_checks        a collective and a transfer, tried
 """
