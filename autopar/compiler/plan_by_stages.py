@@ -41,6 +41,8 @@ from autopar.sharding_plan import Certificate
 _RUNNERS_UP = 5
 _ATTEMPTS = 4
 """Searches for less and less memory, until stages as a whole fit."""
+_LIKELY = 0.9
+"""Of the memory, what stages judged by the layers of another number of microbatches are to need at most."""
 _BELOW = 0.97
 """Of a limit, what the next search gets at most."""
 _SHARE_FOR_STAGES = 0.2
@@ -87,9 +89,10 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
         return math.inf if best is None else best.search.step_time_s
 
     def is_likely(place: int) -> bool:
-        return _fits_by_hosts(problem, counts[place], num_layers, loop_pieces, options)
+        return _fits_by_hosts(problem, counts[place], counts[usual:], num_layers, loop_pieces, options)
 
-    start = first_likely(is_likely, len(counts), usual_place(problem, counts))
+    usual = usual_place(problem, counts)
+    start = first_likely(is_likely, len(counts), usual)
     deadline = began + _SHARE_FOR_STAGES * problem.method.time_limit_s
     descend(time_s, len(counts), start, deadline, usual_size(problem, counts))
     ranked = sorted((each for each in found.values() if each is not None), key=lambda each: each.search.step_time_s)
@@ -119,34 +122,58 @@ def _search(
 
 
 def _fits_by_hosts(
-    problem: StageProblem, num_microbatches: int, num_layers: int, loop_pieces: int, options: dict[str, str]
+    problem: StageProblem,
+    num_microbatches: int,
+    counts: Sequence[int],
+    num_layers: int,
+    loop_pieces: int,
+    options: dict[str, str],
 ) -> bool:
-    """Whether a stage for every host would do: much less to find out than what the best stages are."""
+    """Whether a stage for every host is likely to do, judged by the layers of the first number that splits the batch:
+    much less to find out than what the best stages are.
+    """
     cluster = problem.cluster
     if problem.num_stages is not None or problem.method.num_microbatches is not None or cluster.num_hosts == 1:
         return True
     for remat in _remats(problem):
-        try:
-            layers, costs = _known(problem, num_microbatches, remat, num_layers, loop_pieces, options)
-        except (NotSplittable, Unsupported):
-            return False
+        known = _first_known(problem, counts, remat, num_layers, loop_pieces, options)
+        if known is None:
+            return True
+        layers, costs = known
         if len(layers.class_of) < cluster.num_hosts:
             return True
-        ranges = RangeCosts(problem, layers, costs)
+        ranges, rows = RangeCosts(problem, layers, costs), layers.num_microbatches / num_microbatches
+        share = 1.0 if rows == 1 else _LIKELY
         try:
             search_fixed_stages(
                 len(layers.class_of),
                 cluster.num_hosts,
                 Submesh(num_hosts=1, devices_per_host=cluster.devices_per_host),
-                ranges,
-                ranges.transfer_s,
+                lambda start, stop, submesh: [cost.with_rows(rows) for cost in ranges(start, stop, submesh)],  # noqa: B023
+                lambda cut, source, target: rows * ranges.transfer_s(cut, source, target),  # noqa: B023
                 timing=Timing(schedule=problem.method.schedule or "1f1b", num_microbatches=num_microbatches),
-                memory_bytes=problem.expected_bytes,
+                memory_bytes=share * problem.expected_bytes,
             )
         except MemoryTooSmall:
             continue
         return True
     return False
+
+
+def _first_known(
+    problem: StageProblem,
+    counts: Sequence[int],
+    remat: bool,
+    num_layers: int,
+    loop_pieces: int,
+    options: dict[str, str],
+) -> tuple[Layers, LayerCosts] | None:
+    for count in counts:
+        try:
+            return _known(problem, count, remat, num_layers, loop_pieces, options)
+        except (NotSplittable, Unsupported):
+            continue
+    return None
 
 
 def _remats(problem: StageProblem) -> tuple[bool, ...]:

@@ -6,7 +6,7 @@ less time, the more memory.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.compiler.inter_op.submeshes import Submesh
@@ -30,6 +30,18 @@ class StageCost:
     def peak_bytes(self, in_flight: float) -> float:
         """Bytes that a device needs while it holds the activations of so many microbatches."""
         return self.state_bytes + max(self.temporary_bytes + in_flight * self.activation_bytes, self.update_bytes)
+
+    def with_rows(self, factor: float) -> "StageCost":
+        """What it is likely to cost with `factor` times as many rows in a microbatch."""
+        return replace(
+            self,
+            forward_s=factor * self.forward_s,
+            backward_s=factor * self.backward_s,
+            weight_s=factor * self.weight_s,
+            activation_bytes=factor * self.activation_bytes,
+            temporary_bytes=factor * self.temporary_bytes,
+            put_off_bytes=factor * self.put_off_bytes,
+        )
 
 
 # (first layer, layer behind the last, submesh) -> the ways to run them; none if there is none.

@@ -114,7 +114,7 @@ def _minimize_core(core: Problem, upper: float, effort: Effort) -> Found:
 
 
 def _contract(problem: Problem, upper: float, *, effort: Effort, start: States | None) -> Found:
-    """The solver if that is quick, or the problem with some nodes made one; wide searches if it is too large for that."""
+    """The solver if that is quick, else the problem with some nodes made one; if it is too large, a wide search."""
     reduced = reduce_problem(problem)
     if not reduced.core.costs:
         return _only(reduced.expand(()), problem, reduced.constant)
