@@ -36,16 +36,17 @@ def init(
     """Choose where steps run; returns the cluster, or None for this process.
 
     - `cluster`: "local", "ray", or a `Cluster`, whose figures then describe the devices of the Ray cluster.
-    - `address`: of a Ray cluster, host:port or "auto", or "local" to start one here. By default $RAY_ADDRESS, the Ray
-      that this process has joined, or one that runs on this machine and has room; else it is started here.
+    - `address`: of a Ray cluster, host:port or "auto", or "local" to start one here. By default $RAY_ADDRESS, or one
+      that runs on this machine and has room; else it is started here. The Ray that this process has joined comes first.
     - `num_hosts`, `devices_per_host`: how many processes, and how many devices each gets. By default every node with
-      GPUs and all of them; without GPUs, every node and as many virtual CPU devices as XLA_FLAGS asks for here.
+      GPUs (or bundle of the placement group) and all of them; without GPUs, every node (or bundle) and as many virtual
+      CPU devices as XLA_FLAGS asks for here.
     - `placement_group`: of Ray, with one bundle per process; made, and removed by `shutdown`, if not given.
     - `runtime_env`: for the processes, as Ray takes it.
     - `step_timeout_s`: after so many seconds without an answer a step is given up, with an error.
 
     Raises `InvalidArgument` for a cluster that does not answer within 20 s, or has fewer hosts or devices than asked
-    for, and `Unsupported` without Ray.
+    for, `ClusterFailed` for processes that do not start or meet, and `Unsupported` without Ray.
     """
     if isinstance(cluster, str) and cluster not in ("local", "ray"):
         raise InvalidArgument(f"cluster is {cluster!r}. Choose 'local', 'ray', or give an autopar.Cluster.")
@@ -104,7 +105,8 @@ def current_session() -> RaySession | None:
 def restart(num_hosts: int | None = None) -> RaySession:
     """New processes in place of those of the current session, which has failed or is given up; its values are gone.
 
-    As many as before, or `num_hosts`. Raises `InvalidArgument` without a session, or without room for so many.
+    As many as before, or `num_hosts`. Raises `InvalidArgument` without a session, or without room for so many, and
+    `ClusterFailed` if one of them is lost before they have met; the session stays the failed one then.
     """
     from autopar.runtime.distributed.ray_session import RaySession
 
@@ -113,5 +115,13 @@ def restart(num_hosts: int | None = None) -> RaySession:
         raise InvalidArgument("There is no cluster to restart. Call autopar.init(cluster='ray') first.")
     old.abandon()
     hosts = old.hosts.again(len(old.hosts.actors) if num_hosts is None else num_hosts)
-    _current[:] = [RaySession(hosts, step_timeout_s=old.step_timeout_s)]
-    return _current[-1]
+    described_by = old.described_by
+    if described_by is not None:
+        described_by = described_by.with_devices(len(hosts.actors) * hosts.devices_per_host)
+    try:
+        session = RaySession(hosts, step_timeout_s=old.step_timeout_s, described_by=described_by)
+    except BaseException:
+        hosts.release()
+        raise
+    _current[:] = [session]
+    return session

@@ -12,11 +12,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.errors import InvalidArgument, Unsupported
+from autopar.errors import HostLost, InvalidArgument, Unsupported
 
 CONNECT_TIMEOUT_S = 20.0
 _QUIET: dict[str, Any] = {"logging_level": "error", "log_to_driver": True}
@@ -61,11 +61,12 @@ class RayHosts:
         """Kill the processes, remove the placement group and stop Ray, each if it was ours."""
         if not self.ray.is_initialized():
             return
-        self._give_back_group()
+        self.release()
         if self.owns_ray:
             self.ray.shutdown()
 
-    def _give_back_group(self) -> None:
+    def release(self) -> None:
+        """Kill the processes and remove the placement group if it was ours; Ray goes on, for others in their place."""
         self.kill()
         if self.owns_group and self.group is not None:
             try:
@@ -81,7 +82,7 @@ class RayHosts:
 
     def again(self, num_hosts: int) -> RayHosts:
         """So many new processes in place of these."""
-        self._give_back_group()
+        self.release()
         return _make_actors(self.ray, replace(self.options, num_hosts=num_hosts), self.owns_ray)
 
 
@@ -117,12 +118,20 @@ def start_hosts(options: RayOptions) -> RayHosts:
     if ray.is_initialized():
         return _make_actors(ray, options, owns_ray=False)
     address = options.address or os.environ.get("RAY_ADDRESS")
-    if address is None and _joined(ray, "auto"):
-        try:
-            return _make_actors(ray, options, owns_ray=True)
-        except InvalidArgument:  # somebody else's, without room: not the one that was meant
-            ray.shutdown()
-    _connect(ray, address or "local", options)
+    if address is None:
+        with suppress(InvalidArgument):  # none runs here, or it is somebody else's, without room
+            _join(ray, "auto")
+            return _make_actors_or_leave(ray, options)
+    if address is None or address == "local":
+        cores = max(os.cpu_count() or 1, options.num_hosts or 1)
+        with _forking():
+            ray.init(address="local", num_cpus=cores, include_dashboard=False, **_QUIET)
+    else:
+        _join(ray, address)
+    return _make_actors_or_leave(ray, options)
+
+
+def _make_actors_or_leave(ray: Any, options: RayOptions) -> RayHosts:
     try:
         return _make_actors(ray, options, owns_ray=True)
     except BaseException:
@@ -130,28 +139,19 @@ def start_hosts(options: RayOptions) -> RayHosts:
         raise
 
 
-def _connect(ray: Any, address: str, options: RayOptions) -> None:
-    if address == "local":
-        with _forking():
-            cores = max(os.cpu_count() or 1, options.num_hosts or 1)
-            ray.init(address="local", num_cpus=cores, include_dashboard=False, **_QUIET)
-        return
-    if ":" in address and not address.startswith("ray://"):
+def _join(ray: Any, address: str) -> None:
+    if ":" in address and "://" not in address:
         check_answers(address)
-    if not _joined(ray, address):
-        raise InvalidArgument(
-            f"No Ray cluster answers at {address!r}. Start one with 'ray start --head', give its address, or "
-            "address='local' to start Ray here."
-        )
-
-
-def _joined(ray: Any, address: str) -> bool:
     try:
         with _forking():
             ray.init(address=address, **_QUIET)
-    except Exception:  # Ray has several for this
-        return False
-    return True
+    except Exception as error:  # Ray has several for this
+        ray.shutdown()
+        raise InvalidArgument(
+            f"The Ray cluster at {address!r} cannot be joined; Ray says: {type(error).__name__}: {error}. Start one "
+            "with 'ray start --head' and the releases of Python and Ray that are here, correct the address, or give "
+            "address='local' to start Ray here."
+        ) from error
 
 
 @contextmanager
@@ -179,54 +179,78 @@ def check_answers(address: str) -> None:
 
 
 def _make_actors(ray: Any, options: RayOptions, owns_ray: bool) -> RayHosts:
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
-    uses_gpus = any(gpus)
-    num_hosts = (
-        options.num_hosts
-        if options.num_hosts is not None
-        else (sum(count > 0 for count in gpus) if uses_gpus else len(nodes))
-    )
-    devices = (
-        options.devices_per_host
-        if options.devices_per_host is not None
-        else (min(count for count in gpus if count) if uses_gpus else _virtual_devices())
-    )
-    for name, count in (("num_hosts", num_hosts), ("devices_per_host", devices)):
-        if count < 1:
-            raise InvalidArgument(f"{name} is {count}; at least 1 is required.")
+    num_hosts, devices, uses_gpus = _sizes(ray, options)
     bundle: dict[str, float] = {"CPU": 1, **({"GPU": devices} if uses_gpus else {})}
-    _check_resources(ray, bundle, num_hosts, owns_group=options.placement_group is None)
-    group = options.placement_group or ray.util.placement_group([bundle] * num_hosts, strategy="PACK")
-    if not group.wait(CONNECT_TIMEOUT_S):
-        if options.placement_group is None:
-            ray.util.remove_placement_group(group)
-        raise InvalidArgument(
-            f"The Ray cluster has no room for {num_hosts} hosts with {bundle} each within {CONNECT_TIMEOUT_S:.0f} s; "
-            f"free are {ray.available_resources()}. End what uses them, or ask for fewer."
-        )
-    actors = [_actor(ray, options, group, bundle, number) for number in range(num_hosts)]
-    try:
-        places = ray.get([actor.node.remote() for actor in actors], timeout=ANSWER_S)
-    except Exception:
-        for actor in actors:
-            ray.kill(actor)
-        if options.placement_group is None:
-            ray.util.remove_placement_group(group)
-        raise
-    # Neighbours in the world are neighbours in the machine room.
-    order = sorted(range(num_hosts), key=lambda n: (places[n], n))
-    return RayHosts(
+    owns_group = options.placement_group is None
+    if owns_group:
+        _check_resources(ray, bundle, num_hosts)
+    hosts = RayHosts(
         ray=ray,
-        actors=[actors[n] for n in order],
-        nodes=tuple(places[n] for n in order),
+        actors=[],
+        nodes=(),
         devices_per_host=devices,
         uses_gpus=uses_gpus,
-        group=group,
-        owns_group=options.placement_group is None,
+        group=ray.util.placement_group([bundle] * num_hosts, strategy="PACK")
+        if owns_group
+        else options.placement_group,
+        owns_group=owns_group,
         owns_ray=owns_ray,
         options=options,
     )
+    try:
+        _start_actors(hosts, bundle, num_hosts)
+    except BaseException:
+        hosts.release()
+        raise
+    return hosts
+
+
+def _sizes(ray: Any, options: RayOptions) -> tuple[int, int, bool]:
+    """How many hosts, how many devices on each, and whether these are GPUs."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
+    uses_gpus = any(gpus)
+    num_hosts, devices, group = options.num_hosts, options.devices_per_host, options.placement_group
+    if num_hosts is None:
+        with_gpus = sum(count > 0 for count in gpus)
+        num_hosts = group.bundle_count if group is not None else with_gpus if uses_gpus else len(nodes)
+    if devices is None:
+        devices = min(count for count in gpus if count) if uses_gpus else _virtual_devices()
+    for name, count in (("num_hosts", num_hosts), ("devices_per_host", devices)):
+        if count < 1:
+            raise InvalidArgument(f"{name} is {count}; at least 1 is required.")
+    if group is not None and group.bundle_count < num_hosts:
+        raise InvalidArgument(
+            f"The placement group has {group.bundle_count} bundles, {num_hosts} hosts were asked for. Give a group "
+            "with one bundle per host, or ask for fewer hosts."
+        )
+    return num_hosts, devices, uses_gpus
+
+
+def _start_actors(hosts: RayHosts, bundle: Mapping[str, float], num_hosts: int) -> None:
+    """Start the processes, and order them by their nodes."""
+    ray = hosts.ray
+    if not hosts.group.wait(CONNECT_TIMEOUT_S):
+        raise InvalidArgument(
+            f"The Ray cluster has no room for {num_hosts} hosts with {dict(bundle)} each within "
+            f"{CONNECT_TIMEOUT_S:.0f} s; free are {ray.available_resources()}. End what uses them, or ask for fewer."
+        )
+    try:
+        for number in range(num_hosts):
+            hosts.actors.append(_actor(hosts, bundle, number))
+    except ValueError as error:
+        raise InvalidArgument(f"Ray refuses to start a process: {error}. Correct the runtime_env.") from error
+    try:
+        places = ray.get([actor.node.remote() for actor in hosts.actors], timeout=ANSWER_S)
+    except ray.exceptions.RayError as error:
+        raise HostLost(
+            f"A new process of the Ray cluster did not start, within {ANSWER_S:.0f} s or at all. Ray says: "
+            f"{type(error).__name__}: {error} Install the same packages on every host, or correct the runtime_env."
+        ) from error
+    # Neighbours in the world are neighbours in the machine room.
+    order = sorted(range(num_hosts), key=lambda n: (places[n], n))
+    hosts.actors[:] = [hosts.actors[n] for n in order]
+    hosts.nodes = tuple(places[n] for n in order)
 
 
 def _virtual_devices() -> int:
@@ -236,10 +260,9 @@ def _virtual_devices() -> int:
     return int(given[-1]) if given else 1
 
 
-def _check_resources(ray: Any, bundle: Mapping[str, float], num_hosts: int, *, owns_group: bool) -> None:
+def _check_resources(ray: Any, bundle: Mapping[str, float], num_hosts: int) -> None:
     total = ray.cluster_resources()
-    short = [name for name, count in bundle.items() if total.get(name, 0) < count * num_hosts]
-    if short and owns_group:
+    if any(total.get(name, 0) < count * num_hosts for name, count in bundle.items()):
         have = {name: total.get(name, 0) for name in bundle}
         raise InvalidArgument(
             f"{num_hosts} hosts with {dict(bundle)} each were asked for; the Ray cluster has {have} in all. Ask for "
@@ -247,22 +270,22 @@ def _check_resources(ray: Any, bundle: Mapping[str, float], num_hosts: int, *, o
         )
 
 
-def _actor(ray: Any, options: RayOptions, group: Any, bundle: Mapping[str, float], number: int) -> Any:
+def _actor(hosts: RayHosts, bundle: Mapping[str, float], number: int) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from autopar.runtime.distributed.ray_actor import HostActor
 
     return (
         # Steps in the order that they were sent; health is answered beside them.
-        ray.remote(concurrency_groups={"health": 2})(HostActor)
+        hosts.ray.remote(concurrency_groups={"health": 2})(HostActor)
         .options(
             num_cpus=bundle["CPU"],
             num_gpus=bundle.get("GPU", 0),
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=number
+                placement_group=hosts.group, placement_group_bundle_index=number
             ),
-            runtime_env=dict(options.runtime_env or {}),
+            runtime_env=dict(hosts.options.runtime_env or {}),
         )
         .remote()
     )

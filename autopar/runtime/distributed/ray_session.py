@@ -79,6 +79,7 @@ class RaySession:
         self._lock = threading.Lock()
         self.reports = self._join()
         self.process_of = self.reports[0].process_of
+        self.described_by = described_by
         self.cluster = _cluster(self.reports, described_by)
         self._watch.start()
 
