@@ -35,7 +35,7 @@ def successors(graph: StageGraph) -> dict[str, int]:
 
 
 def crossing(graph: StageGraph, *, per_microbatch: bool) -> dict[str, tuple[Any, ...]]:
-    return {n: ends for n, ends in graph.crossing().items() if graph.values[n].per_microbatch == per_microbatch}
+    return {n: ends for n, ends in graph.crossing.items() if graph.values[n].per_microbatch == per_microbatch}
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])

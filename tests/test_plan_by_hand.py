@@ -146,7 +146,7 @@ def test_activations_between_stages_are_split_along_the_batch():
     found = plan(two_stages(num_microbatches=2), trace, num_devices=4)
     graph = passes.cut_step(trace, found)
     assert set(found.cut_specs.values()) == {P("data")}
-    assert set(found.cut_specs) == {n for n in graph.crossing() if graph.values[n].per_microbatch}
+    assert set(found.cut_specs) == {n for n in graph.crossing if graph.values[n].per_microbatch}
 
 
 def test_loop_over_layers_is_split_into_a_piece_for_each_layer():

@@ -137,7 +137,7 @@ def test_plain_backward_reads_what_the_forward_kept_and_makes_nothing_again():
 def test_rematerialised_backward_computes_the_forward_again_and_the_forward_keeps_only_what_it_sends():
     graph = cut(mlp_step, mlp_params(4), mlp_batch(), remat=True)
     assert primitives(task(graph, "B0")).count("tanh") == 2
-    sent = {name for name, (source, _) in graph.crossing().items() if source == 0}
+    sent = {name for name, (source, _) in graph.crossing.items() if source == 0}
     assert set(task(graph, "F0").outputs) == sent
     assert "b[0]" in task(graph, "B0").inputs
 
@@ -174,7 +174,7 @@ def test_weight_gradients_apart_are_what_no_earlier_stage_waits_for():
     graph = cut(mlp_step, mlp_params(4), mlp_batch(), schedule="zero-bubble", num_microbatches=4)
     backward, weights = task(graph, "B1"), task(graph, "W1")
     assert not backward.accumulations and len(weights.accumulations) == 4
-    assert {n for n, ends in graph.crossing().items() if ends == (1, (0,))} <= set(backward.outputs)
+    assert {n for n, ends in graph.crossing.items() if ends == (1, (0,))} <= set(backward.outputs)
     assert primitives(weights).count("dot_general") == 2  # one for each weight
     assert primitives(backward).count("dot_general") == 2  # one for each cotangent
 
@@ -207,7 +207,7 @@ def test_clipping_by_the_global_norm_is_one_exchange(num_stages):
     )
     first, second = ([t for t in graph.tasks if t.kind == "U" and t.wave == wave] for wave in (0, 1))
     assert len(waves(graph)) == len(first) + len(second) and len(first) == len(second) == num_stages
-    exchanged = [n for n, v in graph.crossing().items() if not graph.values[n].per_microbatch]
+    exchanged = [n for n, v in graph.crossing.items() if not graph.values[n].per_microbatch]
     assert all(graph.values[n].shape == () for n in exchanged)
     assert {n for t in first for n in t.outputs} >= set(exchanged)
 

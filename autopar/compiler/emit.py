@@ -35,9 +35,9 @@ class EmittedTask:
     per_microbatch: frozenset[str]
 
 
-def emit_task(graph: StageGraph, task: StageTask, *, read: frozenset[str]) -> EmittedTask:
-    """The function of a task. `read` names the values that some task of the graph reads, which must be handed on."""
-    micro = frozenset(n for n, v in graph.values.items() if v.per_microbatch)
+def emit_task(graph: StageGraph, task: StageTask) -> EmittedTask:
+    """The function of a task, which hands on what some task of the graph reads."""
+    read, micro = graph.read, graph.per_microbatch
     if graph.num_microbatches == 1:
         return _emit_single(task, read, micro)
     totals = [a for a in task.accumulations if a.kind != "concatenate"]

@@ -163,7 +163,7 @@ def layer_class(
     rows = microbatch_rows(graph)
     read = {name for task in tasks for name in task.inputs}
     made = {name for task in tasks for name in task.outputs}
-    crossing = {name for name in graph.crossing() if name in read | made}
+    crossing = {name for name in graph.crossing if name in read | made}
     microbatch = {i.value for i in graph.inputs if i.kind == "microbatch"} & read
     whole = {i.value for i in graph.inputs if i.kind == "whole"} & read
     totals = {name for task in tasks if task.phase != "update" for name in task.outputs if name in task.inputs}
@@ -233,7 +233,7 @@ def class_key(layer: LayerClass) -> Hashable:
 
 def _crossing_bytes(graph: StageGraph, num_layers: int) -> tuple[float, ...]:
     cuts = [0.0] * (num_layers - 1)
-    for name, (source, readers) in graph.crossing().items():
+    for name, (source, readers) in graph.crossing.items():
         value = graph.values[name]
         share = 1.0 if value.per_microbatch else 1.0 / graph.num_microbatches
         for cut in range(min(source, *readers), max(source, *readers)):

@@ -107,8 +107,7 @@ def lower(graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donat
 
 def _ordered_calls(graph: StageGraph, plan: Plan, meshes: Sequence[int]) -> list[list[_Call]]:
     """Per mesh: update waves before each round, then the round in the order of the schedule."""
-    read = frozenset(n for task in graph.tasks for n in task.inputs)
-    emitted = {(t.kind, t.stage, t.round, t.wave): emit_task(graph, t, read=read) for t in graph.tasks}
+    emitted = {(t.kind, t.stage, t.round, t.wave): emit_task(graph, t) for t in graph.tasks}
     calls: list[list[_Call]] = [[] for _ in plan.meshes]
     for round_number in range(graph.num_rounds + 1):
         for e in emitted.values():

@@ -133,7 +133,7 @@ def cut_step(trace: Trace, plan: Plan) -> StageGraph:
     graph = stage_graph(prepared, plan)
     for name, spec in sorted(plan.cut_specs.items()):
         if name not in graph.values:
-            crossing = listed(tuple(sorted(graph.crossing())))
+            crossing = listed(tuple(sorted(graph.crossing)))
             raise PlanMismatch(
                 f"The plan gives a spec to {name!r}, which is no value between the stages of {trace.name}. These are "
                 f"{crossing}. Use one of these names, or leave the spec out."

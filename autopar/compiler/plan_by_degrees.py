@@ -227,7 +227,7 @@ def _asked(problem: _Problem, values: StageValues, number: int) -> _Asked:
         others = mesh_tasks(problem.other, plan, number)
         wishes = replace(
             wishes,
-            allowed=value_layouts(tasks, values, graph.crossing(), mesh, zero),
+            allowed=value_layouts(tasks, values, graph.crossing, mesh, zero),
             equations=equation_restrictions(tasks, others, mesh, zero),
         )
     return _Asked(tasks=tasks, layer=layer, wishes=wishes, received=received_seconds(graph, plan, number, machine))

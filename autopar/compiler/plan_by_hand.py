@@ -173,7 +173,7 @@ def _cut_specs(prepared: PreparedStep, plan: Plan) -> dict[str, PartitionSpec]:
     graph = stage_graph(prepared, plan)
     rows = microbatch_rows(graph)
     found: dict[str, PartitionSpec] = {}
-    for name in sorted(graph.crossing()):
+    for name in sorted(graph.crossing):
         value = graph.values[name]
         spec = batch_spec(value.shape, rows_axis(value, rows), plan.meshes[0])
         if any(entry is not None for entry in spec):

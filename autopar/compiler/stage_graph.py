@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -101,7 +102,18 @@ class StageGraph:
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
 
-    def crossing(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+    @cached_property
+    def read(self) -> frozenset[str]:
+        """Values that some task reads."""
+        return frozenset(name for task in self.tasks for name in task.inputs)
+
+    @cached_property
+    def per_microbatch(self) -> frozenset[str]:
+        """Values of one microbatch."""
+        return frozenset(name for name, value in self.values.items() if value.per_microbatch)
+
+    @cached_property
+    def crossing(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
         """Values made on one stage and read on others: name -> (stage that makes it, stages that read it)."""
         made = {name: task.stage for task in self.tasks for name in _made_by(task)}
         made |= {i.value: i.stages[0] for i in self.inputs if i.stages and i.owned and i.value in self.values}
@@ -123,7 +135,7 @@ class StageGraph:
                 f"  {task.name:6} {len(task.jaxpr.jaxpr.eqns):5} equations, {len(task.inputs):3} in, "
                 f"{len(task.outputs):3} out, {len(task.accumulations):3} accumulated"
             )
-        for name, (source, readers) in sorted(self.crossing().items(), key=lambda item: item[1]):
+        for name, (source, readers) in sorted(self.crossing.items(), key=lambda item: item[1]):
             v = self.values[name]
             when = "per microbatch" if v.per_microbatch else "per step"
             lines.append(f"  {source} -> {','.join(map(str, readers))}: {name} {v.dtype}{list(v.shape)} {when}")

@@ -187,7 +187,7 @@ def received_seconds(graph: StageGraph, plan: Plan, number: int, machine: Machin
     """
     link = machine.intra if plan.num_devices <= machine.domain else machine.inter
     found: dict[str, float] = {}
-    for name, (source, readers) in graph.crossing().items():
+    for name, (source, readers) in graph.crossing.items():
         meshes = {plan.stages[reader].mesh for reader in readers}
         if number in meshes and plan.stages[source].mesh != number:
             times = graph.num_microbatches if graph.values[name].per_microbatch else 1

@@ -51,7 +51,8 @@ _PHASES = {"F": "forward", "B": "backward", "W": "backward", "U": "update"}
 def mesh_tasks(graph: StageGraph, plan: Plan, number: int, donated_leaves: Collection[int] = ()) -> list[GroupTask]:
     """What mesh `number` runs, in an order in which it may. `donated_leaves` of the step may be overwritten."""
     every = _emitted(graph, plan, number)
-    given = {i.value for i in graph.inputs if i.kind == "whole" and i.leaf in donated_leaves}
+    donated = frozenset(donated_leaves)
+    given = {i.value for i in graph.inputs if i.kind == "whole" and i.leaf in donated}
     last = {name: emitted for emitted in every for name in emitted.inputs}
     return [
         GroupTask(
@@ -73,13 +74,12 @@ def mesh_tasks(graph: StageGraph, plan: Plan, number: int, donated_leaves: Colle
 
 
 def _emitted(graph: StageGraph, plan: Plan, number: int) -> list[EmittedTask]:
-    read = frozenset(n for task in graph.tasks for n in task.inputs)
-    return [emit_task(graph, task, read=read) for task in graph.tasks if plan.stages[task.stage].mesh == number]
+    return [emit_task(graph, task) for task in graph.tasks if plan.stages[task.stage].mesh == number]
 
 
 def mesh_wishes(graph: StageGraph, tasks: list[GroupTask]) -> GroupWishes:
     """What follows from the graph: new state lies where the old did; only totals that stay here may stay sums."""
-    shown = {out.value for out in graph.outputs} | set(graph.crossing())
+    shown = {out.value for out in graph.outputs} | set(graph.crossing)
     totals = {a.result for task in graph.tasks for a in task.accumulations if a.kind in ("sum", "mean")}
     updates = {name for task in tasks if task.phase == "update" for name in task.inputs}
     micro = {name for task in tasks if task.phase != "update" for name in (*task.inputs, *task.outputs)}
