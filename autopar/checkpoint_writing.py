@@ -64,18 +64,15 @@ class ClusterSave:
         """Ask the processes until all are done, or one has failed."""
         from autopar.runtime.distributed.host_checkpoint import save_status
 
+        answers = self._session.answers
         waiting = list(range(len(self._session.hosts.actors)))
         while waiting:
             found = self._session.run_on(waiting, save_status, self._number)
             for process, status in zip(waiting, found, strict=True):
                 if status.error is not None:
-                    self._session.blame_the_dead("saving a checkpoint")
-                    text = f"{self._session.describe(process)}: {status.error}"
-                    raise (
-                        self._session.fail(StepFailed(f"Saving failed: {text}"))
-                        if status.lost
-                        else CheckpointFailed(text)
-                    )
+                    answers.blame_the_dead("saving a checkpoint")
+                    text = f"{answers.describe(process)}: {status.error}"
+                    raise answers.fail(StepFailed(f"Saving failed: {text}")) if status.lost else CheckpointFailed(text)
             waiting = [process for process, status in zip(waiting, found, strict=True) if not status.done]
             if waiting:
                 time.sleep(_POLL_S)

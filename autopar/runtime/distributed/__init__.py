@@ -11,7 +11,8 @@ The driver, from the user's call to the processes:
 
     distributed_array  what the driver holds of a value
     ray_runtime        a loaded program: one call is one step
-    ray_session        one message per process and step; values by number; losses
+    ray_session        one message per process and step; values by number
+    answers            what the processes answer, or the one reason why they do not
     process_watch      a thread that sees processes die, fall silent, or fail
     ray_cluster        the processes, by Ray
     messages           what the driver and the processes say to each other

@@ -4,7 +4,7 @@
     silence   a process that answers no ping for 15 s hangs, was stopped, or is cut off
     errors    of steps whose results nobody reads, before the next step is sent
 
-What is found goes to the session, which ends the other processes.
+What is found ends the other processes, and is raised where somebody waits for an answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GRACE_S = 0.7  # peers of a process that died may say first that a transfer fail
 
 
 class Watched(Protocol):
-    """The session as its watch sees it."""
+    """What the watch needs of those who wait for the processes."""
 
     hosts: RayHosts
     failure: AutoparError | None
@@ -51,14 +51,16 @@ class Watched(Protocol):
 
 
 class ProcessWatch:
-    """Looks after the processes of a session until it is stopped, or one of them is lost."""
+    """Looks after the processes until it is stopped, or one of them is lost."""
 
-    def __init__(self, session: Watched) -> None:
-        self._session = session
-        self._ray = session.hosts.ray
-        self._stays = {actor.stay_alive.remote(): n for n, actor in enumerate(session.hosts.actors)}
-        self._pings: dict[Any, tuple[int, float]] = {}
+    def __init__(self, answers: Watched) -> None:
+        self._answers = answers
+        self._ray = answers.hosts.ray
+        self._stays = {actor.stay_alive.remote(): n for n, actor in enumerate(answers.hosts.actors)}
+        self._pings: dict[Any, int] = {}
         self._answered_at: dict[int, float] = {}
+        self._silent_s: dict[int, float] = {}
+        self._looked_at = time.monotonic()
         self._checked: set[Any] = set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="autopar-watch", daemon=True)
@@ -79,44 +81,56 @@ class ProcessWatch:
         return (self._stays[ended[0]], self._reason(ended[0])) if ended else None
 
     def _look(self) -> None:
-        while not self._stop.is_set() and self._session.failure is None:
+        while not self._stop.is_set() and self._answers.failure is None:
             try:
                 self._look_once()
             except AutoparError:
+                continue  # whoever asks for the answer is told; if it ended the cluster, there is nothing to watch
+            except Exception as error:
+                if not self._stop.is_set() and self._ray.is_initialized():
+                    self._answers.fail(
+                        HostLost(
+                            f"The processes of the cluster cannot be watched any more: {type(error).__name__}: "
+                            f"{error}. All were ended. Start again from the last checkpoint, or train with "
+                            "autopar.fit, which does."
+                        )
+                    )
                 return
-            except Exception:
-                if self._stop.is_set() or not self._ray.is_initialized():
-                    return
-                raise
 
     def _look_once(self) -> None:
-        unread = list(self._session.unread())
+        unread = list(self._answers.unread())
         self._checked &= set(unread)
         steps = [ref for ref in unread if ref not in self._checked]
         # What is ready is looked at once: waiting for it again would never wait.
-        ready, _ = self._ray.wait([*self._stays, *self._pings, *steps], num_returns=1, timeout=LOOK_EVERY_S)
+        refs = [*self._stays, *self._pings, *steps]
+        self._ray.wait(refs, num_returns=1, timeout=LOOK_EVERY_S)
+        ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
         for ref in ready:
             if ref in self._stays:
-                raise self._session.fail(self._session.lost(self._stays[ref], "training", self._reason(ref)))
+                raise self._answers.fail(self._answers.lost(self._stays[ref], "training", self._reason(ref)))
             if ref in self._pings:
-                number, _ = self._pings.pop(ref)
-                self._answered_at[number] = time.monotonic()
+                self._answered_at[self._pings.pop(ref)] = time.monotonic()
             else:
                 self._checked.add(ref)
-            self._session.check_answer(ref, "a step")
+            self._answers.check_answer(ref, "a step")
         self._ping()
 
     def _ping(self) -> None:
         now = time.monotonic()
-        asked = {number for number, _ in self._pings.values()}
-        for number, actor in enumerate(self._session.hosts.actors):
-            if number not in asked and now - self._answered_at.get(number, 0.0) > PING_EVERY_S:
-                self._pings[actor.answer_ping.remote()] = (number, now)
-        for number, since in self._pings.values():
-            if now - since > ANSWER_PING_S:
-                raise self._session.fail(
+        # While this process was held up itself (a debugger, a full machine) it could hear of nobody.
+        passed_s = min(now - self._looked_at, PING_EVERY_S)
+        self._looked_at = now
+        for number, actor in enumerate(self._answers.hosts.actors):
+            if number in self._pings.values():
+                self._silent_s[number] += passed_s
+            elif now - self._answered_at.get(number, 0.0) > PING_EVERY_S:
+                self._pings[actor.answer_ping.remote()] = number
+                self._silent_s[number] = 0.0
+        for number in self._pings.values():
+            if self._silent_s[number] > ANSWER_PING_S:
+                raise self._answers.fail(
                     HostLost(
-                        f"Lost {self._session.describe(number)}: it has not answered for {ANSWER_PING_S:.0f} s, so it "
+                        f"Lost {self._answers.describe(number)}: it has not answered for {ANSWER_PING_S:.0f} s, so it "
                         "hangs or was stopped, or its host is cut off. All processes were ended. Start again from the "
                         "last checkpoint, or train with autopar.fit, which does."
                     )

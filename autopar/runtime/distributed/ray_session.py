@@ -1,34 +1,31 @@
-"""The driver of a cluster of processes: one message per process and step, values by number, and losses.
+"""The driver of a cluster of processes: one message per process and step, and values by number.
 
     load     the program is made anew in every process from what is shipped, and compiled there
-    step     one message per process; returns as soon as they are sent
+    submit   one message per process; returns as soon as they are sent
     fetch    the bytes of values, when somebody reads them
-    fail     a process died, does not answer, or raised: all are ended, and every later call raises the one reason
+    run      a function in the processes: for batches, checkpoints and checks
 
-Threads: the user's, and one that watches the processes. What a process raised in a step is found by either.
+Threads: the user's, one that places batches ahead of the step, and one that watches the processes.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, CheckpointFailed, HostLost, InvalidArgument, StepFailed, StepTimeout
+from autopar.errors import AutoparError, InvalidArgument
 from autopar.program import Program
+from autopar.runtime.distributed.answers import Answers
 from autopar.runtime.distributed.distributed_array import DistributedArray
 from autopar.runtime.distributed.messages import HostReport, ShardRequest, StepMessage, WorldSpec, packed
 from autopar.runtime.distributed.placed import Placed
-from autopar.runtime.distributed.process_watch import ProcessWatch
 from autopar.runtime.distributed.ray_cluster import RayHosts
 from autopar.runtime.distributed.shards import assemble, cover
 from autopar.runtime.distributed.versions import check_versions, versions
@@ -51,48 +48,38 @@ JAX_SETTINGS = (
 )
 
 
-@dataclass(kw_only=True)
-class _Pending:
-    """A step that was sent: what each process has still to answer."""
-
-    step: int
-    refs: list[Any]
-    sent_at: float
-
-
 class RaySession:
     """The processes of one world. Raises `HostLost`, `StepTimeout` or `StepFailed` once one of them is lost."""
 
     def __init__(self, hosts: RayHosts, *, step_timeout_s: float, described_by: Cluster | None = None) -> None:
         self.hosts = hosts
         self.step_timeout_s = step_timeout_s
-        self.failure: AutoparError | None = None
+        self.answers = Answers(hosts)
         self._ray = hosts.ray
         self._numbers = itertools.count(1)
         self._steps = itertools.count(1)
         self._programs = itertools.count(1)
         self._layouts: dict[Placed, int] = {}
         self._dropped: deque[int] = deque()
-        self._pending: deque[_Pending] = deque()
-        self.stages_of: dict[int, tuple[int, ...]] = {}
-        self._watch = ProcessWatch(self)
+        self._dropped_programs: deque[int] = deque()
         self._lock = threading.Lock()
         self.reports = self._join()
         self.process_of = self.reports[0].process_of
         self.described_by = described_by
         self.cluster = _cluster(self.reports, described_by)
-        self._watch.start()
+        self.answers.watch()
 
     def _join(self) -> list[HostReport]:
         hosts = self.hosts
-        port = self._ray.get(hosts.actors[0].free_port.remote(), timeout=JOIN_TIMEOUT_S)
+        [port] = self.answers.get({hosts.actors[0].free_port.remote(): 0}, JOIN_TIMEOUT_S, "looking for a free port")
         coordinator = f"{hosts.nodes[0]}:{port}" if len(hosts.actors) > 1 else None
         specs = [self._spec(number, coordinator) for number in range(len(hosts.actors))]
-        refs = [actor.join.remote(spec) for actor, spec in zip(hosts.actors, specs)]
-        reports: list[HostReport] = self._get(refs, JOIN_TIMEOUT_S, "joining the cluster")
+        refs = {actor.join.remote(spec): n for n, (actor, spec) in enumerate(zip(hosts.actors, specs))}
+        reports: list[HostReport] = self.answers.get(refs, JOIN_TIMEOUT_S, "joining the cluster")
         check_versions(versions(), [report.versions for report in reports])
         addresses = {number: report.address for number, report in enumerate(reports)}
-        self._get([actor.connect.remote(addresses) for actor in hosts.actors], JOIN_TIMEOUT_S, "connecting")
+        refs = {actor.connect.remote(addresses): n for n, actor in enumerate(hosts.actors)}
+        self.answers.get(refs, JOIN_TIMEOUT_S, "connecting")
         return reports
 
     def _spec(self, number: int, coordinator: str | None) -> WorldSpec:
@@ -112,6 +99,11 @@ class RaySession:
             search_path=_search_path(),
         )
 
+    @property
+    def failure(self) -> AutoparError | None:
+        """Why the cluster is lost; None while it is not."""
+        return self.answers.failure
+
     def close(self) -> None:
         """End the processes and give back what was started."""
         self.abandon()
@@ -119,22 +111,27 @@ class RaySession:
 
     def abandon(self) -> None:
         """Stop watching the processes; every later call raises."""
-        if self.failure is None:
-            self.failure = InvalidArgument(
+        self.answers.end(
+            InvalidArgument(
                 "The cluster was shut down, and its values with it. Call autopar.init again, and restore a checkpoint."
             )
-        self._watch.stop()
+        )
 
     def load(self, program: Program, make_program: Callable[[], Program]) -> int:
         """Ship a program to every process; its number. Raises what a process raised, `PlanMismatch` for another."""
-        self.check()
+        self.answers.check()
+        self._unload_dropped()
         number = next(self._programs)
-        fingerprint = program.fingerprint()
+        arguments = (program.fingerprint(), _settings())
         shared = self._ray.put(make_program)  # one copy per node, and not one per process
-        refs = [actor.load.remote(number, shared, fingerprint, _settings()) for actor in self.hosts.actors]
-        meshes = self._get(refs, None, f"loading {program.name}")
+        refs = {actor.load.remote(number, shared, *arguments): n for n, actor in enumerate(self.hosts.actors)}
+        try:
+            meshes = self.answers.get(refs, None, f"loading {program.name}")
+        except BaseException:
+            self.forget_program(number)  # some have it
+            raise
         if program.executables:  # others only move values
-            self.stages_of = dict(enumerate(meshes))
+            self.answers.meshes_of = dict(enumerate(meshes))
         return number
 
     def unload(self, number: int) -> None:
@@ -142,22 +139,31 @@ class RaySession:
         for actor in self.hosts.actors:
             actor.unload.remote(number)
 
+    def forget_program(self, number: int) -> None:
+        """The same with the next message; may be called on any thread."""
+        self._dropped_programs.append(number)
+
+    def _unload_dropped(self) -> None:
+        while self._dropped_programs:
+            self.unload(self._dropped_programs.popleft())
+
     def next_numbers(self, count: int) -> list[int]:
         """Numbers for new values."""
         return list(itertools.islice(self._numbers, count))
 
     def number_of_layout(self, placed: Placed) -> int:
-        """A small number for where a value lies; equal places have equal numbers."""
-        return self._layouts.setdefault(placed, len(self._layouts))
+        """A small number for where a value lies: equal places have equal numbers, others never."""
+        with self._lock:  # batches are placed on another thread
+            return self._layouts.setdefault(placed, len(self._layouts))
 
     def submit(self, messages: Sequence[StepMessage]) -> None:
         """Send one step's messages, one per process; waits only if too many steps are under way."""
-        self.check()
-        while len(self._pending) >= STEPS_IN_FLIGHT:
-            self._settle(self._pending[0])
-        refs = [actor.step.remote(packed(message)) for actor, message in zip(self.hosts.actors, messages, strict=True)]
-        with self._lock:
-            self._pending.append(_Pending(step=messages[0].step, refs=refs, sent_at=time.monotonic()))
+        self.answers.check()
+        self.answers.settle(STEPS_IN_FLIGHT - 1, self.step_timeout_s)
+        self._unload_dropped()
+        sent = [packed(message) for message in messages]  # all, before the first process begins
+        refs = {actor.step.remote(m): n for n, (actor, m) in enumerate(zip(self.hosts.actors, sent, strict=True))}
+        self.answers.expect(messages[0].step, refs)
 
     def next_step(self) -> int:
         """The number of a new step; they count over all programs."""
@@ -170,36 +176,26 @@ class RaySession:
             taken.append(self._dropped.popleft())
         return taken
 
-    def _settle(self, pending: _Pending) -> list[Any]:
-        reports = self._get(pending.refs, self.step_timeout_s, f"step {pending.step}", since=pending.sent_at)
-        with self._lock:
-            if pending in self._pending:
-                self._pending.remove(pending)
-        return reports
-
     def settle(self) -> list[Any]:
         """Wait until every process has answered every step; the reports of the last one."""
-        self.check()
-        reports: list[Any] = []
-        while self._pending:
-            reports = self._settle(self._pending[0])
-        return reports
+        self.answers.check()
+        return self.answers.settle(0, self.step_timeout_s)
 
     def fetch(self, values: Sequence[DistributedArray]) -> list[np.ndarray[Any, Any]]:
         """The bytes of values: each shard from one process that holds it."""
-        self.check()
+        self.answers.check()
         plans = [cover(value.placed, self.process_of) for value in values]
         by_process: dict[int, list[tuple[int, list[ShardRequest]]]] = {}
         for number, plan in enumerate(plans):
             for process, requests in plan.items():
                 by_process.setdefault(process, []).append((number, [request for request, _ in requests]))
-        refs = [
+        refs = {
             self.hosts.actors[process].fetch.remote(
                 [values[number].identity for number, _ in wanted], [requests for _, requests in wanted]
-            )
+            ): process
             for process, wanted in by_process.items()
-        ]
-        answers = self._get(refs, self.step_timeout_s, "fetching values")
+        }
+        answers = self.answers.get(refs, self.step_timeout_s, "fetching values")
         shards: dict[tuple[int, int], list[Any]] = {}
         for (process, wanted), answer in zip(by_process.items(), answers):
             for (number, _), arrays in zip(wanted, answer):
@@ -211,11 +207,11 @@ class RaySession:
 
     def wait(self, values: Sequence[DistributedArray]) -> None:
         """Return when values have been computed."""
-        self.check()
+        self.answers.check()
         holders = {self.process_of[ordinal] for value in values for ordinal in value.placed.devices}
         numbers = [value.identity for value in values]
-        refs = [self.hosts.actors[process].wait.remote(numbers) for process in sorted(holders)]
-        self._get(refs, self.step_timeout_s, "waiting for values")
+        refs = {self.hosts.actors[process].wait.remote(numbers): process for process in sorted(holders)}
+        self.answers.get(refs, self.step_timeout_s, "waiting for values")
 
     def forget(self, identity: int) -> None:
         """Free a value with the next message."""
@@ -230,111 +226,21 @@ class RaySession:
     def run_each(
         self, function: Callable[..., Any], arguments: Sequence[Sequence[Any]], *, timeout_s: float | None = None
     ) -> list[Any]:
-        """The same with arguments for each process; may be called on any thread."""
-        self.check()
-        refs = [actor.run.remote(function, *own) for actor, own in zip(self.hosts.actors, arguments, strict=True)]
-        return self._get(refs, timeout_s, getattr(function, "__name__", "a call"))
+        """The same with arguments for each process.
+
+        May be called on any thread if no process waits for another one in it: two threads may reach the processes in
+        different orders.
+        """
+        self.answers.check()
+        calls = enumerate(zip(self.hosts.actors, arguments, strict=True))
+        refs = {actor.run.remote(function, *own): process for process, (actor, own) in calls}
+        return self.answers.get(refs, timeout_s, _calling(function))
 
     def run_on(self, processes: Sequence[int], function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The same in some processes."""
-        self.check()
-        refs = [self.hosts.actors[process].run.remote(function, *arguments) for process in processes]
-        return self._get(refs, None, getattr(function, "__name__", "a call"))
-
-    def check(self) -> None:
-        """Raise the reason if the cluster is lost."""
-        if self.failure is not None:
-            raise self.failure
-
-    def fail(self, failure: AutoparError) -> AutoparError:
-        """The cluster is lost: end all processes, keep the first reason, and return it."""
-        with self._lock:
-            if self.failure is None:
-                self.failure = failure
-        self.hosts.kill()
-        return self.failure
-
-    def _get(
-        self, refs: Sequence[Any], timeout_s: float | None, doing: str, *, since: float | None = None
-    ) -> list[Any]:
-        """The answers, or the one reason why there are none: a loss, an error of a process, or the timeout."""
-        deadline = None if timeout_s is None else (time.monotonic() if since is None else since) + timeout_s
-        waiting = list(refs)
-        while waiting:
-            ready, waiting = self._ray.wait(waiting, num_returns=len(waiting), timeout=0.25)
-            if not waiting:
-                with suppress(Exception):  # of which one is found below
-                    return self._ray.get(list(refs))
-            for ref in ready:
-                self.check_answer(ref, doing)
-            if self.failure is not None:
-                raise self.failure
-            if waiting and deadline is not None and time.monotonic() > deadline:
-                silent = [n for n, ref in enumerate(refs) if ref in waiting]
-                raise self.fail(
-                    StepTimeout(
-                        f"{doing.capitalize()} took longer than {timeout_s:g} s; no answer came from "
-                        f"{', '.join(self.describe(n) for n in silent)}. The processes were ended. Look for a step "
-                        "that waits for ever (a callback, a lock), or give a longer step_timeout_s to autopar.init."
-                    )
-                )
-        return self._ray.get(list(refs))
-
-    def check_answer(self, ref: Any, doing: str) -> None:
-        """Raise what a process raised, or that it died; what ends the cluster ends it."""
-        try:
-            self._ray.get(ref)
-        except self._ray.exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, Exception) else error
-            if isinstance(cause, AutoparError) and not isinstance(cause, StepFailed | CheckpointFailed):
-                raise cause from None
-            self.blame_the_dead(doing)
-            if isinstance(cause, CheckpointFailed):
-                raise cause from None
-            if isinstance(cause, StepFailed):
-                raise self.fail(cause) from None
-            raise self.fail(
-                StepFailed(f"{doing.capitalize()} failed in a process of the cluster: {type(cause).__name__}: {cause}")
-            ) from error
-        except self._ray.exceptions.RayActorError as error:
-            raise self.fail(self.lost(self._number_of(error), doing, str(error))) from None
-
-    def blame_the_dead(self, doing: str) -> None:
-        """Raise `HostLost` if a process has died: what fails in the others then, fails for that reason."""
-        dead = self._watch.dead()
-        if self.failure is not None:
-            raise self.failure
-        if dead is not None:
-            raise self.fail(self.lost(dead[0], doing, dead[1])) from None
-
-    def unread(self) -> list[Any]:
-        """The answers of steps that nobody has waited for yet."""
-        with self._lock:
-            return [ref for pending in self._pending for ref in pending.refs]
-
-    def _number_of(self, error: Any) -> int | None:
-        """Which process an error of Ray is about."""
-        for number, actor in enumerate(self.hosts.actors):
-            identity = getattr(error, "actor_id", None)
-            if identity is not None and actor._actor_id.hex() == identity:
-                return number
-        return None
-
-    def describe(self, number: int | None) -> str:
-        """A process in words: its host and the meshes that it works for."""
-        if number is None:
-            return "a process"
-        meshes = self.stages_of.get(number, ())
-        works = f" (mesh {', '.join(map(str, meshes))})" if meshes else ""
-        return f"process {number} on host {self.hosts.nodes[number]}{works}"
-
-    def lost(self, number: int | None, doing: str, reason: str) -> HostLost:
-        """The error for a process that died; `reason` is what Ray says."""
-        first = next((line.strip() for line in reason.splitlines() if "cause" in line.lower() or "exit" in line), "")
-        return HostLost(
-            f"Lost {self.describe(number)} during {doing}; it died. {first} The other processes were ended, and what "
-            "was not in a checkpoint is gone. Start again from the last one, or train with autopar.fit, which does."
-        )
+        self.answers.check()
+        refs = {self.hosts.actors[process].run.remote(function, *arguments): process for process in processes}
+        return self.answers.get(refs, None, _calling(function))
 
 
 def _cluster(reports: Sequence[HostReport], described_by: Cluster | None) -> Cluster:
@@ -347,6 +253,10 @@ def _cluster(reports: Sequence[HostReport], described_by: Cluster | None) -> Clu
             "cluster of as many, or other num_hosts and devices_per_host."
         )
     return described_by
+
+
+def _calling(function: Callable[..., Any]) -> str:
+    return f"calling {getattr(function, '__name__', type(function).__name__)}"
 
 
 def _settings() -> dict[str, Any]:
