@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from autopar.program import Free, Program, Recv, Run
 from autopar.runtime.base import Device, Loaded, Receiver, Sender
 from autopar.runtime.executables import compile_all, mesh_of
-from autopar.runtime.measured import InstructionTime
+from autopar.runtime.measured import InstructionTime, instruction_name
 from autopar.runtime.placement import placement
 from autopar.runtime.results import collection
 from autopar.runtime.worker import Environment, resolve
@@ -102,8 +102,8 @@ class InProcess:
                 names = instruction.values if isinstance(instruction, Recv) else names
                 jax.block_until_ready([env[slots[mesh, name]] for name in names])
                 if not isinstance(instruction, Free):
-                    name = str(instruction.task) if isinstance(instruction, Run) else str(instruction).strip()
-                    times.append(InstructionTime(process=0, mesh=mesh, name=name, start_s=start_s, stop_s=time.time()))
+                    name, stop_s = instruction_name(instruction), time.time()
+                    times.append(InstructionTime(process=0, mesh=mesh, name=name, start_s=start_s, stop_s=stop_s))
             return [result(env) for result in results], times
 
         whole = _whole_step(program)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.program import Instruction, Run
 from autopar.runtime.timeline import Timeline
 
 MEASURED_FROM = 1000  # Perfetto orders lanes by their process number: predicted meshes come first
@@ -28,6 +29,11 @@ class InstructionTime:
     name: str
     start_s: float
     stop_s: float
+
+
+def instruction_name(instruction: Instruction) -> str:
+    """What its span is called: a Run's task, `F0.m3`, or the instruction itself."""
+    return str(instruction.task) if isinstance(instruction, Run) else str(instruction).strip()
 
 
 def chrome_trace(times: Sequence[InstructionTime], predicted: Timeline | None) -> dict[str, Any]:

@@ -1,8 +1,12 @@
 """One process of the cluster: it joins the world, loads programs, runs its part of every step, and keeps values.
 
-A plain object, so that it can be driven without Ray; all of its methods return at once or when their work is
-dispatched, save `wait`, `fetch` and `stay`. It starts nothing before `join`: the platform and the number of devices
-are set there, before JAX looks at its machine.
+A plain object, so that it can be driven without Ray. It starts nothing before `join`: the platform and the number of
+devices are set there, before JAX looks at its machine. What its methods wait for:
+
+    join, load     the other processes, which do the same
+    step           the work of the step before; its own is under way when it returns
+    wait, fetch    that the values are computed
+    stay           for ever
 """
 
 from __future__ import annotations
@@ -21,8 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import InvalidArgument, PlanMismatch, StepFailed
-from autopar.instructions import Run
-from autopar.program import Program
+from autopar.program import Free, Program
 from autopar.runtime.distributed.host_inputs import Values
 from autopar.runtime.distributed.host_program import HostProgram
 from autopar.runtime.distributed.messages import (
@@ -36,7 +39,7 @@ from autopar.runtime.distributed.messages import (
 from autopar.runtime.distributed.versions import versions
 from autopar.runtime.distributed.world import World
 from autopar.runtime.exchange import Exchange
-from autopar.runtime.measured import InstructionTime
+from autopar.runtime.measured import InstructionTime, instruction_name
 from autopar.runtime.nccl import Nccl
 from autopar.runtime.transfer_server import TransferServer
 
@@ -162,6 +165,7 @@ class Host:
 
     def _finish_previous(self) -> None:
         number, arrays = self._previous
+        self._previous = number, []  # or what the driver dropped would be freed a step later
         try:
             jax.block_until_ready(arrays)
         except Exception as error:
@@ -238,11 +242,12 @@ def _times(process: int, program: HostProgram, clock: Sequence[tuple[float, floa
         InstructionTime(
             process=process,
             mesh=mesh,
-            name=str(instruction.task) if isinstance(instruction, Run) else str(instruction).strip(),
+            name=instruction_name(instruction),
             start_s=start,
             stop_s=stop,
         )
         for (mesh, instruction, _), (start, stop) in zip(program.instructions, clock)
+        if not isinstance(instruction, Free)
     )
 
 
