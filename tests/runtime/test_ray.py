@@ -1,5 +1,6 @@
 """A step on a Ray cluster: equal to the plain step, its values stay there, and what goes wrong has one clear reason."""
 
+import gc
 import json
 import os
 import sys
@@ -126,6 +127,32 @@ def test_dropped_values_are_freed_on_the_cluster(cluster):
     assert counts[-1] == counts[-2]
 
 
+def test_program_of_a_step_that_was_dropped_is_forgotten_in_every_process(cluster):
+    state, batch = made()
+    kept, dropped = pipelined(), pipelined()
+    state, _ = kept(state, batch)
+    state, _ = dropped(state, batch)
+    before = cluster().run_everywhere(count_programs)
+    del dropped
+    gc.collect()
+    state, _ = kept(state, batch)
+    assert cluster().run_everywhere(count_programs) == [count - 1 for count in before]
+    assert_equal(state, expected(3)[0])
+
+
+def count_programs(host):
+    return len(host.programs)
+
+
+def test_one_value_cannot_be_donated_twice(cluster):
+    state, batch = made(layers=2)
+    step = pipelined(donate_argnums=0)
+    state, _ = step(state, batch)
+    with pytest.raises(InvalidArgument, match=r"'state\[0\]' and 'state\[1\]' are one value"):
+        step([state[0], state[0]], batch)
+    assert_equal(step(state, batch)[0], step(step(*made(layers=2))[0], batch)[0])
+
+
 def test_donated_state_is_gone_and_says_so(cluster):
     state, batch = made()
     step = pipelined(donate_argnums=0)
@@ -245,8 +272,8 @@ def test_address_without_a_cluster_is_refused_in_time():
 # What follows ends the cluster's processes.
 
 
-def stopped_at(limit, stop):
-    """A train step with a callback that does `stop` once the batch is larger than `limit`."""
+def stopped_at(limit, stop, device=0):
+    """A train step on one device, with a callback that does `stop` once the batch is larger than `limit`."""
 
     def step(state, batch):
         def look(x):
@@ -259,7 +286,9 @@ def stopped_at(limit, stop):
 
     # On one device: where several compute together, the others would wait for the one that failed.
     here = autopar.parallelize(step, method=autopar.ShardParallel(mesh_shape=(1,)), devices=jax.devices()[:1])
-    return autopar.parallelize(step, method=here.trace(*made()).plan().plan)
+    plan = json.loads(here.trace(*made()).plan().plan.to_json())
+    plan["meshes"][0]["devices"] = [device]
+    return autopar.parallelize(step, method=autopar.Plan.from_json(json.dumps(plan)))
 
 
 def test_error_within_a_step_is_raised_with_its_reason(cluster):
@@ -277,12 +306,12 @@ def test_error_within_a_step_is_raised_with_its_reason(cluster):
 
 
 def test_step_that_hangs_is_given_up_in_time(cluster):
-    step = stopped_at(1e6, partial(time.sleep, 60))
+    step = stopped_at(1e6, partial(time.sleep, 60), device=DEVICES_PER_HOST)
     state, batch = made()
     state, _ = step(state, batch)
     cluster().step_timeout_s = 3.0
     start = time.monotonic()
-    with pytest.raises(StepTimeout, match=r"longer than 3 s; no answer came from process 0"):
+    with pytest.raises(StepTimeout, match=r"longer than 3 s; no answer came from process 1 on host"):
         _, metrics = step(state, {**batch, "x": batch["x"] + 1e6})
         np.asarray(metrics["loss"])
     assert time.monotonic() - start < 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,10 @@ from autopar.runtime.measured import InstructionTime
 
 
 class RayLoaded:
-    """A program on a cluster: called like every loaded program; its results stay on the cluster."""
+    """A program on a cluster: called like every loaded program; its results stay on the cluster.
+
+    The processes forget the program when the last reference is dropped.
+    """
 
     def __init__(
         self, session: RaySession, program: Program, leaf_names: Sequence[str], make_program: Callable[[], Program]
@@ -30,6 +34,8 @@ class RayLoaded:
         self.session = session
         self.program = program
         self.number = session.load(program, make_program)
+        self._finalizer = weakref.finalize(self, session.forget_program, self.number)
+        self._finalizer.atexit = False
         self.arguments = argument_types(program, leaf_names)
         layouts = layouts_of(program)
         outputs = sorted(program.outputs, key=lambda output: output.leaf)
@@ -51,6 +57,7 @@ class RayLoaded:
     def once(self, leaves: Sequence[Any]) -> list[Any]:
         """One step, the last one: the processes forget the program after it."""
         results = self.step(leaves)
+        self._finalizer.detach()
         self.session.unload(self.number)
         return results
 
@@ -115,6 +122,19 @@ class RayLoaded:
                 raise InvalidArgument(
                     f"Argument {wanted.name} lies on a cluster that was shut down or restarted. Restore it from a "
                     "checkpoint, or pass np.asarray of a value that was fetched before."
+                )
+        self._check_donated(leaves)
+
+    def _check_donated(self, leaves: Sequence[Any]) -> None:
+        firsts: dict[int, int] = {}
+        for number in self.donated:
+            leaf = leaves[number]
+            first = firsts.setdefault(leaf.identity, number) if isinstance(leaf, DistributedArray) else number
+            if first != number:
+                one, other = (self.arguments.types[i].name for i in (first, number))
+                raise InvalidArgument(
+                    f"Arguments {one} and {other} are one value on the cluster, and both are donated; it can be "
+                    "overwritten only once. Pass jnp.asarray of one of them, or donate neither."
                 )
 
 
