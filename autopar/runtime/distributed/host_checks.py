@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.runtime.distributed.host import Host
+from autopar.runtime.distributed.host_inputs import sharding_of
 from autopar.runtime.tiles import Layout, plan_transfer
 
 
@@ -39,23 +40,21 @@ def send_between(host: Host, source: int, destination: int, num_bytes: int, step
     ]
     shape = (num_bytes // 4,)
     plan = plan_transfer(shape, 4, layouts[0], layouts[1], world.process_of, dtype="float32")
-    world.exchange.begin_step(step)
-    expected = np.arange(shape[0], dtype=np.float32)
-    for message in range(2):
-        if world.process == source:
-            array = jax.device_put(expected, NamedSharding(_mesh(world.devices[first[source]]), PartitionSpec()))
-            world.exchange.sender([plan], message)([array])
-        if world.process == destination:
-            there = NamedSharding(_mesh(world.devices[first[destination]]), PartitionSpec())
-            receive = world.exchange.receiver([plan], message, [there])
-            start = time.perf_counter()
-            [received] = receive()
-            received.block_until_ready()
-            seconds = time.perf_counter() - start
-            if message == 1:
-                return bool(np.array_equal(np.asarray(received), expected)), seconds
-    return None
-
-
-def _mesh(device: object) -> Mesh:
-    return Mesh(np.array([device]), ("x",), axis_types=(AxisType.Auto,))
+    exchange, expected, messages = world.exchange, np.arange(shape[0], dtype=np.float32), range(2)
+    here, there = (sharding_of(layout, world.devices) for layout in layouts)
+    sends = [exchange.sender([plan], message) for message in messages] if world.process == source else []
+    receives = (
+        [exchange.receiver([plan], message, [there]) for message in messages] if world.process == destination else []
+    )
+    exchange.open()
+    exchange.begin_step(step)
+    for send in sends:
+        send([jax.device_put(expected, here)])
+    found = None
+    for receive in receives:
+        start = time.perf_counter()
+        [received] = receive()
+        received.block_until_ready()
+        seconds = time.perf_counter() - start
+        found = bool(np.array_equal(np.asarray(received), expected)), seconds
+    return found
