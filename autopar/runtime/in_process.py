@@ -81,10 +81,13 @@ class InProcess:
         results = collection(program, slots, layouts)
         unset: Environment = [None] * (len(slots) - len(program.inputs))
 
-        def step(leaves: Sequence[Any]) -> list[Any]:
-            env = place(leaves) + unset
+        def begin(leaves: Sequence[Any]) -> Environment:
             for queue in queues.values():
                 queue.clear()  # of a call that was interrupted
+            return place(leaves) + unset
+
+        def step(leaves: Sequence[Any]) -> list[Any]:
+            env = begin(leaves)
             for run in steps:
                 run(env)
             return [result(env) for result in results]
@@ -92,7 +95,7 @@ class InProcess:
         order = program.linear_order()
 
         def timed(leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
-            env = place(leaves) + unset
+            env = begin(leaves)
             times: list[InstructionTime] = []
             for (mesh, instruction), run in zip(order, steps):
                 start_s = time.time()
