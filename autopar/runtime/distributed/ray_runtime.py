@@ -72,6 +72,7 @@ class RayLoaded:
         self._check(leaves)
         number, arrival, sent_to = self._arrival(leaves)
         session = self.session
+        session.make_room()  # first: who is interrupted here has lost nothing
         host_arrays = {item.leaf: _words(leaves[item.leaf], self.arguments.types[item.leaf]) for item in arrival.given}
         count = sum(placed is not None for placed in self.results)
         fresh = iter(session.next_numbers(count))

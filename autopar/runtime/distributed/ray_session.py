@@ -156,10 +156,14 @@ class RaySession:
         with self._lock:  # batches are placed on another thread
             return self._layouts.setdefault(placed, len(self._layouts))
 
-    def submit(self, messages: Sequence[StepMessage]) -> None:
-        """Send one step's messages, one per process; waits only if too many steps are under way."""
+    def make_room(self) -> None:
+        """Wait until a step may be sent: not too many are under way."""
         self.answers.check()
         self.answers.settle(STEPS_IN_FLIGHT - 1, self.step_timeout_s)
+
+    def submit(self, messages: Sequence[StepMessage]) -> None:
+        """Send one step's messages, one per process, and do not wait."""
+        self.answers.check()
         self._unload_dropped()
         sent = [packed(message) for message in messages]  # all, before the first process begins
         refs = {actor.step.remote(m): n for n, (actor, m) in enumerate(zip(self.hosts.actors, sent, strict=True))}
