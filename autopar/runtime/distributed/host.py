@@ -176,7 +176,6 @@ class Host:
         if message.new_arrival is not None:
             program.expect(message.arrival, message.new_arrival)
         world.exchange.begin_step(message.step)
-        sent_before = world.exchange.wire_bytes_sent
         arguments = [None if n is None else self.pieces(n) for n in message.arguments]
         for number in message.donated:
             del self._values[number]
@@ -188,9 +187,7 @@ class Host:
             if number is not None:
                 self._values[number] = pieces
         self._previous = message.step, [array for pieces in results for array in pieces if array is not None]
-        return StepReport(
-            wire_bytes=world.exchange.wire_bytes_sent - sent_before, times=_times(world.process, program, clock or [])
-        )
+        return StepReport(times=_times(world.process, program, clock or []))
 
     def put(self, number: int, pieces: Values) -> None:
         """Keep a value."""

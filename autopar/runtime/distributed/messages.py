@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,8 +78,8 @@ class ShardRequest:
 class StepReport:
     """What a process says after it has started all work of a step."""
 
-    wire_bytes: int
-    times: tuple[InstructionTime, ...] = field(default=())
+    times: tuple[InstructionTime, ...] = ()
+    """When each instruction ran, of a timed step."""
 
 
 # Ray sends bytes in half the time of an object; but it shares the memory of large arrays, which bytes would copy.
