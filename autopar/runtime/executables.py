@@ -43,7 +43,9 @@ def mesh_of(program: MeshProgram, devices: Sequence[Device]) -> Mesh:
     return Mesh(grid, program.axis_names, axis_types=(AxisType.Auto,) * len(program.axis_names))
 
 
-def compile_all(executables: Sequence[Executable], meshes: Sequence[Mesh]) -> Mapping[str, Callable[..., Any]]:
+def compile_all(
+    executables: Sequence[Executable], meshes: Sequence[Mesh] | Mapping[int, Mesh]
+) -> Mapping[str, Callable[..., Any]]:
     """Compile every executable for its mesh, as many at a time as there are cores, and show how far it is.
 
     Lowering reads JAX's thread-local configuration, so it stays on this thread; XLA compiles on the others.

@@ -1,7 +1,7 @@
 """Values that are brought to their place before a step is called: every process gets, or loads, its own boxes.
 
-driver:   ValueToPlace(boxes=all)  ->  one message per process with the boxes of its devices
-process:  box -> array on each device -> one array per piece, kept under the value's number
+driver     places and values  ->  `Brought`, one list per process, with the boxes of its devices
+process    box  ->  array on each device  ->  one array per piece, kept under the value's number
 """
 
 from __future__ import annotations

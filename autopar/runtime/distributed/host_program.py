@@ -146,8 +146,7 @@ class HostProgram:
 
     def _resolved(self, meshes: Mapping[int, Mesh]) -> list[Step]:
         executables = [e for e in self.program.executables.values() if e.mesh in meshes]
-        by_number = [meshes.get(number) for number in range(len(self.program.meshes))]
-        functions = compile_all(executables, by_number)  # type: ignore[arg-type]
+        functions = compile_all(executables, meshes)
         donated = {e.name: e.donated for e in executables}
         local: dict[int, dict[str, int]] = {number: {} for number in meshes}
         for (number, name), slot in self.slots.items():

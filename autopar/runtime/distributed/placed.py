@@ -1,7 +1,7 @@
 """Where a value lies on a cluster: pieces on meshes, each a range of one axis, laid out over the mesh's devices.
 
-one piece on one mesh           an ordinary value
-pieces on several meshes        a stacked value, for example the layers of a scan over the stages
+one piece on one mesh       an ordinary value
+pieces on several meshes    a stacked value, for example the layers of a scan over the stages
 """
 
 from __future__ import annotations

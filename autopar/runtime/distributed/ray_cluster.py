@@ -1,7 +1,7 @@
 """The processes of a cluster, as actors of Ray: one per host, each with all of the host's devices that it is given.
 
     start_hosts    Ray is started or joined -> a placement group -> one actor per bundle, in the order of nodes
-    RayHosts       call a method of some or all of them; kill them; give everything back
+    RayHosts       the actors; they are killed, replaced, and given back
 
 Ray runs the processes and says when one dies. Nothing of a step goes through its object store but what the driver
 sends and fetches.

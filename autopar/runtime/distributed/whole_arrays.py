@@ -1,8 +1,8 @@
 """A value of a cluster as one array, for those who know only one layout per value, such as checkpoints.
 
-one piece                               its own layout
-pieces alike, each on a mesh of its own the shards of an array over all these meshes, with an axis "stage"
-other pieces                            moved to one layout first, on the mesh of the first piece
+one piece                                  its own layout
+pieces alike, each on a mesh of its own    the shards of an array over all these meshes, with an axis "stage"
+other pieces                               moved to one layout first, on the mesh of the first piece
 """
 
 from __future__ import annotations
