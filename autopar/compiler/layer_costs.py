@@ -19,6 +19,7 @@ from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.intra_op.block_times import block_times
 from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.figures import MeshFigures
+from autopar.compiler.intra_op.ilp import MAX_GAP
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh
 from autopar.compiler.intra_op.local_program import LocalBlock
 from autopar.compiler.intra_op.priced_choices import PricedChoices
@@ -32,6 +33,9 @@ from autopar.search_methods import Auto
 
 PRICES = (0.0, 0.3, 10.0)
 """Prices of memory: seconds that keeping everything whole would cost, in multiples of the time without a price."""
+
+_GAP_WITH_PRICE = 0.01
+"""Of the best layouts for a price, which are a sample of the front; those without a price bound it."""
 
 _IN_FLIGHT = 4
 """Microbatches whose activations are held at once, for the price of memory only."""
@@ -63,7 +67,10 @@ class LayerCosts:
             layer = self.classes[number]
             charged = prices(layer, self.cost(number, mesh, figures, 0.0), price) if price else {}
             found = self._choices_of(number, mesh, figures).best(
-                charged, time_limit_s=self.time_limit_s, cache_directory=self.cache_directory
+                charged,
+                time_limit_s=self.time_limit_s,
+                max_gap=_GAP_WITH_PRICE if price else MAX_GAP,
+                cache_directory=self.cache_directory,
             )
             self.gap = max(self.gap, _gap(found))
             if number == self.most_common and not price:

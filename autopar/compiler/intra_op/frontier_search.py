@@ -99,24 +99,26 @@ def _greedy_order(links: list[set[int]], weights: list[float], start: int) -> tu
     """An order, and the logarithm of how many partial choices it leads to."""
     undecided = [len(neighbours) for neighbours in links]
     left = dict.fromkeys(range(len(links)))
-    reached: dict[int, None] = {start: None}
     weight, sizes, order = 0.0, list[float](), list[int]()
 
     def growth(node: int) -> float:
         closed = sum(weights[n] for n in links[node] if n not in left and undecided[n] == 1)
         return (weights[node] if undecided[node] else 0.0) - closed
 
+    grown: dict[int, tuple[float, int]] = {start: (growth(start), start)}
     while left:
-        node = min(reached or [next(iter(left))], key=lambda n: (growth(n), n))
+        node = min(grown, key=grown.__getitem__) if grown else next(iter(left))
+        size, _ = grown.pop(node, (growth(node), node))
         sizes.append(weight + weights[node])
-        weight += growth(node)
+        weight += size
         order.append(node)
         del left[node]
-        reached.pop(node, None)
         for other in links[node]:
             undecided[other] -= 1
-            if other in left:
-                reached[other] = None
+        # What may grow otherwise now: the neighbours, and those that would close a decided one.
+        closing = (n for n in (node, *links[node]) if n not in left and undecided[n] <= 1)
+        touched = {n for other in closing for n in links[other]} & grown.keys() | links[node]
+        grown |= {n: (growth(n), n) for n in touched if n in left}
     return float(np.logaddexp.reduce(sizes)), order
 
 

@@ -19,7 +19,7 @@ __all__ = ["Infeasible", "Optimum", "Problem", "Row", "solve"]
 SHARE_WITHOUT_ROWS = 0.25
 """Share of the time that goes to the optimum without rows, unless that is what is asked for."""
 MAX_GAP = 1e-3
-"""Gap that is small enough where nothing else is said, and without rows in any case."""
+"""Gap that is small enough where nothing else is said, and for the optimum without rows before that with them."""
 
 
 def solve(
@@ -42,7 +42,8 @@ def solve(
     known = [tuple(int(state) for state in states) for states in starts]
     # With rows the optimum without them is a bound only, not worth the whole time.
     share = 1.0 if violated_rows is None else SHARE_WITHOUT_ROWS
-    without = Effort(deadline=began + share * time_limit_s, max_gap=min(max_gap, MAX_GAP))
+    gap = max_gap if violated_rows is None else min(max_gap, MAX_GAP)
+    without = Effort(deadline=began + share * time_limit_s, max_gap=gap)
     found = minimize(problem, without)
     proven = found.states is None or without.is_enough(found.value, found.bound)
     if not proven and violated_rows is not None and not violated_rows(found.states or ()):

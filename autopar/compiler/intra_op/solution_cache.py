@@ -14,9 +14,21 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler.intra_op.choice_problem import Floats, Optimum, Problem
+from autopar.compiler.intra_op.ilp import solve
 
-FORMAT = 2
+FORMAT = 3
 """Changes whenever what is kept, or what an optimum is, changes."""
+
+
+def solve_or_recall(problem: Problem, directory: Path | None, *, time_limit_s: float, max_gap: float) -> Optimum:
+    """The optimum of a problem, kept in a directory if one is given; as `solve`, without rows."""
+
+    def solved() -> Optimum:
+        return solve(problem, time_limit_s=time_limit_s, max_gap=max_gap)
+
+    if directory is None:
+        return solved()
+    return cached(problem_fingerprint(problem, str(time_limit_s), str(max_gap)), directory, solved)
 
 
 def cached(key: str, directory: Path, make: Callable[[], Optimum]) -> Optimum:

@@ -23,16 +23,16 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import aval_bytes
 from autopar.compiler.intra_op.block_plan import BlockPlan, planned
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable
-from autopar.compiler.intra_op.choice_problem import Optimum, Problem
+from autopar.compiler.intra_op.choice_problem import Optimum
 from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.fold import Fold, fold, unfolded
 from autopar.compiler.intra_op.free_values import is_small
 from autopar.compiler.intra_op.graph import Alternatives, Block, Planner
-from autopar.compiler.intra_op.ilp import solve
+from autopar.compiler.intra_op.ilp import MAX_GAP
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, num_shards, used_axes
 from autopar.compiler.intra_op.nested import enter
 from autopar.compiler.intra_op.search import FOLD_FROM, Wishes, rules_of, with_shared_latency
-from autopar.compiler.intra_op.solution_cache import cached, problem_fingerprint
+from autopar.compiler.intra_op.solution_cache import solve_or_recall
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,28 +86,29 @@ class TaskChoices:
         self, prices: Mapping[str, float], *, time_limit_s: float = 60.0, cache_directory: Path | None = None
     ) -> GroupPlan:
         """The best layouts. `prices` are seconds charged for every byte of a value that a device holds."""
-        problem = self._priced(prices)
+        problem, charges = self.table.problem(), self.charges(prices)
+        costs = tuple(cost + charges.get(node, 0.0) for node, cost in enumerate(problem.costs))
+        return self.plan_of(
+            solve_or_recall(replace(problem, costs=costs), cache_directory, time_limit_s=time_limit_s, max_gap=MAX_GAP)
+        )
 
-        def solved() -> Optimum:
-            return solve(problem, time_limit_s=time_limit_s)
-
-        if cache_directory is None:
-            optimum = solved()
-        else:
-            optimum = cached(problem_fingerprint(problem, str(time_limit_s)), cache_directory, solved)
-        layouts = {n: None if c is None else c.layouts[optimum.states[c.node]] for n, c in self.values.items()}
-        plans = {task.name: planned(block, optimum.states) for task, block in zip(self.tasks, self.blocks, strict=True)}
-        return GroupPlan(layouts=layouts, tasks=plans, optimum=optimum)
-
-    def _priced(self, prices: Mapping[str, float]) -> Problem:
-        problem = self.table.problem()
-        costs = list(problem.costs)
+    def charges(self, prices: Mapping[str, float]) -> dict[int, np.ndarray]:
+        """By node, what its states cost more at prices of memory."""
+        found: dict[int, np.ndarray] = {}
         for name, price in sorted(prices.items()):
             choice = self.values.get(name)
             if choice is not None:
-                nbytes = np.array([1 / num_shards(layout, self.table.mesh) for layout in choice.layouts])
-                costs[choice.node] = costs[choice.node] + price * aval_bytes(self.types[name]) * nbytes
-        return replace(problem, costs=tuple(costs))
+                shares = np.array([1 / num_shards(layout, self.table.mesh) for layout in choice.layouts])
+                found[choice.node] = found.get(choice.node, 0.0) + price * aval_bytes(self.types[name]) * shares
+        return found
+
+    def plan_of(self, optimum: Optimum) -> GroupPlan:
+        """What a choice means."""
+        return GroupPlan(
+            layouts={n: None if c is None else c.layouts[optimum.states[c.node]] for n, c in self.values.items()},
+            tasks={t.name: planned(block, optimum.states) for t, block in zip(self.tasks, self.blocks, strict=True)},
+            optimum=optimum,
+        )
 
 
 def task_choices(
