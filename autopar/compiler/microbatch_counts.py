@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from autopar.compiler.stage_ranges import StageProblem
 
 _MOST_MICROBATCHES_PER_DEVICE = 8
-_MICROBATCHES_PER_HOST = 8
+_MICROBATCHES_PER_STAGE = 8
 
 
 def first_likely(is_likely: Callable[[int], bool], size: int, start: int) -> int:
@@ -37,9 +37,9 @@ def descend(time_s: Callable[[int], float], size: int, start: int, deadline: flo
             return
 
 
-def usual_place(problem: StageProblem, counts: Sequence[int]) -> int:
-    """Where to begin: enough microbatches to fill a pipeline with a stage for every host."""
-    usual = _MICROBATCHES_PER_HOST * problem.cluster.num_hosts
+def usual_place(problem: StageProblem, counts: Sequence[int], num_layers: int) -> int:
+    """Where to begin: enough microbatches to fill a pipeline with a stage for every host, of at least two layers."""
+    usual = _MICROBATCHES_PER_STAGE * max(1, min(problem.cluster.num_hosts, num_layers // 2))
     return min(range(len(counts)), key=lambda place: abs(math.log2(counts[place] / usual)))
 
 

@@ -91,7 +91,7 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
     def is_likely(place: int) -> bool:
         return _fits_by_hosts(problem, counts[place], counts[usual:], num_layers, loop_pieces, options)
 
-    usual = usual_place(problem, counts)
+    usual = usual_place(problem, counts, num_layers)
     start = first_likely(is_likely, len(counts), usual)
     deadline = began + _SHARE_FOR_STAGES * problem.method.time_limit_s
     descend(time_s, len(counts), start, deadline, usual_size(problem, counts))
