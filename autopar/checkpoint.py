@@ -53,7 +53,7 @@ class Checkpoints:
         """Start to write a state, and return when it may be donated; the save before must end first.
 
         Raises `CheckpointFailed` if this or the save before cannot be written, and then the last good checkpoint is
-        still there; `InvalidArgument` if there is a checkpoint of this step.
+        still there; `InvalidArgument` if there is a checkpoint of this step, or the state went with its cluster.
         """
         self.wait()
         target = self.directory / str(step)
@@ -74,7 +74,7 @@ class Checkpoints:
             self._saving = (
                 ClusterSave(session, target, state) if on_cluster and session is not None else LocalSave(target, state)
             )
-        except ClusterFailed:
+        except (ClusterFailed, InvalidArgument):
             raise
         except (OSError, ValueError, AutoparError) as error:
             raise self._failed(step, error) from error

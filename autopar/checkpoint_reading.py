@@ -101,7 +101,15 @@ def target_of(like: Any) -> Target:
         return _Here(jax.tree.unflatten(tree, shaped))
     leaves, tree = jax.tree.flatten(like)
     if leaves and all(isinstance(leaf, DistributedArray) for leaf in leaves):
-        return _OnCluster(current_session(), jax.tree.map(lambda a: a.aval, like), [leaf.placed for leaf in leaves])
+        session, places = current_session(), [leaf.placed for leaf in leaves]
+        have = 0 if session is None else len(session.process_of)
+        last = max(ordinal for place in places for ordinal in place.devices)
+        if last >= have:
+            raise InvalidArgument(
+                f"The state given as like lies on device {last} of a cluster, counted from 0; there are {have} now. "
+                "Give a step that was compiled for these, or jax.ShapeDtypeStructs."
+            )
+        return _OnCluster(session, jax.tree.map(lambda a: a.aval, like), places)
     return _Here(jax.tree.unflatten(tree, [_shape(leaf) for leaf in leaves]))
 
 

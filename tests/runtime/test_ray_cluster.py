@@ -62,12 +62,19 @@ def test_a_placement_group_with_too_few_bundles_is_refused_and_stays():
     ray.util.remove_placement_group(group)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_joined_ray")
 def test_a_restart_keeps_the_description_and_gives_back_processes_that_cannot_meet(tmp_path):
     described = autopar.Cluster(num_devices=4, machine=autopar.Cluster.named("p3.16xlarge").machine)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = {"num_hosts": 2, "devices_per_host": 2, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
     assert autopar.init(cluster=described, **options) == described
+    step = autopar.parallelize(lambda state, batch: (state * 2, {}))
+    arguments = np.ones(4, np.float32), np.ones((4, 1), np.float32)
+    lost, _ = step(*arguments)
+    checkpoints = autopar.Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(0, lost)
+    checkpoints.wait()
 
     other = tmp_path / "numpy-0.0.1.dist-info"  # so that new processes seem to have another release
     other.mkdir()
@@ -79,5 +86,12 @@ def test_a_restart_keeps_the_description_and_gives_back_processes_that_cannot_me
     (other / "METADATA").unlink()
     other.rmdir()
     assert session.restart(1).cluster == described.with_devices(2)
-    doubled, _ = autopar.parallelize(lambda state, batch: (state * 2, {}))(np.ones(4, np.float32), np.ones((4, 1)))
-    np.testing.assert_array_equal(jax.device_get(doubled), [2, 2, 2, 2])
+    np.testing.assert_array_equal(jax.device_get(step(*arguments)[0]), [2, 2, 2, 2])
+    with pytest.raises(InvalidArgument, match="shut down or restarted"):
+        checkpoints.save(1, lost)
+    with pytest.raises(InvalidArgument, match="lies on device 3 of a cluster, counted from 0; there are 2 now"):
+        checkpoints.restore(like=lost)
+    np.testing.assert_array_equal(checkpoints.restore(like=step)[1], [2, 2, 2, 2])
+    autopar.shutdown()
+    with pytest.raises(InvalidArgument, match="there are 0 now"):
+        checkpoints.restore(like=lost)
