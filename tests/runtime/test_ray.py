@@ -305,6 +305,23 @@ def test_error_within_a_step_is_raised_with_its_reason(cluster):
     assert_equal(pipelined()(*made())[0], expected(1)[0])
 
 
+def test_answer_that_is_lost_ends_the_cluster_with_what_ray_says(cluster):
+    actor = cluster().hosts.actors[0]
+    actor.run.remote(pause)
+    lost = actor.run.remote(pause)  # waits behind the first
+    cluster().hosts.ray.cancel(lost)
+    with pytest.raises(HostLost, match=r"Lost an answer .* during fetching values; Ray says: TaskCancelledError"):
+        cluster().answers.get({lost: 0}, 60.0, "fetching values")
+    with pytest.raises(HostLost, match="Lost an answer"):
+        pipelined()(*made())
+    session.restart()
+    assert_equal(pipelined()(*made())[0], expected(1)[0])
+
+
+def pause(host):
+    time.sleep(2)
+
+
 def test_step_that_hangs_is_given_up_in_time(cluster):
     step = stopped_at(1e6, partial(time.sleep, 60), device=DEVICES_PER_HOST)
     state, batch = made()
