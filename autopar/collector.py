@@ -7,12 +7,12 @@ number has grown by a share: a fifth of the time it takes to plan a large model,
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def collector_paused() -> Generator[None]:
     """Collect no cycles inside; `with` and decorator, also one within another. Other threads are not collected for
     either, in the meantime.
     """

@@ -32,6 +32,7 @@ from autopar.machine import Machine
 from autopar.options import Method
 from autopar.plan import Plan
 from autopar.program import Program
+from autopar.progress import search_progress
 from autopar.runtime.base import Loaded
 from autopar.runtime.in_process import InProcess
 from autopar.runtime.measured import write_trace
@@ -259,14 +260,15 @@ class Traced:
         What a search solved is kept in $AUTOPAR_CACHE_DIR, by default ~/.cache/autopar.
         """
         target = self.source.target
-        plan = plan_that_fits(
-            self.trace,
-            target.method if method is None else method,
-            num_devices=target.num_devices(),
-            kind=target.kind(),
-            devices=target.live_devices() if target.planned_for() is None else None,
-            cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
-        )
+        with search_progress(f"planning {self.trace.name}"):
+            plan = plan_that_fits(
+                self.trace,
+                target.method if method is None else method,
+                num_devices=target.num_devices(),
+                kind=target.kind(),
+                devices=target.live_devices() if target.planned_for() is None else None,
+                cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
+            )
         return Planned(plan=plan, trace=self.trace, source=self.source)
 
     def __str__(self) -> str:

@@ -27,6 +27,7 @@ from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.machine import Machine
 from autopar.plan import MeshPlan, Plan, StagePlan
+from autopar.progress import tell
 from autopar.search_methods import MEMORY_LEVELS, Auto, SearchMethod
 from autopar.sharding_plan import PlannedCollective, ShardingPlan
 
@@ -154,6 +155,8 @@ def search_on(
     cache_directory: Path | None = None,
 ) -> Searched:
     """Search on one logical mesh, with these of the step's layers recomputed."""
+    recomputed = f", {len(recomputed_layers)} layers recomputed" if recomputed_layers else ""
+    tell(f"layouts on {'x'.join(map(str, mesh.shape))}{recomputed}")
     auto = search_of(method)
     figures = figures_of(kind, mesh.shape)
     budget = memory_limit(auto.memory, figures)

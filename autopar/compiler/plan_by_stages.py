@@ -35,6 +35,7 @@ from autopar.compiler.stage_ranges import RangeCosts, StageProblem, submesh_mesh
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
 from autopar.plan import MeshPlan, Plan, StagePlan
+from autopar.progress import tell, tell_best
 from autopar.search_methods import Auto
 from autopar.sharding_plan import Certificate
 
@@ -78,6 +79,7 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
         count = counts[place]
         if count not in found:
             found[count] = None
+            tell(f"{count} microbatches")
             try:
                 found[count] = _search(problem, count, num_layers, loop_pieces, options)
             except MemoryTooSmall as error:
@@ -227,6 +229,7 @@ def _search_layers(problem: StageProblem, layers: Layers, costs: LayerCosts, rem
         assert shortage is not None
         raise shortage
     schedule, search = min(found, key=lambda each: each[1].step_time_s)
+    tell_best(search.step_time_s)
     return StagesFound(layers=layers, schedule=schedule, remat=remat, search=search, costs_gap=costs.gap)
 
 

@@ -20,6 +20,7 @@ from autopar.compiler.verify_plan import compiled_peak_bytes
 from autopar.machine import Machine
 from autopar.options import Method
 from autopar.plan import Plan
+from autopar.progress import tell
 from autopar.search_methods import SearchMethod
 
 _ATTEMPTS = 3
@@ -48,6 +49,7 @@ def plan_that_fits(
     plan = made(method, checked=True)
     budget = limit = memory_limit(search_of(method).memory, figures_of(kind, plan.meshes[0].shape))
     for _ in range(_ATTEMPTS):
+        tell("compiling, to see what the plan needs in memory")
         needed = compiled_peak_bytes(plan, passes.lower_step(trace, plan), devices)
         if needed <= budget:
             return plan

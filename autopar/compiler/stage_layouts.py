@@ -26,6 +26,7 @@ from autopar.compiler.stage_ranges import StageProblem
 from autopar.compiler.stage_sharding import local_blocks, mesh_tasks, sharding_like, sharding_of
 from autopar.machine import Machine
 from autopar.plan import Plan
+from autopar.progress import tell
 from autopar.sharding_plan import MeshSharding
 
 
@@ -80,6 +81,7 @@ def stage_shardings(
     known: dict[Hashable, _Alike] = {}
     found: list[StageLayouts] = []
     for number, stage in enumerate(stages):
+        tell(f"layouts of stage {number + 1} of {len(stages)}")
         asked = _asked(problem, graph, plan, number, stage)
         alike = known.setdefault((layers.class_of[stage.start : stage.stop], _key(asked)), _Alike(first=asked))
         found.append(_laid_out(problem, asked, alike))

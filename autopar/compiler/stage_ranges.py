@@ -21,6 +21,7 @@ from autopar.compiler.layer_costs import PRICES, LayerCosts
 from autopar.compiler.plan_by_search import memory_limit
 from autopar.compiler.trace import Trace
 from autopar.machine import Machine
+from autopar.progress import tell
 from autopar.search_methods import Auto
 
 _STAGE_AXES = ("data", "model")
@@ -131,6 +132,7 @@ class RangeCosts:
     def _sums(self, submesh: Submesh, price: float) -> _Sums:
         if (submesh, price) not in self.sums:
             mesh = submesh_mesh(self.problem.method, submesh)
+            tell(f"{self.layers.num_microbatches} microbatches: layers on {submesh}")
             figures = figures_of(self.problem.kind, mesh.shape)
             each = [self.costs.cost(number, mesh, figures, price) for number in range(len(self.layers.classes))]
             self.sums[submesh, price] = _sums([each[number] for number in self.layers.class_of])
