@@ -221,13 +221,13 @@ class HostProgram:
             ) from error
 
     def _run_timed(self, step: Step, number: int, env: Environment, clock: list[tuple[float, float]]) -> None:
-        start = time.time()
+        start_s = time.time()
         step(env)
         mesh, instruction, _ = self.instructions[number]
         if not isinstance(instruction, Free):
             names = instruction.values if isinstance(instruction, Send | Recv) else instruction.outputs
             jax.block_until_ready([env[self.slots[mesh, name]] for name in names])
-        clock.append((start, time.time()))
+        clock.append((start_s, time.time()))
 
     def _where(self, number: int) -> str:
         if number < 0:
