@@ -97,8 +97,8 @@ def test_a_step_that_fails_says_where(world):
     loaded = HostProgram(program, world)
     arrival = arrive(program, [None])
     loaded.expect(0, arrival)
-    with pytest.raises(StepFailed, match=r"^Bringing in the arguments failed: IndexError"):
+    with pytest.raises(StepFailed, match=r"^Bringing the arguments into process 0 failed: IndexError"):
         loaded.run(0, [None], [])
     sent = sent_to_all(arrival, [np.ones(4, np.float32)], world)
-    with pytest.raises(StepFailed, match=r"^On mesh 0, task F0\.m3 failed: (.|\n)*not this number"):
+    with pytest.raises(StepFailed, match=r"^On mesh 0 in process 0, task F0\.m3 failed: (.|\n)*not this number"):
         loaded.run(0, [None], sent, clock=[])

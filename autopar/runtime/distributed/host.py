@@ -160,7 +160,7 @@ class Host:
             self._failed = error  # whoever asks for the results is told, too
             raise
         except Exception as error:
-            self._failed = _failure(f"Step {message.step}", error)
+            self._failed = self._failure(message.step, error)
             raise self._failed from error
 
     def _finish_previous(self) -> None:
@@ -169,7 +169,13 @@ class Host:
         try:
             jax.block_until_ready(arrays)
         except Exception as error:
-            raise _failure(f"Step {number}", error) from error
+            raise self._failure(number, error) from error
+
+    def _failure(self, step: int, error: Exception) -> StepFailed:
+        return StepFailed(
+            f"Step {step} failed in process {self.world.process}: {type(error).__name__}: {error}. It cannot be "
+            "finished; correct what the message says, and start again from the last checkpoint."
+        )
 
     def _start(self, message: StepMessage) -> StepReport:
         program, world = self.programs[message.program], self.world
@@ -225,13 +231,6 @@ class Host:
     def stay(self) -> None:
         """Never return: that this call ends tells that the process has died."""
         threading.Event().wait()
-
-
-def _failure(what: str, error: Exception) -> StepFailed:
-    return StepFailed(
-        f"{what} failed: {type(error).__name__}: {error}. It cannot be finished; correct what the message says, and "
-        "start again from the last checkpoint."
-    )
 
 
 def _times(process: int, program: HostProgram, clock: Sequence[tuple[float, float]]) -> tuple[InstructionTime, ...]:

@@ -230,13 +230,14 @@ class HostProgram:
         clock.append((start_s, time.time()))
 
     def _where(self, number: int) -> str:
+        process = f"process {self.world.process}"
         if number < 0:
-            return "Bringing in the arguments"
+            return f"Bringing the arguments into {process}"
         if number == len(self.steps):
-            return "Giving back the results"
+            return f"Giving back the results of {process}"
         mesh, instruction, _ = self.instructions[number]
         task = f"task {instruction.task}" if isinstance(instruction, Run) else f"'{str(instruction).strip()}'"
-        return f"On mesh {mesh}, {task}"
+        return f"On mesh {mesh} in {process}, {task}"
 
 
 def _result(env: Environment, part: tuple[int, bool] | None) -> jax.Array | None:
