@@ -14,6 +14,9 @@ from autopar.compiler.microbatch_counts import descend, first_likely
         ([3, 2, 4, 5, 6], 2, [2, 3, 1, 0]),
         ([math.inf, math.inf, math.inf, 4, 5], 1, [1, 4, 2, 3]),
         ([math.inf] * 5, 1, [1, 4, 0]),
+        ([math.inf, math.inf, 4, None, None], 1, [1, 4, 3, 2]),
+        ([math.inf, math.inf, math.inf, 2, None], 1, [1, 4, 3, 2]),
+        ([None, 3, 2, None, None], 0, [0, 4, 3, 2, 1]),
     ],
 )
 def test_what_helps_is_tried(times, start, tried):

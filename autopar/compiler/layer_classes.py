@@ -25,6 +25,7 @@ from autopar.compiler.model_layers import count_layers, layer_cuts
 from autopar.compiler.placement import layer_order
 from autopar.compiler.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
 from autopar.compiler.regions import Regions
+from autopar.compiler.remat_regions import find_wide_regions
 from autopar.compiler.search_wishes import key_path
 from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.stage_sharding import mesh_tasks, mesh_wishes
@@ -102,6 +103,19 @@ def find_layers(
         trace, num_layers=num_layers, num_microbatches=num_microbatches, loop_pieces=loop_pieces, **_exact(options)
     )
     cuts = worthwhile_cuts(prepared.regions, layer_cuts(prepared.regions, num_layers))
+    wide, still_wide = (find_wide_regions(trace.jaxpr, num_layers=n) for n in (num_layers, len(cuts) + 1))
+    if wide != still_wide:
+        # With fewer layers a region that was wider than one no longer is, and the plan's layers are those that count.
+        return find_layers(
+            trace,
+            num_layers=len(cuts) + 1,
+            loop_pieces=loop_pieces,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            remat=remat,
+            pins=pins,
+            **options,
+        )
     plan = _each_layer_a_stage(trace, cuts, loop_pieces, num_microbatches, schedule, remat or prepared.recomputes)
     graph = stage_graph(prepared, plan)
     numbers: dict[Hashable, int] = {}

@@ -17,14 +17,22 @@ def first_likely(is_likely: Callable[[int], bool], size: int, start: int) -> int
     return next((place for place in range(start, size) if is_likely(place)), start)
 
 
-def descend(time_s: Callable[[int], float], size: int, start: int, deadline: float, usual_size: int) -> None:
+def descend(
+    step_time_s: Callable[[int], float | None], size: int, start: int, deadline: float, usual_size: int
+) -> None:
     """Go up from a place as long as that helps, else down; from where nothing is possible, up and then down.
 
-    Places from `usual_size` on are for what is possible nowhere else.
+    A place has no step time where the batch cannot be split so, and an infinite one where nothing fits. Places from
+    `usual_size` on are for what is possible nowhere else.
     """
+
+    def time_s(place: int) -> float:
+        found = step_time_s(place)
+        return math.inf if found is None else found
+
     best, at = time_s(start), start
-    if math.isinf(best) and all(math.isinf(time_s(end)) for end in (size - 1, 0)):
-        return  # neither the smallest microbatches fit nor does the whole batch split
+    if math.isinf(best) and _fits_nowhere(step_time_s, size):
+        return
     for direction in (1, -1):
         place = start + direction
         while 0 <= place < size and (math.isinf(best) or (place < usual_size and time.monotonic() < deadline)):
@@ -35,6 +43,12 @@ def descend(time_s: Callable[[int], float], size: int, start: int, deadline: flo
             place += direction
         if at > start:
             return
+
+
+def _fits_nowhere(step_time_s: Callable[[int], float | None], size: int) -> bool:
+    """Whether neither the smallest microbatches that there can be fit, nor the whole batch."""
+    smallest = next((found for place in reversed(range(size)) if (found := step_time_s(place)) is not None), math.inf)
+    return math.isinf(smallest) and math.isinf(step_time_s(0) or math.inf)
 
 
 def usual_place(problem: StageProblem, counts: Sequence[int], num_layers: int) -> int:

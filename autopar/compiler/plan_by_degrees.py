@@ -123,8 +123,13 @@ def _check_step(trace: Trace, method: Megatron, data: int, tensor: int) -> None:
 
 
 def _pieces(trace: Trace, method: Megatron) -> tuple[int, int]:
-    """Into how many layers the step is cut, and into how many pieces its scans over layers."""
+    """Into how many layers the step is cut, and into how many pieces its scans over layers.
+
+    One stage is one layer, no part of which is computed again but what the step says.
+    """
     stages = method.pipeline * method.stages_per_mesh
+    if stages == 1:
+        return 1, 1
     if loop_pieces_for(trace, stages) > 1:
         return stages, stages
     num_layers, _ = count_step_layers(trace, batch_statistics=method.batch_statistics, random=method.random)
@@ -184,7 +189,9 @@ def _bare_plan(
     """The plan without layouts."""
     data, tensor, pipeline = degrees
     num_stages = pipeline * method.stages_per_mesh
-    if pieces[1] > 1:
+    if num_stages == 1:
+        cuts, starts = (), [0]
+    elif pieces[1] > 1:
         cuts, starts = cut_forward(prepared.regions, num_stages), list(range(num_stages))
     else:
         cuts, starts = even_layers(prepared, pieces[0], num_stages)

@@ -71,24 +71,26 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
     options = {"batch_statistics": problem.method.batch_statistics, "random": problem.method.random}
     num_layers, loop_pieces = count_step_layers(problem.trace, **options)
     counts = microbatch_counts(problem)
-    found: dict[int, StagesFound | None] = {}
-    shortages: list[MemoryTooSmall] = []
+    found: dict[int, StagesFound] = {}
+    shortages: dict[int, MemoryTooSmall] = {}
+    whole: set[int] = set()
 
-    def time_s(place: int) -> float:
-        """The step time for the number of microbatches at a place, infinite where nothing fits or splits."""
+    def step_time_s(place: int) -> float | None:
+        """With the microbatches of a place; infinite where nothing fits, None where the batch cannot be split."""
         count = counts[place]
-        if count not in found:
-            found[count] = None
+        if count not in found and count not in shortages and count not in whole:
             tell(f"{count} microbatches")
             try:
                 found[count] = _search(problem, count, num_layers, loop_pieces, options)
             except MemoryTooSmall as error:
-                shortages.append(error)
+                shortages[count] = error
             except (NotSplittable, Unsupported):
                 if problem.method.num_microbatches is not None:
                     raise
-        best = found[count]
-        return math.inf if best is None else best.search.step_time_s
+                whole.add(count)
+        if count in found:
+            return found[count].search.step_time_s
+        return None if count in whole else math.inf
 
     def is_likely(place: int) -> bool:
         return _fits_by_hosts(problem, counts[place], counts[usual:], num_layers, loop_pieces, options)
@@ -96,14 +98,13 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
     usual = usual_place(problem, counts, num_layers)
     start = first_likely(is_likely, len(counts), usual)
     deadline = began + _SHARE_FOR_STAGES * problem.method.time_limit_s
-    descend(time_s, len(counts), start, deadline, usual_size(problem, counts))
-    ranked = sorted((each for each in found.values() if each is not None), key=lambda each: each.search.step_time_s)
-    if ranked:
-        return ranked
+    descend(step_time_s, len(counts), start, deadline, usual_size(problem, counts))
+    if found:
+        return sorted(found.values(), key=lambda each: each.search.step_time_s)
     if shortages:
-        raise shortages[-1]
+        raise shortages[max(shortages)]
     raise Unsupported(
-        f"The search over stages tried {sorted(found)} microbatches, and the step can be split into none of them. Use "
+        f"The search over stages tried {sorted(whole)} microbatches, and the step can be split into none of them. Use "
         "num_stages=1."
     )
 
