@@ -94,8 +94,9 @@ def test_stages_hold_what_is_simulated(recomputed, donated, fields):
         cache_directory=None,
     )
     best = search_all(problem)[0]
-    plan, peak_bytes = plan_of_stages(problem, best)
-    simulated = step.plan(plan).simulate(cluster())
+    laid_out = plan_of_stages(problem, best)
+    peak_bytes = laid_out.peak_bytes
+    simulated = step.plan(laid_out.plan).simulate(cluster())
     assert peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.02)
     assert peak_bytes >= simulated.peak_bytes * (1 - 1e-3)
 

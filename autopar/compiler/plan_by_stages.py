@@ -17,11 +17,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
-from autopar.compiler.inter_op.schedule_times import Timing
-from autopar.compiler.inter_op.stage_costs import Partition
+from autopar.compiler.inter_op.schedule_times import Timing, step_time_s
 from autopar.compiler.inter_op.stage_search import StageSearch, search_stages
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place, submesh_choices
 from autopar.compiler.intra_op.search import FOLD_FROM
@@ -31,7 +31,8 @@ from autopar.compiler.microbatch_counts import descend, first_likely, microbatch
 from autopar.compiler.prepare import stage_graph
 from autopar.compiler.search_wishes import pins_of_inputs
 from autopar.compiler.stage_layouts import stage_shardings
-from autopar.compiler.stage_ranges import RangeCosts, StageProblem, submesh_mesh
+from autopar.compiler.stage_ranges import RangeCosts, StageProblem, cut_transfer_s, submesh_mesh
+from autopar.compiler.stages_found import StagesFound, certificate_of, lower_bound_s
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
 from autopar.plan import MeshPlan, Plan, StagePlan
@@ -39,7 +40,6 @@ from autopar.progress import tell, tell_best
 from autopar.search_methods import Auto
 from autopar.sharding_plan import Certificate
 
-_RUNNERS_UP = 5
 _ATTEMPTS = 4
 """Searches for less and less memory, until stages as a whole fit."""
 _LIKELY = 0.9
@@ -48,17 +48,6 @@ _BELOW = 0.97
 """Of a limit, what the next search gets at most."""
 _SHARE_FOR_STAGES = 0.2
 """Of the time limit, after which no further number of microbatches is tried."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StagesFound:
-    """The outcome of the search for one number of microbatches."""
-
-    layers: Layers
-    schedule: str
-    remat: bool
-    search: StageSearch
-    costs_gap: float
 
 
 def search_all(problem: StageProblem) -> list[StagesFound]:
@@ -75,7 +64,7 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
     shortages: dict[int, MemoryTooSmall] = {}
     whole: set[int] = set()
 
-    def step_time_s(place: int) -> float | None:
+    def time_s(place: int) -> float | None:
         """With the microbatches of a place; infinite where nothing fits, None where the batch cannot be split."""
         count = counts[place]
         if count not in found and count not in shortages and count not in whole:
@@ -98,7 +87,7 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
     usual = usual_place(problem, counts, num_layers)
     start = first_likely(is_likely, len(counts), usual)
     deadline = began + _SHARE_FOR_STAGES * problem.method.time_limit_s
-    descend(step_time_s, len(counts), start, deadline, usual_size(problem, counts))
+    descend(time_s, len(counts), start, deadline, usual_size(problem, counts))
     if found:
         return sorted(found.values(), key=lambda each: each.search.step_time_s)
     if shortages:
@@ -274,10 +263,17 @@ def _part(cluster: Submesh, count: int) -> Submesh:
     return cluster_shape(size, cluster.devices_per_host)
 
 
-def plan_of_stages(problem: StageProblem, found: StagesFound) -> tuple[Plan, float]:
-    """The plan of an outcome, and the most bytes that a device holds: every stage's layouts are found anew, for the
-    stage as a whole.
-    """
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LaidOut:
+    """The plan of an outcome, its step time by the schedule's formula, and the most bytes that a device holds."""
+
+    plan: Plan
+    step_time_s: float
+    peak_bytes: float
+
+
+def plan_of_stages(problem: StageProblem, found: StagesFound) -> LaidOut:
+    """The plan of an outcome: every stage's layouts are found anew, for the stage as a whole."""
     stages = found.search.best.stages
     devices = place([stage.submesh for stage in stages], problem.cluster)
     assert devices is not None
@@ -305,7 +301,16 @@ def plan_of_stages(problem: StageProblem, found: StagesFound) -> tuple[Plan, flo
     )
     laid_out = stage_shardings(problem, layers, stage_graph(layers.prepared, bare), bare, stages)
     planned = (replace(mesh, sharding=each.sharding) for mesh, each in zip(meshes, laid_out, strict=True))
-    return replace(bare, meshes=tuple(planned)), max(each.peak_bytes for each in laid_out)
+    transfers_s = [
+        cut_transfer_s(problem, layers, after.start, before.submesh, after.submesh)
+        for before, after in pairwise(stages)
+    ]
+    timing = Timing(schedule=found.schedule, num_microbatches=layers.num_microbatches)
+    return LaidOut(
+        plan=replace(bare, meshes=tuple(planned)),
+        step_time_s=step_time_s(timing, [each.cost for each in laid_out], transfers_s),
+        peak_bytes=max(each.peak_bytes for each in laid_out),
+    )
 
 
 def plan_by_stages(problem: StageProblem) -> tuple[Plan | Auto, Certificate]:
@@ -323,13 +328,17 @@ def plan_by_stages(problem: StageProblem) -> tuple[Plan | Auto, Certificate]:
                 raise
             break
         # What holds for all that fits holds for what fits more easily.
-        bound_s = _lower_bound_s(ranked) if certificate is None else certificate.lower_bound_s
-        best, certificate = ranked[0], _certificate(ranked, bound_s)
+        bound_s = lower_bound_s(ranked) if certificate is None else certificate.lower_bound_s
+        best, certificate = ranked[0], certificate_of(ranked, bound_s)
         if len(best.search.best.stages) == 1 and best.layers.num_microbatches == 1:
             return replace(problem.method, num_stages=1, num_microbatches=1), certificate
-        plan, peak_bytes = plan_of_stages(problem, best)
+        laid_out = plan_of_stages(problem, best)
+        peak_bytes = laid_out.peak_bytes
         if peak_bytes <= problem.memory_bytes:
-            return replace(plan, certificate=certificate), certificate
+            # Stages as a whole may take less time than their layers, whose borders have one layout.
+            bound_s = min(certificate.lower_bound_s, laid_out.step_time_s)
+            certificate = replace(certificate, lower_bound_s=bound_s)
+            return replace(laid_out.plan, certificate=certificate), certificate
         # Stages as a whole may need more than their layers let expect: then all are expected to need as much more.
         problem = replace(problem, share=problem.share * min(_BELOW, problem.memory_bytes / peak_bytes))
     raise MemoryTooSmall(
@@ -337,27 +346,6 @@ def plan_by_stages(problem: StageProblem) -> tuple[Plan | Auto, Certificate]:
         f"{problem.memory_bytes / 2**30:.3g} GiB; none that need less were found. Use more devices, more and smaller "
         "microbatches, or a larger budget."
     )
-
-
-def _lower_bound_s(ranked: Sequence[StagesFound]) -> float:
-    return min(each.search.lower_bound_s * (1 - each.costs_gap) for each in ranked)
-
-
-def _certificate(ranked: Sequence[StagesFound], lower_bound_s: float) -> Certificate:
-    others = [(each, each.search.best) for each in ranked[1:]]
-    others += [(each, partition) for each in ranked for partition in each.search.runners_up]
-    others.sort(key=lambda other: other[1].step_time_s)
-    return Certificate(
-        step_time_s=ranked[0].search.step_time_s,
-        lower_bound_s=lower_bound_s,
-        tried=tuple(sorted(each.layers.num_microbatches for each in ranked)),
-        runners_up=tuple((_words(each, partition), partition.step_time_s) for each, partition in others[:_RUNNERS_UP]),
-    )
-
-
-def _words(found: StagesFound, partition: Partition) -> str:
-    stages = " | ".join(f"{stage.stop - stage.start} layers on {stage.submesh}" for stage in partition.stages)
-    return f"{found.layers.num_microbatches} microbatches, {found.schedule}: {stages}"
 
 
 def searches_stages(trace: Trace, method: Auto, num_devices: int) -> bool:

@@ -71,6 +71,7 @@ class StageLayouts:
     """The layouts of a stage, and what a device holds with them at the worst moment."""
 
     sharding: MeshSharding
+    cost: StageCost
     peak_bytes: float
 
 
@@ -167,7 +168,7 @@ def _laid_out(problem: StageProblem, asked: _Asked, alike: _Alike) -> StageLayou
             sharding = _handed_on(laid, asked)
             if sharding is None:
                 return _laid_out(problem, asked, _Alike(first=asked))
-            return StageLayouts(sharding=sharding, peak_bytes=peak_bytes)
+            return StageLayouts(sharding=sharding, cost=laid.cost, peak_bytes=peak_bytes)
     raise AssertionError(asked.stage.cost.choice)
 
 
