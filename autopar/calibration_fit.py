@@ -1,6 +1,6 @@
 """Fit a machine's figures to measurements: the least relative errors, by the formulas of `autopar.machine`.
 
-    memory     t = bytes / memory_bandwidth for what fits into no cache; kernel_s is what the least leaves over
+    memory     t = bytes / memory_bandwidth for what fits into no cache; kernel_s is what the least takes, from a cache
     products   t = kernel_s + (w + half) / rate                                   rate by type, one half for all
     links      t = passes (n-1) α + passes (n-1)/n (ramp / bandwidth + b / bandwidth)
 
@@ -41,7 +41,7 @@ def fit_rates(measured: Sequence[Measurement]) -> Rates:
     memory = [each for each in measured if each.what == "memory"]
     least, *others = sorted(memory, key=lambda each: each.nbytes)
     (per_byte,) = least_squares([(each.nbytes,) for each in others], [each.seconds for each in others])
-    bandwidth, kernel_s = 1 / per_byte, max(0.0, least.seconds - least.nbytes * per_byte)
+    bandwidth, kernel_s = 1 / per_byte, least.seconds
     products = [replace(each, seconds=each.seconds - kernel_s) for each in measured if each.what == "product"]
     rates, half = _fit_products(products, bandwidth)
     return Rates(kernel_s=kernel_s, memory_bandwidth=bandwidth, matmul_flops=rates, matmul_half_flops=half)

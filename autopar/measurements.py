@@ -3,8 +3,11 @@
     devices  ->  Measurement(what, dtype, flops, nbytes, group_size, seconds), ...
 
 Each work is repeated inside one compiled loop, so that what is measured is the device's time and not the time to
-launch it; sizes grow fourfold until one run takes `Effort.run_s`. Of three loops the fastest counts, for what slows one
+begin; sizes grow fourfold until one run takes `Effort.run_s`. Of three loops the fastest counts, for what slows one
 down is something else on the machine.
+
+All devices work at once, as in a step, and so do all groups of a collective: devices that share cores, memory or links
+(the virtual ones of a CPU share everything) have less of them then than one that is alone.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-_AXIS = "devices"
+_AXIS, _GROUPS = "devices", "groups"
 _REPETITIONS = 3
 # Rounds between two questions whether to go on, for which a GPU waits for its host.
 _ROUNDS_AT_ONCE = 16
@@ -69,41 +72,58 @@ class Series:
 
 def series_of(devices: Sequence[Any], effort: Effort, *, quick: bool) -> list[Series]:
     """Everything to measure on devices of one process."""
-    one = devices[0]
-    found = [Series(name=f"products of {dtype}", measure=partial(_products, one, dtype)) for dtype in effort.dtypes]
-    found.append(Series(name="memory", measure=partial(_memory, one)))
+    found = [Series(name=f"products of {dtype}", measure=partial(_products, devices, dtype)) for dtype in effort.dtypes]
+    found.append(Series(name="memory", measure=partial(_memory, devices)))
     if len(devices) == 1:
         return found
-    found.append(Series(name="transfers", measure=partial(_transfers, one, devices[-1])))
+    found.append(Series(name="transfers", measure=partial(_transfers, devices[0], devices[-1])))
     # Two sizes of groups tell the latency of a step from that of a collective.
-    groups = sorted(
-        {2, len(devices)} if quick else {2**i for i in range(1, len(devices).bit_length())} | {len(devices)}
-    )
+    sizes = (2,) if quick else [2**i for i in range(1, len(devices).bit_length())]
+    groups = sorted({size for size in sizes if len(devices) % size == 0} | {len(devices)})
     for kind in _EXCHANGES:
         for group in groups if not quick or kind == "all-reduce" else groups[-1:]:
-            measure = partial(_collectives, kind, devices[:group])
+            measure = partial(_collectives, kind, devices, group)
             found.append(Series(name=f"{kind} over {group}", measure=measure))
     return found
 
 
-def _products(device: Any, dtype: str, effort: Effort) -> list[Measurement]:
+def _products(devices: Sequence[Any], dtype: str, effort: Effort) -> list[Measurement]:
+    step = _on_each(lambda y, w: y @ w, devices)
+
     def measured(n: int) -> Measurement:
-        x = jax.device_put(np.random.default_rng(0).normal(size=(n, n)) / math.sqrt(n), device).astype(dtype)
-        seconds = _looped_s(lambda y, w: y @ w, (x, x), effort)
-        return Measurement(what="product", dtype=dtype, nbytes=3 * x.nbytes, seconds=seconds, flops=2.0 * n**3)
+        def make() -> jax.Array:
+            drawn = jax.random.normal(jax.random.key(0), (len(devices) * n, n)) / math.sqrt(n)
+            return drawn.astype(dtype)
+
+        x = _made(make, devices)
+        seconds = _looped_s(step, (x, x), effort)
+        nbytes = 3 * x.nbytes // len(devices)
+        return Measurement(what="product", dtype=dtype, nbytes=nbytes, seconds=seconds, flops=2.0 * n**3)
 
     # Four times the FLOPs from one to the next.
     return list(_growing((round(128 * 4 ** (i / 3) / 16) * 16 for i in range(40)), measured, effort, more=2))
 
 
-def _memory(device: Any, effort: Effort) -> list[Measurement]:
-    def measured(nbytes: int) -> Measurement:
-        x = jax.device_put(jnp.ones(nbytes // 4, jnp.float32), device)
-        seconds = _looped_s(lambda y: y * 0.5 + 1.0, (x,), effort)
-        return Measurement(what="memory", dtype="float32", nbytes=2 * x.nbytes, seconds=seconds)
+def _memory(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
+    step = _on_each(lambda y: y * 0.5 + 1.0, devices)
 
-    # The smallest says what a kernel takes to start; all others are larger than caches.
-    return list(_growing((2**8, *(2**25 * 2**i for i in range(8))), measured, effort))
+    def measured(nbytes: int) -> Measurement:
+        x = _made(lambda: jnp.ones(len(devices) * nbytes // 4, jnp.float32), devices)
+        return Measurement(what="memory", dtype="float32", nbytes=2 * nbytes, seconds=_looped_s(step, (x,), effort))
+
+    # The smallest says what a kernel takes to start (XLA's CPU compiler makes one kernel of a whole loop over less
+    # than a kilobyte); all others are larger than caches.
+    return list(_growing((2**12, *(2**25 * 2**i for i in range(8))), measured, effort))
+
+
+def _on_each(step: Callable[..., jax.Array], devices: Sequence[Any]) -> Callable[..., jax.Array]:
+    """The step on every device at once, each on its own part of the arguments."""
+    return jax.shard_map(step, mesh=Mesh(np.array(devices), (_AXIS,)), in_specs=P(_AXIS), out_specs=P(_AXIS))
+
+
+def _made(make: Callable[[], jax.Array], devices: Sequence[Any]) -> jax.Array:
+    """What `make` makes, equally many rows on each device."""
+    return jax.jit(make, out_shardings=NamedSharding(Mesh(np.array(devices), (_AXIS,)), P(_AXIS)))()
 
 
 def _transfers(source: Any, target: Any, effort: Effort) -> list[Measurement]:
@@ -115,15 +135,16 @@ def _transfers(source: Any, target: Any, effort: Effort) -> list[Measurement]:
     return list(_growing((2**12 * 4**i for i in range(12)), measured, effort))
 
 
-def _collectives(kind: str, devices: Sequence[Any], effort: Effort) -> list[Measurement]:
-    mesh, group = Mesh(np.array(devices), (_AXIS,)), len(devices)
+def _collectives(kind: str, devices: Sequence[Any], group: int, effort: Effort) -> list[Measurement]:
+    mesh = Mesh(np.array(devices).reshape(-1, group), (_GROUPS, _AXIS))
+    split = P((_GROUPS, _AXIS))
 
     def measured(nbytes: int) -> Measurement:
         # The smaller side of a gather is what a device holds before it.
         held = nbytes // group if kind == "all-gather" else nbytes
-        zeros = jnp.zeros((group, held // 4 // group, group), jnp.float32)
-        x = jax.device_put(zeros, NamedSharding(mesh, P(_AXIS)))
-        step = jax.shard_map(_EXCHANGES[kind], mesh=mesh, in_specs=P(_AXIS), out_specs=P(_AXIS), check_vma=False)
+        zeros = jnp.zeros((len(devices), held // 4 // group, group), jnp.float32)
+        x = jax.device_put(zeros, NamedSharding(mesh, split))
+        step = jax.shard_map(_EXCHANGES[kind], mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
         seconds = _looped_s(step, (x,), effort)
         return Measurement(what=kind, dtype="float32", nbytes=nbytes, seconds=seconds, group_size=group)
 
@@ -194,14 +215,23 @@ def _looped_s(step: Callable[..., jax.Array], arguments: tuple[jax.Array, ...], 
 
 
 def _fastest_s(run: Callable[[int], Any], effort: Effort) -> float:
-    """Seconds of one of as many rounds of `run` as take about `loop_s`."""
+    """Seconds of one more round of `run`: of as many as take about `loop_s`, against a third of them.
+
+    What a loop takes to begin is in both: to launch it, and to get memory, which is much for large arrays on a CPU.
+    """
 
     def seconds(count: int) -> float:
         start = time.perf_counter()
         jax.block_until_ready(run(count))
-        return (time.perf_counter() - start) / count
+        return time.perf_counter() - start
 
     seconds(1)  # compiles
-    once_s = min(seconds(1), seconds(4))
-    count = max(1, min(10_000, round(effort.loop_s / once_s)))
-    return min(seconds(count) for _ in range(_REPETITIONS))
+    once_s = _slope_s([(count, seconds(count)) for count in (1, 4)])
+    count = max(3, min(10_000, round(effort.loop_s / once_s)))
+    return _slope_s([(n, min(seconds(n) for _ in range(_REPETITIONS))) for n in (count // 3, count)])
+
+
+def _slope_s(totals: Sequence[tuple[int, float]]) -> float:
+    """Seconds of one more round, from a few and from more of them; their mean if the more took less time."""
+    (few, few_s), (more, more_s) = totals
+    return (more_s - few_s) / (more - few) if more_s > few_s else more_s / more
