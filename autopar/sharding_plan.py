@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from rich import box
@@ -176,6 +176,14 @@ class Certificate:
     def gap(self) -> float:
         """By how much the best stages could be faster, relative to the lower bound."""
         return self.step_time_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
+
+    def at_most(self, step_time_s: float) -> Certificate:
+        """The same for a plan of which it is known that a step takes no longer."""
+        return replace(
+            self,
+            step_time_s=min(self.step_time_s, step_time_s),
+            lower_bound_s=min(self.lower_bound_s, step_time_s),
+        )
 
     def __str__(self) -> str:
         tried = ", ".join(map(str, self.tried))

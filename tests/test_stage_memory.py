@@ -15,7 +15,8 @@ import autopar
 from autopar.compiler.gpu_aot import gpu_devices
 from autopar.compiler.intra_op.compilers import CPU, GPU
 from autopar.compiler.intra_op.memory_model import peak_memory
-from autopar.compiler.plan_by_stages import plan_of_stages, search_all
+from autopar.compiler.plan_by_stages import plan_of_stages
+from autopar.compiler.search_all_stages import search_all
 from autopar.compiler.stage_ranges import StageProblem
 from autopar.errors import MemoryTooSmall
 from autopar.machine import Link, Machine
@@ -77,8 +78,9 @@ def traced(recomputed=True, donated=True):
 @pytest.mark.parametrize(
     ("recomputed", "donated", "fields"),
     [
-        (True, True, {}),
+        (True, True, {"schedule": "1f1b"}),
         (True, True, {"schedule": "1f1b", "num_stages": 2}),
+        (False, True, {"schedule": "interleaved", "num_stages": 2}),
         (False, True, {"schedule": "gpipe", "num_stages": 4}),
         (False, False, {"schedule": "eager-1f1b", "num_stages": 2}),
     ],
@@ -98,7 +100,8 @@ def test_stages_hold_what_is_simulated(recomputed, donated, fields):
     peak_bytes = laid_out.peak_bytes
     simulated = step.plan(laid_out.plan).simulate(cluster())
     assert peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.02)
-    assert peak_bytes >= simulated.peak_bytes * (1 - 1e-3)
+    # Of stages on one mesh each is taken to hold as much as another.
+    assert peak_bytes >= simulated.peak_bytes * (0.98 if fields["schedule"] == "interleaved" else 1 - 1e-3)
 
 
 @pytest.mark.parametrize(("share", "there_is_one"), [(0.98, True), (0.5, False)])

@@ -76,24 +76,29 @@ class StageLayouts:
 
 
 def stage_shardings(
-    problem: StageProblem, layers: Layers, graph: StageGraph, plan: Plan, stages: Sequence[Stage]
+    problem: StageProblem, layers: Layers, graph: StageGraph, plan: Plan, stages: Sequence[Stage], timing: Timing
 ) -> list[StageLayouts]:
-    """The layouts of all stages."""
+    """The layouts of all stages, those of one mesh together."""
     known: dict[Hashable, _Alike] = {}
     found: list[StageLayouts] = []
     for number, stage in enumerate(stages):
         tell(f"layouts of stage {number + 1} of {len(stages)}")
-        asked = _asked(problem, graph, plan, number, stage)
-        alike = known.setdefault((layers.class_of[stage.start : stage.stop], _key(asked)), _Alike(first=asked))
+        asked = _asked(problem, graph, plan, number, stage, timing)
+        parts = [part.layers for part in plan.stages if part.mesh == number]
+        classes = tuple(layers.class_of[start:stop] for start, stop in parts)
+        alike = known.setdefault((classes, _key(asked)), _Alike(first=asked))
         found.append(_laid_out(problem, asked, alike))
     return found
 
 
-def _asked(problem: StageProblem, graph: StageGraph, plan: Plan, number: int, stage: Stage) -> _Asked:
+def _asked(problem: StageProblem, graph: StageGraph, plan: Plan, number: int, stage: Stage, timing: Timing) -> _Asked:
     mesh = logical_mesh(plan.meshes[number])
     tasks = mesh_tasks(graph, plan, number, problem.trace.donated_inputs)
     layer = layer_class(graph, tasks, problem.method.pins)
-    timing = Timing(schedule=plan.schedule, num_microbatches=plan.num_microbatches)
+    behind, count = len(plan.meshes) - 1 - number, len(plan.meshes)
+    parts = [part.layers[1] - part.layers[0] for part in plan.stages if part.mesh == number]
+    # Those in flight may all be of the largest part.
+    unevenness = len(parts) * max(parts) / sum(parts)
     return _Asked(
         stage=stage,
         tasks=tasks,
@@ -103,7 +108,7 @@ def _asked(problem: StageProblem, graph: StageGraph, plan: Plan, number: int, st
         ),
         mesh=mesh,
         figures=figures_of(problem.kind, mesh.shape),
-        flying=in_flight(timing, stages_behind=plan.num_stages - 1 - number, num_stages=plan.num_stages),
+        flying=unevenness * in_flight(timing, stages_behind=behind, num_stages=count),
         received=received_seconds(graph, plan, number, problem.machine),
     )
 

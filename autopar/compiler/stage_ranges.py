@@ -96,11 +96,11 @@ class RangeCosts:
     def __call__(self, start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
         key = (start, stop, submesh)
         if key not in self.known:
-            free = self._cost(start, stop, submesh, 0.0)
+            free = self.cost(start, stop, submesh, 0.0)
             # Memory has no price where there is enough of it in any case, nor where nothing can be divided.
             enough = free.peak_bytes(self.most_in_flight) <= self.expected_bytes
             prices = () if enough or submesh.num_devices == 1 else self._prices(submesh)
-            self.known[key] = [free, *(self._cost(start, stop, submesh, price) for price in prices)]
+            self.known[key] = [free, *(self.cost(start, stop, submesh, price) for price in prices)]
         return self.known[key]
 
     def _prices(self, submesh: Submesh) -> Sequence[float]:
@@ -112,7 +112,8 @@ class RangeCosts:
             self.worthwhile[submesh] = PRICES[1:] if much else PRICES[-1:]
         return self.worthwhile[submesh]
 
-    def _cost(self, start: int, stop: int, submesh: Submesh, price: float) -> StageCost:
+    def cost(self, start: int, stop: int, submesh: Submesh, price: float) -> StageCost:
+        """The cost of a range with the layouts for a price of memory."""
         sums = self._sums(submesh, price)
         added = (sums.added[stop] - sums.added[start]).tolist()
         forward_s, backward_s, weight_s, once_s, state, activation, put_off, update = added
