@@ -34,7 +34,7 @@ from autopar.search_methods import Auto
 PRICES = (0.0, 0.3, 10.0)
 """Prices of memory: seconds that keeping everything whole would cost, in multiples of the time without a price."""
 
-_GAP_WITH_PRICE = 0.01
+_GAP_WITH_PRICE = 0.002
 """Of the best layouts for a price, which are a sample of the front; those without a price bound it."""
 
 _IN_FLIGHT = 4
