@@ -1,6 +1,7 @@
 """Run models of the zoo in many configurations, and say where they equal the plain `jax.jit` step.
 
     python -m benchmarks.equivalence --models mlp gpt_linen --stages 2 4 --json equivalence.json
+    python -m benchmarks.equivalence --searched --json searched.json      (`Auto`, instead of stages by hand)
 
 Without options this is the full product of all models, stages, schedules and microbatches, which takes two hours. The
 tests run a part of it that covers every model, number and schedule. Exits with 1 if anything differs or fails.
@@ -37,7 +38,7 @@ class Row:
     model: str
     num_stages: int
     num_microbatches: int
-    schedule: str  # of several stages; "" for one
+    schedule: str  # of several stages; "" for one, and what was given for a search
     equal: bool
     difference: float | None  # of the leaf that differs most, relative to its size
     tolerance: float
@@ -51,9 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--searched", action="store_true", help="Auto(), and Auto for two stages, instead of these")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every model")
     args = parser.parse_args(argv)
-    wanted = list(configurations(args.stages, args.microbatches, args.schedules))
+    wanted = searches() if args.searched else list(configurations(args.stages, args.microbatches, args.schedules))
     before = jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", True)
     rows: list[Row] = []
@@ -77,6 +79,12 @@ def configurations(
             yield Configuration(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule)
 
 
+def searches() -> list[Configuration]:
+    """All devices as the search likes it, and in two stages."""
+    given: list[dict[str, int]] = [{}, {"num_stages": 2, "num_microbatches": 2}]
+    return [Configuration(num_stages=1, num_microbatches=1, searched=True, options=options) for options in given]
+
+
 def measure(case: Case, configuration: Configuration) -> Row:
     """One comparison; a step that cannot be parallelized is a row as well."""
     start = time.perf_counter()
@@ -89,13 +97,19 @@ def measure(case: Case, configuration: Configuration) -> Row:
         model=case.name,
         num_stages=configuration.num_stages,
         num_microbatches=configuration.num_microbatches,
-        schedule=configuration.schedule if configuration.num_stages > 1 else "",
+        schedule=_schedule_words(configuration),
         equal=equal,
         difference=difference,
         tolerance=case.tolerance,
         message=message,
         seconds=time.perf_counter() - start,
     )
+
+
+def _schedule_words(configuration: Configuration) -> str:
+    if configuration.searched:
+        return str(configuration)
+    return configuration.schedule if configuration.num_stages > 1 else ""
 
 
 def print_table(rows: Sequence[Row]) -> None:

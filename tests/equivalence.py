@@ -26,16 +26,22 @@ SMALLEST_SCALE = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """How to parallelize. One stage is `DataParallel`, or `ShardParallel` if `options` give a mesh shape."""
+    """How to parallelize. One stage is `DataParallel`, or `ShardParallel` if `options` give a mesh shape.
+
+    `searched` is `Auto` for all devices, which finds what is not in its `options`; the other fields are then 1.
+    """
 
     num_stages: int
     num_microbatches: int
     schedule: str = "1f1b"
     donate: bool = False
+    searched: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)  # further fields of the method
 
     def method(self, case: Case) -> Method:
         """The method for a case: its batch statistics are the case's."""
+        if self.searched:
+            return autopar.Auto(**self.options)
         given = {"num_microbatches": self.num_microbatches, "batch_statistics": case.batch_statistics, **self.options}
         if self.num_stages > 1:
             return autopar.PipelineParallel(num_stages=self.num_stages, schedule=self.schedule, **given)
@@ -44,6 +50,8 @@ class Configuration:
         return autopar.DataParallel(**given)
 
     def __str__(self) -> str:
+        if self.searched:
+            return " ".join(["searched", *(f"{name}={value}" for name, value in self.options.items())])
         pipelined = f"{self.num_stages} stages {self.schedule}" if self.num_stages > 1 else "1 stage"
         words = [f"{name}={value}" for name, value in self.options.items() if name != "specs"]
         words += ["specs"] * ("specs" in self.options) + ["donated"] * self.donate
