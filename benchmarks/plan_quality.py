@@ -2,13 +2,15 @@
 
     python -m benchmarks.plan_quality --models mlp gpt --meshes 8 2x4 --budgets inf 0.5 --timed --json plan_quality.json
     python -m benchmarks.plan_quality --target h100 --sizes large      (compiles ahead of time: needs autopar[gpu-aot])
+    python -m benchmarks.plan_quality --timed --figures machine.json   (written by `autopar calibrate --json FILE`)
 
 Every plan by hand is compiled, on every mesh whose axes may stand for those of the plan; the best is the one of least
 modelled time (`compiled_figures.py`) that keeps within the memory budget, and, apart from it, the one that sends the
 fewest bytes. These are often two plans, and no plan need keep below both; what may not be is a plan by hand that takes
 less time and sends fewer bytes than ours, and such cells are counted (`beaten_by`). Budgets are shares of what pure
 data parallelism keeps in memory. With `--timed` ours takes steps in turn with the three plans by hand of least modelled
-time, on the devices that are here; the ratio is the median over rounds.
+time, on the devices that are here; the ratio is the median over rounds. The figures of a CPU are those of a small
+machine by order of magnitude, unless `--figures` says what was measured: ours is planned by them, and all modelled.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+# A device of the CPU runs collectives of different groups at once, each of which holds a thread until all are there.
+# With as many threads as devices, XLA's default, some wait for a device that has no thread left to join them.
+os.environ.setdefault("PJRT_NPROC", "32")
 
 import jax
 from rich.console import Console
@@ -108,9 +113,8 @@ class Machine:
     """What is compiled for, and its figures. `devices` may be abstract, of a GPU that is not here."""
 
     devices: Sequence[Any]
-    kind: str
+    cluster: autopar.Cluster | None  # that ours is planned for; None: the devices that are here, by their kind
     figures: MeshFigures
-    here: bool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -120,13 +124,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--budgets", nargs="+", type=float, default=[math.inf], help="shares of data parallel's memory")
     parser.add_argument("--sizes", choices=("small", "large"), default="small")
     parser.add_argument("--target", help="compile for this GPU instead of the devices that are here")
+    parser.add_argument("--figures", type=Path, metavar="FILE", help="plan for the devices here by what they measured")
     parser.add_argument("--timed", action="store_true", help="take steps, too; not with --target")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every cell")
     args = parser.parse_args(argv)
     if args.timed and args.target:
         parser.error("--timed takes steps on the devices that are here, --target compiles for others; give one of them")
-    machine = machine_of(args.target)
+    if args.figures and args.target:
+        parser.error("--figures says what the devices here do, --target compiles for others; give one of them")
+    machine = machine_of(args.target, args.figures)
     rows: list[Row] = []
     compiled_by_hand: dict[str, dict[str, Any]] = {}
     for name in args.models:
@@ -138,16 +145,27 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append(compare(model, mesh, share, theirs, machine, args.repetitions if args.timed else 0))
             if args.json:
                 result = {"machine": describe_machine(), "target": args.target or "cpu", "sizes": args.sizes}
+                result |= {"figures": asdict(machine.figures)}
                 result |= {"summary": summary(rows), "rows": [*map(row_data, rows)], "by_hand": compiled_by_hand}
                 args.json.write_text(json.dumps(finite(result), indent=1, allow_nan=False) + "\n")
         jax.clear_caches()
     print_table(rows)
 
 
-def machine_of(target: str | None) -> Machine:
-    kind = target or jax.devices()[0].device_kind
-    devices = gpu_devices(target, NUM_DEVICES) if target else jax.devices()[:NUM_DEVICES]
-    return Machine(devices=devices, kind=kind, figures=figures_of(kind, (NUM_DEVICES,)), here=target is None)
+def machine_of(target: str | None, figures: Path | None = None) -> Machine:
+    """The devices that are here by their kind or by measured figures, or those of a target."""
+    here = jax.devices()[:NUM_DEVICES]
+    if target:
+        cluster = autopar.Cluster(num_devices=NUM_DEVICES, kind=target)
+    elif figures:
+        cluster = autopar.Cluster.load(figures).with_devices(len(here))
+    else:
+        return Machine(devices=here, cluster=None, figures=figures_of(here[0].device_kind, (NUM_DEVICES,)))
+    return Machine(
+        devices=gpu_devices(target, NUM_DEVICES) if target else here,
+        cluster=cluster,
+        figures=figures_of(cluster.described_by, (NUM_DEVICES,)),
+    )
 
 
 def compile_all(model: Model, machine: Machine) -> Iterator[ByHand]:
@@ -168,8 +186,8 @@ def compare(model: Model, mesh: str, share: float, theirs: Sequence[ByHand], mac
         model.step,
         method=autopar.Auto(mesh_shape=shape, memory="off" if math.isinf(budget) else budget),
         donate_argnums=0,
-        # For the devices that are here plans are compiled to see that they keep the budget, and may use all of it.
-        cluster=None if machine.here else autopar.Cluster(num_devices=NUM_DEVICES, kind=machine.kind),
+        # Without a cluster plans are compiled to see that they keep the budget, and may use all of it.
+        cluster=machine.cluster,
     )
     start = time.perf_counter()
     ours, planned_ms, message = None, math.nan, ""

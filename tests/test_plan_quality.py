@@ -12,11 +12,23 @@ import pytest
 import autopar
 from autopar.compiler.intra_op.figures import cpu_figures
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives, wire_bytes_by_kind
+from autopar.machine import Machine
 from benchmarks.compiled_figures import CompiledFigures, compile_program, figures_of_compiled, peak_bytes
 from benchmarks.hand_plans import HandPlan, compile_by_hand, hand_plans
 from benchmarks.hlo_roofline import Kernel, Work, work_of
 from benchmarks.models import MODELS
-from benchmarks.plan_quality import ByHand, Row, beats, finite, ratio_to_fastest, row_data, summary, time_in_turn
+from benchmarks.plan_quality import (
+    ByHand,
+    Row,
+    beats,
+    finite,
+    machine_of,
+    main,
+    ratio_to_fastest,
+    row_data,
+    summary,
+    time_in_turn,
+)
 
 SMALL = {
     "mlp": {"width": 16, "hidden": 32, "batch": 16},
@@ -265,3 +277,22 @@ def test_every_contestant_takes_all_steps_but_the_one_that_settles():
     by_hand = ByHand(plan=plan, compiled=theirs, figures=figures)
     times = time_in_turn(model, step, compile_program(program, devices), [by_hand], repetitions=2)
     assert {name: len(seconds) for name, seconds in times.items()} == {str(plan): 2, "autopar": 2}
+
+
+def test_measured_figures_are_what_is_planned_by_and_modelled_with(tmp_path):
+    measured = replace(Machine.named("cpu"), name="measured-cpu", memory_bandwidth=5e9, kernel_s=1e-6)
+    measured.save(tmp_path / "here.json")
+    found, by_kind = machine_of(None, tmp_path / "here.json"), machine_of(None)
+    assert found.cluster is not None and found.cluster.machine == measured
+    assert (found.cluster.num_devices, list(found.devices)) == (8, list(by_kind.devices))
+    assert (found.figures.name, found.figures.memory_bandwidth, found.figures.kernel_s) == ("measured-cpu", 5e9, 1e-6)
+    assert by_kind.cluster is None and by_kind.figures == cpu_figures(1)
+
+
+@pytest.mark.parametrize(
+    "words", [["--target", "h100", "--timed"], ["--target", "h100", "--figures", "here.json"]], ids=" ".join
+)
+def test_devices_that_are_not_here_are_neither_timed_nor_measured(words, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "give one of them" in capsys.readouterr().err
