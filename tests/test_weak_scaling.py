@@ -20,6 +20,7 @@ from benchmarks.models.alpa_moe import MoESize, alpa_moe
 from benchmarks.models.sizes import FAMILIES
 from benchmarks.models.wide_resnet import ResNetSize, wide_resnet
 from benchmarks.planned_case import planned_row
+from benchmarks.schedules import simulated
 from benchmarks.weak_scaling_plot import draw
 from benchmarks.weak_scaling_rows import merged, read_json, row_of, rows_table, share_of_linear, write_json
 
@@ -265,3 +266,16 @@ def test_a_model_runs_on_devices_of_this_machine_and_its_row_is_written(tmp_path
     assert list(row) == KEYS
     assert (row["model"], row["gpus"], row["method"]) == ("wresnet-12-channels", 2, "data")
     assert row["step_time_s"] > 0 and row["tokens_per_s"] > 0
+
+
+def test_schedules_are_compared_on_the_same_stages():
+    workload = alpa_gpt("small-gpt", dataclasses.replace(GPT, layers=8, batch=8), jnp.float16)
+    step = autopar.parallelize(workload.step, cluster=HOST.with_devices(2), donate_argnums=(0,))
+    traced = step.trace(workload.abstract_state, workload.abstract_batch)
+    times = {
+        virtual: simulated(workload, traced, HOST.with_devices(2), "1x1x2", schedule, virtual).step_time_s
+        for schedule, virtual in (("1f1b", 1), ("interleaved", 2))
+    }
+    assert times[2] < times[1]
+    refused = simulated(workload, traced, HOST.with_devices(2), "1x1x2", "interleaved", 40)
+    assert refused.step_time_s is None and "stages" in refused.message

@@ -38,11 +38,6 @@ class ChoiceTables:
     transfer_s: Floats
     costs: dict[tuple[int, int, int], Sequence[StageCost]]  # (submesh, start, stop)
 
-    @property
-    def num_choices(self) -> int:
-        """Most choices of one range and submesh."""
-        return self.fill_s.shape[-1]
-
     def limits(self, memory_bytes: float, *, num_stages: int) -> Ints:
         """For each choice the most stages behind it with which it fits, -1 if it never does."""
         flights = np.array(
