@@ -116,13 +116,14 @@ def search_stages(
     only where `submeshes.always_fits` is false, and what it refuses keeps the bound from rising above it.
     `time_limit_s` does not end the search before there is a partition, as there is no answer without one.
     """
-    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     if num_layers < 1 or (max_stages is not None and max_stages < 1):
         raise InvalidArgument(
             f"{num_layers} layers cannot be cut into at most {max_stages} stages. Give at least 1 of both."
         )
     timing = Timing(schedule=schedule, num_microbatches=num_microbatches, virtual_stages=virtual_stages)
     tables = choice_tables(num_layers, num_devices, submeshes, stage_costs, transfer_s, timing)
+    # Costs are found when they are asked for first, which may take longer than the search.
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     state = _State(
         tables=tables,
         memory_bytes=memory_bytes,
