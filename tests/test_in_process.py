@@ -331,6 +331,26 @@ def test_pieces_that_are_on_their_mesh_are_neither_moved_nor_copied() -> None:
         step([once])
 
 
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P()], ids=str)
+def test_pieces_of_one_mesh_are_taken_apart_there(spec, monkeypatch) -> None:
+    step = InProcess(jax.devices()).load(stacked((0, 0, 1, 1), spec=spec))
+    once = step([np.zeros((16, 4), np.float32)])[0]
+    assert len(once.sharding.device_set) == 8
+
+    def fetched(argument: jax.Array) -> None:
+        raise AssertionError("fetched to the host")
+
+    monkeypatch.setattr("autopar.runtime.placement._on_host", fetched)
+    np.testing.assert_array_equal(step([once])[0], np.full((16, 4), 2.0))
+
+
+def test_what_lies_across_meshes_otherwise_comes_by_way_of_the_host() -> None:
+    # A program that takes it apart would run on all devices, beside those of the meshes.
+    rows = np.arange(64, dtype=np.float32).reshape(16, 4)
+    across = jax.device_put(rows, NamedSharding(Mesh(np.array(jax.devices()), "all"), P()))
+    np.testing.assert_array_equal(InProcess(jax.devices()).load(stacked((0, 0, 1, 1)))([across])[0], rows + 1)
+
+
 def test_a_window_of_everything_is_the_argument_itself() -> None:
     program = stacked((0,))
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Auto,))

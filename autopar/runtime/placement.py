@@ -3,15 +3,20 @@
 An argument serves any number of inputs: whole ones, one per mesh that reads it, and windows, which are
 microbatches or the pieces of a stacked parameter. A whole input that has its layout is the argument itself,
 and a piece whose shards lie on its mesh takes over those shards; so what an executable donates may be the
-user's own buffer. That is right: a program donates inputs of donated arguments only. All that does have to
-move goes in one `device_put`.
+user's own buffer. That is right: a program donates inputs of donated arguments only. Several pieces of one mesh
+are taken apart there. All that does have to move goes in one `device_put`.
+
+No program here runs on the devices of several meshes: it would wait for all of them inside of a collective, while
+they wait for each other.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
@@ -33,6 +38,15 @@ class Use:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Together:
+    """The windows of one mesh, if they follow each other: as one window, and how that is taken apart."""
+
+    use: Use
+    parts: tuple[Use, ...]
+    split: Callable[[Any], list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Leaf:
     """One argument: how large it is, and the inputs that it serves."""
 
@@ -44,8 +58,11 @@ class Leaf:
     # The same, and in the layouts wanted, for an argument that lies on the one mesh which reads it.
     reshard: Callable[[Any], list[Any]] | None
     mesh_devices: frozenset[Device]
-    # Per layout of the argument that was seen: the devices of every window, when all lie there already.
+    together: tuple[Together, ...] | None
+    # Per layout of the argument that was seen: the devices of every window, when all lie there already; the same for
+    # the windows of a mesh together.
     local: dict[Sharding, list[list[Device]] | None] = field(default_factory=dict)
+    local_together: dict[Sharding, list[list[Device]] | None] = field(default_factory=dict)
 
 
 def placement(
@@ -102,21 +119,44 @@ def _place_windows(leaf: Leaf, argument: Any, is_array: bool, placed: list[Any],
     if not is_array:
         moves.extend((use.place, argument[_index(use.window)], use.sharding) for use in leaf.windows)
         return
-    if argument.sharding not in leaf.local:
-        leaf.local[argument.sharding] = _local_devices(leaf, argument.sharding)
-    local = leaf.local[argument.sharding]
-    if local is None and leaf.reshard is not None and argument.sharding.device_set == leaf.mesh_devices:
+    there = argument.sharding
+    if there not in leaf.local:
+        leaf.local[there] = _local_devices(leaf.windows, leaf.shape, there)
+        wider = None if leaf.together is None else [each.use for each in leaf.together]
+        leaf.local_together[there] = None if wider is None else _local_devices(wider, leaf.shape, there)
+    local, local_together = leaf.local[there], leaf.local_together[there]
+    if local is not None:
+        for use, array in zip(leaf.windows, _taken_over(argument, leaf.windows, local)):
+            placed[use.place] = array
+    elif leaf.reshard is not None and there.device_set == leaf.mesh_devices:
         for use, piece in zip(leaf.windows, leaf.reshard(argument)):
             placed[use.place] = piece
-        return
-    if local is None:
-        pieces = leaf.split(argument)
-        moves.extend((use.place, piece, use.sharding) for use, piece in zip(leaf.windows, pieces))
-        return
+    elif leaf.together is not None and local_together is not None:
+        wider = _taken_over(argument, [each.use for each in leaf.together], local_together)
+        for each, array in zip(leaf.together, wider):
+            for use, piece in zip(each.parts, each.split(array)):
+                placed[use.place] = piece
+    elif len(there.device_set) == 1:
+        moves.extend((use.place, piece, use.sharding) for use, piece in zip(leaf.windows, leaf.split(argument)))
+    else:
+        here = _on_host(argument)
+        moves.extend((use.place, here[_index(use.window)], use.sharding) for use in leaf.windows)
+
+
+def _taken_over(argument: Any, uses: Sequence[Use], devices: Sequence[Sequence[Device]]) -> list[jax.Array]:
+    """The shards of an argument as the arrays that they are on these devices; no byte moves."""
     shards = {shard.device: shard.data for shard in argument.addressable_shards}
-    for use, devices in zip(leaf.windows, local):
-        own = [shards[device] for device in devices]
-        placed[use.place] = jax.make_array_from_single_device_arrays(use.shape, use.sharding, own)
+    return [
+        jax.make_array_from_single_device_arrays(use.shape, use.sharding, [shards[device] for device in each])
+        for use, each in zip(uses, devices)
+    ]
+
+
+def _on_host(argument: jax.Array) -> Any:
+    if not jnp.issubdtype(argument.dtype, jax.dtypes.prng_key):
+        return np.asarray(argument)
+    words = jnp.asarray(np.asarray(jax.random.key_data(argument)))
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(argument))
 
 
 def _index(window: Window | None) -> tuple[slice, ...]:
@@ -124,18 +164,18 @@ def _index(window: Window | None) -> tuple[slice, ...]:
     return (*(slice(None),) * window.axis, slice(window.start, window.stop))
 
 
-def _local_devices(leaf: Leaf, there: Sharding) -> list[list[Device]] | None:
+def _local_devices(uses: Sequence[Use], shape: tuple[int, ...], there: Sharding) -> list[list[Device]] | None:
     """The devices of each window's shards, if each holds just its shard of the window already."""
-    held = there.devices_indices_map(leaf.shape)
+    held = there.devices_indices_map(shape)
     devices: list[list[Device]] = []
-    for use in leaf.windows:
+    for use in uses:
         assert use.window is not None
         wanted = use.sharding.devices_indices_map(use.shape)
         for device, index in wanted.items():
             shifted = _bounds(index, use.shape)
             start, stop = shifted[use.window.axis]
             shifted[use.window.axis] = (start + use.window.start, stop + use.window.start)
-            if device not in held or _bounds(held[device], leaf.shape) != shifted:
+            if device not in held or _bounds(held[device], shape) != shifted:
                 return None
         devices.append(list(wanted))
     return devices
@@ -165,7 +205,35 @@ def _leaf(number: int, shape: tuple[int, ...], uses: Sequence[Use]) -> Leaf:
         split=jax.jit(split),
         reshard=jax.jit(split, out_shardings=[use.sharding for use in windows]) if len(meshes) == 1 else None,
         mesh_devices=frozenset(windows[0].sharding.device_set) if windows else frozenset(),
+        together=_together(windows),
     )
+
+
+def _together(windows: Sequence[Use]) -> tuple[Together, ...] | None:
+    """The windows by their meshes; None if those of a mesh do not follow each other, or differ in their layouts."""
+    by_mesh: dict[Any, list[Use]] = {}
+    for use in windows:
+        by_mesh.setdefault(use.sharding.mesh, []).append(use)
+    found: list[Together] = []
+    for parts in by_mesh.values():
+        spans = [(use.window.start, use.window.stop) for use in parts if use.window is not None]
+        axis = parts[0].window.axis if parts[0].window is not None else 0
+        whole = len({use.sharding for use in parts}) == 1 and all(
+            use.window is not None and use.window.axis == axis for use in parts
+        )
+        if not whole or any(a[1] != b[0] for a, b in pairwise(spans)):
+            return None
+        start, stop = spans[0][0], spans[-1][1]
+        shape = parts[0].shape
+        use = replace(
+            parts[0],
+            shape=(*shape[:axis], stop - start, *shape[axis + 1 :]),
+            window=Window(axis=axis, start=start, stop=stop),
+        )
+        split = _splitter([Window(axis=axis, start=a - start, stop=b - start) for a, b in spans])
+        layouts = [use.sharding for use in parts]
+        found.append(Together(use=use, parts=tuple(parts), split=jax.jit(split, out_shardings=layouts)))
+    return tuple(found)
 
 
 def _splitter(windows: Sequence[Window | None]) -> Callable[[jax.Array], list[jax.Array]]:
