@@ -10,8 +10,9 @@ Methods, beside the search of everything:
     intra-only   any sharding on one mesh of all devices
     inter-only   a pipeline of stages of one device each, with as many layers in each
 
-Those between the searches are plans by hand (`autopar.Megatron`, candidates in `hand_candidates.py`). What a GPU's
-memory does not hold is out of memory: its row tells the bytes of the leanest plan, and no time.
+Those between the searches are plans by hand (`autopar.Megatron`, candidates in `hand_candidates.py`). All plans may use
+the same share of a GPU's memory, that of `Auto` by default: the rest is for CUDA's context, buffers of NCCL, and what
+fragments. A plan that needs more is out of memory: its row tells the bytes of the leanest plan, and no time.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from benchmarks.weak_scaling_rows import Row, row_of
 
 METHODS = ("auto", *HAND_METHODS, "intra-only")
 _ROWS = 8
+_SHARE_OF_MEMORY = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,9 +178,15 @@ def _traced(workload: Workload, cluster: autopar.Cluster) -> autopar.Traced:
 
 def _timed(planned: autopar.Planned, cluster: autopar.Cluster) -> _Timed:
     sharding = planned.plan.sharding
+    room = _SHARE_OF_MEMORY * cluster.machine.memory_bytes
     if sharding is None:
         report = planned.simulate(cluster)
-        return _Timed(plan=planned.plan, step_time_s=report.step_time_s, peak_bytes=report.peak_bytes, fits=report.fits)
+        return _Timed(
+            plan=planned.plan,
+            step_time_s=report.step_time_s,
+            peak_bytes=report.peak_bytes,
+            fits=report.peak_bytes <= room,
+        )
     # One program on one mesh: the search has priced it as it runs.
     if sharding.figures != cluster.machine.name or planned.plan.num_devices != cluster.num_devices:
         raise InvalidArgument(
@@ -189,5 +197,5 @@ def _timed(planned: autopar.Planned, cluster: autopar.Cluster) -> _Timed:
         plan=planned.plan,
         step_time_s=sharding.step_time_s,
         peak_bytes=sharding.peak_bytes,
-        fits=sharding.peak_bytes <= cluster.machine.memory_bytes,
+        fits=sharding.peak_bytes <= room,
     )

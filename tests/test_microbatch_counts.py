@@ -1,4 +1,4 @@
-"""Numbers of microbatches are tried upwards as long as that helps; unusual ones are for what fits nowhere else."""
+"""Numbers of microbatches are tried upwards as long as that helps; unusual ones only where memory is short."""
 
 import math
 
@@ -26,7 +26,7 @@ def test_what_helps_is_tried(times, start, tried):
 
 
 @pytest.mark.parametrize(("first", "last_tried"), [(1.0, 2), (math.inf, 4)])
-def test_unusual_numbers_are_for_what_fits_nowhere_else(first, last_tried):
+def test_unusual_numbers_are_looked_at_only_where_memory_is_short(first, last_tried):
     times = [first, first, first * 0.9, 0.5, 0.4]
     found: dict[int, float] = {}
     descend(lambda place: found.setdefault(place, times[place]), len(times), 1, math.inf, usual_size=3)

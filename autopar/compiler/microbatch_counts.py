@@ -23,7 +23,7 @@ def descend(
     """Go up from a place as long as that helps, else down; from where nothing is possible, up and then down.
 
     A place has no step time where the batch cannot be split so, and an infinite one where nothing fits. Places from
-    `usual_size` on are for what is possible nowhere else.
+    `usual_size` on are looked at only where memory is short: nothing fits at the start.
     """
 
     def time_s(place: int) -> float:
@@ -31,8 +31,10 @@ def descend(
         return math.inf if found is None else found
 
     best, at = time_s(start), start
-    if math.isinf(best) and _fits_nowhere(step_time_s, size):
-        return
+    if math.isinf(best):
+        if _fits_nowhere(step_time_s, size):
+            return
+        usual_size = size
     for direction in (1, -1):
         place = start + direction
         while 0 <= place < size and (math.isinf(best) or (place < usual_size and time.monotonic() < deadline)):

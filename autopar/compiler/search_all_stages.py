@@ -39,7 +39,7 @@ _WORTH_SPLITTING = 0.05
 """Of the step: less time than that is not worth looking at layers whose weight gradients are tasks of their own."""
 _VIRTUAL_STAGES = (2, 4)
 """Stages on a mesh that the interleaved schedule is tried with."""
-_SHARE_FOR_STAGES = 0.2
+_SHARE_FOR_STAGES = 0.3
 """Of the time limit, after which no further number of microbatches is tried."""
 
 
@@ -80,7 +80,9 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
     usual = usual_place(problem, counts, num_layers)
     start = first_likely(is_likely, len(counts), usual)
     deadline = began + _SHARE_FOR_STAGES * problem.method.time_limit_s
-    descend(time_s, len(counts), start, deadline, usual_size(problem, counts))
+    # Where memory is short, smaller microbatches leave room for faster layouts.
+    most = usual_size(problem, counts) if start == usual else len(counts)
+    descend(time_s, len(counts), start, deadline, most)
     if found:
         return sorted(found.values(), key=lambda each: each.step_time_s)
     if shortages:
@@ -128,7 +130,7 @@ def _fits_by_hosts(
     much less to find out than what the best stages are.
     """
     cluster = problem.cluster
-    if problem.num_stages is not None or problem.method.num_microbatches is not None or cluster.num_hosts == 1:
+    if problem.num_stages is not None or problem.method.num_microbatches is not None:
         return True
     for remat in _remats(problem):
         known = _first_known(problem, counts, remat, num_layers, loop_pieces, options)
