@@ -160,10 +160,11 @@ class MeshSharding:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """How good the stages of a plan are: the time of a step by the schedule's formula, and what it cannot fall below.
+    """How good the stages of a plan are: the time of a step with its schedule played through, and a bound on it.
 
     The bound is for every cut of the step's layers into stages on the submeshes of the cluster, for the numbers of
-    microbatches in `tried`, with layers as fast as the intra-operator pass makes each of them.
+    microbatches in `tried`, with layers as fast as the intra-operator pass makes each of them, by the formulas of the
+    schedules that were tried. Played through, unequal stages can take less than a formula says.
     """
 
     step_time_s: float
@@ -189,7 +190,7 @@ class Certificate:
         tried = ", ".join(map(str, self.tried))
         best = f"; next best: {self.runners_up[0][0]}, {1e3 * self.runners_up[0][1]:.4g} ms" if self.runners_up else ""
         return (
-            f"{1e3 * self.step_time_s:.4g} ms per step by the schedule's formula, at most {100 * self.gap:.2g} % above "
+            f"{1e3 * self.step_time_s:.4g} ms per step by the schedule, at most {100 * self.gap:.2g} % above "
             f"the best stages for {tried} microbatches{best}"
         )
 

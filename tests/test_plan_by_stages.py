@@ -111,6 +111,12 @@ def test_what_is_given_is_fixed(fields, shapes):
     assert (plan.num_microbatches, plan.schedule) == (2, "gpipe")
 
 
+def test_interleaved_stages_are_one_to_a_mesh_where_layers_are_few():
+    cluster = autopar.Cluster(num_devices=8, machine=machine())
+    plan = traced(autopar.Auto(num_stages=4, schedule="interleaved", num_microbatches=8), cluster).plan().plan
+    assert [stage.mesh for stage in plan.stages] == [0, 1, 2, 3]
+
+
 def test_pins_hold_in_stages():
     pins = {r"h_\d/up": P(None, "model")}
     method = autopar.Auto(num_stages=2, num_microbatches=2, pins=pins)

@@ -29,7 +29,6 @@ from autopar.compiler.stage_ranges import RangeCosts, StageProblem
 from autopar.compiler.stages_found import StagesFound
 from autopar.errors import InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
 from autopar.progress import tell, tell_best
-from autopar.search_methods import Auto
 
 _LIKELY = 0.9
 """Of the memory, what stages judged by the layers of another number of microbatches are to need at most."""
@@ -98,21 +97,21 @@ def _search(
 ) -> StagesFound:
     """The best schedule, without recomputation if that fits."""
 
-    def found(remat: bool, schedules: Sequence[tuple[str, int]]) -> StagesFound:
-        splits = schedules[0][0] == _SPLITTING
-        known = _known(problem, num_microbatches, remat, num_layers, loop_pieces, options, splits=splits)
-        return _search_layers(problem, *known, remat, schedules)
+    def found(remat: bool, *, splits: bool = False) -> StagesFound:
+        layers, costs = _known(problem, num_microbatches, remat, num_layers, loop_pieces, options, splits=splits)
+        schedules = [(_SPLITTING, 1)] if splits else list(_schedules(problem, len(layers.class_of)))
+        return _search_layers(problem, layers, costs, remat, schedules)
 
     shortage: MemoryTooSmall | None = None
     for remat in _remats(problem):
         try:
-            best = found(remat, list(_schedules(problem.method, num_layers)))
+            best = found(remat)
         except MemoryTooSmall as error:
             shortage = error
             continue
-        if problem.method.schedule is None and best.most_from_splitting > _WORTH_SPLITTING:
+        if problem.method.schedule is None and best.gain_from_splitting > _WORTH_SPLITTING:
             with suppress(MemoryTooSmall):
-                best = min(best, found(remat, [(_SPLITTING, 1)]), key=lambda each: each.step_time_s)
+                best = _fastest([best, found(remat, splits=True)])
         return best
     assert shortage is not None
     raise shortage
@@ -243,18 +242,26 @@ def _search_layers(
     if not found:
         assert shortage is not None
         raise shortage
-    best = min(found, key=lambda each: each.step_time_s)
+    best = _fastest(found)
     tell_best(best.step_time_s)
+    return best
+
+
+def _fastest(found: Sequence[StagesFound]) -> StagesFound:
+    """The fastest, with a bound that holds for all."""
+    best = min(found, key=lambda each: each.step_time_s)
     bound_s = min(each.search.lower_bound_s for each in found)
     return replace(best, search=replace(best.search, lower_bound_s=bound_s))
 
 
-def _schedules(method: Auto, num_layers: int) -> Iterator[tuple[str, int]]:
+def _schedules(problem: StageProblem, num_layers: int) -> Iterator[tuple[str, int]]:
     """Schedules to try, each with its number of stages on a mesh: one if the number of stages is given."""
+    method = problem.method
     if method.schedule != "interleaved":
         yield from ((each, 1) for each in ((method.schedule,) if method.schedule else _SCHEDULES))
     if method.schedule == "interleaved" or (method.schedule is None and method.num_stages is None):
-        fitting = [count for count in _VIRTUAL_STAGES if num_layers >= 2 * count]
+        meshes = problem.num_stages or 2  # of which each needs a layer for every stage
+        fitting = [count for count in _VIRTUAL_STAGES if num_layers >= meshes * count]
         yield from (("interleaved", count) for count in fitting or [1])
 
 

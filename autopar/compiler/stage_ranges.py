@@ -140,19 +140,14 @@ class RangeCosts:
         return self.sums[submesh, price]
 
     def transfer_s(self, cut: int, source: Submesh, target: Submesh) -> float:
-        """Activations and cotangents over a cut, as `cut_transfer_s`."""
-        return cut_transfer_s(self.problem, self.layers, cut, source, target)
+        """Activations and cotangents over a cut, which the devices of both sides share.
 
-
-def cut_transfer_s(problem: StageProblem, layers: Layers, cut: int, source: Submesh, target: Submesh) -> float:
-    """Seconds for activations and cotangents over a cut, which the devices of both sides share.
-
-    Where the cluster is more than one fast domain, every cut is priced as one between domains: some cut is, and the
-    slowest one sets the pace.
-    """
-    machine = problem.machine
-    nbytes = layers.crossing_bytes[cut - 1] / 2 / min(source.num_devices, target.num_devices)
-    return 2 * machine.transfer_s(nbytes, problem.num_devices <= machine.domain)
+        Where the cluster is more than one fast domain, every cut is priced as one between domains: some cut is, and the
+        slowest one sets the pace.
+        """
+        machine = self.problem.machine
+        nbytes = self.layers.crossing_bytes[cut - 1] / 2 / min(source.num_devices, target.num_devices)
+        return 2 * machine.transfer_s(nbytes, self.problem.num_devices <= machine.domain)
 
 
 def _sums(layers: Sequence[StageCost]) -> _Sums:

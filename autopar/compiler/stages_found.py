@@ -52,14 +52,16 @@ class StagesFound:
         )
 
     @property
-    def most_from_splitting(self) -> float:
-        """What of the step putting off weight gradients can gain at most: two thirds of the pipeline's filling."""
+    def gain_from_splitting(self) -> float:
+        """What of the step putting off weight gradients can gain: where forward, input and weight gradients take equal
+        times, two thirds of what fills the pipeline.
+        """
         fills_s = [stage.cost.forward_s + stage.cost.backward_s for stage in self.search.best.stages]
         return 2 / 3 * (sum(fills_s) - max(fills_s)) / self.step_time_s
 
 
 def lower_bound_s(ranked: Sequence[StagesFound]) -> float:
-    """Seconds that no stages take less than, for all numbers of microbatches."""
+    """Seconds that no stages take less than by the formulas of the schedules that were tried."""
     return min(each.search.lower_bound_s * (1 - each.costs_gap) for each in ranked)
 
 

@@ -120,7 +120,7 @@ def _contract(problem: Problem, upper: float, *, effort: Effort, start: States |
         return _only(reduced.expand(()), problem, reduced.constant)
     inner, spare = effort.after(reduced.constant), upper - reduced.constant
     known = None if start is None else reduced.core_states(start)
-    if total_pairs(reduced.core) <= QUICK_PROGRAM:
+    if total_pairs(reduced.core) <= QUICK_PROGRAM and inner.left_s > 0:
         contracted, how = None, ()
         found = _by_solver(reduced.core, spare, effort=inner, start=known)
     else:
