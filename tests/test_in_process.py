@@ -344,6 +344,14 @@ def test_pieces_of_one_mesh_are_taken_apart_there(spec, monkeypatch) -> None:
     np.testing.assert_array_equal(step([once])[0], np.full((16, 4), 2.0))
 
 
+def test_what_lies_on_one_mesh_is_taken_apart_there_for_all(monkeypatch) -> None:
+    step = InProcess(jax.devices()).load(stacked((0, 1, 0, 1)))
+    once = step([np.zeros((16, 4), np.float32)])[0]
+    assert len(once.sharding.device_set) == 4
+    monkeypatch.setattr("autopar.runtime.placement._on_host", None)  # calling it is an error
+    np.testing.assert_array_equal(step([once])[0], np.full((16, 4), 2.0))
+
+
 def test_what_lies_across_meshes_otherwise_comes_by_way_of_the_host() -> None:
     # A program that takes it apart would run on all devices, beside those of the meshes.
     rows = np.arange(64, dtype=np.float32).reshape(16, 4)

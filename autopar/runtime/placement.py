@@ -58,6 +58,7 @@ class Leaf:
     # The same, and in the layouts wanted, for an argument that lies on the one mesh which reads it.
     reshard: Callable[[Any], list[Any]] | None
     mesh_devices: frozenset[Device]
+    all_meshes: frozenset[frozenset[Device]]
     together: tuple[Together, ...] | None
     # Per layout of the argument that was seen: the devices of every window, when all lie there already; the same for
     # the windows of a mesh together.
@@ -70,8 +71,9 @@ def placement(
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """A function from the flat arguments to one array per input of the program, in its layout."""
     types = argument_types(program, leaf_names)
+    meshes = frozenset(frozenset(layout.device_set) for layout in layouts)
     leaves = [
-        _leaf(number, types.types[number].shape, [_use(program, place, layouts[place]) for place in places])
+        _leaf(number, types.types[number].shape, [_use(program, place, layouts[place]) for place in places], meshes)
         for number, places in places_of(program).items()
     ]
     constants = [
@@ -136,7 +138,7 @@ def _place_windows(leaf: Leaf, argument: Any, is_array: bool, placed: list[Any],
         for each, array in zip(leaf.together, wider):
             for use, piece in zip(each.parts, each.split(array)):
                 placed[use.place] = piece
-    elif len(there.device_set) == 1:
+    elif any(there.device_set <= devices for devices in leaf.all_meshes) or len(there.device_set) == 1:
         moves.extend((use.place, piece, use.sharding) for use, piece in zip(leaf.windows, leaf.split(argument)))
     else:
         here = _on_host(argument)
@@ -191,7 +193,7 @@ def _use(program: Program, place: int, sharding: NamedSharding) -> Use:
     return Use(place=place, sharding=sharding, shape=shape, window=item.window)
 
 
-def _leaf(number: int, shape: tuple[int, ...], uses: Sequence[Use]) -> Leaf:
+def _leaf(number: int, shape: tuple[int, ...], uses: Sequence[Use], all_meshes: frozenset[frozenset[Device]]) -> Leaf:
     # A window of everything would be a copy, and not the argument itself.
     whole = tuple(use for use in uses if use.window is None or use.shape == shape)
     windows = tuple(use for use in uses if use not in whole)
@@ -205,6 +207,7 @@ def _leaf(number: int, shape: tuple[int, ...], uses: Sequence[Use]) -> Leaf:
         split=jax.jit(split),
         reshard=jax.jit(split, out_shardings=[use.sharding for use in windows]) if len(meshes) == 1 else None,
         mesh_devices=frozenset(windows[0].sharding.device_set) if windows else frozenset(),
+        all_meshes=all_meshes,
         together=_together(windows),
     )
 
