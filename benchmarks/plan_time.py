@@ -149,7 +149,7 @@ def measure(case: Case) -> Row:
 
 
 def print_table(rows: Iterable[Row]) -> None:
-    console = Console()
+    console = Console(width=None if Console().is_terminal else 170)
     table = Table(title="Seconds to plan one train step, from a cold start")
     names = ("model", "mesh", "equations", "nodes", "edge variables")
     for column in (

@@ -9,10 +9,11 @@ Methods, beside the search of everything:
     megatron     the best of a few divisions into data, tensor and pipeline parallelism (Narayanan et al. 2021)
     intra-only   any sharding on one mesh of all devices
     inter-only   a pipeline of stages of one device each, with as many layers in each
+    equal-mesh   and equal-layer and equal-operator: the search without one of its decisions (`stage_ablations.py`)
 
-Those between the searches are plans by hand (`autopar.Megatron`, candidates in `hand_candidates.py`). All plans may use
-the same share of a GPU's memory, that of `Auto` by default: the rest is for CUDA's context, buffers of NCCL, and what
-fragments. A plan that needs more is out of memory: its row tells the bytes of the leanest plan, and no time.
+Data, zero3, megatron and inter-only are by hand (`autopar.Megatron`, candidates in `hand_candidates.py`). All plans may
+use the same share of a GPU's memory, that of `Auto` by default: the rest is for CUDA's context, buffers of NCCL, and
+what fragments. A plan that needs more is out of memory: its row tells the bytes of the leanest plan, and no time.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from autopar.errors import InvalidArgument, MemoryTooSmall
 from benchmarks.hand_candidates import HAND_METHODS, hand_candidates, replica_bytes
 from benchmarks.models.sizes import closest
 from benchmarks.models.workload import Workload
+from benchmarks.stage_ablations import ABLATIONS, ablated_plan
 from benchmarks.weak_scaling_rows import Row, row_of
 
-METHODS = ("auto", *HAND_METHODS, "intra-only")
+METHODS = ("auto", *HAND_METHODS, "intra-only", *ABLATIONS)
 _ROWS = 8
 _SHARE_OF_MEMORY = 0.9
 _TIME_LIMIT_S = 180.0
@@ -155,8 +157,10 @@ def _searched(
         options: dict[str, Any] = {"num_microbatches": count, "batch_statistics": workload.batch_statistics}
         options["time_limit_s"] = _TIME_LIMIT_S
         options["remat"] = False  # The models say themselves what is computed again.
+        method = autopar.Auto(num_stages=1 if name == "intra-only" else None, **options)
         try:
-            found = traced.plan(autopar.Auto(num_stages=1 if name == "intra-only" else None, **options))
+            ablated = name in ABLATIONS and cluster.num_devices > 1
+            found = ablated_plan(traced, cluster, method, name) if ablated else traced.plan(method)
         except MemoryTooSmall as error:
             reason = str(error)
         else:

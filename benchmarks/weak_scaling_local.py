@@ -134,7 +134,10 @@ def _method_here(name: str, workload: Workload, num_devices: int) -> Method:
                 num_stages=num_devices, num_microbatches=count, batch_statistics=workload.batch_statistics
             )
         case _:
-            raise AssertionError(name)
+            raise InvalidArgument(
+                f"The method {name} is a search without one of its decisions, for clusters that are modelled. Add "
+                "--cluster p3.16xlarge, or run auto here."
+            )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.compiler.placement import layer_order
+from autopar.compiler.prepare import prepare
 from autopar.errors import AutoparError, InvalidArgument
 from benchmarks import weak_scaling_local
 from benchmarks.__main__ import main
@@ -21,6 +23,7 @@ from benchmarks.models.sizes import FAMILIES
 from benchmarks.models.wide_resnet import ResNetSize, wide_resnet
 from benchmarks.planned_case import planned_row
 from benchmarks.schedules import simulated
+from benchmarks.stage_ablations import equal_cuts
 from benchmarks.weak_scaling_plot import draw
 from benchmarks.weak_scaling_rows import merged, read_json, row_of, rows_table, share_of_linear, write_json
 
@@ -121,6 +124,24 @@ def test_a_planned_row_follows_from_the_modelled_step(method):
 def test_a_plan_of_any_sharding_is_not_slower_than_one_of_data_parallelism():
     data, best = (planned_row(TINY, HOST.with_devices(4), each, num_microbatches=1) for each in ("data", "intra-only"))
     assert best.step_time_s <= data.step_time_s * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("method", ["equal-mesh", "equal-layer"])
+def test_a_search_without_one_of_its_decisions_finds_no_faster_plan(method):
+    auto, less = (
+        planned_row(SMALL["gpt"], HOST.with_devices(4), each, num_microbatches=8) for each in ("auto", method)
+    )
+    assert auto.step_time_s <= less.step_time_s * (1 + 1e-6)
+    assert "8 microbatches" in less.plan
+
+
+def test_layers_of_as_many_operators_are_as_even_as_can_be():
+    step = autopar.parallelize(SMALL["wresnet"].step, cluster=HOST.with_devices(2))
+    trace = step.trace(SMALL["wresnet"].abstract_state, SMALL["wresnet"].abstract_batch).trace
+    options = {"batch_statistics": "per_microbatch", "random": "full_batch"}
+    regions = prepare(trace, num_layers=1, num_microbatches=2, loop_pieces=1, **options).regions
+    sizes = np.diff([0, *equal_cuts(regions, 3), len(layer_order(regions))])
+    assert len(sizes) == 3 and sizes.max() - sizes.min() <= 1
 
 
 def small_gpus(count, memory_bytes):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,9 @@ from autopar.compiler.stage_sharding import mesh_tasks, mesh_wishes
 from autopar.compiler.trace import Trace
 from autopar.compiler.value_specs import microbatch_rows, rows_axis
 from autopar.plan import MeshPlan, Plan, StagePlan
+
+Cut = Callable[[Regions, int], Sequence[int]]
+"""Where layers 1, 2, ... begin, as positions in the forward pass, of so many that are asked for."""
 
 _MOST_LOOP_PIECES = 128
 _LEAST_SHARE = 0.05
@@ -96,13 +99,17 @@ def find_layers(
     schedule: str,
     remat: bool,
     pins: Mapping[str, PartitionSpec],
+    cut: Cut | None = None,
     **options: str,
 ) -> Layers:
-    """Cut a step into layers. Raises as `prepare` does for batches that cannot be split."""
+    """Cut a step into layers, those of the model unless `cut` says which.
+
+    Raises as `prepare` does for batches that cannot be split.
+    """
     prepared = prepare(
         trace, num_layers=num_layers, num_microbatches=num_microbatches, loop_pieces=loop_pieces, **_exact(options)
     )
-    cuts = worthwhile_cuts(prepared.regions, layer_cuts(prepared.regions, num_layers))
+    cuts = tuple((cut or model_cuts)(prepared.regions, num_layers))
     wide, still_wide = (find_wide_regions(trace.jaxpr, num_layers=n) for n in (num_layers, len(cuts) + 1))
     if wide != still_wide:
         # With fewer layers a region that was wider than one no longer is, and the plan's layers are those that count.
@@ -114,6 +121,7 @@ def find_layers(
             schedule=schedule,
             remat=remat,
             pins=pins,
+            cut=cut,
             **options,
         )
     plan = _each_layer_a_stage(trace, cuts, loop_pieces, num_microbatches, schedule, remat or prepared.recomputes)
@@ -138,6 +146,11 @@ def find_layers(
         class_of=tuple(class_of),
         crossing_bytes=_crossing_bytes(graph, len(cuts) + 1),
     )
+
+
+def model_cuts(regions: Regions, num_layers: int) -> tuple[int, ...]:
+    """Between the layers of the model, each of which is worth its place."""
+    return worthwhile_cuts(regions, layer_cuts(regions, num_layers))
 
 
 def worthwhile_cuts(regions: Regions, cuts: Sequence[int]) -> tuple[int, ...]:

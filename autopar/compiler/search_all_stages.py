@@ -200,6 +200,7 @@ def _known(
             schedule=_SPLITTING if splits else problem.method.schedule or "1f1b",
             remat=remat,
             pins=problem.method.pins,
+            cut=problem.cut,
             **options,
         )
         problem.known[key] = layers, _costs_of(problem, layers)
@@ -278,7 +279,8 @@ def _partitioned(
     count = problem.num_stages
 
     def costs(start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
-        return ranges(start, stop, submesh) if stop - start >= virtual_stages else ()
+        allowed = problem.allows is None or problem.allows(start, stop, num_layers)
+        return ranges(start, stop, submesh) if allowed and stop - start >= virtual_stages else ()
 
     if count is not None:
         return search_fixed_stages(

@@ -6,7 +6,7 @@ StageProblem, Layers, LayerCosts  ->  RangeCosts     (start, stop, submesh) -> S
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
 from autopar.compiler.intra_op.figures import figures_of
 from autopar.compiler.intra_op.layout import LogicalMesh
-from autopar.compiler.layer_classes import Layers
+from autopar.compiler.layer_classes import Cut, Layers
 from autopar.compiler.layer_costs import PRICES, LayerCosts
 from autopar.compiler.plan_by_search import memory_limit
 from autopar.compiler.trace import Trace
@@ -41,6 +41,10 @@ class StageProblem:
     cache_directory: Path | None
     share: float = 1.0
     """Of what a plan may use of a device, what its stages may be expected to need."""
+    cut: Cut | None = None
+    """What the layers are, if they are not to be those of the model."""
+    allows: Callable[[int, int, int], bool] | None = None
+    """Whether layers [start, stop) of so many may be a stage; all may, if it is not given."""
     known: dict[Hashable, tuple[Layers, LayerCosts]] = field(default_factory=dict[Hashable, tuple[Layers, LayerCosts]])
     """What was found out about layers, for the next search with another share."""
 

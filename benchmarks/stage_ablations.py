@@ -1,0 +1,92 @@
+"""Searches with one decision of the search over stages taken away, as in Alpa's study of what each is worth.
+
+    Traced, Cluster, Auto, name  ->  Plan
+
+    equal-mesh        all stages have as many devices; their layers are searched
+    equal-layer       all stages have as many layers (up to one); their devices are searched
+    equal-operator    layers have as many equations, instead of those of the model; all else is searched
+
+Source: Zheng et al. 2022, section 8.3 and Figure 9.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import autopar
+from autopar.compiler.layer_classes import count_step_layers, model_cuts
+from autopar.compiler.placement import layer_order
+from autopar.compiler.plan_by_stages import plan_by_stages
+from autopar.compiler.prepare import prepare
+from autopar.compiler.regions import Regions
+from autopar.compiler.stage_ranges import StageProblem
+from autopar.errors import MemoryTooSmall
+from autopar.plan import Plan
+from autopar.search_methods import Auto
+
+ABLATIONS = ("equal-mesh", "equal-layer", "equal-operator")
+
+
+def ablated_plan(traced: autopar.Traced, cluster: autopar.Cluster, method: Auto, name: str) -> autopar.Planned:
+    """The best plan of what is left of the space. Raises `MemoryTooSmall` where nothing of it fits."""
+    found: list[tuple[float, autopar.Planned]] = []
+    shortage: MemoryTooSmall | None = None
+    for problem in _problems(traced, cluster, method, name):
+        try:
+            plan, certificate = plan_by_stages(problem)
+        except MemoryTooSmall as error:
+            shortage = error
+            continue
+        if isinstance(plan, Plan):
+            planned = traced.plan(plan)
+            found.append((planned.simulate(cluster).step_time_s, planned))
+        else:  # One program on one mesh, which is left to the search of one.
+            found.append((certificate.step_time_s, traced.plan(plan)))
+    if not found:
+        assert shortage is not None
+        raise shortage
+    return min(found, key=lambda each: each[0])[1]
+
+
+def _problems(traced: autopar.Traced, cluster: autopar.Cluster, method: Auto, name: str) -> Iterator[StageProblem]:
+    """What is to be searched, of which the best is taken: what layers cost is found for all of them once."""
+    whole = StageProblem(
+        trace=traced.trace,
+        method=method,
+        num_devices=cluster.num_devices,
+        machine=cluster.machine,
+        kind=cluster.machine,
+        cache_directory=None,
+    )
+    counts = [n for n in range(1, _num_layers(traced, method) + 1) if cluster.num_devices % n == 0]
+    match name:
+        case "equal-mesh":
+            yield from (replace(whole, method=replace(method, num_stages=count)) for count in counts)
+        case "equal-layer":
+            yield from (replace(whole, allows=partial(_is_even, count)) for count in counts)
+        case "equal-operator":
+            yield replace(whole, cut=equal_cuts)
+        case _:
+            raise AssertionError(name)
+
+
+def _num_layers(traced: autopar.Traced, method: Auto) -> int:
+    options = {"batch_statistics": method.batch_statistics, "random": method.random}
+    most, pieces = count_step_layers(traced.trace, **options)
+    prepared = prepare(traced.trace, num_layers=most, num_microbatches=1, loop_pieces=pieces, **options)
+    return len(model_cuts(prepared.regions, most)) + 1
+
+
+def _is_even(num_stages: int, start: int, stop: int, num_layers: int) -> bool:
+    """Whether layers [start, stop) are one of so many stages that are as even as can be."""
+    borders = [stage * num_layers // num_stages for stage in range(num_stages + 1)]
+    return (start, stop) in itertools.pairwise(borders)
+
+
+def equal_cuts(regions: Regions, num_layers: int) -> Sequence[int]:
+    """Where layers of as many equations begin, whatever these compute."""
+    count = len(layer_order(regions))
+    return tuple(layer * count // num_layers for layer in range(1, num_layers))
