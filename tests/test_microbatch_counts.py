@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from autopar.compiler.microbatch_counts import descend, first_likely
+from autopar.compiler.microbatch_counts import descend, first_likely, time_for_counts
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from autopar.compiler.microbatch_counts import descend, first_likely
 )
 def test_what_helps_is_tried(times, start, tried):
     found: dict[int, float] = {}
-    descend(lambda place: found.setdefault(place, times[place]), len(times), start, math.inf, len(times))
+    descend(lambda place: found.setdefault(place, times[place]), len(times), start, lambda: True, len(times))
     assert [*found] == tried
 
 
@@ -29,8 +29,20 @@ def test_what_helps_is_tried(times, start, tried):
 def test_unusual_numbers_are_looked_at_only_where_memory_is_short(first, last_tried):
     times = [first, first, first * 0.9, 0.5, 0.4]
     found: dict[int, float] = {}
-    descend(lambda place: found.setdefault(place, times[place]), len(times), 1, math.inf, usual_size=3)
+    descend(lambda place: found.setdefault(place, times[place]), len(times), 1, lambda: True, usual_size=3)
     assert max(found) == last_tried
+
+
+@pytest.mark.parametrize(("times", "tried"), [([5, 4, 3, 2], [1]), ([math.inf, math.inf, math.inf, 4], [1, 3, 2])])
+def test_when_the_time_is_over_what_was_found_is_enough(times, tried):
+    found: dict[int, float] = {}
+    descend(lambda place: found.setdefault(place, times[place]), len(times), 1, lambda: False, len(times))
+    assert [*found] == tried
+
+
+def test_the_time_for_counts_is_a_part_of_the_limit():
+    assert time_for_counts(1e6)()
+    assert not time_for_counts(1e-9)()
 
 
 def test_the_search_begins_where_a_plan_is_likely():

@@ -10,6 +10,23 @@ from autopar.compiler.stage_ranges import StageProblem
 
 _MOST_MICROBATCHES_PER_DEVICE = 8
 _MICROBATCHES_PER_STAGE = 8
+_SHARE_OF_WORK = 0.3
+_SHARE_OF_TIME = 0.7
+"""Of the time limit: as work and as time that passes, after which no further number of microbatches is tried."""
+
+
+def time_for_counts(time_limit_s: float) -> Callable[[], bool]:
+    """Whether there is time for another number of microbatches, asked from now on.
+
+    Counted is the work of this process, so that a busy machine finds what a quiet one does, within the limit.
+    """
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
+
+    def in_time() -> bool:
+        work_s, passed_s = time.process_time() - began_cpu_s, time.monotonic() - began_s
+        return work_s < _SHARE_OF_WORK * time_limit_s and passed_s < _SHARE_OF_TIME * time_limit_s
+
+    return in_time
 
 
 def first_likely(is_likely: Callable[[int], bool], size: int, start: int) -> int:
@@ -18,12 +35,13 @@ def first_likely(is_likely: Callable[[int], bool], size: int, start: int) -> int
 
 
 def descend(
-    step_time_s: Callable[[int], float | None], size: int, start: int, deadline: float, usual_size: int
+    step_time_s: Callable[[int], float | None], size: int, start: int, in_time: Callable[[], bool], usual_size: int
 ) -> None:
     """Go up from a place as long as that helps, else down; from where nothing is possible, up and then down.
 
     A place has no step time where the batch cannot be split so, and an infinite one where nothing fits. Places from
-    `usual_size` on are looked at only where memory is short: nothing fits at the start.
+    `usual_size` on are looked at only where memory is short: nothing fits at the start. When it is no longer `in_time`,
+    what was found is enough.
     """
 
     def time_s(place: int) -> float:
@@ -37,7 +55,7 @@ def descend(
         usual_size = size
     for direction in (1, -1):
         place = start + direction
-        while 0 <= place < size and (math.isinf(best) or (place < usual_size and time.monotonic() < deadline)):
+        while 0 <= place < size and (math.isinf(best) or (place < usual_size and in_time())):
             here = time_s(place)
             if here >= best and not math.isinf(best):
                 break

@@ -9,7 +9,6 @@ the one that takes the least time when its schedule is played through.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,7 +21,14 @@ from autopar.compiler.inter_op.stage_search import StageSearch, search_stages
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place, submesh_choices
 from autopar.compiler.layer_classes import Layers, count_step_layers, find_layers
 from autopar.compiler.layer_costs import LayerCosts
-from autopar.compiler.microbatch_counts import descend, first_likely, microbatch_counts, usual_place, usual_size
+from autopar.compiler.microbatch_counts import (
+    descend,
+    first_likely,
+    microbatch_counts,
+    time_for_counts,
+    usual_place,
+    usual_size,
+)
 from autopar.compiler.search_wishes import pins_of_inputs
 from autopar.compiler.stage_parts import parts_of
 from autopar.compiler.stage_ranges import RangeCosts, StageProblem
@@ -38,8 +44,6 @@ _WORTH_SPLITTING = 0.05
 """Of the step: less time than that is not worth looking at layers whose weight gradients are tasks of their own."""
 _VIRTUAL_STAGES = (2, 4)
 """Stages on a mesh that the interleaved schedule is tried with."""
-_SHARE_FOR_STAGES = 0.3
-"""Of the time limit, after which no further number of microbatches is tried."""
 
 
 def search_all(problem: StageProblem) -> list[StagesFound]:
@@ -47,7 +51,7 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
 
     Raises `MemoryTooSmall` where nothing fits, and `InvalidArgument` for pins that no plan can keep.
     """
-    began = time.monotonic()
+    in_time = time_for_counts(problem.method.time_limit_s)
     pins_of_inputs(problem.trace, problem.method.pins)
     options = {"batch_statistics": problem.method.batch_statistics, "random": problem.method.random}
     num_layers, loop_pieces = count_step_layers(problem.trace, **options)
@@ -78,10 +82,9 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
 
     usual = usual_place(problem, counts, num_layers)
     start = first_likely(is_likely, len(counts), usual)
-    deadline = began + _SHARE_FOR_STAGES * problem.method.time_limit_s
     # Where memory is short, smaller microbatches leave room for faster layouts.
     most = usual_size(problem, counts) if start == usual else len(counts)
-    descend(time_s, len(counts), start, deadline, most)
+    descend(time_s, len(counts), start, in_time, most)
     if found:
         return sorted(found.values(), key=lambda each: each.step_time_s)
     if shortages:
