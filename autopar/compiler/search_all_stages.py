@@ -9,7 +9,6 @@ the one that takes the least time when its schedule is played through.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +18,8 @@ from autopar.compiler.inter_op.schedule_times import Timing
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.stage_search import StageSearch, search_stages
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place, submesh_choices
-from autopar.compiler.layer_classes import Layers, count_step_layers, find_layers
+from autopar.compiler.known_layers import SPLITTING, KnownLayers
+from autopar.compiler.layer_classes import Layers
 from autopar.compiler.layer_costs import LayerCosts
 from autopar.compiler.microbatch_counts import (
     descend,
@@ -39,7 +39,6 @@ from autopar.progress import tell, tell_best
 _LIKELY = 0.9
 """Of the memory, what stages judged by the layers of another number of microbatches are to need at most."""
 _SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
-_SPLITTING = "zero-bubble"
 _WORTH_SPLITTING = 0.05
 """Of the step: less time than that is not worth looking at layers whose weight gradients are tasks of their own."""
 _VIRTUAL_STAGES = (2, 4)
@@ -53,8 +52,7 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
     """
     in_time = time_for_counts(problem.method.time_limit_s)
     pins_of_inputs(problem.trace, problem.method.pins)
-    options = {"batch_statistics": problem.method.batch_statistics, "random": problem.method.random}
-    num_layers, loop_pieces = count_step_layers(problem.trace, **options)
+    known = KnownLayers.of(problem)
     counts = microbatch_counts(problem)
     found: dict[int, StagesFound] = {}
     shortages: dict[int, MemoryTooSmall] = {}
@@ -66,7 +64,7 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
         if count not in found and count not in shortages and count not in whole:
             tell(f"{count} microbatches")
             try:
-                found[count] = _search(problem, count, num_layers, loop_pieces, options)
+                found[count] = _search(problem, known, count)
             except MemoryTooSmall as error:
                 shortages[count] = error
             except (NotSplittable, Unsupported):
@@ -78,9 +76,9 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
         return None if count in whole else math.inf
 
     def is_likely(place: int) -> bool:
-        return _fits_by_hosts(problem, counts[place], counts[usual:], num_layers, loop_pieces, options)
+        return _fits_by_hosts(problem, known, counts[place], counts[usual:])
 
-    usual = usual_place(problem, counts, num_layers)
+    usual = usual_place(problem, counts, known.num_layers)
     start = first_likely(is_likely, len(counts), usual)
     # Where memory is short, smaller microbatches leave room for faster layouts.
     most = usual_size(problem, counts) if start == usual else len(counts)
@@ -95,14 +93,12 @@ def search_all(problem: StageProblem) -> list[StagesFound]:
     )
 
 
-def _search(
-    problem: StageProblem, num_microbatches: int, num_layers: int, loop_pieces: int, options: dict[str, str]
-) -> StagesFound:
+def _search(problem: StageProblem, known: KnownLayers, num_microbatches: int) -> StagesFound:
     """The best schedule, without recomputation if that fits."""
 
     def found(remat: bool, *, splits: bool = False) -> StagesFound:
-        layers, costs = _known(problem, num_microbatches, remat, num_layers, loop_pieces, options, splits=splits)
-        schedules = [(_SPLITTING, 1)] if splits else list(_schedules(problem, len(layers.class_of)))
+        layers, costs = known(num_microbatches, remat, splits=splits)
+        schedules = [(SPLITTING, 1)] if splits else list(_schedules(problem, len(layers.class_of)))
         return _search_layers(problem, layers, costs, remat, schedules)
 
     shortage: MemoryTooSmall | None = None
@@ -120,14 +116,7 @@ def _search(
     raise shortage
 
 
-def _fits_by_hosts(
-    problem: StageProblem,
-    num_microbatches: int,
-    counts: Sequence[int],
-    num_layers: int,
-    loop_pieces: int,
-    options: dict[str, str],
-) -> bool:
+def _fits_by_hosts(problem: StageProblem, known: KnownLayers, num_microbatches: int, counts: Sequence[int]) -> bool:
     """Whether a stage for every host is likely to do, judged by the layers of the first number that splits the batch:
     much less to find out than what the best stages are.
     """
@@ -135,10 +124,10 @@ def _fits_by_hosts(
     if problem.num_stages is not None or problem.method.num_microbatches is not None:
         return True
     for remat in _remats(problem):
-        known = _first_known(problem, counts, remat, num_layers, loop_pieces, options)
-        if known is None:
+        first = known.of_first(counts, remat)
+        if first is None:
             return True
-        layers, costs = known
+        layers, costs = first
         if len(layers.class_of) < cluster.num_hosts:
             return True
         ranges, rows = RangeCosts(problem, layers, costs), layers.num_microbatches / num_microbatches
@@ -159,64 +148,8 @@ def _fits_by_hosts(
     return False
 
 
-def _first_known(
-    problem: StageProblem,
-    counts: Sequence[int],
-    remat: bool,
-    num_layers: int,
-    loop_pieces: int,
-    options: dict[str, str],
-) -> tuple[Layers, LayerCosts] | None:
-    for count in counts:
-        try:
-            return _known(problem, count, remat, num_layers, loop_pieces, options)
-        except (NotSplittable, Unsupported):
-            continue
-    return None
-
-
 def _remats(problem: StageProblem) -> tuple[bool, ...]:
     return (False, True) if problem.method.remat == "auto" else (bool(problem.method.remat),)
-
-
-def _known(
-    problem: StageProblem,
-    num_microbatches: int,
-    remat: bool,
-    num_layers: int,
-    loop_pieces: int,
-    options: dict[str, str],
-    *,
-    splits: bool = False,
-) -> tuple[Layers, LayerCosts]:
-    """The layers for a number of microbatches and their costs, found when they are first asked for.
-
-    With `splits`, weight gradients are tasks of their own.
-    """
-    key = (num_microbatches, remat, splits)
-    if key not in problem.known:
-        layers = find_layers(
-            problem.trace,
-            num_layers=num_layers,
-            loop_pieces=loop_pieces,
-            num_microbatches=num_microbatches,
-            schedule=_SPLITTING if splits else problem.method.schedule or "1f1b",
-            remat=remat,
-            pins=problem.method.pins,
-            cut=problem.cut,
-            **options,
-        )
-        problem.known[key] = layers, _costs_of(problem, layers)
-    return problem.known[key]
-
-
-def _costs_of(problem: StageProblem, layers: Layers) -> LayerCosts:
-    return LayerCosts(
-        classes=layers.classes,
-        most_common=Counter(layers.class_of).most_common(1)[0][0],
-        method=problem.method,
-        cache_directory=problem.cache_directory,
-    )
 
 
 def _search_layers(
