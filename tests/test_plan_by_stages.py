@@ -9,16 +9,20 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.figures import cpu_figures
 from autopar.compiler.intra_op.layout import LogicalMesh
 from autopar.compiler.intra_op.task_group import task_choices
 from autopar.compiler.layer_classes import count_step_layers, find_layers, layer_class
 from autopar.compiler.layer_costs import LayerCosts, stage_cost
-from autopar.compiler.prepare import stage_graph
+from autopar.compiler.passes import cut_step
+from autopar.compiler.prepare import prepare, stage_graph
+from autopar.compiler.remat_regions import REMAT, find_wide_regions
 from autopar.compiler.stage_sharding import mesh_tasks
 from autopar.errors import InvalidArgument, MemoryTooSmall, Unsupported
 from autopar.machine import Link, Machine
 from autopar.plan import MeshPlan, Plan, StagePlan
+from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from tests.stage_plans import QUICK
 
 WIDTH, ROWS, LAYERS = 128, 64, 4
@@ -216,3 +220,38 @@ def test_the_cost_of_a_range_is_that_of_its_layers():
     direct_s = 2 * (whole.forward_s + whole.backward_s) + whole.once_s
     assert direct_s <= composed_s * 1.001
     assert composed_s == pytest.approx(direct_s, rel=0.05)
+
+
+# --- jax.checkpoint -----------------------------------------------------------------------------------------------
+
+CHECKPOINTED = alpa_gpt("gpt", GPTSize(width=256, layers=2, heads=4, length=64, vocabulary=1024, batch=8), jnp.float32)
+
+
+def num_regions(equations):
+    return sum(eqn.primitive.name in REMAT for eqn in equations)
+
+
+def test_regions_are_measured_by_the_layers_that_are_left():
+    """A layer that does too little joins the next: what is wide for the layers asked for need not be for those left."""
+    step = autopar.parallelize(CHECKPOINTED.step)
+    trace = step.trace(CHECKPOINTED.abstract_state, CHECKPOINTED.abstract_batch).trace
+    options = {"batch_statistics": "exact", "random": "full_batch"}
+    asked, pieces = count_step_layers(trace, **options)
+    options |= {"loop_pieces": pieces, "num_microbatches": 2}
+    layers = find_layers(trace, num_layers=asked, schedule="1f1b", remat=False, pins={}, **options)
+    left = len(layers.cuts) + 1
+    assert left < asked
+    assert find_wide_regions(trace.jaxpr, num_layers=asked) and not find_wide_regions(trace.jaxpr, num_layers=left)
+    planned = prepare(trace, num_layers=left, **options)
+    assert num_regions(layers.prepared.regions.equations) == num_regions(planned.regions.equations) == 2
+
+
+@pytest.mark.parametrize("method", [autopar.Megatron(num_microbatches=2), autopar.Auto(num_microbatches=2)])
+def test_one_stage_computes_again_what_the_user_says(method):
+    cluster = autopar.Cluster.parse("p3.16xlarge").with_devices(1)
+    step = autopar.parallelize(CHECKPOINTED.step, cluster=cluster)
+    traced = step.trace(CHECKPOINTED.abstract_state, CHECKPOINTED.abstract_batch)
+    plan = traced.plan(method).plan
+    assert plan.num_stages == 1 and not any(stage.remat for stage in plan.stages)
+    graph = cut_step(traced.trace, plan)
+    assert num_regions(eqn for task in graph.tasks for eqn in jc.all_equations(task.jaxpr)) == 2
