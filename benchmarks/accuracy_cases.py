@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 
 from autopar.machine import Machine, machines
-from benchmarks.accuracy_frameworks import habits_of, machine_of, network_of, with_kernel
+from benchmarks.accuracy_frameworks import habits_of, machine_of, network_of, with_kernel, with_release
 from benchmarks.accuracy_plans import ALPA_BATCH, ALPA_SEQUENCE, best_layout, restriction_of
 from benchmarks.accuracy_rows import NUMBERS, Row
 from benchmarks.training_model.known_models import alpa_gpt, named_transformer
@@ -60,11 +60,12 @@ def case_of(row: Row) -> Case:
     if habits is None:
         raise Unusable("the framework is not named")
     habits = _with_types(row, with_kernel(habits, row["kernel"]))
-    if "lora" in row["framework"].lower():
-        raise Unusable("trains adapters only (LoRA)")
     if "nvfp4" in row["note"].lower():
         raise Unusable("no machine file gives a rate for products in NVFP4")
     model = _model(row)
+    if model.experts:
+        habits = with_release(habits, row["framework"], row["note"])
+    habits = replace(habits, frozen=_trains_adapters(row, model))
     machine = _machine(row, hardware)
     planned = _planned_layout(row, model, machine, habits)
     layout = planned or _layout(row, model)
@@ -104,13 +105,21 @@ def _machine(row: Row, name: str) -> Machine:
     return machine
 
 
+def _trains_adapters(row: Row, model: Transformer) -> bool:
+    """LoRA by name, or by two thirds of the FLOPs of a token: none for the gradients of weights."""
+    tokens_s, tflops = row.number("tok_s_gpu"), row.number("tflops_gpu")
+    if "lora" in row["framework"].lower():
+        return True
+    return bool(tokens_s and tflops and not model.experts and tflops * 1e12 / tokens_s < 5 * model.parameters)
+
+
 def _with_types(row: Row, habits: Habits) -> Habits:
     words = f"{row['hw']} {row['note']} {row['framework']} {row['kernel']}".lower()
     if re.search(r"seq\w*[ _-]?par", words):
         habits = replace(habits, sequence_parallel=True)
     # NVIDIA's submissions to MLPerf compute in FP8, as their config files set it.
     if "fp8" in words or "mlperf" in words:
-        return replace(habits, dtype="fp8")
+        return replace(habits, dtype="fp8", block_scaled="mxfp8" in words)
     if re.match(r"gpt[- ]oss", row["model"].lower()):
         # Learnt sinks of attention: Transformer Engine fell back to separate kernels
         # in the releases that trained it in BF16, before cuDNN 9.13.1 (NVIDIA/TransformerEngine #2148, #2318).
@@ -135,8 +144,11 @@ def _model(row: Row) -> Transformer:
     if row["model"].lower().startswith("wide-resnet"):
         raise Unusable("convolutions are not modelled, and the plan is not recorded")
     if layers and hidden:
-        heads = row.whole("heads") or max(1, hidden // 64)
-        return Transformer(layers=layers, hidden=hidden, heads=heads, vocab=row.whole("vocab") or 50304)
+        # DLPerf's table of test cases has 96 channels in a head.
+        heads = row.whole("heads") or max(1, hidden // (96 if row.source.endswith("DLPerf") else 64))
+        # BERT's word pieces (Devlin et al. 2019) and GPT-2's, padded to a multiple of 128.
+        vocab = row.whole("vocab") or (30592 if "bert" in row["model"].lower() else 50304)
+        return Transformer(layers=layers, hidden=hidden, heads=heads, vocab=vocab)
     billions = row.number("params_b")
     name = row["model"] if not billions else f"{row['model']}-{billions:g}b"
     named = named_transformer(row["model"]) or named_transformer(name)
@@ -206,7 +218,7 @@ def _layout(row: Row, model: Transformer) -> Layout:
     sequence = row.whole("seq") or (2048 if row.source.endswith("sailor") else _sequence(row, model, dp))
     if not dp or not sequence:
         raise Unusable("the number of devices or the sequence length is not recorded")
-    microbatch, microbatches = _microbatches(row, dp)
+    microbatch, microbatches = _microbatches(row, dp, pp)
     return Layout(
         dp=dp,
         tp=tp,
@@ -236,16 +248,25 @@ def _divided(devices: int | None, by: int) -> int | None:
     return devices // by if devices and devices % by == 0 else None
 
 
-def _microbatches(row: Row, dp: int) -> tuple[int, int]:
+def _microbatches(row: Row, dp: int, stages: int) -> tuple[int, int]:
     noted = re.search(r"mbc(\d{1,8})(?!\d)", row["note"])
     if noted:
         return row.whole("mbs") or 1, max(1, int(noted[1]))
     batch = row.whole("gbs")
     if not batch:
         raise Unusable("the global batch is not recorded")
-    accumulated = re.search(r"grad_accum=0*([1-9]\d*)", row["note"])
-    size = row.whole("mbs") or (batch // (dp * int(accumulated[1])) if accumulated else 1)
-    return max(1, size), max(1, round(batch / (dp * max(1, size))))
+    size = max(1, row.whole("mbs") or batch // (dp * _accumulated(row, dp, stages, batch)))
+    return size, max(1, round(batch / (dp * size)))
+
+
+def _accumulated(row: Row, dp: int, stages: int, batch: int) -> int:
+    """Microbatches of a step where no size of one is recorded."""
+    noted = re.search(r"grad_accum=0*([1-9]\d*)", row["note"])
+    if noted:
+        return int(noted[1])
+    if stages == 1:
+        return 1  # only pipelines need more than one, and it is what frameworks do unless told
+    return 32 if row.source.endswith("DLPerf") else max(1, batch // dp)  # 32: its table of test cases
 
 
 def _virtual(row: Row, layers: int, stages: int) -> int:
@@ -283,7 +304,7 @@ def _recompute(row: Row) -> str:
 
 
 def _stage_layers(row: Row, stages: int, layers: int) -> tuple[int, ...]:
-    """Layers per stage as noted, without the ends that the note counts as layers."""
+    """Layers per stage as noted, without the ends if the note counts the embedding and the logits as layers."""
     noted = re.search(r"layers/stage \[([\d, ]+)\]", row["note"])
     if not noted:
         return ()
@@ -292,8 +313,10 @@ def _stage_layers(row: Row, stages: int, layers: int) -> tuple[int, ...]:
         raise Unusable("the layers per stage are not of as many stages as pp")
     if sum(counts) not in (layers, layers + 2):
         raise Unusable("the layers per stage are not those of the model, nor with its ends")
-    scale = layers / sum(counts)
-    return tuple(round(count * scale) for count in counts)
+    if sum(counts) > layers:
+        counts[0] -= 1
+        counts[-1] -= 1
+    return tuple(counts)
 
 
 # --- time -----------------------------------------------------------------------------------------------------

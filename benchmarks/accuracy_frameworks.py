@@ -14,13 +14,19 @@ CHECKPOINTED_S = 30e-6
 
 MEGATRON_2021 = Habits(dtype="float16", flash=False, dropout=True, launch_s=CHECKPOINTED_S, causal_half=False)
 """Megatron-LM and Megatron-DeepSpeed before fused attention: fused softmax, bias-dropout-add and bias-GeLU."""
+# Sailor's ae_scripts/clariden_scripts/run_opt.slurm asks for no mixed precision; NVIDIA's containers of PyTorch
+# multiply float32 in TF32. Its opt_model.py and gpt_neo_model.py drop no scores out. AdamW holds two moments.
+SAILOR = replace(
+    MEGATRON_2021, dtype="tf32", value_bytes=4.0, gradient_bytes=4.0, reduced_bytes=4.0, state_bytes=8.0, dropout=False
+)
 MEGATRON_CORE = Habits(
     dtype="bfloat16", flash=True, sequence_parallel=True, launch_s=EAGER_S, overlaps=True, causal_half=True,
     gradient_bytes=4.0, reduced_bytes=4.0, compiled=True, overlaps_products=True,
 )  # fmt: skip
 """With tp_comm_overlap, as the recipes of NeMo and Megatron-Bridge and the submissions to MLPerf set it."""
-ONEFLOW = replace(MEGATRON_2021, compiled=True, launch_s=0.0)
-"""OneFlow compiles the whole step to a graph that its C++ actors run."""
+ONEFLOW = replace(MEGATRON_2021, compiled=True, launch_s=0.0, overlaps=True)
+"""OneFlow compiles the whole step to a graph that its C++ actors run, each as soon as its inputs are there: collectives
+of gradients beside the backward pass too (Yuan et al. 2021)."""
 # FlashAttention of 2022 reaches 25 to 40 % of an A100's peak (Dao 2023, section 1): 0.37 of what products do.
 FSDP = Habits(
     dtype="bfloat16",
@@ -50,7 +56,7 @@ FRAMEWORKS: tuple[tuple[str, Habits], ...] = (
         dtype="float16", flash=False, dropout=True, launch_s=CHECKPOINTED_S, pads_vocab=False,
     )),
     (r"megatron-deepspeed.*bigscience", MEGATRON_2021),
-    (r"sailor\(megatron-deepspeed\)", MEGATRON_2021),
+    (r"sailor\(megatron-deepspeed\)", SAILOR),
     (r"megatron-lm ptd-p|megatron-lm.*calculon|zero-3.*llm-analysis", MEGATRON_2021),
     (r"^oneflow-gpt|^libai", ONEFLOW),
     (r"megatron-lm v2\.4|megatron-lm \| oneflow", MEGATRON_2021),
@@ -114,6 +120,15 @@ def with_kernel(habits: Habits, kernel: str) -> Habits:
         return replace(habits, flash=False, compiled=False)
     share = 0.75 if re.search(r"flash[^\d]*2", words) else 0.37
     return replace(habits, flash=True, attention_share=share, compiled="rms" in words)
+
+
+def with_release(habits: Habits, framework: str, note: str) -> Habits:
+    """The habits with what a release of Megatron-Bridge changed for models with experts: from 26.06, its recipes in
+    MXFP8 run experts as one kernel (NVTE_CUTEDSL_FUSED_GROUPED_MLP) and whole iterations as one CUDA graph."""
+    release = re.search(r"megatron-bridge (\d+)\.(\d+)", framework.lower())
+    if not release or (int(release[1]), int(release[2])) < (26, 6) or "mxfp8" not in note.lower():
+        return habits
+    return replace(habits, fused_experts=True, launch_s=0.0)
 
 
 def machine_of(hardware: str) -> str | None:

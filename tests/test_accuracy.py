@@ -17,32 +17,7 @@ from benchmarks.accuracy_report import Predicted, cell_regrets, spearman, summar
 from benchmarks.accuracy_rows import COLUMNS, Row
 from benchmarks.training_model.memory import peak_memory
 from benchmarks.training_model.prices import SCALARS, Scalars
-
-GPT_ROW = {
-    "src": "VIA-Research/vTrain:data/ground_truth_single.csv",
-    "framework": "Megatron-DeepSpeed",
-    "model": "GPT",
-    "hw": "A100",
-    "ngpu": "8",
-    "gpus_per_node": "8",
-    "dp": "2",
-    "tp": "2",
-    "pp": "2",
-    "mbs": "4",
-    "gbs": "32",
-    "seq": "1024",
-    "layers": "24",
-    "hidden": "1024",
-    "heads": "16",
-    "vocab": "50257",
-    "recompute": "full",
-    "step_s": "0.22",
-}
-
-
-def row(line: int = 2, **cells: str) -> Row:
-    known = {**GPT_ROW, **cells}
-    return Row(line=line, cells=tuple((column, known.get(column, "")) for column in COLUMNS))
+from tests.measured_rows import GPT_ROW, row
 
 
 def write(path: Path, rows: list[dict[str, str]], columns: tuple[str, ...] = COLUMNS) -> Path:

@@ -13,7 +13,15 @@ from benchmarks.training_model.memory import in_flight, layer_activations, peak_
 from benchmarks.training_model.models import Transformer
 from benchmarks.training_model.operators import Collective, Pass, Product, head, layer_backward, layer_forward
 from benchmarks.training_model.pipeline import pipeline_s, simulated_s
-from benchmarks.training_model.prices import PARTIAL, UNALIGNED_SHARE, Scalars, collective_time_s, price, rates_of
+from benchmarks.training_model.prices import (
+    PARTIAL,
+    TRANSPOSED_SHARE,
+    UNALIGNED_SHARE,
+    Scalars,
+    collective_time_s,
+    price,
+    rates_of,
+)
 from benchmarks.training_model.step import stage_parameters, step_time
 
 A100 = Machine.named("dgx-a100-80")
@@ -92,6 +100,40 @@ def test_experts_compute_what_tokens_choose_however_many_there_are():
     assert product_flops(layer_forward(more, layout, habits, True)) == pytest.approx(routed)
 
 
+@pytest.mark.parametrize(
+    ("tp", "microbatch", "nbytes", "kernels"),
+    [(1, 1, 9, 2), (4, 1, 9, 2), (8, 1, 41, 6), (8, 2, 9, 2), (8, 3, 41, 6)],
+)
+def test_softmax_is_one_kernel_if_four_warps_divide_heads_and_samples(tp, microbatch, nbytes, kernels):
+    layout = replace(PLAIN, tp=tp, microbatch=microbatch)
+    scores = microbatch * GPT.heads / tp * layout.sequence**2
+    passes = [each for each in layer_forward(GPT, layout, UNFUSED, False) if isinstance(each, Pass)]
+    assert Pass(nbytes=nbytes * scores, kernels=kernels) in passes
+
+
+def test_frozen_weights_have_no_gradients():
+    frozen = replace(UNFUSED, frozen=True)
+    forward = layer_forward(GPT, PLAIN, frozen, False)
+    assert product_flops(layer_backward(GPT, PLAIN, frozen, False)) == pytest.approx(product_flops(forward))
+    time = step_time(GPT, replace(PLAIN, dp=8), rates_of(A100, frozen, Scalars()))
+    assert (time.reduce_s, time.update_s) == (0.0, 0.0)
+    assert peak_memory(GPT, PLAIN, frozen).total_bytes < peak_memory(GPT, PLAIN, UNFUSED).total_bytes
+
+
+def test_fused_experts_are_launched_and_passed_over_less():
+    model = named_transformer("qwen3-30b")
+    assert model is not None
+    layout, habits = replace(PLAIN, ep=8, dp=8), Habits(dtype="fp8", compiled=True, launch_s=10e-6)
+    b200 = Machine.named("dgx-b200")
+    apart, fused = (
+        seconds(model, layout, replace(habits, fused_experts=each), b200, launch=1.0) for each in (False, True)
+    )
+    assert fused < 0.8 * apart
+    one = replace(layout, microbatch=1, sequence=64)
+    apart, fused = (seconds(model, one, replace(habits, fused_experts=each), b200) for each in (False, True))
+    assert fused < 0.5 * apart  # launches are all there is
+
+
 def test_fused_attention_never_passes_over_its_scores():
     fused, unfused = (
         sum(each.nbytes for each in layer_forward(GPT, PLAIN, habits, False) if isinstance(each, Pass))
@@ -133,7 +175,42 @@ def test_collectives_that_run_behind_products_are_shorter():
     plain = rates_of(A100, replace(UNFUSED, overlaps=True), Scalars())
     cut_up = rates_of(A100, replace(UNFUSED, overlaps=True, overlaps_products=True), Scalars())
     before, after = (price(reduced, layout, rates).collective_s for rates in (plain, cut_up))
-    assert after == pytest.approx((1 - A100.overlap) * before)
+    # An eighth of the products must wait for the first part; the other parts run behind them.
+    assert after == pytest.approx(before / 8)
+
+
+def test_values_of_four_bytes_are_read_and_sent_in_twice_the_time():
+    mixed, single = (
+        rates_of(A100, replace(UNFUSED, value_bytes=nbytes), Scalars(intra_latency=1e-9)) for nbytes in (2.0, 4.0)
+    )
+    layout = replace(PLAIN, tp=8)
+    kept, as_is = (Pass(nbytes=1e10),), (Pass(nbytes=1e10, exact=True),)
+    assert price(kept, layout, single).total_s == pytest.approx(2 * price(kept, layout, mixed).total_s, rel=1e-3)
+    assert price(as_is, layout, single).total_s == price(as_is, layout, mixed).total_s
+    sent = (Collective(kind="all-reduce", nbytes=1e10, axis="tp"),)
+    assert price(sent, layout, single).total_s == pytest.approx(2 * price(sent, layout, mixed).total_s, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "share"),
+    [("dgx-h100", "tf32", TRANSPOSED_SHARE), ("dgx-h100", "bfloat16", 1.0), ("dgx-a100-80", "tf32", 1.0)],
+)
+def test_hopper_multiplies_transposed_factors_slowly_unless_they_have_two_bytes(machine, dtype, share):
+    rates = rates_of(Machine.named(machine), replace(UNFUSED, dtype=dtype), Scalars(matmul_half=1e-9))
+    straight = Product(flops=1e15, nbytes=1e3)
+    times = [price((replace(straight, transposed=each),), PLAIN, rates).total_s for each in (False, True)]
+    assert times[0] / times[1] == pytest.approx(share, rel=1e-3)
+
+
+def test_scales_of_blocks_cost_another_pass_over_what_is_multiplied():
+    h100 = Machine.named("dgx-h100")
+    habits = Habits(dtype="fp8", compiled=True)
+    large = Product(flops=1e12, nbytes=1e9)
+    plain, blocks = (
+        price((large,), PLAIN, rates_of(h100, replace(habits, block_scaled=scaled), Scalars())).total_s
+        for scaled in (False, True)
+    )
+    assert blocks - plain == pytest.approx(1e9 / 4 / h100.memory_bandwidth)
 
 
 @pytest.mark.parametrize("hosts", [2, 4])

@@ -71,6 +71,8 @@ class Habits:
 
     dtype: str = "bfloat16"
     """Of the matrix products."""
+    value_bytes: float = 2.0
+    """Of one activation or parameter as it is kept and sent; 4 if nothing is in mixed precision."""
     flash: bool = True
     """Attention in one kernel, its scores never in memory."""
     sequence_parallel: bool = False
@@ -96,4 +98,11 @@ class Habits:
     """Of one gradient as it is reduced."""
     compiled: bool = False
     """Elementwise operators are fused into few kernels."""
+    block_scaled: bool = False
+    """Products in FP8 have a scale for each block of 32 values along what they sum over (MXFP8)."""
+    frozen: bool = False
+    """Only adapters beside the weights are trained (LoRA): weights have no gradients, and are not updated."""
+    fused_experts: bool = False
+    """Experts' products, activations and quantization run in one kernel on tokens that arrive in their order, and no
+    number of tokens goes over the host."""
     schedule: str = "1f1b"

@@ -4,7 +4,8 @@ states          parameters P and their copies, ZeRO dividing by the data paralle
                 (Rajbhandari et al. 2020): 2·P, g·P gradients, 12·P states
 activations     of a layer of n tokens and hidden size h, in bytes (Korthikanti et al. 2022, table 2):
                 n·h·(10 + 24/t) + 5·scores,  sequence parallelism dividing the 10 by t;
-                dropouts' masks included, without scores if attention is fused or recomputed ("selective");
+                dropouts' masks included, 2·scores without dropout, none if attention is fused or recomputed
+                ("selective"); all of it twice where values have 4 bytes;
                 2·n·h if the whole layer is recomputed
 in flight       1F1B keeps p - i microbatches in stage i, GPipe all; interleaving 1 + (p-1)/(p·v) as much
 ends            logits in float32 and their gradient in the last stage
@@ -53,7 +54,7 @@ def stage_memory(model: Transformer, layout: Layout, habits: Habits, stage: int)
     return Memory(
         states_bytes=_state_bytes(model, layout, habits, stage),
         activation_bytes=kept + max(again, logits),
-        other_bytes=_gathered_bytes(model, layout, stage),
+        other_bytes=_gathered_bytes(model, layout, habits, stage),
     )
 
 
@@ -61,8 +62,9 @@ def layer_activations(model: Transformer, layout: Layout, habits: Habits, recomp
     """Bytes that one microbatch leaves in one layer until its backward pass."""
     n, h, t = layout.tokens, model.hidden, layout.tp
     split = t if habits.sequence_parallel else 1
+    wider = habits.value_bytes / 2
     if recompute == "full":
-        return 2.0 * n * h / split
+        return 2.0 * wider * n * h / split
     masks = 2 if habits.dropout else 0
     expert = model.experts
     width = model.width if expert is None else expert.chosen * expert.width + expert.shared_width
@@ -72,8 +74,10 @@ def layer_activations(model: Transformer, layout: Layout, habits: Habits, recomp
     around = (8 + masks) * h / split
     scores = 0.0
     if not habits.flash and recompute != "selective":
-        scores = 5.0 * layout.microbatch * model.heads / t * layout.sequence * layout.sequence / layout.cp
-    return n * (around + attention + mlp + routed) + scores
+        # What the softmax wrote, and what a dropout of it wrote with its mask.
+        kept = habits.value_bytes * (2 if habits.dropout else 1) + (1 if habits.dropout else 0)
+        scores = kept * layout.microbatch * model.heads / t * layout.sequence * layout.sequence / layout.cp
+    return wider * n * (around + attention + mlp + routed) + scores
 
 
 def in_flight(layout: Layout, habits: Habits, stage: int) -> float:
@@ -88,15 +92,17 @@ def _state_bytes(model: Transformer, layout: Layout, habits: Habits, stage: int)
     total = 0.0
     for parameters, axis in zip(stage_parameters(model, layout, stage), ("dp", "expert-dp")):
         shards = layout.stride(axis)[1]
-        total += parameters * 2.0 / (shards if layout.zero == 3 else 1)
+        total += parameters * habits.value_bytes / (shards if layout.zero == 3 else 1)
+        if habits.frozen:
+            continue
         total += parameters * habits.gradient_bytes / (shards if layout.zero >= 2 else 1)
         total += parameters * habits.state_bytes / (shards if layout.zero >= 1 else 1)
     return total
 
 
-def _gathered_bytes(model: Transformer, layout: Layout, stage: int) -> float:
+def _gathered_bytes(model: Transformer, layout: Layout, habits: Habits, stage: int) -> float:
     """Whole parameters of two layers at a time under ZeRO-3, and the gradients of one."""
     if layout.zero != 3:
         return 0.0
     plain, experts = stage_parameters(model, layout, stage)
-    return 3 * 2.0 * (plain + experts) / max(1.0, layers_of(model, layout, stage))
+    return 3 * habits.value_bytes * (plain + experts) / max(1.0, layers_of(model, layout, stage))

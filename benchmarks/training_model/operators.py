@@ -1,7 +1,8 @@
 """The operators of a transformer's train step, as one device runs them on one microbatch.
 
 A block is a list of operators that run one after the other: a layer forward or backward, an end of the model, the
-update. n tokens, hidden size h, t-fold tensor parallelism; the bytes of passes over memory count reads and writes:
+update. n tokens, hidden size h, t-fold tensor parallelism; the bytes of passes over memory count reads and writes, of
+values of 2 bytes (`prices` widens what is kept in 4):
 
     products        QKV, output, MLP: 2·n·(parameters)/t FLOPs forward, twice that backward
     attention       4·n·s·d·a/t FLOPs; its scores take a·n·s/t elements, passed over by softmax and dropout
@@ -30,6 +31,10 @@ class Product:
     """One fused kernel of attention, in 2-byte types."""
     head: bool = False
     """Logits: in 2-byte types where other products are in FP8."""
+    routed: bool = False
+    """Of experts, on the tokens that were sent to them."""
+    transposed: bool = False
+    """A factor lies in memory with its rows where the units want columns, as in the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,8 @@ class Pass:
 
     nbytes: float
     kernels: int = 1
+    exact: bool = False
+    """`nbytes` are what they are, whatever bytes a value has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +69,11 @@ def product(rows: float, inner: float, columns: float, count: int = 1, *, aligne
     return Product(flops=2 * rows * inner * columns, nbytes=nbytes, count=count, narrowest=narrowest, aligned=aligned)
 
 
-def backward_products(forward: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Those of the gradients of both factors."""
+def backward_products(forward: tuple[Operator, ...], *, frozen: bool = False) -> tuple[Operator, ...]:
+    """Those of the gradients of both factors, or of the activations alone if the weights are frozen."""
     found = (each for each in forward if isinstance(each, Product))
     return tuple(
-        replace(each, count=2 * each.count)
+        replace(each, count=each.count if frozen else 2 * each.count, transposed=True)
         if not each.attention
         # A fused kernel of attention computes the scores again: 5 products for the 2 of the forward pass.
         else Product(flops=2.5 * each.flops, nbytes=2.5 * each.nbytes, count=each.count, attention=True)
@@ -102,9 +109,12 @@ def layer_backward(model: Transformer, layout: Layout, habits: Habits, expert_la
         model.attention_parameters + (model.shared_parameters if expert_layer else model.dense_mlp_parameters)
     ) / t
     weights += experts * model.expert_parameters / t
-    accumulated = Pass(nbytes=(2 + 2 * habits.gradient_bytes) * weights, kernels=2 if habits.compiled else 12)
+    if habits.frozen:
+        weights = 0.0
+    read = (habits.value_bytes + 2 * habits.gradient_bytes) * weights
+    accumulated = Pass(nbytes=read, kernels=2 if habits.compiled else 12, exact=True)
     collectives = tuple(each for each in forward if isinstance(each, Collective))
-    return (around, accumulated, *backward_products(forward), *collectives)
+    return (around, accumulated, *backward_products(forward, frozen=habits.frozen), *collectives)
 
 
 def _attention_products(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, ...]:
@@ -123,7 +133,9 @@ def _attention_products(model: Transformer, layout: Layout, habits: Habits) -> t
         fused = Product(flops=2 * flops, nbytes=2 * n * (2 * queries + 2 * keys), attention=True)
         return inputs, fused, outputs
     scores = layout.microbatch * model.heads / t * layout.sequence * layout.sequence / layout.cp
-    return inputs, Product(flops=flops, nbytes=2 * (scores + 2 * n * queries), count=2), outputs
+    head = model.query_size / model.heads
+    attended = Product(flops=flops, nbytes=2 * (scores + 2 * n * queries), count=2, narrowest=head)
+    return inputs, attended, outputs
 
 
 def _attention_passes(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, ...]:
@@ -132,7 +144,21 @@ def _attention_passes(model: Transformer, layout: Layout, habits: Habits) -> tup
     if habits.flash:
         return (copies,)
     scores = layout.microbatch * model.heads / t * layout.sequence * layout.sequence / layout.cp
-    return copies, Pass(nbytes=(4 + (5 if habits.dropout else 0)) * scores, kernels=2 if habits.dropout else 1)
+    if fused_softmax(model, layout, habits):
+        nbytes, kernels = 4, 1
+    else:
+        # Masked in place, then normalized; scores of 2 bytes are widened, scaled and narrowed besides.
+        nbytes, kernels = (36, 5) if habits.value_bytes == 2 else (8, 2)
+    if habits.dropout:
+        nbytes, kernels = nbytes + 5, kernels + 1
+    passes = Pass(nbytes=nbytes * scores, kernels=kernels)
+    return copies, passes
+
+
+def fused_softmax(model: Transformer, layout: Layout, habits: Habits) -> bool:
+    """Whether one kernel scales, masks and normalizes the scores: Megatron-LM's takes values of 2 bytes, and numbers of
+    heads and samples that four warps divide among them (megatron/model/fused_softmax.py, is_kernel_available)."""
+    return habits.compiled or (habits.value_bytes == 2 and layout.microbatch * model.heads // layout.tp % 4 == 0)
 
 
 def _dense_mlp(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, ...]:
@@ -150,13 +176,15 @@ def _expert_mlp(model: Transformer, layout: Layout, habits: Habits) -> tuple[Ope
     local = max(1, experts.count // layout.ep)
     rows = n * experts.chosen / local  # all devices of a group send their tokens: n·k·ep/E of them to each expert
     width, gates = experts.width / t, 2 if model.gated else 1
-    routed = (
-        product(rows, h, width * gates, local),
-        product(rows, width, h, local),
-        # Routing, sorting, scattering and gathering the tokens: two passes each way, and the weighted sum.
-        Pass(nbytes=(12 + 6 * width * gates / h) * n * experts.chosen * h, kernels=12),
-    )
-    return (*routed, *_shared_expert(model, experts, n, t))
+    into, out = product(rows, h, width * gates, local), product(rows, width, h, local)
+    sent = n * experts.chosen
+    if habits.fused_experts:
+        passes = Pass(nbytes=6 * sent * h, kernels=4)  # gathering what is sent, and the weighted sum
+    else:
+        # Permuting, sorting by experts and padding the tokens, each read and written, and back; the weighted sum.
+        passes = Pass(nbytes=(26 * h + 6 * width * gates) * sent, kernels=12)
+    shared = _shared_expert(model, experts, n, t)
+    return (replace(into, routed=True), replace(out, routed=True), passes, *shared)
 
 
 def _shared_expert(model: Transformer, experts: Experts, n: float, t: int) -> tuple[Operator, ...]:
@@ -188,8 +216,9 @@ def _layer_collectives(model: Transformer, layout: Layout, habits: Habits) -> tu
 def embedding(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, ...]:
     """Looking tokens up and adding gradients to the table: forward and backward."""
     n, h = layout.tokens, model.hidden
-    table = habits.gradient_bytes * model.vocab * h / layout.tp  # the table's gradient is dense
-    found: tuple[Operator, ...] = (Pass(nbytes=20 * n * h + 2 * table, kernels=12),)
+    # The table's gradient is dense.
+    table = 0.0 if habits.frozen else habits.gradient_bytes * model.vocab * h / layout.tp
+    found: tuple[Operator, ...] = (Pass(nbytes=20 * n * h, kernels=11), Pass(nbytes=2 * table, exact=True))
     if layout.tp > 1:
         found = (*found, Collective(kind="all-reduce", nbytes=2.0 * n * h, axis="tp"))
     return found
@@ -201,8 +230,9 @@ def head(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, 
     n, h, t = layout.tokens, model.hidden, layout.tp
     columns = model.vocab / t
     aligned = habits.pads_vocab or t > 1 or model.vocab % 8 == 0
-    logits = replace(product(n, h, columns, 3, aligned=aligned), head=True)
-    passes = Pass(nbytes=(24 if habits.compiled else 56) * n * columns, kernels=4 if habits.compiled else 24)
+    logits = replace(product(n, h, columns, 2 if habits.frozen else 3, aligned=aligned), head=True)
+    read = (24 if habits.compiled else 56) * n * columns
+    passes = Pass(nbytes=read, kernels=4 if habits.compiled else 24, exact=True)
     found: tuple[Operator, ...] = (logits, passes, Pass(nbytes=20 * n * h, kernels=4))
     if t > 1:
         found = (*found, Collective(kind="all-reduce", nbytes=2.0 * n * h, axis="tp"))

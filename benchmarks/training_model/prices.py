@@ -22,6 +22,11 @@ UNALIGNED_SHARE = 0.35
 """Of the rate of products whose rows are not of a multiple of 8 elements (16 bytes), as tensor cores load them best
 (NVIDIA, "Matrix Multiplication Background User's Guide"); how much is an estimate from vTrain's rows with tp = 1."""
 
+TRANSPOSED_SHARE = 0.5
+"""Of the rate of products in TF32 with a factor that is transposed: Hopper's units transpose 2-byte types only (PTX
+ISA, wgmma.mma_async), others are computed with the instructions of older generations: estimate, half of the rate."""
+HOPPER = ("h100", "h200", "gh200")
+
 PARTIAL = 0.1
 """Exponent of the rate of collectives in a part of a host, over that in the whole: (devices / 8) ** PARTIAL. All-reduce
 of 256 MB on 2, 4 and 8 A100: 184, 209 and 217 GB/s (vTrain trace/*_LUT), which makes 0.12 and 0.06."""
@@ -118,21 +123,28 @@ class Price:
 def price(operators: tuple[Operator, ...], layout: Layout, rates: Rates) -> Price:
     """What the operators take one after the other."""
     work_s = collective_s = waits_s = 0.0
-    launches = 0
+    launches, wider = 0, rates.habits.value_bytes / 2
     for each in operators:
         match each:
             case Product(count=count):
-                work_s += count * _product_s(each, rates)
-                launches += count
-            case Pass(nbytes=nbytes, kernels=kernels):
-                work_s += kernels * rates.machine.memory_s(nbytes / kernels)
+                work_s += count * _product_s(replace(each, nbytes=wider * each.nbytes), rates)
+                launches += count * _kernels(each, rates.habits)
+            case Pass(nbytes=nbytes, kernels=kernels, exact=exact):
+                work_s += kernels * rates.machine.memory_s((1 if exact else wider) * nbytes / kernels)
                 launches += kernels
             case Collective(count=count):
-                hidden = rates.overlap if rates.habits.overlaps_products and each.axis == "tp" else 0.0
-                collective_s += (1 - hidden) * count * _collective_s(each, layout, rates)
+                # In as many parts as devices, of which the first is waited for (Transformer Engine's user buffers).
+                hidden = 1 - 1 / layout.tp if rates.habits.overlaps_products and each.axis == "tp" else 0.0
+                sent = replace(each, nbytes=wider * each.nbytes)
+                collective_s += (1 - hidden) * count * _collective_s(sent, layout, rates)
                 waits_s += count * collective_time_s(each.kind, 0.0, each.axis, layout, rates)
                 launches += count
     return Price(compute_s=max(work_s, launches * rates.launch_s + waits_s - collective_s), collective_s=collective_s)
+
+
+def _kernels(each: Product, habits: Habits) -> int:
+    """Launches of one product: of an expert in FP8, both factors are quantized in both orders, expert by expert."""
+    return 5 if each.routed and habits.dtype == "fp8" and not habits.fused_experts else 1
 
 
 def _product_s(each: Product, rates: Rates) -> float:
@@ -143,12 +155,18 @@ def _product_s(each: Product, rates: Rates) -> float:
     share = each.narrowest / (each.narrowest + HALF_WIDTH)
     if not each.aligned:
         share *= UNALIGNED_SHARE
+    if each.transposed and dtype == "tf32" and rates.machine.kind in HOPPER:
+        share *= TRANSPOSED_SHARE
     work_s = rates.machine.matmul_s(each.flops / share, each.nbytes, dtype)
     if dtype != "fp8":
         return work_s
     # Both factors are read in 2 bytes and written in 1, as they are and transposed: about the bytes of the product;
-    # a quarter where norms and activations write them so.
-    return work_s + rates.machine.memory_s(each.nbytes / 4 if habits.compiled else each.nbytes)
+    # a quarter where norms and activations write them so, a half with scales of blocks, which need both orders by their
+    # own kernels, none in experts that are one kernel.
+    if each.routed and habits.fused_experts:
+        return work_s
+    fused = (2 if habits.block_scaled else 4) if habits.compiled and not each.routed else 1
+    return work_s + rates.machine.memory_s(each.nbytes / fused)
 
 
 def _collective_s(each: Collective, layout: Layout, rates: Rates) -> float:

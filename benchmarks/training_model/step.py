@@ -35,6 +35,8 @@ def step_time(model: Transformer, layout: Layout, rates: Rates) -> StepTime:
         schedule=rates.habits.schedule,
         virtual=layout.vp,
     )
+    if rates.habits.frozen:
+        return StepTime(pipeline_s=whole_s, reduce_s=0.0, update_s=0.0, fixed_s=rates.step_s)
     compute_s = layout.microbatches * max(forward + backward for forward, backward in stages)
     reduce_s = max(_reduce_s(model, layout, rates, index) for index in {0, layout.pp - 1})
     # What is overlapped hides behind the compute there is, and no more.
@@ -72,7 +74,7 @@ def _transfer_s(model: Transformer, layout: Layout, rates: Rates) -> float:
     """Of a microbatch's activations to the next stage; each device of a tensor-parallel group sends its share."""
     if layout.pp == 1:
         return 0.0
-    nbytes = 2.0 * layout.tokens * model.hidden / layout.tp
+    nbytes = rates.habits.value_bytes * layout.tokens * model.hidden / layout.tp
     return rates.machine.transfer_s(nbytes, layout.hosts("pp", rates.machine.domain) == 1)
 
 
@@ -103,10 +105,10 @@ def _reduce_s(model: Transformer, layout: Layout, rates: Rates, stage: int) -> f
         else:
             scatters = 1
         kind = "reduce-scatter" if layout.zero else "all-reduce"
-        reduced = rates.habits.reduced_bytes * parameters
+        reduced, held = rates.habits.reduced_bytes * parameters, rates.habits.value_bytes * parameters
         total += scatters * collective_time_s(kind, reduced, axis, layout, rates)
         if gathers:
-            total += gathers * collective_time_s("all-gather", 2.0 * parameters, axis, layout, rates)
+            total += gathers * collective_time_s("all-gather", held, axis, layout, rates)
     if layout.pp > 1 and model.tied:
         # The first and the last stage add their gradients of the one table they both hold.
         table = rates.habits.reduced_bytes * model.vocab * model.hidden / layout.tp
@@ -121,5 +123,5 @@ def _update_s(model: Transformer, layout: Layout, rates: Rates, stage: int) -> f
         plain /= layout.stride("dp")[1]
         experts /= layout.stride("expert-dp")[1]
     habits = rates.habits
-    nbytes = (2 * habits.state_bytes + 2 * habits.gradient_bytes + 2) * (plain + experts)
+    nbytes = (2 * habits.state_bytes + 2 * habits.gradient_bytes + habits.value_bytes) * (plain + experts)
     return rates.machine.memory_s(nbytes)
