@@ -1,6 +1,7 @@
 """Weak scaling: a model that grows with the devices, on the devices of this machine or on a cluster that is modelled.
 
     python -m benchmarks gpt --devices 1,2,4,8 --method data,intra-only            scaled down, really run and timed
+    python -m benchmarks gpt --devices 4,8 --hosts 2                               the same by the Ray runtime
     python -m benchmarks gpt --cluster p3.16xlarge --gpus 1,2,4,8,16,32,64         Alpa's models, planned and simulated
     python -m benchmarks gpt --cluster p3.16xlarge --gpus 8 --model 6.7B --plan plan.json
 
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", metavar="N,N", help=f"run on so many devices of this machine (default: {_DEVICES})"
     )
+    parser.add_argument("--hosts", metavar="N", help="with --devices: those of a Ray cluster of so many processes here")
     parser.add_argument("--cluster", metavar="NAME", help='plan for a cluster instead: "p3.16xlarge", "8x p3.16xlarge"')
     parser.add_argument("--gpus", metavar="N,N", help="the parts of the cluster to plan for (default: all of it)")
     parser.add_argument("--model", metavar="NAME", help="this model for every number of GPUs, instead of Alpa's for it")
@@ -76,9 +78,10 @@ Case = tuple[str, Callable[[], Row]]
 
 
 def _planned_cases(family: Family, arguments: argparse.Namespace) -> list[Case]:
-    if arguments.devices:
+    if arguments.devices or arguments.hosts:
+        option = f"--devices {arguments.devices}" if arguments.devices else f"--hosts {arguments.hosts}"
         raise InvalidArgument(
-            f"--devices {arguments.devices} runs here and --cluster {arguments.cluster} is modelled. Give one of them; "
+            f"{option} runs here and --cluster {arguments.cluster} is modelled. Give one of them; "
             "the numbers of GPUs of a cluster are --gpus."
         )
     whole = autopar.Cluster.parse(arguments.cluster)
@@ -113,13 +116,15 @@ def _local_cases(family: Family, arguments: argparse.Namespace) -> list[Case]:
             )
     counts = _counts("--devices", arguments.devices or _DEVICES)
     (repetitions,) = _counts("--repetitions", arguments.repetitions)
+    hosts = None if arguments.hosts is None else _counts("--hosts", arguments.hosts)[0]
+    where = "this machine" if hosts is None else f"{hosts} processes of a Ray cluster"
     plan = _given_plan(arguments, counts)
     methods = [_named(plan)] if plan is not None else _methods(arguments)
     return [
         (
-            f"{family.name} on {number} devices of this machine: {method}",
+            f"{family.name} on {number} devices of {where}: {method}",
             lambda number=number, method=method: measured_row(
-                family.name, number, method, repetitions=repetitions, plan=arguments.plan
+                family.name, number, method, repetitions=repetitions, plan=arguments.plan, hosts=hosts
             ),
         )
         for number in counts

@@ -2,7 +2,8 @@
 
     python -m benchmarks.weak_scaling_local --family gpt --devices 4 --method data --repetitions 5
 
-prints one row as JSON. The time is the median of the repetitions, after steps that compile and settle.
+prints one row as JSON. The time is the median of the repetitions, after steps that compile and settle. With `--hosts 2`
+the devices are those of a Ray cluster of two processes, started here.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ _MICROBATCHES_PER_STAGE = 4
 _WRONG = 2  # exit code of a mistake of the user's
 
 
-def measured_row(family: str, num_devices: int, method: str, *, repetitions: int, plan: Path | None = None) -> Row:
+def measured_row(
+    family: str, num_devices: int, method: str, *, repetitions: int, plan: Path | None = None, hosts: int | None = None
+) -> Row:
     """Time a step in a new process. Raises `InvalidArgument` with what that process found to be wrong."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={num_devices}"
     command = [sys.executable, "-m", "benchmarks.weak_scaling_local", "--family", family]
     command += ["--devices", str(num_devices), "--method", method, "--repetitions", str(repetitions)]
     command += [] if plan is None else ["--plan", str(plan)]
+    command += [] if hosts is None else ["--hosts", str(hosts)]
     environment = os.environ | {"XLA_FLAGS": flags.strip()}
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if run.returncode == _WRONG:
@@ -56,35 +60,48 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--method", required=True)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--plan", type=Path)
+    parser.add_argument("--hosts", type=int)
     args = parser.parse_args(argv)
     try:
         workload = FAMILIES[args.family].scaled_down(args.devices)
         plan = None if args.plan is None else autopar.Plan.load(args.plan)
-        row = timed(workload, _devices(args.devices), plan or args.method, repetitions=args.repetitions)
+        devices = _devices(args.devices) if args.hosts is None else _start_hosts(args.hosts, args.devices)
+        row = timed(workload, devices, plan or args.method, repetitions=args.repetitions)
     except AutoparError as error:
         print(error, file=sys.stderr)
         raise SystemExit(_WRONG) from None
+    finally:
+        autopar.shutdown()
     print(json.dumps(asdict(row)))
 
 
-def timed(workload: Workload, devices: Sequence[jax.Device], method: str | autopar.Plan, *, repetitions: int) -> Row:
-    """Plan, compile and run the step on these devices."""
-    name = method if isinstance(method, str) else f"plan of {method.method}"
-    chosen = _method_here(method, workload, len(devices)) if isinstance(method, str) else method
+def timed(
+    workload: Workload,
+    devices: Sequence[jax.Device] | autopar.Cluster,
+    method: str | autopar.Plan,
+    *,
+    repetitions: int,
+) -> Row:
+    """Plan, compile and run the step on these devices, or on those of the Ray cluster that was started."""
+    remote = isinstance(devices, autopar.Cluster)
+    count = devices.num_devices if remote else len(devices)
+    name = (method if isinstance(method, str) else f"plan of {method.method}") + (", ray" if remote else "")
+    chosen = _method_here(method, workload, count) if isinstance(method, str) else method
     begin = time.perf_counter()
-    step = autopar.parallelize(workload.step, method=chosen, donate_argnums=(0,), devices=devices)
+    here = None if remote else devices
+    step = autopar.parallelize(workload.step, method=chosen, donate_argnums=(0,), devices=here)
     try:
         planned = step.trace(workload.abstract_state, workload.abstract_batch).plan()
     except MemoryTooSmall as error:
-        return row_of(workload, gpus=len(devices), method=name, step_time_s=None, plan=f"out of memory: {error}")
+        return row_of(workload, gpus=count, method=name, step_time_s=None, plan=f"out of memory: {error}")
     plan_time_s = time.perf_counter() - begin
     sharding = planned.plan.sharding
     step_time_s = _median_s(planned.lower().compile(), workload, repetitions)
-    measured = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    measured = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in here or ()]
     peaks = [peak for peak in measured if peak is not None]
     return row_of(
         workload,
-        gpus=len(devices),
+        gpus=count,
         method=name,
         step_time_s=step_time_s,
         # CPUs do not say what they used: then it is what the plan says.
@@ -114,6 +131,18 @@ def _devices(count: int) -> Sequence[jax.Device]:
             f"most {len(devices)}, or plan for a cluster with --cluster and --gpus."
         )
     return devices[:count]
+
+
+def _start_hosts(num_hosts: int, num_devices: int) -> autopar.Cluster:
+    per_host, rest = divmod(num_devices, num_hosts)
+    if rest:
+        raise InvalidArgument(
+            f"{num_devices} devices do not divide among --hosts {num_hosts}. Give a number of hosts that divides every "
+            "number of --devices."
+        )
+    cluster = autopar.init(cluster="ray", address="local", num_hosts=num_hosts, devices_per_host=per_host)
+    assert cluster is not None
+    return cluster
 
 
 def _method_here(name: str, workload: Workload, num_devices: int) -> Method:

@@ -144,6 +144,20 @@ def test_layers_of_as_many_operators_are_as_even_as_can_be():
     assert len(sizes) == 3 and sizes.max() - sizes.min() <= 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--devices", "3", "--hosts", "2"], "3 devices do not divide among --hosts 2"),
+        (["--cluster", "p3.16xlarge", "--hosts", "2"], "--hosts 2 runs here and --cluster p3.16xlarge is modelled"),
+        (["--devices", "2", "--hosts", "none"], "--hosts is 'none'"),
+    ],
+)
+def test_processes_that_cannot_share_the_devices_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["gpt", *options])
+    assert message in capsys.readouterr().err
+
+
 def small_gpus(count, memory_bytes):
     return autopar.Cluster(num_devices=count, machine=dataclasses.replace(HOST.machine, memory_bytes=memory_bytes))
 

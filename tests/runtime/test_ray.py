@@ -28,6 +28,8 @@ from autopar.errors import (
 from autopar.runtime.distributed.host import Host
 from autopar.runtime.distributed.ray_cluster import RayOptions, check_answers, start_hosts
 from autopar.runtime.distributed.versions import check_versions
+from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
+from benchmarks.weak_scaling_local import timed
 from tests.equivalence import Configuration, compare
 from tests.zoo import ZOO
 
@@ -35,6 +37,7 @@ from tests.zoo import ZOO
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
 HOSTS, DEVICES_PER_HOST = 2, 4
+SMALL_GPT = alpa_gpt("small-gpt", GPTSize(width=32, layers=1, heads=4, length=16, vocabulary=64, batch=8), jnp.float32)
 TWO = {"num_stages": 2, "num_microbatches": 2}
 # A third of the zoo: each row is there for what its state, its batch or its graph has that others have not.
 MODELS = {
@@ -97,6 +100,12 @@ def assert_equal(got, want):
 def test_step_on_a_cluster_equals_the_plain_step(name):
     agreement = compare(ZOO[name], MODELS[name])
     assert agreement.holds, str(agreement)
+
+
+def test_the_weak_scaling_benchmark_times_steps_on_a_cluster(cluster):
+    row = timed(SMALL_GPT, cluster().cluster, "data", repetitions=1)
+    assert (row.gpus, row.method) == (HOSTS * DEVICES_PER_HOST, "data, ray")
+    assert row.step_time_s > 0 and row.plan == f"1 stage x 1 microbatch: data={row.gpus}"
 
 
 def test_results_stay_on_the_cluster_until_they_are_read(cluster):
