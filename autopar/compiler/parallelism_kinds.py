@@ -21,6 +21,7 @@ from autopar.compiler.intra_op.free_values import is_small
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, replicated
 from autopar.compiler.intra_op.search import Wishes
 from autopar.compiler.intra_op.strategies import Strategy
+from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.microbatch_loop import microbatch_loop
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, Unsupported
@@ -189,13 +190,13 @@ def _of_other_examples(trace: Trace, method: Zero | TensorParallel | ExpertParal
     if count == 1:
         assert trace.doubled is not None
         alike = _names(trace.jaxpr) == _names(trace.doubled)
-        return merge_common_subexpressions(trace.doubled, like=trace.jaxpr) if alike else None
+        return turn_products(merge_common_subexpressions(trace.doubled, like=trace.jaxpr)) if alike else None
     rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
     others = [n for n in (count // 2, 2 * count) if n > 1 and rows % n == 0 and n != count]
     if not others:
         return None
     looped = microbatch_loop(trace, others[0], method.batch_statistics, method.search().random)
-    return merge_common_subexpressions(looped)
+    return turn_products(merge_common_subexpressions(looped))
 
 
 def _names(closed: jc.ClosedJaxpr) -> list[str]:

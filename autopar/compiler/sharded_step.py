@@ -17,6 +17,7 @@ from autopar.compiler.intra_op.common_subexpressions import merge_common_subexpr
 from autopar.compiler.intra_op.layout import LogicalMesh, to_spec
 from autopar.compiler.intra_op.local_program import LocalBlock, Value, local_block
 from autopar.compiler.intra_op.localize import localize
+from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.microbatch_loop import microbatch_loop
 from autopar.compiler.rematerialize import rematerialize
 from autopar.compiler.trace import Trace
@@ -42,7 +43,8 @@ def one_jaxpr(
     random: str,
 ) -> jc.ClosedJaxpr:
     """The whole step, with a loop over its microbatches, and nothing in it twice but what is recomputed on purpose."""
-    return merge_common_subexpressions(microbatch_loop(trace, num_microbatches, batch_statistics, random))
+    looped = microbatch_loop(trace, num_microbatches, batch_statistics, random)
+    return turn_products(merge_common_subexpressions(looped))
 
 
 def logical_mesh(mesh: MeshPlan) -> LogicalMesh:

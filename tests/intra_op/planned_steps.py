@@ -12,6 +12,7 @@ from autopar.compiler.intra_op.layout import Layout, LogicalMesh
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.planned_collectives import PlannedCollective, planned_collectives
 from autopar.compiler.intra_op.search import IntraOpPlan, plan_intra_op
+from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.normalize import normalize
 
 LINE = LogicalMesh(shape=(8,), axis_names=("x",))
@@ -33,7 +34,7 @@ def figures(mesh: LogicalMesh, *, latency_s: float = 1e-9, bandwidth: float = 1e
 
 def traced(step: Callable[..., Any], *args: Any) -> jc.ClosedJaxpr:
     """The program of a step as the planner takes it."""
-    return merge_common_subexpressions(normalize(jax.make_jaxpr(step)(*args)))
+    return turn_products(merge_common_subexpressions(normalize(jax.make_jaxpr(step)(*args))))
 
 
 def plan_step(

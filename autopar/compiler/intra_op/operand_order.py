@@ -9,6 +9,7 @@ contracted dimensions they are reshaped to one, which takes a copy unless they l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.compilers import Compiler
 
 Order = tuple[int, ...]
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+"""Of a product: the summed dimensions of both operands, then those of the batch."""
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
@@ -53,22 +56,37 @@ def wanted_orders(eqn: jc.JaxprEqn) -> tuple[Order | None, ...]:
             return (None,) * len(shapes)
 
 
-def _of_product(
-    numbers: tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]],
-    shapes: Sequence[tuple[int, ...]],
-) -> tuple[Order | None, ...]:
-    (contracted, batch) = numbers
+def unsorted_elements(numbers: DimensionNumbers, shapes: Sequence[tuple[int, ...]]) -> int:
+    """How many elements of a product's operands do not lie as a product of matrices reads them, row by row."""
+    orders = _product_orders(numbers, shapes)
+    return sum(
+        math.prod(shape)
+        for order, shape in zip(orders, shapes, strict=True)
+        if _unless_sorted(order, shape) is not None
+    )
+
+
+def _product_orders(numbers: DimensionNumbers, shapes: Sequence[tuple[int, ...]]) -> tuple[Order, Order]:
+    """[batch, free, contracted] and [batch, contracted, free]."""
+    contracted, batch = numbers
     free = [
         [d for d in range(len(shape)) if d not in contracted[side] and d not in batch[side]]
         for side, shape in enumerate(shapes)
     ]
+    return (*batch[0], *free[0], *contracted[0]), (*batch[1], *contracted[1], *free[1])
+
+
+def _of_product(numbers: DimensionNumbers, shapes: Sequence[tuple[int, ...]]) -> tuple[Order | None, ...]:
+    contracted, batch = numbers
+    orders = _product_orders(numbers, shapes)
     matrices = [
-        len(free[side]) <= 1 and len(contracted[side]) <= 1 and sorted(batch[side]) == list(range(len(batch[side])))
+        len(orders[side]) - len(contracted[side]) - len(batch[side]) <= 1
+        and len(contracted[side]) <= 1
+        and sorted(batch[side]) == list(range(len(batch[side])))
         for side in (0, 1)
     ]
     if all(matrices):
         return None, None
-    orders = (*batch[0], *free[0], *contracted[0]), (*batch[1], *contracted[1], *free[1])
     return tuple(None if matrices[side] else _unless_sorted(order, shapes[side]) for side, order in enumerate(orders))
 
 
