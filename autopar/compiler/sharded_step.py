@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_plan import BlockPlan, from_data
 from autopar.compiler.intra_op.common_subexpressions import merge_common_subexpressions
+from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.layout import LogicalMesh, to_spec
 from autopar.compiler.intra_op.local_program import LocalBlock, Value, local_block
 from autopar.compiler.intra_op.localize import localize
@@ -66,7 +67,7 @@ def sharded_step(trace: Trace, plan: Plan) -> ShardedStep:
     _check_fits(closed, layouts, trace)
     block = local_block(jc.open_jaxpr(closed)[0], layouts, mesh)
     return ShardedStep(
-        jaxpr=localize(closed, block, mesh),
+        jaxpr=localize(closed, block, mesh, joined_bytes=compiler_for(plan.sharding.figures).joined_bytes),
         block=block,
         input_specs=tuple(to_spec(value.layout, mesh) for value in block.inputs),
         output_specs=tuple(to_spec(v.layout, mesh) for v in block.outputs if isinstance(v, Value)),

@@ -24,6 +24,9 @@ class Compiler:
     """Its reductions take one operation before them in, no more."""
     combines_all_reduces: bool = False
     """All-reduces of the update become one, whose operands and results are there together."""
+    joined_bytes: float = 0.0
+    """It makes every reduce-scatter by itself: those of up to so many bytes of operands are joined before it sees them.
+    They are copied for that, which takes as much memory."""
     updates_after_collectives: bool = True
     """What follows a collective of the update is done at once, rather than when everything else is done."""
     saves_donated: bool = False
@@ -57,6 +60,7 @@ CPU = Compiler(
     turns_operands=True,
     reduces_by_library=True,
     combines_all_reduces=True,
+    joined_bytes=8 * 2**20,
     clears_stacks_early=True,
     saves_donated=True,
     widens_16_bits=True,

@@ -72,7 +72,7 @@ class MeshFigures:
     other_flops: tuple[tuple[str, float], ...] = ()
     """FLOP/s of products in types that are not as fast as others of their size."""
     combines: tuple[str, ...] = ("all-reduce", "all-gather", "reduce-scatter")
-    """The kinds that it combines."""
+    """The kinds that are combined, by it or by us (`joined_reductions`)."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no machine has."""
@@ -141,7 +141,7 @@ def cpu_figures(num_axes: int) -> MeshFigures:
         memory_bytes=2 * 2**30,
         latency_s=(3e-4,) * num_axes,
         bandwidth=(1e9,) * num_axes,
-        combines=("all-reduce",),
+        combines=("all-reduce", "reduce-scatter"),
     )
 
 
@@ -196,7 +196,9 @@ def mesh_figures(machine: Machine, mesh_shape: Sequence[int], *, domain: int | N
         other_flops=tuple(
             (t, machine.matmul_flops(t)) for t, usual in sizes.items() if machine.matmul_flops(t) != usual
         ),
-        combines=("all-reduce",) if machine.kind == "cpu" else ("all-reduce", "all-gather", "reduce-scatter"),
+        combines=("all-reduce", "reduce-scatter")
+        if machine.kind == "cpu"
+        else ("all-reduce", "all-gather", "reduce-scatter"),
     )
 
 

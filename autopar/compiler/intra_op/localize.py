@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.joined_reductions import Reduction, made_with, reduce_together, reductions
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, replicated, to_spec
 from autopar.compiler.intra_op.local_equation import evaluate_locally
 from autopar.compiler.intra_op.local_program import Enter, Evaluate, LocalBlock, Reshard, Value
@@ -24,10 +25,15 @@ from autopar.compiler.intra_op.resharding import apply_steps
 _lax: Any = lax
 
 
-def localize(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh) -> jc.ClosedJaxpr:
-    """The program as every device runs it, wrapped so that it takes and gives whole arrays."""
+def localize(
+    closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh, *, joined_bytes: float = 0.0
+) -> jc.ClosedJaxpr:
+    """The program as every device runs it, wrapped so that it takes and gives whole arrays.
+
+    Arrays of up to `joined_bytes` together are reduced in one collective, where nothing has to wait for it.
+    """
     computed = [number for number, v in enumerate(block.outputs) if isinstance(v, Value)]
-    return _localized(closed, block, mesh, computed)
+    return _localized(closed, block, mesh, computed, joined_bytes)
 
 
 def localize_task(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh) -> jc.ClosedJaxpr:
@@ -50,14 +56,20 @@ def border_shape(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> t
     return (mesh.size(layout.partial), *shape) if layout.partial else shape
 
 
-def _localized(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh, returned: Sequence[int]) -> jc.ClosedJaxpr:
+def _localized(
+    closed: jc.ClosedJaxpr,
+    block: LocalBlock,
+    mesh: LogicalMesh,
+    returned: Sequence[int],
+    joined_bytes: float = 0.0,
+) -> jc.ClosedJaxpr:
     _, consts = jc.open_jaxpr(closed)
     abstract = AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
     outputs = [block.outputs[number] for number in returned]
 
     def on_device(*args: Any) -> list[Any]:
         args = tuple(x[0] if v.layout.partial else x for x, v in zip(args, block.inputs, strict=True))
-        results = _run(block, consts, args, mesh)
+        results = _run(block, consts, args, mesh, joined_bytes)
         return [
             results[number][None] if isinstance(v, Value) and v.layout.partial else results[number]
             for number, v in zip(returned, outputs, strict=True)
@@ -92,22 +104,37 @@ class _Frame:
         return value.val if isinstance(value, jc.Literal) else self.values[value]
 
 
-def _run(block: LocalBlock, consts: Sequence[Any], args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
+def _run(
+    block: LocalBlock, consts: Sequence[Any], args: Sequence[Any], mesh: LogicalMesh, joined_bytes: float = 0.0
+) -> list[Any]:
     frame = _Frame(mesh=mesh)
     frame.values.update(zip(block.inputs, args, strict=True))
     for v, const in zip(block.jaxpr.constvars, consts, strict=True):
         aval: Any = v.aval
         frame.values[Value(v, replicated(aval.ndim))] = const
+    joined = dict(reductions(block)) if joined_bytes else {}
+    later = {each.transpose for each in joined.values()}
     for action in block.actions:
         match action:
-            case Reshard():
-                frame.values[action.result] = _reshard(action, frame)
-            case Evaluate(eqn=eqn, operands=operands, strategy=strategy):
+            case Reshard(result=result) if result in joined:
+                _reduce(joined, result, frame, joined_bytes)
+            case Reshard(result=result) if result not in frame.values:
+                frame.values[result] = _reshard(action, frame)
+            case Evaluate(eqn=eqn, operands=operands, strategy=strategy) if action not in later:
                 results = evaluate_locally(eqn, [frame.read(v) for v in operands], strategy, mesh)
                 frame.values.update(zip(action.results, results, strict=True))
             case Enter():
                 frame.values.update(zip(action.results, _enter(action, frame), strict=True))
+            case _:
+                pass  # made already, or with the reduction of what it reads
     return [frame.read(value) for value in block.outputs]
+
+
+def _reduce(joined: dict[Value, Reduction], result: Value, frame: _Frame, most_bytes: float) -> None:
+    together = made_with(joined[result], joined.values(), frame.values, frame.mesh, most_bytes)
+    for each in together:
+        del joined[each.action.result]
+    frame.values.update(reduce_together(together, [frame.read(each.operand) for each in together], frame.mesh))
 
 
 def _reshard(action: Reshard, frame: _Frame) -> Any:
