@@ -160,14 +160,16 @@ def _model(row: Row) -> Transformer:
         missing = "layers" if hidden else "hidden size" if layers else "layers and hidden size"
         raise Unusable(f"{missing} missing, and the sizes of {row['model']!r} are not known")
     named = replace(named, vocab=row.whole("vocab") or named.vocab)
-    return replace(named, layers=layers, **_fewer(named, layers)) if layers else named
+    return replace(named, layers=layers, **_fewer(row, named, layers)) if layers else named
 
 
-def _fewer(named: Transformer, layers: int) -> dict[str, object]:
+def _fewer(row: Row, named: Transformer, layers: int) -> dict[str, object]:
     """A model cut to fewer layers has its plain MLPs in them only if it keeps layers of experts as well."""
-    if named.experts is None or named.experts.dense_layers < layers:
+    if named.experts is None or layers == named.layers:
         return {}
-    return {"experts": replace(named.experts, dense_layers=0)}
+    if row.source.endswith("SimuMax"):
+        return {"experts": replace(named.experts, dense_layers=1)}  # MOE_LAYER_FREQ of its run_pretrain_deepseekv2.sh
+    return {"experts": replace(named.experts, dense_layers=0)} if named.experts.dense_layers >= layers else {}
 
 
 def _bigscience(row: Row, billions: float) -> Transformer | None:

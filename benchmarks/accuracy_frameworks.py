@@ -21,7 +21,7 @@ SAILOR = replace(
 )
 MEGATRON_CORE = Habits(
     dtype="bfloat16", flash=True, sequence_parallel=True, launch_s=EAGER_S, overlaps=True, causal_half=True,
-    gradient_bytes=4.0, reduced_bytes=4.0, compiled=True, overlaps_products=True,
+    gradient_bytes=4.0, reduced_bytes=4.0, compiled=True, overlaps_products=True, fused_accumulation=True,
 )  # fmt: skip
 """With tp_comm_overlap, as the recipes of NeMo and Megatron-Bridge and the submissions to MLPerf set it."""
 ONEFLOW = replace(MEGATRON_2021, compiled=True, launch_s=0.0, overlaps=True)
@@ -60,7 +60,8 @@ FRAMEWORKS: tuple[tuple[str, Habits], ...] = (
     (r"megatron-lm ptd-p|megatron-lm.*calculon|zero-3.*llm-analysis", MEGATRON_2021),
     (r"^oneflow-gpt|^libai", ONEFLOW),
     (r"megatron-lm v2\.4|megatron-lm \| oneflow", MEGATRON_2021),
-    (r"megatron-lm 0\.14", replace(MEGATRON_CORE, overlaps_products=False)),
+    # SimuMax docs/b200/b200_real_repro_guide.md: nothing overlaps.
+    (r"megatron-lm 0\.14", replace(MEGATRON_CORE, overlaps_products=False, overlaps=False)),
     (r"megatron-bridge", MEGATRON_CORE),
     (r"nemo pretrain|mlperf training", MEGATRON_CORE),
     (r"composer fsdp", FSDP),

@@ -68,3 +68,15 @@ def test_experts_are_fused_from_a_release_on(framework, note, fused):
 def test_sailor_trains_in_float32():
     habits = case_of(row(framework="Sailor(Megatron-DeepSpeed)", src="eth-easl/sailor:a.json", hw="GH-96")).habits
     assert (habits.dtype, habits.value_bytes, habits.reduced_bytes) == ("tf32", 4.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("src", "layers", "dense_layers"),
+    [("MooreThreads/SimuMax:docs/a.json", "4", 1), ("someone/else:a.csv", "4", 3), ("someone/else:a.csv", "2", 0)],
+)
+def test_a_model_cut_to_few_layers_keeps_the_plain_ones_that_its_script_says(src, layers, dense_layers):
+    cells = {"framework": "Megatron-LM 0.14", "model": "deepseekv3", "hidden": "", "hw": "B200", "ep": "2"}
+    case = case_of(row(src=src, layers=layers, **cells))
+    assert case.model.experts is not None
+    assert case.model.experts.dense_layers == dense_layers
+    assert not case.habits.overlaps

@@ -52,6 +52,7 @@ def product_flops(operators):
         ("MPT-30b", 30.0),
         ("Mixtral-8x7B-MaxText", 46.7),
         ("DeepSeekV3", 671),
+        ("deepseekv2", 236),
         ("Qwen3_30B_a3B", 30.5),
         ("Qwen3_235B_a22B", 235),
         ("GPT OSS 120B", 117),
@@ -118,6 +119,21 @@ def test_frozen_weights_have_no_gradients():
     time = step_time(GPT, replace(PLAIN, dp=8), rates_of(A100, frozen, Scalars()))
     assert (time.reduce_s, time.update_s) == (0.0, 0.0)
     assert peak_memory(GPT, PLAIN, frozen).total_bytes < peak_memory(GPT, PLAIN, UNFUSED).total_bytes
+
+
+@pytest.mark.parametrize(("machine", "hidden"), [("dgx-b200", True), ("dgx-h100", False)])
+def test_blackwell_accumulates_gradients_behind_the_products_that_make_them(machine, hidden):
+    there = Machine.named(machine)
+    taken_s = price((Pass(nbytes=1e9, epilogue=True),), PLAIN, rates_of(there, Habits(), Scalars())).total_s
+    assert taken_s == pytest.approx(0.0 if hidden else there.kernel_s + 1e9 / there.memory_bandwidth)
+
+
+@pytest.mark.parametrize(("fused", "nbytes"), [(False, 2 + 2 * 4), (True, 2 * 4)])
+def test_gradients_are_added_to_what_is_accumulated(fused, nbytes):
+    habits = Habits(gradient_bytes=4.0, fused_accumulation=fused)
+    weights = GPT.attention_parameters + GPT.dense_mlp_parameters
+    passes = [each for each in layer_backward(GPT, PLAIN, habits, False) if isinstance(each, Pass) and each.exact]
+    assert [(each.nbytes, each.epilogue) for each in passes] == [(nbytes * weights, fused)]
 
 
 def test_fused_experts_are_launched_and_passed_over_less():

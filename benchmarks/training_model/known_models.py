@@ -64,7 +64,16 @@ TRANSFORMERS: tuple[tuple[str, Transformer], ...] = (
             experts=Experts(count=8, chosen=2, width=14336),
         ),
     ),
-    # DeepSeek-V3 (DeepSeek-AI 2024, section 4.2) and Kimi K2 (Moonshot AI 2025, table 2).
+    # DeepSeek-V2 (DeepSeek-AI 2024, section 3.1.2), V3 (DeepSeek-AI 2024, section 4.2) and Kimi K2 (Moonshot AI 2025,
+    # table 2).
+    (
+        r"deepseek-?v2$",
+        Transformer(
+            layers=60, hidden=5120, heads=128, head_size=160, mlp_width=12288, vocab=102400, gated=True, tied=False,
+            latent_ranks=(1536, 576),
+            experts=Experts(count=160, chosen=6, width=1536, shared_width=3072, dense_layers=1),
+        ),
+    ),
     (
         r"deepseek-?v3",
         Transformer(
@@ -74,7 +83,7 @@ TRANSFORMERS: tuple[tuple[str, Transformer], ...] = (
         ),
     ),
     (
-        r"kimi_k2",
+        r"kimi[-_](k2|1t)",
         Transformer(
             layers=61, hidden=7168, heads=64, head_size=160, mlp_width=18432, vocab=163840, gated=True, tied=False,
             latent_ranks=(1536, 576),

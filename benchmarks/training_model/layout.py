@@ -98,6 +98,8 @@ class Habits:
     """Of one gradient as it is reduced."""
     compiled: bool = False
     """Elementwise operators are fused into few kernels."""
+    fused_accumulation: bool = False
+    """Products of weights' gradients add to what is accumulated themselves, instead of a pass after them."""
     block_scaled: bool = False
     """Products in FP8 have a scale for each block of 32 values along what they sum over (MXFP8)."""
     frozen: bool = False

@@ -45,6 +45,8 @@ class Pass:
     kernels: int = 1
     exact: bool = False
     """`nbytes` are what they are, whatever bytes a value has."""
+    epilogue: bool = False
+    """Products do it as they write what they computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +113,9 @@ def layer_backward(model: Transformer, layout: Layout, habits: Habits, expert_la
     weights += experts * model.expert_parameters / t
     if habits.frozen:
         weights = 0.0
-    read = (habits.value_bytes + 2 * habits.gradient_bytes) * weights
-    accumulated = Pass(nbytes=read, kernels=2 if habits.compiled else 12, exact=True)
+    fused = habits.fused_accumulation  # then the gradient of one microbatch is never written
+    read = ((0.0 if fused else habits.value_bytes) + 2 * habits.gradient_bytes) * weights
+    accumulated = Pass(nbytes=read, kernels=2 if habits.compiled else 12, exact=True, epilogue=fused)
     collectives = tuple(each for each in forward if isinstance(each, Collective))
     return (around, accumulated, *backward_products(forward, frozen=habits.frozen), *collectives)
 

@@ -26,6 +26,8 @@ TRANSPOSED_SHARE = 0.5
 """Of the rate of products in TF32 with a factor that is transposed: Hopper's units transpose 2-byte types only (PTX
 ISA, wgmma.mma_async), others are computed with the instructions of older generations: estimate, half of the rate."""
 HOPPER = ("h100", "h200", "gh200")
+BLACKWELL = ("b200", "b300", "gb200", "gb300")
+"""Their units accumulate in a memory of their own, and compute a tile while the one before is written."""
 
 PARTIAL = 0.1
 """Exponent of the rate of collectives in a part of a host, over that in the whole: (devices / 8) ** PARTIAL. All-reduce
@@ -129,6 +131,8 @@ def price(operators: tuple[Operator, ...], layout: Layout, rates: Rates) -> Pric
             case Product(count=count):
                 work_s += count * _product_s(replace(each, nbytes=wider * each.nbytes), rates)
                 launches += count * _kernels(each, rates.habits)
+            case Pass(epilogue=True) if rates.machine.kind in BLACKWELL:
+                continue
             case Pass(nbytes=nbytes, kernels=kernels, exact=exact):
                 work_s += kernels * rates.machine.memory_s((1 if exact else wider) * nbytes / kernels)
                 launches += kernels
