@@ -1,5 +1,6 @@
 """Repeated layers fold into one at any depth; what only looks alike does not; folded plans compute the same."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -157,3 +158,24 @@ def test_folded_plan_is_nearly_as_good_and_computes_the_same(kind: str) -> None:
     for expected, found in zip(jax.tree.leaves(step(state, batch)), results, strict=True):
         # Sums in another order.
         np.testing.assert_allclose(expected, found, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_what_has_one_reader_in_every_layer_is_not_kept_for_several(kind: str) -> None:
+    """Readers differ at the ends of the model, so that the value that stands for all has several."""
+    trace = traced(kind, 8)
+    found = plan_intra_op(
+        trace.jaxpr,
+        MESH,
+        FIGURES,
+        state_outputs=dict(trace.state_outputs),
+        input_names=[leaf.name for leaf in trace.inputs],
+        fold_from=0,
+    )
+    jaxpr = trace.jaxpr.jaxpr
+    reads = Counter(v for eqn in jaxpr.eqns for v in jc.operands(eqn)) + Counter(
+        v for v in jaxpr.outvars if isinstance(v, jc.Var)
+    )
+    kept = {v: max(n for w, n in reads.items() if found.choices.alike.get(w, w) == v) for v in found.choices.stored}
+    assert kept
+    assert min(kept.values()) > 1

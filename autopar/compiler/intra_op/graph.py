@@ -193,7 +193,8 @@ class Block:
     def _connect(self, v: jc.Var, uses: list[Use], done: BlockChoices) -> None:
         table, source = self.planner.table, self.sources[v]
         weight = self.weight * self.instances[v]
-        if len(uses) > 1:
+        # Of folded layers each may have a reader of its own: then nothing is there twice to be kept for.
+        if len(uses) > 1 and sum(u.weight for u in uses) > weight:
             phase = min((u.phase for u in uses), key=PHASES.index)
             stored = self._form(v, "stored", source)
             table.add_edge(source, stored, v.aval, weight, phase)
@@ -202,7 +203,7 @@ class Block:
         for phase in phases:
             mine = [u for u in uses if u.phase == phase]
             origin = source
-            if len(mine) > 1 and len(phases) > 1 and phase != "update":
+            if v in done.stored and len(mine) > 1 and len(phases) > 1 and phase != "update":
                 origin = self._form(v, phase, source)
                 table.add_edge(source, origin, v.aval, weight, phase)
                 done.copies.setdefault(v, {})[phase] = origin
