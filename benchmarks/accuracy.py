@@ -107,13 +107,10 @@ def _source_report(
 
 def _predictions(cases: Sequence[Case], scalars: Scalars) -> list[Predicted]:
     times = predicted_times(cases, scalars)
+    peaks = [peak_memory(case.model, case.layout, case.habits) for case in cases]
     return [
-        Predicted(
-            case=case,
-            step_s=time.total_s,
-            peak_bytes=peak_memory(case.model, case.layout, case.habits).total_bytes,
-        )
-        for case, time in zip(cases, times)
+        Predicted(case=case, step_s=time.total_s, peak_bytes=peak.total_bytes, tensor_bytes=peak.tensor_bytes)
+        for case, time, peak in zip(cases, times, peaks)
     ]
 
 
@@ -123,7 +120,7 @@ def _row_report(each: Predicted, fitted: bool) -> dict[str, Any]:
         "source": each.case.row.source,
         "measured_s": each.case.measured_s,
         "predicted_s": each.step_s,
-        "predicted_gib": each.peak_bytes / 2**30,
+        "predicted_gib": each.recorded_bytes / 2**30,
         "fitted": fitted,
     }
 

@@ -33,6 +33,11 @@ class Case:
     """Measured; None if the row does not say, or not for which layout."""
 
     @property
+    def counts_tensors(self) -> bool:
+        """Whether the memory recorded is what tensors took: SimuMax records torch.cuda.max_memory_allocated()."""
+        return self.row.source.endswith("SimuMax")
+
+    @property
     def cell(self) -> tuple[object, ...]:
         """What rows share that are choices for one task: model, hardware, devices, batch and sequence."""
         batch = self.layout.dp * self.layout.microbatch * self.layout.microbatches

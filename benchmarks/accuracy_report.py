@@ -23,6 +23,13 @@ class Predicted:
     case: Case
     step_s: float
     peak_bytes: float
+    tensor_bytes: float = 0.0
+    """Of the peak, what tensors take."""
+
+    @property
+    def recorded_bytes(self) -> float:
+        """What the case's memory is to be compared with."""
+        return self.tensor_bytes if self.case.counts_tensors else self.peak_bytes
 
     @property
     def feasible(self) -> bool:
@@ -91,7 +98,7 @@ def _labels(predictions: Sequence[Predicted]) -> dict[str, int]:
 
 
 def _memory_errors(predictions: Sequence[Predicted]) -> dict[str, float | int | None]:
-    recorded = [(each.peak_bytes, each.case.row.number("mem_gib") or 0.0) for each in predictions]
+    recorded = [(each.recorded_bytes, each.case.row.number("mem_gib") or 0.0) for each in predictions]
     errors = [abs(peak / 2**30 / gib - 1) for peak, gib in recorded if gib]
     return {"memory_rows": len(errors), "memory_mape": _rounded(np.mean(errors)) if errors else None}
 

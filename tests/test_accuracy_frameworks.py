@@ -3,6 +3,8 @@
 import pytest
 
 from benchmarks.accuracy_cases import case_of
+from benchmarks.accuracy_report import Predicted, summary
+from benchmarks.training_model.memory import peak_memory
 from tests.measured_rows import row
 
 
@@ -80,3 +82,13 @@ def test_a_model_cut_to_few_layers_keeps_the_plain_ones_that_its_script_says(src
     assert case.model.experts is not None
     assert case.model.experts.dense_layers == dense_layers
     assert not case.habits.overlaps
+
+
+def test_recorded_memory_is_compared_with_what_its_source_counts():
+    simumax = case_of(row(src="MooreThreads/SimuMax:docs/a.json", mem_gib="30"))
+    others = case_of(row(mem_gib="40"))
+    for case in (simumax, others):
+        peak = peak_memory(case.model, case.layout, case.habits)
+        assert peak.total_bytes == pytest.approx(1.1 * peak.tensor_bytes + 4 * 2**30)
+        predicted = Predicted(case=case, step_s=1, peak_bytes=40 * 2**30, tensor_bytes=30 * 2**30)
+        assert summary([predicted])["memory_mape"] == 0

@@ -107,4 +107,8 @@ class Habits:
     fused_experts: bool = False
     """Experts' products, activations and quantization run in one kernel on tokens that arrive in their order, and no
     number of tokens goes over the host."""
+    held_bytes: float = 4 * 2**30
+    """By CUDA's context and libraries, NCCL's buffers for each of the groups, and cuBLAS's workspaces: estimate."""
+    fragmentation: float = 1.1
+    """What a caching allocator holds over what is in use, estimate; 1 if memory is planned ahead of the step."""
     schedule: str = "1f1b"

@@ -18,11 +18,6 @@ from benchmarks.training_model.layout import Habits, Layout
 from benchmarks.training_model.models import Transformer
 from benchmarks.training_model.step import layers_of, stage_parameters
 
-HELD_BYTES = 2.5 * 2**30
-"""CUDA's context and libraries, NCCL's buffers, cuBLAS's workspaces: estimate."""
-FRAGMENTATION = 1.04
-"""What a caching allocator holds over what is in use: estimate."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -31,10 +26,18 @@ class Memory:
     states_bytes: float
     activation_bytes: float
     other_bytes: float
+    held_bytes: float = 0.0
+    fragmentation: float = 1.0
+
+    @property
+    def tensor_bytes(self) -> float:
+        """In use, as an allocator counts."""
+        return self.states_bytes + self.activation_bytes + self.other_bytes
 
     @property
     def total_bytes(self) -> float:
-        return (self.states_bytes + self.activation_bytes + self.other_bytes) * FRAGMENTATION + HELD_BYTES
+        """Of the device, as its driver counts."""
+        return self.tensor_bytes * self.fragmentation + self.held_bytes
 
 
 def peak_memory(model: Transformer, layout: Layout, habits: Habits) -> Memory:
@@ -55,6 +58,8 @@ def stage_memory(model: Transformer, layout: Layout, habits: Habits, stage: int)
         states_bytes=_state_bytes(model, layout, habits, stage),
         activation_bytes=kept + max(again, logits),
         other_bytes=_gathered_bytes(model, layout, habits, stage),
+        held_bytes=habits.held_bytes,
+        fragmentation=habits.fragmentation,
     )
 
 
