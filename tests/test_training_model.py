@@ -14,8 +14,8 @@ from benchmarks.training_model.models import Transformer
 from benchmarks.training_model.operators import Collective, Pass, Product, head, layer_backward, layer_forward
 from benchmarks.training_model.pipeline import pipeline_s, simulated_s
 from benchmarks.training_model.prices import (
+    HOPPER_BACKWARD,
     PARTIAL,
-    TRANSPOSED_SHARE,
     UNALIGNED_SHARE,
     Scalars,
     collective_time_s,
@@ -209,12 +209,18 @@ def test_values_of_four_bytes_are_read_and_sent_in_twice_the_time():
 
 @pytest.mark.parametrize(
     ("machine", "dtype", "share"),
-    [("dgx-h100", "tf32", TRANSPOSED_SHARE), ("dgx-h100", "bfloat16", 1.0), ("dgx-a100-80", "tf32", 1.0)],
+    [
+        ("dgx-h100", "tf32", HOPPER_BACKWARD["tf32"]),
+        ("dgx-h100", "fp8", HOPPER_BACKWARD["fp8"]),
+        ("dgx-h100", "bfloat16", 1.0),
+        ("dgx-b200", "fp8", 1.0),
+        ("dgx-a100-80", "tf32", 1.0),
+    ],
 )
-def test_hopper_multiplies_transposed_factors_slowly_unless_they_have_two_bytes(machine, dtype, share):
+def test_hopper_computes_gradients_slowly_in_types_other_than_of_two_bytes(machine, dtype, share):
     rates = rates_of(Machine.named(machine), replace(UNFUSED, dtype=dtype), Scalars(matmul_half=1e-9))
-    straight = Product(flops=1e15, nbytes=1e3)
-    times = [price((replace(straight, transposed=each),), PLAIN, rates).total_s for each in (False, True)]
+    forward = Product(flops=1e15, nbytes=1e3)
+    times = [price((replace(forward, backward=each),), PLAIN, rates).total_s for each in (False, True)]
     assert times[0] / times[1] == pytest.approx(share, rel=1e-3)
 
 

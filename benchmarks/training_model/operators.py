@@ -33,8 +33,8 @@ class Product:
     """Logits: in 2-byte types where other products are in FP8."""
     routed: bool = False
     """Of experts, on the tokens that were sent to them."""
-    transposed: bool = False
-    """A factor lies in memory with its rows where the units want columns, as in the backward pass."""
+    backward: bool = False
+    """Of a gradient: a factor lies in memory transposed, and sums are exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def backward_products(forward: tuple[Operator, ...], *, frozen: bool = False) ->
     """Those of the gradients of both factors, or of the activations alone if the weights are frozen."""
     found = (each for each in forward if isinstance(each, Product))
     return tuple(
-        replace(each, count=each.count if frozen else 2 * each.count, transposed=True)
+        replace(each, count=each.count if frozen else 2 * each.count, backward=True)
         if not each.attention
         # A fused kernel of attention computes the scores again: 5 products for the 2 of the forward pass.
         else Product(flops=2.5 * each.flops, nbytes=2.5 * each.nbytes, count=each.count, attention=True)

@@ -22,9 +22,10 @@ UNALIGNED_SHARE = 0.35
 """Of the rate of products whose rows are not of a multiple of 8 elements (16 bytes), as tensor cores load them best
 (NVIDIA, "Matrix Multiplication Background User's Guide"); how much is an estimate from vTrain's rows with tp = 1."""
 
-TRANSPOSED_SHARE = 0.5
-"""Of the rate of products in TF32 with a factor that is transposed: Hopper's units transpose 2-byte types only (PTX
-ISA, wgmma.mma_async), others are computed with the instructions of older generations: estimate, half of the rate."""
+HOPPER_BACKWARD = {"tf32": 0.5, "fp8": 0.85}
+"""Of the rate of products on Hopper: what those of the backward pass reach, estimates. Its units transpose factors of 2
+bytes only (PTX ISA, wgmma.mma_async), so TF32 takes the instructions of older generations; in FP8, Transformer Engine
+has gradients summed outside of the units every few steps, for precision (module/base.py, _2X_ACC_DGRAD and _WGRAD)."""
 HOPPER = ("h100", "h200", "gh200")
 BLACKWELL = ("b200", "b300", "gb200", "gb300")
 """Their units accumulate in a memory of their own, and compute a tile while the one before is written."""
@@ -159,8 +160,8 @@ def _product_s(each: Product, rates: Rates) -> float:
     share = each.narrowest / (each.narrowest + HALF_WIDTH)
     if not each.aligned:
         share *= UNALIGNED_SHARE
-    if each.transposed and dtype == "tf32" and rates.machine.kind in HOPPER:
-        share *= TRANSPOSED_SHARE
+    if each.backward and rates.machine.kind in HOPPER:
+        share *= HOPPER_BACKWARD.get(dtype, 1.0)
     work_s = rates.machine.matmul_s(each.flops / share, each.nbytes, dtype)
     if dtype != "fp8":
         return work_s
