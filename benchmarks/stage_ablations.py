@@ -27,6 +27,8 @@ from autopar.errors import MemoryTooSmall
 from autopar.plan import Plan
 from autopar.search_methods import Auto
 
+_SCHEDULES = ("1f1b", "eager-1f1b")
+"""Of stages whose layers are given: an interleaved schedule has several of them on a mesh."""
 ABLATIONS = ("equal-mesh", "equal-layer", "equal-operator")
 
 
@@ -66,7 +68,8 @@ def _problems(traced: autopar.Traced, cluster: autopar.Cluster, method: Auto, na
         case "equal-mesh":
             yield from (replace(whole, method=replace(method, num_stages=count)) for count in counts)
         case "equal-layer":
-            yield from (replace(whole, allows=partial(_is_even, count)) for count in counts)
+            for count, schedule in itertools.product(counts, [method.schedule] if method.schedule else _SCHEDULES):
+                yield replace(whole, method=replace(method, schedule=schedule), allows=partial(_is_even, count))
         case "equal-operator":
             yield replace(whole, cut=equal_cuts)
         case _:
