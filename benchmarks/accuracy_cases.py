@@ -113,7 +113,7 @@ def _machine(row: Row, name: str) -> Machine:
 def _trains_adapters(row: Row, model: Transformer) -> bool:
     """LoRA by name, or by two thirds of the FLOPs of a token: none for the gradients of weights."""
     tokens_s, tflops = row.number("tok_s_gpu"), row.number("tflops_gpu")
-    if "lora" in row["framework"].lower():
+    if re.search(r"\blora\b", f"{row['framework']} {row['model']} {row['note']}".replace("_", " ").lower()):
         return True
     return bool(tokens_s and tflops and not model.experts and tflops * 1e12 / tokens_s < 5 * model.parameters)
 

@@ -40,6 +40,7 @@ def test_only_pipelines_are_taken_to_accumulate_where_nothing_is_recorded(cells,
     ("cells", "frozen"),
     [
         ({"framework": "NeMo LoRA"}, True),
+        ({"note": "llama2_70b_lora"}, True),
         (
             {"tok_s_gpu": "1000", "tflops_gpu": "1.4"},
             True,

@@ -24,9 +24,11 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, width: int, voca
 
 # Pattern of the name in lower case -> sizes, from the papers' tables and the config.json that the authors published.
 TRANSFORMERS: tuple[tuple[str, Transformer], ...] = (
-    # GPT-3 (Brown et al. 2020, table 2.1); 5B as in NeMo's gpt3/5b.yaml; MT-NLG (Smith et al. 2022).
+    # GPT-3 (Brown et al. 2020, table 2.1); 5B and 20B as in NeMo's gpt3/5b.yaml and 20b.yaml; MT-NLG (Smith et al.
+    # 2022).
     (r"gpt-?3?[- ]175b", _gpt(96, 12288, 96)),
     (r"gpt-?3[- ]5b", _gpt(24, 4096, 32)),
+    (r"gpt-?3[- ]20b", _gpt(44, 6144, 48)),
     (r"gpt[- ]530b", _gpt(105, 20480, 128)),
     (r"megatron-22b", _gpt(48, 6144, 64)),
     # Llama and Llama 2 (Touvron et al. 2023) and 3 (Dubey et al. 2024), table 3.
@@ -43,6 +45,15 @@ TRANSFORMERS: tuple[tuple[str, Transformer], ...] = (
     # Nemotron-3 8B and Nemotron-4 22B: NeMo-Framework-Launcher, conf/training/nemotron.
     (r"nemotron-8b", _gpt(32, 4096, 32, vocab=256000, tied=False)),
     (r"nemotron-22b", _gpt(40, 6144, 48, vocab=256000, tied=False)),
+    # Nemotron-4 15B (Parmar et al. 2024, table 1) and 340B (Nvidia 2024, table 1).
+    (
+        r"nemotron-?4?[-_ ]15b",
+        Transformer(layers=32, hidden=6144, heads=48, kv_heads=8, vocab=256000, tied=False),
+    ),
+    (
+        r"nemotron-?4?[-_ ]340b",
+        Transformer(layers=96, hidden=18432, heads=96, kv_heads=8, vocab=256000, tied=False),
+    ),
     # MPT: mosaicml/llm-foundry scripts/train/yamls/pretrain.
     (r"mpt-125m", _gpt(12, 768, 12, vocab=50368)),
     (r"mpt-350m", _gpt(24, 1024, 16, vocab=50368)),
@@ -105,7 +116,14 @@ TRANSFORMERS: tuple[tuple[str, Transformer], ...] = (
             experts=Experts(count=128, chosen=8, width=1536),
         ),
     ),
-    # gpt-oss-120b (OpenAI 2025, model card, table 1): half of its layers look at 128 tokens only.
+    # gpt-oss-20b and -120b (OpenAI 2025, model card, table 1): half of their layers look at 128 tokens only.
+    (
+        r"gpt[- ]oss[- ]20b",
+        Transformer(
+            layers=24, hidden=2880, heads=64, kv_heads=8, head_size=64, vocab=201088, gated=True, tied=False,
+            attention_layers=12, experts=Experts(count=32, chosen=4, width=2880),
+        ),
+    ),
     (
         r"gpt[- ]oss[- ]120b",
         Transformer(
