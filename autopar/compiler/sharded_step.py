@@ -67,7 +67,7 @@ def sharded_step(trace: Trace, plan: Plan) -> ShardedStep:
     _check_fits(closed, layouts, trace)
     block = local_block(jc.open_jaxpr(closed)[0], layouts, mesh)
     return ShardedStep(
-        jaxpr=localize(closed, block, mesh, joined_bytes=compiler_for(plan.sharding.figures).joined_bytes),
+        jaxpr=localize(closed, block, mesh, compiler=compiler_for(plan.sharding.figures)),
         block=block,
         input_specs=tuple(to_spec(value.layout, mesh) for value in block.inputs),
         output_specs=tuple(to_spec(v.layout, mesh) for v in block.outputs if isinstance(v, Value)),

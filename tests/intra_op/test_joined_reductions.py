@@ -1,5 +1,7 @@
 """Reductions that are made together: one collective with the planned bytes and the same numbers."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 import autopar
 from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.compilers import CPU
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
 from autopar.compiler.intra_op.layout import Layout, to_spec
 from autopar.compiler.intra_op.local_program import LocalBlock, local_block
@@ -44,7 +47,7 @@ def planned() -> tuple[jc.ClosedJaxpr, LocalBlock]:
 def compiled(closed: jc.ClosedJaxpr, block: LocalBlock, joined_bytes: float):
     devices = Mesh(np.array(jax.devices()), LINE.axis_names, (AxisType.Auto,))
     shardings = [NamedSharding(devices, to_spec(value.layout, LINE)) for value in block.inputs]
-    local = jaxpr_as_fun(localize(closed, block, LINE, joined_bytes=joined_bytes))
+    local = jaxpr_as_fun(localize(closed, block, LINE, compiler=replace(CPU, joined_bytes=joined_bytes)))
     made = jax.jit(local, in_shardings=shardings).lower(*ARGS).compile()
     return made, made(*[jax.device_put(x, sharding) for x, sharding in zip(ARGS, shardings, strict=True)])
 
@@ -72,7 +75,7 @@ def test_reductions_are_made_together_and_add_up_the_same(joined_bytes, joined):
 def test_sums_are_made_before_they_are_transposed(joined_bytes, turned):
     """The third gradient is made as [16, 80]: what goes through memory transposed is a part of it."""
     closed, block = planned()
-    local = localize(closed, block, LINE, joined_bytes=joined_bytes)
+    local = localize(closed, block, LINE, compiler=replace(CPU, joined_bytes=joined_bytes))
     backward = [eqn for eqn in jc.all_equations(local) if eqn.primitive.name == "transpose"]
     assert {eqn.outvars[0].aval.shape for eqn in backward if eqn.outvars[0].aval.ndim == 2} == turned
 

@@ -27,6 +27,8 @@ class Compiler:
     joined_bytes: float = 0.0
     """It makes every reduce-scatter by itself: those of up to so many bytes of operands are joined before it sees them.
     They are copied for that, which takes as much memory."""
+    collects_rows: bool = False
+    """A collective along another dimension than the first makes it, and all products around it, write columns."""
     updates_after_collectives: bool = True
     """What follows a collective of the update is done at once, rather than when everything else is done."""
     saves_donated: bool = False
@@ -61,6 +63,7 @@ CPU = Compiler(
     reduces_by_library=True,
     combines_all_reduces=True,
     joined_bytes=8 * 2**20,
+    collects_rows=True,
     clears_stacks_early=True,
     saves_donated=True,
     widens_16_bits=True,

@@ -23,7 +23,7 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import aval_bytes
 from autopar.compiler.intra_op.layout import Axes, LogicalMesh, num_shards
 from autopar.compiler.intra_op.local_program import Evaluate, LocalBlock, Reshard, Value, operands_of
-from autopar.compiler.intra_op.resharding import apply_steps
+from autopar.compiler.intra_op.resharding_emit import apply_steps, rows_by_device
 from autopar.compiler.intra_op.resharding_steps import ReduceScatter
 
 
@@ -86,7 +86,7 @@ def reduce_together(together: Sequence[Reduction], arrays: Sequence[Any], mesh: 
     results: dict[Value, Any] = {}
     for each, part in zip(together, parts, strict=True):
         turned = part if each.transpose is None else lax.transpose(part, each.transpose.eqn.params["permutation"])
-        results[each.action.result] = apply_steps(turned, each.action.steps[1:], mesh)
+        results[each.action.result] = apply_steps(turned, each.action.steps[1:], mesh, in_rows=True)
     return results
 
 
@@ -120,8 +120,8 @@ def _reduced(arrays: Sequence[tuple[Any, int]], axes: Axes, mesh: LogicalMesh) -
     names, size = mesh.names(axes), mesh.size(axes)
     if len(arrays) == 1:
         ((x, dim),) = arrays
-        return [lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)]
-    rows = jnp.concatenate([_row_by_device(x, dim, size) for x, dim in arrays], axis=1)
+        return [lax.psum_scatter(rows_by_device(x, dim, size), names, scatter_dimension=0)]
+    rows = jnp.concatenate([rows_by_device(x, dim, size).reshape(size, -1) for x, dim in arrays], axis=1)
     mine: Any = lax.psum_scatter(rows, names, scatter_dimension=0, tiled=False)
     shapes = [(*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :]) for x, dim in arrays]
     stops = list(itertools.accumulate(map(math.prod, shapes)))
@@ -129,9 +129,3 @@ def _reduced(arrays: Sequence[tuple[Any, int]], axes: Axes, mesh: LogicalMesh) -
         lax.slice(mine, (stop - math.prod(shape),), (stop,)).reshape(shape)
         for shape, stop in zip(shapes, stops, strict=True)
     ]
-
-
-def _row_by_device(x: Any, dim: int, size: int) -> Any:
-    """[n, elements that go to one device]"""
-    apart = x.reshape(*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
-    return jnp.moveaxis(apart, dim, 0).reshape(size, -1)

@@ -3,8 +3,9 @@
     dot_general             [batch, free, contracted] x [batch, contracted, free]
     conv_general_dilated    [batch, *space, channels] x [*space, channels, channels of the result]
 
-A matrix product also reads the transposed matrix, as long as each operand is one: with several free or several
-contracted dimensions they are reshaped to one, which takes a copy unless they lie in order.
+A matrix product also reads the transposed right matrix, as long as each operand is one: with several free or several
+contracted dimensions they are reshaped to one, which takes a copy unless they lie in order. A left matrix in columns is
+copied by `products_in_rows`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,17 @@ def wanted_orders(eqn: jc.JaxprEqn) -> tuple[Order | None, ...]:
             return (None,) * len(shapes)
 
 
+def is_in_columns(eqn: jc.JaxprEqn) -> bool:
+    """Whether a product adds up along the first dimensions of its operands, of which the left one is a matrix."""
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    return _in_columns(eqn.params["dimension_numbers"], [tuple(aval.shape) for aval in avals])
+
+
+def _in_columns(numbers: DimensionNumbers, shapes: Sequence[tuple[int, ...]]) -> bool:
+    contracted = tuple(tuple(side) for side in numbers[0])
+    return contracted == ((0,), (0,)) and not numbers[1][0] and len(shapes[0]) == 2 and 1 not in shapes[0]
+
+
 def unsorted_elements(numbers: DimensionNumbers, shapes: Sequence[tuple[int, ...]]) -> int:
     """How many elements of a product's operands do not lie as a product of matrices reads them, row by row."""
     orders = _product_orders(numbers, shapes)
@@ -85,9 +97,11 @@ def _of_product(numbers: DimensionNumbers, shapes: Sequence[tuple[int, ...]]) ->
         and sorted(batch[side]) == list(range(len(batch[side])))
         for side in (0, 1)
     ]
-    if all(matrices):
-        return None, None
-    return tuple(None if matrices[side] else _unless_sorted(order, shapes[side]) for side, order in enumerate(orders))
+    left = orders[0] if _in_columns(numbers, shapes) else None
+    return tuple(
+        unless if matrices[side] else _unless_sorted(order, shapes[side])
+        for side, (order, unless) in enumerate(zip(orders, (left, None), strict=True))
+    )
 
 
 def _unless_sorted(order: Order, shape: tuple[int, ...]) -> Order | None:
