@@ -96,7 +96,9 @@ MACHINES: tuple[tuple[str, str], ...] = (
 # has another network than the machine's data sheet: a host's links by its devices, 0.96 of it as in machines' files.
 NETWORKS: tuple[tuple[str, float], ...] = (
     (r"vtrain", 0.96 * 800e9 / 8 / 8),  # VIA-Research/vTrain src/config.py: 800 Gb/s of a host of 8 A100
-    (r"dlperf", 0.96 * 100e9 / 8 / 8),  # Oneflow-Inc/DLPerf: one EDR InfiniBand card of a host of 8 V100
+    # Oneflow-Inc/DLPerf Megatron-LM/README.md: one EDR InfiniBand card of a host of 8 V100, which six of them reach
+    # through the processors; 0.7 of it: estimate.
+    (r"dlperf", 0.7 * 100e9 / 8 / 8),
     (r"a100.*bigscience", 0.96 * 400e9 / 8 / 8),  # Jean Zay: 4 Omni-Path links of 100 Gb/s of a host of 8 A100
     (r"v100.*bigscience", 0.96 * 400e9 / 8 / 4),  # Jean Zay: as many of a host of 4 V100
 )  # fmt: skip

@@ -116,6 +116,20 @@ def test_softmax_is_one_kernel_if_four_warps_divide_heads_and_samples(tp, microb
     assert Pass(nbytes=nbytes * scores, kernels=kernels) in passes
 
 
+def test_a_compiler_drops_scores_out_where_it_normalizes_them():
+    apart, fused = (
+        [
+            each
+            for each in layer_forward(GPT, PLAIN, replace(UNFUSED, compiled=compiled), False)
+            if isinstance(each, Pass)
+        ]
+        for compiled in (False, True)
+    )
+    scores = PLAIN.microbatch * GPT.heads * PLAIN.sequence**2
+    assert Pass(nbytes=9 * scores, kernels=2) in apart
+    assert Pass(nbytes=7 * scores, kernels=1) in fused
+
+
 def test_frozen_weights_have_no_gradients():
     frozen = replace(UNFUSED, frozen=True)
     forward = layer_forward(GPT, PLAIN, frozen, False)

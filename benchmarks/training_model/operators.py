@@ -152,7 +152,9 @@ def _attention_passes(model: Transformer, layout: Layout, habits: Habits) -> tup
     else:
         # Masked in place, then normalized; scores of 2 bytes are widened, scaled and narrowed besides.
         nbytes, kernels = (36, 5) if habits.value_bytes == 2 else (8, 2)
-    if habits.dropout:
+    if habits.dropout and habits.compiled:
+        nbytes += 3  # in the same kernel, as OneFlow's fused_tril_scale_softmax_mask_scale
+    elif habits.dropout:
         nbytes, kernels = nbytes + 5, kernels + 1
     passes = Pass(nbytes=nbytes * scores, kernels=kernels)
     return copies, passes
