@@ -24,9 +24,10 @@ MEGATRON_CORE = Habits(
     gradient_bytes=4.0, reduced_bytes=4.0, compiled=True, overlaps_products=True, fused_accumulation=True,
 )  # fmt: skip
 """With tp_comm_overlap, as the recipes of NeMo and Megatron-Bridge and the submissions to MLPerf set it."""
-ONEFLOW = replace(MEGATRON_2021, compiled=True, launch_s=0.0, overlaps=True)
+ONEFLOW = replace(MEGATRON_2021, compiled=True, launch_s=0.0, overlaps=True, one_stream=True)
 """OneFlow compiles the whole step to a graph that its C++ actors run, each as soon as its inputs are there: collectives
-of gradients beside the backward pass too (Yuan et al. 2021)."""
+of gradients beside the backward pass too (Yuan et al. 2021), but for models that are split (LiBai's
+libai/models/utils/graph_base.py)."""
 # FlashAttention of 2022 reaches 25 to 40 % of an A100's peak (Dao 2023, section 1): 0.37 of what products do.
 FSDP = Habits(
     dtype="bfloat16",

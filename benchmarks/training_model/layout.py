@@ -84,6 +84,8 @@ class Habits:
     """The vocabulary is padded to a multiple of 128 per device."""
     overlaps: bool = False
     """Gradients are reduced, and ZeRO-3's parameters gathered, behind compute."""
+    one_stream: bool = False
+    """Models that are split by tensor or pipeline parallelism have their collectives queue with their kernels."""
     overlaps_products: bool = False
     """Collectives of tensor parallelism are cut up and run behind the products that they feed."""
     causal_half: bool = False

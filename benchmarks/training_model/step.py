@@ -40,7 +40,8 @@ def step_time(model: Transformer, layout: Layout, rates: Rates) -> StepTime:
     compute_s = layout.microbatches * max(forward + backward for forward, backward in stages)
     reduce_s = max(_reduce_s(model, layout, rates, index) for index in {0, layout.pp - 1})
     # What is overlapped hides behind the compute there is, and no more.
-    hidden_s = min(rates.overlap * reduce_s, compute_s)
+    overlap = 0.0 if rates.habits.one_stream and layout.tp * layout.pp > 1 else rates.overlap
+    hidden_s = min(overlap * reduce_s, compute_s)
     update_s = max(_update_s(model, layout, rates, index) for index in {0, layout.pp - 1})
     return StepTime(pipeline_s=whole_s, reduce_s=reduce_s - hidden_s, update_s=update_s, fixed_s=rates.step_s)
 
