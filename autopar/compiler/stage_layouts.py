@@ -29,6 +29,9 @@ from autopar.plan import Plan
 from autopar.progress import tell
 from autopar.sharding_plan import MeshSharding
 
+_SHARE_OF_TIME = 0.15
+"""Of the time limit, for the layouts of one stage at one price: there are several of both."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Asked:
@@ -153,7 +156,9 @@ class _Alike:
         if price not in self.laid:
             charged = _added(asked.received, prices(asked.layer, asked.stage.cost, price) if price else {})
             found = self.choices.best(
-                charged, time_limit_s=problem.method.time_limit_s, cache_directory=problem.cache_directory
+                charged,
+                time_limit_s=_SHARE_OF_TIME * problem.method.time_limit_s,
+                cache_directory=problem.cache_directory,
             )
             blocks = local_blocks(asked.tasks, found, asked.mesh)
             self.laid[price] = _Laid(
