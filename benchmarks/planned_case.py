@@ -27,7 +27,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import autopar
-from autopar.errors import InvalidArgument, MemoryTooSmall
+from autopar.errors import InvalidArgument, MemoryTooSmall, NotSplittable
 from benchmarks.hand_candidates import HAND_METHODS, hand_candidates, replica_bytes
 from benchmarks.models.sizes import closest
 from benchmarks.models.workload import Workload
@@ -122,13 +122,16 @@ def _by_hand(
     tried: list[_Timed] = []
     for candidate in hand_candidates(name, workload, cluster, num_microbatches):
         used = cluster.with_devices(math.prod((candidate.data or 1, candidate.tensor, candidate.pipeline)))
-        tried.append(_timed_by_hand(workload, used, candidate))
+        try:
+            tried.append(_timed_by_hand(workload, used, candidate))
+        except NotSplittable:  # Groups of tokens do not divide into as many microbatches as examples do.
+            continue
         if tried[-1].fits and (name != "megatron" or cluster.num_devices == 1):
             break
     if not tried:
         raise InvalidArgument(
-            f"The batch of {workload.batch_size} does not divide among {cluster.num_devices} GPUs. Give a number of "
-            "GPUs that divides it, or another method."
+            f"The batch of {workload.batch_size} does not divide among {cluster.num_devices} GPUs, or not into the "
+            "microbatches that were asked for. Give numbers that divide it, or another method."
         )
     fitting = [each for each in tried if each.fits]
     if fitting:

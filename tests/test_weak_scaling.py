@@ -181,6 +181,14 @@ def test_a_batch_that_does_not_divide_among_the_gpus_is_refused():
         planned_row(TINY, HOST.with_devices(5), "data")
 
 
+def test_numbers_of_microbatches_into_which_a_model_cannot_be_split_are_passed_over():
+    """Of eight groups of tokens there are no sixteen microbatches, though there are of sixteen examples."""
+    groups = dataclasses.replace(MOE, batch=16, length=8, group=16, layers=1)
+    planned_row(alpa_moe("groups", groups, jnp.float32), HOST.with_devices(2), "inter-only", num_microbatches=8)
+    with pytest.raises(InvalidArgument, match="or not into the microbatches that were asked for"):
+        planned_row(alpa_moe("groups", groups, jnp.float32), HOST.with_devices(2), "inter-only", num_microbatches=16)
+
+
 def degrees(name, workload, count):
     found = hand_candidates(name, workload, HOST.with_devices(count))
     return [(each.data, each.tensor, each.pipeline, each.zero) for each in found]
