@@ -123,9 +123,11 @@ def _shortage(num_layers: int, num_stages: int, submesh: Submesh, memory_bytes: 
         return InvalidArgument(
             f"{num_stages} stages were asked for, the step has {num_layers} layers. Ask for at most {num_layers}."
         )
+    stages = "one stage" if num_stages == 1 else f"{num_stages} stages"
+    each = ", wherever they are cut" if num_stages > 1 else ""
     return MemoryTooSmall(
-        f"{num_layers} layers do not fit into {num_stages} stages of {submesh.num_devices} devices with "
-        f"{memory_bytes / 2**30:.3g} GiB each, wherever they are cut. Use more stages or devices, more microbatches, "
+        f"{num_layers} layers do not fit into {stages} of {submesh.num_devices} devices with "
+        f"{memory_bytes / 2**30:.3g} GiB each{each}. Use more stages or devices, more microbatches, "
         'remat=True, or schedule="1f1b".'
     )
 
