@@ -308,7 +308,7 @@ def finite(value: Any) -> Any:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    console = Console()
+    console = Console(width=None if Console().is_terminal else 250)
     table = Table(title="autopar.Auto against the best plan by hand")
     for column in ("model", "mesh", "budget MB", "peak MB", "fewest bytes by hand", "MB", "ours", "ratio"):
         table.add_column(column, justify="left" if column in ("model", "mesh") or "hand" in column else "right")

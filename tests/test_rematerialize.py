@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.compiler import jax_compat as jc
+from autopar.compiler import plan_by_search
 from autopar.compiler.intra_op.compilers import GPU
 from autopar.compiler.microbatch_loop import microbatch_loop
 from autopar.compiler.model_layers import count_layers, layer_cuts, layer_names
@@ -391,6 +392,13 @@ def within(args, method, budget):
     """The plan within a budget that recomputes layers, if there is one."""
     found = planned(args, dataclasses.replace(method, memory=budget))
     return found if found.plan.sharding.recomputed else None
+
+
+def test_a_compiler_that_would_undo_it_is_not_asked_to_recompute(monkeypatch):
+    args = deep_arguments(6, 32, 1024)
+    monkeypatch.setattr(plan_by_search, "offered_layers", lambda trace: pytest.fail("layers were offered"))
+    with pytest.raises(MemoryTooSmall, match="needs at least"):
+        planned(args, autopar.Auto(mesh_shape=(2, 4), memory=2e3), autopar.Cluster(num_devices=8, kind="cpu"))
 
 
 def test_memory_too_small_is_an_error_where_recomputing_is_not_allowed_or_not_enough():

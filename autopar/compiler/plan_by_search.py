@@ -68,7 +68,9 @@ def plan_by_search(
         try:
             search = partial(search_on, mesh=mesh, kind=kind, checked=checked, cache_directory=cache_directory)
             budget = memory_limit_on(mesh, method, kind) / (1 + _headroom(method, mesh, kind, checked))
-            fitting.append(_search_layers(trace, method, search, offered, budget))
+            # Other compilers would find the results of the forward pass again, and keep them after all.
+            may_recompute = compiler_for(figures_of(kind, mesh.shape).name).keeps_barriers
+            fitting.append(_search_layers(trace, method, search, offered, budget, may_recompute=may_recompute))
         except MemoryTooSmall as error:
             too_small.append(error)
     if not fitting:
@@ -82,6 +84,8 @@ def _search_layers(
     search_on_mesh: Callable[..., Searched],
     offered: Callable[[], Offer],
     budget: float,
+    *,
+    may_recompute: bool,
 ) -> Searched:
     """Search on one mesh with the layers recomputed that the method asks for, or as few as make it fit into memory."""
 
@@ -96,7 +100,7 @@ def _search_layers(
     try:
         return search(0)
     except MemoryTooSmall:
-        if remat is False or not offered().layers:
+        if remat is False or not may_recompute or not offered().layers:
             raise
     unlimited = replace(method, memory="off")
 

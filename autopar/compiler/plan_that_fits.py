@@ -17,13 +17,14 @@ from autopar.compiler.intra_op.figures import figures_of
 from autopar.compiler.plan_by_search import memory_limit, search_of
 from autopar.compiler.trace import Trace
 from autopar.compiler.verify_plan import compiled_peak_bytes
+from autopar.errors import MemoryTooSmall
 from autopar.machine import Machine
 from autopar.options import Method
 from autopar.plan import Plan
 from autopar.progress import tell
 from autopar.search_methods import SearchMethod
 
-_ATTEMPTS = 3
+_ATTEMPTS = 4
 _BELOW = 0.98
 """Of its share of a budget, what the next plan gets after one that needed too much."""
 
@@ -37,7 +38,10 @@ def plan_that_fits(
     devices: Sequence[Any] | None,
     cache_directory: Path | None = None,
 ) -> Plan:
-    """The plan of a method, as `passes.make_plan`; with `devices` and a memory budget as a number, checked on them."""
+    """The plan of a method, as `passes.make_plan`; with `devices` and a memory budget as a number, checked on them.
+
+    Raises `MemoryTooSmall` if no plan is found that keeps the budget when it is compiled.
+    """
 
     def made(method: Method | Plan, *, checked: bool) -> Plan:
         return passes.make_plan(
@@ -48,11 +52,25 @@ def plan_that_fits(
         return made(method, checked=False)
     plan = made(method, checked=True)
     budget = limit = memory_limit(search_of(method).memory, figures_of(kind, plan.meshes[0].shape))
-    for _ in range(_ATTEMPTS):
+    tried: list[float] = []
+    while True:
         tell("compiling, to see what the plan needs in memory")
-        needed = compiled_peak_bytes(plan, passes.lower_step(trace, plan), devices)
-        if needed <= budget:
+        tried.append(compiled_peak_bytes(plan, passes.lower_step(trace, plan), devices))
+        if tried[-1] <= budget:
             return plan
-        limit *= budget / needed * _BELOW
-        plan = made(replace(method, memory=limit), checked=True)
-    return made(replace(method, memory=budget), checked=False)
+        if len(tried) == _ATTEMPTS:
+            raise MemoryTooSmall(_lesson(budget, tried))
+        limit *= budget / tried[-1] * _BELOW
+        try:
+            plan = made(replace(method, memory=limit), checked=True)
+        except MemoryTooSmall as error:
+            raise MemoryTooSmall(f"{_lesson(budget, tried)} For {limit / 2**20:.1f} MiB: {error}") from None
+
+
+def _lesson(budget: float, tried: Sequence[float]) -> str:
+    plans = "The plan" if len(tried) == 1 else f"Each of the {len(tried)} plans"
+    return (
+        f"{plans} made for {budget / 2**20:.1f} MiB per device needs more when it is compiled, at least "
+        f"{min(tried) / 2**20:.1f} MiB. Raise the budget to that, give the step more devices, split the batch into "
+        "more microbatches, or donate the state."
+    )

@@ -1,5 +1,7 @@
 """A search by partial choices is exact when wide enough, and bounds what it dropped when not."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,13 @@ def test_bound_holds_up_to_the_limit_that_nothing_stays_below(seed):
     assert below.states is None
     assert 0.9 * best - 1e-9 <= below.bound <= best + 1e-9
     assert search_frontier(problem, best + 1e-9, 10**6).states is not None
+
+
+def test_past_its_deadline_a_search_has_a_bound_and_no_choice():
+    problem = problem_of(0)
+    searched = search_frontier(problem, np.inf, 10**6, deadline=time.monotonic() - 1)
+    assert searched.states is None
+    assert searched.bound <= enumerate_best(problem) + 1e-9
 
 
 def test_order_of_a_ladder_crosses_few_of_its_rungs_at_a_time():

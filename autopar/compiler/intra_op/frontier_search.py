@@ -12,6 +12,7 @@ The costs are moved to the earliest nodes first, so that the cost of a part fore
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,10 +58,11 @@ class _Early:
     bound: float
 
 
-def search_frontier(problem: Problem, most: float, width: int) -> Searched:
+def search_frontier(problem: Problem, most: float, width: int, *, deadline: float = math.inf) -> Searched:
     """The best choice of cost at most `most` among those whose parts are never out of the `width` best.
 
-    No cost may be below zero, and every state must have a partner along every edge.
+    No cost may be below zero, and every state must have a partner along every edge. Past the `deadline`, a time of the
+    monotonic clock, there is only the bound.
     """
     early = _moved_early(problem)
     spare, dropped = most - early.bound, np.inf
@@ -69,7 +71,7 @@ def search_frontier(problem: Problem, most: float, width: int) -> Searched:
     work = 0
     for node in range(len(problem.costs)):
         work += values.size * early.costs[node].size * (1 + len(early.behind[node]))
-        if work > MOST_WORK:
+        if work > MOST_WORK or time.monotonic() > deadline:
             return Searched(states=None, bound=early.bound + min(dropped, float(values.min())))
         extended, states, values = _extensions(early, node, frontier, chosen, values, spare)
         if not values.size:

@@ -102,7 +102,7 @@ def _minimize_core(core: Problem, upper: float, effort: Effort) -> Found:
         if spared or best.is_closed or effort.left_s <= 0:
             return best.found()
         if width:
-            best.search(width)
+            best.search(width, effort.deadline)
             rest, kept = within_gap(ascent)
         if total_pairs(rest) < WORTHWHILE * pairs:
             best.go_on(rest, kept, partial(_minimize, effort=effort.after(ascent.bound)))
@@ -138,7 +138,7 @@ def _contract(problem: Problem, upper: float, *, effort: Effort, start: States |
 
 def _exhaust(core: Problem, upper: float, effort: Effort, start: States | None) -> Found:
     """A wide search, then the solver."""
-    searched = search_frontier(core, upper, WIDE)
+    searched = search_frontier(core, upper, WIDE, deadline=effort.deadline)
     value = upper if searched.states is None else choice_value(core, searched.states)
     found = Found(states=searched.states, value=value, bound=min(searched.bound, upper), how=("wide search",))
     if effort.is_enough(found.value, found.bound) or total_pairs(core) > LARGEST_PROGRAM or effort.left_s <= 0:
@@ -169,7 +169,7 @@ class _Best:
         """Whether the best choice needs no further proof."""
         return self.is_closed or effort.is_enough(self.ascent.value, self.bound)
 
-    def search(self, width: int) -> None:
+    def search(self, width: int, deadline: float) -> None:
         """Search what is within the gap by partial choices."""
         ascent = self.ascent
         rest, kept = within_gap(ascent)
@@ -180,7 +180,7 @@ class _Best:
         except Infeasible:
             self.close()
             return
-        searched = search_frontier(reduced.core, most - reduced.constant, width)
+        searched = search_frontier(reduced.core, most - reduced.constant, width, deadline=deadline)
         if searched.states is not None:
             self.offer(reduced.expand(searched.states), kept)
         self.raise_bound(ascent.bound + reduced.constant + searched.bound)
