@@ -39,7 +39,7 @@ from autopar.runtime.measured import write_trace
 from autopar.session import current_session
 from autopar.shipping import ship
 from autopar.simulation import SimulationReport, check_cluster, simulate_plan
-from autopar.verification_report import NumberCheck, VerificationReport, compare_numbers
+from autopar.verification_report import NumberCheck, VerificationReport, compare_numbers, rounded_arguments
 
 Devices = Sequence[Any]
 
@@ -238,10 +238,14 @@ class Planned:
             leaf if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key) else np.asarray(leaf)
             for leaf in call.leaves
         ]
-        expected = jax.tree.leaves(jax.jit(self.source.arguments.call_flat(call))(*anywhere))
+        plain = jax.jit(self.source.arguments.call_flat(call))
+        expected = jax.tree.leaves(plain(*anywhere))
         copies = [jnp.array(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in call.leaves]
         found = jax.tree.leaves(self.lower().compile().run(replace(call, leaves=copies)))
-        return compare_numbers([leaf.name for leaf in self.trace.outputs], expected, found)
+        names = [leaf.name for leaf in self.trace.outputs]
+        return compare_numbers(
+            names, expected, found, rounded=lambda: jax.tree.leaves(plain(*rounded_arguments(anywhere)))
+        )
 
     def __str__(self) -> str:
         return str(self.plan)
