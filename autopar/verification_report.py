@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,13 +15,18 @@ from rich.text import Text
 
 from autopar.compiler.verify_plan import CollectiveCheck
 
-_TIMES_ROUNDING = 3.0
-"""How often a result may differ by what rounding the arguments moves it by."""
+_TIMES_ROUNDING = 2.0
+"""How often a result may differ, in the root of its squares, by what moved arguments change it by."""
+_MOVED_BY = 16
+"""Rounding errors by which arguments are moved: a step adds up more than one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NumberCheck:
-    """The leaf of the step's result that differs most from plain `jax.jit`'s, relative to its largest entry."""
+    """The leaf of the step's result that differs most from plain `jax.jit`'s, relative to its largest entry.
+
+    One whose entries are decided by rounding counts as a whole, relative to the root of its squares.
+    """
 
     leaf: str
     difference: float
@@ -71,38 +76,50 @@ def compare_numbers(
     """The worst leaf of two results. Allowed is ten times the square root of the leaf's rounding error.
 
     An optimizer may divide by the root of a number that is zero but for rounding, which keeps half of the digits, or
-    none: Adam's first step is the sign of the gradient. So a result may also differ by some times what differs in
-    `rounded`, the expected step's results for arguments that are moved by their rounding error.
+    none: Adam's first step is the sign of the gradient. So a leaf may also differ by what moves it in `rounded`, the
+    results of the expected step for `rounded_arguments`; few entries in a leaf of many, then.
     """
-    checks = [_compare(*leaf) for leaf in zip(names, expected, found, strict=True)]
+    leaves = list(zip(names, expected, found, strict=True))
+    checks = [_compare(*leaf) for leaf in leaves]
     if rounded is not None and not all(checks):
-        moved = [_compare(*leaf).difference for leaf in zip(names, expected, rounded(), strict=True)]
         checks = [
-            replace(check, tolerance=max(check.tolerance, _TIMES_ROUNDING * difference))
-            for check, difference in zip(checks, moved, strict=True)
+            check if check else _compare_as_a_whole(check, wanted, other, moved)
+            for check, (_, wanted, other), moved in zip(checks, leaves, rounded(), strict=True)
         ]
     return max(checks, key=lambda check: check.difference / check.tolerance)
 
 
 def rounded_arguments(leaves: Sequence[Any]) -> list[Any]:
-    """The arguments with every floating number moved up or down by its rounding error."""
+    """The arguments with every floating number moved up or down by some times its rounding error."""
     rng = np.random.default_rng(0)
     return [_rounded(leaf, rng) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf for leaf in leaves]
 
 
 def _rounded(leaf: Any, rng: np.random.Generator) -> Any:
     up = rng.integers(0, 2, leaf.shape).astype(bool)
-    share = float(jnp.finfo(leaf.dtype).eps)
+    share = _MOVED_BY * float(jnp.finfo(leaf.dtype).eps)
     return np.asarray(leaf * np.where(up, 1 + share, 1 - share), leaf.dtype)
 
 
 def _compare(name: str, expected: Any, found: Any) -> NumberCheck:
-    if jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
-        expected, found = jax.random.key_data(expected), jax.random.key_data(found)
     exact = not jnp.issubdtype(expected.dtype, np.inexact)
     tolerance = 1e-30 if exact else 10 * float(jnp.finfo(expected.dtype).eps) ** 0.5
-    wide: Any = np.complex128 if jnp.issubdtype(expected.dtype, np.complexfloating) else np.float64
-    x, y = np.asarray(expected).astype(wide), np.asarray(found).astype(wide)
+    x, y = _wide(expected), _wide(found)
     scale = max(float(np.max(np.abs(x), initial=0.0)), 1e-3)
     difference = float(np.max(np.abs(x - y), initial=0.0)) / scale
     return NumberCheck(leaf=name, difference=float("inf") if np.isnan(difference) else difference, tolerance=tolerance)
+
+
+def _compare_as_a_whole(check: NumberCheck, expected: Any, found: Any, moved: Any) -> NumberCheck:
+    """The check of a leaf beside what rounding does to it; the one before, if it differs by more."""
+    x = _wide(expected)
+    size = max(float(np.linalg.norm(x)), 1e-30)
+    difference, allowed = (float(np.linalg.norm(x - _wide(other))) / size for other in (found, moved))
+    whole = NumberCheck(leaf=check.leaf, difference=difference, tolerance=_TIMES_ROUNDING * allowed)
+    return whole if whole else check
+
+
+def _wide(leaf: Any) -> Any:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).astype(np.complex128 if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else np.float64)

@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for row in check_apart(group):
                 rows.append(row)
                 progress.advance(task)
-                if row.message or not row.holds:
+                if row.message or not row.holds or (row.difference or 0) > 1:
                     progress.console.print(f"{row.case}: {row.message or 'DIFFERENT'}")
             if args.json:
                 result = {"machine": describe_machine(), "tolerance": TOLERANCE, "rows": [asdict(row) for row in rows]}
@@ -251,7 +251,7 @@ def row_of(case: Case, report: VerificationReport, *, plan_s: float, verify_s: f
     return Row(
         case=case,
         kinds=tuple(asdict(kind) | {"holds": kind.holds} for kind in check.kinds),
-        holds=bool(report),
+        holds=bool(check),
         merged_bytes=sum(max(kind.planned_bytes - kind.compiled_bytes, 0) for kind in check.kinds),
         difference=None if numbers is None else numbers.difference / numbers.tolerance,
         planned_peak_bytes=check.planned_peak_bytes,

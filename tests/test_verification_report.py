@@ -29,12 +29,18 @@ def test_the_leaf_that_differs_most_is_named():
 
 
 def test_a_difference_is_allowed_that_rounding_the_arguments_makes_too():
-    rounded = lambda: results(params=(1.04, -2.0))  # noqa: E731
+    rounded = lambda: results(params=(1.06, -2.0))  # noqa: E731
     check = compare_numbers(NAMES, results(), results(params=(1.0, -2.1)), rounded=rounded)
     assert check
-    assert check.tolerance == pytest.approx(3 * 0.02, rel=1e-3)
+    assert (check.leaf, check.difference) == ("params", pytest.approx(0.1 / 5**0.5, rel=1e-3))
+    assert check.tolerance == pytest.approx(2 * 0.06 / 5**0.5, rel=1e-3)
+
+
+def test_a_difference_beyond_what_rounding_makes_is_none_of_it():
+    rounded = lambda: results(params=(1.06, -2.0))  # noqa: E731
     assert not compare_numbers(NAMES, results(), results(params=(1.0, -2.2)), rounded=rounded)
     assert not compare_numbers(NAMES, results(), results(loss=1.1), rounded=rounded)
+    assert not compare_numbers(NAMES, results(), results(params=(1.0, np.nan)), rounded=rounded)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -45,7 +51,7 @@ def test_arguments_move_by_their_rounding_error(dtype):
     assert moved.dtype == dtype
     eps = float(jnp.finfo(dtype).eps)
     share = np.asarray(moved, np.float64) / np.asarray(numbers, np.float64) - 1
-    assert (np.abs(share) <= 2 * eps).all()
+    assert (np.abs(share) <= 17 * eps).all()
     assert (share > 0).any()
     assert (share < 0).any()
 
