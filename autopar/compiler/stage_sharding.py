@@ -212,13 +212,13 @@ def sharded_mesh(graph: StageGraph, plan: Plan, number: int) -> ShardedMesh:
     """The programs of a mesh whose layouts the plan has; `PlanMismatch` if they are of another program."""
     planned = plan.meshes[number]
     assert planned.sharding is not None
-    mesh = logical_mesh(planned)
+    mesh, compiler = logical_mesh(planned), compiler_for(planned.sharding.figures)
     layouts = {name: layout_from_text(text, mesh) for name, text in planned.sharding.layouts["values"].items()}
     jaxprs: dict[str, jc.ClosedJaxpr] = {}
     types: dict[str, ArrayType] = {}
     for task in mesh_tasks(graph, plan, number):
         block = _block_of(task, planned.sharding, mesh, number)
-        jaxprs[task.name] = localize_task(task.jaxpr, block, mesh)
+        jaxprs[task.name] = localize_task(task.jaxpr, block, mesh, compiler=compiler)
         for name in (*task.inputs, *task.outputs):
             types[name] = _type(graph, name, layouts.get(name), mesh)
     for name in graph.values:

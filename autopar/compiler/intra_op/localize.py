@@ -35,12 +35,14 @@ def localize(
     return _localized(closed, block, mesh, computed, compiler)
 
 
-def localize_task(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh) -> jc.ClosedJaxpr:
+def localize_task(
+    closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh, *, compiler: Compiler = GPU
+) -> jc.ClosedJaxpr:
     """The same for a program that gives constants back, too, and whose borders may be partial sums.
 
     The summands of such a value are an array of one more axis, the first, which the axes of the sum split.
     """
-    return _localized(closed, block, mesh, range(len(block.outputs)))
+    return _localized(closed, block, mesh, range(len(block.outputs)), compiler)
 
 
 def border_spec(layout: Layout, mesh: LogicalMesh) -> PartitionSpec:
@@ -60,7 +62,7 @@ def _localized(
     block: LocalBlock,
     mesh: LogicalMesh,
     returned: Sequence[int],
-    compiler: Compiler = GPU,
+    compiler: Compiler,
 ) -> jc.ClosedJaxpr:
     _, consts = jc.open_jaxpr(closed)
     abstract = AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
