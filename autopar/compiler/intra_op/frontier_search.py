@@ -23,7 +23,7 @@ from autopar.compiler.intra_op.choice_problem import Floats, Indices, Problem, S
 Shorts = npt.NDArray[np.int16]
 
 MOST_WORK = 400_000_000
-"""Pairs of a partial choice and a state that one search may look at."""
+"""Pairs of a partial choice and a state that one search may look at, if nothing else is said."""
 AT_ONCE = 2_000_000
 """Of these, how many at a time."""
 LARGEST_CODE = 2**62
@@ -58,11 +58,13 @@ class _Early:
     bound: float
 
 
-def search_frontier(problem: Problem, most: float, width: int, *, deadline: float = math.inf) -> Searched:
+def search_frontier(
+    problem: Problem, most: float, width: int, *, most_work: float = MOST_WORK, deadline: float = math.inf
+) -> Searched:
     """The best choice of cost at most `most` among those whose parts are never out of the `width` best.
 
-    No cost may be below zero, and every state must have a partner along every edge. Past the `deadline`, a time of the
-    monotonic clock, there is only the bound.
+    No cost may be below zero, and every state must have a partner along every edge. After `most_work`, pairs of a
+    partial choice and a state, or past the `deadline`, a time of the monotonic clock, there is only the bound.
     """
     early = _moved_early(problem)
     spare, dropped = most - early.bound, np.inf
@@ -71,7 +73,7 @@ def search_frontier(problem: Problem, most: float, width: int, *, deadline: floa
     work = 0
     for node in range(len(problem.costs)):
         work += values.size * early.costs[node].size * (1 + len(early.behind[node]))
-        if work > MOST_WORK or time.monotonic() > deadline:
+        if work > most_work or time.monotonic() > deadline:
             return Searched(states=None, bound=early.bound + min(dropped, float(values.min())))
         extended, states, values = _extensions(early, node, frontier, chosen, values, spare)
         if not values.size:

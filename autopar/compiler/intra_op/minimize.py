@@ -7,6 +7,7 @@ keeps its best choice, and a bound under all that it dropped.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 from autopar.compiler.intra_op.choice_problem import Infeasible, Mask, Problem, States, choice_value
 from autopar.compiler.intra_op.contraction import contract
 from autopar.compiler.intra_op.dual_ascent import FEW_PAIRS, Ascent, ascend, within_gap
-from autopar.compiler.intra_op.frontier_search import search_frontier
+from autopar.compiler.intra_op.frontier_search import MOST_WORK, search_frontier
 from autopar.compiler.intra_op.local_polytope import solve_in_whole_numbers, solve_relaxation
 from autopar.compiler.intra_op.reductions import reduce_problem, total_pairs
 
@@ -29,6 +30,12 @@ WORTHWHILE = 0.7
 """Share of the pairs that a round may leave for another one to follow."""
 LIGHTEST, NARROW, WIDE = 30, 1_000, 10_000
 """Partial choices that a search keeps: with many pairs, of every round, and before the solver."""
+WIDER = (100_000, 1_000_000, 4_000_000)
+"""Those that searches keep before branch and bound, which rarely ends where a relaxation is in fractions."""
+SHARE_OF_WIDER = 0.5
+"""Of the time that is left, what these may take."""
+PROMISING = 0.5
+"""Share of what is left to prove that a search must prove for a wider one to follow."""
 LIGHT_WORK = 30_000_000
 """Pairs times partial choices of a search that first finds a good choice."""
 
@@ -138,12 +145,10 @@ def _contract(problem: Problem, upper: float, *, effort: Effort, start: States |
 
 def _exhaust(core: Problem, upper: float, effort: Effort, start: States | None) -> Found:
     """A wide search, then the solver."""
-    searched = search_frontier(core, upper, WIDE, deadline=effort.deadline)
-    value = upper if searched.states is None else choice_value(core, searched.states)
-    found = Found(states=searched.states, value=value, bound=min(searched.bound, upper), how=("wide search",))
+    found = _search_wide(core, Found(states=None, value=upper, bound=-math.inf, how=()), WIDE, effort.deadline)
     if effort.is_enough(found.value, found.bound) or total_pairs(core) > LARGEST_PROGRAM or effort.left_s <= 0:
         return found
-    solved = _by_solver(core, value, effort=effort, start=searched.states or start)
+    solved = _by_solver(core, found.value, effort=effort, start=found.states or start)
     return Found(
         states=found.states if solved.states is None else solved.states,
         value=solved.value,
@@ -235,9 +240,33 @@ def _by_solver(problem: Problem, upper: float, *, effort: Effort, start: States 
         found = Found(states=relaxed.states, value=value, bound=relaxed.bound, how=found.how)
     if relaxed.whole or effort.is_enough(found.value, found.bound) or effort.left_s <= 0:
         return found
+    found = _search_wider(problem, found, effort)
+    if effort.is_enough(found.value, found.bound) or effort.left_s <= 0:
+        return found
     gap = effort.slack(found.value)
     mixed = solve_in_whole_numbers(problem, start=found.states or start, time_limit_s=effort.left_s, gap=gap)
     bound, how = max(found.bound, mixed.bound), (*found.how, "branch and bound")
     if mixed.states is not None and (value := choice_value(problem, mixed.states)) <= found.value:
         return Found(states=mixed.states, value=value, bound=bound, how=how)
     return Found(states=found.states, value=found.value, bound=bound, how=how)
+
+
+def _search_wider(problem: Problem, found: Found, effort: Effort) -> Found:
+    """Search by more and more partial choices, until the best choice is proven, or it looks as if it would not be."""
+    deadline = time.monotonic() + SHARE_OF_WIDER * effort.left_s
+    relaxed = found.bound
+    for width in (WIDE, *WIDER):
+        found = _search_wide(problem, found, width, deadline, most_work=math.inf)
+        is_promising = found.bound - relaxed >= PROMISING * (found.value - relaxed)
+        if effort.is_enough(found.value, found.bound) or not is_promising or time.monotonic() > deadline:
+            break
+    return found
+
+
+def _search_wide(problem: Problem, found: Found, width: int, deadline: float, *, most_work: float = MOST_WORK) -> Found:
+    """What was found, improved by a search."""
+    searched = search_frontier(problem, found.value, width, most_work=most_work, deadline=deadline)
+    states = found.states if searched.states is None else searched.states
+    value = found.value if searched.states is None else choice_value(problem, searched.states)
+    bound = min(value, max(found.bound, searched.bound))
+    return Found(states=states, value=value, bound=bound, how=(*found.how, "wide search"))
