@@ -39,6 +39,7 @@ from autopar.compiler.intra_op.local_program import LocalBlock, Value, local_blo
 from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.search import IntraOpPlan, Wishes, plan_intra_op
+from autopar.compiler.sharded_step import one_jaxpr
 from autopar.compiler.trace import Trace
 from autopar.errors import MemoryTooSmall
 from benchmarks.models.gpt import gpt
@@ -91,6 +92,7 @@ def cases(name: str, mesh: LogicalMesh, target: str, shares: list[float]) -> Ite
     """The plans of one model on one mesh."""
     model = MODELS[name]()
     trace = autopar.parallelize(model.step).trace(model.abstract_state, model.abstract_batch).trace
+    trace = replace(trace, jaxpr=one_jaxpr(trace, num_microbatches=1, batch_statistics="exact", random="full_batch"))
     state = sorted(set(dict(trace.state_outputs).values()))
     avals = [v.aval for v in trace.jaxpr.jaxpr.invars]
     whole = Wishes(inputs={number: (replicated(avals[number].ndim),) for number in state})
@@ -131,7 +133,7 @@ def _compiled_bytes(trace: Trace, block: LocalBlock, mesh: LogicalMesh, donated:
     concrete = Mesh(np.reshape(devices[: mesh.num_devices], mesh.shape), mesh.axis_names)
     options = {} if target == "cpu" else {"xla_gpu_enable_triton_gemm": False}  # timing these needs a GPU
     step = jax.jit(
-        jaxpr_as_fun(localize(trace.jaxpr, block, mesh)),
+        jaxpr_as_fun(localize(trace.jaxpr, block, mesh, compiler=compiler_for(target))),
         in_shardings=[NamedSharding(concrete, to_spec(v.layout, mesh)) for v in block.inputs],
         out_shardings=[NamedSharding(concrete, to_spec(v.layout, mesh)) for v in block.outputs if isinstance(v, Value)],
         donate_argnums=tuple(donated),
