@@ -46,9 +46,7 @@ from benchmarks.overhead import describe_machine
 
 COMPILERS = ("cpu", "h100:8", "h100:64")
 MESHES = {8: ("8", "2x4", "4x2", "2x2x2"), 64: ("8x8", "4x4x4", "2x4x8")}
-TIGHT = "ZeRO-3 in less memory"  # which gathers parameters twice where compilers let it
-SHARES = {"cpu": 0.875}
-"""Of what ZeRO-3 takes without a limit, by compiler; 3/4 where nothing is said, which CPUs could not keep."""
+TIGHT = "ZeRO-3 in 7/8 of its memory"  # which gathers parameters twice where compilers let it
 RESTRICTED_ON = ("2x4", "8x8")
 
 # Few layers: a third one is compiled like the second. On CPUs, where steps are taken, parameters of tens of megabytes;
@@ -177,7 +175,7 @@ def method_of(case: Case, peak_bytes: float = math.inf) -> Method:
         case "expert parallel":
             return autopar.ExpertParallel(mesh_shape=shape, memory="off")
         case name if name == TIGHT:
-            return autopar.Zero(mesh_shape=shape, memory=SHARES.get(case.compiler, 0.75) * peak_bytes, stage=3)
+            return autopar.Zero(mesh_shape=shape, memory=7 / 8 * peak_bytes, stage=3)
         case zero:
             return autopar.Zero(mesh_shape=shape, memory="off", stage=int(zero.removeprefix("ZeRO-")))
 
