@@ -129,7 +129,7 @@ def _made(make: Callable[[], jax.Array], devices: Sequence[Any]) -> jax.Array:
 def _transfers(source: Any, target: Any, effort: Effort) -> list[Measurement]:
     def measured(nbytes: int) -> Measurement:
         x = jax.device_put(jnp.ones(nbytes // 4, jnp.float32), source)
-        seconds = _fastest_s(lambda count: [jax.device_put(x, target) for _ in range(count)], effort)
+        seconds = fastest_s(lambda count: [jax.device_put(x, target) for _ in range(count)], effort)
         return Measurement(what="transfer", dtype="float32", nbytes=x.nbytes, seconds=seconds, group_size=2)
 
     return list(_growing((2**12 * 4**i for i in range(12)), measured, effort))
@@ -211,10 +211,10 @@ def _looped_s(step: Callable[..., jax.Array], arguments: tuple[jax.Array, ...], 
 
         return lax.fori_loop(0, count, several, first)
 
-    return _fastest_s(lambda count: loop(count, *arguments), effort) / rounds
+    return fastest_s(lambda count: loop(count, *arguments), effort) / rounds
 
 
-def _fastest_s(run: Callable[[int], Any], effort: Effort) -> float:
+def fastest_s(run: Callable[[int], Any], effort: Effort) -> float:
     """Seconds of one more round of `run`: of as many as take about `loop_s`, against a third of them.
 
     What a loop takes to begin is in both: to launch it, and to get memory, which is much for large arrays on a CPU.

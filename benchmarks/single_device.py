@@ -10,7 +10,6 @@ of the device's machine, or of a file that `autopar calibrate` wrote.
 
 import argparse
 import json
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,11 +22,13 @@ from rich.table import Table
 
 import autopar
 from autopar.machine import Machine
+from autopar.measurements import Effort, fastest_s
 from benchmarks.models.alpa_gpt import GPT_SIZES, GPTSize, alpa_gpt
 from benchmarks.overhead import Comparison, compare, describe_machine, time_pairs
 
 TARGET_RATIO = 1.01
-LOOP_S = 0.2
+EFFORT = Effort(run_s=0.02, loop_s=0.2, max_sizes=1, dtypes=())
+"""How long each product is measured: only `loop_s` matters where shapes are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = {name: getattr(args, name) for name in ("layers", "width", "heads", "length", "vocabulary", "batch")}
     size = replace(GPT_SIZES[args.size], **{name: value for name, value in given.items() if value is not None})
     machine = machine_of(jax.devices()[0].device_kind, args.figures)
-    comparison = compare_steps(args.size, size, args.dtype, args.repetitions)
+    comparison = compare_steps(size, args.dtype, args.repetitions)
     products = [*measured_products(size, args.dtype, machine)]
     print_tables(comparison, products)
     if args.json:
@@ -78,8 +79,9 @@ def machine_of(device_kind: str, figures: Path | None) -> Machine:
     return described if isinstance(described, Machine) else Machine.of_kind(described)
 
 
-def compare_steps(name: str, size: GPTSize, dtype: str, repetitions: int) -> Comparison:
+def compare_steps(size: GPTSize, dtype: str, repetitions: int) -> Comparison:
     """A step on one device by `parallelize`, and by `jax.jit`."""
+    name = f"GPT, {size.layers} layers of width {size.width}, {size.batch} x {size.length} tokens, {dtype}"
     model = alpa_gpt(name, size, jnp.dtype(dtype))
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -90,7 +92,7 @@ def compare_steps(name: str, size: GPTSize, dtype: str, repetitions: int) -> Com
     times = time_pairs(
         jax.jit(step, donate_argnums=0), ours, model.create_state, jax.device_put(model.create_batch()), repetitions
     )
-    return replace(compare(f"GPT-{name}, {dtype}", times), target=TARGET_RATIO)
+    return replace(compare(name, times), target=TARGET_RATIO)
 
 
 def measured_products(size: GPTSize, dtype: str, machine: Machine) -> Iterator[Product]:
@@ -121,7 +123,7 @@ def measured_products(size: GPTSize, dtype: str, machine: Machine) -> Iterator[P
 
 
 def there_and_back_s(rows: int, inner: int, columns: int, dtype: str) -> float:
-    """Seconds of x @ w @ v, of many in one loop, against a third of them."""
+    """Seconds of x @ w @ v, of many in one loop."""
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (rows, inner)).astype(dtype)
     w = (jax.random.normal(keys[1], (inner, columns)) / inner**0.5).astype(dtype)
@@ -131,15 +133,7 @@ def there_and_back_s(rows: int, inner: int, columns: int, dtype: str) -> float:
     def loop(count: Any, x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, count, lambda _, y: y @ w @ v, x)
 
-    def seconds(count: int) -> float:
-        start = time.perf_counter()
-        loop(count, x, w, v).block_until_ready()
-        return time.perf_counter() - start
-
-    seconds(1)  # compiles
-    count = max(3, min(3000, round(LOOP_S / seconds(1))))
-    few, more = (min(seconds(n) for _ in range(5)) for n in (count // 3, count))
-    return (more - few) / (count - count // 3)
+    return fastest_s(lambda count: loop(count, x, w, v), EFFORT)
 
 
 def print_tables(comparison: Comparison, products: Sequence[Product]) -> None:

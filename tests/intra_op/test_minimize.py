@@ -29,7 +29,7 @@ def test_small_problems_end_at_what_enumeration_finds(seed):
     assert found.value == pytest.approx(enumerate_best(problem)) == pytest.approx(found.bound)
 
 
-def test_a_wide_search_proves_what_branch_and_bound_would_not_in_time():
+def test_a_wide_search_proves_what_a_linear_program_leaves_in_fractions():
     problem = frustrated(40, 8, 0)
     assert total_pairs(problem) < 60_000
     found = minimize(problem, effort(60))
