@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.compiler import jax_compat as jc
+from autopar.compiler.equation_keys import REMAT
 from autopar.compiler.intra_op.figures import cpu_figures
 from autopar.compiler.intra_op.layout import LogicalMesh
 from autopar.compiler.intra_op.task_group import task_choices
@@ -17,7 +18,7 @@ from autopar.compiler.layer_classes import count_step_layers, find_layers, layer
 from autopar.compiler.layer_costs import LayerCosts, stage_cost
 from autopar.compiler.passes import cut_step
 from autopar.compiler.prepare import prepare, stage_graph
-from autopar.compiler.remat_regions import REMAT, find_wide_regions
+from autopar.compiler.remat_regions import find_wide_regions
 from autopar.compiler.stage_sharding import mesh_tasks
 from autopar.errors import InvalidArgument, MemoryTooSmall, Unsupported
 from autopar.machine import Link, Machine

@@ -15,6 +15,8 @@ from jax import lax
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.cut_forward import cut_forward
+from autopar.compiler.cuts_outside_regions import cut_allowed
+from autopar.compiler.equation_keys import REMAT
 from autopar.compiler.layer_loops import Piece
 from autopar.compiler.merge_layers import merge_layers
 from autopar.compiler.normalize import normalize
@@ -22,7 +24,6 @@ from autopar.compiler.placement import layer_order, place
 from autopar.compiler.regions import Regions, find_regions
 from autopar.compiler.remat_regions import (
     REMAT,
-    cut_allowed,
     find_wide_regions,
     inline_regions,
     inline_wide_regions,

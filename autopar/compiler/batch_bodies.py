@@ -76,7 +76,7 @@ def _scan(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[Sta
     ys = [_moved(y, 1) for y in block.outputs[loop.num_carry :]]
     uses = [*(KEEP for _ in consts), *map(use_as, initial, carry), *(KEEP for _ in xs)]
     body = replace(block, output_uses=(*map(use_as, block.outputs, carry), *(KEEP for _ in ys)))
-    return _nested(eqn, doubled, states, [*carry, *ys], uses, (body,))
+    return _nested_step(eqn, doubled, states, [*carry, *ys], uses, (body,))
 
 
 def _moved(state: State, by: int) -> State:
@@ -127,7 +127,7 @@ def _while(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[St
     uses = [*(KEEP for _ in (*cond_consts, *body_consts)), *map(use_as, initial, carry)]
     body = replace(block, output_uses=tuple(map(use_as, block.outputs, carry)))
     carry = [replace(s, trail=s.trail | decides.trail) for s in carry]
-    return _nested(eqn, doubled, states, carry, uses, (replace(test, output_uses=(KEEP,)), body))
+    return _nested_step(eqn, doubled, states, carry, uses, (replace(test, output_uses=(KEEP,)), body))
 
 
 def _cond(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Step:
@@ -143,17 +143,17 @@ def _cond(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[Sta
     if isinstance(decides, Local):
         results = [Local(trail=r.trail) if isinstance(r, Invariant) else r for r in results]
     bodies = [replace(b, output_uses=tuple(map(use_as, b.outputs, results))) for b in blocks]
-    return _nested(eqn, doubled, states, results, [KEEP] * len(states), bodies)
+    return _nested_step(eqn, doubled, states, results, [KEEP] * len(states), bodies)
 
 
 def _once(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Step:
     (inner,), (twin,) = jc.subjaxprs(eqn), jc.subjaxprs(doubled)
     block = enter("body", inner, twin, states, eqn.invars)
     body = replace(block, output_uses=(KEEP,) * len(block.outputs))
-    return _nested(eqn, doubled, states, block.outputs, [KEEP] * len(states), (body,))
+    return _nested_step(eqn, doubled, states, block.outputs, [KEEP] * len(states), (body,))
 
 
-def _nested(
+def _nested_step(
     eqn: jc.JaxprEqn,
     doubled: jc.JaxprEqn,
     states: Sequence[State],

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import aval_bytes, equation_flops
+from autopar.compiler.cuts_outside_regions import cut_allowed
 from autopar.compiler.layers import cut_layers, liveness_bytes
 from autopar.compiler.placement import layer_order
 from autopar.compiler.regions import Region, Regions
-from autopar.compiler.remat_regions import cut_allowed
 from autopar.errors import InvalidArgument
 
 

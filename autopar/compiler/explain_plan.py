@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.intra_op.block_plan import planned
+from autopar.compiler.intra_op.choice_graph import planned
 from autopar.compiler.intra_op.choice_problem import Infeasible
 from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.ilp import solve

@@ -24,11 +24,11 @@ from typing import Any
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import aval_bytes, equation_flops
+from autopar.compiler.equation_keys import REMAT
 from autopar.compiler.layer_loops import find_layer_loops
 from autopar.compiler.model_layers import layer_cuts, layer_names
 from autopar.compiler.placement import layer_order
 from autopar.compiler.regions import Region, find_regions
-from autopar.compiler.remat_regions import REMAT
 from autopar.compiler.trace import Trace
 from autopar.compiler.whole_batch import whole_batch
 

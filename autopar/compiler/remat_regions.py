@@ -6,26 +6,24 @@ which computes the forward again from the region's inputs:
     forward    h_1 = block_1(w_1, x);  h_2 = block_2(w_2, h_1)
     backward   g_1, dw_2 = remat2[again block_2, then transposed](w_2, h_1, g_2)
 
-A region within one layer stays as it is, and `cut_allowed` keeps cuts out of it. A region wider than a layer cannot
-stay one equation, for it would pull several layers to one stage. `inline_wide_regions` dissolves it: its equations read
-the forward's values instead of computing them again, and stages that store their inputs only (`StagePlan.remat`) save
-the memory: the same promise, on several devices. What a policy saves is then recomputed too. A branch (`cond`) inside
-of a dissolved region, and what follows from it, is recomputed as before: correct, but not on the stage of its layer.
+A region within one layer stays as it is, and cuts keep out of it (`cuts_outside_regions.py`). A region wider than a
+layer cannot stay one equation, for it would pull several layers to one stage. `inline_wide_regions` dissolves it: its
+equations read the forward's values instead of computing them again, and stages that store their inputs only
+(`StagePlan.remat`) save the memory: the same promise, on several devices. What a policy saves is then recomputed too. A
+branch (`cond`) inside of a dissolved region, and what follows from it, is recomputed as before: correct, but not on the
+stage of its layer.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import equation_flops
+from autopar.compiler.equation_keys import REMAT
 from autopar.compiler.normalize import eliminate_dead
 from autopar.compiler.recomputation import join_recomputed
-from autopar.compiler.regions import Region, Regions
-
-REMAT = ("remat2", "checkpoint", "remat")
 
 WIDE = 1.5
 """A region is wide if its FLOPs are more than this times an even layer's share of the backward.
@@ -37,93 +35,6 @@ a block. The whole loss is wide from two layers on, one of two blocks is not.
 
 Path = tuple[int, ...]
 """Of a region: the index of its equation in the step, then in the body of that region, and so on."""
-
-
-def cut_allowed(regions: Regions, order: Sequence[int]) -> list[bool]:
-    """For each position of `order`, the forward equations, whether a layer may begin there without cutting a region.
-
-    A region's forward reaches from what follows its input activations to the last equation that reads one of its own
-    parameters: those that no other backward equation reads.
-    """
-    forward = _Forward(regions, order)
-    allowed = [True] * len(order)
-    for first, last in forward.spans():
-        allowed[first + 1 : last + 1] = [False] * (last - first)
-    return allowed
-
-
-class _Forward:
-    """Who reads what along the forward, by position in `order`."""
-
-    def __init__(self, regions: Regions, order: Sequence[int]) -> None:
-        self.eqns = regions.equations
-        self.order = order
-        self.parameters = _parameters(regions)
-        self.backward = [eqn for eqn, kinds in zip(self.eqns, regions.kinds, strict=True) if Region.BACKWARD in kinds]
-        self.producer = {v: p for p, i in enumerate(order) for v in self.eqns[i].outvars}
-        self.readers: dict[jc.Var, list[int]] = {}
-        for p, i in enumerate(order):
-            for parameter in self._read(self.eqns[i]):
-                self.readers.setdefault(parameter, []).append(p)
-
-    def spans(self) -> Iterator[tuple[int, int]]:
-        """The first and last position of each region's forward."""
-        num_readers = Counter(v for eqn in self.backward for v in self._read(eqn))
-        for eqn in self.backward:
-            if eqn.primitive.name in REMAT:
-                own = [v for v in self._read(eqn) if num_readers[v] == 1 and v in self.readers]
-                inside = self._inside(eqn, own)
-                if inside:
-                    yield min(inside), max(inside)
-
-    def _read(self, eqn: jc.JaxprEqn) -> set[jc.Var]:
-        return {p for v in jc.operands(eqn) for p in self.parameters.get(v, ())}
-
-    def _inside(self, eqn: jc.JaxprEqn, own: Sequence[jc.Var]) -> set[int]:
-        """The readers of the region's own parameters, and what leads there from its input activations."""
-        activations = {v for v in jc.operands(eqn) if v in self.producer}
-        before = self._ancestors([self.producer[v] for v in activations], set())
-        after = set(activations)
-        for i in self.order:
-            if not after.isdisjoint(jc.operands(self.eqns[i])):
-                after.update(self.eqns[i].outvars)
-        follows = {p for p, i in enumerate(self.order) if not after.isdisjoint(jc.operands(self.eqns[i]))}
-        # A parameter that is also read elsewhere (a tied embedding) says nothing about the region.
-        readers = [p for v in own if not activations or follows.issuperset(self.readers[v]) for p in self.readers[v]]
-        return {*readers, *(self._ancestors(readers, before) & follows)}
-
-    def _ancestors(self, positions: Iterable[int], known: Collection[int]) -> set[int]:
-        """These positions and those that they follow from, without the known ones."""
-        found: set[int] = set()
-        stack = list(positions)
-        while stack:
-            p = stack.pop()
-            if p not in found and p not in known:
-                found.add(p)
-                operands = jc.operands(self.eqns[self.order[p]])
-                stack.extend(self.producer[v] for v in operands if v in self.producer)
-        return found
-
-
-def _parameters(regions: Regions) -> dict[jc.Var, frozenset[jc.Var]]:
-    """The parameters that values derive from without the microbatch: themselves, their casts and reshapes.
-
-    A scalar made of a parameter (a penalty on it) is not followed: whoever reads it does not use the parameter.
-    """
-    jaxpr = regions.step.jaxpr.jaxpr
-    inputs = zip(jaxpr.invars, regions.step.inputs, strict=True)
-    found = {v: frozenset([v]) for v, spec in inputs if spec.kind == "whole" and v not in regions.homeless}
-    for eqn, kinds in zip(regions.equations, regions.kinds, strict=True):
-        if Region.FREE in kinds:
-            sources = frozenset(p for v in jc.operands(eqn) for p in found.get(v, ()))
-            found.update((v, sources) for v in eqn.outvars if _size(v) > 1)
-        elif not kinds & {Region.FORWARD, Region.BACKWARD}:
-            found.update((v, frozenset([v])) for v in eqn.outvars if v not in regions.homeless)
-    return found
-
-
-def _size(v: Any) -> int:
-    return v.aval.size
 
 
 def inline_wide_regions(closed: jc.ClosedJaxpr, *, num_layers: int) -> tuple[jc.ClosedJaxpr, bool]:

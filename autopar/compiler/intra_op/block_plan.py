@@ -1,6 +1,6 @@
 """What the solver decided about one program, as plain data: the layouts of every equation's operands and results.
 
-    BlockChoices, states  ->  BlockPlan  <->  JSON
+    BlockPlan  <->  JSON
 
 A layout is written by the names of mesh axes: `data,-` splits the first of two dimensions, `data*model` one dimension
 by two axes, `-,-|model` is a sum over "model" still to be made, `.` a scalar; operands, then `->`, then results.
@@ -8,12 +8,11 @@ by two axes, `-,-|model` is a sum over "model" still to be made, `.` a scalar; o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, EquationChoice
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, used_axes
 from autopar.compiler.intra_op.strategies import Strategy
 from autopar.errors import PlanMismatch
@@ -46,39 +45,6 @@ def value_numbers(jaxpr: jc.Jaxpr) -> dict[jc.Var, int]:
     for v in (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)):
         numbers.setdefault(v, len(numbers))
     return numbers
-
-
-def planned(block: BlockChoices, states: Sequence[int]) -> BlockPlan:
-    """The plan that a solution means."""
-
-    def layout(choice: Choice | None) -> Layout | None:
-        return None if choice is None else choice.layouts[states[choice.node]]
-
-    def equation(choice: EquationChoice) -> EquationPlan:
-        if choice.node is not None:
-            strategy = choice.strategies[states[choice.node]]
-            return EquationPlan(operands=strategy.operands, results=strategy.results, combined=strategy.combined)
-        return EquationPlan(
-            operands=tuple(layout(c) for c in choice.arguments),
-            results=tuple(layout(c) for c in choice.results),
-            bodies=tuple(planned(body, states) for body in choice.bodies),
-        )
-
-    # Equations of folded layers share one choice.
-    made = {id(c): equation(c) for c in block.equations if c is not None}
-    forms: dict[tuple[int, str], Layout] = {}
-    for v, number in value_numbers(block.jaxpr).items():
-        first = block.alike.get(v, v)
-        if first in block.stored:
-            forms[number, "stored"] = block.stored[first].layouts[states[block.stored[first].node]]
-        for phase, choice in block.copies.get(first, {}).items():
-            forms[number, phase] = choice.layouts[states[choice.node]]
-    return BlockPlan(
-        arguments=tuple(layout(c) for c in block.arguments),
-        equations=tuple(None if c is None else made[id(c)] for c in block.equations),
-        results=tuple(layout(c) for c in block.results),
-        forms=forms,
-    )
 
 
 def strategy_of(plan: EquationPlan, mesh: LogicalMesh) -> Strategy:

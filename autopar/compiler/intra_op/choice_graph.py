@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.compiler import jax_compat as jc
+from autopar.compiler.intra_op.block_plan import BlockPlan, EquationPlan, value_numbers
 from autopar.compiler.intra_op.choice_problem import Problem
 from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh
@@ -128,7 +129,34 @@ def chosen(choice: Choice, states: Sequence[int]) -> Layout:
     return choice.layouts[states[choice.node]]
 
 
-def phase_of(eqn: jc.JaxprEqn, only_phase: str | None) -> str:
-    """The phase of an equation in a task of one phase. The forward task of a last stage holds its backward pass."""
-    own = jc.ad_phase(eqn)
-    return "backward" if only_phase == "forward" and own == "backward" else only_phase or own or "update"
+def planned(block: BlockChoices, states: Sequence[int]) -> BlockPlan:
+    """The plan that a solution means."""
+
+    def layout(choice: Choice | None) -> Layout | None:
+        return None if choice is None else choice.layouts[states[choice.node]]
+
+    def equation(choice: EquationChoice) -> EquationPlan:
+        if choice.node is not None:
+            strategy = choice.strategies[states[choice.node]]
+            return EquationPlan(operands=strategy.operands, results=strategy.results, combined=strategy.combined)
+        return EquationPlan(
+            operands=tuple(layout(c) for c in choice.arguments),
+            results=tuple(layout(c) for c in choice.results),
+            bodies=tuple(planned(body, states) for body in choice.bodies),
+        )
+
+    # Equations of folded layers share one choice.
+    made = {id(c): equation(c) for c in block.equations if c is not None}
+    forms: dict[tuple[int, str], Layout] = {}
+    for v, number in value_numbers(block.jaxpr).items():
+        first = block.alike.get(v, v)
+        if first in block.stored:
+            forms[number, "stored"] = block.stored[first].layouts[states[block.stored[first].node]]
+        for phase, choice in block.copies.get(first, {}).items():
+            forms[number, phase] = choice.layouts[states[choice.node]]
+    return BlockPlan(
+        arguments=tuple(layout(c) for c in block.arguments),
+        equations=tuple(None if c is None else made[id(c)] for c in block.equations),
+        results=tuple(layout(c) for c in block.results),
+        forms=forms,
+    )

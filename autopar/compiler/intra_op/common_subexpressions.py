@@ -9,8 +9,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.intra_op.free_values import NESTED
-from autopar.compiler.intra_op.sharding_rules import equation_key
+from autopar.compiler.equation_keys import NESTED, equation_key
 
 _ENTERED = frozenset({"scan", "while", "cond"})
 _WISHES = frozenset({"sharding_constraint", "layout_constraint", "reshard"})

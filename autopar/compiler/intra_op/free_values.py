@@ -12,13 +12,10 @@ from typing import Any
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import equation_flops
+from autopar.compiler.equation_keys import NESTED
 
 SMALL = 64
 """Arrays of at most so many elements are never split."""
-
-REMAT = frozenset({"remat2", "checkpoint", "remat"})
-NESTED = frozenset({"scan", "while", "cond"}) | REMAT
-"""Equations whose bodies are planned, not the equation itself."""
 
 _EXPENSIVE = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "sort", "dot_general"})
 

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, EquationChoice, Use, phase_of
+from autopar.compiler.equation_keys import NESTED, equation_key
+from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, EquationChoice, Use
 from autopar.compiler.intra_op.equation_costs import equation_s
-from autopar.compiler.intra_op.free_values import NESTED, free_results
+from autopar.compiler.intra_op.free_values import free_results
 from autopar.compiler.intra_op.layout import Layout, all_layouts, replicated, used_axes
+from autopar.compiler.intra_op.phase import phase_of
 from autopar.compiler.intra_op.rule import Rule
-from autopar.compiler.intra_op.sharding_rules import equation_key
 from autopar.compiler.intra_op.strategies import Strategy, strategies
 
 PHASES = ("forward", "backward", "update", "body")

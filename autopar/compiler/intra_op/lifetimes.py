@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.intra_op.free_values import NESTED
+from autopar.compiler.equation_keys import NESTED
 
 Key = Hashable
 Kind = Literal["constant", "view", "form", "fused", "reduction", "apart"]

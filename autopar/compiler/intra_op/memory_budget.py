@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from autopar.compiler.intra_op.block_plan import planned
-from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable
+from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable, planned
 from autopar.compiler.intra_op.choice_problem import Optimum, States
 from autopar.compiler.intra_op.compilers import GPU, Compiler
 from autopar.compiler.intra_op.least_excess import Measured

@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.intra_op.block_plan import BlockPlan, planned
-from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable
+from autopar.compiler.equation_keys import NESTED, equation_key
+from autopar.compiler.intra_op.block_plan import BlockPlan
+from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable, planned
 from autopar.compiler.intra_op.choice_problem import Optimum
 from autopar.compiler.intra_op.compilers import Compiler, compiler_for
 from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.fold import fold, unfolded
-from autopar.compiler.intra_op.free_values import NESTED, is_small
+from autopar.compiler.intra_op.free_values import is_small
 from autopar.compiler.intra_op.graph import Planner, build_graph
 from autopar.compiler.intra_op.ilp import solve
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts
 from autopar.compiler.intra_op.memory_budget import MemorySearch, solve_within_memory
 from autopar.compiler.intra_op.nested import enter
 from autopar.compiler.intra_op.rule import Rule
-from autopar.compiler.intra_op.sharding_rules import equation_key, sharding_rules
+from autopar.compiler.intra_op.sharding_rules import sharding_rules
 from autopar.compiler.intra_op.solution_cache import cached, problem_fingerprint
 from autopar.compiler.intra_op.strategies import Strategy
 

@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
 from autopar.compiler import jax_compat as jc
+from autopar.compiler.equation_keys import NESTED, equation_key
 from autopar.compiler.intra_op.factors import FactorRule, compose
 from autopar.compiler.intra_op.rule import Rule, adds_up, blocked_rule, rule_of_labels, shapes_of
 from autopar.compiler.intra_op.rules_by_hand import rule_by_hand
 from autopar.compiler.intra_op.shardy import lowered_functions
 from autopar.errors import ReplicatedWarning
 
-__all__ = ["Rule", "equation_key", "literal_key", "sharding_rules"]
+__all__ = ["Rule", "sharding_rules"]
 
-_ENTERED = frozenset({"scan", "while", "cond", "remat2", "checkpoint", "remat"})
 _REDUCTIONS = {"dot_general": "sum", "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
 # Primitives whose parameters hold numbers that are right for local parts too, or that are made local.
 _READ_APART = frozenset(
@@ -36,7 +36,6 @@ _READ_APART = frozenset(
         "reduce_prod", "reduce_sum", "reduce_xor", "squeeze", "stack", "transpose", "unstack",
     }
 )  # fmt: skip
-_PLACEMENT = frozenset({"copy_semantics", "devices", "out_sharding", "out_shardings", "sharding", "srcs"})
 
 _known: dict[Hashable, Rule] = {}
 
@@ -57,43 +56,6 @@ def sharding_rules(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
     return [_known[key] for key in keys]
 
 
-def equation_key(eqn: jc.JaxprEqn) -> Hashable:
-    """Equal for equations that have the same rule: primitive, parameters but for placement, shapes and types."""
-    name = eqn.primitive.name
-    params = () if name == "name" else ((k, _frozen(v)) for k, v in sorted(eqn.params.items()) if k not in _PLACEMENT)
-    avals = ((tuple(aval.shape), aval.dtype) for aval in _avals([*eqn.invars, *eqn.outvars]))
-    return (name, tuple(params), tuple(avals), bool(eqn.effects))
-
-
-def literal_key(literal: Any) -> Hashable:
-    """Equal for literals of one type and value, and sooner there than their text."""
-    aval, value = literal.aval, literal.val
-    if not isinstance(aval.dtype, np.dtype):
-        return str(value)
-    return (tuple(aval.shape), aval.dtype, aval.weak_type, np.asarray(value).tobytes())
-
-
-def _avals(atoms: Iterable[Any]) -> list[Any]:
-    return [atom.aval for atom in atoms]
-
-
-def _frozen(value: Any) -> Hashable:
-    """A parameter as something that can be compared and hashed."""
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple(sorted((str(k), _frozen(v)) for k, v in value.items()))
-    if isinstance(value, np.ndarray):
-        return (value.shape, value.dtype, value.tobytes())
-    if isinstance(value, (jc.Jaxpr, jc.ClosedJaxpr)):
-        return str(value)
-    try:
-        hash(value)
-    except TypeError:
-        return str(value)
-    return value
-
-
 def _rules_of(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
     rules = [_rule_without_lowering(eqn) for eqn in eqns]
     lowered = [eqn for eqn, rule in zip(eqns, rules, strict=True) if rule is None]
@@ -103,7 +65,7 @@ def _rules_of(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
 
 def _rule_without_lowering(eqn: jc.JaxprEqn) -> Rule | None:
     name = eqn.primitive.name
-    assert name not in _ENTERED, f"{jc.describe(eqn)} has a body, which has rules of its own"
+    assert name not in NESTED, f"{jc.describe(eqn)} has a body, which has rules of its own"
     if eqn.effects:
         return blocked_rule(eqn, "none")
     if not _can_be_split(eqn):
@@ -137,7 +99,9 @@ def _rules_by_lowering(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
     if not eqns:
         return []
     try:
-        names, functions = lowered_functions(list(map(_function_of, eqns)), [_avals(eqn.invars) for eqn in eqns])
+        names, functions = lowered_functions(
+            list(map(_function_of, eqns)), [[a.aval for a in eqn.invars] for eqn in eqns]
+        )
     except Exception:
         if len(eqns) == 1:
             # Why is not known here, only that this platform has no lowering: another may have one.

@@ -21,8 +21,8 @@ import numpy as np
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import aval_bytes
-from autopar.compiler.intra_op.block_plan import BlockPlan, planned
-from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable
+from autopar.compiler.intra_op.block_plan import BlockPlan
+from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, planned
 from autopar.compiler.intra_op.choice_problem import Optimum
 from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.fold import Fold, fold, unfolded

@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Any
 
 from autopar.compiler import jax_compat as jc
-from autopar.compiler.intra_op.free_values import NESTED
+from autopar.compiler.equation_keys import NESTED
 from autopar.compiler.intra_op.operand_order import Order, unsorted_elements
 
 

@@ -1,0 +1,56 @@
+"""Keys of equations: equal for equations that compute the same from operands of the same types."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import numpy as np
+
+from autopar.compiler import jax_compat as jc
+
+REMAT = frozenset({"remat2", "checkpoint", "remat"})
+"""Names of the rematerialised region, by release of JAX."""
+
+NESTED = frozenset({"scan", "while", "cond"}) | REMAT
+"""Equations whose bodies are planned, not the equation itself."""
+
+_PLACEMENT = frozenset({"copy_semantics", "devices", "out_sharding", "out_shardings", "sharding", "srcs"})
+"""Parameters that say where an equation runs, not what it computes."""
+
+
+def equation_key(eqn: jc.JaxprEqn) -> Hashable:
+    """Equal for equations that have the same rule: primitive, parameters but for placement, shapes and types."""
+    name = eqn.primitive.name
+    params = () if name == "name" else ((k, _frozen(v)) for k, v in sorted(eqn.params.items()) if k not in _PLACEMENT)
+    avals = ((tuple(aval.shape), aval.dtype) for aval in _avals([*eqn.invars, *eqn.outvars]))
+    return (name, tuple(params), tuple(avals), bool(eqn.effects))
+
+
+def literal_key(literal: Any) -> Hashable:
+    """Equal for literals of one type and value, and sooner there than their text."""
+    aval, value = literal.aval, literal.val
+    if not isinstance(aval.dtype, np.dtype):
+        return str(value)
+    return (tuple(aval.shape), aval.dtype, aval.weak_type, np.asarray(value).tobytes())
+
+
+def _avals(atoms: Iterable[Any]) -> list[Any]:
+    return [atom.aval for atom in atoms]
+
+
+def _frozen(value: Any) -> Hashable:
+    """A parameter as something that can be compared and hashed."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple(sorted((str(k), _frozen(v)) for k, v in value.items()))
+    if isinstance(value, np.ndarray):
+        return (value.shape, value.dtype, value.tobytes())
+    if isinstance(value, (jc.Jaxpr, jc.ClosedJaxpr)):
+        return str(value)
+    try:
+        hash(value)
+    except TypeError:
+        return str(value)
+    return value

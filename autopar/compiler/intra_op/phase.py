@@ -1,0 +1,11 @@
+"""Tell the phase of an equation: forward, backward or update."""
+
+from __future__ import annotations
+
+from autopar.compiler import jax_compat as jc
+
+
+def phase_of(eqn: jc.JaxprEqn, only_phase: str | None) -> str:
+    """The phase of an equation in a task of one phase. The forward task of a last stage holds its backward pass."""
+    own = jc.ad_phase(eqn)
+    return "backward" if only_phase == "forward" and own == "backward" else only_phase or own or "update"
