@@ -23,7 +23,6 @@ from autopar.compiler.normalize import normalize
 from autopar.compiler.placement import layer_order, place
 from autopar.compiler.regions import Regions, find_regions
 from autopar.compiler.remat_regions import (
-    REMAT,
     find_wide_regions,
     inline_regions,
     inline_wide_regions,
