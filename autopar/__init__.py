@@ -24,10 +24,10 @@ from autopar.errors import (
     Unsupported,
 )
 from autopar.initial_state import create_state
+from autopar.ir.plan import MeshPlan, Plan, StagePlan
+from autopar.ir.program import Program
 from autopar.megatron import Megatron
 from autopar.options import DataParallel, PipelineParallel, ShardParallel
-from autopar.plan import MeshPlan, Plan, StagePlan
-from autopar.program import Program
 from autopar.runtime.distributed.distributed_array import DistributedArray
 from autopar.search_methods import Auto, ExpertParallel, TensorParallel, Zero
 from autopar.session import init, shutdown

@@ -20,9 +20,9 @@ from typing import Any, overload
 from autopar.arguments import ArgumentRoles, Arguments, Call
 from autopar.cluster import Cluster
 from autopar.errors import InvalidArgument
+from autopar.ir.plan import Plan
 from autopar.ladder import Compiled, Devices, Lowered, Planned, Source, Target, Traced
 from autopar.options import DataParallel, Method
-from autopar.plan import Plan
 from autopar.tracing import trace_call
 
 __all__ = ["Compiled", "Lowered", "Planned", "Step", "Traced", "parallelize"]

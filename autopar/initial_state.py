@@ -18,8 +18,8 @@ from autopar.argument_places import Arrangement, argument_arrangement, check_arg
 from autopar.arguments import abstract
 from autopar.compiler.initial_state import placed_results
 from autopar.errors import CannotShip
+from autopar.ir.program import Program
 from autopar.ladder import Compiled
-from autopar.program import Program
 from autopar.runtime.distributed.ray_cluster import pickled, unpickled
 from autopar.runtime.in_process import InProcess
 

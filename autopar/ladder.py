@@ -28,10 +28,10 @@ from autopar.compiler.step_work import step_work
 from autopar.compiler.trace import Trace
 from autopar.compiler.verify_plan import check_collectives
 from autopar.errors import AutoparError, InvalidArgument
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.machine import Machine
 from autopar.options import Method
-from autopar.plan import Plan
-from autopar.program import Program
 from autopar.progress import search_progress
 from autopar.runtime.base import Loaded
 from autopar.runtime.in_process import InProcess

@@ -18,8 +18,8 @@ import jax
 
 from autopar.arguments import Arguments, Call
 from autopar.errors import CannotShip
-from autopar.plan import Plan
-from autopar.program import Program
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.runtime.distributed.ray_cluster import pickled, unpickled
 from autopar.tracing import program_of
 

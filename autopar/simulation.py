@@ -27,12 +27,12 @@ from rich.text import Text
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanMismatch
+from autopar.ir.plan import Plan
+from autopar.ir.plan_sharding import TaskTimes
+from autopar.ir.program import Executable, Program, Task
 from autopar.machine import Machine
-from autopar.plan import Plan
-from autopar.program import Executable, Program, Task
 from autopar.runtime.simulated import simulate
 from autopar.runtime.timeline import Timeline
-from autopar.sharding_plan import TaskTimes
 
 _WIDTH = 110
 

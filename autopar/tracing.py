@@ -5,8 +5,8 @@ from __future__ import annotations
 from autopar.arguments import Arguments, Call, abstract
 from autopar.compiler import passes
 from autopar.compiler.trace import Leaf, Trace
-from autopar.plan import Plan
-from autopar.program import Program
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 
 
 def trace_call(arguments: Arguments, call: Call) -> Trace:

@@ -26,8 +26,8 @@ from autopar.api import Step
 from autopar.checkpoint import Checkpoints
 from autopar.checks import check_choice
 from autopar.errors import AutoparError, ClusterFailed, InvalidArgument, NonFiniteLoss
+from autopar.ir.plan import Plan
 from autopar.numbered_batches import Batches, NumberedBatches
-from autopar.plan import Plan
 from autopar.runtime.distributed.distributed_array import DistributedArray
 from autopar.session import current_session, restart
 

@@ -45,7 +45,7 @@ from rich.table import Table
 import autopar
 from autopar import session
 from autopar.errors import AutoparError, CheckpointFailed, NonFiniteLoss
-from autopar.program import Recv, Run, Send
+from autopar.ir.program import Recv, Run, Send
 
 NUM_STEPS, EVERY, BREAK_AFTER, WIDTH = 12, 3, 4, 16
 STEP_TIMEOUT_S = 8.0

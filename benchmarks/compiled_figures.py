@@ -23,7 +23,7 @@ from autopar.compiler.intra_op.hlo_collectives import (
     wire_bytes_by_kind,
 )
 from autopar.compiler.intra_op.layout import LogicalMesh
-from autopar.program import Program
+from autopar.ir.program import Program
 from benchmarks.hlo_roofline import work_of
 
 

@@ -33,7 +33,7 @@ from rich.table import Table
 
 import autopar
 from autopar import session
-from autopar.program import Executable, Task
+from autopar.ir.program import Executable, Task
 from autopar.runtime.measured import InstructionTime
 from autopar.runtime.simulated import simulate
 from benchmarks.models.sleeping import sleep_step

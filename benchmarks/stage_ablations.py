@@ -24,7 +24,7 @@ from autopar.compiler.prepare import prepare
 from autopar.compiler.regions import Regions
 from autopar.compiler.stage_ranges import StageProblem
 from autopar.errors import MemoryTooSmall
-from autopar.plan import Plan
+from autopar.ir.plan import Plan
 from autopar.search_methods import Auto
 
 _SCHEDULES = ("1f1b", "eager-1f1b")

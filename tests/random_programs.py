@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from autopar.compiler.placement import layer_order
 from autopar.compiler.prepare import loop_pieces_for, prepare
 from autopar.compiler.trace import Trace
-from autopar.plan import MeshPlan, Plan, StagePlan
+from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from tests.equivalence import SCHEDULES
 
 ROWS, WIDTH, TOKENS, LOOP = 8, 4, 7, 4

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from autopar.compiler.schedule import Order
-from autopar.program import (
+from autopar.ir.program import (
     ArrayType,
     Executable,
     Free,

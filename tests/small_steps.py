@@ -12,7 +12,7 @@ from autopar.arguments import abstract
 from autopar.compiler import passes
 from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.trace import Leaf, Trace
-from autopar.program import Program
+from autopar.ir.program import Program
 
 ROWS, WIDTH, VOCABULARY, LENGTH = 8, 4, 11, 3
 

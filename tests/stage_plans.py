@@ -7,7 +7,7 @@ from autopar.compiler.intra_op.figures import MeshFigures, cpu_figures
 from autopar.compiler.passes import cut_step
 from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.stage_sharding import mesh_tasks, mesh_wishes, plan_mesh
-from autopar.plan import Plan
+from autopar.ir.plan import Plan
 
 QUICK = dataclasses.replace(cpu_figures(2), latency_s=(1e-9, 1e-9))
 """Links without latency, so that even small arrays are worth splitting."""

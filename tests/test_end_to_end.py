@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.api import Lowered
 from autopar.errors import DonatedBuffer
-from autopar.plan import Plan
-from autopar.program import Input, MeshProgram, Program, Run, Send
+from autopar.ir.plan import Plan
+from autopar.ir.program import Input, MeshProgram, Program, Run, Send
 from autopar.runtime.simulated import ConstantCosts, simulate
 from benchmarks import equivalence as benchmark
 from tests.equivalence import SCHEDULES, Configuration, compare, largest_difference, parallelized

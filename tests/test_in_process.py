@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar.errors import DonatedBuffer, InvalidArgument, InvalidProgram
-from autopar.program import (
+from autopar.ir.program import (
     ArrayType,
     Executable,
     Free,

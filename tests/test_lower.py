@@ -9,7 +9,7 @@ import pytest
 
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.schedule import schedule_tasks
-from autopar.program import Free, Program, Recv, Run, Send
+from autopar.ir.program import Free, Program, Recv, Run, Send
 from tests.small_steps import (
     adam,
     adam_state,

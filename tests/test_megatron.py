@@ -13,7 +13,7 @@ import pytest
 import autopar
 from autopar import Megatron, megatron
 from autopar.errors import InvalidArgument, Unsupported
-from autopar.plan import Plan
+from autopar.ir.plan import Plan
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 
 HOSTS = autopar.Cluster.parse("p3.16xlarge")

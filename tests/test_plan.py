@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from autopar.errors import InvalidArgument, PlanMismatch
-from autopar.plan import MeshPlan, Plan, StagePlan
+from autopar.ir.plan import MeshPlan, Plan, StagePlan
 
 LINE = MeshPlan(devices=(0, 1), shape=(2,), axis_names=("data",))
 GRID = MeshPlan(devices=(2, 3, 4, 5), shape=(2, 2), axis_names=("data", "model"))

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.errors import InvalidProgram, Unsupported
-from autopar.program import (
+from autopar.ir.program import (
     ArrayType,
     Executable,
     Free,

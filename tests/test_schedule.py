@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autopar.compiler.schedule import SCHEDULES, check_order, peak_in_flight, schedule_tasks
 from autopar.errors import InvalidArgument, InvalidProgram
-from autopar.program import Task
+from autopar.ir.program import Task
 from autopar.runtime.simulated import ConstantCosts, simulate
 from tests.schedule_programs import program_of
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.compiler.schedule import schedule_tasks
-from autopar.program import (
+from autopar.ir.program import (
     ArrayType,
     Executable,
     Free,

@@ -13,10 +13,10 @@ from autopar.compiler.intra_op.figures import figures_of
 from autopar.compiler.schedule import schedule_tasks
 from autopar.compiler.step_work import step_work
 from autopar.errors import InvalidArgument, PlanMismatch, Unsupported
+from autopar.ir.plan_sharding import MeshSharding, TaskTimes
+from autopar.ir.program import Run, Send
 from autopar.machine import Link, Machine
-from autopar.program import Run, Send
 from autopar.runtime.simulated import simulate
-from autopar.sharding_plan import MeshSharding, TaskTimes
 from autopar.simulation import ClusterCosts
 from tests.schedule_programs import program_of
 from tests.stage_plans import with_planned_layouts

@@ -11,7 +11,7 @@ import autopar
 from autopar.compiler.passes import cut_step
 from autopar.compiler.stage_sharding import mesh_tasks
 from autopar.errors import PlanMismatch
-from autopar.sharding_plan import MeshSharding
+from autopar.ir.plan_sharding import MeshSharding
 from tests import equivalence
 from tests.equivalence import Configuration
 from tests.stage_plans import QUICK, with_planned_layouts

@@ -15,7 +15,7 @@ from autopar.argument_places import argument_arrangement
 from autopar.batches import prefetch, shard_batch
 from autopar.errors import CannotShip, InvalidArgument
 from autopar.initial_state import InitRecipe, create_state, ship_recipe
-from autopar.program import ArrayType, Input, MeshProgram, Output, Program, Window
+from autopar.ir.program import ArrayType, Input, MeshProgram, Output, Program, Window
 from autopar.runtime.distributed.arrivals import arrive
 from autopar.runtime.distributed.placed import Piece, Placed
 from autopar.runtime.tiles import Layout

@@ -18,7 +18,7 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_accumulate import combine
 from autopar.compiler.costs import jaxpr_bytes, jaxpr_flops
 from autopar.compiler.stage_graph import Accumulation, StageGraph, StageTask
-from autopar.program import ArrayType, Executable, Task
+from autopar.ir.program import ArrayType, Executable, Task
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.costs import jaxpr_bytes, jaxpr_flops
 from autopar.compiler.normalize import normalize
-from autopar.program import (
+from autopar.ir.program import (
     ArrayType,
     Executable,
     Free,

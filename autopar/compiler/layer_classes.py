@@ -31,7 +31,7 @@ from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.stage_sharding import mesh_tasks, mesh_wishes
 from autopar.compiler.trace import Trace
 from autopar.compiler.value_specs import microbatch_rows, rows_axis
-from autopar.plan import MeshPlan, Plan, StagePlan
+from autopar.ir.plan import MeshPlan, Plan, StagePlan
 
 Cut = Callable[[Regions, int], Sequence[int]]
 """Where layers 1, 2, ... begin, as positions in the forward pass, of so many that are asked for."""

@@ -29,8 +29,8 @@ from autopar.compiler.stage_graph import GraphInput, StageGraph
 from autopar.compiler.stage_sharding import sharded_mesh
 from autopar.compiler.user_wishes import on_mesh
 from autopar.compiler.value_specs import value_types
-from autopar.plan import Plan
-from autopar.program import (
+from autopar.ir.plan import Plan
+from autopar.ir.program import (
     ArrayType,
     Executable,
     Free,

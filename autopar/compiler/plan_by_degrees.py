@@ -31,9 +31,9 @@ from autopar.compiler.stage_layouts import SolvedStage, received_seconds
 from autopar.compiler.stage_sharding import mesh_tasks, sharding_of
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, Unsupported
+from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.machine import Machine
 from autopar.megatron import Megatron
-from autopar.plan import MeshPlan, Plan, StagePlan
 
 
 def plan_by_degrees(

@@ -18,8 +18,8 @@ from autopar.compiler.prepare import PreparedStep, loop_pieces_for, prepare, sta
 from autopar.compiler.trace import Trace
 from autopar.compiler.value_specs import batch_spec, microbatch_rows, rows_axis
 from autopar.errors import InvalidArgument
+from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.options import DataParallel, HandMethod, PipelineParallel, ShardParallel
-from autopar.plan import MeshPlan, Plan, StagePlan
 
 
 def plan_by_hand(trace: Trace, method: HandMethod, *, num_devices: int) -> Plan:

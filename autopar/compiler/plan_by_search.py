@@ -25,11 +25,11 @@ from autopar.compiler.search_wishes import wishes_of
 from autopar.compiler.sharded_step import one_jaxpr
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, MemoryTooSmall
+from autopar.ir.plan import MeshPlan, Plan, StagePlan
+from autopar.ir.plan_sharding import PlannedCollective, ShardingPlan
 from autopar.machine import Machine
-from autopar.plan import MeshPlan, Plan, StagePlan
 from autopar.progress import tell
 from autopar.search_methods import MEMORY_LEVELS, Auto, SearchMethod
-from autopar.sharding_plan import PlannedCollective, ShardingPlan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -25,9 +25,9 @@ from autopar.compiler.stage_ranges import StageProblem, submesh_mesh
 from autopar.compiler.stages_found import StagesFound, certificate_of, lower_bound_s
 from autopar.compiler.trace import Trace
 from autopar.errors import MemoryTooSmall
-from autopar.plan import MeshPlan, Plan, StagePlan
+from autopar.ir.plan import MeshPlan, Plan, StagePlan
+from autopar.ir.plan_sharding import Certificate
 from autopar.search_methods import Auto
-from autopar.sharding_plan import Certificate
 
 _ATTEMPTS = 4
 """Searches for less and less memory, until stages as a whole fit."""

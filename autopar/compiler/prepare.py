@@ -24,7 +24,7 @@ from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.trace import Trace
 from autopar.compiler.whole_batch import whole_batch
 from autopar.errors import InvalidArgument, NotSplittable, PlanMismatch
-from autopar.plan import Plan
+from autopar.ir.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain, groupby
 
 from autopar.errors import InvalidArgument, InvalidProgram
-from autopar.program import Task
+from autopar.ir.program import Task
 
 Order = tuple[tuple[Task, ...], ...]  # per mesh
 Chain = Callable[[int, int, int], list[Task]]  # (stage, number of stages, number of microbatches)

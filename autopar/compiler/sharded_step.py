@@ -23,7 +23,7 @@ from autopar.compiler.microbatch_loop import microbatch_loop
 from autopar.compiler.rematerialize import rematerialize
 from autopar.compiler.trace import Trace
 from autopar.errors import PlanMismatch
-from autopar.plan import MeshPlan, Plan
+from autopar.ir.plan import MeshPlan, Plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -24,10 +24,10 @@ from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.stage_ranges import StageProblem
 from autopar.compiler.stage_sharding import local_blocks, mesh_tasks, sharding_like, sharding_of
+from autopar.ir.plan import Plan
+from autopar.ir.plan_sharding import MeshSharding
 from autopar.machine import Machine
-from autopar.plan import Plan
 from autopar.progress import tell
-from autopar.sharding_plan import MeshSharding
 
 _SHARE_OF_TIME = 0.15
 """Of the time limit, for the layouts of one stage at one price: there are several of both."""

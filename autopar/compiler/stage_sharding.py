@@ -32,9 +32,9 @@ from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWish
 from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.stage_graph import StageGraph
 from autopar.errors import PlanMismatch
-from autopar.plan import Plan
-from autopar.program import ArrayType
-from autopar.sharding_plan import MeshSharding, PlannedCollective, TaskTimes
+from autopar.ir.plan import Plan
+from autopar.ir.plan_sharding import MeshSharding, PlannedCollective, TaskTimes
+from autopar.ir.program import ArrayType
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

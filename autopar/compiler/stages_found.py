@@ -14,7 +14,7 @@ from autopar.compiler.inter_op.stage_costs import Partition, StageCost
 from autopar.compiler.inter_op.stage_search import StageSearch
 from autopar.compiler.layer_classes import Layers
 from autopar.compiler.stage_parts import StagePart, played_s
-from autopar.sharding_plan import Certificate
+from autopar.ir.plan_sharding import Certificate
 
 _RUNNERS_UP = 5
 

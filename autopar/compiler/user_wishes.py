@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, Unsupported
-from autopar.plan import MeshPlan, Plan
+from autopar.ir.plan import MeshPlan, Plan
 
 
 def check_callbacks(trace: Trace, plan: Plan) -> None:

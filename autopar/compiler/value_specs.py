@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.elementwise import Classes, joined_values
 from autopar.compiler.stage_graph import StageGraph, StageTask, Value
-from autopar.plan import MeshPlan, Plan
-from autopar.program import ArrayType
+from autopar.ir.plan import MeshPlan, Plan
+from autopar.ir.program import ArrayType
 
 DATA = "data"
 """The mesh axis along which batches are split."""

@@ -21,10 +21,10 @@ from autopar.compiler import jax_compat as jc
 from autopar.compiler.gpu_aot import gpu_devices
 from autopar.compiler.intra_op.hlo_collectives import KINDS, CompiledCollective, compiled_collectives
 from autopar.errors import InvalidArgument
-from autopar.instructions import Executable
-from autopar.plan import MeshPlan, Plan
-from autopar.program import Program, Run
-from autopar.sharding_plan import PlannedCollective
+from autopar.ir.instructions import Executable
+from autopar.ir.plan import MeshPlan, Plan
+from autopar.ir.plan_sharding import PlannedCollective
+from autopar.ir.program import Program, Run
 
 _Collective = TypeVar("_Collective", PlannedCollective, CompiledCollective)
 

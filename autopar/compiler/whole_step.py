@@ -12,8 +12,8 @@ from autopar.compiler.sharded_step import sharded_step
 from autopar.compiler.trace import Trace
 from autopar.compiler.user_wishes import on_mesh
 from autopar.compiler.value_specs import batch_spec
-from autopar.plan import MeshPlan, Plan
-from autopar.program import ArrayType, Executable, Free, Input, Instruction, MeshProgram, Output, Program, Run, Task
+from autopar.ir.plan import MeshPlan, Plan
+from autopar.ir.program import ArrayType, Executable, Free, Input, Instruction, MeshProgram, Output, Program, Run, Task
 
 
 def whole_step_program(trace: Trace, plan: Plan) -> Program:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from autopar.errors import DonatedBuffer, InvalidArgument
-from autopar.program import Program
+from autopar.ir.program import Program
 from autopar.runtime.executables import dtype_of
 
 

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.instructions import KEY_BYTES
-from autopar.program import Program, Run, Send
+from autopar.ir.instructions import KEY_BYTES
+from autopar.ir.program import Program, Run, Send
 from autopar.runtime.base import Device, Endpoint, Receiver, Sender
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS, dtype_of
 from autopar.runtime.message_ends import WORD_BYTES, Cut, Empty, Join, ProcessOf, incoming, outgoing

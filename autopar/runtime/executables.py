@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from autopar.errors import InvalidArgument
-from autopar.program import ArrayType, Executable, MeshProgram
+from autopar.ir.program import ArrayType, Executable, MeshProgram
 from autopar.runtime.base import Device
 
 KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}

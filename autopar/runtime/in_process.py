@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autopar.program import Free, Program, Recv, Run
+from autopar.ir.program import Free, Program, Recv, Run
 from autopar.runtime.base import Device, Loaded, Receiver, Sender
 from autopar.runtime.executables import compile_all, mesh_of
 from autopar.runtime.measured import InstructionTime, instruction_name

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.program import Instruction, Run
+from autopar.ir.program import Instruction, Run
 from autopar.runtime.timeline import Timeline
 
 MEASURED_FROM = 1000  # Perfetto orders lanes by their process number: predicted meshes come first

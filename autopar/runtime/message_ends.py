@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.instructions import KEY_BYTES
+from autopar.ir.instructions import KEY_BYTES
 from autopar.runtime.base import Parcel
 from autopar.runtime.executables import dtype_of
 from autopar.runtime.tiles import Box, Tile, TransferPlan

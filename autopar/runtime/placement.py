@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from autopar.program import Program, Window
+from autopar.ir.program import Program, Window
 from autopar.runtime.argument_types import argument_types, places_of
 from autopar.runtime.base import Device
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar.instructions import spec_axes
-from autopar.program import Output, Program
+from autopar.ir.instructions import spec_axes
+from autopar.ir.program import Output, Program
 
 Environment = list[Any]
 Result = Callable[[Environment], Any]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol, assert_never
 
-from autopar.program import Executable, Free, Instruction, Program, Recv, Run, Send, Task
+from autopar.ir.program import Executable, Free, Instruction, Program, Recv, Run, Send, Task
 from autopar.runtime.timeline import Event, Timeline, Transfer
 
 _NONE: Mapping[str, float] = MappingProxyType({})

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar.errors import InvalidArgument
-from autopar.instructions import spec_axes
+from autopar.ir.instructions import spec_axes
 
 Box = tuple[tuple[int, int], ...]
 

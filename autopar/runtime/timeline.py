@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autopar.program import Task
+from autopar.ir.program import Task
 
 WIDTH = 100  # columns of a printed timeline, whatever the terminal has
 # What the columns of a task are filled with, and their colour. Zeros and concatenations look alike.

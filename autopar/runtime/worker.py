@@ -10,7 +10,7 @@ a program is loaded, so that what a step pays per instruction is one call and a 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_never
 
-from autopar.program import Free, Instruction, Recv, Run, Send
+from autopar.ir.program import Free, Instruction, Recv, Run, Send
 from autopar.runtime.base import Channel, Receiver, Sender
 
 Environment = list[Any]

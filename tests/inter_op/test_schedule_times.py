@@ -9,7 +9,7 @@ from autopar.compiler.inter_op.schedule_times import SCHEDULES, Timing, in_fligh
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.schedule import peak_in_flight, schedule_tasks
 from autopar.errors import InvalidArgument
-from autopar.program import Executable, Task
+from autopar.ir.program import Executable, Task
 from autopar.runtime.simulated import simulate
 from tests.schedule_programs import program_of
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.instructions import KEY_BYTES, item_bytes
+from autopar.ir.instructions import KEY_BYTES, item_bytes
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS, dtype_of
 from autopar.runtime.nccl import Nccl

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autopar.program import ArrayType, Executable, Input, MeshProgram, Output, Program, Window
+from autopar.ir.program import ArrayType, Executable, Input, MeshProgram, Output, Program, Window
 from autopar.runtime.distributed.arrivals import arrive, dividing
 from autopar.runtime.distributed.host_program import sent_layout
 from autopar.runtime.distributed.placed import Piece, Placed, layout_of, placed_output

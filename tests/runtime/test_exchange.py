@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autopar.instructions import ArrayType, Executable, Free, Input, MeshProgram, Output, Recv, Run, Send, Task
-from autopar.program import Program
+from autopar.ir.instructions import ArrayType, Executable, Free, Input, MeshProgram, Output, Recv, Run, Send, Task
+from autopar.ir.program import Program
 from autopar.runtime.exchange import Exchange, lasting_values
 from autopar.runtime.tiles import Layout, plan_transfer
 from tests.runtime.exchange_process import (

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.errors import StepFailed
-from autopar.program import Input, Output
+from autopar.ir.program import Input, Output
 from autopar.runtime.distributed.arrivals import arrive
 from autopar.runtime.distributed.host_program import HostProgram
 from autopar.runtime.distributed.placed import Piece, Placed, layouts_of, placed_output

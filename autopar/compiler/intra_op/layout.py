@@ -21,7 +21,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from autopar.checks import check_mesh_shape
-from autopar.instructions import spec_axes
+from autopar.ir.instructions import spec_axes
 
 Axes = tuple[int, ...]
 """Mesh axes by number."""

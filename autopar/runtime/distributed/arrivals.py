@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
-from autopar.instructions import spec_axes
-from autopar.program import Program, Window
+from autopar.ir.instructions import spec_axes
+from autopar.ir.program import Program, Window
 from autopar.runtime.distributed.placed import Piece, Placed, layouts_of
 from autopar.runtime.tiles import Box, Layout
 

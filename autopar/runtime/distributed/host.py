@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import InvalidArgument, PlanMismatch, StepFailed
-from autopar.program import Free, Program
+from autopar.ir.program import Free, Program
 from autopar.runtime.distributed.host_inputs import Values
 from autopar.runtime.distributed.host_program import HostProgram
 from autopar.runtime.distributed.messages import (

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.instructions import item_bytes
-from autopar.program import MeshProgram, Program
+from autopar.ir.instructions import item_bytes
+from autopar.ir.program import MeshProgram, Program
 from autopar.runtime.base import Device
 from autopar.runtime.distributed.arrivals import Arrival, Given, Moved, Part, Taken
 from autopar.runtime.distributed.world import World

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from autopar.errors import StepFailed
-from autopar.instructions import item_bytes
-from autopar.program import Free, Instruction, Program, Recv, Run, Send
+from autopar.ir.instructions import item_bytes
+from autopar.ir.program import Free, Instruction, Program, Recv, Run, Send
 from autopar.runtime.base import Receiver, Sender
 from autopar.runtime.distributed.arrivals import Arrival
 from autopar.runtime.distributed.host_inputs import Bring, HostInputs, Values

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.program import Output, Program, Window
+from autopar.ir.program import Output, Program, Window
 from autopar.runtime.tiles import Box, Layout
 
 

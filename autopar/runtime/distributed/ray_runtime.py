@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import InvalidArgument
-from autopar.program import Program, Run
+from autopar.ir.program import Program, Run
 from autopar.runtime.argument_types import ArgumentType, argument_types
 from autopar.runtime.distributed.arrivals import Arrival, arrive
 from autopar.runtime.distributed.distributed_array import DistributedArray

@@ -21,7 +21,7 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InvalidArgument
-from autopar.program import Program
+from autopar.ir.program import Program
 from autopar.runtime.distributed.answers import Answers
 from autopar.runtime.distributed.distributed_array import DistributedArray
 from autopar.runtime.distributed.messages import HostReport, ShardRequest, StepMessage, WorldSpec, packed

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from autopar.program import ArrayType, Input, MeshProgram, Output, Program
+from autopar.ir.program import ArrayType, Input, MeshProgram, Output, Program
 from autopar.runtime.base import Device
 from autopar.runtime.distributed.arrivals import dividing
 from autopar.runtime.distributed.host_inputs import sharding_of

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.instructions import (
+from autopar.ir.instructions import (
     ArrayType,
     Executable,
     Free,
@@ -29,7 +29,7 @@ from autopar.instructions import (
     Window,
     listed,
 )
-from autopar.verification import check_pieces, check_values, steps_in_order
+from autopar.ir.verification import check_pieces, check_values, steps_in_order
 
 __all__ = [
     "ArrayType",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from autopar.errors import InvalidProgram
-from autopar.instructions import (
+from autopar.ir.instructions import (
     ArrayType,
     Executable,
     Free,
