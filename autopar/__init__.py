@@ -3,7 +3,6 @@
 from autopar.api import Compiled, Lowered, Planned, Step, Traced, parallelize
 from autopar.batches import prefetch, shard_batch
 from autopar.checkpoint import Checkpoints
-from autopar.cluster import Cluster
 from autopar.compiler.intra_op.declared_rules import sharding_rule
 from autopar.errors import (
     AutoparError,
@@ -23,6 +22,7 @@ from autopar.errors import (
     StepTimeout,
     Unsupported,
 )
+from autopar.hardware.cluster import Cluster
 from autopar.initial_state import create_state
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.program import Program

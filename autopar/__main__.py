@@ -10,8 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from autopar import calibration, doctor
+from autopar import doctor
 from autopar.errors import AutoparError
+from autopar.hardware import calibrate as calibration
 
 # Each has `add_arguments(parser)` and `run(arguments) -> exit status`; its module's first line says what it is for.
 COMMANDS = {"calibrate": calibration, "doctor": doctor}

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, overload
 
 from autopar.arguments import ArgumentRoles, Arguments, Call
-from autopar.cluster import Cluster
 from autopar.errors import InvalidArgument
+from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ladder import Compiled, Devices, Lowered, Planned, Source, Target, Traced
 from autopar.options import DataParallel, Method

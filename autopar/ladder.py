@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.arguments import Arguments, Call
-from autopar.cluster import Cluster
 from autopar.compiler import passes
 from autopar.compiler.explain_plan import Explanation, explain_plan
 from autopar.compiler.plan_that_fits import plan_that_fits
@@ -28,9 +27,10 @@ from autopar.compiler.step_work import step_work
 from autopar.compiler.trace import Trace
 from autopar.compiler.verify_plan import check_collectives
 from autopar.errors import AutoparError, InvalidArgument
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.machine import Machine
 from autopar.options import Method
 from autopar.progress import search_progress
 from autopar.runtime.base import Loaded

@@ -12,8 +12,8 @@ import atexit
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from autopar.cluster import Cluster
 from autopar.errors import InvalidArgument
+from autopar.hardware.cluster import Cluster
 
 if TYPE_CHECKING:
     from autopar.runtime.distributed.ray_session import RaySession

@@ -25,12 +25,12 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from autopar.cluster import Cluster
 from autopar.errors import PlanMismatch
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import TaskTimes
 from autopar.ir.program import Executable, Program, Task
-from autopar.machine import Machine
 from autopar.runtime.simulated import simulate
 from autopar.runtime.timeline import Timeline
 

@@ -3,7 +3,7 @@
     python -m benchmarks.accuracy --measurements measurements.csv --json accuracy.json
     python -m benchmarks.accuracy --measurements measurements.csv --calibrate 0.2 --json accuracy.json
 
-No accelerator is needed: the machines are those of `autopar/machines`, the steps lists of operators
+No accelerator is needed: the machines are those of `autopar/hardware/machines`, the steps lists of operators
 (`benchmarks/training_model`). With --calibrate, ten physical scalars per source and machine are fitted to that fraction
 of the rows, and both columns, with the machine files alone and calibrated, are of the other rows only.
 """

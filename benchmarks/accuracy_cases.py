@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from autopar.machine import Machine, machines
+from autopar.hardware.machine import Machine, machines
 from benchmarks.accuracy_frameworks import habits_of, machine_of, network_of, with_kernel, with_release
 from benchmarks.accuracy_plans import ALPA_BATCH, ALPA_SEQUENCE, best_layout, restriction_of
 from benchmarks.accuracy_rows import NUMBERS, Row

@@ -6,7 +6,7 @@ the whole step recomputed by layers as Alpa's benchmarks do; the machine's file 
 
 from collections.abc import Iterator
 
-from autopar.machine import Machine
+from autopar.hardware.machine import Machine
 from benchmarks.training_model.layout import Habits, Layout
 from benchmarks.training_model.memory import peak_memory
 from benchmarks.training_model.models import Transformer

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.machine import Machine
-from autopar.measurements import Effort, fastest_s
+from autopar.hardware.machine import Machine
+from autopar.hardware.measure import Effort, fastest_s
 from benchmarks.models.alpa_gpt import GPT_SIZES, GPTSize, alpa_gpt
 from benchmarks.overhead import Comparison, compare, describe_machine, time_pairs
 

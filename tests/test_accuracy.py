@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import InvalidArgument
-from autopar.machine import machines
+from autopar.hardware.machine import machines
 from benchmarks import accuracy
 from benchmarks.accuracy_cases import Case, Unusable, case_of
 from benchmarks.accuracy_fit import BOUNDS, chosen_for_fit, fitted_scalars, predicted_times

@@ -10,11 +10,18 @@ import pytest
 from rich.console import Console
 
 from autopar.__main__ import main
-from autopar.calibration import fit_machine, summary_of, table_of
-from autopar.calibration_fit import fit_link, fit_rates, least_squares, predicted_s
-from autopar.cluster import Cluster
-from autopar.machine import COLLECTIVES, Link, Machine
-from autopar.measurements import Measurement
+from autopar.hardware.calibrate import (
+    fit_link,
+    fit_machine,
+    fit_rates,
+    least_squares,
+    predicted_s,
+    summary_of,
+    table_of,
+)
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.machine import COLLECTIVES, Link, Machine
+from autopar.hardware.measure import Measurement
 
 MB = 2**20
 

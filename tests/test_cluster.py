@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.cluster import Cluster
 from autopar.errors import InvalidArgument
-from autopar.machine import Machine
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.machine import Machine
 
 
 @pytest.mark.parametrize(

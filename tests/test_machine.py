@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import InvalidArgument
-from autopar.machine import COLLECTIVES, Link, Machine, machines
+from autopar.hardware.machine import COLLECTIVES, Link, Machine, machines
 
 MB = 2**20
 INTRA = Link(latency_s=1e-6, bandwidth=1e11, ramp_bytes=1e6)

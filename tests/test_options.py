@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autopar import cluster, options
-from autopar.cluster import Cluster
+from autopar import options
 from autopar.errors import InvalidArgument
+from autopar.hardware import cluster
+from autopar.hardware.cluster import Cluster
 from autopar.options import DataParallel, PipelineParallel, ShardParallel
 
 

@@ -21,8 +21,8 @@ from autopar.compiler.prepare import prepare, stage_graph
 from autopar.compiler.remat_regions import find_wide_regions
 from autopar.compiler.stage_sharding import mesh_tasks
 from autopar.errors import InvalidArgument, MemoryTooSmall, Unsupported
+from autopar.hardware.machine import Link, Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
-from autopar.machine import Link, Machine
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from tests.stage_plans import QUICK
 

@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar.compiler.intra_op.figures import cpu_figures
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives, wire_bytes_by_kind
-from autopar.machine import Machine
+from autopar.hardware.machine import Machine
 from benchmarks.compiled_figures import CompiledFigures, compile_program, figures_of_compiled, peak_bytes
 from benchmarks.hand_plans import HandPlan, compile_by_hand, hand_plans
 from benchmarks.hlo_roofline import Kernel, Work, work_of

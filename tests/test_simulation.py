@@ -13,9 +13,9 @@ from autopar.compiler.intra_op.figures import figures_of
 from autopar.compiler.schedule import schedule_tasks
 from autopar.compiler.step_work import step_work
 from autopar.errors import InvalidArgument, PlanMismatch, Unsupported
+from autopar.hardware.machine import Link, Machine
 from autopar.ir.plan_sharding import MeshSharding, TaskTimes
 from autopar.ir.program import Run, Send
-from autopar.machine import Link, Machine
 from autopar.runtime.simulated import simulate
 from autopar.simulation import ClusterCosts
 from tests.schedule_programs import program_of

@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from autopar.machine import Machine
+from autopar.hardware.machine import Machine
 from benchmarks import single_device
 from benchmarks.models.alpa_gpt import GPTSize
 

@@ -19,7 +19,7 @@ from autopar.compiler.plan_by_stages import plan_of_stages
 from autopar.compiler.search_all_stages import search_all
 from autopar.compiler.stage_ranges import StageProblem
 from autopar.errors import MemoryTooSmall
-from autopar.machine import Link, Machine
+from autopar.hardware.machine import Link, Machine
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from tests.intra_op.planned_memory import planned, traced_model
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.machine import Machine
+from autopar.hardware.machine import Machine
 from benchmarks.training_model.known_models import named_transformer
 from benchmarks.training_model.layout import Habits, Layout
 from benchmarks.training_model.memory import peak_memory

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.machine import Machine
+from autopar.hardware.machine import Machine
 from benchmarks.training_model.known_models import named_transformer
 from benchmarks.training_model.layout import Habits, Layout
 from benchmarks.training_model.memory import in_flight, layer_activations, peak_memory

@@ -30,8 +30,8 @@ from autopar.compiler.search_wishes import key_path
 from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, Unsupported
+from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
-from autopar.machine import Machine
 from autopar.search_methods import Auto
 
 

@@ -29,10 +29,10 @@ from autopar.compiler.trace import Trace, trace_step
 from autopar.compiler.user_wishes import check_callbacks
 from autopar.compiler.whole_step import whole_step_program
 from autopar.errors import PlanMismatch
+from autopar.hardware.machine import Machine
 from autopar.ir.instructions import listed, spec_axes
 from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.program import Program
-from autopar.machine import Machine
 from autopar.megatron import Megatron
 from autopar.options import Method
 from autopar.search_methods import Auto, SearchMethod

@@ -31,8 +31,8 @@ from autopar.compiler.stage_layouts import SolvedStage, received_seconds
 from autopar.compiler.stage_sharding import mesh_tasks, sharding_of
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, Unsupported
+from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
-from autopar.machine import Machine
 from autopar.megatron import Megatron
 
 

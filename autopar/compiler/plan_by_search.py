@@ -25,9 +25,9 @@ from autopar.compiler.search_wishes import wishes_of
 from autopar.compiler.sharded_step import one_jaxpr
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, MemoryTooSmall
+from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import PlannedCollective, ShardingPlan
-from autopar.machine import Machine
 from autopar.progress import tell
 from autopar.search_methods import MEMORY_LEVELS, Auto, SearchMethod
 

@@ -18,8 +18,8 @@ from autopar.compiler.plan_by_search import memory_limit, search_of
 from autopar.compiler.trace import Trace
 from autopar.compiler.verify_plan import compiled_peak_bytes
 from autopar.errors import MemoryTooSmall
+from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
-from autopar.machine import Machine
 from autopar.options import Method
 from autopar.progress import tell
 from autopar.search_methods import SearchMethod

@@ -18,10 +18,10 @@ from autopar.compiler.sharded_step import logical_mesh, sharded_step
 from autopar.compiler.stage_sharding import plan_mesh
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, Unsupported
+from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.plan_sharding import MeshSharding, TaskTimes
 from autopar.ir.program import Executable, Program
-from autopar.machine import Machine
 
 
 def price_plan(trace: Trace, plan: Plan, program: Program, *, kind: str | Machine) -> Plan:

@@ -24,9 +24,9 @@ from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.stage_ranges import StageProblem
 from autopar.compiler.stage_sharding import local_blocks, mesh_tasks, sharding_like, sharding_of
+from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import MeshSharding
-from autopar.machine import Machine
 from autopar.progress import tell
 
 _SHARE_OF_TIME = 0.15

@@ -20,7 +20,7 @@ from autopar.compiler.layer_classes import Cut, Layers
 from autopar.compiler.layer_costs import PRICES, LayerCosts
 from autopar.compiler.plan_by_search import memory_limit
 from autopar.compiler.trace import Trace
-from autopar.machine import Machine
+from autopar.hardware.machine import Machine
 from autopar.progress import tell
 from autopar.search_methods import Auto
 

@@ -14,7 +14,7 @@ within a step. A ring over n devices, k of each host, sends (n - 1) / n of what 
 
 from dataclasses import dataclass, fields, replace
 
-from autopar.machine import Link, Machine
+from autopar.hardware.machine import Link, Machine
 from benchmarks.training_model.layout import Habits, Layout
 from benchmarks.training_model.operators import Collective, Operator, Pass, Product
 

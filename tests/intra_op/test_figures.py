@@ -8,7 +8,7 @@ import pytest
 from autopar.compiler.intra_op.figures import cpu_figures, figures_of, h100_figures, mesh_figures, wire_bytes
 from autopar.compiler.intra_op.layout import LogicalMesh
 from autopar.errors import InvalidArgument
-from autopar.machine import Machine, machines
+from autopar.hardware.machine import Machine, machines
 from tests.intra_op.planned_steps import GRID, figures
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from autopar.compiler.intra_op.layout import LogicalMesh
 from autopar.errors import InvalidArgument
-from autopar.machine import Link, Machine
+from autopar.hardware.machine import Link, Machine
 
 # Passes over the ring that each collective needs: factors of (n-1)/n · bytes, and of the latency.
 PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "collective-permute": 1}

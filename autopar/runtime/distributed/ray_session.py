@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.cluster import Cluster
 from autopar.errors import AutoparError, InvalidArgument
+from autopar.hardware.cluster import Cluster
 from autopar.ir.program import Program
 from autopar.runtime.distributed.answers import Answers
 from autopar.runtime.distributed.distributed_array import DistributedArray

@@ -17,8 +17,8 @@ from typing import Any
 
 from autopar.checks import check_count
 from autopar.errors import InvalidArgument
+from autopar.hardware.machine import Machine
 from autopar.json_fields import fields_of, json_of
-from autopar.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True, init=False)

@@ -284,7 +284,7 @@ def machines() -> tuple[str, ...]:
 
 @functools.cache
 def _library() -> dict[str, Machine]:
-    found = (path for path in files("autopar").joinpath("machines").iterdir() if path.name.endswith(".json"))
+    found = (path for path in files("autopar.hardware").joinpath("machines").iterdir() if path.name.endswith(".json"))
     every = (Machine.from_json(path.read_text(encoding="utf-8")) for path in found)
     return dict(sorted((machine.name, machine) for machine in every))
 
