@@ -1,8 +1,6 @@
 """autopar: an auto-parallelizing compiler for JAX. Put `@autopar.parallelize` on a train step."""
 
 from autopar.api import Compiled, Lowered, Planned, Step, Traced, parallelize
-from autopar.batches import prefetch, shard_batch
-from autopar.checkpoint import Checkpoints
 from autopar.compiler.intra_op.declared_rules import sharding_rule
 from autopar.errors import (
     AutoparError,
@@ -23,7 +21,6 @@ from autopar.errors import (
     Unsupported,
 )
 from autopar.hardware.cluster import Cluster
-from autopar.initial_state import create_state
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.program import Program
 from autopar.megatron import Megatron
@@ -31,7 +28,10 @@ from autopar.options import DataParallel, PipelineParallel, ShardParallel
 from autopar.runtime.distributed.distributed_array import DistributedArray
 from autopar.search_methods import Auto, ExpertParallel, TensorParallel, Zero
 from autopar.session import init, shutdown
-from autopar.training import fit
+from autopar.training.batches import prefetch, shard_batch
+from autopar.training.checkpoints import Checkpoints
+from autopar.training.create_state import create_state
+from autopar.training.fit import fit
 
 __version__ = "0.1.0"
 

@@ -13,10 +13,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 import autopar
-from autopar.checkpoint import Checkpoints
 from autopar.errors import CheckpointFailed, InvalidArgument
-from autopar.initial_state import create_state
 from autopar.session import current_session
+from autopar.training.checkpoints import Checkpoints
+from autopar.training.create_state import create_state
 from tests.test_state import BATCH, METHODS, assert_same, draw_batch, init_fn, train_step
 
 # Of the reads of a damaged checkpoint Orbax leaves the others under way when one fails: they end without a listener.

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.checkpoint import Checkpoints
 from autopar.errors import ClusterFailed, HostLost, InvalidArgument, NonFiniteLoss
-from autopar.numbered_batches import NumberedBatches
 from autopar.session import current_session, restart
-from autopar.training import fit
+from autopar.training.checkpoints import Checkpoints
+from autopar.training.fit import NumberedBatches, fit
 from tests.small_steps import mlp_loss, mlp_params, sgd
 from tests.test_state import assert_same
 

@@ -11,14 +11,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.argument_places import argument_arrangement
-from autopar.batches import prefetch, shard_batch
 from autopar.errors import CannotShip, InvalidArgument
-from autopar.initial_state import InitRecipe, create_state, ship_recipe
 from autopar.ir.program import ArrayType, Input, MeshProgram, Output, Program, Window
 from autopar.runtime.distributed.arrivals import arrive
 from autopar.runtime.distributed.placed import Piece, Placed
 from autopar.runtime.tiles import Layout
+from autopar.training.array_placement import argument_arrangement
+from autopar.training.batches import prefetch, shard_batch
+from autopar.training.create_state import InitRecipe, create_state, ship_recipe
 
 LAYERS, WIDTH, ROWS = 4, 16, 16
 OPTIMIZER = optax.adam(1e-2, eps=1e-4)

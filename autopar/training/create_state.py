@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from autopar.api import Step
-from autopar.argument_places import Arrangement, argument_arrangement, check_argument, compiled_like
 from autopar.arguments import abstract
 from autopar.compiler.initial_state import placed_results
 from autopar.errors import CannotShip
@@ -22,6 +21,7 @@ from autopar.ir.program import Program
 from autopar.ladder import Compiled
 from autopar.runtime.distributed.ray_cluster import pickled, unpickled
 from autopar.runtime.in_process import InProcess
+from autopar.training.array_placement import Arrangement, argument_arrangement, check_argument, compiled_like
 
 
 def create_state(

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 
 from autopar.api import Step
-from autopar.argument_places import Arrangement, Place, argument_arrangement, check_argument, compiled_like
 from autopar.errors import InvalidArgument
 from autopar.ladder import Compiled
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS
+from autopar.training.array_placement import Arrangement, Place, argument_arrangement, check_argument, compiled_like
 
 _END = object()
 

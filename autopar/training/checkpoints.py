@@ -1,0 +1,414 @@
+"""Read a checkpoint to where it is wanted: into this process, or each process of a cluster its own ranges."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.api import Step
+from autopar.errors import AutoparError, CheckpointFailed, ClusterFailed, InvalidArgument, StepFailed
+from autopar.ladder import Compiled
+from autopar.runtime.distributed.distributed_array import DistributedArray
+from autopar.runtime.distributed.placed import Placed
+from autopar.session import current_session
+from autopar.training.array_placement import argument_arrangement, compiled_like
+
+# --- Write a state as a checkpoint: on the threads of this process, or each process of a cluster its own shards ---
+
+_POLL_S = 0.02
+
+
+class Save(Protocol):
+    """A save under way."""
+
+    target: Path
+
+    def finish(self) -> None:
+        """Wait until it is complete, and raise what kept it from that."""
+        ...
+
+
+class LocalSave:
+    """In this process, on Orbax's threads."""
+
+    def __init__(self, target: Path, state: Any) -> None:
+        import orbax.checkpoint as ocp
+
+        self.target = target
+        self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        self._checkpointer.save(target, args=ocp.args.PyTreeSave(jax.tree.map(_as_array, plain_tree(state))))
+
+    def finish(self) -> None:
+        """Wait for the threads."""
+        self._checkpointer.wait_until_finished()
+
+
+class ClusterSave:
+    """In all processes of a cluster."""
+
+    def __init__(self, session: Any, target: Path, state: Any) -> None:
+        from autopar.runtime.distributed.host_checkpoint import start_save
+
+        self.target = target
+        self._session = session
+        leaves, tree = jax.tree.flatten(plain_tree(state))
+        if any(isinstance(leaf, DistributedArray) and leaf.owner is not session for leaf in leaves):
+            raise InvalidArgument("the state lies on a cluster that was shut down or restarted, and is gone with it")
+        self._gathered = _as_one_array(session, leaves)
+        items = [_item(leaf) for leaf in self._gathered]
+        [self._number] = session.next_numbers(1)
+        numbered = jax.tree.unflatten(tree, range(len(leaves)))
+        session.run_everywhere(start_save, self._number, str(target), numbered, items)
+
+    def finish(self) -> None:
+        """Ask the processes until all are done, or one has failed."""
+        from autopar.runtime.distributed.host_checkpoint import save_status
+
+        answers = self._session.answers
+        waiting = list(range(len(self._session.hosts.actors)))
+        while waiting:
+            found = self._session.run_on(waiting, save_status, self._number)
+            for process, status in zip(waiting, found, strict=True):
+                if status.error is not None:
+                    answers.blame_the_dead("saving a checkpoint")
+                    text = f"{answers.describe(process)}: {status.error}"
+                    raise answers.fail(StepFailed(f"Saving failed: {text}")) if status.lost else CheckpointFailed(text)
+            waiting = [process for process, status in zip(waiting, found, strict=True) if not status.done]
+            if waiting:
+                time.sleep(_POLL_S)
+
+
+def plain_tree(state: Any) -> Any:
+    """The state in dictionaries and lists, as Orbax names it."""
+    from orbax.checkpoint import tree
+
+    return tree.serialize_tree(state, keep_empty_nodes=True)
+
+
+def _as_one_array(session: Any, leaves: Sequence[Any]) -> list[Any]:
+    """The leaves, with those moved to one layout whose pieces are no array as they lie."""
+    from autopar.runtime.distributed.whole_arrays import in_one_piece
+
+    places = [in_one_piece(leaf.placed) if isinstance(leaf, DistributedArray) else None for leaf in leaves]
+    return moved(session, leaves, places)
+
+
+def moved(session: Any, leaves: Sequence[Any], places: Sequence[Placed | None]) -> list[Any]:
+    """The leaves, with those on the cluster moved that lie elsewhere than in these places."""
+    from autopar.runtime.distributed.ray_runtime import RayLoaded
+    from autopar.runtime.distributed.whole_arrays import Moving
+
+    found = list(leaves)
+    away = {i: place for i, place in enumerate(places) if place is not None and leaves[i].placed != place}
+    if away:
+        moving = Moving(to=tuple(away.values()))
+        move = RayLoaded(session, moving(), [], moving)
+        for i, leaf in zip(away, move.once([leaves[i] for i in away]), strict=True):
+            found[i] = leaf
+    return found
+
+
+def _as_array(leaf: Any) -> Any:
+    """Python's and NumPy's numbers as JAX takes them."""
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype=jax.dtypes.result_type(leaf))
+
+
+def _item(leaf: Any) -> Any:
+    from autopar.runtime.distributed.host_checkpoint import Kept, Sent
+
+    if isinstance(leaf, DistributedArray):
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return Kept(number=leaf.identity, placed=leaf.placed)
+        return Sent(words=leaf.words(), shape=leaf.shape, dtype=leaf.placed.dtype)
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return Sent(words=np.asarray(jax.random.key_data(leaf)), shape=leaf.shape, dtype=str(leaf.dtype))
+    words = np.asarray(_as_array(leaf))
+    return Sent(words=words, shape=words.shape, dtype=str(words.dtype))
+
+
+# --- main ---
+
+
+class Target(Protocol):
+    """What is to be read, and where it is to lie."""
+
+    abstract: Any
+    """The state as `jax.ShapeDtypeStruct`s."""
+
+    def read(self, path: Path) -> Any:
+        """The state of a checkpoint that has been found to hold this one."""
+        ...
+
+
+class _Here:
+    """In this process; `abstract` has the shardings."""
+
+    def __init__(self, abstract: Any) -> None:
+        self.abstract = abstract
+
+    def read(self, path: Path) -> Any:
+        """By Orbax alone."""
+        import orbax.checkpoint as ocp
+
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                return checkpointer.restore(path, self.abstract)
+        except Exception as error:
+            raise CheckpointFailed(f"The checkpoint {path} cannot be read: {type(error).__name__}: {error}.") from error
+
+
+class _OnCluster:
+    """On a cluster, in these places."""
+
+    def __init__(self, session: Any, abstract: Any, places: Sequence[Placed]) -> None:
+        self.abstract = abstract
+        self.session = session
+        self.places = places
+
+    def read(self, path: Path) -> Any:
+        """In every process its own ranges."""
+        from autopar.runtime.distributed.host_checkpoint import Kept, restore_values
+        from autopar.runtime.distributed.whole_arrays import in_one_piece
+
+        session = self.session
+        places = [in_one_piece(place) for place in self.places]
+        numbers = session.next_numbers(len(places))
+        handles = [DistributedArray(session, n, p, session.number_of_layout(p)) for n, p in zip(numbers, places)]
+        items = [Kept(number=number, placed=placed) for number, placed in zip(numbers, places)]
+        plain = jax.tree.map(
+            lambda leaf: leaf.number, plain_tree(jax.tree.unflatten(self._tree(), map(_Number, range(len(items)))))
+        )
+        session.run_everywhere(restore_values, str(path), plain, items)
+        return jax.tree.unflatten(self._tree(), moved(session, handles, self.places))
+
+    def _tree(self) -> Any:
+        return jax.tree.structure(self.abstract)
+
+
+class _Number:
+    """The number of a leaf, as a leaf."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def target_of(like: Any) -> Target:
+    """Where `like`, a step or a state, has its state."""
+    if isinstance(like, Step | Compiled):
+        compiled = compiled_like(like, 0, None)
+        arrangement, tree = argument_arrangement(compiled, 0)
+        source = compiled.source.target
+        kinds = [leaf.aval for leaf in compiled.trace.inputs if leaf.argument == 0]
+        if source.session is not None:
+            placed = [arrangement.placed(place) for place in arrangement.places]
+            return _OnCluster(source.session, jax.tree.unflatten(tree, kinds), placed)
+        devices = source.live_devices()
+        shaped = [
+            jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=arrangement.sharding(place, devices))
+            for kind, place in zip(kinds, arrangement.places, strict=True)
+        ]
+        return _Here(jax.tree.unflatten(tree, shaped))
+    leaves, tree = jax.tree.flatten(like)
+    if leaves and all(isinstance(leaf, DistributedArray) for leaf in leaves):
+        session, places = current_session(), [leaf.placed for leaf in leaves]
+        have = 0 if session is None else len(session.process_of)
+        last = max(ordinal for place in places for ordinal in place.devices)
+        if last >= have:
+            raise InvalidArgument(
+                f"The state given as like lies on device {last} of a cluster, counted from 0; there are {have} now. "
+                "Give a step that was compiled for these, or jax.ShapeDtypeStructs."
+            )
+        return _OnCluster(session, jax.tree.map(lambda a: a.aval, like), places)
+    return _Here(jax.tree.unflatten(tree, [_shape(leaf) for leaf in leaves]))
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
+    # Without a layout Orbax gives arrays of NumPy, and words for random keys.
+    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=sharding)
+
+
+def check_stored(path: Path, target: Target) -> None:
+    """Raise unless the checkpoint holds such a state: `CheckpointFailed` if that cannot be read from it."""
+    stored = _stored(path)
+    paths = jax.tree_util.tree_leaves_with_path(plain_tree(target.abstract))
+    wanted = {jax.tree_util.keystr(key): _words_of(leaf) for key, leaf in paths}
+    missing, extra = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    if missing or extra:
+        difference = f"{missing[0]} is not in it" if missing else f"it also has {extra[0]}"
+        raise InvalidArgument(
+            f"The checkpoint {path} holds another state: {difference}; it has {len(stored)} arrays, {len(wanted)} are "
+            "required. Give the step or the state that it was saved from, or another directory."
+        )
+    for key, (shape, dtype) in wanted.items():
+        if stored[key] != (shape, dtype):
+            there, there_dtype = stored[key]
+            raise InvalidArgument(
+                f"The checkpoint {path} holds {there_dtype}{list(there)} at {key}, where {dtype}{list(shape)} is "
+                "required. Give the step or the state that it was saved from, or another directory."
+            )
+
+
+def _words_of(leaf: Any) -> tuple[tuple[int, ...], str]:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return tuple(leaf.shape), str(np.dtype(leaf.dtype))
+
+
+def _stored(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The shapes and dtypes of a checkpoint, by key. Raises `CheckpointFailed` for what is none."""
+    import orbax.checkpoint as ocp
+
+    if not path.is_dir():
+        raise InvalidArgument(f"There is no checkpoint {path}. Choose another step, or leave it out for the newest.")
+    if not is_complete(path):
+        raise CheckpointFailed(f"{path} is no checkpoint that Orbax has completed. Choose another step, or delete it.")
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            found = checkpointer.metadata(path).item_metadata
+        if found is None:
+            raise FileNotFoundError("files of its arrays are missing")
+    except Exception as error:
+        raise CheckpointFailed(f"The checkpoint {path} cannot be read: {type(error).__name__}: {error}.") from error
+    leaves = jax.tree_util.tree_leaves_with_path(found.tree)
+    return {jax.tree_util.keystr(key): (tuple(leaf.shape), str(np.dtype(leaf.dtype))) for key, leaf in leaves}
+
+
+def is_complete(path: Path) -> bool:
+    """Whether Orbax has completed the checkpoint in a directory."""
+    return (path / "_CHECKPOINT_METADATA").is_file() and (path / "_METADATA").is_file()
+
+
+# --- `autopar.Checkpoints`: training states in a directory, in Orbax's format, whatever plan and runtime they come from ---
+# checkpoints = autopar.Checkpoints("runs/7")
+#     checkpoints.save(100, state)                            goes on while training does
+#     step, state = checkpoints.restore(like=train_step)      the last good one, where the step wants it
+#     ocp.StandardCheckpointer().restore("runs/7/100", abstract_state)      without autopar
+#
+# A checkpoint is a directory named by its step. It is written under another name and then renamed, so that it is there
+# as a whole or not at all. On a cluster every process writes its own shards; the directory must be one that all share.
+
+_WRITING = ".orbax-checkpoint-tmp"  # what Orbax adds to the name of a directory that it still writes
+_REMOVED = ".removed"
+
+
+class Checkpoints:
+    """The checkpoints of a directory; `keep` of the newest are kept, all if it is None."""
+
+    def __init__(self, directory: str | Path, *, keep: int | None = 3) -> None:
+        if keep is not None and keep < 1:
+            raise InvalidArgument(f"keep is {keep}; at least 1 checkpoint must be kept, or None to keep all.")
+        self.directory = Path(directory).absolute()
+        self.keep = keep
+        self._saving: Save | None = None
+
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints that are complete, oldest first."""
+        if not self.directory.is_dir():
+            return []
+        names = [path.name for path in self.directory.iterdir() if path.name.isdigit() and is_complete(path)]
+        return sorted(map(int, names))
+
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint; None if there is none."""
+        return max(self.steps(), default=None)
+
+    def save(self, step: int, state: Any) -> None:
+        """Start to write a state, and return when it may be donated; the save before must end first.
+
+        Raises `CheckpointFailed` if this or the save before cannot be written, and then the last good checkpoint is
+        still there; `InvalidArgument` if there is a checkpoint of this step, or the state went with its cluster.
+        """
+        self.wait()
+        target = self.directory / str(step)
+        if step < 0 or is_complete(target):
+            raise InvalidArgument(
+                f"The checkpoint {target} is there already, or has no possible name. Save another step, or delete it."
+            )
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for rest in self.directory.glob(f"{step}{_WRITING}*"):  # of a run that was ended while it wrote
+                shutil.rmtree(rest)
+        except OSError as error:
+            raise self._failed(step, error) from error
+        session = current_session()
+        leaves = jax.tree.leaves(state)
+        on_cluster = any(isinstance(leaf, DistributedArray) for leaf in leaves)
+        try:
+            self._saving = (
+                ClusterSave(session, target, state) if on_cluster and session is not None else LocalSave(target, state)
+            )
+        except (ClusterFailed, InvalidArgument):
+            raise
+        except (OSError, ValueError, AutoparError) as error:
+            raise self._failed(step, error) from error
+
+    def wait(self) -> None:
+        """Wait until the save under way is complete. Raises `CheckpointFailed` if it cannot be written."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        try:
+            saving.finish()
+        except ClusterFailed:
+            raise
+        except Exception as error:
+            raise self._failed(int(saving.target.name), error) from error
+        self._remove_old()
+
+    def restore(self, like: Any, *, step: int | None = None) -> tuple[int, Any]:
+        """The step and the state of a checkpoint, by default of the newest that can be read.
+
+        - `like`: a compiled step, or a parallelized one that has been compiled: the state lies where it wants it. Or a
+          state, of arrays or `jax.ShapeDtypeStruct`s: the arrays lie where its arrays do.
+
+        Raises `InvalidArgument` if there is no checkpoint, or it holds another state (naming the key and the shapes);
+        `CheckpointFailed` if none can be read.
+        """
+        self.wait()
+        candidates = self.steps()[::-1] if step is None else [step]
+        if not candidates:
+            raise InvalidArgument(f"There is no complete checkpoint in {self.directory}. Save one first.")
+        target = target_of(like)
+        for number, candidate in enumerate(candidates):
+            try:
+                return candidate, self._restore(candidate, target)
+            except CheckpointFailed as error:
+                if number == len(candidates) - 1:
+                    raise
+                warnings.warn(f"{error} Its predecessor is used.", stacklevel=2)
+        raise AssertionError
+
+    def _restore(self, step: int, target: Target) -> Any:
+        path = self.directory / str(step)
+        check_stored(path, target)
+        return target.read(path)
+
+    def abandon(self) -> None:
+        """Forget the save under way, whose processes are gone; what it wrote is no checkpoint, and is removed later."""
+        self._saving = None
+
+    def _failed(self, step: int, error: Exception) -> CheckpointFailed:
+        last = self.latest()
+        kept = "There is no earlier one." if last is None else f"The last good one is {self.directory / str(last)}."
+        return CheckpointFailed(
+            f"The checkpoint {self.directory / str(step)} cannot be written: {type(error).__name__}: {error}. {kept} "
+            "Make room or correct the permissions there, and start again from it."
+        )
+
+    def _remove_old(self) -> None:
+        if self.keep is None:
+            return
+        for step in self.steps()[: -self.keep]:
+            # By another name first: one half of which is gone must not pass for a checkpoint.
+            removed = (self.directory / str(step)).rename(self.directory / f"{step}{_REMOVED}")
+            shutil.rmtree(removed, ignore_errors=True)
