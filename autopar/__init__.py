@@ -23,10 +23,17 @@ from autopar.errors import (
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.program import Program
-from autopar.megatron import Megatron
-from autopar.options import DataParallel, PipelineParallel, ShardParallel
+from autopar.methods import (
+    Auto,
+    DataParallel,
+    ExpertParallel,
+    Megatron,
+    PipelineParallel,
+    ShardParallel,
+    TensorParallel,
+    Zero,
+)
 from autopar.runtime.distributed.distributed_array import DistributedArray
-from autopar.search_methods import Auto, ExpertParallel, TensorParallel, Zero
 from autopar.session import init, shutdown
 from autopar.training.batches import prefetch, shard_batch
 from autopar.training.checkpoints import Checkpoints

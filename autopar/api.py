@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
+from autopar.aot import Compiled, Devices, Lowered, Planned, Source, Target, Traced
 from autopar.arguments import ArgumentRoles, Arguments, Call
 from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
-from autopar.ladder import Compiled, Devices, Lowered, Planned, Source, Target, Traced
-from autopar.options import DataParallel, Method
-from autopar.tracing import trace_call
+from autopar.methods import DataParallel, Method
+from autopar.step_serialization import trace_call
 
 __all__ = ["Compiled", "Lowered", "Planned", "Step", "Traced", "parallelize"]
 

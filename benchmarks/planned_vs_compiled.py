@@ -38,8 +38,8 @@ import autopar
 from autopar.api import Planned, Traced
 from autopar.compiler.gpu_aot import gpu_devices
 from autopar.compiler.verify_plan import TOLERANCE
-from autopar.options import Method
-from autopar.verification_report import VerificationReport
+from autopar.methods import Method
+from autopar.verification import VerificationReport
 from benchmarks.models import LARGE, MODELS
 from benchmarks.models.model import Model
 from benchmarks.overhead import describe_machine

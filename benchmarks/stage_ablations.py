@@ -25,7 +25,7 @@ from autopar.compiler.regions import Regions
 from autopar.compiler.stage_ranges import StageProblem
 from autopar.errors import MemoryTooSmall
 from autopar.ir.plan import Plan
-from autopar.search_methods import Auto
+from autopar.methods import Auto
 
 _SCHEDULES = ("1f1b", "eager-1f1b")
 """Of stages whose layers are given: an interleaved schedule has several of them on a mesh."""

@@ -23,7 +23,7 @@ import jax
 
 import autopar
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall
-from autopar.options import Method
+from autopar.methods import Method
 from benchmarks.models.sizes import FAMILIES, closest
 from benchmarks.models.workload import Workload
 from benchmarks.planned_case import METHODS, summary

@@ -14,7 +14,7 @@ import numpy as np
 
 import autopar
 from autopar.api import Step
-from autopar.options import Method
+from autopar.methods import Method
 from tests.zoo import ZOO, Case
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble")

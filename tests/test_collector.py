@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from autopar.collector import collector_paused
+from autopar.progress import collector_paused
 
 
 @pytest.mark.parametrize("enabled", [True, False])

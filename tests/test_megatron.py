@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import autopar
-from autopar import Megatron, megatron
+from autopar import Megatron
+from autopar import methods as megatron
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.ir.plan import Plan
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt

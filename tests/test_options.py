@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autopar import options
+from autopar import methods as options
 from autopar.errors import InvalidArgument
 from autopar.hardware import cluster
 from autopar.hardware.cluster import Cluster
-from autopar.options import DataParallel, PipelineParallel, ShardParallel
+from autopar.methods import DataParallel, PipelineParallel, ShardParallel
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 import autopar
 from autopar.arguments import ArgumentRoles, Arguments
 from autopar.errors import CannotShip
-from autopar.shipping import ship
-from autopar.tracing import program_of, trace_call
+from autopar.step_serialization import program_of, ship, trace_call
 
 LOCK = threading.Lock()
 

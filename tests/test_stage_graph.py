@@ -9,7 +9,7 @@ import pytest
 
 from autopar.compiler import passes
 from autopar.compiler.stage_graph import StageGraph, StageTask, evaluate
-from autopar.options import DataParallel
+from autopar.methods import DataParallel
 from tests.small_steps import (
     WIDTH,
     adam,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.verification_report import compare_numbers, rounded_arguments
+from autopar.verification import compare_numbers, rounded_arguments
 
 NAMES = ("loss", "params")
 

@@ -32,7 +32,7 @@ from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
-from autopar.search_methods import Auto
+from autopar.methods import Auto
 
 
 @dataclass(frozen=True, kw_only=True)

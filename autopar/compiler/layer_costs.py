@@ -29,7 +29,7 @@ from autopar.compiler.layer_classes import LayerClass
 from autopar.compiler.search_wishes import equation_wishes, layout_of
 from autopar.compiler.stage_memory import stage_memory, value_types
 from autopar.compiler.stage_sharding import local_blocks
-from autopar.search_methods import Auto
+from autopar.methods import Auto
 
 PRICES = (0.0, 0.3, 10.0)
 """Prices of memory: seconds that keeping everything whole would cost, in multiples of the time without a price."""

@@ -25,7 +25,7 @@ from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.microbatch_loop import microbatch_loop
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, Unsupported
-from autopar.search_methods import ExpertParallel, TensorParallel, Zero
+from autopar.methods import ExpertParallel, TensorParallel, Zero
 
 Dims = tuple[tuple[int, ...], ...]
 """Of each operand and result, the dimensions that carry the batch."""

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from jax.sharding import PartitionSpec
 
-from autopar.collector import collector_paused
 from autopar.compiler.lower import lower
 from autopar.compiler.plan_by_degrees import plan_by_degrees
 from autopar.compiler.plan_by_hand import plan_by_hand
@@ -33,9 +32,8 @@ from autopar.hardware.machine import Machine
 from autopar.ir.instructions import listed, spec_axes
 from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.program import Program
-from autopar.megatron import Megatron
-from autopar.options import Method
-from autopar.search_methods import Auto, SearchMethod
+from autopar.methods import Auto, Megatron, Method, SearchMethod
+from autopar.progress import collector_paused
 
 __all__ = ["check_plan", "cut_step", "lower_step", "make_plan", "trace_step"]
 

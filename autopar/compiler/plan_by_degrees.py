@@ -33,7 +33,7 @@ from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
-from autopar.megatron import Megatron
+from autopar.methods import Megatron
 
 
 def plan_by_degrees(

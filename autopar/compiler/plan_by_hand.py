@@ -19,7 +19,7 @@ from autopar.compiler.trace import Trace
 from autopar.compiler.value_specs import batch_spec, microbatch_rows, rows_axis
 from autopar.errors import InvalidArgument
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
-from autopar.options import DataParallel, HandMethod, PipelineParallel, ShardParallel
+from autopar.methods import DataParallel, HandMethod, PipelineParallel, ShardParallel
 
 
 def plan_by_hand(trace: Trace, method: HandMethod, *, num_devices: int) -> Plan:

@@ -28,8 +28,8 @@ from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import PlannedCollective, ShardingPlan
+from autopar.methods import MEMORY_LEVELS, Auto, SearchMethod
 from autopar.progress import tell
-from autopar.search_methods import MEMORY_LEVELS, Auto, SearchMethod
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -27,7 +27,7 @@ from autopar.compiler.trace import Trace
 from autopar.errors import MemoryTooSmall
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import Certificate
-from autopar.search_methods import Auto
+from autopar.methods import Auto
 
 _ATTEMPTS = 4
 """Searches for less and less memory, until stages as a whole fit."""

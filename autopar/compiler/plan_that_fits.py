@@ -20,9 +20,8 @@ from autopar.compiler.verify_plan import compiled_peak_bytes
 from autopar.errors import MemoryTooSmall
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
-from autopar.options import Method
+from autopar.methods import Method, SearchMethod
 from autopar.progress import tell
-from autopar.search_methods import SearchMethod
 
 _ATTEMPTS = 4
 _BELOW = 0.98

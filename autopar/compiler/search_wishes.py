@@ -22,7 +22,7 @@ from autopar.compiler.normalize import IN_SHARDINGS, OUT_SHARDINGS
 from autopar.compiler.parallelism_kinds import kind_wishes
 from autopar.compiler.trace import Leaf, Trace
 from autopar.errors import InvalidArgument
-from autopar.search_methods import Auto, SearchMethod
+from autopar.methods import Auto, SearchMethod
 
 _CONSTRAINTS = ("sharding_constraint", "reshard")
 

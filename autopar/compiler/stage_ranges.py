@@ -21,8 +21,8 @@ from autopar.compiler.layer_costs import PRICES, LayerCosts
 from autopar.compiler.plan_by_search import memory_limit
 from autopar.compiler.trace import Trace
 from autopar.hardware.machine import Machine
+from autopar.methods import Auto
 from autopar.progress import tell
-from autopar.search_methods import Auto
 
 _STAGE_AXES = ("data", "model")
 _LITTLE_TIME = 0.01

@@ -17,10 +17,10 @@ from typing import Any
 
 import jax
 
-from autopar.collector import collector_paused
 from autopar.compiler import jax_compat as jc
 from autopar.compiler.normalize import normalize
 from autopar.errors import InvalidArgument
+from autopar.progress import collector_paused
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autopar.aot import Compiled
 from autopar.api import Step
 from autopar.compiler.trace import Leaf
 from autopar.errors import InvalidArgument
 from autopar.ir.program import ArrayType, Input, MeshProgram, Program, Window
-from autopar.ladder import Compiled
 from autopar.runtime.argument_types import places_of
 from autopar.runtime.distributed.placed import Piece, Placed
 from autopar.runtime.executables import mesh_of

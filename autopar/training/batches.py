@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.aot import Compiled
 from autopar.api import Step
 from autopar.errors import InvalidArgument
-from autopar.ladder import Compiled
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS
 from autopar.training.array_placement import Arrangement, Place, argument_arrangement, check_argument, compiled_like
 

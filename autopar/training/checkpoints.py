@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.aot import Compiled
 from autopar.api import Step
 from autopar.errors import AutoparError, CheckpointFailed, ClusterFailed, InvalidArgument, StepFailed
-from autopar.ladder import Compiled
 from autopar.runtime.distributed.distributed_array import DistributedArray
 from autopar.runtime.distributed.placed import Placed
 from autopar.session import current_session

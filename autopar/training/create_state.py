@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 
+from autopar.aot import Compiled
 from autopar.api import Step
 from autopar.arguments import abstract
 from autopar.compiler.initial_state import placed_results
 from autopar.errors import CannotShip
 from autopar.ir.program import Program
-from autopar.ladder import Compiled
 from autopar.runtime.distributed.ray_cluster import pickled, unpickled
 from autopar.runtime.in_process import InProcess
 from autopar.training.array_placement import Arrangement, argument_arrangement, check_argument, compiled_like

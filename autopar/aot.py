@@ -31,15 +31,15 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.options import Method
+from autopar.methods import Method
 from autopar.progress import search_progress
 from autopar.runtime.base import Loaded
 from autopar.runtime.in_process import InProcess
 from autopar.runtime.measured import write_trace
 from autopar.session import current_session
-from autopar.shipping import ship
 from autopar.simulation import SimulationReport, check_cluster, simulate_plan
-from autopar.verification_report import NumberCheck, VerificationReport, compare_numbers, rounded_arguments
+from autopar.step_serialization import ship
+from autopar.verification import NumberCheck, VerificationReport, compare_numbers, rounded_arguments
 
 Devices = Sequence[Any]
 
