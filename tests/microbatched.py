@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.microbatch import MicrobatchedStep, evaluate_microbatched, split_batch
-from autopar.compiler.normalize import normalize
 
 BATCH, WIDTH = 8, 6
 _DRAW = np.random.default_rng(0)

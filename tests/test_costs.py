@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
-from autopar.compiler.costs import aval_bytes, equation_bytes, equation_flops, jaxpr_bytes, jaxpr_flops
+from autopar.compiler.jaxprs.flops import aval_bytes, equation_bytes, equation_flops, jaxpr_bytes, jaxpr_flops
 
 
 def ones(*shape: int, dtype=jnp.float32) -> jax.Array:

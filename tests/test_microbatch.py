@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch import evaluate_microbatched
 from autopar.errors import InvalidArgument, NotSplittable
 from tests.microbatched import (

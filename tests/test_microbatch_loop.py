@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import autopar
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch import evaluate_microbatched
 from autopar.compiler.microbatch_loop import loop_over, microbatch_loop
 from tests.microbatched import BATCH, PARAMS, WIDTH, X, assert_equal, hidden, sgd, split

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch import evaluate_microbatched, split_batch
 from tests.microbatched import PARAMS, WIDTH, X, assert_equal, evaluate_both, hidden, sgd, traces
 from tests.zoo import ZOO

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.normalize import normalize
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.normalize import normalize
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.equation_keys import REMAT
 from autopar.compiler.intra_op.figures import cpu_figures
 from autopar.compiler.intra_op.layout import LogicalMesh
 from autopar.compiler.intra_op.task_group import task_choices
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.layer_classes import count_step_layers, find_layers, layer_class
 from autopar.compiler.layer_costs import LayerCosts, stage_cost
 from autopar.compiler.passes import cut_step

@@ -11,8 +11,8 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.normalize import normalize
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.recomputation import join_recomputed
 
 pytestmark = pytest.mark.usefixtures("float64")

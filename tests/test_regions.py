@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.prepare import prepare
 from autopar.compiler.regions import Region, Regions, is_small
 from tests.small_steps import WIDTH, draw, gan_params, gan_step, mlp_batch, mlp_params, mlp_step, traced

@@ -13,13 +13,13 @@ import optax
 import pytest
 from jax import lax
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.cut_forward import cut_forward
 from autopar.compiler.cuts_outside_regions import cut_allowed
-from autopar.compiler.equation_keys import REMAT
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import REMAT
+from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.layer_loops import Piece
 from autopar.compiler.merge_layers import merge_layers
-from autopar.compiler.normalize import normalize
 from autopar.compiler.placement import layer_order, place
 from autopar.compiler.regions import Regions, find_regions
 from autopar.compiler.remat_regions import (

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch import MicrobatchedStep, evaluate_microbatched
 from autopar.compiler.whole_batch import whole_batch
 from tests.small_steps import (

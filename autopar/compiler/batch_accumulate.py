@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 
 accumulate_p: Any = jc.unlowered_primitive(
     "accumulate", "an `accumulate` equation stands between microbatches and has no code of its own"

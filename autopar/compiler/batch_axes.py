@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_bodies import Enter, body_avals_differ, has_bodies, nested_step
 from autopar.compiler.batch_equation import Scope, flat_step, make_step, sliced_state
 from autopar.compiler.batch_ledger import Ledger, Place
@@ -35,6 +34,7 @@ from autopar.compiler.batch_states import (
     trails,
 )
 from autopar.compiler.batch_steps import COMPLETE, LOOPS, SPLIT, WHOLE, Block, Step, needed_whole
+from autopar.compiler.jaxprs import compat as jc
 from autopar.errors import NotSplittable, Unsupported
 
 

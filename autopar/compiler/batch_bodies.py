@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_sites import batch_axes, refuse
 from autopar.compiler.batch_states import (
     Batched,
@@ -26,6 +25,7 @@ from autopar.compiler.batch_states import (
     use_as,
 )
 from autopar.compiler.batch_steps import CALLS, KEEP, LOOPS, NESTED, REMATS, Block, Step
+from autopar.compiler.jaxprs import compat as jc
 
 Enter = Callable[[object, Any, Any, Sequence[State], Sequence[Any]], Block]
 """Analyse a body, given its role, the body, its twin at the doubled batch, its inputs' states and values."""

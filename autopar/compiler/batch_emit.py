@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_accumulate import accumulate
 from autopar.compiler.batch_emit_bodies import emit_bodies
 from autopar.compiler.batch_sites import batch_axes, shape_of
@@ -34,6 +33,7 @@ from autopar.compiler.batch_steps import (
     Block,
     Step,
 )
+from autopar.compiler.jaxprs import compat as jc
 
 _jnp: Any = jnp  # annotated in part, which a strict checker does not take
 _lax: Any = lax

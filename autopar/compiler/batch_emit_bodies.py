@@ -12,10 +12,10 @@ from typing import Any
 import jax
 from jax import lax
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_slice import Microbatch
 from autopar.compiler.batch_steps import CALLS, WHOLE, Block, Step, straight_bodies
-from autopar.compiler.normalize import eliminate_dead
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.normalize import eliminate_dead
 
 Emit = Callable[[Microbatch, Block, Sequence[Any], Mapping[jc.Var, Any]], list[Any]]
 

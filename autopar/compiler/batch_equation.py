@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_ledger import Ledger, Place, Unfinished
 from autopar.compiler.batch_linear import carries_zero, summand_positions
 from autopar.compiler.batch_rules import row_verdict
@@ -32,6 +31,7 @@ from autopar.compiler.batch_states import (
     trails,
 )
 from autopar.compiler.batch_steps import COMPLETE, DRAW, FIRST, KEEP, SHARE, SOURCE, SPLIT, Step
+from autopar.compiler.jaxprs import compat as jc
 
 
 @dataclass(kw_only=True)

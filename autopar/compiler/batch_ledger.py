@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_states import State, Trail
+from autopar.compiler.jaxprs import compat as jc
 from autopar.errors import NotSplittable
 
 Place = tuple[object, ...]

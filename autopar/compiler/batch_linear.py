@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_states import SUM
+from autopar.compiler.jaxprs import compat as jc
 
 _FIRST, _SECOND, _BOTH = frozenset({0}), frozenset({1}), frozenset({0, 1})
 _SCATTERED = frozenset({0, 2})

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_sites import shape_of
+from autopar.compiler.jaxprs import compat as jc
 
 
 def is_own_rows(

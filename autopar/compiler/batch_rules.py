@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_index_rules import (
     dynamic_slice,
     dynamic_update_slice,
@@ -23,6 +22,7 @@ from autopar.compiler.batch_index_rules import (
 )
 from autopar.compiler.batch_sites import Reduced, Rows, Site, Verdict, batch_axes, refuse, shape_of
 from autopar.compiler.batch_states import SUM
+from autopar.compiler.jaxprs import compat as jc
 from autopar.errors import Unsupported
 
 

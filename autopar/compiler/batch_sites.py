@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 from autopar.errors import NotSplittable
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_states import Invariant, State
+from autopar.compiler.jaxprs import compat as jc
 
 KEEP, COMPLETE, FIRST, SHARE = "keep", "complete", "first", "share"
 """How an operand is used: as it is; accumulated over the microbatches; by the first microbatch only (the

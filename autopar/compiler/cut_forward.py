@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.costs import aval_bytes, equation_flops
 from autopar.compiler.cuts_outside_regions import cut_allowed
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.layers import cut_layers, liveness_bytes
 from autopar.compiler.placement import layer_order
 from autopar.compiler.regions import Region, Regions

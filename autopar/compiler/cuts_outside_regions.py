@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.equation_keys import REMAT
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.regions import Region, Regions
 
 

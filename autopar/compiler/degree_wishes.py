@@ -17,12 +17,12 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.free_values import is_small
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, used_axes
 from autopar.compiler.intra_op.search import Wishes
 from autopar.compiler.intra_op.strategies import Strategy
 from autopar.compiler.intra_op.task_group import GroupTask
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.parallelism_kinds import Dims, differing_dims
 from autopar.compiler.stage_graph import StageGraph
 from autopar.errors import Unsupported

@@ -17,7 +17,6 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.choice_graph import planned
 from autopar.compiler.intra_op.choice_problem import Infeasible
 from autopar.compiler.intra_op.compilers import compiler_for
@@ -25,6 +24,7 @@ from autopar.compiler.intra_op.ilp import solve
 from autopar.compiler.intra_op.layout import to_spec
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.memory_model import peak_memory
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_by_search import Searched, search_on
 from autopar.compiler.search_wishes import key_path
 from autopar.compiler.sharded_step import logical_mesh

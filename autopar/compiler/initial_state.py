@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import PartitionSpec
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.costs import jaxpr_bytes, jaxpr_flops
-from autopar.compiler.normalize import normalize
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.flops import jaxpr_bytes, jaxpr_flops
+from autopar.compiler.jaxprs.normalize import normalize
 from autopar.ir.program import (
     ArrayType,
     Executable,

@@ -18,7 +18,7 @@ from functools import partial, reduce
 from itertools import pairwise
 from typing import Any
 
-from autopar.compiler.jax_compat import JaxprEqn, bind_equation, under_scope_of
+from autopar.compiler.jaxprs.compat import JaxprEqn, bind_equation, under_scope_of
 from autopar.compiler.layer_pieces import Zeros, filled, piecewise, rows, whole
 
 __all__ = ["Apply", "Bounds", "Link", "Rule", "dtype_of", "independent", "reduction", "shape_of", "size_of"]

@@ -16,11 +16,11 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.costs import aval_bytes
 from autopar.compiler.cut_forward import forward_costs
 from autopar.compiler.intra_op.fold import program_key
 from autopar.compiler.intra_op.task_group import GroupTask, GroupWishes
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.model_layers import count_layers, layer_cuts
 from autopar.compiler.placement import layer_order
 from autopar.compiler.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from autopar.checks import check_spec
-from autopar.compiler.costs import aval_bytes
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.intra_op.block_times import block_times
 from autopar.compiler.intra_op.compilers import compiler_for
@@ -25,6 +24,7 @@ from autopar.compiler.intra_op.local_program import LocalBlock
 from autopar.compiler.intra_op.priced_choices import PricedChoices
 from autopar.compiler.intra_op.search import with_shared_latency
 from autopar.compiler.intra_op.task_group import GroupPlan, task_choices
+from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.layer_classes import LayerClass
 from autopar.compiler.search_wishes import equation_wishes, layout_of
 from autopar.compiler.stage_memory import stage_memory, value_types

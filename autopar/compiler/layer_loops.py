@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from autopar.compiler.jax_compat import (
+from autopar.compiler.jaxprs.compat import (
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,

@@ -11,7 +11,7 @@ from typing import Any
 from jax import lax
 from jax import numpy as jnp
 
-from autopar.compiler.jax_compat import JaxprEqn, Literal, bind_equation, bind_loop, loop_of, under_scope_of
+from autopar.compiler.jaxprs.compat import JaxprEqn, Literal, bind_equation, bind_loop, loop_of, under_scope_of
 from autopar.compiler.layer_axis import (
     Apply,
     Bounds,

@@ -11,7 +11,7 @@ from typing import Any
 from jax import lax
 
 from autopar.compiler import layer_moves
-from autopar.compiler.jax_compat import JaxprEqn
+from autopar.compiler.jaxprs.compat import JaxprEqn
 from autopar.compiler.layer_axis import Rule, independent, reduction, shape_of, size_of
 
 __all__ = ["rule_of"]

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_accumulate import accumulate_p
-from autopar.compiler.costs import aval_bytes, equation_flops
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.microbatch import MicrobatchedStep
 
 _MOVES = frozenset(

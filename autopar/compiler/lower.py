@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.emit import (
     EmittedTask,
     emit_concatenation,
@@ -24,6 +23,7 @@ from autopar.compiler.emit import (
     instance,
     task_of,
 )
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.schedule import schedule_tasks
 from autopar.compiler.stage_graph import GraphInput, StageGraph
 from autopar.compiler.stage_sharding import sharded_mesh

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_accumulate import accumulate_p, combine
 from autopar.compiler.batch_axes import analyse, input_states
 from autopar.compiler.batch_emit import emit
@@ -27,7 +26,8 @@ from autopar.compiler.batch_sites import shape_of
 from autopar.compiler.batch_slice import Microbatch
 from autopar.compiler.batch_states import Batched
 from autopar.compiler.batch_steps import Block
-from autopar.compiler.normalize import eliminate_dead
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.normalize import eliminate_dead
 from autopar.errors import InvalidArgument
 
 __all__ = ["MicrobatchedStep", "StepInput", "accumulate_p", "evaluate_microbatched", "split_batch"]

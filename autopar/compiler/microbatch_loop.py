@@ -17,11 +17,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_accumulate import accumulate_p, combine
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.loop_rounds import carried_between, find_rounds
 from autopar.compiler.microbatch import MicrobatchedStep
-from autopar.compiler.normalize import normalize
 from autopar.compiler.prepare import prepare
 from autopar.compiler.trace import Trace
 

@@ -12,8 +12,8 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.cut_forward import cut_forward
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.placement import layer_order
 from autopar.compiler.regions import Regions
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.elementwise import Classes, joined_values
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.elementwise import Classes, joined_values
 from autopar.compiler.regions import Region, Regions
 
 _LINEAR = {"add_any", "convert_element_type", "transpose", "reshape", "copy", "neg", "squeeze", "mul", "div", "slice"}

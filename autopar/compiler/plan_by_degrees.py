@@ -17,11 +17,11 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.cut_forward import cut_forward
 from autopar.compiler.degree_wishes import StageValues, equation_restrictions, stage_values, value_layouts
 from autopar.compiler.intra_op.figures import figures_of
 from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, task_choices
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.layer_classes import LayerClass, class_key, count_step_layers, layer_class, value_numbers
 from autopar.compiler.model_layers import count_layers, has_numbered_layers, layer_cuts, layer_names
 from autopar.compiler.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph

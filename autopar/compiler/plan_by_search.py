@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_plan import to_data
 from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.figures import MeshFigures, figures_of
@@ -20,6 +19,7 @@ from autopar.compiler.intra_op.local_program import LocalBlock, local_block
 from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.intra_op.search import IntraOpPlan, plan_intra_op
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.rematerialize import Offer, offered_layers, rematerialize
 from autopar.compiler.search_wishes import wishes_of
 from autopar.compiler.sharded_step import one_jaxpr

@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.inter_op.submeshes import place
 from autopar.compiler.intra_op.search import FOLD_FROM
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.prepare import stage_graph
 from autopar.compiler.search_all_stages import search_all
 from autopar.compiler.stage_layouts import stage_shardings

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.layer_loops import Piece, has_layer_loops, split_layer_loops
 from autopar.compiler.merge_layers import merge_layers
 from autopar.compiler.microbatch import MicrobatchedStep, split_batch

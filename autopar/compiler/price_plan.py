@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_times import block_times
 from autopar.compiler.intra_op.figures import MeshFigures, figures_of
 from autopar.compiler.intra_op.task_group import GroupTask, GroupWishes
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharded_step import logical_mesh, sharded_step
 from autopar.compiler.stage_sharding import plan_mesh
 from autopar.compiler.trace import Trace

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 
 
 def join_recomputed(closed: jc.ClosedJaxpr, recomputes: Sequence[bool]) -> jc.ClosedJaxpr:

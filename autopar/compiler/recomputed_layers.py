@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.costs import aval_bytes, equation_flops
-from autopar.compiler.equation_keys import REMAT
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import REMAT
+from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.layer_loops import find_layer_loops
 from autopar.compiler.model_layers import layer_cuts, layer_names
 from autopar.compiler.placement import layer_order

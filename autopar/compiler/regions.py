@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_accumulate import accumulate_p
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch import MicrobatchedStep
 
 

@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.costs import equation_flops
-from autopar.compiler.equation_keys import REMAT
-from autopar.compiler.normalize import eliminate_dead
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import REMAT
+from autopar.compiler.jaxprs.flops import equation_flops
+from autopar.compiler.jaxprs.normalize import eliminate_dead
 from autopar.compiler.recomputation import join_recomputed
 
 WIDE = 1.5

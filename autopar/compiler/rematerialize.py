@@ -17,9 +17,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.normalize import eliminate_dead
 from autopar.compiler.model_layers import count_layers
-from autopar.compiler.normalize import eliminate_dead
 from autopar.compiler.recomputed_layers import LayeredStep, Recomputed
 from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument

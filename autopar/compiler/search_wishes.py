@@ -14,11 +14,11 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.checks import check_spec
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, fits, from_spec
 from autopar.compiler.intra_op.search import Wishes
 from autopar.compiler.intra_op.strategies import Strategy
-from autopar.compiler.normalize import IN_SHARDINGS, OUT_SHARDINGS
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.normalize import IN_SHARDINGS, OUT_SHARDINGS
 from autopar.compiler.parallelism_kinds import kind_wishes
 from autopar.compiler.trace import Leaf, Trace
 from autopar.errors import InvalidArgument

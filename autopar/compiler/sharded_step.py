@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_plan import BlockPlan, from_data
-from autopar.compiler.intra_op.common_subexpressions import merge_common_subexpressions
 from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.layout import LogicalMesh, to_spec
 from autopar.compiler.intra_op.local_program import LocalBlock, Value, local_block
 from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.turned_products import turn_products
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.microbatch_loop import microbatch_loop
 from autopar.compiler.rematerialize import rematerialize
 from autopar.compiler.trace import Trace

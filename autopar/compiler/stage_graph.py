@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_accumulate import combine
+from autopar.compiler.jaxprs import compat as jc
 
 
 @dataclass(frozen=True, kw_only=True)

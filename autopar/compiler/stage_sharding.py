@@ -16,7 +16,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.emit import EmittedTask, emit_task, emit_zeros, executable_name
 from autopar.compiler.intra_op.block_plan import from_data, layout_from_text, layout_text, to_data
 from autopar.compiler.intra_op.block_times import block_times
@@ -29,6 +28,7 @@ from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.intra_op.search import with_shared_latency
 from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, task_choices
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.stage_graph import StageGraph
 from autopar.errors import PlanMismatch

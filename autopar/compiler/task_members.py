@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.placement import Placement
 from autopar.compiler.regions import Region
 

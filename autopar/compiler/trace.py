@@ -17,8 +17,8 @@ from typing import Any
 
 import jax
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.normalize import normalize
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.normalize import normalize
 from autopar.errors import InvalidArgument
 from autopar.progress import collector_paused
 

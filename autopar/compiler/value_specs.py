@@ -12,8 +12,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.elementwise import Classes, joined_values
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.elementwise import Classes, joined_values
 from autopar.compiler.stage_graph import StageGraph, StageTask, Value
 from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.program import ArrayType

@@ -17,9 +17,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.gpu_aot import gpu_devices
 from autopar.compiler.intra_op.hlo_collectives import KINDS, CompiledCollective, compiled_collectives
+from autopar.compiler.jaxprs import compat as jc
 from autopar.errors import InvalidArgument
 from autopar.ir.instructions import Executable
 from autopar.ir.plan import MeshPlan, Plan

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.batch_accumulate import accumulate
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch import MicrobatchedStep, StepInput
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.costs import jaxpr_bytes, jaxpr_flops
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.flops import jaxpr_bytes, jaxpr_flops
 from autopar.compiler.sharded_step import sharded_step
 from autopar.compiler.trace import Trace
 from autopar.compiler.user_wishes import on_mesh

@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.normalize import normalize
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.normalize import normalize
 
 Case = tuple[str, Callable[..., Any], tuple[Any, ...]]
 

@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.intra_op.common_subexpressions import merge_common_subexpressions
-from autopar.compiler.normalize import normalize
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.cse import merge_common_subexpressions
+from autopar.compiler.jaxprs.normalize import normalize
 from tests.intra_op.equations import real
 
 

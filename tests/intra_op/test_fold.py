@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.figures import h100_figures
 from autopar.compiler.intra_op.fold import Fold, fold
 from autopar.compiler.intra_op.free_values import is_small
@@ -20,6 +19,7 @@ from autopar.compiler.intra_op.layout import LogicalMesh, to_spec, used_axes
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.search import plan_intra_op
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.trace import Trace
 
 WIDTH = 16

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_plan import BlockPlan, EquationPlan
 from autopar.compiler.intra_op.layout import Layout, describe_layout, replicated
 from autopar.compiler.intra_op.local_program import (
@@ -18,6 +17,7 @@ from autopar.compiler.intra_op.local_program import (
     operands_of,
 )
 from autopar.compiler.intra_op.planned_collectives import planned_collectives
+from autopar.compiler.jaxprs import compat as jc
 from tests.intra_op.equations import real
 from tests.intra_op.planned_steps import LINE, plan_step, traced
 

@@ -7,11 +7,11 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.compilers import CPU, GPU
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.operand_order import copies_of_operands
+from autopar.compiler.jaxprs import compat as jc
 from tests.intra_op.equations import real
 from tests.intra_op.planned_steps import LINE, plan_step, traced
 

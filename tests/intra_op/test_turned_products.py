@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.turned_products import turn_products
-from autopar.compiler.normalize import normalize
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.normalize import normalize
 from tests.intra_op.equations import real
 
 ROWS = (((0, 1), (0, 1)), ((), ()))

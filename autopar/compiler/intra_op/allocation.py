@@ -15,10 +15,10 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.arrangement import ancestors, arranged
 from autopar.compiler.intra_op.compilers import Compiler
 from autopar.compiler.intra_op.lifetimes import Key, Lifetimes, Work, lifetimes
+from autopar.compiler.jaxprs import compat as jc
 
 # Where a donated input was copied from is free until what takes its place is written; other copies fit in about half.
 SHARE_OF_COPIES = 0.5

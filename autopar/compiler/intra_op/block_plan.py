@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh, used_axes
 from autopar.compiler.intra_op.strategies import Strategy
+from autopar.compiler.jaxprs import compat as jc
 from autopar.errors import PlanMismatch
 
 

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.block_plan import BlockPlan, EquationPlan, value_numbers
 from autopar.compiler.intra_op.choice_problem import Problem
 from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.layout import Layout, LogicalMesh
 from autopar.compiler.intra_op.resharding import reshard_matrix
 from autopar.compiler.intra_op.strategies import Strategy
+from autopar.compiler.jaxprs import compat as jc
 
 
 class Choice(NamedTuple):

@@ -13,8 +13,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.equation_keys import REMAT, equation_key
 from autopar.compiler.intra_op.allocation import Border, MemoryProgram, border_of_body, joins_late, stacked_from
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, EquationChoice, chosen
 from autopar.compiler.intra_op.compilers import GPU, Compiler
@@ -24,6 +22,8 @@ from autopar.compiler.intra_op.lifetimes import Work, is_dear, kind_of, writes_o
 from autopar.compiler.intra_op.operand_order import copies_of_operands
 from autopar.compiler.intra_op.resharding import reshard_steps
 from autopar.compiler.intra_op.resharding_steps import collective_of
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import REMAT, equation_key
 
 
 class Form(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.compiler.costs import aval_bytes
+from autopar.compiler.jaxprs.flops import aval_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

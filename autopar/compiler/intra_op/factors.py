@@ -13,8 +13,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.rule import Dims, Rule, rule_of_labels, shapes_of
+from autopar.compiler.jaxprs import compat as jc
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.costs import equation_flops
-from autopar.compiler.equation_keys import NESTED
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import NESTED
+from autopar.compiler.jaxprs.flops import equation_flops
 
 SMALL = 64
 """Arrays of at most so many elements are never split."""

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.equation_keys import NESTED, equation_key
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, EquationChoice, Use
 from autopar.compiler.intra_op.equation_costs import equation_s
 from autopar.compiler.intra_op.free_values import free_results
@@ -28,6 +26,8 @@ from autopar.compiler.intra_op.layout import Layout, all_layouts, replicated, us
 from autopar.compiler.intra_op.phase import phase_of
 from autopar.compiler.intra_op.rule import Rule
 from autopar.compiler.intra_op.strategies import Strategy, strategies
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
 
 PHASES = ("forward", "backward", "update", "body")
 

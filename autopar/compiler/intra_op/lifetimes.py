@@ -21,8 +21,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.equation_keys import NESTED
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import NESTED
 
 Key = Hashable
 Kind = Literal["constant", "view", "form", "fused", "reduction", "apart"]

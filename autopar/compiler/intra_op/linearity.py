@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 
 # Linear in their first operand, whatever the others are (sizes, indices).
 _IN_FIRST = frozenset(

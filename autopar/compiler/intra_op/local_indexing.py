@@ -15,9 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.layout import Axes, LogicalMesh
 from autopar.compiler.intra_op.strategies import Strategy
+from autopar.compiler.jaxprs import compat as jc
 
 _lax: Any = lax
 _jnp: Any = jnp

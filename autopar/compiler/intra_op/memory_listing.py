@@ -12,8 +12,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.equation_keys import REMAT, equation_key, literal_key
 from autopar.compiler.intra_op.allocation import Border, MemoryProgram, border_of_body, joins_late, stacked_from
 from autopar.compiler.intra_op.compilers import Compiler
 from autopar.compiler.intra_op.free_values import is_small
@@ -22,6 +20,8 @@ from autopar.compiler.intra_op.lifetimes import Work, is_dear, kind_of, writes_o
 from autopar.compiler.intra_op.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value
 from autopar.compiler.intra_op.operand_order import copies_of_operands
 from autopar.compiler.intra_op.resharding_steps import collective_of
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import REMAT, equation_key, literal_key
 
 
 def listed_program(block: LocalBlock, mesh: LogicalMesh, compiler: Compiler, border: Border) -> MemoryProgram:

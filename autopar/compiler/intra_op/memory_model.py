@@ -14,7 +14,6 @@ from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.compiler.costs import aval_bytes
 from autopar.compiler.intra_op.allocation import (
     Border,
     Moment,
@@ -26,6 +25,7 @@ from autopar.compiler.intra_op.compilers import GPU, Compiler
 from autopar.compiler.intra_op.layout import LogicalMesh, describe_layout, num_shards
 from autopar.compiler.intra_op.local_program import LocalBlock, Value
 from autopar.compiler.intra_op.memory_listing import listed_program
+from autopar.compiler.jaxprs.flops import aval_bytes
 
 _NUM_LARGEST = 10
 

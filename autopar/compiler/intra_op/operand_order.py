@@ -14,8 +14,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.compilers import Compiler
+from autopar.compiler.jaxprs import compat as jc
 
 Order = tuple[int, ...]
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 
 
 def phase_of(eqn: jc.JaxprEqn, only_phase: str | None) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.rule import Label, Rule, rule_of_labels, shapes_of
+from autopar.compiler.jaxprs import compat as jc
 
 
 def convolution(eqn: jc.JaxprEqn) -> Rule:

@@ -12,9 +12,9 @@ from typing import Any
 
 from jax import lax
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.compilers import Compiler
 from autopar.compiler.intra_op.operand_order import is_in_columns
+from autopar.compiler.jaxprs import compat as jc
 
 _lax: Any = lax
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.declared_rules import declared_rule
 from autopar.compiler.intra_op.factors import reshaped
 from autopar.compiler.intra_op.index_rules import gather, scatter
 from autopar.compiler.intra_op.product_rules import convolution, ragged_dot
 from autopar.compiler.intra_op.rule import Label, Rule, blocked_rule, rule_of_labels, shapes_of
+from autopar.compiler.jaxprs import compat as jc
 
 
 def rule_by_hand(eqn: jc.JaxprEqn) -> Rule | None:

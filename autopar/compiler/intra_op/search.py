@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.equation_keys import NESTED, equation_key
 from autopar.compiler.intra_op.block_plan import BlockPlan
 from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable, planned
 from autopar.compiler.intra_op.choice_problem import Optimum
@@ -29,6 +27,8 @@ from autopar.compiler.intra_op.rule import Rule
 from autopar.compiler.intra_op.sharding_rules import sharding_rules
 from autopar.compiler.intra_op.solution_cache import cached, problem_fingerprint
 from autopar.compiler.intra_op.strategies import Strategy
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
 
 # Latency of a collective of the update: XLA combines many into one.
 _SHARE_OF_LATENCY = 0.05

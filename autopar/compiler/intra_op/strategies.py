@@ -14,10 +14,10 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from autopar.compiler import jax_compat as jc
 from autopar.compiler.intra_op.layout import Axes, Layout, LogicalMesh, replicated
 from autopar.compiler.intra_op.linearity import linear_operands
 from autopar.compiler.intra_op.rule import Rule, shapes_of
+from autopar.compiler.jaxprs import compat as jc
 
 RUN_ONCE = frozenset({"debug_callback", "debug_print", "io_callback"})
 """What a user sees: on the first device only, whose results are those of all."""

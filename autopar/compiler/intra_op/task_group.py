@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.costs import aval_bytes
 from autopar.compiler.intra_op.block_plan import BlockPlan
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, planned
 from autopar.compiler.intra_op.choice_problem import Optimum
@@ -33,6 +31,8 @@ from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, n
 from autopar.compiler.intra_op.nested import enter
 from autopar.compiler.intra_op.search import FOLD_FROM, Wishes, rules_of, with_shared_latency
 from autopar.compiler.intra_op.solution_cache import solve_or_recall
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.flops import aval_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

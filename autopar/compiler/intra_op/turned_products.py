@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.equation_keys import NESTED
 from autopar.compiler.intra_op.operand_order import Order, unsorted_elements
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import NESTED
 
 
 def turn_products(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 
 # The parameter that holds the called function, by primitive name.
 _CALLS = {

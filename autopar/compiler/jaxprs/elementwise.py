@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 
 # Results of the shape of an operand whose axes are not the operand's.
 _MOVES_AXES = {

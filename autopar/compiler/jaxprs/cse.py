@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from autopar.compiler import jax_compat as jc
-from autopar.compiler.equation_keys import NESTED, equation_key
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
 
 _ENTERED = frozenset({"scan", "while", "cond"})
 _WISHES = frozenset({"sharding_constraint", "layout_constraint", "reshard"})

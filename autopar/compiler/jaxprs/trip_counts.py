@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autopar.compiler.jax_compat import JaxprEqn, Literal, open_jaxpr
+from autopar.compiler.jaxprs.compat import JaxprEqn, Literal, open_jaxpr
 
 
 def trip_count(eqn: JaxprEqn) -> int:

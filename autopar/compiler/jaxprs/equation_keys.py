@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.compiler import jax_compat as jc
+from autopar.compiler.jaxprs import compat as jc
 
 REMAT = frozenset({"remat2", "checkpoint", "remat"})
 """Names of the rematerialised region, by release of JAX."""

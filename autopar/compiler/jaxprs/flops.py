@@ -29,8 +29,8 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compiler.jax_compat import JaxprEqn, open_jaxpr, subjaxprs
-from autopar.compiler.trip_counts import trip_count
+from autopar.compiler.jaxprs.compat import JaxprEqn, open_jaxpr, subjaxprs
+from autopar.compiler.jaxprs.trip_counts import trip_count
 
 
 def _names(text: str) -> frozenset[str]:
