@@ -18,7 +18,7 @@ import jax
 
 from autopar.arguments import Arguments, Call, abstract
 from autopar.compiler import passes
-from autopar.compiler.trace import Leaf, Trace
+from autopar.compiler.frontend.trace import Leaf, Trace
 from autopar.errors import CannotShip
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.gpu_aot import gpu_devices
 from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.figures import h100_figures
@@ -40,7 +41,6 @@ from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.search import IntraOpPlan, Wishes, plan_intra_op
 from autopar.compiler.sharded_step import one_jaxpr
-from autopar.compiler.trace import Trace
 from autopar.errors import MemoryTooSmall
 from benchmarks.models.gpt import gpt
 from benchmarks.models.images import convnet

@@ -10,8 +10,8 @@ import numpy as np
 import autopar
 from autopar.arguments import abstract
 from autopar.compiler import passes
+from autopar.compiler.frontend.trace import Leaf, Trace
 from autopar.compiler.stage_graph import StageGraph
-from autopar.compiler.trace import Leaf, Trace
 from autopar.ir.program import Program
 
 ROWS, WIDTH, VOCABULARY, LENGTH = 8, 4, 11, 3

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from autopar.compiler.frontend.layer_scans import Piece, SplitLoops, has_layer_loops, split_layer_loops
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
-from autopar.compiler.layer_loops import Piece, SplitLoops, has_layer_loops, split_layer_loops
 from tests.layer_models import MODELS, ROWS, WIDTH, adamw, dense, dense_stack, draw, mlp, trained
 
 pytestmark = pytest.mark.usefixtures("float64")

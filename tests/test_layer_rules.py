@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax import lax
 
+from autopar.compiler.frontend.layer_scan_rules import Pieces, Zeros, rows, whole
+from autopar.compiler.frontend.layer_scans import split_layer_loops
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
-from autopar.compiler.layer_loops import split_layer_loops
-from autopar.compiler.layer_pieces import Pieces, Zeros, rows, whole
 
 pytestmark = pytest.mark.usefixtures("float64")
 

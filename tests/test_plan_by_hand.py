@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar import DataParallel, Plan, ShardParallel
 from autopar.compiler import passes
-from autopar.compiler.trace import Trace
+from autopar.compiler.frontend.trace import Trace
 from tests.small_steps import (
     WIDTH,
     draw,

@@ -11,9 +11,9 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from autopar.compiler.frontend.dedup_recomputation import join_recomputed
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
-from autopar.compiler.recomputation import join_recomputed
 
 pytestmark = pytest.mark.usefixtures("float64")
 

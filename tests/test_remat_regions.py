@@ -15,18 +15,18 @@ from jax import lax
 
 from autopar.compiler.cut_forward import cut_forward
 from autopar.compiler.cuts_outside_regions import cut_allowed
-from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.equation_keys import REMAT
-from autopar.compiler.jaxprs.normalize import normalize
-from autopar.compiler.layer_loops import Piece
-from autopar.compiler.merge_layers import merge_layers
-from autopar.compiler.placement import layer_order, place
-from autopar.compiler.regions import Regions, find_regions
-from autopar.compiler.remat_regions import (
+from autopar.compiler.frontend.checkpoint_regions import (
     find_wide_regions,
     inline_regions,
     inline_wide_regions,
 )
+from autopar.compiler.frontend.layer_scans import Piece
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import REMAT
+from autopar.compiler.jaxprs.normalize import normalize
+from autopar.compiler.merge_layers import merge_layers
+from autopar.compiler.placement import layer_order, place
+from autopar.compiler.regions import Regions, find_regions
 from autopar.compiler.stage_graph import evaluate
 from autopar.compiler.whole_batch import whole_batch
 from tests.zoo import ZOO

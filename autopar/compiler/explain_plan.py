@@ -17,6 +17,7 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.choice_graph import planned
 from autopar.compiler.intra_op.choice_problem import Infeasible
 from autopar.compiler.intra_op.compilers import compiler_for
@@ -28,7 +29,6 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_by_search import Searched, search_on
 from autopar.compiler.search_wishes import key_path
 from autopar.compiler.sharded_step import logical_mesh
-from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan

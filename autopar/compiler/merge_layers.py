@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from autopar.compiler.frontend.layer_scans import Piece
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.layer_loops import Piece
 from autopar.compiler.placement import Placement
 from autopar.compiler.regions import Region
 from autopar.compiler.stage_graph import (

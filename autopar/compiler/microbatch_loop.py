@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.compiler.batch_accumulate import accumulate_p, combine
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.loop_rounds import carried_between, find_rounds
 from autopar.compiler.microbatch import MicrobatchedStep
 from autopar.compiler.prepare import prepare
-from autopar.compiler.trace import Trace
 
 _lax: Any = lax  # annotated in part, which a strict checker does not take
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from jax.sharding import PartitionSpec
 
+from autopar.compiler.frontend.trace import Trace, trace_step
 from autopar.compiler.lower import lower
 from autopar.compiler.plan_by_degrees import plan_by_degrees
 from autopar.compiler.plan_by_hand import plan_by_hand
@@ -24,7 +25,6 @@ from autopar.compiler.plan_by_stages import plan_by_stages, searches_stages
 from autopar.compiler.prepare import prepare, stage_graph
 from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.stage_ranges import StageProblem
-from autopar.compiler.trace import Trace, trace_step
 from autopar.compiler.user_wishes import check_callbacks
 from autopar.compiler.whole_step import whole_step_program
 from autopar.errors import PlanMismatch

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from autopar.compiler.cut_forward import cut_forward
 from autopar.compiler.degree_wishes import StageValues, equation_restrictions, stage_values, value_layouts
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.figures import figures_of
 from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, task_choices
 from autopar.compiler.jaxprs import compat as jc
@@ -29,7 +30,6 @@ from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.stage_layouts import SolvedStage, received_seconds
 from autopar.compiler.stage_sharding import mesh_tasks, sharding_of
-from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.block_plan import to_data
 from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.figures import MeshFigures, figures_of
@@ -23,7 +24,6 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.rematerialize import Offer, offered_layers, rematerialize
 from autopar.compiler.search_wishes import wishes_of
 from autopar.compiler.sharded_step import one_jaxpr
-from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.submeshes import place
 from autopar.compiler.intra_op.search import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
@@ -23,7 +24,6 @@ from autopar.compiler.search_all_stages import search_all
 from autopar.compiler.stage_layouts import stage_shardings
 from autopar.compiler.stage_ranges import StageProblem, submesh_mesh
 from autopar.compiler.stages_found import StagesFound, certificate_of, lower_bound_s
-from autopar.compiler.trace import Trace
 from autopar.errors import MemoryTooSmall
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import Certificate

@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from autopar.compiler.frontend.checkpoint_regions import Path, find_wide_regions, inline_regions
+from autopar.compiler.frontend.layer_scans import Piece, has_layer_loops, split_layer_loops
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.layer_loops import Piece, has_layer_loops, split_layer_loops
 from autopar.compiler.merge_layers import merge_layers
 from autopar.compiler.microbatch import MicrobatchedStep, split_batch
 from autopar.compiler.placement import layer_order, place
 from autopar.compiler.regions import Regions, find_regions
-from autopar.compiler.remat_regions import Path, find_wide_regions, inline_regions
 from autopar.compiler.stage_graph import StageGraph
-from autopar.compiler.trace import Trace
 from autopar.compiler.whole_batch import whole_batch
 from autopar.errors import InvalidArgument, NotSplittable, PlanMismatch
 from autopar.ir.plan import Plan

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from autopar.compiler.frontend.layer_scans import find_layer_loops
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
-from autopar.compiler.layer_loops import find_layer_loops
 from autopar.compiler.model_layers import layer_cuts, layer_names
 from autopar.compiler.placement import layer_order
 from autopar.compiler.regions import Region, find_regions
-from autopar.compiler.trace import Trace
 from autopar.compiler.whole_batch import whole_batch
 
 _OUTSIDE = -1

@@ -17,11 +17,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import eliminate_dead
 from autopar.compiler.model_layers import count_layers
 from autopar.compiler.recomputed_layers import LayeredStep, Recomputed
-from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument
 
 

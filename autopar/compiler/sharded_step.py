@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.block_plan import BlockPlan, from_data
 from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.layout import LogicalMesh, to_spec
@@ -21,7 +22,6 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.microbatch_loop import microbatch_loop
 from autopar.compiler.rematerialize import rematerialize
-from autopar.compiler.trace import Trace
 from autopar.errors import PlanMismatch
 from autopar.ir.plan import MeshPlan, Plan
 

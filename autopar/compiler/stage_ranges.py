@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
 from autopar.compiler.intra_op.figures import figures_of
@@ -19,7 +20,6 @@ from autopar.compiler.intra_op.layout import LogicalMesh
 from autopar.compiler.layer_classes import Cut, Layers
 from autopar.compiler.layer_costs import PRICES, LayerCosts
 from autopar.compiler.plan_by_search import memory_limit
-from autopar.compiler.trace import Trace
 from autopar.hardware.machine import Machine
 from autopar.methods import Auto
 from autopar.progress import tell

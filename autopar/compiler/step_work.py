@@ -15,9 +15,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import flops_where, runs_jaxprs
-from autopar.compiler.trace import Trace
 
 _PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
 # The scope that `jax.checkpoint` puts around what it computes again.

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.trace import Trace
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.ir.plan import MeshPlan, Plan
 

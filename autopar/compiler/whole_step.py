@@ -6,10 +6,10 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import jaxpr_bytes, jaxpr_flops
 from autopar.compiler.sharded_step import sharded_step
-from autopar.compiler.trace import Trace
 from autopar.compiler.user_wishes import on_mesh
 from autopar.compiler.value_specs import batch_spec
 from autopar.ir.plan import MeshPlan, Plan

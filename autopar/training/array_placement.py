@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.aot import Compiled
 from autopar.api import Step
-from autopar.compiler.trace import Leaf
+from autopar.compiler.frontend.trace import Leaf
 from autopar.errors import InvalidArgument
 from autopar.ir.program import ArrayType, Input, MeshProgram, Program, Window
 from autopar.runtime.argument_types import places_of

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
+from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.figures import h100_figures
 from autopar.compiler.intra_op.fold import Fold, fold
 from autopar.compiler.intra_op.free_values import is_small
@@ -20,7 +21,6 @@ from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.search import plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.trace import Trace
 
 WIDTH = 16
 # Slow devices and a fast network: even small steps are worth splitting.

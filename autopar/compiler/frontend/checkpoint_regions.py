@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from autopar.compiler.frontend.dedup_recomputation import join_recomputed
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.jaxprs.flops import equation_flops
 from autopar.compiler.jaxprs.normalize import eliminate_dead
-from autopar.compiler.recomputation import join_recomputed
 
 WIDE = 1.5
 """A region is wide if its FLOPs are more than this times an even layer's share of the backward.

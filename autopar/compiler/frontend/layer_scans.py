@@ -22,6 +22,19 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
+from autopar.compiler.frontend.layer_scan_rules import (
+    Bounds,
+    Link,
+    Pieces,
+    Rule,
+    dtype_of,
+    filled,
+    rows,
+    rule_of,
+    shape_of,
+    size_of,
+    whole,
+)
 from autopar.compiler.jaxprs.compat import (
     ClosedJaxpr,
     Jaxpr,
@@ -34,9 +47,6 @@ from autopar.compiler.jaxprs.compat import (
     trace,
     under_scope_of,
 )
-from autopar.compiler.layer_axis import Bounds, Link, Rule, dtype_of, shape_of, size_of
-from autopar.compiler.layer_pieces import Pieces, filled, rows, whole
-from autopar.compiler.layer_rules import rule_of
 
 __all__ = ["Piece", "SplitLoops", "find_layer_loops", "has_layer_loops", "split_layer_loops"]
 

@@ -1,0 +1,491 @@
+"""Equations that move rows along axis 0, and loops over it: how they run on pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial, reduce
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+from jax import lax
+from jax import numpy as jnp
+
+from autopar.compiler.frontend import layer_scan_rules as layer_moves
+from autopar.compiler.jaxprs.compat import JaxprEqn, Literal, bind_equation, bind_loop, loop_of, under_scope_of
+
+# --- A value held in consecutive pieces along axis 0, so that every pipeline stage can own its layers' piece ---
+# whole      [ 0  1  2  3  4 ]
+#     Pieces     [ 0  1 ][ 2  3  4 ]       bounds (0, 2, 5)
+#
+# A piece that is known to be zero (the gradient of layers that a slice left out) is a `Zeros`: it costs nothing
+# until an equation reads it. `rows` takes any range out of any value, so pieces of other bounds are never an
+# error, only slower.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zeros:
+    """A piece of zeros that nothing has computed."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """A value as consecutive pieces: `values[i]` holds the rows `[bounds[i], bounds[i + 1])`."""
+
+    bounds: tuple[int, ...]
+    values: tuple[Any, ...]
+
+
+def piecewise(bounds: Sequence[int], values: Sequence[Any]) -> Any:
+    """The value made of these pieces; a single piece is the value itself."""
+    return filled(values[0]) if len(values) == 1 else Pieces(bounds=tuple(bounds), values=tuple(values))
+
+
+def filled(value: Any) -> Any:
+    """An array of the zeros that `value` stands for; every other value is returned as it is."""
+    return lax.full(value.shape, 0, value.dtype) if isinstance(value, Zeros) else value
+
+
+def rows(value: Any, start: int, stop: int) -> Any:
+    """The rows `[start, stop)` along axis 0: a piece as it is where the bounds fit, else cut or joined."""
+    if not isinstance(value, Pieces):
+        return _cut(value, start, stop)
+    found = [
+        _cut(piece, max(start, first) - first, min(stop, last) - first)
+        for first, last, piece in zip(value.bounds, value.bounds[1:], value.values)
+        if first < stop and start < last
+    ]
+    if all(isinstance(piece, Zeros) for piece in found):
+        return Zeros(shape=(stop - start, *found[0].shape[1:]), dtype=found[0].dtype)
+    return found[0] if len(found) == 1 else lax.concatenate([filled(piece) for piece in found], 0)
+
+
+def whole(value: Any) -> Any:
+    """The value as one array."""
+    return filled(rows(value, 0, value.bounds[-1])) if isinstance(value, Pieces) else filled(value)
+
+
+def _cut(piece: Any, start: int, stop: int) -> Any:
+    if start == 0 and stop == piece.shape[0]:
+        return piece
+    if isinstance(piece, Zeros):
+        return Zeros(shape=(stop - start, *piece.shape[1:]), dtype=piece.dtype)
+    return lax.slice_in_dim(piece, start, stop)
+
+
+# --- How one equation uses axis 0, and how it runs piece by piece along it ---
+# An equation that keeps rows apart (or sums them, moves them, loops over them) has an axis of its own, and
+# each value that carries it a place there:
+#
+#     row p of the value  =  row  ratio · p + offset  of the axis                  → Link
+#
+#     mul a b             all three: ratio 1, offset 0         slice x[2:4]        result: offset 2
+#     concatenate a b     b: offset len(a)                     reshape (4,3)->(12) operand: ratio 3
+
+
+Bounds = tuple[int, ...]
+Apply = Callable[[Sequence[Any], Sequence[Bounds]], list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Where a value (a variable or literal of the equation) lies on one of the equation's axes."""
+
+    value: Any
+    axis: int = 0
+    offset: int = 0
+    ratio: Fraction = Fraction(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How an equation runs on pieces: `apply(operands, bounds of each axis) -> results`."""
+
+    lengths: tuple[int, ...]
+    links: tuple[Link, ...]
+    apply: Apply
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of a variable or literal; () for what has none (a token)."""
+    return tuple(getattr(value.aval, "shape", ()))
+
+
+def dtype_of(value: Any) -> Any:
+    """The dtype of a variable or literal; None for what has none."""
+    return getattr(value.aval, "dtype", None)
+
+
+def size_of(value: Any) -> int | None:
+    """The length of axis 0; None of a scalar."""
+    return next(iter(shape_of(value)), None)
+
+
+def independent(eqn: JaxprEqn, carries: Sequence[bool] | None = None) -> Rule | None:
+    """Operands that carry the axis are read by piece, the others whole; all results carry it."""
+    carries = [True] * len(eqn.invars) if carries is None else carries
+    carriers = [*(v for v, carried in zip(eqn.invars, carries) if carried), *eqn.outvars]
+    lengths = {size_of(v) for v in carriers}
+    if len(lengths) != 1 or None in lengths:
+        return None
+    return Rule(
+        lengths=tuple(length for length in lengths if length is not None),
+        links=tuple(Link(value=v) for v in carriers),
+        apply=partial(_apply_independent, eqn, carries),
+    )
+
+
+def _apply_independent(
+    eqn: JaxprEqn, carries: Sequence[bool], args: Sequence[Any], bounds: Sequence[Bounds]
+) -> list[Any]:
+    pieces = [_run(eqn, carries, args, start, stop) for start, stop in pairwise(bounds[0])]
+    with under_scope_of(eqn):
+        return [piecewise(bounds[0], values) for values in zip(*pieces)]
+
+
+def _run(eqn: JaxprEqn, carries: Sequence[bool], args: Sequence[Any], start: int, stop: int) -> list[Any]:
+    """The equation on the rows `[start, stop)` of what carries its axis."""
+    with under_scope_of(eqn):
+        cut = [rows(x, start, stop) if carried else whole(x) for x, carried in zip(args, carries)]
+        if eqn.primitive.name in ("add", "add_any") and all(carries):
+            terms = [x for x in cut if not isinstance(x, Zeros)]
+            if len(terms) < len(cut):
+                return terms or [cut[0]]
+        cut = [filled(x) for x in cut]
+    return bind_equation(eqn, cut, _params_of_piece(eqn, stop - start))
+
+
+def _params_of_piece(eqn: JaxprEqn, size: int) -> dict[str, Any]:
+    if eqn.primitive.name in ("broadcast_in_dim", "iota"):
+        return dict(eqn.params, shape=(size, *eqn.params["shape"][1:]))
+    return eqn.params
+
+
+def reduction(eqn: JaxprEqn, combine: Callable[[Any, Any], Any]) -> Rule:
+    def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
+        carries = [True] * len(args)
+        partials = [_run(eqn, carries, args, start, stop)[0] for start, stop in pairwise(bounds[0])]
+        with under_scope_of(eqn):
+            return [reduce(combine, partials)]
+
+    return Rule(lengths=(shape_of(eqn.invars[0])[0],), links=tuple(Link(value=v) for v in eqn.invars), apply=apply)
+
+
+# --- main ---
+
+
+def slices(eqn: JaxprEqn) -> Rule | None:
+    params, operand, result = eqn.params, eqn.invars[0], eqn.outvars[0]
+    first, strides = params["start_indices"][0], params["strides"]
+    if strides is not None and strides[0] != 1:
+        return None
+    same_rows = shape_of(result)[1:] == shape_of(operand)[1:]
+
+    def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
+        cut = _within(bounds[0], first, size_of(result))
+        pieces: list[Any] = []
+        for start, stop in pairwise(cut):
+            with under_scope_of(eqn):
+                piece = rows(args[0], first + start, first + stop)
+                piece = piece if same_rows else filled(piece)
+            if not same_rows:
+                begins, ends = (0, *params["start_indices"][1:]), (stop - start, *params["limit_indices"][1:])
+                piece = bind_equation(eqn, [piece], dict(params, start_indices=begins, limit_indices=ends))[0]
+            pieces.append(piece)
+        with under_scope_of(eqn):
+            return [piecewise(cut, pieces)]
+
+    links = (Link(value=operand), Link(value=result, offset=first))
+    return Rule(lengths=(shape_of(operand)[0],), links=links, apply=apply)
+
+
+def split(eqn: JaxprEqn) -> Rule | None:
+    if eqn.params["axis"] != 0:
+        return independent(eqn)
+    offsets = _offsets(eqn.outvars)
+
+    def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
+        results: list[Any] = []
+        with under_scope_of(eqn):
+            for result, offset in zip(eqn.outvars, offsets):
+                cut = _within(bounds[0], offset, size_of(result))
+                pieces = [rows(args[0], offset + start, offset + stop) for start, stop in pairwise(cut)]
+                results.append(piecewise(cut, pieces))
+        return results
+
+    return _joined(eqn, eqn.invars[0], eqn.outvars, offsets, apply)
+
+
+def concatenate(eqn: JaxprEqn) -> Rule | None:
+    if eqn.params["dimension"] != 0:
+        return independent(eqn)
+    offsets = _offsets(eqn.invars)
+
+    def piece(args: Sequence[Any], start: int, stop: int) -> Any:
+        found = [
+            rows(arg, max(start, offset) - offset, min(stop, offset + arg_size) - offset)
+            for arg, offset, arg_size in zip(args, offsets, map(size_of, eqn.invars))
+            if arg_size and offset < stop and start < offset + arg_size
+        ]
+        return found[0] if len(found) == 1 else lax.concatenate([filled(x) for x in found], 0)
+
+    def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
+        with under_scope_of(eqn):
+            return [piecewise(bounds[0], [piece(args, start, stop) for start, stop in pairwise(bounds[0])])]
+
+    return _joined(eqn, eqn.outvars[0], eqn.invars, offsets, apply)
+
+
+def _joined(
+    eqn: JaxprEqn,
+    axis: Any,
+    parts: Sequence[Any],
+    offsets: Sequence[int],
+    apply: Apply,
+) -> Rule:
+    """The rule of an equation whose axis is one value's, made of consecutive parts."""
+    links = (Link(value=axis), *(Link(value=v, offset=o) for v, o in zip(parts, offsets)))
+    return Rule(lengths=(shape_of(axis)[0],), links=links, apply=apply)
+
+
+def _offsets(values: Sequence[Any]) -> list[int]:
+    return [0, *accumulate(shape_of(v)[0] for v in values)][:-1]
+
+
+def _within(bounds: Bounds, offset: int, size: int | None) -> Bounds:
+    """The bounds that fall into `[offset, offset + size]`, counted from there, with both ends."""
+    assert size is not None
+    return (0, *(b - offset for b in bounds if offset < b < offset + size), size)
+
+
+def stack(eqn: JaxprEqn) -> Rule | None:
+    if eqn.params["axis"] != 0:
+        return independent(eqn)
+
+    def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
+        with under_scope_of(eqn):
+            layers = [whole(x) for x in args]
+        pieces = [bind_equation(eqn, layers[start:stop])[0] for start, stop in pairwise(bounds[0])]
+        with under_scope_of(eqn):
+            return [piecewise(bounds[0], pieces)]
+
+    return Rule(lengths=(len(eqn.invars),), links=(Link(value=eqn.outvars[0]),), apply=apply)
+
+
+def unstack(eqn: JaxprEqn) -> Rule | None:
+    if eqn.params["axis"] != 0:
+        return independent(eqn)
+
+    def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
+        layers: list[Any] = []
+        for start, stop in pairwise(bounds[0]):
+            with under_scope_of(eqn):
+                piece = filled(rows(args[0], start, stop))
+            layers += bind_equation(eqn, [piece])
+        return layers
+
+    return Rule(lengths=(len(eqn.outvars),), links=(Link(value=eqn.invars[0]),), apply=apply)
+
+
+def pad(eqn: JaxprEqn) -> Rule | None:
+    operand, fill = eqn.invars
+    result, (low, high, interior) = eqn.outvars[0], eqn.params["padding_config"][0]
+    if low < 0 or high < 0 or interior:
+        return None
+    zero = isinstance(fill, Literal) and not fill.val
+    low, last = int(low), int(low) + shape_of(operand)[0]
+
+    def piece(args: Sequence[Any], start: int, stop: int) -> Any:
+        first, end = max(start, low), min(stop, last)
+        shape = (stop - start, *shape_of(result)[1:])
+        with under_scope_of(eqn):
+            if first >= end:
+                return Zeros(shape=shape, dtype=dtype_of(result)) if zero else jnp.broadcast_to(args[1], shape)
+            inner = rows(args[0], first - low, end - low)
+            if inner.shape == shape:
+                return inner
+            inner = filled(inner)
+        config = ((first - start, stop - end, 0), *eqn.params["padding_config"][1:])
+        return bind_equation(eqn, [inner, args[1]], dict(eqn.params, padding_config=config))[0]
+
+    def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
+        pieces = [piece(args, start, stop) for start, stop in pairwise(bounds[0])]
+        with under_scope_of(eqn):
+            return [piecewise(bounds[0], pieces)]
+
+    return _joined(eqn, result, [operand], [low], apply)
+
+
+def reshape(eqn: JaxprEqn) -> Rule | None:
+    operand, result = eqn.invars[0], eqn.outvars[0]
+    if len(eqn.invars) != 1 or not shape_of(operand) or not shape_of(result) or not prod(shape_of(result)):
+        return None
+    if eqn.params.get("dimensions") is not None:
+        return None
+    # Rows of the result that one row of the operand fills.
+    ratio = Fraction(prod(shape_of(operand)[1:]), prod(shape_of(result)[1:]))
+
+    def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
+        cut = tuple(b for b in bounds[0] if (b / ratio).denominator == 1)
+        pieces: list[Any] = []
+        for start, stop in pairwise(cut):
+            with under_scope_of(eqn):
+                piece = filled(rows(args[0], int(start / ratio), int(stop / ratio)))
+            sizes = (stop - start, *eqn.params["new_sizes"][1:])
+            pieces += bind_equation(eqn, [piece], dict(eqn.params, new_sizes=sizes))
+        with under_scope_of(eqn):
+            return [piecewise(cut, pieces)]
+
+    links = (Link(value=operand, ratio=ratio), Link(value=result))
+    return Rule(lengths=(shape_of(result)[0],), links=links, apply=apply)
+
+
+def barrier(eqn: JaxprEqn) -> Rule:
+    """Every operand keeps its own pieces; one barrier still holds all of them together."""
+
+    def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
+        with under_scope_of(eqn):
+            cut = [[filled(rows(x, *span)) for span in pairwise(b)] if b else [x] for x, b in zip(args, bounds)]
+        through = iter(bind_equation(eqn, [piece for pieces in cut for piece in pieces]))
+        with under_scope_of(eqn):
+            return [piecewise(b, [next(through) for _ in pieces]) for pieces, b in zip(cut, bounds)]
+
+    links = [Link(value=v, axis=i) for i, pair in enumerate(zip(eqn.invars, eqn.outvars)) for v in pair if size_of(v)]
+    return Rule(lengths=tuple(size_of(v) or 0 for v in eqn.invars), links=tuple(links), apply=apply)
+
+
+def loop(eqn: JaxprEqn) -> Rule:
+    """A scan runs over its pieces in turn: the carry goes through, each piece has its xs and ys."""
+    found = loop_of(eqn)
+    num_outer = found.num_consts + found.num_carry
+
+    def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
+        spans = list(pairwise(bounds[0]))
+        with under_scope_of(eqn):
+            outer = [whole(x) for x in args[:num_outer]]
+        consts, carry = outer[: found.num_consts], outer[found.num_consts :]
+        pieces: list[Any] = []
+        for start, stop in reversed(spans) if found.reverse else spans:
+            with under_scope_of(eqn):
+                xs = [filled(rows(x, start, stop)) for x in args[num_outer:]]
+            results = bind_loop(eqn, [*consts, *carry, *xs], stop - start)
+            carry = results[: found.num_carry]
+            pieces.append(results[found.num_carry :])
+        pieces = pieces[::-1] if found.reverse else pieces
+        with under_scope_of(eqn):
+            return [*carry, *(piecewise(bounds[0], ys) for ys in zip(*pieces))]
+
+    scanned = (*eqn.invars[num_outer:], *eqn.outvars[found.num_carry :])
+    return Rule(lengths=(found.length,), links=tuple(Link(value=v) for v in scanned), apply=apply)
+
+
+# --- Which equations can run on pieces along axis 0: an entry per primitive ---
+# What has no entry here reads whole values, which is always right.
+
+
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
+    cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv
+    erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log
+    log1p logistic lt max min mul mulhi name ne neg nextafter not or polygamma population_count pow real
+    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
+    """.split()  # noqa: SIM905 — as words it fits on a screen
+)
+# The parameter that names the axes which the operation mixes; the others are independent.
+MIXED_AXES = {
+    "argmax": "axes",
+    "argmin": "axes",
+    "cumlogsumexp": "axis",
+    "cummax": "axis",
+    "cummin": "axis",
+    "cumprod": "axis",
+    "cumsum": "axis",
+    "rev": "dimensions",
+    "sort": "dimension",
+    "squeeze": "dimensions",
+}
+REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "reduce_and": lax.bitwise_and,
+    "reduce_max": lax.max,
+    "reduce_min": lax.min,
+    "reduce_or": lax.bitwise_or,
+    "reduce_prod": lax.mul,
+    "reduce_sum": lax.add,
+    "reduce_xor": lax.bitwise_xor,
+}
+# Leading axes of their operands are batch axes.
+MATRIX_FUNCTIONS = frozenset(["cholesky", "eigh", "householder_product", "lu", "qr", "svd", "triangular_solve"])
+
+
+def rule_of(eqn: JaxprEqn) -> Rule | None:
+    """What the equation does with axis 0; None if it has to read whole values."""
+    name = eqn.primitive.name
+    if name in ELEMENTWISE:
+        # Scalars, and axes of length one, are broadcast.
+        return independent(eqn, [size_of(v) == size_of(eqn.outvars[0]) for v in eqn.invars])
+    if name in MIXED_AXES:
+        return None if _holds_first(eqn.params[MIXED_AXES[name]]) else independent(eqn)
+    if name in REDUCTIONS:
+        return reduction(eqn, REDUCTIONS[name]) if 0 in eqn.params["axes"] else independent(eqn)
+    if name in MATRIX_FUNCTIONS:
+        return independent(eqn) if all(len(shape_of(v)) > 2 for v in eqn.invars) else None
+    return _OTHERS[name](eqn) if name in _OTHERS else None
+
+
+def _holds_first(axes: int | Sequence[int]) -> bool:
+    return 0 in (axes if isinstance(axes, (tuple, list)) else (axes,))
+
+
+def _broadcast(eqn: JaxprEqn) -> Rule | None:
+    if len(eqn.invars) != 1:
+        return None
+    operand, result = eqn.invars[0], eqn.outvars[0]
+    return independent(eqn, [eqn.params["broadcast_dimensions"][:1] == (0,) and size_of(operand) == size_of(result)])
+
+
+def _iota(eqn: JaxprEqn) -> Rule | None:
+    return None if eqn.params["dimension"] == 0 or eqn.invars else independent(eqn)
+
+
+def _tile(eqn: JaxprEqn) -> Rule | None:
+    return independent(eqn) if eqn.params["reps"][:1] == (1,) else None
+
+
+def _transpose(eqn: JaxprEqn) -> Rule | None:
+    return independent(eqn) if eqn.params["permutation"][:1] == (0,) else None
+
+
+def _dot(eqn: JaxprEqn) -> Rule | None:
+    (left_contracted, right_contracted), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    if left_batch:
+        return independent(eqn) if left_batch[0] == right_batch[0] == 0 else None
+    if (0, 0) in zip(left_contracted, right_contracted):
+        return reduction(eqn, lax.add)
+    if len(left_contracted) == len(shape_of(eqn.invars[0])):
+        return independent(eqn, [False, True]) if 0 not in right_contracted else None
+    return independent(eqn, [True, False]) if 0 not in left_contracted else None
+
+
+_OTHERS: dict[str, Callable[[JaxprEqn], Rule | None]] = {
+    "broadcast_in_dim": _broadcast,
+    "concatenate": layer_moves.concatenate,
+    "dot_general": _dot,
+    "iota": _iota,
+    "optimization_barrier": layer_moves.barrier,
+    "pad": layer_moves.pad,
+    "reshape": layer_moves.reshape,
+    "scan": layer_moves.loop,
+    "slice": layer_moves.slices,
+    "split": layer_moves.split,
+    "stack": layer_moves.stack,
+    "tile": _tile,
+    "transpose": _transpose,
+    "unstack": layer_moves.unstack,
+}
