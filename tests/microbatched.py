@@ -8,7 +8,7 @@ import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
-from autopar.compiler.microbatch import MicrobatchedStep, evaluate_microbatched, split_batch
+from autopar.compiler.microbatch.split import MicrobatchedStep, evaluate_microbatched, split_batch
 
 BATCH, WIDTH = 8, 6
 _DRAW = np.random.default_rng(0)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.compiler.microbatch import evaluate_microbatched
+from autopar.compiler.microbatch.split import evaluate_microbatched
 from autopar.errors import NotSplittable, Unsupported
 from tests.microbatched import PARAMS, WIDTH, X, accumulations, assert_equal, evaluate_both, hidden, split
 

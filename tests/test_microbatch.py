@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.microbatch import evaluate_microbatched
+from autopar.compiler.microbatch.split import evaluate_microbatched
 from autopar.errors import InvalidArgument, NotSplittable
 from tests.microbatched import (
     BATCH,

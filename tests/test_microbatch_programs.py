@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.microbatch import evaluate_microbatched, split_batch
+from autopar.compiler.microbatch.split import evaluate_microbatched, split_batch
 from tests.microbatched import PARAMS, WIDTH, X, assert_equal, evaluate_both, hidden, sgd, traces
 from tests.zoo import ZOO
 

@@ -25,10 +25,10 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.merge_layers import merge_layers
+from autopar.compiler.microbatch.unsplit import whole_batch
 from autopar.compiler.placement import layer_order, place
 from autopar.compiler.regions import Regions, find_regions
 from autopar.compiler.stage_graph import evaluate
-from autopar.compiler.whole_batch import whole_batch
 from tests.zoo import ZOO
 from tests.zoo.gpt_linen import GPT, VOCABULARY, WIDTH, Block
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.microbatch import MicrobatchedStep, evaluate_microbatched
-from autopar.compiler.whole_batch import whole_batch
+from autopar.compiler.microbatch.split import MicrobatchedStep, evaluate_microbatched
+from autopar.compiler.microbatch.unsplit import whole_batch
 from tests.small_steps import (
     adam,
     adam_state,

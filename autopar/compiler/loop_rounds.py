@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.compiler.batch_accumulate import accumulate_p
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
-from autopar.compiler.microbatch import MicrobatchedStep
+from autopar.compiler.microbatch.accumulate import accumulate_p
+from autopar.compiler.microbatch.split import MicrobatchedStep
 
 _MOVES = frozenset(
     {

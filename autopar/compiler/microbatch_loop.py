@@ -17,12 +17,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.compiler.batch_accumulate import accumulate_p, combine
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.loop_rounds import carried_between, find_rounds
-from autopar.compiler.microbatch import MicrobatchedStep
+from autopar.compiler.microbatch.accumulate import accumulate_p, combine
+from autopar.compiler.microbatch.split import MicrobatchedStep
 from autopar.compiler.prepare import prepare
 
 _lax: Any = lax  # annotated in part, which a strict checker does not take

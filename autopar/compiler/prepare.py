@@ -18,11 +18,11 @@ from autopar.compiler.frontend.layer_scans import Piece, has_layer_loops, split_
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.merge_layers import merge_layers
-from autopar.compiler.microbatch import MicrobatchedStep, split_batch
+from autopar.compiler.microbatch.split import MicrobatchedStep, split_batch
+from autopar.compiler.microbatch.unsplit import whole_batch
 from autopar.compiler.placement import layer_order, place
 from autopar.compiler.regions import Regions, find_regions
 from autopar.compiler.stage_graph import StageGraph
-from autopar.compiler.whole_batch import whole_batch
 from autopar.errors import InvalidArgument, NotSplittable, PlanMismatch
 from autopar.ir.plan import Plan
 

@@ -27,10 +27,10 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
+from autopar.compiler.microbatch.unsplit import whole_batch
 from autopar.compiler.model_layers import layer_cuts, layer_names
 from autopar.compiler.placement import layer_order
 from autopar.compiler.regions import Region, find_regions
-from autopar.compiler.whole_batch import whole_batch
 
 _OUTSIDE = -1
 

@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compiler.batch_accumulate import accumulate_p
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.microbatch import MicrobatchedStep
+from autopar.compiler.microbatch.accumulate import accumulate_p
+from autopar.compiler.microbatch.split import MicrobatchedStep
 
 
 class Region(StrEnum):

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.compiler.batch_accumulate import combine
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.microbatch.accumulate import combine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from autopar.compiler.batch_accumulate import accumulate_p
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.microbatch.accumulate import accumulate_p
 from autopar.compiler.placement import Placement
 from autopar.compiler.regions import Region
 

@@ -9,21 +9,188 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from autopar.compiler.batch_index_rules import (
-    dynamic_slice,
-    dynamic_update_slice,
-    gather,
-    scatter,
-    static_slice,
-)
-from autopar.compiler.batch_sites import Reduced, Rows, Site, Verdict, batch_axes, refuse, shape_of
-from autopar.compiler.batch_states import SUM
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.microbatch.states import SUM, Reduced, Rows, Site, Verdict, batch_axes, refuse, shape_of
 from autopar.errors import Unsupported
+
+# --- Recognize indices that name each row's own position, as `arange(B)` does in `logits[arange(B), labels]` ---
+# Such a gather looks as if it picked examples from anywhere in the batch, yet row i reads row i only. The walk
+# goes from the indices back to the `iota`, through what JAX puts between: conversions, broadcasts, the
+# column-wise concatenation, and the wrapping of negative indices `select_n(i < 0, i, i + B)`, which never
+# wraps here.
+
+
+def is_own_rows(
+    atom: Any,
+    axis: int,
+    column: int,
+    producers: Mapping[jc.Var, jc.JaxprEqn],
+    constants: Mapping[jc.Var, Any],
+) -> bool:
+    """Whether `atom[..., column]` is the number i at position i along `axis`."""
+    if not isinstance(atom, jc.Var):
+        return False
+    if atom in constants:
+        columns = np.moveaxis(np.asarray(constants[atom]), axis, 0)[..., column]
+        return bool((np.arange(len(columns)) == columns.T).all())
+    eqn = producers.get(atom)
+    while eqn is not None:
+        step = _column_source(eqn, axis, column)
+        if step is None:
+            return _counts(eqn.outvars[0], axis, producers, constants)
+        source, column = step
+        if source in constants:
+            return is_own_rows(source, axis, column, producers, constants)
+        eqn = producers.get(source)
+    return False
+
+
+def _column_source(eqn: jc.JaxprEqn, axis: int, column: int) -> tuple[Any, int] | None:
+    """The operand and its column from which this column comes; None where the columns begin."""
+    if eqn.primitive.name == "concatenate" and eqn.params["dimension"] == len(shape_of(eqn.outvars[0])) - 1:
+        for operand in eqn.invars:
+            width = shape_of(operand)[-1]
+            if column < width:
+                return operand, column
+            column -= width
+    if eqn.primitive.name == "convert_element_type" and shape_of(eqn.outvars[0])[-1] > 1:
+        return eqn.invars[0], column
+    return None
+
+
+def _counts(atom: Any, axis: int, producers: Mapping[jc.Var, jc.JaxprEqn], constants: Mapping[jc.Var, Any]) -> bool:
+    """Whether every entry at position i along `axis` is the number i."""
+    if not isinstance(atom, jc.Var):
+        return False
+    if atom in constants:
+        rows = np.moveaxis(np.asarray(constants[atom]), axis, 0)
+        return bool((np.arange(len(rows)) == rows.reshape(len(rows), -1).T).all())
+    eqn = producers.get(atom)
+    if eqn is None:
+        return False
+    match eqn.primitive.name:
+        case "iota":
+            return eqn.params["dimension"] == axis
+        case "convert_element_type" | "copy" | "optimization_barrier" if len(eqn.invars) == 1:
+            return _counts(eqn.invars[0], axis, producers, constants)
+        case "broadcast_in_dim":
+            dims = eqn.params["broadcast_dimensions"]
+            if axis not in dims or shape_of(eqn.invars[0])[dims.index(axis)] != shape_of(atom)[axis]:
+                return False
+            return _counts(eqn.invars[0], dims.index(axis), producers, constants)
+        case "reshape":
+            source = _same_axis(eqn, axis)
+            return source is not None and _counts(eqn.invars[0], source, producers, constants)
+        case "select_n":
+            never = producers.get(eqn.invars[0]) if isinstance(eqn.invars[0], jc.Var) else None
+            wraps = never is not None and never.primitive.name == "lt" and _is_zero(never.invars[1])
+            return (
+                wraps
+                and never is not None
+                and _counts(never.invars[0], axis, producers, constants)
+                and _counts(eqn.invars[1], axis, producers, constants)
+            )
+        case _:
+            return False
+
+
+def _same_axis(eqn: jc.JaxprEqn, axis: int) -> int | None:
+    """The operand's axis that a reshape (adding or dropping dimensions of size 1) made into `axis`."""
+    source, result = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    if [n for n in source if n != 1] != [n for n in result if n != 1] or result[axis] == 1:
+        return None
+    rank = sum(n != 1 for n in result[:axis])
+    return [i for i, n in enumerate(source) if n != 1][rank]
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, jc.Literal) and not np.any(atom.val)
+
+
+# --- Which slices, gathers and scatters leave the examples of a batch apart ---
+
+
+def static_slice(site: Site) -> Verdict:
+    (axis,) = (a for a in site.axes if a is not None)
+    p, size = site.eqn.params, site.shape(0)[axis]
+    strides = p["strides"] or (1,) * len(site.shape(0))
+    if (p["start_indices"][axis], p["limit_indices"][axis], strides[axis]) != (0, size, 1):
+        refuse(site.eqn, "takes some of the batch's examples by position")
+    return Rows()
+
+
+def dynamic_slice(site: Site) -> Verdict:
+    axis = site.axes[0]
+    if axis is None or site.eqn.params["slice_sizes"][axis] != site.shape(0)[axis]:
+        refuse(site.eqn, "takes some of the batch's examples by position")
+    return Rows()
+
+
+def dynamic_update_slice(site: Site) -> Verdict:
+    axis, update = site.axes[:2]
+    if axis is None:
+        refuse(site.eqn, "writes the batch's examples into a value that has no batch axis")
+    if update != axis or site.shape(0)[axis] != site.shape(1)[axis]:
+        refuse(site.eqn, "overwrites some of the batch's examples by position")
+    return Rows()
+
+
+def gather(site: Site) -> Verdict:
+    numbers, (axis, rows) = site.eqn.params["dimension_numbers"], site.axes
+    if axis is None:
+        return Rows()
+    if axis in numbers.operand_batching_dims:
+        paired = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
+        return Rows() if rows == paired else _picks_examples(site)
+    if axis in numbers.start_index_map:
+        return Rows(own_column=_own_column(site, axis, numbers.start_index_map))
+    if axis in numbers.collapsed_slice_dims or site.eqn.params["slice_sizes"][axis] != site.shape(0)[axis]:
+        _picks_examples(site)
+    if rows is not None:
+        refuse(site.eqn, "combines pairs of the batch's examples")
+    return Rows()
+
+
+def scatter(kind: str | None) -> Callable[[Site], Verdict]:
+    """`kind`: how updates of several rows meet in a value without a batch axis; None: their order counts."""
+
+    def rule(site: Site) -> Verdict:
+        numbers, (axis, rows, updates) = site.eqn.params["dimension_numbers"], site.axes
+        if axis is None:
+            if kind is None or rows is None or updates in numbers.update_window_dims:
+                refuse(site.eqn, "writes the batch's examples into a value that has no batch axis")
+            return Reduced(kind=kind, summands=(0,))
+        if axis in numbers.operand_batching_dims:
+            paired = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
+            return Rows() if rows == paired and updates is not None else _picks_examples(site)
+        if axis in numbers.scatter_dims_to_operand_dims:
+            return Rows(own_column=_own_column(site, axis, numbers.scatter_dims_to_operand_dims))
+        if rows is not None or updates is None or site.shape(2)[updates] != site.shape(0)[axis]:
+            refuse(site.eqn, "combines pairs of the batch's examples")
+        return Rows()
+
+    return rule
+
+
+def _own_column(site: Site, axis: int, index_map: tuple[int, ...]) -> int:
+    """The column of indices that selects along the batch, if each row selects itself: `x[arange(B), y]`."""
+    column, rows = index_map.index(axis), site.axes[1]
+    if rows is None or site.shape(1)[rows] != site.shape(0)[axis]:
+        _picks_examples(site)
+    if not is_own_rows(site.eqn.invars[1], rows, column, site.producers, site.constants):
+        _picks_examples(site)
+    return column
+
+
+def _picks_examples(site: Site) -> NoReturn:
+    refuse(site.eqn, "picks examples of the batch by index")
+
+
+# --- main ---
 
 
 def row_verdict(site: Site) -> Verdict:

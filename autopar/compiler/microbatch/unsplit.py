@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.compiler.batch_accumulate import accumulate
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.microbatch import MicrobatchedStep, StepInput
+from autopar.compiler.microbatch.accumulate import accumulate
+from autopar.compiler.microbatch.split import MicrobatchedStep, StepInput
 
 
 def whole_batch(closed: jc.ClosedJaxpr, *, batch_inputs: Sequence[int]) -> MicrobatchedStep:

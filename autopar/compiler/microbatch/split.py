@@ -18,16 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compiler.batch_accumulate import accumulate_p, combine
-from autopar.compiler.batch_axes import analyse, input_states
-from autopar.compiler.batch_emit import emit
-from autopar.compiler.batch_ledger import Ledger
-from autopar.compiler.batch_sites import shape_of
-from autopar.compiler.batch_slice import Microbatch
-from autopar.compiler.batch_states import Batched
-from autopar.compiler.batch_steps import Block
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import eliminate_dead
+from autopar.compiler.microbatch.accumulate import accumulate_p, combine
+from autopar.compiler.microbatch.analysis import analyse, input_states
+from autopar.compiler.microbatch.emit import Microbatch, emit
+from autopar.compiler.microbatch.states import Batched, Block, Ledger, shape_of
 from autopar.errors import InvalidArgument
 
 __all__ = ["MicrobatchedStep", "StepInput", "accumulate_p", "evaluate_microbatched", "split_batch"]

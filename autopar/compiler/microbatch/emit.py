@@ -1,0 +1,379 @@
+"""Trace the program of one microbatch from the steps that the analysis decided on.
+
+    split     the parameters at the microbatch's size, p(B/M) = p(B) - (p(2B) - p(B)) (1 - 1/M)
+    source    at the full size, then this microbatch's slice, right there so that XLA can fuse the two
+    whole     on whole copies of the batch, once, before the microbatches
+
+Every equation keeps its name stack and source line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.normalize import eliminate_dead
+from autopar.compiler.microbatch.accumulate import accumulate
+from autopar.compiler.microbatch.states import (
+    CALLS,
+    COMPLETE,
+    DRAW,
+    FIRST,
+    SHARE,
+    SOURCE,
+    WHOLE,
+    Batched,
+    Block,
+    Local,
+    Partial,
+    State,
+    Step,
+    batch_axes,
+    shape_of,
+    straight_bodies,
+)
+from autopar.errors import NotSplittable
+
+# --- One microbatch of a batch: its slice of a value, and its share of a parameter that grows with the batch ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """Which microbatch is computed: `index` is a traced number."""
+
+    count: int
+    index: Any
+
+    def size(self, full: int) -> int:
+        """The length of an axis in one microbatch."""
+        if full % self.count:
+            raise NotSplittable(
+                f"An axis of {full}, which grows with the batch, does not divide into {self.count} "
+                f"microbatches. Choose a number of microbatches that divides {full}."
+            )
+        return full // self.count
+
+    def rows(self, value: Any, axis: int) -> Any:
+        """This microbatch's slice of a value of the whole batch."""
+        size = self.size(value.shape[axis])
+        starts = [self.index * size if i == axis else np.int32(0) for i in range(value.ndim)]
+        sizes = [size if i == axis else n for i, n in enumerate(value.shape)]
+        return lax.dynamic_slice(value, starts, sizes, allow_negative_indices=False)
+
+
+def params_at_microbatch(
+    params: Mapping[str, Any], doubled: Mapping[str, Any], microbatch: Microbatch
+) -> dict[str, Any]:
+    """An equation's parameters at the microbatch's size."""
+    return {key: at_microbatch(value, doubled[key], microbatch) for key, value in params.items()}
+
+
+def at_microbatch(value: Any, doubled: Any, microbatch: Microbatch) -> Any:
+    """A parameter at the microbatch's size. Integers that differ are affine in the batch; all else stays."""
+    if type(value) is tuple:
+        items = cast("tuple[Any, ...]", value)
+        return tuple(at_microbatch(a, b, microbatch) for a, b in zip(items, doubled, strict=True))
+    if isinstance(value, int) and isinstance(doubled, int) and value != doubled:
+        grown = doubled - value
+        return value - grown + microbatch.size(grown)
+    return value
+
+
+# --- Rebuild a loop, condition or rematerialised region around the bodies of one microbatch ---
+# What a body needs of the whole batch is computed before it and handed in. Loops close over the microbatch's
+# index; `cond` and `remat2` get it as a further operand, so that their other parameters stay as they were.
+
+Emit = Callable[[Microbatch, Block, Sequence[Any], Mapping[jc.Var, Any]], list[Any]]
+
+
+def emit_bodies(
+    emit: Emit, microbatch: Microbatch, step: Step, args: list[Any], read_whole: Callable[[Any], Any]
+) -> list[Any]:
+    """The results of an equation with bodies for one microbatch."""
+    with jc.under_scope_of(step.eqn):
+        if step.eqn.primitive.name == "scan":
+            return _scan(emit, microbatch, step, args)
+        if step.eqn.primitive.name == "while":
+            return _while(emit, microbatch, step, args)
+        hoisted = [_hoisted(step, body, offset, read_whole) for body, offset in straight_bodies(step)]
+    if step.eqn.primitive.name == "cond":
+        return _cond(emit, microbatch, step, args, hoisted)
+    if step.eqn.primitive.name in CALLS:
+        with jc.under_scope_of(step.eqn):
+            return emit(microbatch, step.bodies[0], args, hoisted[0])
+    return _remat(emit, microbatch, step, args, hoisted[0])
+
+
+def _scan(emit: Emit, microbatch: Microbatch, step: Step, args: list[Any]) -> list[Any]:
+    loop, (body,) = jc.loop_of(step.eqn), step.bodies
+    last = loop.num_consts + loop.num_carry
+    consts, initial, xs = args[: loop.num_consts], args[loop.num_consts : last], args[last:]
+
+    def once(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = emit(microbatch, body, [*consts, *carry, *x], {})
+        return results[: loop.num_carry], results[loop.num_carry :]
+
+    carry, ys = lax.scan(once, initial, xs, length=loop.length, reverse=loop.reverse, unroll=loop.unroll)
+    return [*carry, *ys]
+
+
+def _while(emit: Emit, microbatch: Microbatch, step: Step, args: list[Any]) -> list[Any]:
+    test, body = step.bodies
+    num_cond = step.eqn.params["cond_nconsts"]
+    last = num_cond + step.eqn.params["body_nconsts"]
+    cond_consts, body_consts, initial = args[:num_cond], args[num_cond:last], args[last:]
+    return lax.while_loop(
+        lambda carry: emit(microbatch, test, [*cond_consts, *carry], {})[0],
+        lambda carry: emit(microbatch, body, [*body_consts, *carry], {}),
+        initial,
+    )
+
+
+def _hoisted(step: Step, body: Block, offset: int, read_whole: Callable[[Any], Any]) -> dict[jc.Var, Any]:
+    """What the body uses of the whole batch, computed outside of it."""
+    whole: dict[jc.Var, Any] = dict(zip(body.jaxpr.constvars, body.consts))
+    for position, var in enumerate(body.jaxpr.invars):
+        if var in body.needed_whole:
+            whole[var] = read_whole(step.eqn.invars[offset + position])
+    for inner in body.steps:
+        if inner.mode == WHOLE or any(v in body.needed_whole for v in inner.eqn.outvars):
+            values = [a.val if isinstance(a, jc.Literal) else whole[a] for a in inner.eqn.invars]
+            whole.update(zip(inner.eqn.outvars, jc.bind_equation(inner.eqn, values)))
+    used = _read_whole_inside(body)
+    return {var: value for var, value in whole.items() if var in used}
+
+
+def _read_whole_inside(body: Block) -> set[jc.Var]:
+    used = {v for s in body.steps if s.mode == WHOLE for v in s.eqn.outvars}
+    for step in body.steps:
+        for inner, offset in straight_bodies(step):
+            wanted = [i for i, v in enumerate(inner.jaxpr.invars) if v in inner.needed_whole]
+            atoms = [step.eqn.invars[offset + i] for i in wanted]
+            used.update(a for a in atoms if isinstance(a, jc.Var))
+    return used
+
+
+def _traced(
+    emit: Emit,
+    microbatch: Microbatch,
+    step: Step,
+    args: Sequence[Any],
+    hoisted: Sequence[Mapping[jc.Var, Any]],
+) -> tuple[list[jc.ClosedJaxpr], list[Any]]:
+    """The bodies as jaxprs of the same operands: index (if read), values of the whole batch, `args`."""
+    given = [(i, var) for i, group in enumerate(hoisted) for var in group]
+    operands = [microbatch.index, *(v for group in hoisted for v in group.values()), *args]
+
+    def trace(own: int, body: Block) -> jc.ClosedJaxpr:
+        def run(index: Any, *values: Any) -> list[Any]:
+            mine = {var: v for (i, var), v in zip(given, values) if i == own}
+            return emit(Microbatch(count=microbatch.count, index=index), body, values[len(given) :], mine)
+
+        return eliminate_dead(jc.trace(run, [jax.typeof(v) for v in operands]))
+
+    bodies = [trace(i, body) for i, body in enumerate(step.bodies)]
+    if any(_reads_first_input(body) for body in bodies):
+        return bodies, operands
+    kept = range(1, len(operands))
+    return [jc.with_inputs(body, kept) for body in bodies], operands[1:]
+
+
+def _reads_first_input(closed: jc.ClosedJaxpr) -> bool:
+    jaxpr, _ = jc.open_jaxpr(closed)
+    return any(jaxpr.invars[0] in eqn.invars for eqn in jaxpr.eqns)
+
+
+def _cond(
+    emit: Emit,
+    microbatch: Microbatch,
+    step: Step,
+    args: list[Any],
+    hoisted: Sequence[Mapping[jc.Var, Any]],
+) -> list[Any]:
+    branches, operands = _traced(emit, microbatch, step, args[1:], hoisted)
+    params = {**step.eqn.params, "branches": tuple(branches)}
+    return jc.bind_equation(step.eqn, [args[0], *operands], params)
+
+
+def _remat(
+    emit: Emit,
+    microbatch: Microbatch,
+    step: Step,
+    args: list[Any],
+    hoisted: Mapping[jc.Var, Any],
+) -> list[Any]:
+    (body,), operands = _traced(emit, microbatch, step, args, [hoisted])
+    jaxpr, consts = jc.consts_as_inputs(body)
+    params = {**step.eqn.params, "jaxpr": jaxpr}
+    return jc.bind_equation(step.eqn, [*consts, *operands], params)
+
+
+# --- main ---
+
+_jnp: Any = jnp  # annotated in part, which a strict checker does not take
+_lax: Any = lax
+
+
+@dataclass(kw_only=True)
+class _Frame:
+    """The values of one block while it is traced: of the microbatch, of the whole batch, and accumulated."""
+
+    microbatch: Microbatch
+    block: Block
+    top: bool
+    values: dict[jc.Var, Any]
+    whole: dict[jc.Var, Any]
+    accumulated: dict[jc.Var, Any]
+    producers: dict[jc.Var, jc.JaxprEqn]
+
+    def read(self, atom: Any) -> Any:
+        return atom.val if isinstance(atom, jc.Literal) else self.values[atom]
+
+    def read_whole(self, atom: Any) -> Any:
+        if isinstance(atom, jc.Literal):
+            return atom.val
+        return self.whole[atom] if atom in self.whole else self.values[atom]
+
+
+def emit(
+    microbatch: Microbatch,
+    block: Block,
+    args: Sequence[Any],
+    whole: Mapping[jc.Var, Any],
+    *,
+    top: bool = False,
+) -> list[Any]:
+    """The block's results for one microbatch; at the top, accumulated over all of them.
+
+    `whole` has the values of the whole batch that the block reads: at the top its inputs, otherwise what was
+    computed before the block.
+    """
+    frame = _frame(microbatch, block, args, whole, top)
+    for step in block.steps:
+        frame.values.update(zip(step.eqn.outvars, _results(frame, step), strict=True))
+        frame.producers.update(dict.fromkeys(step.eqn.outvars, step.eqn))
+    if not top:
+        pairs = zip(block.jaxpr.outvars, block.outputs, block.output_uses, strict=True)
+        return [_used(frame, atom, state, use) for atom, state, use in pairs]
+    return [_accumulated(frame, v, s) for v, s in zip(block.jaxpr.outvars, block.outputs, strict=True)]
+
+
+def _frame(microbatch: Microbatch, block: Block, args: Sequence[Any], whole: Mapping[jc.Var, Any], top: bool) -> _Frame:
+    consts = dict(zip(block.jaxpr.constvars, block.consts, strict=True))
+    sliced = {v: _sliced(microbatch, _jnp.asarray(c), block.constants[v]) for v, c in consts.items()}
+    return _Frame(
+        microbatch=microbatch,
+        block=block,
+        top=top,
+        values={**sliced, **dict(zip(block.jaxpr.invars, args, strict=True))},
+        whole={**consts, **whole},
+        accumulated={},
+        producers={},
+    )
+
+
+def _sliced(microbatch: Microbatch, value: Any, state: State) -> Any:
+    return microbatch.rows(value, state.axis) if isinstance(state, Batched) else value
+
+
+def _results(frame: _Frame, step: Step) -> list[Any]:
+    if step.mode == WHOLE:
+        return _from_whole(frame, step, _evaluate_whole(frame, step))
+    if frame.top and step.mode != SOURCE and any(v in frame.block.needed_whole for v in step.eqn.outvars):
+        _evaluate_whole(frame, step)
+    args = [_used(frame, *operand) for operand in zip(step.eqn.invars, step.operands, step.uses, strict=True)]
+    if step.bodies:
+        return emit_bodies(emit, frame.microbatch, step, args, frame.read_whole)
+    if step.mode == SOURCE:
+        full = jc.bind_equation(step.eqn, args)
+        frame.whole.update(zip(step.eqn.outvars, full))
+        return _from_whole(frame, step, full)
+    if step.mode == DRAW:
+        args = [_folded(args[0], frame.microbatch.index)]
+    return _at_microbatch(frame, step, args)
+
+
+def _evaluate_whole(frame: _Frame, step: Step) -> list[Any]:
+    """The equation on the whole batch; in a body it was evaluated before the body."""
+    if frame.top:
+        full = jc.bind_equation(step.eqn, [frame.read_whole(a) for a in step.eqn.invars])
+        frame.whole.update(zip(step.eqn.outvars, full))
+    return [frame.whole[v] for v in step.eqn.outvars]
+
+
+def _from_whole(frame: _Frame, step: Step, full: Sequence[Any]) -> list[Any]:
+    with jc.under_scope_of(step.eqn):
+        return [_sliced(frame.microbatch, value, state) for value, state in zip(full, step.results)]
+
+
+def _at_microbatch(frame: _Frame, step: Step, args: list[Any]) -> list[Any]:
+    microbatch = frame.microbatch
+    params = params_at_microbatch(step.eqn.params, step.doubled.params, microbatch) if _grows(step) else None
+    if step.own_column is not None:
+        with jc.under_scope_of(step.eqn):
+            args[1] = _own_numbers(step, step.own_column, args[1], microbatch)
+    results = jc.bind_equation(step.eqn, args, params)
+    if step.local:
+        with jc.under_scope_of(step.eqn):
+            results = [r * _jnp.asarray(microbatch.count, r.dtype) for r in results]
+    return results
+
+
+def _grows(step: Step) -> bool:
+    pairs = zip([*step.eqn.invars, *step.eqn.outvars], [*step.doubled.invars, *step.doubled.outvars])
+    return any(batch_axes(a.aval, b.aval) for a, b in pairs)
+
+
+def _own_numbers(step: Step, column: int, indices: Any, microbatch: Microbatch) -> Any:
+    """Indices that count the rows of the batch, made to count those of the microbatch."""
+    state = step.operands[0]
+    assert isinstance(state, Batched), state
+    start = microbatch.index * microbatch.size(shape_of(step.eqn.invars[0])[state.axis])
+    columns = _lax.broadcasted_iota(indices.dtype, indices.shape, indices.ndim - 1)
+    shift = lax.convert_element_type(start, indices.dtype)
+    is_own = lax.convert_element_type(lax.eq(columns, lax.full_like(columns, column)), indices.dtype)
+    return lax.sub(indices, lax.mul(is_own, lax.full_like(indices, shift)))
+
+
+def _folded(key: Any, index: Any) -> Any:
+    fold = jax.random.fold_in
+    for _ in range(key.ndim):
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(key, index)
+
+
+def _used(frame: _Frame, atom: Any, state: State, use: str) -> Any:
+    if use == COMPLETE:
+        return _accumulated(frame, atom, state)
+    value = frame.read(atom)
+    if use == FIRST:
+        value = _jnp.asarray(value)
+        return lax.select(frame.microbatch.index == 0, value, lax.full_like(value, 0))
+    if use == SHARE:
+        return value / _jnp.asarray(frame.microbatch.count, value.dtype)
+    return value
+
+
+_KINDS: dict[type, str] = {Batched: "concatenate", Local: "mean"}
+
+
+def _accumulated(frame: _Frame, atom: Any, state: State) -> Any:
+    """The value over all microbatches, accumulated once however often it is used."""
+    if not isinstance(state, Batched | Partial | Local):
+        return frame.read(atom)
+    if atom not in frame.accumulated:
+        kind = state.kind if isinstance(state, Partial) else _KINDS[type(state)]
+        axis = state.axis if isinstance(state, Batched) else 0
+        with jc.under_scope_of(frame.producers[atom]) if atom in frame.producers else nullcontext():
+            frame.accumulated[atom] = accumulate(
+                frame.read(atom), kind=kind, axis=axis, num_microbatches=frame.microbatch.count
+            )
+    return frame.accumulated[atom]

@@ -1,0 +1,345 @@
+"""What a value of the full-batch step is to one microbatch: shared, a slice, a summand, or its own statistic.
+
+    Invariant    the same for every microbatch
+    Batched      the microbatch has a contiguous slice along `axis`
+    Partial      the full value is the sum (max, min, and, or) of the microbatches' values
+    Local        each microbatch has its own approximation of one value (statistics per microbatch)
+    Whole        known at the full size only: it must have no part in what depends on the state
+
+A state carries a trail of where the value comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any, NoReturn
+
+from autopar.compiler.jaxprs import compat as jc
+from autopar.errors import NotSplittable
+
+# --- main ---
+
+SUM = "sum"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trail:
+    """Where a value comes from. Sets are bits of an int: a train step has tens of thousands of equations."""
+
+    stateful: bool = False
+    """Depends on an input that is neither of the batch, nor a random key, nor a small integer (a counter)."""
+    round: int = 0
+    """How many accumulations over the microbatches precede it."""
+    rows: int = 0
+    """The batched, stateful values from which it is computed without an accumulation between."""
+    sums: int = 0
+    """The batched, stateful values behind the accumulations from which it is computed."""
+    origins: int = 0
+    """The reductions over the batch behind `sums`."""
+    repeated: int = 0
+    """The equations that compute it again for every microbatch, because their other results vary."""
+
+    def __or__(self, other: Trail) -> Trail:
+        return Trail(
+            stateful=self.stateful or other.stateful,
+            round=max(self.round, other.round),
+            rows=self.rows | other.rows,
+            sums=self.sums | other.sums,
+            origins=self.origins | other.origins,
+            repeated=self.repeated | other.repeated,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invariant:
+    """The same for every microbatch; `zero` where it is known to be all zeros."""
+
+    trail: Trail = Trail()
+    zero: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batched:
+    """A contiguous slice of rows along `axis`."""
+
+    axis: int
+    trail: Trail = Trail()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partial:
+    """A summand (`kind` sum), or what takes part in a maximum, minimum, conjunction or disjunction."""
+
+    kind: str
+    trail: Trail = Trail()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """A statistic of the microbatch that stands for the one of the batch."""
+
+    trail: Trail = Trail()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A value of the full batch that has no slice for a microbatch."""
+
+    trail: Trail = Trail()
+
+
+State = Invariant | Batched | Partial | Local | Whole
+
+
+def trails(states: Iterable[State]) -> Trail:
+    """Everything that values in these states come from."""
+    return reduce(lambda a, b: a | b, (s.trail for s in states), Trail())
+
+
+def completed(state: State) -> Invariant:
+    """The state after accumulation over all microbatches: rows have become sums, one round later."""
+    trail = state.trail
+    sums = trail.sums if isinstance(state, Local) else trail.sums | trail.rows
+    return Invariant(trail=replace(trail, round=trail.round + 1, rows=0, sums=sums, repeated=0))
+
+
+def joined(a: State, b: State) -> State | None:
+    """The state that holds for either value, as in a loop's carry; None if there is none."""
+    trail = a.trail | b.trail
+    match a, b:
+        case (Invariant(), Invariant()):
+            return Invariant(trail=trail, zero=a.zero and b.zero)
+        case (Batched(), Batched()) if a.axis == b.axis:
+            return Batched(axis=a.axis, trail=trail)
+        case (Partial(), Partial()):
+            return Partial(kind=a.kind, trail=trail) if a.kind == b.kind else None
+        case (Partial(), Invariant() | Local()) | (Invariant() | Local(), Partial()):
+            kind = a.kind if isinstance(a, Partial) else b.kind if isinstance(b, Partial) else SUM
+            return Partial(kind=kind, trail=trail)
+        case (Local() | Invariant(), Local() | Invariant()):
+            return Local(trail=trail)
+        case _:
+            return None
+
+
+def use_as(state: State, wanted: State) -> str:
+    """How a value in `state` takes the place of one in `wanted`: see `Step.uses`."""
+    match state, wanted:
+        case (Invariant(zero=False), Partial(kind="sum")):
+            return "first"
+        case (Local(), Partial(kind="sum")):
+            return "share"
+        case _:
+            return "keep"
+
+
+# --- An equation before the rules: where its operands have the batch, and what a rule can say about it ---
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """The shape of a value in a program."""
+    return tuple(atom.aval.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """An equation at the full and the doubled batch; the batch axis of each operand (None: it has none)."""
+
+    eqn: jc.JaxprEqn
+    doubled: jc.JaxprEqn
+    axes: tuple[int | None, ...]
+    producers: Mapping[jc.Var, jc.JaxprEqn]
+    constants: Mapping[jc.Var, Any]
+
+    def shape(self, operand: int) -> tuple[int, ...]:
+        return shape_of(self.eqn.invars[operand])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows stay apart. `own_column`: that column of the indices holds each row's own number."""
+
+    own_column: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """The rows are reduced; the operands at `summands` take part in the reduction without being batched."""
+
+    kind: str
+    summands: tuple[int, ...] = ()
+
+
+Verdict = Rows | Reduced
+
+
+def batch_axes(aval: Any, doubled: Any) -> tuple[int, ...]:
+    """The axes along which a value grows with the batch."""
+    full, double = getattr(aval, "shape", ()), getattr(doubled, "shape", ())
+    return tuple(i for i, (n, m) in enumerate(zip(full, double, strict=True)) if n != m)
+
+
+def refuse(eqn: jc.JaxprEqn, found: str) -> NoReturn:
+    """Raise for an equation that mixes the examples of the batch."""
+    raise NotSplittable(
+        f"{jc.describe(eqn)} {found}. A microbatch has only its own examples, so every operation on the "
+        "batch must treat them independently or reduce over them. Apply it along another axis or outside of "
+        "the train step, or use num_microbatches=1."
+    )
+
+
+# --- The result of the analysis of a full-batch program: per equation, what one microbatch does ---
+
+KEEP, COMPLETE, FIRST, SHARE = "keep", "complete", "first", "share"
+"""How an operand is used: as it is; accumulated over the microbatches; by the first microbatch only (the
+others use zero); divided by the number of microbatches."""
+
+SPLIT, SOURCE, DRAW, WHOLE, NESTED = "split", "source", "draw", "whole", "nested"
+"""How an equation is evaluated: at the microbatch's shape; at the full shape, then sliced; random bits at the
+microbatch's shape; on the whole batch, before the microbatches; with its bodies rewritten."""
+
+LOOPS = ("scan", "while")
+REMATS = ("remat2", "remat", "checkpoint")
+CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr")
+"""Equations with bodies, beside `cond`. Calls are left only where constants keep them from being inlined."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one microbatch does for an equation."""
+
+    eqn: jc.JaxprEqn
+    doubled: jc.JaxprEqn
+    mode: str
+    uses: tuple[str, ...]
+    operands: tuple[State, ...]
+    results: tuple[State, ...]
+    local: bool = False
+    """A sum over the microbatch stands for the one over the batch: it is multiplied by their number."""
+    own_column: int | None = None
+    """The column of a gather's or scatter's indices that counts the rows of the batch."""
+    bodies: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A program or the body of an equation."""
+
+    jaxpr: jc.Jaxpr
+    consts: tuple[Any, ...]
+    steps: tuple[Step, ...]
+    inputs: tuple[State, ...]
+    outputs: tuple[State, ...]
+    needed_whole: frozenset[jc.Var]
+    """Values that are wanted of the whole batch, before the microbatches."""
+    constants: Mapping[jc.Var, State] = field(default_factory=dict[jc.Var, State])
+    output_uses: tuple[str, ...] = ()
+
+
+def needed_whole(
+    jaxpr: jc.Jaxpr, steps: tuple[Step, ...], states: Mapping[jc.Var, State], top: bool
+) -> frozenset[jc.Var]:
+    """What those steps read that work on the whole batch. At the top, shared values are at hand."""
+    needed: set[jc.Var] = set()
+
+    def want(atom: Any) -> None:
+        if isinstance(atom, jc.Var) and not (top and isinstance(states[atom], Invariant)):
+            needed.add(atom)
+
+    for step in reversed(steps):
+        if step.mode == WHOLE or any(v in needed for v in step.eqn.outvars):
+            for atom in step.eqn.invars:
+                want(atom)
+        for body, offset in straight_bodies(step):
+            for position, var in enumerate(body.jaxpr.invars):
+                if var in body.needed_whole:
+                    want(step.eqn.invars[offset + position])
+    return frozenset(needed)
+
+
+def straight_bodies(step: Step) -> list[tuple[Block, int]]:
+    """Bodies that run once, so that what they need whole is computed outside; the operands before theirs."""
+    if step.mode != NESTED or step.eqn.primitive.name in LOOPS:
+        return []
+    return [(body, 1 if step.eqn.primitive.name == "cond" else 0) for body in step.bodies]
+
+
+# --- What an analysis remembers across equations: which reductions over the batch met their examples again ---
+
+Place = tuple[object, ...]
+"""Where an equation stands: its number, behind the numbers and roles of the equations around it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """A reduction over the batch: its equation, and the batched values it was computed from."""
+
+    place: Place
+    eqn: jc.JaxprEqn
+    rows: int
+
+
+class Unfinished(NotSplittable):
+    """A sum over the batch is needed inside a loop or rematerialised region that began outside of it."""
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """One analysis: its options, and what is found on the way."""
+
+    num_microbatches: int
+    exact: bool
+    draw_per_microbatch: bool
+    local: frozenset[Place] = frozenset()
+    """Reductions to be taken within each microbatch."""
+    found: set[Place] = field(default_factory=set[Place])
+    apart: frozenset[Place] = frozenset()
+    """Equations to take apart, because a result that is the same for every microbatch is wanted once."""
+    repeating: dict[int, Place] = field(default_factory=dict[int, Place])
+    bits: dict[Place, int] = field(default_factory=dict[Place, int])
+    reductions: dict[int, Reduction] = field(default_factory=dict[int, Reduction])
+
+    def bit(self, place: Place) -> int:
+        """The bit that stands for an equation in a trail."""
+        return self.bits.setdefault(place, 1 << len(self.bits))
+
+    def reduction(self, place: Place, eqn: jc.JaxprEqn, trail: Trail) -> int:
+        """Register a reduction; its bit in the `origins` of a trail."""
+        bit = self.bit((*place, "reduction"))
+        self.reductions[bit] = Reduction(place=place, eqn=eqn, rows=trail.rows)
+        return bit
+
+    def repeats(self, place: Place) -> int:
+        """Register an equation that computes a shared value for every microbatch; its bit."""
+        bit = self.bit((*place, "repeats"))
+        self.repeating[bit] = place
+        return bit
+
+    def origins(self, trail: Trail) -> list[Reduction]:
+        """The reductions behind a value, by order of appearance."""
+        return [r for bit, r in self.reductions.items() if trail.origins & bit]
+
+    def check_crossing(self, eqn: jc.JaxprEqn, states: list[State]) -> None:
+        """Refuse (or note) a sum over the batch that is combined with examples it was computed from."""
+        for i, one in enumerate(states):
+            for j, other in enumerate(states):
+                if i != j and one.trail.sums & other.trail.rows:
+                    rows = other.trail.rows
+                    behind = [r for r in self.origins(one.trail) if r.rows & rows]
+                    self.crossed(eqn, behind)
+
+    def crossed(self, eqn: jc.JaxprEqn, behind: list[Reduction]) -> None:
+        """What to do about reductions whose results are wanted before the other microbatches are known."""
+        if not self.exact:
+            self.found.update(r.place for r in behind)
+            return
+        names = "; ".join(jc.describe(r.eqn) for r in behind) or "a reduction"
+        raise NotSplittable(
+            f"The reduction over the batch {names} depends on the parameters, and its result is combined "
+            f"again with single examples in {jc.describe(eqn)}, as batch normalisation does. The gradient of "
+            "one microbatch would need the activations of all others. Use "
+            'batch_statistics="per_microbatch" (the usual approximation: each microbatch its own '
+            "statistics), a normalisation within each example, or num_microbatches=1."
+        )
