@@ -17,8 +17,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.placement import layer_order
-from autopar.compiler.prepare import loop_pieces_for, prepare
+from autopar.compiler.pipeline.placement import layer_order
+from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from tests.equivalence import SCHEDULES
 

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
-from autopar.compiler.schedule import Order
+from autopar.compiler.pipeline.schedules import Order
 from autopar.ir.program import (
     ArrayType,
     Executable,

@@ -11,7 +11,7 @@ import autopar
 from autopar.arguments import abstract
 from autopar.compiler import passes
 from autopar.compiler.frontend.trace import Leaf, Trace
-from autopar.compiler.stage_graph import StageGraph
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.ir.program import Program
 
 ROWS, WIDTH, VOCABULARY, LENGTH = 8, 4, 11, 3

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.compiler import layers
-from autopar.compiler.layers import cut_layers, liveness_bytes
+from autopar.compiler.pipeline import layers
+from autopar.compiler.pipeline.layers import cut_layers, liveness_bytes
 from autopar.errors import InvalidArgument
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.schedule import schedule_tasks
+from autopar.compiler.pipeline.schedules import schedule_tasks
 from autopar.ir.program import Free, Program, Recv, Run, Send
 from tests.small_steps import (
     adam,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.compiler.stage_graph import StageGraph
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from tests.small_steps import (
     WIDTH,
     adam,

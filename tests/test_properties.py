@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, reject, settings
 
 import autopar
 from autopar.compiler import passes
-from autopar.compiler.stage_graph import evaluate
+from autopar.compiler.pipeline.stage_graph import evaluate
 from tests.equivalence import largest_difference
 from tests.random_programs import Cutting, Model, Operation, cuttings, make_arguments, make_plan, make_step, models
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.prepare import prepare
-from autopar.compiler.regions import Region, Regions, is_small
+from autopar.compiler.pipeline.phases import Region, Regions, is_small
+from autopar.compiler.pipeline.prepare import prepare
 from tests.small_steps import WIDTH, draw, gan_params, gan_step, mlp_batch, mlp_params, mlp_step, traced
 
 FREE, FORWARD, BACKWARD, STEP = Region.FREE, Region.FORWARD, Region.BACKWARD, Region.STEP

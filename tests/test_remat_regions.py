@@ -13,8 +13,6 @@ import optax
 import pytest
 from jax import lax
 
-from autopar.compiler.cut_forward import cut_forward
-from autopar.compiler.cuts_outside_regions import cut_allowed
 from autopar.compiler.frontend.checkpoint_regions import (
     find_wide_regions,
     inline_regions,
@@ -24,11 +22,13 @@ from autopar.compiler.frontend.layer_scans import Piece
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.jaxprs.normalize import normalize
-from autopar.compiler.merge_layers import merge_layers
 from autopar.compiler.microbatch.unsplit import whole_batch
-from autopar.compiler.placement import layer_order, place
-from autopar.compiler.regions import Regions, find_regions
-from autopar.compiler.stage_graph import evaluate
+from autopar.compiler.pipeline.build_stage_graph import merge_layers
+from autopar.compiler.pipeline.cuts_outside_regions import cut_allowed
+from autopar.compiler.pipeline.layers import cut_forward
+from autopar.compiler.pipeline.phases import Regions, find_regions
+from autopar.compiler.pipeline.placement import layer_order, place
+from autopar.compiler.pipeline.stage_graph import evaluate
 from tests.zoo import ZOO
 from tests.zoo.gpt_linen import GPT, VOCABULARY, WIDTH, Block
 

@@ -14,9 +14,8 @@ from autopar.compiler import plan_by_search
 from autopar.compiler.intra_op.compilers import GPU
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch_loop import microbatch_loop
-from autopar.compiler.model_layers import count_layers, layer_cuts, layer_names
-from autopar.compiler.recomputed_layers import LayeredStep
-from autopar.compiler.rematerialize import offered_layers, rematerialize
+from autopar.compiler.pipeline.layers import count_layers, layer_cuts, layer_names
+from autopar.compiler.pipeline.rematerialize import LayeredStep, offered_layers, rematerialize
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from tests.microbatched import assert_equal
 from tests.small_steps import traced

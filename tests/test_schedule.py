@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.compiler.schedule import SCHEDULES, check_order, peak_in_flight, schedule_tasks
+from autopar.compiler.pipeline.schedules import SCHEDULES, check_order, peak_in_flight, schedule_tasks
 from autopar.errors import InvalidArgument, InvalidProgram
 from autopar.ir.program import Task
 from autopar.runtime.simulated import ConstantCosts, simulate

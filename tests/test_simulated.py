@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autopar.compiler.schedule import schedule_tasks
+from autopar.compiler.pipeline.schedules import schedule_tasks
 from autopar.ir.program import (
     ArrayType,
     Executable,

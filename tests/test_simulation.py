@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar.compiler.intra_op.figures import figures_of
-from autopar.compiler.schedule import schedule_tasks
+from autopar.compiler.pipeline.schedules import schedule_tasks
 from autopar.compiler.step_work import step_work
 from autopar.errors import InvalidArgument, PlanMismatch, Unsupported
 from autopar.hardware.machine import Link, Machine

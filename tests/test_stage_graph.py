@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopar.compiler import passes
-from autopar.compiler.stage_graph import StageGraph, StageTask, evaluate
+from autopar.compiler.pipeline.stage_graph import StageGraph, StageTask, evaluate
 from autopar.methods import DataParallel
 from tests.small_steps import (
     WIDTH,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.compiler.placement import layer_order
-from autopar.compiler.prepare import prepare
+from autopar.compiler.pipeline.placement import layer_order
+from autopar.compiler.pipeline.prepare import prepare
 from autopar.errors import AutoparError, InvalidArgument
 from benchmarks import weak_scaling_local
 from benchmarks.__main__ import main

@@ -24,7 +24,7 @@ from autopar.compiler.intra_op.strategies import Strategy
 from autopar.compiler.intra_op.task_group import GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.parallelism_kinds import Dims, differing_dims
-from autopar.compiler.stage_graph import StageGraph
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.errors import Unsupported
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})

@@ -17,7 +17,7 @@ import numpy as np
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import jaxpr_bytes, jaxpr_flops
 from autopar.compiler.microbatch.accumulate import combine
-from autopar.compiler.stage_graph import Accumulation, StageGraph, StageTask
+from autopar.compiler.pipeline.stage_graph import Accumulation, StageGraph, StageTask
 from autopar.ir.program import ArrayType, Executable, Task
 
 

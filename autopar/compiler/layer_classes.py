@@ -16,19 +16,18 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from autopar.compiler.cut_forward import forward_costs
 from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.fold import program_key
 from autopar.compiler.intra_op.task_group import GroupTask, GroupWishes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.model_layers import count_layers, layer_cuts
-from autopar.compiler.placement import layer_order
-from autopar.compiler.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
-from autopar.compiler.regions import Regions
+from autopar.compiler.pipeline.layers import count_layers, forward_costs, layer_cuts
+from autopar.compiler.pipeline.phases import Regions
+from autopar.compiler.pipeline.placement import layer_order
+from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.search_wishes import key_path
-from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.stage_sharding import mesh_tasks, mesh_wishes
 from autopar.compiler.value_specs import microbatch_rows, rows_axis
 from autopar.ir.plan import MeshPlan, Plan, StagePlan

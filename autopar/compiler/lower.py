@@ -24,8 +24,8 @@ from autopar.compiler.emit import (
     task_of,
 )
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.schedule import schedule_tasks
-from autopar.compiler.stage_graph import GraphInput, StageGraph
+from autopar.compiler.pipeline.schedules import schedule_tasks
+from autopar.compiler.pipeline.stage_graph import GraphInput, StageGraph
 from autopar.compiler.stage_sharding import sharded_mesh
 from autopar.compiler.user_wishes import on_mesh
 from autopar.compiler.value_specs import value_types

@@ -23,7 +23,7 @@ from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.loop_rounds import carried_between, find_rounds
 from autopar.compiler.microbatch.accumulate import accumulate_p, combine
 from autopar.compiler.microbatch.split import MicrobatchedStep
-from autopar.compiler.prepare import prepare
+from autopar.compiler.pipeline.prepare import prepare
 
 _lax: Any = lax  # annotated in part, which a strict checker does not take
 

@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec
 
 from autopar.compiler.frontend.trace import Trace, trace_step
 from autopar.compiler.lower import lower
+from autopar.compiler.pipeline.prepare import prepare, stage_graph
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.plan_by_degrees import plan_by_degrees
 from autopar.compiler.plan_by_hand import plan_by_hand
 from autopar.compiler.plan_by_search import plan_by_search
 from autopar.compiler.plan_by_stages import plan_by_stages, searches_stages
-from autopar.compiler.prepare import prepare, stage_graph
-from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.stage_ranges import StageProblem
 from autopar.compiler.user_wishes import check_callbacks
 from autopar.compiler.whole_step import whole_step_program

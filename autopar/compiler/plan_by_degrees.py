@@ -17,17 +17,16 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.compiler.cut_forward import cut_forward
 from autopar.compiler.degree_wishes import StageValues, equation_restrictions, stage_values, value_layouts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.figures import figures_of
 from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.layer_classes import LayerClass, class_key, count_step_layers, layer_class, value_numbers
-from autopar.compiler.model_layers import count_layers, has_numbered_layers, layer_cuts, layer_names
-from autopar.compiler.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
+from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_numbered_layers, layer_cuts, layer_names
+from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharded_step import logical_mesh
-from autopar.compiler.stage_graph import StageGraph
 from autopar.compiler.stage_layouts import SolvedStage, received_seconds
 from autopar.compiler.stage_sharding import mesh_tasks, sharding_of
 from autopar.errors import InvalidArgument, Unsupported

@@ -21,7 +21,7 @@ from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.intra_op.search import IntraOpPlan, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.rematerialize import Offer, offered_layers, rematerialize
+from autopar.compiler.pipeline.rematerialize import Offer, offered_layers, rematerialize
 from autopar.compiler.search_wishes import wishes_of
 from autopar.compiler.sharded_step import one_jaxpr
 from autopar.errors import InvalidArgument, MemoryTooSmall

@@ -19,7 +19,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.submeshes import place
 from autopar.compiler.intra_op.search import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.prepare import stage_graph
+from autopar.compiler.pipeline.prepare import stage_graph
 from autopar.compiler.search_all_stages import search_all
 from autopar.compiler.stage_layouts import stage_shardings
 from autopar.compiler.stage_ranges import StageProblem, submesh_mesh

@@ -21,7 +21,7 @@ from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.microbatch_loop import microbatch_loop
-from autopar.compiler.rematerialize import rematerialize
+from autopar.compiler.pipeline.rematerialize import rematerialize
 from autopar.errors import PlanMismatch
 from autopar.ir.plan import MeshPlan, Plan
 

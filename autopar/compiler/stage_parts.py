@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar.compiler.inter_op.schedule_times import Timing
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost
-from autopar.compiler.schedule import schedule_tasks
+from autopar.compiler.pipeline.schedules import schedule_tasks
 from autopar.compiler.stage_ranges import RangeCosts
 
 

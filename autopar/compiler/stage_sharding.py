@@ -29,8 +29,8 @@ from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.intra_op.search import with_shared_latency
 from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, task_choices
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharded_step import logical_mesh
-from autopar.compiler.stage_graph import StageGraph
 from autopar.errors import PlanMismatch
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import MeshSharding, PlannedCollective, TaskTimes

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.elementwise import Classes, joined_values
-from autopar.compiler.stage_graph import StageGraph, StageTask, Value
+from autopar.compiler.pipeline.stage_graph import StageGraph, StageTask, Value
 from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.program import ArrayType
 

@@ -7,7 +7,7 @@ import pytest
 
 from autopar.compiler.inter_op.schedule_times import SCHEDULES, Timing, in_flight, step_time_s
 from autopar.compiler.inter_op.stage_costs import StageCost
-from autopar.compiler.schedule import peak_in_flight, schedule_tasks
+from autopar.compiler.pipeline.schedules import peak_in_flight, schedule_tasks
 from autopar.errors import InvalidArgument
 from autopar.ir.program import Executable, Task
 from autopar.runtime.simulated import simulate

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
-from autopar.compiler.regions import Region, Regions
+from autopar.compiler.pipeline.phases import Region, Regions
 
 
 def cut_allowed(regions: Regions, order: Sequence[int]) -> list[bool]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.placement import Placement
-from autopar.compiler.regions import Region
+from autopar.compiler.pipeline.phases import Region
+from autopar.compiler.pipeline.placement import Placement
 
 TaskKey = tuple[str, int, int]
 """Kind ("F", "B", "W"), stage, round."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch.accumulate import accumulate_p
-from autopar.compiler.placement import Placement
-from autopar.compiler.regions import Region
+from autopar.compiler.pipeline.phases import Region
+from autopar.compiler.pipeline.placement import Placement
 
 Key = tuple[jc.Var, str | None]
 """A variable, and which of its copies: None the only one, "sum" its total, or that of `free_key` or `floating_key`."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.elementwise import Classes, joined_values
-from autopar.compiler.regions import Region, Regions
+from autopar.compiler.pipeline.phases import Region, Regions
 
 _LINEAR = {"add_any", "convert_element_type", "transpose", "reshape", "copy", "neg", "squeeze", "mul", "div", "slice"}
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from autopar.compiler.frontend.layer_scans import Piece
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.placement import Placement
-from autopar.compiler.regions import Region
-from autopar.compiler.stage_graph import (
+from autopar.compiler.pipeline.phases import Region
+from autopar.compiler.pipeline.placement import Placement
+from autopar.compiler.pipeline.stage_graph import (
     Accumulation,
     GraphInput,
     GraphOutput,
@@ -25,8 +25,8 @@ from autopar.compiler.stage_graph import (
     StageTask,
     Value,
 )
-from autopar.compiler.task_members import ORDER, Members, TaskKey, find_members
-from autopar.compiler.update_waves import Key, UpdateWaves, floating_key, free_key
+from autopar.compiler.pipeline.tasks import ORDER, Members, TaskKey, find_members
+from autopar.compiler.pipeline.update_tasks import Key, UpdateWaves, floating_key, free_key
 
 
 def merge_layers(

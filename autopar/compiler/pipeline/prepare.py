@@ -17,12 +17,12 @@ from autopar.compiler.frontend.checkpoint_regions import Path, find_wide_regions
 from autopar.compiler.frontend.layer_scans import Piece, has_layer_loops, split_layer_loops
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.merge_layers import merge_layers
 from autopar.compiler.microbatch.split import MicrobatchedStep, split_batch
 from autopar.compiler.microbatch.unsplit import whole_batch
-from autopar.compiler.placement import layer_order, place
-from autopar.compiler.regions import Regions, find_regions
-from autopar.compiler.stage_graph import StageGraph
+from autopar.compiler.pipeline.build_stage_graph import merge_layers
+from autopar.compiler.pipeline.phases import Regions, find_regions
+from autopar.compiler.pipeline.placement import layer_order, place
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.errors import InvalidArgument, NotSplittable, PlanMismatch
 from autopar.ir.plan import Plan
 
