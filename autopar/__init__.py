@@ -1,7 +1,7 @@
 """autopar: an auto-parallelizing compiler for JAX. Put `@autopar.parallelize` on a train step."""
 
 from autopar.api import Compiled, Lowered, Planned, Step, Traced, parallelize
-from autopar.compiler.intra_op.declared_rules import sharding_rule
+from autopar.compiler.sharding.declared_rules import sharding_rule
 from autopar.errors import (
     AutoparError,
     CannotShip,

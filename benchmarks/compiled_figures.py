@@ -22,7 +22,7 @@ from autopar.compiler.intra_op.hlo_collectives import (
     compiled_collectives,
     wire_bytes_by_kind,
 )
-from autopar.compiler.intra_op.layout import LogicalMesh
+from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.ir.program import Program
 from benchmarks.hlo_roofline import work_of
 

@@ -107,11 +107,11 @@ def measure(case: Case) -> Row:
     # Imported here, for the time that it takes is measured.
     import autopar
     from autopar.compiler.intra_op.figures import h100_figures
-    from autopar.compiler.intra_op.free_values import NESTED
-    from autopar.compiler.intra_op.layout import LogicalMesh
     from autopar.compiler.intra_op.search import plan_intra_op
-    from autopar.compiler.intra_op.sharding_rules import sharding_rules
     from autopar.compiler.jaxprs import compat as jc
+    from autopar.compiler.sharding.free_values import NESTED
+    from autopar.compiler.sharding.layout import LogicalMesh
+    from autopar.compiler.sharding.rule_lookup import sharding_rules
     from benchmarks.models.llama import LLAMA_8B, LLAMA_405B, abstract_step
 
     imported = time.perf_counter()

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
 from autopar.compiler.intra_op.figures import cpu_figures
-from autopar.compiler.intra_op.layout import LogicalMesh
 from autopar.compiler.intra_op.task_group import task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
@@ -19,6 +18,7 @@ from autopar.compiler.layer_classes import count_step_layers, find_layers, layer
 from autopar.compiler.layer_costs import LayerCosts, stage_cost
 from autopar.compiler.passes import cut_step
 from autopar.compiler.pipeline.prepare import prepare, stage_graph
+from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.compiler.stage_sharding import mesh_tasks
 from autopar.errors import InvalidArgument, MemoryTooSmall, Unsupported
 from autopar.hardware.machine import Link, Machine

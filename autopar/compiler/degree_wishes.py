@@ -17,14 +17,14 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.compiler.intra_op.free_values import is_small
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, used_axes
 from autopar.compiler.intra_op.search import Wishes
-from autopar.compiler.intra_op.strategies import Strategy
 from autopar.compiler.intra_op.task_group import GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.parallelism_kinds import Dims, differing_dims
 from autopar.compiler.pipeline.stage_graph import StageGraph
+from autopar.compiler.sharding.free_values import is_small
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, used_axes
+from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import Unsupported
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})

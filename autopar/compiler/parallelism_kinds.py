@@ -16,14 +16,14 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.free_values import is_small
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, replicated
 from autopar.compiler.intra_op.search import Wishes
-from autopar.compiler.intra_op.strategies import Strategy
 from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.microbatch_loop import microbatch_loop
+from autopar.compiler.sharding.free_values import is_small
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated
+from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.methods import ExpertParallel, TensorParallel, Zero
 

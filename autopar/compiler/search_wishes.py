@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.checks import check_spec
 from autopar.compiler.frontend.trace import Leaf, Trace
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, fits, from_spec
 from autopar.compiler.intra_op.search import Wishes
-from autopar.compiler.intra_op.strategies import Strategy
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import IN_SHARDINGS, OUT_SHARDINGS
 from autopar.compiler.parallelism_kinds import kind_wishes
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, fits, from_spec
+from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import InvalidArgument
 from autopar.methods import Auto, SearchMethod
 

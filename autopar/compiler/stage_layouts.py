@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from autopar.compiler.inter_op.schedule_times import Timing, in_flight
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost
 from autopar.compiler.intra_op.figures import MeshFigures, figures_of
-from autopar.compiler.intra_op.layout import LogicalMesh
 from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, TaskChoices, task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.layer_classes import LayerClass, Layers, class_key, layer_class, value_numbers
@@ -22,6 +21,7 @@ from autopar.compiler.layer_costs import PRICES, pinned_layouts, prices, stage_c
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.search_wishes import equation_wishes
 from autopar.compiler.sharded_step import logical_mesh
+from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.compiler.stage_ranges import StageProblem
 from autopar.compiler.stage_sharding import local_blocks, mesh_tasks, sharding_like, sharding_of
 from autopar.hardware.machine import Machine

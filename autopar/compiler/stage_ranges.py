@@ -16,10 +16,10 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
 from autopar.compiler.intra_op.figures import figures_of
-from autopar.compiler.intra_op.layout import LogicalMesh
 from autopar.compiler.layer_classes import Cut, Layers
 from autopar.compiler.layer_costs import PRICES, LayerCosts
 from autopar.compiler.plan_by_search import memory_limit
+from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.hardware.machine import Machine
 from autopar.methods import Auto
 from autopar.progress import tell

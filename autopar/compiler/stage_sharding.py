@@ -21,7 +21,6 @@ from autopar.compiler.intra_op.block_plan import from_data, layout_from_text, la
 from autopar.compiler.intra_op.block_times import block_times
 from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.figures import MeshFigures
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.intra_op.local_program import LocalBlock, local_block
 from autopar.compiler.intra_op.localize import border_shape, border_spec, localize_task
 from autopar.compiler.intra_op.memory_model import peak_memory
@@ -31,6 +30,7 @@ from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWish
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharded_step import logical_mesh
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.errors import PlanMismatch
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import MeshSharding, PlannedCollective, TaskTimes

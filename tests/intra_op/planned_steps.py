@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from autopar.compiler.intra_op.figures import MeshFigures
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.planned_collectives import PlannedCollective, planned_collectives
 from autopar.compiler.intra_op.search import IntraOpPlan, plan_intra_op
@@ -14,6 +13,7 @@ from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.jaxprs.normalize import normalize
+from autopar.compiler.sharding.layout import Layout, LogicalMesh
 
 LINE = LogicalMesh(shape=(8,), axis_names=("x",))
 GRID = LogicalMesh(shape=(2, 4), axis_names=("x", "y"))

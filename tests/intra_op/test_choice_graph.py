@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compiler.intra_op.choice_graph import Choice, ChoiceTable, chosen
-from autopar.compiler.intra_op.layout import Layout, replicated
 from autopar.compiler.intra_op.resharding import reshard_s
+from autopar.compiler.sharding.layout import Layout, replicated
 from tests.intra_op.planned_steps import LINE, figures
 
 WHOLE, ROWS, COLUMNS = replicated(2), Layout(((0,), ())), Layout(((), (0,)))

@@ -9,9 +9,9 @@ import pytest
 
 import autopar
 from autopar import InvalidArgument
-from autopar.compiler.intra_op.sharding_rules import equation_key, sharding_rules
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
+from autopar.compiler.sharding.rule_lookup import equation_key, sharding_rules
 
 
 def f32(*shape):

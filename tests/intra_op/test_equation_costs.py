@@ -8,8 +8,8 @@ from jax import lax
 
 from autopar.compiler.intra_op.equation_costs import equation_s
 from autopar.compiler.intra_op.figures import MeshFigures
-from autopar.compiler.intra_op.sharding_rules import sharding_rules
-from autopar.compiler.intra_op.strategies import strategies
+from autopar.compiler.sharding.rule_lookup import sharding_rules
+from autopar.compiler.sharding.strategies import strategies
 from tests.intra_op.equations import bits, equation, keys, real, whole
 from tests.intra_op.planned_steps import LINE, figures
 

@@ -6,8 +6,8 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 
-from autopar.compiler.intra_op.free_values import free_carry, free_outputs, is_small
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.sharding.free_values import free_carry, free_outputs, is_small
 from tests.intra_op.equations import real
 from tests.intra_op.planned_steps import traced
 

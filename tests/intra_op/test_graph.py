@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.compiler.intra_op.layout import Layout, all_layouts
 from autopar.compiler.intra_op.search import Wishes, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.sharding.layout import Layout, all_layouts
 from tests.intra_op.equations import real
 from tests.intra_op.planned_steps import GRID, LINE, figures, plan_step, traced
 

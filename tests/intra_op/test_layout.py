@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.compiler.intra_op.layout import (
+from autopar.compiler.sharding.layout import (
     Layout,
     LogicalMesh,
     all_layouts,

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.compiler.intra_op.linearity import linear_operands
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.sharding.strategies import linear_operands
 from tests.intra_op.equations import EQUATIONS, equation, real, whole
 
 MATRIX = real(8, 16)

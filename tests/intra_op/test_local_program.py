@@ -6,7 +6,6 @@ import pytest
 from jax import lax
 
 from autopar.compiler.intra_op.block_plan import BlockPlan, EquationPlan
-from autopar.compiler.intra_op.layout import Layout, describe_layout, replicated
 from autopar.compiler.intra_op.local_program import (
     Enter,
     Evaluate,
@@ -18,6 +17,7 @@ from autopar.compiler.intra_op.local_program import (
 )
 from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.sharding.layout import Layout, describe_layout, replicated
 from tests.intra_op.equations import real
 from tests.intra_op.planned_steps import LINE, plan_step, traced
 

@@ -8,11 +8,11 @@ from jax.sharding import PartitionSpec
 
 from autopar.compiler.intra_op.compilers import CPU, GPU
 from autopar.compiler.intra_op.figures import h100_figures
-from autopar.compiler.intra_op.layout import LogicalMesh, from_spec, num_shards, replicated
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.intra_op.search import Wishes, plan_intra_op
+from autopar.compiler.sharding.layout import LogicalMesh, from_spec, num_shards, replicated
 from autopar.errors import MemoryTooSmall
 from benchmarks.models.gpt import gpt
 from benchmarks.models.mlp import mlp

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from autopar.compiler.intra_op.figures import cpu_figures, h100_figures
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, fits, local_shape, replicated, used_axes
 from autopar.compiler.intra_op.resharding import (
     AllGather,
     AllReduce,
@@ -30,6 +29,7 @@ from autopar.compiler.intra_op.resharding import (
     step_collectives,
 )
 from autopar.compiler.intra_op.resharding_steps import after
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, fits, local_shape, replicated, used_axes
 
 
 def mesh_of(*shape):

@@ -13,10 +13,10 @@ import pytest
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from autopar.compiler.intra_op.rule import Rule
-from autopar.compiler.intra_op.sharding_rules import equation_key, sharding_rules
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
+from autopar.compiler.sharding.rule import Rule
+from autopar.compiler.sharding.rule_lookup import equation_key, sharding_rules
 from autopar.errors import ReplicatedWarning
 
 

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autopar.compiler.intra_op.layout import LogicalMesh, describe_layout
-from autopar.compiler.intra_op.sharding_rules import sharding_rules
-from autopar.compiler.intra_op.strategies import strategies
+from autopar.compiler.sharding.layout import LogicalMesh, describe_layout
+from autopar.compiler.sharding.rule_lookup import sharding_rules
+from autopar.compiler.sharding.strategies import strategies
 from tests.intra_op.equations import equation, real
 from tests.intra_op.planned_steps import GRID, LINE
 

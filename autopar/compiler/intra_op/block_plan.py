@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, used_axes
-from autopar.compiler.intra_op.strategies import Strategy
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, used_axes
+from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import PlanMismatch
 
 

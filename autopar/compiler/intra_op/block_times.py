@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from autopar.compiler.intra_op.equation_costs import equation_s
 from autopar.compiler.intra_op.figures import MeshFigures
-from autopar.compiler.intra_op.layout import LogicalMesh
 from autopar.compiler.intra_op.local_program import Enter, Evaluate, LocalBlock
 from autopar.compiler.intra_op.planned_collectives import planned_collectives, trips
+from autopar.compiler.sharding.layout import LogicalMesh
 
 
 class BlockTimes(NamedTuple):

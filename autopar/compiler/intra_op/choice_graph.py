@@ -16,10 +16,10 @@ import numpy as np
 from autopar.compiler.intra_op.block_plan import BlockPlan, EquationPlan, value_numbers
 from autopar.compiler.intra_op.choice_problem import Problem
 from autopar.compiler.intra_op.figures import MeshFigures
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh
 from autopar.compiler.intra_op.resharding import reshard_matrix
-from autopar.compiler.intra_op.strategies import Strategy
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.sharding.layout import Layout, LogicalMesh
+from autopar.compiler.sharding.strategies import Strategy
 
 
 class Choice(NamedTuple):

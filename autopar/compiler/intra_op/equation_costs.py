@@ -12,11 +12,11 @@ from typing import Any, cast
 
 from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.figures import MeshFigures
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.intra_op.operand_order import copies_of_operands
-from autopar.compiler.intra_op.strategies import Strategy
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
+from autopar.compiler.sharding.strategies import Strategy
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 _MOVES = frozenset(

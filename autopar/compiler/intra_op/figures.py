@@ -24,7 +24,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autopar.compiler.intra_op.layout import LogicalMesh
+from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Link, Machine
 

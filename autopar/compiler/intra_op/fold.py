@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from autopar.compiler.intra_op.free_values import free_results
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key, literal_key
+from autopar.compiler.sharding.free_values import free_results
 
 _LARGE = 1 / 2
 """A part of a colour is large if it has this share of the members of the largest part."""

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, local_shape
 from autopar.compiler.intra_op.local_indexing import gather_locally, position, scatter_locally
-from autopar.compiler.intra_op.strategies import RUN_ONCE, Strategy
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, local_shape
+from autopar.compiler.sharding.strategies import RUN_ONCE, Strategy
 
 _lax: Any = lax
 _jnp: Any = jnp

@@ -15,9 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.compiler.intra_op.layout import Axes, LogicalMesh
-from autopar.compiler.intra_op.strategies import Strategy
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.sharding.layout import Axes, LogicalMesh
+from autopar.compiler.sharding.strategies import Strategy
 
 _lax: Any = lax
 _jnp: Any = jnp

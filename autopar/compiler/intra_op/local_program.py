@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from autopar.compiler.intra_op.block_plan import BlockPlan, EquationPlan, strategy_of, value_numbers
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.intra_op.phase import phase_of
 from autopar.compiler.intra_op.resharding import reshard_steps
 from autopar.compiler.intra_op.resharding_steps import Step
-from autopar.compiler.intra_op.strategies import Strategy
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
+from autopar.compiler.sharding.strategies import Strategy
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,8 +22,8 @@ from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceT
 from autopar.compiler.intra_op.choice_memory import Form, Lister, Made
 from autopar.compiler.intra_op.choice_problem import Row
 from autopar.compiler.intra_op.compilers import GPU, Compiler
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, num_shards, replicated
 from autopar.compiler.jaxprs.flops import aval_bytes
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards, replicated
 
 _MOMENTS_AT_ONCE = 3
 

@@ -18,12 +18,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, EquationChoice
-from autopar.compiler.intra_op.free_values import free_carry, free_results, is_small
 from autopar.compiler.intra_op.graph import Block
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
-from autopar.compiler.intra_op.rule import shapes_of
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.trip_counts import trip_count
+from autopar.compiler.sharding.free_values import free_carry, free_results, is_small
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
+from autopar.compiler.sharding.rule import shapes_of
 
 
 def enter(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:

@@ -16,7 +16,6 @@ from typing import assert_never
 import numpy as np
 
 from autopar.compiler.intra_op.figures import MeshFigures
-from autopar.compiler.intra_op.layout import Axes, Layout, LogicalMesh, fits, num_shards
 from autopar.compiler.intra_op.resharding_emit import apply_steps
 from autopar.compiler.intra_op.resharding_search import Graph, graph_of, last_edges, path
 from autopar.compiler.intra_op.resharding_steps import (
@@ -34,6 +33,7 @@ from autopar.compiler.intra_op.resharding_steps import (
     copied_share,
     moved_share,
 )
+from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, fits, num_shards
 
 __all__ = [
     "AllGather",

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.compiler.intra_op.layout import Axes, LogicalMesh
 from autopar.compiler.intra_op.resharding_steps import (
     AllGather,
     AllReduce,
@@ -27,6 +26,7 @@ from autopar.compiler.intra_op.resharding_steps import (
     Step,
     Summand,
 )
+from autopar.compiler.sharding.layout import Axes, LogicalMesh
 
 
 def apply_steps(x: Any, steps: Sequence[Step], mesh: LogicalMesh, *, in_rows: bool = False) -> Any:

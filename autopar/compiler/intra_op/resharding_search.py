@@ -29,7 +29,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.compiler.intra_op.figures import wire_bytes
-from autopar.compiler.intra_op.layout import Axes, Layout, used_axes
 from autopar.compiler.intra_op.resharding_steps import (
     AllGather,
     AllReduce,
@@ -45,6 +44,7 @@ from autopar.compiler.intra_op.resharding_steps import (
     copied_share,
     moved_share,
 )
+from autopar.compiler.sharding.layout import Axes, Layout, used_axes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

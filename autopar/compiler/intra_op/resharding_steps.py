@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from autopar.compiler.intra_op.layout import Axes, Layout
+from autopar.compiler.sharding.layout import Axes, Layout
 
 
 @dataclass(frozen=True)

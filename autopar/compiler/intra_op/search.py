@@ -17,18 +17,18 @@ from autopar.compiler.intra_op.choice_problem import Optimum
 from autopar.compiler.intra_op.compilers import Compiler, compiler_for
 from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.fold import fold, unfolded
-from autopar.compiler.intra_op.free_values import is_small
 from autopar.compiler.intra_op.graph import Planner, build_graph
 from autopar.compiler.intra_op.ilp import solve
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts
 from autopar.compiler.intra_op.memory_budget import MemorySearch, solve_within_memory
 from autopar.compiler.intra_op.nested import enter
-from autopar.compiler.intra_op.rule import Rule
-from autopar.compiler.intra_op.sharding_rules import sharding_rules
 from autopar.compiler.intra_op.solution_cache import cached, problem_fingerprint
-from autopar.compiler.intra_op.strategies import Strategy
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
+from autopar.compiler.sharding.free_values import is_small
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts
+from autopar.compiler.sharding.rule import Rule
+from autopar.compiler.sharding.rule_lookup import sharding_rules
+from autopar.compiler.sharding.strategies import Strategy
 
 # Latency of a collective of the update: XLA combines many into one.
 _SHARE_OF_LATENCY = 0.05

@@ -24,15 +24,15 @@ from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceT
 from autopar.compiler.intra_op.choice_problem import Optimum
 from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.fold import Fold, fold, unfolded
-from autopar.compiler.intra_op.free_values import is_small
 from autopar.compiler.intra_op.graph import Alternatives, Block, Planner
 from autopar.compiler.intra_op.ilp import MAX_GAP
-from autopar.compiler.intra_op.layout import Layout, LogicalMesh, all_layouts, num_shards, used_axes
 from autopar.compiler.intra_op.nested import enter
 from autopar.compiler.intra_op.search import FOLD_FROM, Wishes, rules_of, with_shared_latency
 from autopar.compiler.intra_op.solution_cache import solve_or_recall
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
+from autopar.compiler.sharding.free_values import is_small
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, num_shards, used_axes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,8 +15,7 @@ import jax
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import sdy
 
-from autopar.compiler.intra_op.factors import FactorRule, Function, Operation
-from autopar.compiler.intra_op.rule import Dims
+from autopar.compiler.sharding.rule import Dims, FactorRule, Function, Operation
 
 _sdy: Any = sdy
 _PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.compiler.intra_op.rule import Label, Rule, adds_up, rule_of_labels
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.sharding.rule import Label, Rule, adds_up, rule_of_labels
 from autopar.errors import InvalidArgument
 
 _EXAMPLE = 'such as "b s d, d f -> b s f"'

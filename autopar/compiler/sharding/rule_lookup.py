@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from autopar.compiler.intra_op.factors import FactorRule, compose
-from autopar.compiler.intra_op.rule import Rule, adds_up, blocked_rule, rule_of_labels, shapes_of
-from autopar.compiler.intra_op.rules_by_hand import rule_by_hand
-from autopar.compiler.intra_op.shardy import lowered_functions
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
+from autopar.compiler.sharding.primitive_rules import rule_by_hand
+from autopar.compiler.sharding.rule import FactorRule, Rule, adds_up, blocked_rule, compose, rule_of_labels, shapes_of
+from autopar.compiler.sharding.shardy import lowered_functions
 from autopar.errors import ReplicatedWarning
 
 __all__ = ["Rule", "sharding_rules"]

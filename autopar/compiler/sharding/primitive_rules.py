@@ -1,0 +1,325 @@
+"""Sharding rules of the primitives that Shardy knows nothing about, or of which it promises less than a `Rule` does.
+
+Shardy's rules say along which dimensions a partitioner may communicate; ours say which primitives need no
+communication. They differ wherever a primitive looks at positions: slices, scans along a dimension, windows, indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.sharding.declared_rules import declared_rule
+from autopar.compiler.sharding.rule import Label, Rule, adds_up, blocked_rule, reshaped, rule_of_labels, shapes_of
+
+# --- Sharding rules of gather and scatter ---
+# Three kinds of dimensions can be split. A window that covers a dimension of the array goes along with it. A dimension
+# of the indices is one of the result of a gather, or of a scatter's updates. An array that is split along a dimension
+# that the indices name has the rows wanted here and there:
+#
+#     gather        wi,jx->ji sum(w)     a device takes the rows that are its own, and zeros for the others
+#     scatter-add   wi,jx,ji->wi sum(j)  a device drops the updates for rows of others, and adds those that it has
+
+
+def gather(eqn: jc.JaxprEqn) -> Rule:
+    """Slices of an array at indices."""
+    array, indices = shapes_of(eqn.invars)
+    (result,) = shapes_of(eqn.outvars)
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+
+    def of_array(d: int) -> Label:
+        if d in batching:
+            return f"index {batching[d]}"
+        if sizes[d] == array[d]:
+            return f"window {d}"
+        return f"place {d}" if sizes[d] == 1 and d in numbers.start_index_map and adds_up(eqn.outvars[0]) else None
+
+    windows = _outside(len(array), numbers.collapsed_slice_dims, batching)
+    named = dict(zip(numbers.offset_dims, windows, strict=True))
+    batch = iter(_index_labels(indices))
+    return rule_of_labels(
+        eqn,
+        [[of_array(d) for d in range(len(array))], [*_index_labels(indices), None]],
+        [[_window(named[d], sizes[named[d]], array) if d in named else next(batch) for d in range(len(result))]],
+        reductions={f"place {d}": "sum" for d in range(len(array))},
+    )
+
+
+def scatter(eqn: jc.JaxprEqn) -> Rule:
+    """An array with updates written, or added, to slices of it; only what is added may come from several devices."""
+    array, indices, updates = shapes_of(eqn.invars)
+    numbers = eqn.params["dimension_numbers"]
+    batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
+    windows = _outside(len(array), numbers.inserted_window_dims, batching)
+    named = dict(zip(numbers.update_window_dims, windows, strict=True))
+    sizes = {named[u]: updates[u] for u in named}
+
+    def of_array(d: int) -> Label:
+        if d in batching:
+            return f"index {batching[d]}"
+        return _window(d, sizes[d], array) if d in sizes else f"place {d}"
+
+    batch = iter(_index_labels(indices))
+    array_labels = [of_array(d) for d in range(len(array))]
+    adds = eqn.primitive.name == "scatter-add" and adds_up(eqn.outvars[0])
+    rows = [label for k, label in enumerate(_index_labels(indices)) if k not in batching.values()]
+    return rule_of_labels(
+        eqn,
+        [
+            array_labels,
+            [*_index_labels(indices), None],
+            [_window(named[u], updates[u], array) if u in named else next(batch) for u in range(len(updates))],
+        ],
+        [array_labels],
+        reductions=dict.fromkeys(rows, "sum") if adds else {},
+    )
+
+
+def _index_labels(indices: tuple[int, ...]) -> list[str]:
+    """All dimensions of the indices but the last, along which the coordinates of one index stand."""
+    return [f"index {k}" for k in range(len(indices) - 1)]
+
+
+def _window(d: int, size: int, array: tuple[int, ...]) -> Label:
+    return f"window {d}" if size == array[d] else None
+
+
+def _outside(rank: int, *dims: Any) -> list[int]:
+    inside = {d for group in dims for d in group}
+    return [d for d in range(rank) if d not in inside]
+
+
+# --- Sharding rules of convolutions, and of products of matrices in ragged groups ---
+# convolution    ij..,kj..->ik.. sum(j)            batch, features in, features out; the window never
+# in g groups    i(gj)..,(gk)j..->i(gk)..          whole groups of features
+# ragged_dot     mk,gkn,g->mn sum(k)               rows belong to one group after the other: m and g never
+
+
+def convolution(eqn: jc.JaxprEqn) -> Rule:
+    """Batch and features of a convolution; groups are split as a whole, their numbers made local."""
+    params: Any = eqn.params
+    numbers = params["dimension_numbers"]
+    left, right = shapes_of(eqn.invars)
+    (result,) = shapes_of(eqn.outvars)
+    by_features, by_batch = params["feature_group_count"], params["batch_group_count"]
+    groups = max(by_features, by_batch)
+    sizes: dict[Label, int] = {
+        "group": groups,
+        "batch": result[numbers.out_spec[0]],
+        "in": right[numbers.rhs_spec[1]],
+        "out": right[numbers.rhs_spec[0]] // groups,
+    }
+    batch: Label = ("group", "batch") if by_batch > 1 else ("batch",)
+    features: Label = ("group", "in") if by_features > 1 else ("in",)
+    out: Label = ("group", "out")
+    # Inside of a group, a part of the features cannot be told from a smaller group.
+    blocked = {"out"} if groups > 1 else set[str]()
+    return rule_of_labels(
+        eqn,
+        [
+            _placed(numbers.lhs_spec, batch, features, len(left)),
+            _placed(numbers.rhs_spec, out, ("in",), len(right)),
+        ],
+        [_placed(numbers.out_spec, ("batch",), out, len(result))],
+        reductions={} if by_features > 1 else {"in": "sum"},
+        blocked=blocked | ({"batch"} if by_batch > 1 else set()),
+        sizes=sizes,
+    )
+
+
+def _placed(spec: Any, first: Label, second: Label, rank: int) -> list[Label]:
+    """Labels at the first two dimensions that a spec names, none at those of the window."""
+    labels: list[Label] = [None] * rank
+    labels[spec[0]], labels[spec[1]] = first, second
+    return labels
+
+
+def ragged_dot(eqn: jc.JaxprEqn) -> Rule:
+    """Everything but the ragged dimension, the groups and the batch."""
+    numbers: Any = eqn.params["ragged_dot_dimension_numbers"]
+    (left_sum, right_sum), (left_batch, right_batch) = numbers.dot_dimension_numbers
+    left, right, groups = shapes_of(eqn.invars)
+    ragged = set(numbers.lhs_ragged_dimensions)
+    paired = dict(zip(right_sum, left_sum, strict=True)) | dict(zip(right_batch, left_batch, strict=True))
+    never = ragged | set(left_batch)
+
+    def of_left(d: int) -> Label:
+        return None if d in never else f"left {d}"
+
+    def of_right(d: int) -> Label:
+        if d in numbers.rhs_group_dimensions:
+            return None
+        return of_left(paired[d]) if d in paired else f"right {d}"
+
+    rest_left = [of_left(d) for d in range(len(left)) if d not in (*left_sum, *left_batch)]
+    rest_right = [
+        of_right(d) for d in range(len(right)) if d not in (*right_sum, *right_batch, *numbers.rhs_group_dimensions)
+    ]
+    result = [*[None] * len(left_batch), *rest_left, *rest_right]
+    (shape,) = shapes_of(eqn.outvars)
+    return rule_of_labels(
+        eqn,
+        [[of_left(d) for d in range(len(left))], [of_right(d) for d in range(len(right))], [None] * len(groups)],
+        # Where the summed dimension is ragged, the result has one more: the groups.
+        [[*[None] * (len(shape) - len(result)), *result]],
+        reductions={f"left {d}": "sum" for d in left_sum},
+    )
+
+
+# --- main ---
+
+
+def rule_by_hand(eqn: jc.JaxprEqn) -> Rule | None:
+    """The rule of an equation whose primitive has one written here."""
+    make = _RULES.get(eqn.primitive.name)
+    return make(eqn) if make else None
+
+
+def elementwise(eqn: jc.JaxprEqn) -> Rule:
+    """Operands and results of one shape; scalars go with every element."""
+    return _along_dimensions(eqn, ())
+
+
+def _along_dimensions(eqn: jc.JaxprEqn, touched: Collection[int]) -> Rule:
+    """Arrays with the same dimensions, of which the equation mixes the `touched` ones and those that change in size."""
+    shapes = [shape for shape in shapes_of([*eqn.invars, *eqn.outvars]) if shape]
+    rank = max(map(len, shapes), default=0)
+    assert all(len(shape) == rank for shape in shapes), (jc.describe(eqn), shapes)
+    touched = {dimension % rank for dimension in touched} if rank else set()
+    kept = [len({shape[d] for shape in shapes}) == 1 and d not in touched for d in range(rank)]
+
+    def labels(shape: tuple[int, ...]) -> list[Label]:
+        return [d if kept[d] else None for d in range(len(shape))]
+
+    operands, results = ([labels(shape) for shape in shapes_of(side)] for side in (eqn.invars, eqn.outvars))
+    return rule_of_labels(eqn, operands, results)
+
+
+def _along_parameter(name: str) -> Callable[[jc.JaxprEqn], Rule]:
+    """Mixes the dimension, or dimensions, that a parameter names."""
+
+    def rule(eqn: jc.JaxprEqn) -> Rule:
+        value: Any = eqn.params[name]
+        return _along_dimensions(eqn, value if isinstance(value, (tuple, list)) else (value,))
+
+    return rule
+
+
+def _along_last(eqn: jc.JaxprEqn) -> Rule:
+    return _along_dimensions(eqn, (eqn.params.get("axis", eqn.params.get("dimension", -1)),))
+
+
+def _padded(eqn: jc.JaxprEqn) -> Rule:
+    config: Any = eqn.params["padding_config"]
+    return _along_dimensions(eqn, [d for d, padding in enumerate(config) if any(padding)])
+
+
+def _windows(eqn: jc.JaxprEqn) -> Rule:
+    """Reductions over windows: a dimension whose windows are single elements, each in its place, is left alone."""
+    rank = len(shapes_of(eqn.outvars)[0])
+    trivial: dict[str, Any] = {
+        "window_dimensions": 1,
+        "window_strides": 1,
+        "base_dilation": 1,
+        "window_dilation": 1,
+        "padding": (0, 0),
+    }
+
+    def is_touched(d: int) -> bool:
+        return any(name in eqn.params and eqn.params[name][d] != value for name, value in trivial.items())
+
+    return _along_dimensions(eqn, [d for d in range(rank) if is_touched(d)])
+
+
+def _transformed(eqn: jc.JaxprEqn) -> Rule:
+    count = len(eqn.params["fft_lengths"])
+    return _along_dimensions(eqn, range(-count, 0))
+
+
+def _each_apart(eqn: jc.JaxprEqn) -> Rule:
+    """Result i is operand i."""
+    operands = [[f"{i}.{d}" for d in range(len(shape))] for i, shape in enumerate(shapes_of(eqn.invars))]
+    return rule_of_labels(eqn, operands, operands)
+
+
+def _each_matrix(core: int) -> Callable[[jc.JaxprEqn], Rule]:
+    """Does the same to every item of a batch, whose dimensions come first; items of the first operand have `core`."""
+
+    def rule(eqn: jc.JaxprEqn) -> Rule:
+        operands, results = shapes_of(eqn.invars), shapes_of(eqn.outvars)
+        batch = len(operands[0]) - core
+
+        def labels(shape: tuple[int, ...]) -> list[Label]:
+            return [d if d < batch else None for d in range(len(shape))]
+
+        return rule_of_labels(eqn, list(map(labels, operands)), list(map(labels, results)))
+
+    return rule
+
+
+def _iota(eqn: jc.JaxprEqn) -> Rule:
+    operands, results = shapes_of(eqn.invars), shapes_of(eqn.outvars)
+    return rule_of_labels(eqn, [(None,) * len(s) for s in operands], [range(len(s)) for s in results], creates=True)
+
+
+def _replicated(eqn: jc.JaxprEqn) -> Rule:
+    return blocked_rule(eqn, "by hand")
+
+
+_RULES: dict[str, Callable[[jc.JaxprEqn], Rule]] = {
+    **dict.fromkeys(
+        (
+            "bessel_i0e", "bessel_i1e", "digamma", "igamma", "igammac", "igamma_grad_a", "lgamma", "philox2x32",
+            "philox4x32", "polygamma", "random_gamma_grad", "regularized_incomplete_beta", "threefry2x32",
+            "threefry4x32", "zeta",
+        ),
+        elementwise,
+    ),
+    **dict.fromkeys(
+        (
+            "copy", "copy_p", "device_put", "layout_constraint", "name", "optimization_barrier", "sharding_constraint",
+        ),
+        _each_apart,
+    ),
+    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"), _along_parameter("axis")),
+    **dict.fromkeys(("concatenate", "sort"), _along_parameter("dimension")),
+    "rev": _along_parameter("dimensions"),
+    "top_k": _along_last,
+    "approx_top_k": _along_parameter("reduction_dimension"),
+    "fft": _transformed,
+    **dict.fromkeys(("dynamic_slice", "dynamic_update_slice", "slice"), elementwise),
+    "pad": _padded,
+    **dict.fromkeys(
+        (
+            "reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_gather_add",
+            "select_and_scatter", "select_and_scatter_add",
+        ),
+        _windows,
+    ),
+    **dict.fromkeys(
+        (
+            "cholesky", "cholesky_update", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu",
+            "ormqr", "qr", "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal",
+        ),
+        _each_matrix(2),
+    ),
+    **dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"), _each_matrix(1)),
+    **dict.fromkeys(("iota", "random_bits"), _iota),
+    **dict.fromkeys(
+        (
+            "random_clone", "random_fold_in", "random_gamma", "random_seed", "random_split", "random_unwrap",
+            "random_wrap", "rng_bit_generator", "rng_uniform", "sharding_constraint_in_manual",
+        ),
+        _replicated,
+    ),
+    "declared_rule": declared_rule,
+    "reshape": reshaped,
+    "gather": gather,
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), scatter
+    ),
+    "conv_general_dilated": convolution,
+    "ragged_dot_general": ragged_dot,
+}  # fmt: skip
