@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from autopar.compiler.intra_op.figures import MeshFigures
+from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.hlo_collectives import (
     CompiledCollective,
     compiled_collectives,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.compiler.intra_op.figures import MeshFigures
+from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.hlo_collectives import KINDS
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")

@@ -31,10 +31,10 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from autopar.compiler.costs.compilers import compiler_for
+from autopar.compiler.costs.mesh_costs import h100_figures
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.gpu_aot import gpu_devices
-from autopar.compiler.intra_op.compilers import compiler_for
-from autopar.compiler.intra_op.figures import h100_figures
 from autopar.compiler.intra_op.local_program import LocalBlock, Value, local_block
 from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.memory_model import peak_memory

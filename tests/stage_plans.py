@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from autopar.compiler.intra_op.figures import MeshFigures, cpu_figures
+from autopar.compiler.costs.mesh_costs import MeshFigures, cpu_figures
 from autopar.compiler.passes import cut_step
 from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.stage_sharding import mesh_tasks, mesh_wishes, plan_mesh

@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autopar.compiler.costs.mesh_costs import h100_figures
 from autopar.compiler.gpu_aot import gpu_devices, gpu_targets
-from autopar.compiler.intra_op.figures import h100_figures
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
 from autopar.errors import InvalidArgument
 

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.compiler.costs.mesh_costs import cpu_figures
 from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
-from autopar.compiler.intra_op.figures import cpu_figures
 from autopar.compiler.intra_op.task_group import task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.compiler.intra_op.figures import cpu_figures
+from autopar.compiler.costs.mesh_costs import cpu_figures
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives, wire_bytes_by_kind
 from autopar.hardware.machine import Machine
 from benchmarks.compiled_figures import CompiledFigures, compile_program, figures_of_compiled, peak_bytes

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.compiler import plan_by_search
-from autopar.compiler.intra_op.compilers import GPU
+from autopar.compiler.costs.compilers import GPU
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch_loop import microbatch_loop
 from autopar.compiler.pipeline.layers import count_layers, layer_cuts, layer_names

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.compiler.intra_op.figures import figures_of
+from autopar.compiler.costs.mesh_costs import figures_of
 from autopar.compiler.pipeline.schedules import schedule_tasks
 from autopar.compiler.step_work import step_work
 from autopar.errors import InvalidArgument, PlanMismatch, Unsupported

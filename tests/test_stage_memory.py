@@ -12,8 +12,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
+from autopar.compiler.costs.compilers import CPU, GPU
 from autopar.compiler.gpu_aot import gpu_devices
-from autopar.compiler.intra_op.compilers import CPU, GPU
 from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.plan_by_stages import plan_of_stages
 from autopar.compiler.search_all_stages import search_all

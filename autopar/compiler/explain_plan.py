@@ -17,10 +17,10 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
+from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.choice_graph import planned
 from autopar.compiler.intra_op.choice_problem import Infeasible
-from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.ilp import solve
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.memory_model import peak_memory

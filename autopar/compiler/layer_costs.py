@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from autopar.checks import check_spec
+from autopar.compiler.costs.compilers import compiler_for
+from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.intra_op.block_times import block_times
-from autopar.compiler.intra_op.compilers import compiler_for
-from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.ilp import MAX_GAP
 from autopar.compiler.intra_op.local_program import LocalBlock
 from autopar.compiler.intra_op.priced_choices import PricedChoices

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
+from autopar.compiler.costs.compilers import compiler_for
+from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.block_plan import to_data
-from autopar.compiler.intra_op.compilers import compiler_for
-from autopar.compiler.intra_op.figures import MeshFigures, figures_of
 from autopar.compiler.intra_op.local_program import LocalBlock, local_block
 from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.planned_collectives import planned_collectives

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.block_times import block_times
-from autopar.compiler.intra_op.figures import MeshFigures, figures_of
 from autopar.compiler.intra_op.task_group import GroupTask, GroupWishes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharded_step import logical_mesh, sharded_step

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
+from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.block_plan import BlockPlan, from_data
-from autopar.compiler.intra_op.compilers import compiler_for
 from autopar.compiler.intra_op.local_program import LocalBlock, Value, local_block
 from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.turned_products import turn_products

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.compiler.intra_op.compilers import Compiler
+from autopar.compiler.costs.compilers import Compiler
 from autopar.compiler.intra_op.local_program import LocalBlock
 from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.task_group import GroupTask

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from autopar.compiler.costs.mesh_costs import figures_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
-from autopar.compiler.intra_op.figures import figures_of
 from autopar.compiler.layer_classes import Cut, Layers
 from autopar.compiler.layer_costs import PRICES, LayerCosts
 from autopar.compiler.plan_by_search import memory_limit

@@ -16,11 +16,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from autopar.compiler.costs.compilers import compiler_for
+from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.emit import EmittedTask, emit_task, emit_zeros, executable_name
 from autopar.compiler.intra_op.block_plan import from_data, layout_from_text, layout_text, to_data
 from autopar.compiler.intra_op.block_times import block_times
-from autopar.compiler.intra_op.compilers import compiler_for
-from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.local_program import LocalBlock, local_block
 from autopar.compiler.intra_op.localize import border_shape, border_spec, localize_task
 from autopar.compiler.intra_op.memory_model import peak_memory

@@ -1,7 +1,7 @@
 """Models whose activations and weights both matter, traced for the tests of the memory model."""
 
 import autopar
-from autopar.compiler.intra_op.figures import h100_figures
+from autopar.compiler.costs.mesh_costs import h100_figures
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.search import plan_intra_op
 from autopar.compiler.sharding.layout import LogicalMesh

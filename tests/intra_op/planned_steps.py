@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from autopar.compiler.intra_op.figures import MeshFigures
+from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.planned_collectives import PlannedCollective, planned_collectives
 from autopar.compiler.intra_op.search import IntraOpPlan, plan_intra_op

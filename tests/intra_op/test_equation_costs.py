@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autopar.compiler.intra_op.equation_costs import equation_s
-from autopar.compiler.intra_op.figures import MeshFigures
+from autopar.compiler.costs.compute import equation_s
+from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.sharding.rule_lookup import sharding_rules
 from autopar.compiler.sharding.strategies import strategies
 from tests.intra_op.equations import bits, equation, keys, real, whole

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from autopar.compiler.intra_op.figures import cpu_figures, figures_of, h100_figures, mesh_figures, wire_bytes
+from autopar.compiler.costs.mesh_costs import cpu_figures, figures_of, h100_figures, mesh_figures, wire_bytes
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Machine, machines

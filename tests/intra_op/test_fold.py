@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
+from autopar.compiler.costs.mesh_costs import h100_figures
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.figures import h100_figures
 from autopar.compiler.intra_op.fold import Fold, fold
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.localize import localize

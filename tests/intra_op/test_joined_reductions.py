@@ -10,7 +10,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import autopar
-from autopar.compiler.intra_op.compilers import CPU
+from autopar.compiler.costs.compilers import CPU
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
 from autopar.compiler.intra_op.local_program import LocalBlock, local_block
 from autopar.compiler.intra_op.localize import localize

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import pytest
 from jax.sharding import PartitionSpec
 
-from autopar.compiler.intra_op.compilers import CPU, GPU
-from autopar.compiler.intra_op.figures import h100_figures
+from autopar.compiler.costs.compilers import CPU, GPU
+from autopar.compiler.costs.mesh_costs import h100_figures
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.planned_collectives import planned_collectives

@@ -6,8 +6,8 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
+from autopar.compiler.costs.compilers import CPU, GPU
 from autopar.compiler.intra_op.choice_problem import row_weight
-from autopar.compiler.intra_op.compilers import CPU, GPU
 from autopar.compiler.intra_op.local_program import Value
 from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.memory_model import peak_memory

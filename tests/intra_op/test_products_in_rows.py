@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from autopar.compiler.intra_op.compilers import CPU, GPU
+from autopar.compiler.costs.compilers import CPU, GPU
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.operand_order import copies_of_operands

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from autopar.compiler.intra_op.figures import cpu_figures, h100_figures
+from autopar.compiler.costs.mesh_costs import cpu_figures, h100_figures
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
 from autopar.compiler.intra_op.resharding import (
     AllGather,

@@ -15,8 +15,8 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from autopar.compiler.costs.compilers import Compiler
 from autopar.compiler.intra_op.arrangement import ancestors, arranged
-from autopar.compiler.intra_op.compilers import Compiler
 from autopar.compiler.intra_op.lifetimes import Key, Lifetimes, Work, lifetimes
 from autopar.compiler.jaxprs import compat as jc
 

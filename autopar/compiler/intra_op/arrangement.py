@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.compiler.intra_op.compilers import Compiler
+from autopar.compiler.costs.compilers import Compiler
 from autopar.compiler.intra_op.lifetimes import Key, Work
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autopar.compiler.intra_op.equation_costs import equation_s
-from autopar.compiler.intra_op.figures import MeshFigures
+from autopar.compiler.costs.compute import equation_s
+from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.local_program import Enter, Evaluate, LocalBlock
 from autopar.compiler.intra_op.planned_collectives import planned_collectives, trips
 from autopar.compiler.sharding.layout import LogicalMesh

@@ -13,9 +13,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from autopar.compiler.costs.compilers import GPU, Compiler
 from autopar.compiler.intra_op.allocation import Border, MemoryProgram, border_of_body, joins_late, stacked_from
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, EquationChoice, chosen
-from autopar.compiler.intra_op.compilers import GPU, Compiler
 from autopar.compiler.intra_op.lifetimes import Work, is_dear, kind_of, writes_over
 from autopar.compiler.intra_op.operand_order import copies_of_operands
 from autopar.compiler.intra_op.resharding import reshard_steps

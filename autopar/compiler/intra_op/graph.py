@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, EquationChoice, Use
-from autopar.compiler.intra_op.equation_costs import equation_s
 from autopar.compiler.intra_op.phase import phase_of
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.compiler.intra_op.figures import PASSES, wire_bytes
+from autopar.compiler.costs.mesh_costs import PASSES, wire_bytes
 from autopar.errors import Unsupported
 
 KINDS = tuple(PASSES)

@@ -15,7 +15,7 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from autopar.compiler.intra_op.compilers import GPU, Compiler
+from autopar.compiler.costs.compilers import GPU, Compiler
 from autopar.compiler.intra_op.joined_reductions import Reduction, made_with, reduce_together, reductions
 from autopar.compiler.intra_op.local_equation import evaluate_locally
 from autopar.compiler.intra_op.local_program import Enter, Evaluate, LocalBlock, Reshard, Value

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from autopar.compiler.costs.compilers import GPU, Compiler
 from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable, planned
 from autopar.compiler.intra_op.choice_problem import Optimum, States
-from autopar.compiler.intra_op.compilers import GPU, Compiler
 from autopar.compiler.intra_op.least_excess import Measured
 from autopar.compiler.intra_op.local_program import local_block
 from autopar.compiler.intra_op.memory_model import MemoryEstimate, peak_memory

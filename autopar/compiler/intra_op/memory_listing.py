@@ -12,8 +12,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.compiler.costs.compilers import Compiler
 from autopar.compiler.intra_op.allocation import Border, MemoryProgram, border_of_body, joins_late, stacked_from
-from autopar.compiler.intra_op.compilers import Compiler
 from autopar.compiler.intra_op.lifetimes import Work, is_dear, kind_of, writes_over
 from autopar.compiler.intra_op.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value
 from autopar.compiler.intra_op.operand_order import copies_of_operands

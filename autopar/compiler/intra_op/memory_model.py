@@ -14,6 +14,7 @@ from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.compiler.costs.compilers import GPU, Compiler
 from autopar.compiler.intra_op.allocation import (
     Border,
     Moment,
@@ -21,7 +22,6 @@ from autopar.compiler.intra_op.allocation import (
     taken_places,
     worst_moments,
 )
-from autopar.compiler.intra_op.compilers import GPU, Compiler
 from autopar.compiler.intra_op.local_program import LocalBlock, Value
 from autopar.compiler.intra_op.memory_listing import listed_program
 from autopar.compiler.jaxprs.flops import aval_bytes

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from autopar.compiler.intra_op.compilers import Compiler
+from autopar.compiler.costs.compilers import Compiler
 from autopar.compiler.jaxprs import compat as jc
 
 Order = tuple[int, ...]

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax import lax
 
-from autopar.compiler.intra_op.compilers import Compiler
+from autopar.compiler.costs.compilers import Compiler
 from autopar.compiler.intra_op.operand_order import is_in_columns
 from autopar.compiler.jaxprs import compat as jc
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.compiler.intra_op.figures import wire_bytes
+from autopar.compiler.costs.mesh_costs import wire_bytes
 from autopar.compiler.intra_op.resharding_steps import (
     AllGather,
     AllReduce,

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autopar.compiler.costs.compilers import Compiler, compiler_for
+from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.block_plan import BlockPlan
 from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable, planned
 from autopar.compiler.intra_op.choice_problem import Optimum
-from autopar.compiler.intra_op.compilers import Compiler, compiler_for
-from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.fold import fold, unfolded
 from autopar.compiler.intra_op.graph import Planner, build_graph
 from autopar.compiler.intra_op.ilp import solve

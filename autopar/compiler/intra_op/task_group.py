@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.block_plan import BlockPlan
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, planned
 from autopar.compiler.intra_op.choice_problem import Optimum
-from autopar.compiler.intra_op.figures import MeshFigures
 from autopar.compiler.intra_op.fold import Fold, fold, unfolded
 from autopar.compiler.intra_op.graph import Alternatives, Block, Planner
 from autopar.compiler.intra_op.ilp import MAX_GAP

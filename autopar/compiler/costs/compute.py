@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from autopar.compiler.intra_op.compilers import compiler_for
-from autopar.compiler.intra_op.figures import MeshFigures
+from autopar.compiler.costs.compilers import compiler_for
+from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.operand_order import copies_of_operands
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
