@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compiler.intra_op.choice_graph import Choice, ChoiceTable, chosen
-from autopar.compiler.intra_op.resharding import reshard_s
+from autopar.compiler.resharding.costs import reshard_s
 from autopar.compiler.sharding.layout import Layout, replicated
 from tests.intra_op.planned_steps import LINE, figures
 

@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.compiler.intra_op.local_equation import evaluate_locally
-from autopar.compiler.intra_op.resharding import apply_steps, reshard_steps
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.resharding.costs import apply_steps, reshard_steps
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated, to_spec
 from autopar.compiler.sharding.rule_lookup import sharding_rules
 from autopar.compiler.sharding.strategies import Strategy, strategies

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from autopar.compiler.costs.mesh_costs import cpu_figures, h100_figures
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
-from autopar.compiler.intra_op.resharding import (
+from autopar.compiler.resharding.costs import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -28,7 +28,7 @@ from autopar.compiler.intra_op.resharding import (
     reshard_steps,
     step_collectives,
 )
-from autopar.compiler.intra_op.resharding_steps import after
+from autopar.compiler.resharding.steps import after
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, fits, local_shape, replicated, used_axes
 
 

@@ -18,10 +18,10 @@ from autopar.compiler.intra_op.allocation import Border, MemoryProgram, border_o
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, EquationChoice, chosen
 from autopar.compiler.intra_op.lifetimes import Work, is_dear, kind_of, writes_over
 from autopar.compiler.intra_op.operand_order import copies_of_operands
-from autopar.compiler.intra_op.resharding import reshard_steps
-from autopar.compiler.intra_op.resharding_steps import collective_of
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT, equation_key
+from autopar.compiler.resharding.costs import reshard_steps
+from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards, replicated
 

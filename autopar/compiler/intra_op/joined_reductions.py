@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.compiler.intra_op.local_program import Evaluate, LocalBlock, Reshard, Value, operands_of
-from autopar.compiler.intra_op.resharding_emit import apply_steps, rows_by_device
-from autopar.compiler.intra_op.resharding_steps import ReduceScatter
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
+from autopar.compiler.resharding.emit import apply_steps, rows_by_device
+from autopar.compiler.resharding.steps import ReduceScatter
 from autopar.compiler.sharding.layout import Axes, LogicalMesh, num_shards
 
 

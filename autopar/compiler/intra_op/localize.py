@@ -20,8 +20,8 @@ from autopar.compiler.intra_op.joined_reductions import Reduction, made_with, re
 from autopar.compiler.intra_op.local_equation import evaluate_locally
 from autopar.compiler.intra_op.local_program import Enter, Evaluate, LocalBlock, Reshard, Value
 from autopar.compiler.intra_op.products_in_rows import needs_rows, product_in_rows
-from autopar.compiler.intra_op.resharding import apply_steps
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.resharding.costs import apply_steps
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated, to_spec
 
 _lax: Any = lax

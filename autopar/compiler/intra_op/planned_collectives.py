@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from autopar.compiler.intra_op.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value
 from autopar.compiler.intra_op.repetitions import repeated_collectives
-from autopar.compiler.intra_op.resharding import Collective, step_collectives
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.trip_counts import trip_count
+from autopar.compiler.resharding.costs import Collective, step_collectives
 from autopar.compiler.sharding.layout import LogicalMesh, describe_layout, num_shards, replicated
 
 

@@ -15,9 +15,9 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.compiler.intra_op.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value
-from autopar.compiler.intra_op.resharding_steps import Step, collective_kind
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_key
+from autopar.compiler.resharding.steps import Step, collective_kind
 
 LOOPS = ("scan", "while", "cond")
 

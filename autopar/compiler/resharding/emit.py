@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.compiler.intra_op.resharding_steps import (
+from autopar.compiler.resharding.steps import (
     AllGather,
     AllReduce,
     AllToAll,

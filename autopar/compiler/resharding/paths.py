@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import wire_bytes
-from autopar.compiler.intra_op.resharding_steps import (
+from autopar.compiler.resharding.steps import (
     AllGather,
     AllReduce,
     AllToAll,

@@ -16,9 +16,9 @@ from typing import assert_never
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.intra_op.resharding_emit import apply_steps
-from autopar.compiler.intra_op.resharding_search import Graph, graph_of, last_edges, path
-from autopar.compiler.intra_op.resharding_steps import (
+from autopar.compiler.resharding.emit import apply_steps
+from autopar.compiler.resharding.paths import Graph, graph_of, last_edges, path
+from autopar.compiler.resharding.steps import (
     AllGather,
     AllReduce,
     AllToAll,
