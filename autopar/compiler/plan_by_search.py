@@ -14,16 +14,16 @@ from pathlib import Path
 from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.block_plan import to_data
-from autopar.compiler.intra_op.local_program import LocalBlock, local_block
 from autopar.compiler.intra_op.memory_model import peak_memory
-from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.intra_op.search import IntraOpPlan, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers, rematerialize
 from autopar.compiler.search_wishes import wishes_of
 from autopar.compiler.sharded_step import one_jaxpr
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
+from autopar.compiler.spmd.block_plan import to_data
+from autopar.compiler.spmd.collectives import planned_collectives
+from autopar.compiler.spmd.local_program import LocalBlock, local_block
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan

@@ -13,15 +13,15 @@ from jax.sharding import PartitionSpec
 
 from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.block_plan import BlockPlan, from_data
-from autopar.compiler.intra_op.local_program import LocalBlock, Value, local_block
-from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.microbatch_loop import microbatch_loop
 from autopar.compiler.pipeline.rematerialize import rematerialize
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
+from autopar.compiler.spmd.block_plan import BlockPlan, from_data
+from autopar.compiler.spmd.emit import localize
+from autopar.compiler.spmd.local_program import LocalBlock, Value, local_block
 from autopar.errors import PlanMismatch
 from autopar.ir.plan import MeshPlan, Plan
 

@@ -19,18 +19,18 @@ import jax.numpy as jnp
 from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.emit import EmittedTask, emit_task, emit_zeros, executable_name
-from autopar.compiler.intra_op.block_plan import from_data, layout_from_text, layout_text, to_data
-from autopar.compiler.intra_op.block_times import block_times
-from autopar.compiler.intra_op.local_program import LocalBlock, local_block
-from autopar.compiler.intra_op.localize import border_shape, border_spec, localize_task
 from autopar.compiler.intra_op.memory_model import peak_memory
-from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.intra_op.search import with_shared_latency
 from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
+from autopar.compiler.spmd.block_plan import from_data, layout_from_text, layout_text, to_data
+from autopar.compiler.spmd.block_times import block_times
+from autopar.compiler.spmd.collectives import planned_collectives
+from autopar.compiler.spmd.emit import border_shape, border_spec, localize_task
+from autopar.compiler.spmd.local_program import LocalBlock, local_block
 from autopar.errors import PlanMismatch
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import MeshSharding, PlannedCollective, TaskTimes

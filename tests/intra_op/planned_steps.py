@@ -6,14 +6,14 @@ from typing import Any
 import jax
 
 from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.intra_op.local_program import local_block
-from autopar.compiler.intra_op.planned_collectives import PlannedCollective, planned_collectives
 from autopar.compiler.intra_op.search import IntraOpPlan, plan_intra_op
 from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.sharding.layout import Layout, LogicalMesh
+from autopar.compiler.spmd.collectives import PlannedCollective, planned_collectives
+from autopar.compiler.spmd.local_program import local_block
 
 LINE = LogicalMesh(shape=(8,), axis_names=("x",))
 GRID = LogicalMesh(shape=(2, 4), axis_names=("x", "y"))

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autopar.compiler.intra_op.block_plan import BlockPlan, EquationPlan, from_data, strategy_of, to_data, value_numbers
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, replicated
+from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, from_data, strategy_of, to_data, value_numbers
 from autopar.errors import PlanMismatch
 from tests.intra_op.equations import real
 from tests.intra_op.planned_steps import GRID, plan_step, traced

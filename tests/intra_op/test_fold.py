@@ -15,12 +15,12 @@ import autopar
 from autopar.compiler.costs.mesh_costs import h100_figures
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.fold import Fold, fold
-from autopar.compiler.intra_op.local_program import local_block
-from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.search import plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec, used_axes
+from autopar.compiler.spmd.emit import localize
+from autopar.compiler.spmd.local_program import local_block
 
 WIDTH = 16
 # Slow devices and a fast network: even small steps are worth splitting.

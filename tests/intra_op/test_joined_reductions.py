@@ -12,11 +12,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 import autopar
 from autopar.compiler.costs.compilers import CPU
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
-from autopar.compiler.intra_op.local_program import LocalBlock, local_block
-from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.search import Wishes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, to_spec
+from autopar.compiler.spmd.emit import localize
+from autopar.compiler.spmd.local_program import LocalBlock, local_block
 from tests.intra_op.equations import real
 from tests.intra_op.planned_steps import LINE, plan_step, traced
 

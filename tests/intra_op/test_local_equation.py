@@ -11,12 +11,12 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar.compiler.intra_op.local_equation import evaluate_locally
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.resharding.costs import apply_steps, reshard_steps
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated, to_spec
 from autopar.compiler.sharding.rule_lookup import sharding_rules
 from autopar.compiler.sharding.strategies import Strategy, strategies
+from autopar.compiler.spmd.emit_equation import evaluate_locally
 from tests.intra_op.equations import EQUATIONS, equation
 
 LINE = LogicalMesh(shape=(8,), axis_names=("x",))

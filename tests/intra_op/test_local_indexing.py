@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
-from autopar.compiler.intra_op.local_indexing import gather_locally, position, scatter_locally
 from autopar.compiler.sharding.layout import Layout, replicated
 from autopar.compiler.sharding.strategies import Strategy
+from autopar.compiler.spmd.emit_equation import gather_locally, position, scatter_locally
 from tests.intra_op.equations import equation, put, real, take
 from tests.intra_op.planned_steps import GRID
 

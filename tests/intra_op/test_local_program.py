@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autopar.compiler.intra_op.block_plan import BlockPlan, EquationPlan
-from autopar.compiler.intra_op.local_program import (
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.sharding.layout import Layout, describe_layout, replicated
+from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan
+from autopar.compiler.spmd.collectives import planned_collectives
+from autopar.compiler.spmd.local_program import (
     Enter,
     Evaluate,
     LocalBlock,
@@ -15,9 +18,6 @@ from autopar.compiler.intra_op.local_program import (
     local_block,
     operands_of,
 )
-from autopar.compiler.intra_op.planned_collectives import planned_collectives
-from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.sharding.layout import Layout, describe_layout, replicated
 from tests.intra_op.equations import real
 from tests.intra_op.planned_steps import LINE, plan_step, traced
 

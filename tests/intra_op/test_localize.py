@@ -13,12 +13,12 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
-from autopar.compiler.intra_op.local_program import LocalBlock, local_block
-from autopar.compiler.intra_op.localize import localize
-from autopar.compiler.intra_op.planned_collectives import planned_collectives
 from autopar.compiler.intra_op.search import Wishes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, to_spec
+from autopar.compiler.spmd.collectives import planned_collectives
+from autopar.compiler.spmd.emit import localize
+from autopar.compiler.spmd.local_program import LocalBlock, local_block
 from tests.intra_op.planned_steps import GRID, LINE, plan_step, traced
 
 # XLA forgets on CPUs, and only there, what keeps a recomputation apart, and merges it with what is computed already.

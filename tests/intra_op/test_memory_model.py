@@ -8,11 +8,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar.compiler.costs.compilers import CPU, GPU
 from autopar.compiler.intra_op.choice_problem import row_weight
-from autopar.compiler.intra_op.local_program import Value
-from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.memory_rows import modelled_memory
 from autopar.compiler.sharding.layout import to_spec
+from autopar.compiler.spmd.emit import localize
+from autopar.compiler.spmd.local_program import Value
 from benchmarks.models.mlp import mlp
 from tests.intra_op.planned_memory import MODELS, planned, state_inputs, traced, traced_model
 

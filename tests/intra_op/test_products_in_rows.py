@@ -8,10 +8,10 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from autopar.compiler.costs.compilers import CPU, GPU
-from autopar.compiler.intra_op.local_program import local_block
-from autopar.compiler.intra_op.localize import localize
 from autopar.compiler.intra_op.operand_order import copies_of_operands
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.spmd.emit import localize
+from autopar.compiler.spmd.local_program import local_block
 from tests.intra_op.equations import real
 from tests.intra_op.planned_steps import LINE, plan_step, traced
 

@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autopar.compiler.intra_op.block_plan import BlockPlan, EquationPlan
-from autopar.compiler.intra_op.local_program import LocalBlock, local_block
-from autopar.compiler.intra_op.planned_collectives import planned_collectives
-from autopar.compiler.intra_op.repetitions import repeated_collectives
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, replicated
+from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan
+from autopar.compiler.spmd.collectives import planned_collectives, repeated_collectives
+from autopar.compiler.spmd.local_program import LocalBlock, local_block
 from tests.intra_op.equations import real
 from tests.intra_op.planned_steps import LINE, traced
 

@@ -21,13 +21,13 @@ import numpy as np
 
 from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, EquationChoice, Use
-from autopar.compiler.intra_op.phase import phase_of
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
 from autopar.compiler.sharding.free_values import free_results
 from autopar.compiler.sharding.layout import Layout, all_layouts, replicated, used_axes
 from autopar.compiler.sharding.rule import Rule
 from autopar.compiler.sharding.strategies import Strategy, strategies
+from autopar.compiler.spmd.phase import phase_of
 
 PHASES = ("forward", "backward", "update", "body")
 

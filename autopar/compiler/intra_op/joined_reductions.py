@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.compiler.intra_op.local_program import Evaluate, LocalBlock, Reshard, Value, operands_of
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.resharding.emit import apply_steps, rows_by_device
 from autopar.compiler.resharding.steps import ReduceScatter
 from autopar.compiler.sharding.layout import Axes, LogicalMesh, num_shards
+from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, Reshard, Value, operands_of
 
 
 class Reduction(NamedTuple):

@@ -15,13 +15,13 @@ from typing import Any
 from autopar.compiler.costs.compilers import Compiler
 from autopar.compiler.intra_op.allocation import Border, MemoryProgram, border_of_body, joins_late, stacked_from
 from autopar.compiler.intra_op.lifetimes import Work, is_dear, kind_of, writes_over
-from autopar.compiler.intra_op.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value
 from autopar.compiler.intra_op.operand_order import copies_of_operands
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT, equation_key, literal_key
 from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import LogicalMesh, num_shards
+from autopar.compiler.spmd.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value
 
 
 def listed_program(block: LocalBlock, mesh: LogicalMesh, compiler: Compiler, border: Border) -> MemoryProgram:

@@ -22,10 +22,10 @@ from autopar.compiler.intra_op.allocation import (
     taken_places,
     worst_moments,
 )
-from autopar.compiler.intra_op.local_program import LocalBlock, Value
 from autopar.compiler.intra_op.memory_listing import listed_program
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.sharding.layout import LogicalMesh, describe_layout, num_shards
+from autopar.compiler.spmd.local_program import LocalBlock, Value
 
 _NUM_LARGEST = 10
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from autopar.compiler.costs.compilers import Compiler, compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.intra_op.block_plan import BlockPlan
 from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable, planned
 from autopar.compiler.intra_op.choice_problem import Optimum
 from autopar.compiler.intra_op.fold import fold, unfolded
@@ -29,6 +28,7 @@ from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts
 from autopar.compiler.sharding.rule import Rule
 from autopar.compiler.sharding.rule_lookup import sharding_rules
 from autopar.compiler.sharding.strategies import Strategy
+from autopar.compiler.spmd.block_plan import BlockPlan
 
 # Latency of a collective of the update: XLA combines many into one.
 _SHARE_OF_LATENCY = 0.05

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.intra_op.block_plan import BlockPlan
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, planned
 from autopar.compiler.intra_op.choice_problem import Optimum
 from autopar.compiler.intra_op.fold import Fold, fold, unfolded
@@ -33,6 +32,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, num_shards, used_axes
+from autopar.compiler.spmd.block_plan import BlockPlan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

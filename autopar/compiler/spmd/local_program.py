@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from autopar.compiler.intra_op.block_plan import BlockPlan, EquationPlan, strategy_of, value_numbers
-from autopar.compiler.intra_op.phase import phase_of
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.resharding.costs import reshard_steps
 from autopar.compiler.resharding.steps import Step
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.sharding.strategies import Strategy
+from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, strategy_of, value_numbers
+from autopar.compiler.spmd.phase import phase_of
 
 
 @dataclass(frozen=True, eq=False)

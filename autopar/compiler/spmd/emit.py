@@ -17,12 +17,12 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from autopar.compiler.costs.compilers import GPU, Compiler
 from autopar.compiler.intra_op.joined_reductions import Reduction, made_with, reduce_together, reductions
-from autopar.compiler.intra_op.local_equation import evaluate_locally
-from autopar.compiler.intra_op.local_program import Enter, Evaluate, LocalBlock, Reshard, Value
 from autopar.compiler.intra_op.products_in_rows import needs_rows, product_in_rows
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.resharding.costs import apply_steps
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated, to_spec
+from autopar.compiler.spmd.emit_equation import evaluate_locally
+from autopar.compiler.spmd.local_program import Enter, Evaluate, LocalBlock, Reshard, Value
 
 _lax: Any = lax
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.intra_op.local_program import Enter, Evaluate, LocalBlock
-from autopar.compiler.intra_op.planned_collectives import planned_collectives, trips
 from autopar.compiler.sharding.layout import LogicalMesh
+from autopar.compiler.spmd.collectives import planned_collectives, trips
+from autopar.compiler.spmd.local_program import Enter, Evaluate, LocalBlock
 
 
 class BlockTimes(NamedTuple):
