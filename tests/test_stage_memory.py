@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 import autopar
 from autopar.compiler.costs.compilers import CPU, GPU
 from autopar.compiler.gpu_aot import gpu_devices
-from autopar.compiler.intra_op.memory_model import peak_memory
+from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.plan_by_stages import plan_of_stages
 from autopar.compiler.search_all_stages import search_all
 from autopar.compiler.stage_ranges import StageProblem

@@ -22,8 +22,8 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.choice_graph import planned
 from autopar.compiler.intra_op.choice_problem import Infeasible
 from autopar.compiler.intra_op.ilp import solve
-from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.plan_by_search import Searched, search_on
 from autopar.compiler.search_wishes import key_path
 from autopar.compiler.sharded_step import logical_mesh

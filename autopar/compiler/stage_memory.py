@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.compiler.costs.compilers import Compiler
-from autopar.compiler.intra_op.memory_model import peak_memory
 from autopar.compiler.intra_op.task_group import GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.layer_classes import LayerClass
+from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.spmd.local_program import LocalBlock
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.compiler.intra_op.lifetimes import Work, lifetimes
+from autopar.compiler.memory.liveness import Work, lifetimes
 
 PRODUCT = Work("apart", ("x", "w"), ("a",))
 

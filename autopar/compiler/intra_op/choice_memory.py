@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from autopar.compiler.costs.compilers import GPU, Compiler
-from autopar.compiler.intra_op.allocation import Border, MemoryProgram, border_of_body, joins_late, stacked_from
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, EquationChoice, chosen
-from autopar.compiler.intra_op.lifetimes import Work, is_dear, kind_of, writes_over
 from autopar.compiler.intra_op.operand_order import copies_of_operands
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT, equation_key
+from autopar.compiler.memory.allocation import Border, MemoryProgram, border_of_body, joins_late, stacked_from
+from autopar.compiler.memory.liveness import Work, is_dear, kind_of, writes_over
 from autopar.compiler.resharding.costs import reshard_steps
 from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.free_values import is_small

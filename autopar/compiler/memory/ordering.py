@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.compiler.costs.compilers import Compiler
-from autopar.compiler.intra_op.lifetimes import Key, Work
+from autopar.compiler.memory.liveness import Key, Work
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.compiler.costs.compilers import Compiler
-from autopar.compiler.intra_op.arrangement import ancestors, arranged
-from autopar.compiler.intra_op.lifetimes import Key, Lifetimes, Work, lifetimes
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.memory.liveness import Key, Lifetimes, Work, lifetimes
+from autopar.compiler.memory.ordering import ancestors, arranged
 
 # Where a donated input was copied from is free until what takes its place is written; other copies fit in about half.
 SHARE_OF_COPIES = 0.5
