@@ -17,7 +17,6 @@ from autopar.checks import check_spec
 from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.inter_op.stage_costs import StageCost
-from autopar.compiler.intra_op.ilp import MAX_GAP
 from autopar.compiler.intra_op.priced_choices import PricedChoices
 from autopar.compiler.intra_op.search import with_shared_latency
 from autopar.compiler.intra_op.task_group import GroupPlan, task_choices
@@ -25,6 +24,7 @@ from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.layer_classes import LayerClass
 from autopar.compiler.search_wishes import equation_wishes, layout_of
 from autopar.compiler.sharding.layout import Layout, LogicalMesh
+from autopar.compiler.solver.solve import MAX_GAP
 from autopar.compiler.spmd.block_times import block_times
 from autopar.compiler.spmd.local_program import LocalBlock
 from autopar.compiler.stage_memory import stage_memory, value_types

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from autopar.compiler.intra_op.choice_problem import Problem, Row, choice_value, row_weight
+from autopar.compiler.solver.problem import Problem, Row, choice_value, row_weight
 
 
 def small_problem(seed: int) -> Problem:

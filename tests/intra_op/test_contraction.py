@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.compiler.intra_op.choice_problem import Problem, choice_value
-from autopar.compiler.intra_op.contraction import contract
+from autopar.compiler.solver.contraction import contract
+from autopar.compiler.solver.problem import Problem, choice_value
 from tests.intra_op.random_choices import enumerate_best, small_problem
 
 

@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from autopar.compiler.intra_op.choice_problem import Problem, choice_value
-from autopar.compiler.intra_op.frontier_search import frontier_order, search_frontier
+from autopar.compiler.solver.beam_search import frontier_order, search_frontier
+from autopar.compiler.solver.problem import Problem, choice_value
 from tests.intra_op.random_choices import enumerate_best
 
 

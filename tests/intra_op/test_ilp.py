@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.compiler.intra_op.choice_problem import choice_value, row_weight
-from autopar.compiler.intra_op.ilp import Infeasible, Optimum, Problem, Row, solve
+from autopar.compiler.solver.problem import choice_value, row_weight
+from autopar.compiler.solver.solve import Infeasible, Optimum, Problem, Row, solve
 from autopar.errors import SolverFailed
 from tests.intra_op.random_choices import enumerate_best, memory_row, small_problem, small_rows, step_problem
 

@@ -7,10 +7,10 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 from autopar.compiler.costs.compilers import CPU, GPU
-from autopar.compiler.intra_op.choice_problem import row_weight
 from autopar.compiler.intra_op.memory_rows import modelled_memory
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.sharding.layout import to_spec
+from autopar.compiler.solver.problem import row_weight
 from autopar.compiler.spmd.emit import localize
 from autopar.compiler.spmd.local_program import Value
 from benchmarks.models.mlp import mlp

@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from autopar.compiler.intra_op.choice_problem import Problem, choice_value
-from autopar.compiler.intra_op.minimize import Effort, minimize
-from autopar.compiler.intra_op.reductions import total_pairs
+from autopar.compiler.solver.minimize import Effort, minimize
+from autopar.compiler.solver.presolve import total_pairs
+from autopar.compiler.solver.problem import Problem, choice_value
 from tests.intra_op.random_choices import enumerate_best
 
 

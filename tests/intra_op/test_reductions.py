@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from autopar.compiler.intra_op.choice_problem import Infeasible, Problem, choice_value, row_weight
-from autopar.compiler.intra_op.dual_ascent import Ascent, ascend, continued, within_gap
-from autopar.compiler.intra_op.highs import Program, run_program
-from autopar.compiler.intra_op.reductions import reduce_problem
-from autopar.compiler.intra_op.rows import reduce_with_rows
+from autopar.compiler.solver.dual_ascent import Ascent, ascend, continued, within_gap
+from autopar.compiler.solver.linear_program import Program, run_program
+from autopar.compiler.solver.presolve import reduce_problem, reduce_with_rows
+from autopar.compiler.solver.problem import Infeasible, Problem, choice_value, row_weight
 from autopar.errors import SolverFailed
 from tests.intra_op.random_choices import enumerate_best, small_problem, small_rows, step_problem
 

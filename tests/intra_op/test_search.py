@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.compiler.intra_op.choice_problem import choice_value
 from autopar.compiler.intra_op.search import Wishes, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
+from autopar.compiler.solver.problem import choice_value
 from tests.intra_op.planned_steps import GRID, LINE, collectives, figures, plan_step, traced
 
 MESHES = pytest.mark.parametrize("mesh", [LINE, GRID], ids=["8", "2x4"])

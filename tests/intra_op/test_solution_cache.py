@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.compiler.intra_op.choice_problem import Problem
-from autopar.compiler.intra_op.ilp import Optimum, solve
-from autopar.compiler.intra_op.solution_cache import cached, problem_fingerprint
+from autopar.compiler.solver.problem import Problem
+from autopar.compiler.solver.solve import Optimum, cached, problem_fingerprint, solve
 from tests.intra_op.random_choices import small_problem
 
 OPTIMUM = Optimum(states=(0, 2), value=0.1 + 0.2, lower_bound=0.3, seconds=1.5, how="reductions")

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.compiler.intra_op.choice_problem import Infeasible, Problem, Row, choice_value, row_weight
-from autopar.compiler.intra_op.least_excess import Measured, lower_excess
-from autopar.compiler.intra_op.minimize import Effort, minimize
-from autopar.compiler.intra_op.within_budget import NoneWithin, minimize_within_limits
+from autopar.compiler.solver.budget import NoneWithin, minimize_within_limits
+from autopar.compiler.solver.feasibility import Measured, lower_excess
+from autopar.compiler.solver.minimize import Effort, minimize
+from autopar.compiler.solver.problem import Infeasible, Problem, Row, choice_value, row_weight
 from tests.intra_op.random_choices import enumerate_best, memory_row, small_problem, small_rows, step_problem
 
 MOST_CHOICES = 3_000

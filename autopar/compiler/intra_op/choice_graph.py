@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.intra_op.choice_problem import Problem
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.resharding.costs import reshard_matrix
 from autopar.compiler.sharding.layout import Layout, LogicalMesh
 from autopar.compiler.sharding.strategies import Strategy
+from autopar.compiler.solver.problem import Problem
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, value_numbers
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from autopar.compiler.costs.compilers import GPU, Compiler
 from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable, planned
-from autopar.compiler.intra_op.choice_problem import Optimum, States
-from autopar.compiler.intra_op.least_excess import Measured
 from autopar.compiler.intra_op.memory_rows import modelled_memory
-from autopar.compiler.intra_op.within_budget import NoneWithin, minimize_within_limits
 from autopar.compiler.memory.estimate import MemoryEstimate, peak_memory
+from autopar.compiler.solver.budget import NoneWithin, minimize_within_limits
+from autopar.compiler.solver.feasibility import Measured
+from autopar.compiler.solver.problem import Optimum, States
 from autopar.compiler.spmd.local_program import local_block
 from autopar.errors import MemoryTooSmall
 

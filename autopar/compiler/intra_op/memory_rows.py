@@ -20,10 +20,10 @@ import numpy as np
 from autopar.compiler.costs.compilers import GPU, Compiler
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, chosen
 from autopar.compiler.intra_op.choice_memory import Form, Lister, Made
-from autopar.compiler.intra_op.choice_problem import Row
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.memory.allocation import Border, MemoryProgram, Moment, alive, taken_places, worst_moments
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards, replicated
+from autopar.compiler.solver.problem import Row
 
 _MOMENTS_AT_ONCE = 3
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from autopar.compiler.intra_op.choice_problem import Problem
-from autopar.compiler.intra_op.ilp import MAX_GAP
-from autopar.compiler.intra_op.reductions import Reduced, reduce_problem
-from autopar.compiler.intra_op.solution_cache import solve_or_recall
 from autopar.compiler.intra_op.task_group import GroupPlan, TaskChoices
+from autopar.compiler.solver.presolve import Reduced, reduce_problem
+from autopar.compiler.solver.problem import Problem
+from autopar.compiler.solver.solve import MAX_GAP, solve_or_recall
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

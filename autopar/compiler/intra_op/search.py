@@ -14,13 +14,10 @@ from typing import Any
 from autopar.compiler.costs.compilers import Compiler, compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable, planned
-from autopar.compiler.intra_op.choice_problem import Optimum
 from autopar.compiler.intra_op.fold import fold, unfolded
 from autopar.compiler.intra_op.graph import Planner, build_graph
-from autopar.compiler.intra_op.ilp import solve
 from autopar.compiler.intra_op.memory_budget import MemorySearch, solve_within_memory
 from autopar.compiler.intra_op.nested import enter
-from autopar.compiler.intra_op.solution_cache import cached, problem_fingerprint
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
 from autopar.compiler.sharding.free_values import is_small
@@ -28,6 +25,8 @@ from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts
 from autopar.compiler.sharding.rule import Rule
 from autopar.compiler.sharding.rule_lookup import sharding_rules
 from autopar.compiler.sharding.strategies import Strategy
+from autopar.compiler.solver.problem import Optimum
+from autopar.compiler.solver.solve import cached, problem_fingerprint, solve
 from autopar.compiler.spmd.block_plan import BlockPlan
 
 # Latency of a collective of the update: XLA combines many into one.

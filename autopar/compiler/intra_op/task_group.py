@@ -21,17 +21,16 @@ import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, planned
-from autopar.compiler.intra_op.choice_problem import Optimum
 from autopar.compiler.intra_op.fold import Fold, fold, unfolded
 from autopar.compiler.intra_op.graph import Alternatives, Block, Planner
-from autopar.compiler.intra_op.ilp import MAX_GAP
 from autopar.compiler.intra_op.nested import enter
 from autopar.compiler.intra_op.search import FOLD_FROM, Wishes, rules_of, with_shared_latency
-from autopar.compiler.intra_op.solution_cache import solve_or_recall
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, num_shards, used_axes
+from autopar.compiler.solver.problem import Optimum
+from autopar.compiler.solver.solve import MAX_GAP, solve_or_recall
 from autopar.compiler.spmd.block_plan import BlockPlan
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.compiler.intra_op.choice_problem import Floats, Indices, Problem, States
+from autopar.compiler.solver.problem import Floats, Indices, Problem, States
 
 MOST_STATES = 2_000
 """States that a contracted node may have."""

@@ -19,7 +19,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.compiler.intra_op.choice_problem import (
+from autopar.compiler.solver.dual_ascent import Ascent, ascend, continued
+from autopar.compiler.solver.linear_program import Program, run_program, solve_in_whole_numbers
+from autopar.compiler.solver.minimize import LARGEST_PROGRAM, WORTHWHILE, Effort, Found, minimize
+from autopar.compiler.solver.presolve import (
+    ReducedWithRows,
+    reduce_with_rows,
+    restrict,
+    restrict_row,
+    sum_of_rows,
+    total_pairs,
+    weights_as_costs,
+    with_row_edges,
+)
+from autopar.compiler.solver.problem import (
     Floats,
     Indices,
     Infeasible,
@@ -29,20 +42,6 @@ from autopar.compiler.intra_op.choice_problem import (
     choice_value,
     row_scale,
     row_weight,
-)
-from autopar.compiler.intra_op.dual_ascent import Ascent, ascend, continued
-from autopar.compiler.intra_op.highs import Program, run_program
-from autopar.compiler.intra_op.local_polytope import solve_in_whole_numbers
-from autopar.compiler.intra_op.minimize import LARGEST_PROGRAM, WORTHWHILE, Effort, Found, minimize
-from autopar.compiler.intra_op.reductions import total_pairs
-from autopar.compiler.intra_op.rows import (
-    ReducedWithRows,
-    reduce_with_rows,
-    restrict,
-    restrict_row,
-    sum_of_rows,
-    weights_as_costs,
-    with_row_edges,
 )
 from autopar.errors import SolverFailed
 

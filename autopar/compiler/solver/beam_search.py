@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.compiler.intra_op.choice_problem import Floats, Indices, Problem, States
+from autopar.compiler.solver.problem import Floats, Indices, Problem, States
 
 Shorts = npt.NDArray[np.int16]
 

@@ -15,12 +15,12 @@ from functools import partial
 
 import numpy as np
 
-from autopar.compiler.intra_op.choice_problem import Infeasible, Mask, Problem, States, choice_value
-from autopar.compiler.intra_op.contraction import contract
-from autopar.compiler.intra_op.dual_ascent import FEW_PAIRS, Ascent, ascend, within_gap
-from autopar.compiler.intra_op.frontier_search import MOST_WORK, search_frontier
-from autopar.compiler.intra_op.local_polytope import solve_in_whole_numbers, solve_relaxation
-from autopar.compiler.intra_op.reductions import reduce_problem, total_pairs
+from autopar.compiler.solver.beam_search import MOST_WORK, search_frontier
+from autopar.compiler.solver.contraction import contract
+from autopar.compiler.solver.dual_ascent import FEW_PAIRS, Ascent, ascend, within_gap
+from autopar.compiler.solver.linear_program import solve_in_whole_numbers, solve_relaxation
+from autopar.compiler.solver.presolve import reduce_problem, total_pairs
+from autopar.compiler.solver.problem import Infeasible, Mask, Problem, States, choice_value
 
 LARGEST_PROGRAM = 400_000
 """Pairs beyond which a linear program would not end in time."""

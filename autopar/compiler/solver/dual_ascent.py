@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.compiler.intra_op.choice_problem import Floats, Mask, Problem, States, choice_value
+from autopar.compiler.solver.problem import Floats, Mask, Problem, States, choice_value
 
 MAX_SWEEPS = 400
 WINDOW = 8

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.compiler.intra_op.choice_problem import Floats, Problem, Row, States, choice_value, row_weight
-from autopar.compiler.intra_op.highs import Program, run_program
-from autopar.compiler.intra_op.minimize import Effort, minimize
-from autopar.compiler.intra_op.rows import sum_of_rows, weights_as_costs
+from autopar.compiler.solver.linear_program import Program, run_program
+from autopar.compiler.solver.minimize import Effort, minimize
+from autopar.compiler.solver.presolve import sum_of_rows, weights_as_costs
+from autopar.compiler.solver.problem import Floats, Problem, Row, States, choice_value, row_weight
 
 MAX_ROUNDS = 16
 FEW_ROUNDS = 5

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.compiler.intra_op.choice_problem import Infeasible, Optimum, Problem, Row, States
-from autopar.compiler.intra_op.least_excess import Lowered, Measure, Measured, lower_excess
-from autopar.compiler.intra_op.minimize import Effort, Found, minimize
-from autopar.compiler.intra_op.multipliers import minimize_within_rows
+from autopar.compiler.solver.constrained import minimize_within_rows
+from autopar.compiler.solver.feasibility import Lowered, Measure, Measured, lower_excess
+from autopar.compiler.solver.minimize import Effort, Found, minimize
+from autopar.compiler.solver.problem import Infeasible, Optimum, Problem, Row, States
 from autopar.errors import SolverFailed
 
 SHARE_WITHOUT_LIMITS = 0.25
