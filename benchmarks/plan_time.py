@@ -107,7 +107,7 @@ def measure(case: Case) -> Row:
     # Imported here, for the time that it takes is measured.
     import autopar
     from autopar.compiler.costs.mesh_costs import h100_figures
-    from autopar.compiler.intra_op.search import plan_intra_op
+    from autopar.compiler.intra_op.plan_program import plan_intra_op
     from autopar.compiler.jaxprs import compat as jc
     from autopar.compiler.sharding.free_values import NESTED
     from autopar.compiler.sharding.layout import LogicalMesh

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.compiler.costs.mesh_costs import cpu_figures
 from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
-from autopar.compiler.intra_op.task_group import task_choices
+from autopar.compiler.intra_op.plan_tasks import task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.layer_classes import count_step_layers, find_layers, layer_class

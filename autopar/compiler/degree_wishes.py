@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.compiler.intra_op.search import Wishes
-from autopar.compiler.intra_op.task_group import GroupTask
+from autopar.compiler.intra_op.plan_program import Wishes
+from autopar.compiler.intra_op.plan_tasks import GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.parallelism_kinds import Dims, differing_dims
 from autopar.compiler.pipeline.stage_graph import StageGraph

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 
 from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.fold import program_key
-from autopar.compiler.intra_op.task_group import GroupTask, GroupWishes
+from autopar.compiler.intra_op.fold_layers import program_key
+from autopar.compiler.intra_op.plan_tasks import GroupTask, GroupWishes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.pipeline.layers import count_layers, forward_costs, layer_cuts

@@ -17,9 +17,8 @@ from autopar.checks import check_spec
 from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.inter_op.stage_costs import StageCost
-from autopar.compiler.intra_op.priced_choices import PricedChoices
-from autopar.compiler.intra_op.search import with_shared_latency
-from autopar.compiler.intra_op.task_group import GroupPlan, task_choices
+from autopar.compiler.intra_op.plan_program import with_shared_latency
+from autopar.compiler.intra_op.plan_tasks import GroupPlan, PricedChoices, task_choices
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.layer_classes import LayerClass
 from autopar.compiler.search_wishes import equation_wishes, layout_of

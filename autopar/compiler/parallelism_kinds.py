@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.search import Wishes
+from autopar.compiler.intra_op.plan_program import Wishes
 from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions

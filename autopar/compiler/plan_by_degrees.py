@@ -20,7 +20,7 @@ from pathlib import Path
 from autopar.compiler.costs.mesh_costs import figures_of
 from autopar.compiler.degree_wishes import StageValues, equation_restrictions, stage_values, value_layouts
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, task_choices
+from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, GroupWishes, task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.layer_classes import LayerClass, class_key, count_step_layers, layer_class, value_numbers
 from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_numbered_layers, layer_cuts, layer_names

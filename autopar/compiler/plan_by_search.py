@@ -14,7 +14,7 @@ from pathlib import Path
 from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.search import IntraOpPlan, plan_intra_op
+from autopar.compiler.intra_op.plan_program import IntraOpPlan, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers, rematerialize

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.submeshes import place
-from autopar.compiler.intra_op.search import FOLD_FROM
+from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.pipeline.prepare import stage_graph
 from autopar.compiler.search_all_stages import search_all

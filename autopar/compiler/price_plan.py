@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.task_group import GroupTask, GroupWishes
+from autopar.compiler.intra_op.plan_tasks import GroupTask, GroupWishes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharded_step import logical_mesh, sharded_step
 from autopar.compiler.spmd.block_times import block_times

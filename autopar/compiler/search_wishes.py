@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.checks import check_spec
 from autopar.compiler.frontend.trace import Leaf, Trace
-from autopar.compiler.intra_op.search import Wishes
+from autopar.compiler.intra_op.plan_program import Wishes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import IN_SHARDINGS, OUT_SHARDINGS
 from autopar.compiler.parallelism_kinds import kind_wishes

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
 from autopar.compiler.inter_op.schedule_times import Timing, in_flight
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost
-from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, TaskChoices, task_choices
+from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, GroupWishes, TaskChoices, task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.layer_classes import LayerClass, Layers, class_key, layer_class, value_numbers
 from autopar.compiler.layer_costs import PRICES, pinned_layouts, prices, stage_cost

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.compiler.costs.compilers import Compiler
-from autopar.compiler.intra_op.task_group import GroupTask
+from autopar.compiler.intra_op.plan_tasks import GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.layer_classes import LayerClass

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.emit import EmittedTask, emit_task, emit_zeros, executable_name
-from autopar.compiler.intra_op.search import with_shared_latency
-from autopar.compiler.intra_op.task_group import GroupPlan, GroupTask, GroupWishes, task_choices
+from autopar.compiler.intra_op.plan_program import with_shared_latency
+from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, GroupWishes, task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.pipeline.stage_graph import StageGraph

@@ -2,7 +2,7 @@
 
 import autopar
 from autopar.compiler.costs.mesh_costs import h100_figures
-from autopar.compiler.intra_op.search import plan_intra_op
+from autopar.compiler.intra_op.plan_program import plan_intra_op
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.compiler.spmd.local_program import local_block
 from benchmarks.models.gpt import gpt

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 import autopar
 from autopar.compiler.costs.mesh_costs import h100_figures
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.fold import Fold, fold
-from autopar.compiler.intra_op.search import plan_intra_op
+from autopar.compiler.intra_op.fold_layers import Fold, fold
+from autopar.compiler.intra_op.plan_program import plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec, used_axes

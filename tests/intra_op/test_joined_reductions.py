@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 import autopar
 from autopar.compiler.costs.compilers import CPU
 from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
-from autopar.compiler.intra_op.search import Wishes
+from autopar.compiler.intra_op.plan_program import Wishes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, to_spec
 from autopar.compiler.spmd.emit import localize

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.compiler.costs.compilers import CPU, GPU
 from autopar.compiler.costs.mesh_costs import h100_figures
-from autopar.compiler.intra_op.search import Wishes, plan_intra_op
+from autopar.compiler.intra_op.plan_program import Wishes, plan_intra_op
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.sharding.layout import LogicalMesh, from_spec, num_shards, replicated
 from autopar.compiler.spmd.collectives import planned_collectives

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from autopar.compiler.intra_op.choice_graph import BlockChoices, EquationChoice
-from autopar.compiler.intra_op.search import Wishes
+from autopar.compiler.intra_op.plan_program import Wishes
 from autopar.compiler.sharding.layout import Layout, all_layouts, replicated
 from tests.intra_op.equations import real
 from tests.intra_op.planned_steps import GRID, LINE, collectives, plan_step, traced

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.compiler.intra_op.search import Wishes, plan_intra_op
+from autopar.compiler.intra_op.plan_program import Wishes, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.solver.problem import choice_value

@@ -1,25 +1,41 @@
-"""The nodes of the choice graph, and how they hang together with the program.
+"""Turn a program into a graph of choices: a node for whatever can be laid out, an edge for whatever is read.
 
-A node is a choice among states: a strategy of an equation, or the layout of an input, of a loop's carry, of a copy.
-Whatever has a layout points to a node and says which layout each state of it means (`Choice`). A value that is read
-costs the resharding from its own layout to the one that its reader wants: an edge between their two nodes.
+    input          a layout for each leaf; the state that the step returns must come back in it
+    equation       a strategy of its rule; what it reads costs the resharding from its producer's layout
+    stored form    a value with several readers is reduced or gathered once for all of them, and kept so
+    copy           ... and once more for all readers of one phase, forward or backward: kept for these only
+    body           loops, branches and remat regions are entered: a carry has one layout, coming in and going out
+
+so that ZeRO is the gradient's and the moments' layout, Megatron the strategies of two products, and regathering for
+the backward pass a copy that differs from the stored form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
 from autopar.compiler.resharding.costs import reshard_matrix
-from autopar.compiler.sharding.layout import Layout, LogicalMesh
-from autopar.compiler.sharding.strategies import Strategy
+from autopar.compiler.sharding.free_values import free_results
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
+from autopar.compiler.sharding.rule import Rule
+from autopar.compiler.sharding.strategies import Strategy, strategies
 from autopar.compiler.solver.problem import Problem
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, value_numbers
+from autopar.compiler.spmd.phase import phase_of
+
+# --- The nodes of the choice graph, and how they hang together with the program ---
+# A node is a choice among states: a strategy of an equation, or the layout of an input, of a loop's carry, of a copy.
+# Whatever has a layout points to a node and says which layout each state of it means (`Choice`). A value that is read
+# costs the resharding from its own layout to the one that its reader wants: an edge between their two nodes.
 
 
 class Choice(NamedTuple):
@@ -160,3 +176,259 @@ def planned(block: BlockChoices, states: Sequence[int]) -> BlockPlan:
         results=tuple(layout(c) for c in block.results),
         forms=forms,
     )
+
+
+# --- main ---
+
+PHASES = ("forward", "backward", "update", "body")
+
+
+class _Key(NamedTuple):
+    """What makes two reads alike in folded layers: the reader, and its operand's number."""
+
+    reader: Any
+    operand: int
+    phase: str
+
+
+class Alternatives(NamedTuple):
+    """The strategies of an equation, and what each state of its node costs and reads and gives."""
+
+    strategies: tuple[Strategy, ...]
+    operands: tuple[tuple[Layout, ...], ...]
+    results: tuple[tuple[Layout, ...], ...]
+    seconds: np.ndarray
+
+
+@dataclass(kw_only=True, eq=False)
+class Planner:
+    """What all blocks of a program share: the table of nodes, the rules, and which strategies may be chosen."""
+
+    table: ChoiceTable
+    rules: Callable[[jc.JaxprEqn], Rule]
+    restrict: Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]]
+    """Which strategies of an equation may be chosen."""
+    restricted_as: Callable[[jc.JaxprEqn], Hashable]
+    """What that depends on, beside what makes equations alike."""
+    enter: Callable[[Block, jc.JaxprEqn, float], EquationChoice]
+    """Makes the choices of loops, branches and remat regions."""
+    known: dict[Any, Alternatives] = field(default_factory=dict[Any, Alternatives])
+    keep_split: frozenset[int] = frozenset()
+    """Mesh axes over which what can only come split is stored split: it is gathered anew for every phase."""
+
+    def alternatives(self, eqn: jc.JaxprEqn, maybe_partial: frozenset[int]) -> Alternatives:
+        """The strategies of an equation, listed once for all equations like it."""
+        key = (equation_key(eqn), maybe_partial, self.restricted_as(eqn))
+        if key not in self.known:
+            mesh = self.table.mesh
+            every = strategies(eqn, self.rules(eqn), mesh, maybe_partial=maybe_partial)
+            kept = self.restrict(eqn, every)
+            seconds = np.array([equation_s(eqn, s, mesh, self.table.figures) for s in kept])
+            self.known[key] = Alternatives(
+                kept,
+                tuple(tuple(s.operands[q] for s in kept) for q in range(len(eqn.invars))),
+                tuple(tuple(s.results[q] for s in kept) for q in range(len(eqn.outvars))),
+                seconds,
+            )
+        return self.known[key]
+
+
+@dataclass(kw_only=True, eq=False)
+class Block:
+    """One jaxpr while its choices are collected. Folded equations and values go by their representatives."""
+
+    planner: Planner
+    jaxpr: jc.Jaxpr
+    arguments: tuple[Choice | None, ...]
+    weight: float
+    nested: bool
+    classes: Sequence[int]
+    only_phase: str | None = None
+    """The phase of its equations, where that is known; otherwise the scopes tell."""
+    sources: dict[jc.Var, Choice] = field(default_factory=dict[jc.Var, Choice])
+    free: set[jc.Var] = field(default_factory=set[jc.Var])
+    alike: dict[jc.Var, jc.Var] = field(default_factory=dict[jc.Var, jc.Var])
+    uses: dict[jc.Var, dict[_Key, Use]] = field(default_factory=dict[jc.Var, dict[_Key, Use]])
+    instances: Counter[jc.Var] = field(default_factory=Counter[jc.Var])
+    equations: list[EquationChoice | None] = field(default_factory=list[EquationChoice | None])
+
+    def collect(self) -> None:
+        """Make the nodes of all equations, and note who reads what."""
+        self.free.update(self.jaxpr.constvars)
+        for v, choice in zip(self.jaxpr.invars, self.arguments, strict=True):
+            root = self.first(v)
+            self.instances[root] += 1
+            if choice is None:
+                self.free.add(v)
+            else:
+                self.sources.setdefault(root, choice)
+        repeats = Counter(self.classes)
+        for number, eqn in enumerate(self.jaxpr.eqns):
+            self._add(number, eqn, repeats)
+
+    def first(self, v: jc.Var) -> jc.Var:
+        """The value that stands for one of folded layers."""
+        return self.alike.get(v, v)
+
+    def source(self, atom: Any) -> Choice | None:
+        """Where a value comes from; None for what is free."""
+        if isinstance(atom, jc.Literal) or atom in self.free:
+            return None
+        return self.sources[self.first(atom)]
+
+    def read(self, atom: Any, choice: Choice, key: _Key | Any, *, phase: str, weight: float | None = None) -> None:
+        """Note that `choice` reads a value; alike reads of folded layers add up."""
+        if isinstance(atom, jc.Literal) or atom in self.free:
+            return
+        mine = self.uses.setdefault(self.first(atom), {})
+        weight = self.weight if weight is None else weight
+        mine[key] = Use(choice, (mine[key].weight if key in mine else 0.0) + weight, phase)
+
+    def phase(self, eqn: jc.JaxprEqn) -> str:
+        """The phase in which an equation reads its operands."""
+        return "body" if self.nested else phase_of(eqn, self.only_phase)
+
+    def _add(self, number: int, eqn: jc.JaxprEqn, repeats: Counter[int]) -> None:
+        first = self.classes[number]
+        is_free = [isinstance(a, jc.Literal) or a in self.free for a in eqn.invars]
+        freed = free_results(eqn, is_free)
+        self.free.update(v for v, free in zip(eqn.outvars, freed, strict=True) if free)
+        if all(freed) and not eqn.effects:
+            self.equations.append(None)
+            return
+        for v, original in zip(eqn.outvars, self.jaxpr.eqns[first].outvars, strict=True):
+            self.alike[v] = original
+            self.instances[original] += 1
+        if first < number:
+            choice = self.equations[first]
+            assert choice is not None
+        elif eqn.primitive.name in NESTED:
+            choice = self.planner.enter(self, eqn, self.weight * repeats[first])
+        else:
+            choice = self._choose(eqn, number, self.weight * repeats[first])
+        self.equations.append(choice)
+        for v, result in zip(eqn.outvars, choice.results, strict=True):
+            if result is not None:
+                self.sources.setdefault(self.alike[v], result)
+        for operand, (atom, argument) in enumerate(zip(eqn.invars, choice.arguments, strict=True)):
+            if argument is not None:
+                self.read(atom, argument, _Key(first, operand, self.phase(eqn)), phase=self.phase(eqn))
+
+    def _choose(self, eqn: jc.JaxprEqn, number: int, weight: float) -> EquationChoice:
+        partial = frozenset(
+            operand
+            for operand, atom in enumerate(eqn.invars)
+            if (source := self.source(atom)) is not None and any(layout.partial for layout in source.layouts)
+        )
+        found = self.planner.alternatives(eqn, partial)
+        node = self.planner.table.add_node(f"{eqn.primitive.name} {number}", found.seconds * weight)
+        return EquationChoice(
+            node=node,
+            strategies=found.strategies,
+            arguments=tuple(Choice(node, layouts) for layouts in found.operands),
+            results=tuple(Choice(node, layouts) for layouts in found.results),
+        )
+
+    def finish(self, results: Sequence[Choice | None]) -> BlockChoices:
+        """Connect every value with its readers, over stored forms and copies where there are several."""
+        done = BlockChoices(
+            jaxpr=self.jaxpr,
+            arguments=self.arguments,
+            equations=self.equations,
+            results=list(results),
+            alike=self.alike,
+        )
+        for v, by_key in self.uses.items():
+            self._connect(v, list(by_key.values()), done)
+        return done
+
+    def _connect(self, v: jc.Var, uses: list[Use], done: BlockChoices) -> None:
+        table, source = self.planner.table, self.sources[v]
+        weight = self.weight * self.instances[v]
+        # Of folded layers each may have a reader of its own: then nothing is there twice to be kept for.
+        if len(uses) > 1 and sum(u.weight for u in uses) > weight:
+            phase = min((u.phase for u in uses), key=PHASES.index)
+            stored = self._form(v, "stored", source)
+            table.add_edge(source, stored, v.aval, weight, phase)
+            done.stored[v] = source = stored
+        phases = dict.fromkeys(u.phase for u in uses)
+        for phase in phases:
+            mine = [u for u in uses if u.phase == phase]
+            origin = source
+            if v in done.stored and len(mine) > 1 and len(phases) > 1 and phase != "update":
+                origin = self._form(v, phase, source)
+                table.add_edge(source, origin, v.aval, weight, phase)
+                done.copies.setdefault(v, {})[phase] = origin
+            for use in mine:
+                table.add_edge(origin, use.choice, v.aval, use.weight, use.phase)
+
+    def _form(self, v: jc.Var, name: str, source: Choice) -> Choice:
+        aval: Any = v.aval
+        layouts = all_layouts(tuple(aval.shape), self.planner.table.mesh)
+        for axis in self.planner.keep_split if name == "stored" else ():
+            if all(axis in used_axes(layout) for layout in source.layouts):
+                layouts = tuple(layout for layout in layouts if axis in used_axes(layout))
+        return self.planner.table.add_layouts(f"{name} {v.aval.str_short()} of {source.node}", layouts)
+
+
+def build_graph(
+    planner: Planner,
+    jaxpr: jc.Jaxpr,
+    *,
+    inputs: Sequence[tuple[Layout, ...] | None],
+    results: Sequence[tuple[Layout, ...] | None],
+    state_outputs: dict[int, int],
+    classes: Sequence[int],
+    alike_inputs: dict[int, int],
+) -> BlockChoices:
+    """The choices of a whole step.
+
+    `inputs` are the layouts that each input may have, None for what is small; `results` those of each result that is
+    not state. `classes` names for every equation the first one like it, `alike_inputs` for an input the first.
+    """
+    table = planner.table
+    arguments: list[Choice | None] = []
+    for number, layouts in enumerate(inputs):
+        if (first := alike_inputs.get(number, number)) < number:
+            arguments.append(arguments[first])
+        else:
+            arguments.append(None if layouts is None else table.add_layouts(f"input {number}", layouts))
+    alike = {jaxpr.invars[i]: jaxpr.invars[first] for i, first in alike_inputs.items()}
+    block = Block(
+        planner=planner,
+        jaxpr=jaxpr,
+        arguments=tuple(arguments),
+        weight=1.0,
+        nested=False,
+        classes=classes,
+        alike=alike,
+    )
+    block.collect()
+    ends: list[Choice | None] = []
+    for number, atom in enumerate(jaxpr.outvars):
+        ends.append(_end(block, number, atom, arguments, results[number], state_outputs, alike_inputs))
+    return block.finish(ends)
+
+
+def _end(
+    block: Block,
+    number: int,
+    atom: Any,
+    arguments: Sequence[Choice | None],
+    layouts: tuple[Layout, ...] | None,
+    state_outputs: dict[int, int],
+    alike_inputs: dict[int, int],
+) -> Choice | None:
+    """The layout in which a result leaves: that of the state that it replaces, or one of its own."""
+    if isinstance(atom, jc.Literal) or atom in block.free:
+        return None
+    if number in state_outputs and arguments[state_outputs[number]] is not None:
+        end = arguments[state_outputs[number]]
+        key: Any = _Key("state", alike_inputs.get(state_outputs[number], state_outputs[number]), "update")
+    else:
+        aval: Any = atom.aval
+        end = block.planner.table.add_layouts(f"result {number}", layouts or (replicated(aval.ndim),))
+        key = _Key("result", number, "update")
+    assert end is not None
+    block.read(atom, end, key, phase="update")
+    return end

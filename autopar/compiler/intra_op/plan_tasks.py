@@ -14,24 +14,35 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, planned
-from autopar.compiler.intra_op.fold import Fold, fold, unfolded
-from autopar.compiler.intra_op.graph import Alternatives, Block, Planner
-from autopar.compiler.intra_op.nested import enter
-from autopar.compiler.intra_op.search import FOLD_FROM, Wishes, rules_of, with_shared_latency
+from autopar.compiler.intra_op.choice_graph import (
+    Alternatives,
+    Block,
+    BlockChoices,
+    Choice,
+    ChoiceTable,
+    Planner,
+    planned,
+)
+from autopar.compiler.intra_op.control_flow import enter
+from autopar.compiler.intra_op.fold_layers import Fold, fold, unfolded
+from autopar.compiler.intra_op.plan_program import FOLD_FROM, Wishes, rules_of, with_shared_latency
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, num_shards, used_axes
-from autopar.compiler.solver.problem import Optimum
+from autopar.compiler.solver.presolve import Reduced, reduce_problem
+from autopar.compiler.solver.problem import Optimum, Problem
 from autopar.compiler.solver.solve import MAX_GAP, solve_or_recall
 from autopar.compiler.spmd.block_plan import BlockPlan
+
+# --- main ---
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -239,3 +250,53 @@ def with_partial_sums(layouts: Iterable[Layout], mesh: LogicalMesh) -> tuple[Lay
         for count in range(1, len(unused) + 1):
             found += [Layout(layout.dims, axes) for axes in itertools.combinations(unused, count)]
     return tuple(found)
+
+
+# --- Plan a group of tasks for several prices of memory: what no price touches is reduced once, for all of them ---
+# TaskChoices, names of values that may have a price   ->   a smaller problem, in which these values are still free
+#     that, prices                                         ->   GroupPlan
+#
+# Reductions are exact whatever the costs of nodes that they leave alone (`reduce_problem` calls them protected).
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PricedChoices:
+    """The choices of a group, of whose values those with these names may have a price."""
+
+    choices: TaskChoices
+    names: Collection[str]
+
+    @cached_property
+    def _reduced(self) -> Reduced:
+        values = self.choices.values
+        protected = {choice.node for name in self.names if (choice := values.get(name)) is not None}
+        return reduce_problem(self.choices.table.problem(), protected)
+
+    def best(
+        self,
+        prices: Mapping[str, float],
+        *,
+        time_limit_s: float = 60.0,
+        max_gap: float = MAX_GAP,
+        cache_directory: Path | None = None,
+    ) -> GroupPlan:
+        """The best layouts, as `TaskChoices.best`, up to a gap: a share of their price and time."""
+        problem = self._priced(prices)
+        found = solve_or_recall(problem, cache_directory, time_limit_s=time_limit_s, max_gap=max_gap)
+        return self.choices.plan_of(
+            replace(
+                found,
+                states=self._reduced.expand(found.states),
+                value=found.value + self._reduced.constant,
+                lower_bound=found.lower_bound + self._reduced.constant,
+            )
+        )
+
+    def _priced(self, prices: Mapping[str, float]) -> Problem:
+        assert prices.keys() <= set(self.names), "a price for a value that was not to have one"
+        charges, reduced = self.choices.charges(prices), self._reduced
+        costs = tuple(
+            cost + charges[node][states] if node in charges else cost
+            for node, states, cost in zip(reduced.nodes, reduced.states, reduced.core.costs, strict=True)
+        )
+        return replace(reduced.core, costs=costs)

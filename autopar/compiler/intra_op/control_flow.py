@@ -17,8 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, EquationChoice
-from autopar.compiler.intra_op.graph import Block
+from autopar.compiler.intra_op.choice_graph import Block, BlockChoices, Choice, EquationChoice
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.trip_counts import trip_count
 from autopar.compiler.sharding.free_values import free_carry, free_results, is_small
