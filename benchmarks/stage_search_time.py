@@ -18,9 +18,8 @@ from functools import cache
 from rich.console import Console
 from rich.table import Table
 
-from autopar.compiler.inter_op.schedule_times import SCHEDULES
-from autopar.compiler.inter_op.stage_costs import StageCost, StageCosts, TransferTime
-from autopar.compiler.inter_op.stage_search import StageSearch, search_stages
+from autopar.compiler.inter_op.search import StageSearch, search_stages
+from autopar.compiler.inter_op.stage_costs import SCHEDULES, StageCost, StageCosts, TransferTime
 from autopar.compiler.inter_op.submeshes import Submesh, submesh_choices
 from autopar.errors import MemoryTooSmall
 

@@ -14,9 +14,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
-from autopar.compiler.inter_op.schedule_times import Timing
-from autopar.compiler.inter_op.stage_costs import StageCost
-from autopar.compiler.inter_op.stage_search import StageSearch, search_stages
+from autopar.compiler.inter_op.search import StageSearch, search_stages
+from autopar.compiler.inter_op.stage_costs import StageCost, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place, submesh_choices
 from autopar.compiler.known_layers import SPLITTING, KnownLayers
 from autopar.compiler.layer_classes import Layers

@@ -12,8 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
-from autopar.compiler.inter_op.schedule_times import Timing, in_flight
-from autopar.compiler.inter_op.stage_costs import Stage, StageCost
+from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing, in_flight
 from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, GroupWishes, TaskChoices, task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.layer_classes import LayerClass, Layers, class_key, layer_class, value_numbers

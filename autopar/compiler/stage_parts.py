@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.compiler.inter_op.schedule_times import Timing
-from autopar.compiler.inter_op.stage_costs import Stage, StageCost
+from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.pipeline.schedules import schedule_tasks
 from autopar.compiler.stage_ranges import RangeCosts
 

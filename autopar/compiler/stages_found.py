@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.compiler.inter_op.schedule_times import Timing
-from autopar.compiler.inter_op.stage_costs import Partition, StageCost
-from autopar.compiler.inter_op.stage_search import StageSearch
+from autopar.compiler.inter_op.search import StageSearch
+from autopar.compiler.inter_op.stage_costs import Partition, StageCost, Timing
 from autopar.compiler.layer_classes import Layers
 from autopar.compiler.stage_parts import StagePart, played_s
 from autopar.ir.plan_sharding import Certificate

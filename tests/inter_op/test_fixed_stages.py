@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
-from autopar.compiler.inter_op.schedule_times import SCHEDULES, Timing, in_flight, step_time_s
-from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.inter_op.stage_costs import SCHEDULES, StageCost, Timing, in_flight, step_time_s
 from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.errors import InvalidArgument, MemoryTooSmall
 

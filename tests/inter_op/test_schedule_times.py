@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from autopar.compiler.inter_op.schedule_times import SCHEDULES, Timing, in_flight, step_time_s
-from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.inter_op.stage_costs import SCHEDULES, StageCost, Timing, in_flight, step_time_s
 from autopar.compiler.pipeline.schedules import peak_in_flight, schedule_tasks
 from autopar.errors import InvalidArgument
 from autopar.ir.program import Executable, Task

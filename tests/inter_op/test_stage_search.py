@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from autopar.compiler.inter_op.schedule_times import SCHEDULES
-from autopar.compiler.inter_op.stage_costs import StageCost
-from autopar.compiler.inter_op.stage_search import search_stages
+from autopar.compiler.inter_op.search import search_stages
+from autopar.compiler.inter_op.stage_costs import SCHEDULES, StageCost
 from autopar.compiler.inter_op.submeshes import submesh_choices
 from autopar.errors import InvalidArgument, MemoryTooSmall
 

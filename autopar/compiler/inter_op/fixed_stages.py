@@ -17,9 +17,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.compiler.inter_op.schedule_times import Timing, fill_s, hold_s, in_flight, step_time_s, with_transfer_s
-from autopar.compiler.inter_op.stage_costs import Partition, Stage, StageCost, StageCosts, TransferTime
-from autopar.compiler.inter_op.stage_search import StageSearch
+from autopar.compiler.inter_op.search import StageSearch
+from autopar.compiler.inter_op.stage_costs import (
+    Partition,
+    Stage,
+    StageCost,
+    StageCosts,
+    Timing,
+    TransferTime,
+    fill_s,
+    hold_s,
+    in_flight,
+    step_time_s,
+    with_transfer_s,
+)
 from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.errors import InvalidArgument, MemoryTooSmall
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.compiler.inter_op.choice_tables import ChoiceTables, Floats, Ints
-from autopar.compiler.inter_op.schedule_times import with_transfer_s
+from autopar.compiler.inter_op.stage_costs import ChoiceTables, Floats, Ints, with_transfer_s
 
 _MAX_UNITS = 2048  # above, devices are counted in larger units
 _NEVER = 1 << 30  # stages or devices that no cluster has

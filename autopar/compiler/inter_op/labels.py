@@ -12,9 +12,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.compiler.inter_op.choice_tables import ChoiceTables, Floats, Ints
-from autopar.compiler.inter_op.prefix_bounds import PrefixBounds
-from autopar.compiler.inter_op.schedule_times import with_transfer_s
+from autopar.compiler.inter_op.bounds import PrefixBounds
+from autopar.compiler.inter_op.stage_costs import ChoiceTables, Floats, Ints, with_transfer_s
 
 _PAIRWISE = 1500  # so many labels of one cut and submesh are all compared with each other
 _TOLERANCE = 1e-12  # of the step time: what is better by less is not better
