@@ -36,8 +36,8 @@ from autopar.compiler.costs.mesh_costs import h100_figures
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.gpu_aot import gpu_devices
 from autopar.compiler.intra_op.plan_program import IntraOpPlan, Wishes, plan_intra_op
+from autopar.compiler.lowering.sharded_step import one_jaxpr
 from autopar.compiler.memory.estimate import peak_memory
-from autopar.compiler.sharded_step import one_jaxpr
 from autopar.compiler.sharding.layout import LogicalMesh, replicated, to_spec
 from autopar.compiler.spmd.emit import localize
 from autopar.compiler.spmd.local_program import LocalBlock, Value, local_block

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 from autopar.compiler.costs.mesh_costs import MeshFigures, cpu_figures
+from autopar.compiler.lowering.sharded_step import logical_mesh
+from autopar.compiler.lowering.stage_programs import mesh_tasks, mesh_wishes, plan_mesh
 from autopar.compiler.passes import cut_step
-from autopar.compiler.sharded_step import logical_mesh
-from autopar.compiler.stage_sharding import mesh_tasks, mesh_wishes, plan_mesh
 from autopar.ir.plan import Plan
 
 QUICK = dataclasses.replace(cpu_figures(2), latency_s=(1e-9, 1e-9))

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 
 import autopar
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.lowering.microbatch_loop import loop_over, microbatch_loop
 from autopar.compiler.microbatch.split import evaluate_microbatched
-from autopar.compiler.microbatch_loop import loop_over, microbatch_loop
 from tests.microbatched import BATCH, PARAMS, WIDTH, X, assert_equal, hidden, sgd, split
 from tests.random_programs import make_arguments, make_step, models
 from tests.small_steps import traced

@@ -16,10 +16,10 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.layer_classes import count_step_layers, find_layers, layer_class
 from autopar.compiler.layer_costs import LayerCosts, stage_cost
+from autopar.compiler.lowering.stage_programs import mesh_tasks
 from autopar.compiler.passes import cut_step
 from autopar.compiler.pipeline.prepare import prepare, stage_graph
 from autopar.compiler.sharding.layout import LogicalMesh
-from autopar.compiler.stage_sharding import mesh_tasks
 from autopar.errors import InvalidArgument, MemoryTooSmall, Unsupported
 from autopar.hardware.machine import Link, Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan

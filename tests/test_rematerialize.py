@@ -13,7 +13,7 @@ import autopar
 from autopar.compiler import plan_by_search
 from autopar.compiler.costs.compilers import GPU
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.microbatch_loop import microbatch_loop
+from autopar.compiler.lowering.microbatch_loop import microbatch_loop
 from autopar.compiler.pipeline.layers import count_layers, layer_cuts, layer_names
 from autopar.compiler.pipeline.rematerialize import LayeredStep, offered_layers, rematerialize
 from autopar.errors import InvalidArgument, MemoryTooSmall

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.compiler.lowering.stage_programs import mesh_tasks
 from autopar.compiler.passes import cut_step
-from autopar.compiler.stage_sharding import mesh_tasks
 from autopar.errors import PlanMismatch
 from autopar.ir.plan_sharding import MeshSharding
 from tests import equivalence

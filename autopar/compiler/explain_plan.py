@@ -21,10 +21,10 @@ from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.choice_graph import planned
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.plan_by_search import Searched, search_on
 from autopar.compiler.search_wishes import key_path
-from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.sharding.layout import to_spec
 from autopar.compiler.solver.problem import Infeasible
 from autopar.compiler.solver.solve import solve

@@ -22,14 +22,14 @@ from autopar.compiler.intra_op.fold_layers import program_key
 from autopar.compiler.intra_op.plan_tasks import GroupTask, GroupWishes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
+from autopar.compiler.lowering.stage_programs import mesh_tasks, mesh_wishes
+from autopar.compiler.lowering.value_types import microbatch_rows, rows_axis
 from autopar.compiler.pipeline.layers import count_layers, forward_costs, layer_cuts
 from autopar.compiler.pipeline.phases import Regions
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.search_wishes import key_path
-from autopar.compiler.stage_sharding import mesh_tasks, mesh_wishes
-from autopar.compiler.value_specs import microbatch_rows, rows_axis
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 
 Cut = Callable[[Regions, int], Sequence[int]]

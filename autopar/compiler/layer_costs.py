@@ -21,13 +21,13 @@ from autopar.compiler.intra_op.plan_program import with_shared_latency
 from autopar.compiler.intra_op.plan_tasks import GroupPlan, PricedChoices, task_choices
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.layer_classes import LayerClass
+from autopar.compiler.lowering.stage_programs import local_blocks
 from autopar.compiler.search_wishes import equation_wishes, layout_of
 from autopar.compiler.sharding.layout import Layout, LogicalMesh
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.compiler.spmd.block_times import block_times
 from autopar.compiler.spmd.local_program import LocalBlock
 from autopar.compiler.stage_memory import stage_memory, value_types
-from autopar.compiler.stage_sharding import local_blocks
 from autopar.methods import Auto
 
 PRICES = (0.0, 0.3, 10.0)

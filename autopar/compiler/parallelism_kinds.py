@@ -20,7 +20,7 @@ from autopar.compiler.intra_op.plan_program import Wishes
 from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
-from autopar.compiler.microbatch_loop import microbatch_loop
+from autopar.compiler.lowering.microbatch_loop import microbatch_loop
 from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated
 from autopar.compiler.sharding.strategies import Strategy

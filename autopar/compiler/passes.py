@@ -17,7 +17,9 @@ from pathlib import Path
 from jax.sharding import PartitionSpec
 
 from autopar.compiler.frontend.trace import Trace, trace_step
-from autopar.compiler.lower import lower
+from autopar.compiler.lowering.lower import lower
+from autopar.compiler.lowering.single_program import whole_step_program
+from autopar.compiler.lowering.user_constraints import check_callbacks
 from autopar.compiler.pipeline.prepare import prepare, stage_graph
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.plan_by_degrees import plan_by_degrees
@@ -25,8 +27,6 @@ from autopar.compiler.plan_by_hand import plan_by_hand
 from autopar.compiler.plan_by_search import plan_by_search
 from autopar.compiler.plan_by_stages import plan_by_stages, searches_stages
 from autopar.compiler.stage_ranges import StageProblem
-from autopar.compiler.user_wishes import check_callbacks
-from autopar.compiler.whole_step import whole_step_program
 from autopar.errors import PlanMismatch
 from autopar.hardware.machine import Machine
 from autopar.ir.instructions import listed, spec_axes

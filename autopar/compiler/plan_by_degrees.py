@@ -23,12 +23,12 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, GroupWishes, task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.layer_classes import LayerClass, class_key, count_step_layers, layer_class, value_numbers
+from autopar.compiler.lowering.sharded_step import logical_mesh
+from autopar.compiler.lowering.stage_programs import mesh_tasks, sharding_of
 from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_numbered_layers, layer_cuts, layer_names
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.stage_layouts import SolvedStage, received_seconds
-from autopar.compiler.stage_sharding import mesh_tasks, sharding_of
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan

@@ -14,9 +14,9 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.lowering.value_types import batch_spec, microbatch_rows, rows_axis
 from autopar.compiler.pipeline.layers import cut_forward, group_layers
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
-from autopar.compiler.value_specs import batch_spec, microbatch_rows, rows_axis
 from autopar.errors import InvalidArgument
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.methods import DataParallel, HandMethod, PipelineParallel, ShardParallel

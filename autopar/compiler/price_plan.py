@@ -14,9 +14,9 @@ from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_tasks import GroupTask, GroupWishes
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.sharded_step import logical_mesh, sharded_step
+from autopar.compiler.lowering.sharded_step import logical_mesh, sharded_step
+from autopar.compiler.lowering.stage_programs import plan_mesh
 from autopar.compiler.spmd.block_times import block_times
-from autopar.compiler.stage_sharding import plan_mesh
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan

@@ -17,12 +17,12 @@ from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, GroupWish
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.layer_classes import LayerClass, Layers, class_key, layer_class, value_numbers
 from autopar.compiler.layer_costs import PRICES, pinned_layouts, prices, stage_cost
+from autopar.compiler.lowering.sharded_step import logical_mesh
+from autopar.compiler.lowering.stage_programs import local_blocks, mesh_tasks, sharding_like, sharding_of
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.search_wishes import equation_wishes
-from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.compiler.stage_ranges import StageProblem
-from autopar.compiler.stage_sharding import local_blocks, mesh_tasks, sharding_like, sharding_of
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import MeshSharding

@@ -16,7 +16,7 @@ import jax
 from autopar.aot import Compiled
 from autopar.api import Step
 from autopar.arguments import abstract
-from autopar.compiler.initial_state import placed_results
+from autopar.compiler.lowering.initial_state import placed_results
 from autopar.errors import CannotShip
 from autopar.ir.program import Program
 from autopar.runtime.distributed.ray_cluster import pickled, unpickled

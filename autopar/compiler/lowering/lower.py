@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.compiler.emit import (
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.lowering.stage_programs import sharded_mesh
+from autopar.compiler.lowering.task_executables import (
     EmittedTask,
     emit_concatenation,
     emit_task,
@@ -23,12 +25,10 @@ from autopar.compiler.emit import (
     instance,
     task_of,
 )
-from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.lowering.user_constraints import on_mesh
+from autopar.compiler.lowering.value_types import value_types
 from autopar.compiler.pipeline.schedules import schedule_tasks
 from autopar.compiler.pipeline.stage_graph import GraphInput, StageGraph
-from autopar.compiler.stage_sharding import sharded_mesh
-from autopar.compiler.user_wishes import on_mesh
-from autopar.compiler.value_specs import value_types
 from autopar.ir.plan import Plan
 from autopar.ir.program import (
     ArrayType,

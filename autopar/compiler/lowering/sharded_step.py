@@ -16,7 +16,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
-from autopar.compiler.microbatch_loop import microbatch_loop
+from autopar.compiler.lowering.microbatch_loop import microbatch_loop
 from autopar.compiler.pipeline.rematerialize import rematerialize
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.spmd.block_plan import BlockPlan, from_data

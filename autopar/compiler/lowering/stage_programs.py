@@ -18,13 +18,13 @@ import jax.numpy as jnp
 
 from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.emit import EmittedTask, emit_task, emit_zeros, executable_name
 from autopar.compiler.intra_op.plan_program import with_shared_latency
 from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, GroupWishes, task_choices
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.lowering.sharded_step import logical_mesh
+from autopar.compiler.lowering.task_executables import EmittedTask, emit_task, emit_zeros, executable_name
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.sharded_step import logical_mesh
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.spmd.block_plan import from_data, layout_from_text, layout_text, to_data
 from autopar.compiler.spmd.block_times import block_times

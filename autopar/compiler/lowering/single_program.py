@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import jaxpr_bytes, jaxpr_flops
-from autopar.compiler.sharded_step import sharded_step
-from autopar.compiler.user_wishes import on_mesh
-from autopar.compiler.value_specs import batch_spec
+from autopar.compiler.lowering.sharded_step import sharded_step
+from autopar.compiler.lowering.user_constraints import on_mesh
+from autopar.compiler.lowering.value_types import batch_spec
 from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.program import ArrayType, Executable, Free, Input, Instruction, MeshProgram, Output, Program, Run, Task
 
