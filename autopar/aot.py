@@ -22,7 +22,7 @@ from autopar.arguments import Arguments, Call
 from autopar.compiler import passes
 from autopar.compiler.explain_plan import Explanation, explain_plan
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.plan_that_fits import plan_that_fits
+from autopar.compiler.plan_within_memory import plan_that_fits
 from autopar.compiler.price_plan import price_plan
 from autopar.compiler.step_work import step_work
 from autopar.compiler.verify_plan import check_collectives

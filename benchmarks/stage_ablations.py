@@ -17,12 +17,12 @@ from dataclasses import replace
 from functools import partial
 
 import autopar
-from autopar.compiler.layer_classes import count_step_layers, model_cuts
 from autopar.compiler.pipeline.phases import Regions
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import prepare
-from autopar.compiler.plan_by_stages import plan_by_stages
-from autopar.compiler.stage_ranges import StageProblem
+from autopar.compiler.planning.layer_classes import count_step_layers, model_cuts
+from autopar.compiler.planning.search import plan_by_stages
+from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.errors import MemoryTooSmall
 from autopar.ir.plan import Plan
 from autopar.methods import Auto

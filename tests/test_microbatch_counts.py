@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from autopar.compiler.microbatch_counts import descend, first_likely, time_for_counts
+from autopar.compiler.planning.candidates import descend, first_likely, time_for_counts
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
 from autopar.compiler.intra_op.plan_tasks import task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
-from autopar.compiler.layer_classes import count_step_layers, find_layers, layer_class
-from autopar.compiler.layer_costs import LayerCosts, stage_cost
 from autopar.compiler.lowering.stage_programs import mesh_tasks
 from autopar.compiler.passes import cut_step
 from autopar.compiler.pipeline.prepare import prepare, stage_graph
+from autopar.compiler.planning.layer_classes import count_step_layers, find_layers, layer_class
+from autopar.compiler.planning.layer_costs import LayerCosts, stage_cost
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import InvalidArgument, MemoryTooSmall, Unsupported
 from autopar.hardware.machine import Link, Machine

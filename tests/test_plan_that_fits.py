@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.compiler import plan_that_fits
+from autopar.compiler import plan_within_memory as plan_that_fits
 from autopar.errors import MemoryTooSmall
 from benchmarks.models.mlp import mlp
 

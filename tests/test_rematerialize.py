@@ -10,12 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.compiler import plan_by_search
 from autopar.compiler.costs.compilers import GPU
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.microbatch_loop import microbatch_loop
 from autopar.compiler.pipeline.layers import count_layers, layer_cuts, layer_names
 from autopar.compiler.pipeline.rematerialize import LayeredStep, offered_layers, rematerialize
+from autopar.compiler.planning import one_mesh as plan_by_search
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from tests.microbatched import assert_equal
 from tests.small_steps import traced

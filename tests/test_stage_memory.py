@@ -15,9 +15,9 @@ import autopar
 from autopar.compiler.costs.compilers import CPU, GPU
 from autopar.compiler.gpu_aot import gpu_devices
 from autopar.compiler.memory.estimate import peak_memory
-from autopar.compiler.plan_by_stages import plan_of_stages
-from autopar.compiler.search_all_stages import search_all
-from autopar.compiler.stage_ranges import StageProblem
+from autopar.compiler.planning.candidates import search_all
+from autopar.compiler.planning.search import plan_of_stages
+from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.errors import MemoryTooSmall
 from autopar.hardware.machine import Link, Machine
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt

@@ -23,8 +23,8 @@ from autopar.compiler.intra_op.choice_graph import planned
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.memory.estimate import peak_memory
-from autopar.compiler.plan_by_search import Searched, search_on
-from autopar.compiler.search_wishes import key_path
+from autopar.compiler.planning.constraints import key_path
+from autopar.compiler.planning.one_mesh import Searched, search_on
 from autopar.compiler.sharding.layout import to_spec
 from autopar.compiler.solver.problem import Infeasible
 from autopar.compiler.solver.solve import solve

@@ -22,11 +22,11 @@ from autopar.compiler.lowering.single_program import whole_step_program
 from autopar.compiler.lowering.user_constraints import check_callbacks
 from autopar.compiler.pipeline.prepare import prepare, stage_graph
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.plan_by_degrees import plan_by_degrees
-from autopar.compiler.plan_by_hand import plan_by_hand
-from autopar.compiler.plan_by_search import plan_by_search
-from autopar.compiler.plan_by_stages import plan_by_stages, searches_stages
-from autopar.compiler.stage_ranges import StageProblem
+from autopar.compiler.planning.manual import plan_by_hand
+from autopar.compiler.planning.megatron import plan_by_degrees
+from autopar.compiler.planning.one_mesh import plan_by_search
+from autopar.compiler.planning.search import plan_by_stages, searches_stages
+from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.errors import PlanMismatch
 from autopar.hardware.machine import Machine
 from autopar.ir.instructions import listed, spec_axes

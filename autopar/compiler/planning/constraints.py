@@ -18,7 +18,7 @@ from autopar.compiler.frontend.trace import Leaf, Trace
 from autopar.compiler.intra_op.plan_program import Wishes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import IN_SHARDINGS, OUT_SHARDINGS
-from autopar.compiler.parallelism_kinds import kind_wishes
+from autopar.compiler.planning.parallelism_kinds import kind_wishes
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, fits, from_spec
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import InvalidArgument

@@ -9,31 +9,187 @@ the one that takes the least time when its schedule is played through.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
 from autopar.compiler.inter_op.search import StageSearch, search_stages
-from autopar.compiler.inter_op.stage_costs import StageCost, Timing
+from autopar.compiler.inter_op.stage_costs import Partition, StageCost, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place, submesh_choices
-from autopar.compiler.known_layers import SPLITTING, KnownLayers
-from autopar.compiler.layer_classes import Layers
-from autopar.compiler.layer_costs import LayerCosts
-from autopar.compiler.microbatch_counts import (
-    descend,
-    first_likely,
-    microbatch_counts,
-    time_for_counts,
-    usual_place,
-    usual_size,
-)
-from autopar.compiler.search_wishes import pins_of_inputs
-from autopar.compiler.stage_parts import parts_of
-from autopar.compiler.stage_ranges import RangeCosts, StageProblem
-from autopar.compiler.stages_found import StagesFound
+from autopar.compiler.planning.constraints import pins_of_inputs
+from autopar.compiler.planning.layer_classes import Layers
+from autopar.compiler.planning.layer_costs import LayerCosts
+from autopar.compiler.planning.stage_costs import SPLITTING, KnownLayers, RangeCosts, StageProblem
+from autopar.compiler.planning.virtual_stages import StagePart, parts_of, played_s
 from autopar.errors import InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
+from autopar.ir.plan_sharding import Certificate
 from autopar.progress import tell, tell_best
+
+# --- What the search over stages found for a number of microbatches, and how good the best of that is ---
+# StagesFound, StagesFound, ...  ->  Certificate
+
+_RUNNERS_UP = 5
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagesFound:
+    """The outcome of the search for one number of microbatches."""
+
+    layers: Layers
+    schedule: str
+    virtual_stages: int
+    """Stages on each mesh; the search has their layers as one stage."""
+    remat: bool
+    search: StageSearch
+    parts: tuple[StagePart, ...]
+    """The stages of the best partition."""
+    costs_gap: float
+
+    @cached_property
+    def step_time_s(self) -> float:
+        """Seconds of the best stages, their schedule played through."""
+        return self.played_s([stage.cost for stage in self.search.best.stages])
+
+    def played_s(self, costs: Sequence[StageCost]) -> float:
+        """The same for other costs of the meshes."""
+        return played_s(self.timing, self.parts, costs)
+
+    @property
+    def timing(self) -> Timing:
+        """The schedule with its numbers."""
+        return Timing(
+            schedule=self.schedule,
+            num_microbatches=self.layers.num_microbatches,
+            virtual_stages=self.virtual_stages,
+        )
+
+    @property
+    def gain_from_splitting(self) -> float:
+        """What of the step putting off weight gradients can gain: where forward, input and weight gradients take equal
+        times, two thirds of what fills the pipeline.
+        """
+        fills_s = [stage.cost.forward_s + stage.cost.backward_s for stage in self.search.best.stages]
+        return 2 / 3 * (sum(fills_s) - max(fills_s)) / self.step_time_s
+
+
+def lower_bound_s(ranked: Sequence[StagesFound]) -> float:
+    """Seconds that no stages take less than by the formulas of the schedules that were tried."""
+    return min(each.search.lower_bound_s * (1 - each.costs_gap) for each in ranked)
+
+
+def certificate_of(ranked: Sequence[StagesFound], bound_s: float) -> Certificate:
+    """How good the first one is, the fastest, with the next best of all by the schedule's formula."""
+    step_time_s = ranked[0].step_time_s
+    others = [(each, each.search.best) for each in ranked[1:]]
+    others += [(each, partition) for each in ranked for partition in each.search.runners_up]
+    others = sorted(
+        (other for other in others if other[1].step_time_s >= step_time_s), key=lambda other: other[1].step_time_s
+    )
+    return Certificate(
+        step_time_s=step_time_s,
+        lower_bound_s=min(bound_s, step_time_s),
+        tried=tuple(sorted({each.layers.num_microbatches for each in ranked})),
+        runners_up=tuple((_words(each, partition), partition.step_time_s) for each, partition in others[:_RUNNERS_UP]),
+    )
+
+
+def _words(found: StagesFound, partition: Partition) -> str:
+    stages = " | ".join(f"{stage.stop - stage.start} layers on {stage.submesh}" for stage in partition.stages)
+    virtual = f" x {found.virtual_stages}" if found.virtual_stages > 1 else ""
+    return f"{found.layers.num_microbatches} microbatches, {found.schedule}{virtual}: {stages}"
+
+
+# --- Which numbers of microbatches are tried, and in which order ---
+
+_MOST_MICROBATCHES_PER_DEVICE = 8
+_MICROBATCHES_PER_STAGE = 8
+_SHARE_OF_WORK = 0.3
+_SHARE_OF_TIME = 0.7
+"""Of the time limit: as work and as time that passes, after which no further number of microbatches is tried."""
+
+
+def time_for_counts(time_limit_s: float) -> Callable[[], bool]:
+    """Whether there is time for another number of microbatches, asked from now on.
+
+    Counted is the work of this process, so that a busy machine finds what a quiet one does, within the limit.
+    """
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
+
+    def in_time() -> bool:
+        work_s, passed_s = time.process_time() - began_cpu_s, time.monotonic() - began_s
+        return work_s < _SHARE_OF_WORK * time_limit_s and passed_s < _SHARE_OF_TIME * time_limit_s
+
+    return in_time
+
+
+def first_likely(is_likely: Callable[[int], bool], size: int, start: int) -> int:
+    """The first place from `start` on that is likely to lead to a plan; `start` if none is."""
+    return next((place for place in range(start, size) if is_likely(place)), start)
+
+
+def descend(
+    step_time_s: Callable[[int], float | None], size: int, start: int, in_time: Callable[[], bool], usual_size: int
+) -> None:
+    """Go up from a place as long as that helps, else down; from where nothing is possible, up and then down.
+
+    A place has no step time where the batch cannot be split so, and an infinite one where nothing fits. Places from
+    `usual_size` on are looked at only where memory is short: nothing fits at the start. When it is no longer `in_time`,
+    what was found is enough.
+    """
+
+    def time_s(place: int) -> float:
+        found = step_time_s(place)
+        return math.inf if found is None else found
+
+    best, at = time_s(start), start
+    if math.isinf(best):
+        if _fits_nowhere(step_time_s, size):
+            return
+        usual_size = size
+    for direction in (1, -1):
+        place = start + direction
+        while 0 <= place < size and (math.isinf(best) or (place < usual_size and in_time())):
+            here = time_s(place)
+            if here >= best and not math.isinf(best):
+                break
+            best, at = min(best, here), place
+            place += direction
+        if at > start:
+            return
+
+
+def _fits_nowhere(step_time_s: Callable[[int], float | None], size: int) -> bool:
+    """Whether neither the smallest microbatches that there can be fit, nor the whole batch."""
+    smallest = next((found for place in reversed(range(size)) if (found := step_time_s(place)) is not None), math.inf)
+    return math.isinf(smallest) and math.isinf(step_time_s(0) or math.inf)
+
+
+def usual_place(problem: StageProblem, counts: Sequence[int], num_layers: int) -> int:
+    """Where to begin: enough microbatches to fill a pipeline with a stage for every host, of at least two layers."""
+    usual = _MICROBATCHES_PER_STAGE * max(1, min(problem.cluster.num_hosts, num_layers // 2))
+    return min(range(len(counts)), key=lambda place: abs(math.log2(counts[place] / usual)))
+
+
+def microbatch_counts(problem: StageProblem) -> list[int]:
+    """The numbers of microbatches that may be tried: the one given, or powers of two that divide the batch."""
+    if problem.method.num_microbatches is not None:
+        return [problem.method.num_microbatches]
+    trace = problem.trace
+    if not trace.batch_inputs or trace.doubled is None:
+        return [1]
+    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
+    return [count for count in (2**k for k in range(rows.bit_length())) if rows % count == 0]
+
+
+def usual_size(problem: StageProblem, counts: Sequence[int]) -> int:
+    """How many of the numbers are no larger than what is usual for so many devices."""
+    return sum(count <= _MOST_MICROBATCHES_PER_DEVICE * problem.num_devices for count in counts)
+
+
+# --- main ---
 
 _LIKELY = 0.9
 """Of the memory, what stages judged by the layers of another number of microbatches are to need at most."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.pipeline.schedules import schedule_tasks
-from autopar.compiler.stage_ranges import RangeCosts
+from autopar.compiler.planning.stage_costs import RangeCosts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import one_jaxpr
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers, rematerialize
-from autopar.compiler.search_wishes import wishes_of
+from autopar.compiler.planning.constraints import wishes_of
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.spmd.block_plan import to_data
 from autopar.compiler.spmd.collectives import planned_collectives

@@ -20,10 +20,9 @@ from autopar.compiler.inter_op.submeshes import place
 from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.pipeline.prepare import stage_graph
-from autopar.compiler.search_all_stages import search_all
-from autopar.compiler.stage_layouts import stage_shardings
-from autopar.compiler.stage_ranges import StageProblem, submesh_mesh
-from autopar.compiler.stages_found import StagesFound, certificate_of, lower_bound_s
+from autopar.compiler.planning.candidates import StagesFound, certificate_of, lower_bound_s, search_all
+from autopar.compiler.planning.stage_costs import StageProblem, submesh_mesh
+from autopar.compiler.planning.stage_layouts import stage_shardings
 from autopar.errors import MemoryTooSmall
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import Certificate

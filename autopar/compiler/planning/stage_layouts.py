@@ -15,14 +15,14 @@ from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing, in_flight
 from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, GroupWishes, TaskChoices, task_choices
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.layer_classes import LayerClass, Layers, class_key, layer_class, value_numbers
-from autopar.compiler.layer_costs import PRICES, pinned_layouts, prices, stage_cost
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import local_blocks, mesh_tasks, sharding_like, sharding_of
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.search_wishes import equation_wishes
+from autopar.compiler.planning.constraints import equation_wishes
+from autopar.compiler.planning.layer_classes import LayerClass, Layers, class_key, layer_class, value_numbers
+from autopar.compiler.planning.layer_costs import PRICES, pinned_layouts, prices, stage_cost
+from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.compiler.sharding.layout import LogicalMesh
-from autopar.compiler.stage_ranges import StageProblem
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import MeshSharding

@@ -29,7 +29,7 @@ from autopar.compiler.pipeline.phases import Regions
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.search_wishes import key_path
+from autopar.compiler.planning.constraints import key_path
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 
 Cut = Callable[[Regions, int], Sequence[int]]
