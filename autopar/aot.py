@@ -20,12 +20,12 @@ import numpy as np
 
 from autopar.arguments import Arguments, Call
 from autopar.compiler import passes
-from autopar.compiler.explain_plan import Explanation, explain_plan
+from autopar.compiler.analysis.compiled_collectives import check_collectives
+from autopar.compiler.analysis.explain import Explanation, explain_plan
+from autopar.compiler.analysis.step_work import step_work
+from autopar.compiler.analysis.task_times import price_plan
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.plan_within_memory import plan_that_fits
-from autopar.compiler.price_plan import price_plan
-from autopar.compiler.step_work import step_work
-from autopar.compiler.verify_plan import check_collectives
 from autopar.errors import AutoparError, InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine

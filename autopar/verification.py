@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from autopar.compiler.verify_plan import CollectiveCheck
+from autopar.compiler.analysis.compiled_collectives import CollectiveCheck
 
 _TIMES_ROUNDING = 2.0
 """How often a result may differ, in the root of its squares, by what moved arguments change it by."""

@@ -16,12 +16,12 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.intra_op.hlo_collectives import (
+from autopar.compiler.analysis.compiled_collectives import (
     CompiledCollective,
     compiled_collectives,
     wire_bytes_by_kind,
 )
+from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.ir.program import Program
 from benchmarks.hlo_roofline import work_of

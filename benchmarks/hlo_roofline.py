@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.compiler.analysis.compiled_collectives import KINDS
 from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.intra_op.hlo_collectives import KINDS
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")

@@ -31,10 +31,10 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from autopar.compiler.analysis.aot_targets import gpu_devices
 from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.costs.mesh_costs import h100_figures
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.gpu_aot import gpu_devices
 from autopar.compiler.intra_op.plan_program import IntraOpPlan, Wishes, plan_intra_op
 from autopar.compiler.lowering.sharded_step import one_jaxpr
 from autopar.compiler.memory.estimate import peak_memory

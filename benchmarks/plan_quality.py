@@ -40,8 +40,8 @@ from rich.progress import track
 from rich.table import Table
 
 import autopar
+from autopar.compiler.analysis.aot_targets import gpu_devices
 from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
-from autopar.compiler.gpu_aot import gpu_devices
 from autopar.errors import AutoparError
 from benchmarks.compiled_figures import CompiledFigures, compile_program, figures_of_compiled
 from benchmarks.hand_plans import HandPlan, compile_by_hand, hand_plans

@@ -36,8 +36,8 @@ from rich.table import Table
 
 import autopar
 from autopar.api import Planned, Traced
-from autopar.compiler.gpu_aot import gpu_devices
-from autopar.compiler.verify_plan import TOLERANCE
+from autopar.compiler.analysis.aot_targets import gpu_devices
+from autopar.compiler.analysis.compiled_collectives import TOLERANCE
 from autopar.methods import Method
 from autopar.verification import VerificationReport
 from benchmarks.models import LARGE, MODELS

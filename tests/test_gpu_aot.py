@@ -15,9 +15,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autopar.compiler.analysis.aot_targets import gpu_devices, gpu_targets
+from autopar.compiler.analysis.compiled_collectives import compiled_collectives
 from autopar.compiler.costs.mesh_costs import h100_figures
-from autopar.compiler.gpu_aot import gpu_devices, gpu_targets
-from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
 from autopar.errors import InvalidArgument
 
 INSTALLED = importlib.util.find_spec("jax_plugins") is not None and any(
@@ -116,7 +116,7 @@ def test_equal_requests_give_the_same_devices():
 PROGRAM = """
 import jax
 {before}
-from autopar.compiler.gpu_aot import gpu_devices
+from autopar.compiler.analysis.aot_targets import gpu_devices
 devices = gpu_devices("h100", 2)
 sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("x",)), jax.sharding.PartitionSpec("x"))
 argument = jax.ShapeDtypeStruct((8, 8), "float32", sharding=sharding)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.compiler.analysis.compiled_collectives import compiled_collectives, wire_bytes_by_kind
 from autopar.compiler.costs.mesh_costs import cpu_figures
-from autopar.compiler.intra_op.hlo_collectives import compiled_collectives, wire_bytes_by_kind
 from autopar.hardware.machine import Machine
 from benchmarks.compiled_figures import CompiledFigures, compile_program, figures_of_compiled, peak_bytes
 from benchmarks.hand_plans import HandPlan, compile_by_hand, hand_plans

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.compiler.verify_plan import KindCheck
+from autopar.compiler.analysis.compiled_collectives import KindCheck
 from benchmarks import planned_vs_compiled
 from benchmarks.models import MODELS
 from benchmarks.planned_vs_compiled import Case, Row, case_groups, restricted_methods

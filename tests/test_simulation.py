@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.compiler.analysis.step_work import step_work
 from autopar.compiler.costs.mesh_costs import figures_of
 from autopar.compiler.pipeline.schedules import schedule_tasks
-from autopar.compiler.step_work import step_work
 from autopar.errors import InvalidArgument, PlanMismatch, Unsupported
 from autopar.hardware.machine import Link, Machine
 from autopar.ir.plan_sharding import MeshSharding, TaskTimes

@@ -12,8 +12,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
+from autopar.compiler.analysis.aot_targets import gpu_devices
 from autopar.compiler.costs.compilers import CPU, GPU
-from autopar.compiler.gpu_aot import gpu_devices
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.planning.candidates import search_all
 from autopar.compiler.planning.search import plan_of_stages

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from autopar.compiler import passes
+from autopar.compiler.analysis.compiled_collectives import compiled_peak_bytes
 from autopar.compiler.costs.mesh_costs import figures_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.planning.one_mesh import memory_limit, search_of
-from autopar.compiler.verify_plan import compiled_peak_bytes
 from autopar.errors import MemoryTooSmall
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from autopar.compiler.intra_op.hlo_collectives import compiled_collectives, wire_bytes_by_kind
+from autopar.compiler.analysis.compiled_collectives import compiled_collectives, wire_bytes_by_kind
 from autopar.errors import Unsupported
 
 WHOLE = jax.ShapeDtypeStruct((16, 32), jnp.float32)

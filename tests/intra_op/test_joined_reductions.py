@@ -10,8 +10,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import autopar
+from autopar.compiler.analysis.compiled_collectives import compiled_collectives
 from autopar.compiler.costs.compilers import CPU
-from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
 from autopar.compiler.intra_op.plan_program import Wishes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, to_spec

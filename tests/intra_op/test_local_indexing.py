@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
+from autopar.compiler.analysis.compiled_collectives import compiled_collectives
 from autopar.compiler.sharding.layout import Layout, replicated
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.compiler.spmd.emit_equation import gather_locally, position, scatter_locally

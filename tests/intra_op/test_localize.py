@@ -12,7 +12,7 @@ from jax.experimental import io_callback
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
+from autopar.compiler.analysis.compiled_collectives import compiled_collectives
 from autopar.compiler.intra_op.plan_program import Wishes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, to_spec

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from autopar.compiler.analysis.compiled_collectives import compiled_collectives
 from autopar.compiler.costs.mesh_costs import cpu_figures, h100_figures
-from autopar.compiler.intra_op.hlo_collectives import compiled_collectives
 from autopar.compiler.resharding.costs import (
     AllGather,
     AllReduce,
