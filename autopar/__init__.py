@@ -33,7 +33,7 @@ from autopar.methods import (
     TensorParallel,
     Zero,
 )
-from autopar.runtime.distributed.distributed_array import DistributedArray
+from autopar.runtime.distributed.array import DistributedArray
 from autopar.session import init, shutdown
 from autopar.training.batches import prefetch, shard_batch
 from autopar.training.checkpoints import Checkpoints

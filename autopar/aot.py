@@ -33,9 +33,9 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.methods import Method
 from autopar.progress import search_progress
-from autopar.runtime.base import Loaded
 from autopar.runtime.in_process import InProcess
-from autopar.runtime.measured import write_trace
+from autopar.runtime.interfaces import Loaded
+from autopar.runtime.timeline import write_trace
 from autopar.session import current_session
 from autopar.simulation import SimulationReport, check_cluster, simulate_plan
 from autopar.step_serialization import ship
@@ -161,7 +161,7 @@ class Lowered:
         return self._compiled(loaded)
 
     def _on_cluster(self, session: Any) -> Compiled:
-        from autopar.runtime.distributed.ray_runtime import RayLoaded
+        from autopar.runtime.distributed.driver import RayLoaded
 
         shipped = ship(self.source.arguments, self.source.call, self.plan)
         return self._compiled(RayLoaded(session, self.program, [leaf.name for leaf in self.trace.inputs], shipped))

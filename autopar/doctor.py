@@ -126,7 +126,7 @@ def _devices() -> Finding:
 
 
 def _cupy() -> Finding:
-    from autopar.runtime.nccl import nccl_version
+    from autopar.runtime.transfer.nccl import nccl_version
 
     try:
         found = nccl_version(jax.devices())

@@ -16,7 +16,7 @@ from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 
 if TYPE_CHECKING:
-    from autopar.runtime.distributed.ray_session import RaySession
+    from autopar.runtime.distributed.session import RaySession
 
 STEP_TIMEOUT_S = 600.0
 
@@ -67,7 +67,7 @@ def init(
         return None
     shutdown()
     from autopar.runtime.distributed.ray_cluster import RayOptions, start_hosts
-    from autopar.runtime.distributed.ray_session import RaySession
+    from autopar.runtime.distributed.session import RaySession
 
     options = RayOptions(
         address=address,
@@ -108,7 +108,7 @@ def restart(num_hosts: int | None = None) -> RaySession:
     As many as before, or `num_hosts`. Raises `InvalidArgument` without a session, or without room for so many, and
     `ClusterFailed` if one of them is lost before they have met; the session stays the failed one then.
     """
-    from autopar.runtime.distributed.ray_session import RaySession
+    from autopar.runtime.distributed.session import RaySession
 
     old = current_session()
     if old is None:

@@ -31,7 +31,7 @@ from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import TaskTimes
 from autopar.ir.program import Executable, Program, Task
-from autopar.runtime.simulated import simulate
+from autopar.runtime.simulator import simulate
 from autopar.runtime.timeline import Timeline
 
 _WIDTH = 110

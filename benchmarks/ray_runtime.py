@@ -34,8 +34,8 @@ from rich.table import Table
 import autopar
 from autopar import session
 from autopar.ir.program import Executable, Task
-from autopar.runtime.measured import InstructionTime
-from autopar.runtime.simulated import simulate
+from autopar.runtime.simulator import simulate
+from autopar.runtime.timeline import InstructionTime
 from benchmarks.models.sleeping import sleep_step
 
 LAYERS, WIDTH = 4, 16

@@ -21,7 +21,7 @@ from autopar.api import Lowered
 from autopar.errors import DonatedBuffer
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, MeshProgram, Program, Run, Send
-from autopar.runtime.simulated import ConstantCosts, simulate
+from autopar.runtime.simulator import ConstantCosts, simulate
 from benchmarks import equivalence as benchmark
 from tests.equivalence import SCHEDULES, Configuration, compare, largest_difference, parallelized
 from tests.zoo import ZOO

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from autopar.compiler.pipeline.schedules import SCHEDULES, check_order, peak_in_flight, schedule_tasks
 from autopar.errors import InvalidArgument, InvalidProgram
 from autopar.ir.program import Task
-from autopar.runtime.simulated import ConstantCosts, simulate
+from autopar.runtime.simulator import ConstantCosts, simulate
 from tests.schedule_programs import program_of
 
 LINEAR = ["gpipe", "1f1b", "eager-1f1b", "interleaved"]

@@ -21,7 +21,7 @@ from autopar.ir.program import (
     Task,
     Window,
 )
-from autopar.runtime.simulated import ConstantCosts, simulate
+from autopar.runtime.simulator import ConstantCosts, simulate
 from tests.schedule_programs import EDGE, program_of
 
 ONE = ConstantCosts(forward_s=1.0, backward_s=2.0)

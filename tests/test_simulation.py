@@ -16,7 +16,7 @@ from autopar.errors import InvalidArgument, PlanMismatch, Unsupported
 from autopar.hardware.machine import Link, Machine
 from autopar.ir.plan_sharding import MeshSharding, TaskTimes
 from autopar.ir.program import Run, Send
-from autopar.runtime.simulated import simulate
+from autopar.runtime.simulator import simulate
 from autopar.simulation import ClusterCosts
 from tests.schedule_programs import program_of
 from tests.stage_plans import with_planned_layouts

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar.errors import CannotShip, InvalidArgument
 from autopar.ir.program import ArrayType, Input, MeshProgram, Output, Program, Window
-from autopar.runtime.distributed.arrivals import arrive
-from autopar.runtime.distributed.placed import Piece, Placed
-from autopar.runtime.tiles import Layout
+from autopar.runtime.distributed.input_routing import arrive
+from autopar.runtime.distributed.pieces import Piece, Placed
+from autopar.runtime.transfer.tiles import Layout
 from autopar.training.array_placement import argument_arrangement
 from autopar.training.batches import prefetch, shard_batch
 from autopar.training.create_state import InitRecipe, create_state, ship_recipe

@@ -19,7 +19,7 @@ from rich.progress import track
 
 from autopar.errors import InvalidArgument
 from autopar.ir.program import ArrayType, Executable, MeshProgram
-from autopar.runtime.base import Device
+from autopar.runtime.interfaces import Device
 
 KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 

@@ -14,12 +14,12 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar.ir.program import Free, Program, Recv, Run
-from autopar.runtime.base import Device, Loaded, Receiver, Sender
 from autopar.runtime.executables import compile_all, mesh_of
-from autopar.runtime.measured import InstructionTime, instruction_name
-from autopar.runtime.placement import placement
+from autopar.runtime.inputs import placement
+from autopar.runtime.interfaces import Device, Loaded, Receiver, Sender
+from autopar.runtime.interpreter import Environment, resolve
 from autopar.runtime.results import collection
-from autopar.runtime.worker import Environment, resolve
+from autopar.runtime.timeline import InstructionTime, instruction_name
 
 Queues = dict[tuple[int, int], deque[Sequence[jax.Array]]]  # (source, destination) -> sent and not yet received
 

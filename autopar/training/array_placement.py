@@ -23,11 +23,11 @@ from autopar.api import Step
 from autopar.compiler.frontend.trace import Leaf
 from autopar.errors import InvalidArgument
 from autopar.ir.program import ArrayType, Input, MeshProgram, Program, Window
-from autopar.runtime.argument_types import places_of
-from autopar.runtime.distributed.placed import Piece, Placed
+from autopar.runtime.distributed.pieces import Piece, Placed
 from autopar.runtime.executables import mesh_of
+from autopar.runtime.inputs import places_of
 from autopar.runtime.results import over_all
-from autopar.runtime.tiles import Layout
+from autopar.runtime.transfer.tiles import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ def _here(place: Place, leaf: Any, arrangement: Arrangement, devices: Any) -> ja
 
 
 def _on_cluster(session: Any, arrangement: Arrangement, leaves: list[tuple[Place, Any]]) -> list[Any]:
-    from autopar.runtime.distributed.distributed_array import DistributedArray
+    from autopar.runtime.distributed.array import DistributedArray
     from autopar.runtime.distributed.host_batches import bring
 
     lie = [isinstance(leaf, DistributedArray) for _, leaf in leaves]  # on the cluster already

@@ -16,8 +16,8 @@ import numpy as np
 from autopar.aot import Compiled
 from autopar.api import Step
 from autopar.errors import AutoparError, CheckpointFailed, ClusterFailed, InvalidArgument, StepFailed
-from autopar.runtime.distributed.distributed_array import DistributedArray
-from autopar.runtime.distributed.placed import Placed
+from autopar.runtime.distributed.array import DistributedArray
+from autopar.runtime.distributed.pieces import Placed
 from autopar.session import current_session
 from autopar.training.array_placement import argument_arrangement, compiled_like
 
@@ -103,7 +103,7 @@ def _as_one_array(session: Any, leaves: Sequence[Any]) -> list[Any]:
 
 def moved(session: Any, leaves: Sequence[Any], places: Sequence[Placed | None]) -> list[Any]:
     """The leaves, with those on the cluster moved that lie elsewhere than in these places."""
-    from autopar.runtime.distributed.ray_runtime import RayLoaded
+    from autopar.runtime.distributed.driver import RayLoaded
     from autopar.runtime.distributed.whole_arrays import Moving
 
     found = list(leaves)

@@ -57,7 +57,7 @@ def create_state(
     if session is None:
         made = InProcess(compiled.source.target.live_devices()).load(program, leaf_names=names)(leaves)
     else:
-        from autopar.runtime.distributed.ray_runtime import RayLoaded
+        from autopar.runtime.distributed.driver import RayLoaded
 
         made = RayLoaded(session, program, names, ship_recipe(recipe)).once(leaves)
     return jax.tree.unflatten(tree, made)

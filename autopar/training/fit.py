@@ -26,7 +26,7 @@ from autopar.api import Step
 from autopar.checks import check_choice
 from autopar.errors import AutoparError, ClusterFailed, InvalidArgument, NonFiniteLoss
 from autopar.ir.plan import Plan
-from autopar.runtime.distributed.distributed_array import DistributedArray
+from autopar.runtime.distributed.array import DistributedArray
 from autopar.session import current_session, restart
 from autopar.training.checkpoints import Checkpoints
 

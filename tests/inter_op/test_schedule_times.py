@@ -9,7 +9,7 @@ from autopar.compiler.inter_op.stage_costs import SCHEDULES, StageCost, Timing, 
 from autopar.compiler.pipeline.schedules import peak_in_flight, schedule_tasks
 from autopar.errors import InvalidArgument
 from autopar.ir.program import Executable, Task
-from autopar.runtime.simulated import simulate
+from autopar.runtime.simulator import simulate
 from tests.schedule_programs import program_of
 
 SHAPES = [("gpipe", 1), ("1f1b", 1), ("eager-1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 3)]

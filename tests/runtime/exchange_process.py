@@ -21,11 +21,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar.ir.instructions import KEY_BYTES, item_bytes
-from autopar.runtime.exchange import Exchange
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS, dtype_of
-from autopar.runtime.nccl import Nccl
-from autopar.runtime.tiles import Layout, TransferPlan, plan_transfer, scattered
-from autopar.runtime.transfer_server import TransferServer
+from autopar.runtime.transfer.exchange import Exchange
+from autopar.runtime.transfer.jax_transfer import TransferServer
+from autopar.runtime.transfer.nccl import Nccl
+from autopar.runtime.transfer.tiles import Layout, TransferPlan, plan_transfer, scattered
 from tests.runtime.random_layouts import random_layout, random_shape, some
 
 DTYPES = ("float32", "bfloat16", "bool", "int8", "float16", "complex64", "float8_e4m3fn", "key<fry>", "key<rbg>")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from autopar.runtime.tiles import Layout
+from autopar.runtime.transfer.tiles import Layout
 
 AXES = ("x", "y", "z")
 

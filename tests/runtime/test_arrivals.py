@@ -5,10 +5,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.ir.program import ArrayType, Executable, Input, MeshProgram, Output, Program, Window
-from autopar.runtime.distributed.arrivals import arrive, dividing
 from autopar.runtime.distributed.host_program import sent_layout
-from autopar.runtime.distributed.placed import Piece, Placed, layout_of, placed_output
-from autopar.runtime.tiles import Layout, plan_transfer
+from autopar.runtime.distributed.input_routing import arrive, dividing
+from autopar.runtime.distributed.pieces import Piece, Placed, layout_of, placed_output
+from autopar.runtime.transfer.tiles import Layout, plan_transfer
 
 ROWS, COLUMNS = P("data"), P(None, "data")
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.ir.instructions import ArrayType, Executable, Free, Input, MeshProgram, Output, Recv, Run, Send, Task
 from autopar.ir.program import Program
-from autopar.runtime.exchange import Exchange, lasting_values
-from autopar.runtime.tiles import Layout, plan_transfer
+from autopar.runtime.transfer.exchange import Exchange, lasting_values
+from autopar.runtime.transfer.tiles import Layout, plan_transfer
 from tests.runtime.exchange_process import (
     DEVICES_EACH,
     array_of,

@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.errors import StepFailed
 from autopar.ir.program import Input, Output
-from autopar.runtime.distributed.arrivals import arrive
 from autopar.runtime.distributed.host_program import HostProgram
-from autopar.runtime.distributed.placed import Piece, Placed, layouts_of, placed_output
+from autopar.runtime.distributed.input_routing import arrive
+from autopar.runtime.distributed.pieces import Piece, Placed, layouts_of, placed_output
 from autopar.runtime.distributed.world import World
-from autopar.runtime.exchange import Exchange
-from autopar.runtime.tiles import Layout
+from autopar.runtime.transfer.exchange import Exchange
+from autopar.runtime.transfer.tiles import Layout
 from tests.test_in_process import (
     ROUNDING,
     array,

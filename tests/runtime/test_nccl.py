@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from autopar.errors import Unsupported
-from autopar.runtime.base import Parcel
-from autopar.runtime.message_ends import incoming, outgoing
-from autopar.runtime.nccl import Nccl, Pair, Transmission, opening_order, sequence, taking
+from autopar.runtime.interfaces import Parcel
+from autopar.runtime.transfer.endpoints import incoming, outgoing
+from autopar.runtime.transfer.nccl import Nccl, Pair, Transmission, opening_order, sequence, taking
 from tests.runtime.exchange_process import drawn_messages
 from tests.runtime.worlds import world
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from autopar.errors import HostLost
-from autopar.runtime.rendezvous import Rendezvous, fetch
+from autopar.runtime.transfer.nccl import Rendezvous, fetch
 
 
 def test_texts_are_given_whether_asked_for_before_or_after():

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar.errors import InvalidArgument
-from autopar.runtime.tiles import Box, Layout, TransferPlan, plan_transfer, scattered
+from autopar.runtime.transfer.tiles import Box, Layout, TransferPlan, plan_transfer, scattered
 from tests.runtime.random_layouts import random_layout, random_shape, some
 
 

@@ -38,10 +38,10 @@ from autopar.runtime.distributed.messages import (
 )
 from autopar.runtime.distributed.versions import versions
 from autopar.runtime.distributed.world import World
-from autopar.runtime.exchange import Exchange
-from autopar.runtime.measured import InstructionTime, instruction_name
-from autopar.runtime.nccl import Nccl
-from autopar.runtime.transfer_server import TransferServer
+from autopar.runtime.timeline import InstructionTime, instruction_name
+from autopar.runtime.transfer.exchange import Exchange
+from autopar.runtime.transfer.jax_transfer import TransferServer
+from autopar.runtime.transfer.nccl import Nccl
 
 # A process that hears nothing of the others for so long gives up; the driver is faster, if it lives.
 HEARTBEAT_TIMEOUT_S = 60

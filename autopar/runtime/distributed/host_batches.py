@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import InvalidArgument
-from autopar.runtime.distributed.distributed_array import DistributedArray
+from autopar.runtime.distributed.array import DistributedArray
 from autopar.runtime.distributed.host import Host
 from autopar.runtime.distributed.host_inputs import Values, assembled, sharding_of
-from autopar.runtime.distributed.placed import Placed
-from autopar.runtime.distributed.ray_session import RaySession
+from autopar.runtime.distributed.pieces import Placed
+from autopar.runtime.distributed.session import RaySession
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS
-from autopar.runtime.tiles import Box
+from autopar.runtime.transfer.tiles import Box
 
 Load = Callable[[tuple[slice, ...]], Any]
 

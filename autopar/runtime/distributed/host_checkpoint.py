@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from autopar.errors import CheckpointFailed
 from autopar.runtime.distributed.host import Host
 from autopar.runtime.distributed.host_inputs import Values, assembled, sharding_of
-from autopar.runtime.distributed.placed import Placed
+from autopar.runtime.distributed.pieces import Placed
 from autopar.runtime.distributed.whole_arrays import whole_sharding
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS, dtype_of
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.runtime.distributed.host import Host
 from autopar.runtime.distributed.host_inputs import sharding_of
-from autopar.runtime.tiles import Layout, plan_transfer
+from autopar.runtime.transfer.tiles import Layout, plan_transfer
 
 
 def add_up_over_all_devices(host: Host) -> tuple[bool, float]:

@@ -13,12 +13,12 @@ from jax.sharding import NamedSharding
 
 from autopar.ir.instructions import item_bytes
 from autopar.ir.program import MeshProgram, Program
-from autopar.runtime.base import Device
-from autopar.runtime.distributed.arrivals import Arrival, Given, Moved, Part, Taken
+from autopar.runtime.distributed.input_routing import Arrival, Given, Moved, Part, Taken
 from autopar.runtime.distributed.world import World
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS, mesh_of
-from autopar.runtime.tiles import Layout, plan_transfer
-from autopar.runtime.worker import Environment
+from autopar.runtime.interfaces import Device
+from autopar.runtime.interpreter import Environment
+from autopar.runtime.transfer.tiles import Layout, plan_transfer
 
 Values = list[Any]  # the pieces of one value: an array, or None for a piece that has no device here
 # (slots, the arguments that lie here, what the driver sent)

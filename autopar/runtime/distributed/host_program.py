@@ -19,15 +19,15 @@ from jax.sharding import Mesh, NamedSharding
 from autopar.errors import StepFailed
 from autopar.ir.instructions import item_bytes
 from autopar.ir.program import Free, Instruction, Program, Recv, Run, Send
-from autopar.runtime.base import Receiver, Sender
-from autopar.runtime.distributed.arrivals import Arrival
 from autopar.runtime.distributed.host_inputs import Bring, HostInputs, Values
-from autopar.runtime.distributed.placed import layout_of
+from autopar.runtime.distributed.input_routing import Arrival
+from autopar.runtime.distributed.pieces import layout_of
 from autopar.runtime.distributed.world import World
-from autopar.runtime.exchange import lasting_values
 from autopar.runtime.executables import compile_all, mesh_of
-from autopar.runtime.tiles import Layout, TransferPlan, plan_transfer, scattered
-from autopar.runtime.worker import Environment, Step, resolve
+from autopar.runtime.interfaces import Receiver, Sender
+from autopar.runtime.interpreter import Environment, Step, resolve
+from autopar.runtime.transfer.exchange import lasting_values
+from autopar.runtime.transfer.tiles import Layout, TransferPlan, plan_transfer, scattered
 
 # Gloo hangs when more than 32 executions with collectives between processes are under way with two devices each
 # (measured on jaxlib 0.10); so a process waits for its work after every so many.

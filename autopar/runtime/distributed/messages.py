@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.runtime.distributed.arrivals import Arrival
-from autopar.runtime.measured import InstructionTime
+from autopar.runtime.distributed.input_routing import Arrival
+from autopar.runtime.timeline import InstructionTime
 
 
 @dataclass(frozen=True, kw_only=True)

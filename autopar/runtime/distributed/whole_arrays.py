@@ -14,12 +14,12 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from autopar.ir.program import ArrayType, Input, MeshProgram, Output, Program
-from autopar.runtime.base import Device
-from autopar.runtime.distributed.arrivals import dividing
 from autopar.runtime.distributed.host_inputs import sharding_of
-from autopar.runtime.distributed.placed import Piece, Placed
+from autopar.runtime.distributed.input_routing import dividing
+from autopar.runtime.distributed.pieces import Piece, Placed
+from autopar.runtime.interfaces import Device
 from autopar.runtime.results import over_all
-from autopar.runtime.tiles import Layout
+from autopar.runtime.transfer.tiles import Layout
 
 
 def is_one_array(placed: Placed) -> bool:

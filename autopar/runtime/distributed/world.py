@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.runtime.base import Device
-from autopar.runtime.exchange import Exchange
+from autopar.runtime.interfaces import Device
+from autopar.runtime.transfer.exchange import Exchange
 
 
 @dataclass(frozen=True, kw_only=True)

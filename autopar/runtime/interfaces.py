@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import jax
 
-from autopar.runtime.measured import InstructionTime
+from autopar.runtime.timeline import InstructionTime
 
 Device = Any  # a jax.Device, which the type checker does not know
 Sender = Callable[[Sequence[jax.Array]], None]

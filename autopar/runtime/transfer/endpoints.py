@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.instructions import KEY_BYTES
-from autopar.runtime.base import Parcel
 from autopar.runtime.executables import dtype_of
-from autopar.runtime.tiles import Box, Tile, TransferPlan
+from autopar.runtime.interfaces import Parcel
+from autopar.runtime.transfer.tiles import Box, Tile, TransferPlan
 
 ProcessOf = Mapping[int, int] | Sequence[int]
 WORD_BYTES = 4

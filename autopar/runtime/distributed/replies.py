@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import AutoparError, CheckpointFailed, ClusterFailed, HostLost, StepFailed, StepTimeout
-from autopar.runtime.distributed.process_watch import ProcessWatch
 from autopar.runtime.distributed.ray_cluster import RayHosts
+from autopar.runtime.distributed.watchdog import ProcessWatch
 
 _WAIT_S = 0.25
 _AGAIN = "Start again from the last checkpoint, or train with autopar.fit, which does."

@@ -22,13 +22,41 @@ import numpy as np
 from autopar.errors import AutoparError, InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.program import Program
-from autopar.runtime.distributed.answers import Answers
-from autopar.runtime.distributed.distributed_array import DistributedArray
+from autopar.runtime.distributed.array import DistributedArray
 from autopar.runtime.distributed.messages import HostReport, ShardRequest, StepMessage, WorldSpec, packed
-from autopar.runtime.distributed.placed import Placed
+from autopar.runtime.distributed.pieces import Placed
 from autopar.runtime.distributed.ray_cluster import RayHosts
-from autopar.runtime.distributed.shards import assemble, cover
+from autopar.runtime.distributed.replies import Answers
 from autopar.runtime.distributed.versions import check_versions, versions
+from autopar.runtime.transfer.tiles import Box
+
+# --- Read a value back from its shards: which to ask of which process, and the whole that they make ---
+
+
+def cover(placed: Placed, process_of: Sequence[int]) -> dict[int, list[tuple[ShardRequest, Box]]]:
+    """By process: the shards that together are the whole value, each once, with their boxes of the whole."""
+    plan: dict[int, list[tuple[ShardRequest, Box]]] = {}
+    seen: set[Box] = set()
+    for number, piece in enumerate(placed.pieces):
+        for ordinal, box in piece.device_boxes().items():
+            if box not in seen:
+                seen.add(box)
+                plan.setdefault(process_of[ordinal], []).append((ShardRequest(piece=number, ordinal=ordinal), box))
+    return plan
+
+
+def assemble(value: DistributedArray, shards: Sequence[tuple[Box, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
+    """The whole value from its shards and their boxes; of random keys, their words."""
+    if len(shards) == 1:
+        return np.array(shards[0][1])
+    words = shards[0][1].shape[value.ndim :]
+    whole = np.empty((*value.shape, *words), shards[0][1].dtype)
+    for box, shard in shards:
+        whole[tuple(slice(*part) for part in box)] = shard
+    return whole
+
+
+# --- main ---
 
 STEPS_IN_FLIGHT = 3  # messages that a process may not have answered yet
 JOIN_TIMEOUT_S = 120.0

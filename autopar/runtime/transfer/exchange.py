@@ -26,10 +26,10 @@ from jax.sharding import NamedSharding
 
 from autopar.ir.instructions import KEY_BYTES
 from autopar.ir.program import Program, Run, Send
-from autopar.runtime.base import Device, Endpoint, Receiver, Sender
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS, dtype_of
-from autopar.runtime.message_ends import WORD_BYTES, Cut, Empty, Join, ProcessOf, incoming, outgoing
-from autopar.runtime.tiles import Box, TransferPlan
+from autopar.runtime.interfaces import Device, Endpoint, Receiver, Sender
+from autopar.runtime.transfer.endpoints import WORD_BYTES, Cut, Empty, Join, ProcessOf, incoming, outgoing
+from autopar.runtime.transfer.tiles import Box, TransferPlan
 
 STEP_BITS, MESSAGE_BITS, PROCESS_BITS = 26, 22, 14
 

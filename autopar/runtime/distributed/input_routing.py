@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 
 from autopar.ir.instructions import spec_axes
 from autopar.ir.program import Program, Window
-from autopar.runtime.distributed.placed import Piece, Placed, layouts_of
-from autopar.runtime.tiles import Box, Layout
+from autopar.runtime.distributed.pieces import Piece, Placed, layouts_of
+from autopar.runtime.transfer.tiles import Box, Layout
 
 
 @dataclass(frozen=True, kw_only=True)

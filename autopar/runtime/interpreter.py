@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_never
 
 from autopar.ir.program import Free, Instruction, Recv, Run, Send
-from autopar.runtime.base import Channel, Receiver, Sender
+from autopar.runtime.interfaces import Channel, Receiver, Sender
 
 Environment = list[Any]
 Step = Callable[[Environment], None]

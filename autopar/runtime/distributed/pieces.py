@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.ir.program import Output, Program, Window
-from autopar.runtime.tiles import Box, Layout
+from autopar.runtime.transfer.tiles import Box, Layout
 
 
 @dataclass(frozen=True, kw_only=True)

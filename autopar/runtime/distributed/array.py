@@ -19,7 +19,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from autopar.errors import DonatedBuffer
-from autopar.runtime.distributed.placed import Placed
+from autopar.runtime.distributed.pieces import Placed
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS, dtype_of
 
 

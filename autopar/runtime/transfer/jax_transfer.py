@@ -18,7 +18,7 @@ from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
 from autopar.errors import InvalidArgument
-from autopar.runtime.base import Device, Parcel, Post, Pull
+from autopar.runtime.interfaces import Device, Parcel, Post, Pull
 
 SOCKETS = 2
 

@@ -13,13 +13,13 @@ import numpy as np
 
 from autopar.errors import InvalidArgument
 from autopar.ir.program import Program, Run
-from autopar.runtime.argument_types import ArgumentType, argument_types
-from autopar.runtime.distributed.arrivals import Arrival, arrive
-from autopar.runtime.distributed.distributed_array import DistributedArray
+from autopar.runtime.distributed.array import DistributedArray
+from autopar.runtime.distributed.input_routing import Arrival, arrive
 from autopar.runtime.distributed.messages import StepMessage
-from autopar.runtime.distributed.placed import layouts_of, placed_output
-from autopar.runtime.distributed.ray_session import RaySession
-from autopar.runtime.measured import InstructionTime
+from autopar.runtime.distributed.pieces import layouts_of, placed_output
+from autopar.runtime.distributed.session import RaySession
+from autopar.runtime.inputs import ArgumentType, argument_types
+from autopar.runtime.timeline import InstructionTime
 
 
 class RayLoaded:
