@@ -19,8 +19,8 @@ from autopar.ir.program import Run, Send
 from autopar.runtime.simulator import simulate
 from autopar.simulation import ClusterCosts
 from tests.schedule_programs import program_of
-from tests.stage_plans import with_planned_layouts
-from tests.test_auto import arguments, train_step
+from tests.compiler.stage_plans import with_planned_layouts
+from tests.compiler.planning.test_one_mesh import arguments, train_step
 
 CPUS = autopar.Cluster(num_devices=8, kind="cpu")
 LINKED = dataclasses.replace(

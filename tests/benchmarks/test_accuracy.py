@@ -1,0 +1,371 @@
+"""The comparison with published measurements: what is read, skipped, fitted and reported."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import InvalidArgument
+from autopar.hardware.machine import machines
+from benchmarks import accuracy
+from benchmarks.accuracy_cases import Case, Unusable, case_of
+from benchmarks.accuracy_fit import BOUNDS, chosen_for_fit, fitted_scalars, predicted_times
+from benchmarks.accuracy_frameworks import MACHINES
+from benchmarks.accuracy_report import Predicted, cell_regrets, spearman, summary
+from benchmarks.accuracy_rows import COLUMNS, Row
+from benchmarks.training_model.memory import peak_memory
+from benchmarks.training_model.prices import SCALARS, Scalars
+from tests.benchmarks.measured_rows import GPT_ROW, row
+
+
+def write(path: Path, rows: list[dict[str, str]], columns: tuple[str, ...] = COLUMNS) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def grid() -> list[Case]:
+    """Cases of one machine, in several layouts and sizes, measured as a machine 20 % slower than its file would."""
+    found = []
+    for line, (dp, tp, pp) in enumerate([(8, 1, 1), (4, 2, 1), (2, 4, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (4, 1, 2)]):
+        for hidden in (2048, 4096, 6144):
+            cells = {"dp": str(dp), "tp": str(tp), "pp": str(pp), "gbs": "64", "hidden": str(hidden)}
+            case = case_of(row(line=10 * line + hidden, **cells))
+            truth = predicted_times([case], Scalars(matmul_rate=0.8, intra_rate=0.7))[0]
+            found.append(replace(case, measured_s=truth.total_s))
+    return found
+
+
+# --- cases ----------------------------------------------------------------------------------------------------
+
+
+def test_a_full_row_is_a_case():
+    case = case_of(row())
+    assert (case.layout.dp, case.layout.tp, case.layout.pp, case.layout.microbatches) == (2, 2, 2, 4)
+    assert (case.model.layers, case.model.hidden, case.measured_s) == (24, 1024, 0.22)
+    assert case.machine.name == "dgx-a100-80"
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"hw": "abacus"}, "no machine file for the hardware 'abacus'"),
+        ({"framework": ""}, "the framework is not named"),
+        ({"layers": ""}, "layers missing"),
+        ({"hidden": ""}, "hidden size missing"),
+        ({"layers": "", "hidden": ""}, "layers and hidden size missing"),
+        ({"dp": "", "tp": "", "pp": ""}, "the layout"),
+        ({"gbs": ""}, "the global batch is not recorded"),
+        ({"seq": ""}, "sequence length is not recorded"),
+        ({"step_s": ""}, "no step time, throughput or FLOP/s is recorded"),
+        ({"note": "NVFP4"}, "NVFP4"),
+        ({"model": "Wide-ResNet"}, "convolutions"),
+        ({"ngpu": "16"}, "do not make the number of devices"),
+        ({"seq": "1", "mbs": "1", "cp": "2", "ngpu": "16"}, "without work"),
+        ({"note": "layers/stage [5, 7, 7]"}, "not of as many stages as pp"),
+        ({"note": "layers/stage [9, 9]"}, "not those of the model"),
+        ({"pp": "27", "ngpu": "108"}, "more stages than layers"),
+        ({"pp": "1e12", "ngpu": ""}, "pp is beyond what is simulated"),
+        ({"hidden": "1e300"}, "hidden is beyond what is simulated"),
+        ({"step_s": "", "tok_s_gpu": "1e-9"}, "more than can be measured"),
+    ],
+)
+def test_a_row_that_cannot_be_simulated_says_why(cells, reason):
+    with pytest.raises(Unusable, match=reason.replace("(", r"\(")):
+        case_of(row(**cells))
+
+
+@pytest.mark.parametrize(
+    ("cells", "step_s"),
+    [
+        ({"step_s": "", "samples_s": "160"}, 32 / 160),
+        ({"step_s": "", "tok_s_gpu": "20480"}, 32 * 1024 / (20480 * 8)),
+    ],
+)
+def test_the_step_follows_from_throughput(cells, step_s):
+    assert case_of(row(**cells)).measured_s == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize("note", ["mbc0", "grad_accum=0", "mbc999999999999"])
+def test_a_note_that_counts_no_microbatches_is_not_believed(note):
+    assert case_of(row(note=note)).layout.microbatches in (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("src", "note", "dtype", "gradient_bytes"),
+    [
+        ("bigscience-workshop/bigscience:prequel.md#L1", "02-25", "float16", 2.0),
+        ("bigscience-workshop/bigscience:prequel.md#L2", "02-28", "bfloat16", 6.0),
+    ],
+)
+def test_runs_before_the_switch_to_bf16_hold_gradients_in_two_bytes(src, note, dtype, gradient_bytes):
+    habits = case_of(row(src=src, note=note)).habits
+    assert (habits.dtype, habits.gradient_bytes) == (dtype, gradient_bytes)
+
+
+@pytest.mark.parametrize(("note", "flash"), [("BF16", False), ("MXFP8", True)])
+def test_learnt_sinks_of_attention_were_not_fused_in_the_releases_that_trained_in_bf16(note, flash):
+    cells = {"src": "NVIDIA-NeMo/Megatron-Bridge:docs/a.md#L1", "framework": "Megatron-Bridge", "note": note}
+    case = case_of(row(**cells, model="GPT OSS 120B", layers="", hidden="", heads="", hw="DGX-B200"))
+    assert case.habits.flash == flash
+    assert case_of(row(**cells)).habits.flash
+
+
+@pytest.mark.parametrize(
+    ("src", "gigabytes_s"),
+    [
+        ("VIA-Research/vTrain:data/ground_truth_multi.csv", 12.0),  # 800 Gb/s of 8 devices, 0.96 of it
+        ("someone/else:a.csv", 24.0),  # the DGX A100's own
+    ],
+)
+def test_a_cluster_has_the_network_that_its_authors_name(src, gigabytes_s):
+    assert case_of(row(src=src)).machine.inter.bandwidth == pytest.approx(gigabytes_s * 1e9)
+
+
+def test_the_step_follows_from_flops_as_megatron_counts_them():
+    plain = case_of(row())
+    tokens = 32 * 1024
+    factor = 1 + 1024 / (6 * 1024) + plain.model.vocab / (16 * 24 * 1024)
+    flops = 96 * tokens * 24 * 1024**2 * factor
+    assert case_of(row(step_s="", tflops_gpu="50")).measured_s == pytest.approx(flops / (50e12 * 8))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "flash", "compiled"),
+    [("", True, False), ("torch", False, False), ("flash_attention2", True, False), ("flash2+RMS", True, True)],
+)
+def test_an_unknown_framework_runs_as_pytorch_with_the_kernels_it_names(kernel, flash, compiled):
+    habits = case_of(row(framework="pen and paper", kernel=kernel)).habits
+    assert (habits.flash, habits.compiled) == (flash, compiled)
+
+
+def test_a_row_out_of_memory_has_no_time():
+    case = case_of(row(oom="1", step_s=""))
+    assert case.out_of_memory is True
+    assert case.measured_s is None
+
+
+def test_every_machine_that_hardware_is_mapped_to_is_in_the_library():
+    assert {name for _, name in MACHINES} <= set(machines())
+
+
+# --- fitting --------------------------------------------------------------------------------------------------
+
+
+def test_at_most_ten_scalars_are_fitted():
+    assert len(SCALARS) <= 10
+    assert {*BOUNDS, "step_s"} == set(SCALARS)
+
+
+def test_rows_for_the_fit_are_chosen_by_content_whatever_their_order():
+    cases = grid()
+    chosen = chosen_for_fit(cases, 0.2)
+    assert len(chosen) == 5
+    assert chosen_for_fit(list(reversed(cases)), 0.2) == chosen
+
+
+def test_rows_for_the_fit_do_not_depend_on_what_was_measured():
+    cases = grid()
+    slower = [
+        replace(case, measured_s=2 * case.measured_s, row=replace(case.row, cells=remeasured(case.row)))
+        for case in cases
+    ]
+    assert chosen_for_fit(slower, 0.2) == chosen_for_fit(cases, 0.2)
+
+
+def remeasured(row: Row) -> tuple[tuple[str, str], ...]:
+    return tuple((name, "99" if name == "step_s" else text) for name, text in row.cells)
+
+
+def test_rows_for_the_fit_are_spread_over_what_was_run():
+    cases = grid()
+    chosen = chosen_for_fit(cases, 1 / 3)
+    fitted = [case for case in cases if case.row.line in chosen]
+    assert {case.model.hidden for case in fitted} == {2048, 4096, 6144}
+    assert len({case.layout.tp for case in fitted}) >= 3
+
+
+def test_a_fit_finds_a_slower_machine_and_predicts_rows_it_has_not_seen():
+    cases = grid()
+    chosen = chosen_for_fit(cases, 0.4)
+    found = fitted_scalars([case for case in cases if case.row.line in chosen])
+    tested = [case for case in cases if case.row.line not in chosen]
+    errors = {
+        name: max(
+            abs(time.total_s / case.measured_s - 1) for case, time in zip(tested, predicted_times(tested, scalars))
+        )
+        for name, scalars in (("file", Scalars()), ("fitted", found))
+    }
+    assert errors["file"] > 0.12
+    assert errors["fitted"] < 0.05
+    assert fitted_scalars([case for case in cases if case.row.line in chosen]) == found
+
+
+def test_without_rows_the_machine_file_stands():
+    assert fitted_scalars([]) == Scalars()
+
+
+# --- reporting ------------------------------------------------------------------------------------------------
+
+
+def predicted(step_s: float, measured_s: float | None, peak_bytes: float = 1.0, **cells: str) -> Predicted:
+    case = case_of(row(**cells))
+    return Predicted(case=replace(case, measured_s=measured_s), step_s=step_s, peak_bytes=peak_bytes)
+
+
+def test_summary_has_the_errors():
+    found = summary([predicted(1.1, 1.0), predicted(1.6, 2.0, dp="1", pp="4"), predicted(4.0, 4.0, dp="1", tp="4")])
+    assert (found["rows"], found["mape"], found["median"], found["worst"]) == (3, 0.1, 0.1, 0.2)
+    assert found["spearman"] == 1.0
+
+
+def test_regret_is_what_the_choice_costs_within_a_cell_only():
+    here = [
+        predicted(1.0, 1.2, dp="4", tp="2", pp="1"),  # chosen
+        predicted(1.1, 1.0, dp="2", tp="4", pp="1"),  # the fastest
+        predicted(0.1, 9.0, dp="4", tp="2", pp="1", gbs="64"),  # another task, alone
+    ]
+    assert cell_regrets(here) == pytest.approx([0.2])
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [([1, 2, 3], [10, 20, 30], 1.0), ([1, 2, 3], [3, 2, 1], -1.0), ([1, 2, 2, 3], [1, 2, 2, 3], 1.0)],
+)
+def test_spearman_is_the_correlation_of_ranks(left, right, expected):
+    assert spearman(left, right) == pytest.approx(expected)
+
+
+def test_spearman_of_one_value_is_none():
+    assert spearman([1.0, 1.0], [1.0, 2.0]) is None
+
+
+def test_labels_count_what_ran_and_what_did_not():
+    limit = case_of(row()).machine.memory_bytes
+    found = summary(
+        [
+            predicted(1, 1, limit - 1, oom="0"),
+            predicted(1, 1, limit + 1, oom="0"),
+            predicted(1, None, limit - 1, oom="1"),
+            predicted(1, None, limit + 1, oom="1"),
+            predicted(1, 1, limit + 1),
+        ]
+    )
+    assert (found["oom_right"], found["oom_wrong"], found["false_feasible"]) == (2, 2, 1)
+
+
+# --- the command ----------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> None:
+    parser = accuracy.argparse.ArgumentParser()
+    accuracy.add_arguments(parser)
+    accuracy.main(parser.parse_args(arguments))
+
+
+def test_the_command_writes_what_it_found(tmp_path, capsys):
+    rows = [
+        {**GPT_ROW, "dp": dp, "tp": tp, "pp": pp, "step_s": step_s}
+        for dp, tp, pp, step_s in [
+            ("2", "2", "2", ".22"),
+            ("4", "2", "1", ".25"),
+            ("2", "4", "1", ".31"),
+            ("8", "1", "1", ".3"),
+        ]
+    ]
+    rows += [{**GPT_ROW, "hw": "abacus"}, {**GPT_ROW, "pp": "two"}]
+    path = write(tmp_path / "rows.csv", rows)
+    run("--measurements", str(path), "--calibrate", "0.25", "--rows", "--json", str(tmp_path / "out.json"))
+    report = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
+    figures = report["sources"]["vTrain:data/ground_truth_single.csv"]
+    assert (figures["rows"], figures["fitted_rows"], figures["cells"]) == (3, 1, 1)
+    assert figures["uncalibrated"]["rows"] == 3
+    assert report["skipped"] == [
+        {
+            "source": "vTrain:data/ground_truth_single.csv",
+            "reason": "no machine file for the hardware 'abacus'",
+            "rows": 1,
+        }
+    ]
+    assert [each["line"] for each in report["unreadable"]] == [7]
+    assert len(report["predictions"]) == 4
+    assert "abacus" in capsys.readouterr().out
+
+
+def test_rows_of_unknown_machines_models_and_sources_leave_the_others_evaluated(tmp_path, capsys):
+    unknown = [
+        {**GPT_ROW, "hw": "abacus", "src": "new/place:a.csv"},
+        {**GPT_ROW, "model": "Oracle-9000", "layers": "", "hidden": "", "src": "new/place:b.csv"},
+        {**GPT_ROW, "framework": "", "src": "newer/place:c.csv"},
+    ]
+    new = {**GPT_ROW, "src": "newest/place:d.csv", "framework": "Unheard-Of 2.0"}
+    path = write(tmp_path / "rows.csv", [*unknown, GPT_ROW, new, {**GPT_ROW, "gbs": "many"}])
+    run("--measurements", str(path), "--json", str(tmp_path / "out.json"))
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert {source: figures["rows"] for source, figures in report["sources"].items() if figures["rows"]} == {
+        "newest/place": 1,
+        "vTrain:data/ground_truth_single.csv": 1,
+    }
+    assert sum(each["rows"] for each in report["skipped"]) == 3
+    assert [each["line"] for each in report["unreadable"]] == [7]
+    said = " ".join(capsys.readouterr().out.split())
+    for part in ("hardware 'abacus'", "sizes of 'Oracle-9000' are not known", "not named", "'many' in column gbs"):
+        assert part in said
+
+
+@pytest.mark.parametrize("fraction", ["0", "1", "-0.5", "nan"])
+def test_a_fraction_that_leaves_nothing_is_an_error(tmp_path, fraction):
+    path = write(tmp_path / "rows.csv", [GPT_ROW])
+    with pytest.raises(InvalidArgument, match="between 0 and 1"):
+        run("--measurements", str(path), "--calibrate", fraction)
+
+
+# --- plans that are not recorded --------------------------------------------------------------------------------
+
+ALPA_ROW = {
+    "src": "alpa-projects/alpa@osdi22_artifact:results.tsv",
+    "framework": "parax.auto",
+    "params_b": "6.6537",
+    "hw": "V100-16GB p3.16xlarge",
+    "ngpu": "16",
+    "dp": "",
+    "tp": "",
+    "pp": "",
+    "gbs": "1024",
+    "layers": "",
+    "hidden": "",
+    "step_s": "60",
+}
+
+
+def test_an_unrecorded_plan_is_the_fastest_that_fits():
+    case = case_of(row(**ALPA_ROW))
+    assert case.layout.devices == 16
+    assert (case.model.layers, case.model.hidden) == (32, 4096)
+    assert peak_memory(case.model, case.layout, case.habits).total_bytes <= 16 * 2**30
+    here = predicted_times([case], Scalars())[0].total_s
+    for size in (1, 2, 4):
+        batches = 1024 // case.layout.dp // size
+        other = replace(case, layout=replace(case.layout, microbatch=size, microbatches=batches))
+        if peak_memory(other.model, other.layout, other.habits).total_bytes <= 16 * 2**30:
+            assert predicted_times([other], Scalars())[0].total_s >= here
+
+
+@pytest.mark.parametrize(
+    ("framework", "holds"),
+    [
+        ("parax.intra_only", lambda layout: layout.pp == 1),
+        ("parax.inter_only", lambda layout: layout.dp == layout.tp == 1),
+    ],
+)
+def test_a_restricted_planner_chooses_within_its_restriction(framework, holds):
+    assert holds(case_of(row(**{**ALPA_ROW, "framework": framework})).layout)
+
+
+def test_a_model_that_fits_in_no_layout_is_skipped():
+    with pytest.raises(Unusable, match="no uniform layout fits"):
+        case_of(row(**{**ALPA_ROW, "params_b": "39", "ngpu": "8"}))

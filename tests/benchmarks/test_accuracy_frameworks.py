@@ -1,0 +1,95 @@
+"""What rows leave out, filled in as the frameworks' own scripts and releases have it."""
+
+import pytest
+
+from benchmarks.accuracy_cases import case_of
+from benchmarks.accuracy_report import Predicted, summary
+from benchmarks.training_model.memory import peak_memory
+from tests.benchmarks.measured_rows import row
+
+
+@pytest.mark.parametrize(
+    ("pp", "noted", "stage_layers"),
+    [
+        ("2", "[12, 12]", (12, 12)),
+        ("2", "[11, 15]", (10, 14)),
+        ("4", "[5, 7, 7, 7]", (4, 7, 7, 6)),
+        ("1", "[26]", (24,)),
+    ],
+)
+def test_stages_hold_what_is_noted_without_the_ends_of_the_model(pp, noted, stage_layers):
+    case = case_of(row(pp=pp, dp="1", ngpu=str(2 * int(pp)), note=f"layers/stage {noted}"))
+    assert case.layout.stage_layers == stage_layers
+
+
+@pytest.mark.parametrize(
+    ("cells", "microbatch", "microbatches"),
+    [
+        ({"pp": "1", "ngpu": "4"}, 16, 1),
+        ({"pp": "2"}, 1, 16),
+        ({"note": "grad_accum=8"}, 2, 8),
+        ({"pp": "2", "src": "Oneflow-Inc/DLPerf:reports/a.md", "gbs": "512"}, 8, 32),
+    ],
+)
+def test_only_pipelines_are_taken_to_accumulate_where_nothing_is_recorded(cells, microbatch, microbatches):
+    layout = case_of(row(mbs="", **cells)).layout
+    assert (layout.microbatch, layout.microbatches) == (microbatch, microbatches)
+
+
+@pytest.mark.parametrize(
+    ("cells", "frozen"),
+    [
+        ({"framework": "NeMo LoRA"}, True),
+        ({"note": "llama2_70b_lora"}, True),
+        (
+            {"tok_s_gpu": "1000", "tflops_gpu": "1.4"},
+            True,
+        ),  # 350M parameters: 2.1 GFLOP of a token, 1.4 without weights
+        ({"tok_s_gpu": "1000", "tflops_gpu": "2.1"}, False),
+        ({}, False),
+    ],
+)
+def test_weights_are_frozen_where_adapters_are_trained_by_name_or_by_flops(cells, frozen):
+    assert case_of(row(step_s="" if cells else "1", samples_s="1" if cells else "", **cells)).habits.frozen == frozen
+
+
+@pytest.mark.parametrize(
+    ("framework", "note", "fused"),
+    [
+        ("Megatron-Bridge 26.04 NeMo Container", "MXFP8", False),
+        ("Megatron-Bridge 26.06.01 NeMo Container", "MXFP8", True),
+        ("Megatron-Bridge 27.02 NeMo Container", "MXFP8", True),
+        ("Megatron-Bridge 26.06 NeMo Container", "BF16", False),
+    ],
+)
+def test_experts_are_fused_from_a_release_on(framework, note, fused):
+    cells = {"model": "Qwen3_30B_a3B", "layers": "", "hidden": "", "heads": "", "hw": "DGX-GB200"}
+    habits = case_of(row(framework=framework, note=note, **cells)).habits
+    assert (habits.fused_experts, habits.launch_s == 0.0, habits.block_scaled) == (fused, fused, note == "MXFP8")
+
+
+def test_sailor_trains_in_float32():
+    habits = case_of(row(framework="Sailor(Megatron-DeepSpeed)", src="eth-easl/sailor:a.json", hw="GH-96")).habits
+    assert (habits.dtype, habits.value_bytes, habits.reduced_bytes) == ("tf32", 4.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("src", "layers", "dense_layers"),
+    [("MooreThreads/SimuMax:docs/a.json", "4", 1), ("someone/else:a.csv", "4", 3), ("someone/else:a.csv", "2", 0)],
+)
+def test_a_model_cut_to_few_layers_keeps_the_plain_ones_that_its_script_says(src, layers, dense_layers):
+    cells = {"framework": "Megatron-LM 0.14", "model": "deepseekv3", "hidden": "", "hw": "B200", "ep": "2"}
+    case = case_of(row(src=src, layers=layers, **cells))
+    assert case.model.experts is not None
+    assert case.model.experts.dense_layers == dense_layers
+    assert not case.habits.overlaps
+
+
+def test_recorded_memory_is_compared_with_what_its_source_counts():
+    simumax = case_of(row(src="MooreThreads/SimuMax:docs/a.json", mem_gib="30"))
+    others = case_of(row(mem_gib="40"))
+    for case in (simumax, others):
+        peak = peak_memory(case.model, case.layout, case.habits)
+        assert peak.total_bytes == pytest.approx(1.1 * peak.tensor_bytes + 4 * 2**30)
+        predicted = Predicted(case=case, step_s=1, peak_bytes=40 * 2**30, tensor_bytes=30 * 2**30)
+        assert summary([predicted])["memory_mape"] == 0

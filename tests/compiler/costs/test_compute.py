@@ -1,0 +1,106 @@
+"""Seconds of an equation: FLOPs of products, bytes of the rest, divided among the devices that share the work."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from autopar.compiler.costs.compute import equation_s
+from autopar.compiler.costs.mesh_costs import MeshFigures
+from autopar.compiler.sharding.rule_lookup import sharding_rules
+from autopar.compiler.sharding.strategies import strategies
+from tests.compiler.equations import bits, equation, keys, real, whole
+from tests.compiler.planned_steps import LINE, figures
+
+PLAIN = dataclasses.replace(figures(LINE), matmul_flops=1e9, matmul_flops_16=4e9, memory_bandwidth=3e8, fused=0.5)
+BYTES = 4 * 64 * 64
+
+
+def seconds(case, chosen: MeshFigures = PLAIN):
+    """The seconds of every strategy of an equation."""
+    eqn, _ = equation(*case)
+    (rule,) = sharding_rules([eqn])
+    return [equation_s(eqn, strategy, LINE, chosen) for strategy in strategies(eqn, rule, LINE)]
+
+
+X = real(64, 64)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        pytest.param(("dot_general", jnp.matmul, (X, X)), 2 * 64**3 / 1e9, id="product, by its FLOPs"),
+        pytest.param(
+            ("dot_general", jnp.matmul, (X.astype(jnp.bfloat16),) * 2), 2 * 64**3 / 4e9, id="product in sixteen bits"
+        ),
+        pytest.param(("dot_general", jnp.matmul, (X, real(64))), (BYTES + 512) / 3e8, id="product, by its bytes"),
+        pytest.param(("add", jnp.add, (X, X)), 0.5 * 3 * BYTES / 3e8, id="the share of bytes that is not fused"),
+        pytest.param(("transpose", jnp.transpose, (X,)), 0.05 * BYTES / 3e8, id="moves, a little"),
+        pytest.param(("random_bits", bits(64, 64), (keys(),)), 64 * 64 * 100 * 16 / 1e9, id="random bits, their FLOPs"),
+        pytest.param(
+            ("gather", lambda w, i: w[i], (real(4096, 64), whole(8))),
+            0.5 * 4 * 8 * 64 * 4 / 3e8,
+            id="rows, not the table",
+        ),
+    ],
+)
+def test_seconds_on_one_device_are_those_of_the_roofline(case, expected):
+    assert seconds(case)[0] == pytest.approx(expected, rel=0.02)
+
+
+def test_small_products_are_slower_than_their_flops_and_kernels_take_time_to_start():
+    case = ("dot_general", jnp.matmul, (X, X))
+    (plain_s, *_), (slow_s, *_) = seconds(case), seconds(case, dataclasses.replace(PLAIN, matmul_half_flops=1e6))
+    assert slow_s - plain_s == pytest.approx(1e6 / 1e9)
+    started = dataclasses.replace(PLAIN, kernel_s=0.25)
+    assert seconds(case, started)[0] - plain_s == pytest.approx(0.25)
+    # Of what XLA fuses, only a share starts kernels of its own.
+    adds = ("add", jnp.add, (X, X))
+    assert seconds(adds, started)[0] - seconds(adds)[0] == pytest.approx(0.5 * 0.25)
+
+
+def test_work_that_is_shared_takes_an_eighth():
+    whole_s, *split = seconds(("dot_general", jnp.matmul, (real(512, 512), real(512, 512))))
+    assert split == pytest.approx([whole_s / 8] * 3)
+
+
+def test_a_maximum_over_a_split_dimension_pays_for_its_collective():
+    slow = dataclasses.replace(PLAIN, latency_s=(1.0,))
+    replicated_s, apart, together = seconds(("reduce_max", lambda x: x.max(1), (X,)), slow)
+    assert apart == pytest.approx(replicated_s / 8)
+    assert together > 2
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("sort", lambda x: lax.sort(x), (X,)),
+        ("tanh", jnp.tanh, (X,)),
+        ("scatter-add", lambda w, i, u: w.at[i].add(u), (X, whole(8), real(8, 64))),
+        ("iota", lambda: lax.iota(jnp.int32, 4096), ()),
+    ],
+    ids=lambda case: case[0],
+)
+def test_every_equation_takes_some_time_and_no_more_on_eight_devices(case):
+    whole_s, *split = seconds(case)
+    assert whole_s > 0
+    assert all(0 < each <= whole_s for each in split)
+
+
+@pytest.mark.parametrize(
+    ("product", "copied"),
+    [
+        pytest.param("bgu,dgu->bd", 4 * 32 * 4 * 16, id="two contracted dimensions do not lie in order"),
+        pytest.param("bgu,gud->bd", 0, id="they lie in order"),
+    ],
+)
+def test_copy_of_an_operand_into_another_order_takes_time_where_the_compiler_makes_one(product, copied):
+    shape = {"b": 8, "g": 4, "u": 16, "d": 32}
+    operands = [real(*(shape[name] for name in side)) for side in product.split("->")[0].split(",")]
+    case = ("dot_general", lambda x, w: jnp.einsum(product, x, w), tuple(operands))
+    on_cpu, on_gpu = (seconds(case, dataclasses.replace(PLAIN, name=name, kernel_s=1e-3)) for name in ("cpu", "gpu"))
+    extra_s = [one - other for one, other in zip(on_cpu, on_gpu)]
+    assert extra_s[0] == pytest.approx(1e-3 + 2 * copied / 3e8 if copied else 0.0)
+    # Where the weights are split, every device copies its part.
+    assert min(extra_s) == pytest.approx(1e-3 + 2 * copied / LINE.shape[0] / 3e8 if copied else 0.0)

@@ -1,0 +1,146 @@
+"""A memory budget makes the plan fit: first the optimizer's state is split, then the weights, then the work itself."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+from jax.sharding import PartitionSpec
+
+from autopar.compiler.costs.compilers import CPU, GPU
+from autopar.compiler.costs.mesh_costs import h100_figures
+from autopar.compiler.intra_op.plan_program import Wishes, plan_intra_op
+from autopar.compiler.memory.estimate import peak_memory
+from autopar.compiler.sharding.layout import LogicalMesh, from_spec, num_shards, replicated
+from autopar.compiler.spmd.collectives import planned_collectives
+from autopar.compiler.spmd.local_program import local_block
+from autopar.errors import MemoryTooSmall
+from benchmarks.models.gpt import gpt
+from benchmarks.models.mlp import mlp
+from tests.compiler.planned_memory import planned, state_inputs, traced, traced_model
+from tests.compiler.memory.test_estimate import compiled_bytes
+
+
+def needed(block, mesh, donated) -> float:
+    return GPU.needed_bytes(peak_memory(block, mesh, donated).peak_bytes)
+
+
+def test_plans_need_less_and_split_more_of_the_state_as_the_budget_tightens():
+    trace = traced_model(mlp(layers=6, width=256, hidden=1024, batch=1024))
+    donated = state_inputs(trace)
+    mesh, free, block = planned(trace, (8,))
+    before = peak_memory(block, mesh, donated)
+    cost = free.optimum.value
+    for share in (0.9, 0.85):
+        budget = share * needed(block, mesh, donated)
+        _, found, tighter = planned(trace, (8,), memory_budget=budget, donated=donated, time_limit_s=10)
+        after = peak_memory(tighter, mesh, donated)
+        assert GPU.needed_bytes(after.peak_bytes) <= budget
+        assert after.peak_bytes <= before.peak_bytes
+        assert found.optimum.value >= cost * (1 - 1e-6)
+        before = after
+    assert before.arguments_bytes < 0.9 * peak_memory(block, mesh, donated).arguments_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What a plan of a GPT splits and sends, of arrays other than scalars."""
+
+    moments: float
+    """Share that a device holds."""
+    weights: float
+    gathered: set[str]
+    """The phases that gather weights."""
+    exchanges_activations: bool
+
+
+def kind_of(trace, mesh, block, batch: int) -> Kind:
+    held, whole = Counter[str](), Counter[str]()
+    for leaf, value in zip(trace.inputs, block.inputs, strict=True):
+        name = "moments" if ".mu" in leaf.name or ".nu" in leaf.name else leaf.name.partition("[")[0]
+        whole[name] += leaf.aval.size
+        held[name] += leaf.aval.size / num_shards(value.layout, mesh)
+    large = [each for each in planned_collectives(block, mesh) if each.collective.nbytes > 10_000]
+    of_batch = [f"[{batch}," in each.what for each in large]
+    return Kind(
+        moments=held["moments"] / whole["moments"],
+        weights=held["state"] / whole["state"],
+        gathered={
+            each.phase
+            for each, activation in zip(large, of_batch, strict=True)
+            if each.collective.kind == "all-gather" and not activation
+        },
+        exchanges_activations=any(of_batch),
+    )
+
+
+def data_parallel_peak(trace, shape, donated) -> float:
+    """Modelled bytes of the plan that holds the whole state everywhere and splits the batch."""
+    mesh = LogicalMesh(shape=shape, axis_names=("data", "model")[: len(shape)])
+    whole = [replicated(len(leaf.aval.shape)) for leaf in trace.inputs]
+    split = [from_spec(PartitionSpec(mesh.axis_names), max(1, len(leaf.aval.shape)), mesh) for leaf in trace.inputs]
+    inputs = {i: (whole[i] if i in donated else split[i],) for i, leaf in enumerate(trace.inputs) if leaf.aval.shape}
+    mesh, _, block = planned(trace, shape, wishes=Wishes(inputs=inputs))
+    return peak_memory(block, mesh, donated).peak_bytes
+
+
+def test_tightening_the_budget_of_a_gpt_splits_moments_then_weights_then_products():
+    batch = 32
+    trace = traced_model(gpt(layers=1, width=512, heads=8, vocabulary=512, length=64, batch=batch))
+    donated = state_inputs(trace)
+    whole = data_parallel_peak(trace, (8,), donated)
+    kinds, times = {}, []
+    for share in (1.0, 0.55, 0.47):
+        mesh, found, block = planned(
+            trace, (8,), memory_budget=share * whole, memory_headroom=0.0, donated=donated, time_limit_s=120
+        )
+        assert peak_memory(block, mesh, donated).peak_bytes <= share * whole
+        kinds[share] = kind_of(trace, mesh, block, batch)
+        times.append(found.optimum.value)
+    assert times == sorted(times)
+    assert all(kind.moments < 0.13 for kind in kinds.values())
+    # ZeRO-1: the update's new weights are gathered. ZeRO-3: some are gathered whenever they are read.
+    assert kinds[1.0].weights == 1.0 and kinds[1.0].gathered == {"update"}
+    assert kinds[0.55].weights < 0.8 and kinds[0.55].gathered == {"forward", "backward", "update"}
+    assert not kinds[1.0].exchanges_activations and not kinds[0.55].exchanges_activations
+    # Gathered weights take too much, too: products are split instead, and exchange activations.
+    assert kinds[0.47].weights < 0.3 and kinds[0.47].exchanges_activations
+
+
+def test_budget_that_is_large_enough_changes_nothing():
+    trace = traced("mlp")
+    _, free, _ = planned(trace, (2, 4))
+    _, found, _ = planned(trace, (2, 4), memory_budget=2**40, donated=state_inputs(trace))
+    assert found.optimum.value == pytest.approx(free.optimum.value, rel=1e-3)
+
+
+def test_budget_that_nothing_fits_is_an_error_that_says_what_would():
+    trace = traced("mlp")
+    with pytest.raises(
+        MemoryTooSmall, match=r"at least .* MiB per device on the mesh \(8,\).*was found.*budget is .*more devices"
+    ):
+        planned(trace, (8,), memory_budget=1e6, donated=state_inputs(trace))
+
+
+SMALL = {"mlp": lambda: mlp(layers=4, width=256, hidden=1024, batch=256)}
+
+
+def planned_for_cpu(trace, shape, **how):
+    """As `planned`, but with the memory of the compiler that is here."""
+    mesh = LogicalMesh(shape=shape, axis_names=("data", "model")[: len(shape)])
+    figures = replace(h100_figures(len(shape)), name="cpu")
+    found = plan_intra_op(trace.jaxpr, mesh, figures, state_outputs=dict(trace.state_outputs), **how)
+    return mesh, local_block(trace.jaxpr.jaxpr, found.plan, mesh)
+
+
+@pytest.mark.parametrize(
+    "name, shape, share",
+    [("mlp", (8,), 0.9), ("mlp", (8,), 0.7), ("mlp", (2, 4), 0.8)],
+)
+def test_compiled_plan_stays_within_its_budget(name, shape, share):
+    trace = traced_model(SMALL[name]())
+    donated = state_inputs(trace)
+    mesh, free = planned_for_cpu(trace, shape)
+    budget = share * CPU.needed_bytes(peak_memory(free, mesh, donated, compiler=CPU).peak_bytes)
+    mesh, block = planned_for_cpu(trace, shape, memory_budget=budget, donated=donated, time_limit_s=8)
+    assert peak_memory(block, mesh, donated, compiler=CPU).peak_bytes < budget
+    assert compiled_bytes(trace, block, mesh, donated) <= budget

@@ -1,0 +1,258 @@
+"""The whole search: stages, submeshes, microbatches. What it finds runs, and equals the plain step."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.compiler.costs.mesh_costs import cpu_figures
+from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
+from autopar.compiler.intra_op.plan_tasks import task_choices
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import REMAT
+from autopar.compiler.lowering.stage_programs import mesh_tasks
+from autopar.compiler.passes import cut_step
+from autopar.compiler.pipeline.prepare import prepare, stage_graph
+from autopar.compiler.planning.layer_classes import count_step_layers, find_layers, layer_class
+from autopar.compiler.planning.layer_costs import LayerCosts, stage_cost
+from autopar.compiler.sharding.layout import LogicalMesh
+from autopar.errors import InvalidArgument, MemoryTooSmall, Unsupported
+from autopar.hardware.machine import Link, Machine
+from autopar.ir.plan import MeshPlan, Plan, StagePlan
+from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
+from tests.compiler.stage_plans import QUICK
+
+WIDTH, ROWS, LAYERS = 128, 64, 4
+
+
+def train_step(params, batch):
+    def loss_of(params):
+        h = batch["x"]
+        for i in range(LAYERS):
+            with jax.named_scope(f"h_{i}"):
+                h = h + jnp.tanh(h @ params[f"h_{i}"]["up"]) @ params[f"h_{i}"]["down"]
+        return jnp.mean((h @ params["head"] - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+
+    def weights(*shape):
+        return jnp.asarray(rng.normal(size=shape) / shape[0], jnp.float32)
+
+    layers = {f"h_{i}": {"up": weights(WIDTH, 2 * WIDTH), "down": weights(2 * WIDTH, WIDTH)} for i in range(LAYERS)}
+    return {**layers, "head": weights(WIDTH, WIDTH)}, {"x": weights(ROWS, WIDTH), "y": weights(ROWS, WIDTH)}
+
+
+def machine(**figures):
+    """Hosts of two devices, with slow links between them."""
+    base = Machine.named("p3.16xlarge")
+    slow = Link(latency_s=1e-6, bandwidth=1e7, ramp_bytes=0.0)
+    return dataclasses.replace(
+        base,
+        name="pairs",
+        devices_per_host=2,
+        domain=2,
+        inter=slow,
+        intra=dataclasses.replace(slow, bandwidth=1e10),
+        peak_flops={"float32": 1e9},
+        matmul_share={"float32": 1.0},
+        matmul_half_flops=0.0,
+        kernel_s=0.0,
+        sources={},
+        **figures,
+    )
+
+
+def traced(method, cluster=None):
+    return autopar.parallelize(train_step, method=method, cluster=cluster).trace(*arguments())
+
+
+def test_slow_links_between_hosts_make_stages_of_hosts():
+    cluster = autopar.Cluster(num_devices=8, machine=machine())
+    plan = traced(autopar.Auto(), cluster).plan().plan
+    assert plan.num_stages > 1
+    assert plan.num_microbatches > 1
+    certificate = plan.certificate
+    assert certificate.lower_bound_s <= certificate.step_time_s
+    assert certificate.gap <= 1e-3
+    assert plan.num_microbatches in certificate.tried
+    assert all(seconds >= certificate.step_time_s for _, seconds in certificate.runners_up)
+    assert "% above the best stages" in str(plan)
+    assert {device for mesh in plan.meshes for device in mesh.devices} <= set(range(8))
+
+
+def test_a_plan_for_another_cluster_runs_here_and_equals_the_plain_step():
+    cluster = autopar.Cluster(num_devices=8, machine=machine())
+    planned = traced(autopar.Auto(), cluster).plan()
+    text = planned.plan.to_json()
+    step = autopar.parallelize(train_step, method=autopar.Plan.from_json(text))
+    params, batch = arguments()
+    got, want = step(params, batch), jax.jit(train_step)(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), got, want)
+    assert step.trace(params, batch).plan(autopar.Plan.from_json(text)).verify(params, batch)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shapes"),
+    [
+        ({"num_stages": 2}, [(2, 2)] * 2),
+        ({"num_stages": 4}, [(1, 2)] * 4),
+        ({"num_stages": 2, "mesh_shape": (4,), "axis_names": ("model",)}, [(4,)] * 2),
+        ({"num_stages": 1}, [(2, 4)]),
+    ],
+)
+def test_what_is_given_is_fixed(fields, shapes):
+    method = autopar.Auto(num_microbatches=2, schedule="gpipe", **fields)
+    plan = traced(method, autopar.Cluster(num_devices=8, kind="cpu")).plan().plan
+    assert [mesh.shape for mesh in plan.meshes] == shapes or fields["num_stages"] == 1
+    assert (plan.num_microbatches, plan.schedule) == (2, "gpipe")
+
+
+def test_interleaved_stages_are_one_to_a_mesh_where_layers_are_few():
+    cluster = autopar.Cluster(num_devices=8, machine=machine())
+    plan = traced(autopar.Auto(num_stages=4, schedule="interleaved", num_microbatches=8), cluster).plan().plan
+    assert [stage.mesh for stage in plan.stages] == [0, 1, 2, 3]
+
+
+def test_pins_hold_in_stages():
+    pins = {r"h_\d/up": P(None, "model")}
+    method = autopar.Auto(num_stages=2, num_microbatches=2, pins=pins)
+    plan = traced(method, autopar.Cluster(num_devices=8, kind="cpu")).plan().plan
+    values = {name: text for mesh in plan.meshes for name, text in mesh.sharding.layouts["values"].items()}
+    pinned = {name: text for name, text in values.items() if "['up']" in name and name.startswith("params")}
+    assert len(pinned) == LAYERS
+    assert set(pinned.values()) == {"-,model"}
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({r"nowhere": P(None, "model")}, "The pin 'nowhere' matches no input"),
+        (
+            {r"h_\d/up": P(None, "model"), r"h_2/up": P("model")},
+            r"both match params/h_2/up and ask for different layouts",
+        ),
+    ],
+)
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_pins_that_no_plan_can_keep_are_refused(pins, message, num_stages):
+    method = autopar.Auto(num_stages=num_stages, num_microbatches=2, pins=pins)
+    with pytest.raises(InvalidArgument, match=message):
+        traced(method, autopar.Cluster(num_devices=8, kind="cpu")).plan()
+
+
+@pytest.mark.parametrize(("num_devices", "num_stages"), [(3, None), (12, None), (12, 2), (11, None)])
+def test_any_number_of_devices_has_a_plan(num_devices, num_stages):
+    cluster = autopar.Cluster(num_devices=num_devices, machine=dataclasses.replace(machine(), devices_per_host=8))
+    plan = traced(autopar.Auto(num_stages=num_stages, num_microbatches=2), cluster).plan().plan
+    devices = [device for mesh in plan.meshes for device in mesh.devices]
+    assert len(devices) == len(set(devices)) and max(devices) < num_devices
+    assert num_stages is None or plan.num_stages == num_stages
+
+
+def test_layouts_of_several_stages_are_not_explained_one_by_one():
+    method = autopar.Auto(num_stages=2, num_microbatches=2)
+    planned = traced(method, autopar.Cluster(num_devices=8, kind="cpu")).plan()
+    with pytest.raises(Unsupported, match="The plan has 2 stages"):
+        planned.explain("h_0/up")
+
+
+def test_memory_that_nothing_fits_into_is_refused():
+    cluster = autopar.Cluster(num_devices=8, machine=machine())
+    with pytest.raises(MemoryTooSmall):
+        traced(autopar.Auto(memory=1e4), cluster).plan()
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(InvalidArgument, match="8 stages were asked for"):
+        traced(autopar.Auto(num_stages=8, num_microbatches=2), autopar.Cluster(num_devices=8, kind="cpu")).plan()
+
+
+def layers_of(num_microbatches=2):
+    trace = traced(autopar.Auto()).trace
+    count, pieces = count_step_layers(trace)
+    return find_layers(
+        trace,
+        num_layers=count,
+        loop_pieces=pieces,
+        num_microbatches=num_microbatches,
+        schedule="1f1b",
+        remat=False,
+        pins={},
+    )
+
+
+def test_layers_of_one_kind_are_one_class():
+    layers = layers_of()
+    assert len(layers.class_of) == LAYERS + 1
+    assert len(set(layers.class_of[1 : LAYERS - 1])) == 1
+    assert len(layers.classes) <= 4
+
+
+def test_the_cost_of_a_range_is_that_of_its_layers():
+    layers = layers_of()
+    mesh = LogicalMesh(shape=(2, 2), axis_names=("data", "model"))
+    figures = dataclasses.replace(cpu_figures(2), latency_s=QUICK.latency_s)
+    costs = LayerCosts(classes=layers.classes, most_common=layers.class_of[1], method=autopar.Auto())
+    each = [costs.cost(number, mesh, figures, 0.0) for number in layers.class_of]
+    plan = Plan(
+        fingerprint="",
+        method="Auto",
+        meshes=(MeshPlan(devices=(0, 1, 2, 3), shape=(2, 2), axis_names=("data", "model")),),
+        stages=(StagePlan(layers=(0, len(each)), mesh=0),),
+        cuts=layers.cuts,
+        num_microbatches=2,
+        input_specs={},
+        cut_specs={},
+    )
+    graph = stage_graph(layers.prepared, plan)
+    tasks = mesh_tasks(graph, plan, 0)
+    stage = layer_class(graph, tasks)
+    whole = stage_cost(stage, task_choices(tasks, mesh, figures, stage.wishes).best({}), mesh, figures)
+    composed_s = 2 * sum(c.forward_s + c.backward_s for c in each) + sum(c.once_s for c in each)
+    direct_s = 2 * (whole.forward_s + whole.backward_s) + whole.once_s
+    assert direct_s <= composed_s * 1.001
+    assert composed_s == pytest.approx(direct_s, rel=0.05)
+
+
+# --- jax.checkpoint -----------------------------------------------------------------------------------------------
+
+CHECKPOINTED = alpa_gpt("gpt", GPTSize(width=256, layers=2, heads=4, length=64, vocabulary=1024, batch=8), jnp.float32)
+
+
+def num_regions(equations):
+    return sum(eqn.primitive.name in REMAT for eqn in equations)
+
+
+def test_regions_are_measured_by_the_layers_that_are_left():
+    """A layer that does too little joins the next: what is wide for the layers asked for need not be for those left."""
+    step = autopar.parallelize(CHECKPOINTED.step)
+    trace = step.trace(CHECKPOINTED.abstract_state, CHECKPOINTED.abstract_batch).trace
+    options = {"batch_statistics": "exact", "random": "full_batch"}
+    asked, pieces = count_step_layers(trace, **options)
+    options |= {"loop_pieces": pieces, "num_microbatches": 2}
+    layers = find_layers(trace, num_layers=asked, schedule="1f1b", remat=False, pins={}, **options)
+    left = len(layers.cuts) + 1
+    assert left < asked
+    assert find_wide_regions(trace.jaxpr, num_layers=asked) and not find_wide_regions(trace.jaxpr, num_layers=left)
+    planned = prepare(trace, num_layers=left, **options)
+    assert num_regions(layers.prepared.regions.equations) == num_regions(planned.regions.equations) == 2
+
+
+@pytest.mark.parametrize("method", [autopar.Megatron(num_microbatches=2), autopar.Auto(num_microbatches=2)])
+def test_one_stage_computes_again_what_the_user_says(method):
+    cluster = autopar.Cluster.parse("p3.16xlarge").with_devices(1)
+    step = autopar.parallelize(CHECKPOINTED.step, cluster=cluster)
+    traced = step.trace(CHECKPOINTED.abstract_state, CHECKPOINTED.abstract_batch)
+    plan = traced.plan(method).plan
+    assert plan.num_stages == 1 and not any(stage.remat for stage in plan.stages)
+    graph = cut_step(traced.trace, plan)
+    assert num_regions(eqn for task in graph.tasks for eqn in jc.all_equations(task.jaxpr)) == 2

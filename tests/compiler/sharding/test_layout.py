@@ -1,0 +1,91 @@
+"""Layouts: how they are listed, how large parts are, and how JAX and readers write them."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar.compiler.sharding.layout import (
+    Layout,
+    LogicalMesh,
+    all_layouts,
+    describe_layout,
+    fits,
+    from_spec,
+    local_shape,
+    num_shards,
+    replicated,
+    to_spec,
+    used_axes,
+)
+from autopar.errors import InvalidArgument
+from tests.compiler.planned_steps import GRID, LINE
+
+CUBE = LogicalMesh(shape=(2, 2, 2), axis_names=("x", "y", "z"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "count"),
+    [
+        ((), GRID, 1),
+        ((16,), LINE, 2),
+        ((12,), LINE, 1),
+        ((16, 16), LINE, 3),
+        ((16, 16), GRID, 9),
+        ((8, 4), GRID, 8),  # not both axes on the second dimension
+        ((8, 3), GRID, 4),
+        ((2, 2, 2), CUBE, 34),
+    ],
+    ids=str,
+)
+def test_layouts_are_as_many_as_ways_to_give_axes_to_dimensions_that_divide(shape, mesh, count):
+    layouts = all_layouts(shape, mesh)
+    assert len(layouts) == len(set(layouts)) == count
+    assert list(layouts) == sorted(layouts)
+    assert replicated(len(shape)) in layouts
+    assert all(fits(shape, layout, mesh) and not layout.partial for layout in layouts)
+
+
+@pytest.mark.parametrize("layout", all_layouts((8, 16, 4), GRID), ids=lambda layout: describe_layout(layout, GRID))
+def test_specs_mean_to_jax_what_layouts_mean(layout):
+    spec, shape = to_spec(layout, GRID), (8, 16, 4)
+    assert from_spec(spec, 3, GRID) == layout
+    sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(2, 4), GRID.axis_names), spec)
+    assert sharding.shard_shape(shape) == local_shape(shape, layout, GRID)
+    assert len({str(index) for index in sharding.devices_indices_map(shape).values()}) == num_shards(layout, GRID)
+
+
+@pytest.mark.parametrize(
+    ("layout", "spec", "text"),
+    [
+        (Layout(()), PartitionSpec(), "[]"),
+        (Layout(((), ())), PartitionSpec(), "[-, -]"),
+        (Layout(((0,), ())), PartitionSpec("x"), "[x, -]"),
+        (Layout(((), (0, 1))), PartitionSpec(None, ("x", "y")), "[-, x*y]"),
+        (Layout(((1,), (0,))), PartitionSpec("y", "x"), "[y, x]"),
+    ],
+    ids=str,
+)
+def test_layouts_are_written(layout, spec, text):
+    assert to_spec(layout, GRID) == spec
+    assert describe_layout(layout, GRID) == text
+
+
+def test_partial_sums_are_described_and_have_no_spec():
+    layout = Layout(((0,), ()), (1,))
+    assert describe_layout(layout, GRID) == "[x, -] + y"
+    assert used_axes(layout) == {0}
+    with pytest.raises(AssertionError):
+        to_spec(layout, GRID)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"), [((2, 4), ("x",)), ((0,), ("x",)), ((2, 4), ("x", "x"))], ids=["count", "size", "repeated"]
+)
+def test_a_mesh_needs_a_size_and_a_name_of_its_own_for_every_axis(shape, names):
+    with pytest.raises(InvalidArgument):
+        LogicalMesh(shape=shape, axis_names=names)
+
+
+def test_axes_of_a_mesh_go_by_number():
+    assert (GRID.num_devices, GRID.size((0, 1)), GRID.size(()), GRID.names((1, 0))) == (8, 8, 1, ("y", "x"))

@@ -1,0 +1,129 @@
+"""Within limits that are only measured the best choice is found, down to the least limit that any choice keeps."""
+
+import itertools
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autopar.compiler.solver.budget import NoneWithin, minimize_within_limits
+from autopar.compiler.solver.feasibility import Measured, lower_excess
+from autopar.compiler.solver.minimize import Effort, minimize
+from autopar.compiler.solver.problem import Infeasible, Problem, Row, choice_value, row_weight
+from tests.compiler.solver.random_choices import enumerate_best, memory_row, small_problem, small_rows, step_problem
+
+MOST_CHOICES = 3_000
+"""Of a problem, to be tried all."""
+
+
+def worst_of(rows):
+    """Measures what the worst row is exceeded by, and shows that row only, as peaks come up one by one."""
+
+    def measure(states):
+        over = [row_weight(row, states) - row.limit for row in rows]
+        worst = int(np.argmax(over))
+        return Measured(excess=over[worst], rows=[rows[worst]] if over[worst] > 0 else [])
+
+    return measure
+
+
+def least_excess(problem: Problem, rows: list[Row]) -> float:
+    """The least that any possible choice exceeds its worst row by, by trying all."""
+    every = itertools.product(*(range(cost.size) for cost in problem.costs))
+    over = (
+        max(row_weight(row, states) - row.limit for row in rows)
+        for states in every
+        if np.isfinite(choice_value(problem, states))
+    )
+    return min(over, default=np.inf)
+
+
+def few(seeds) -> list[tuple[int, Problem, list[Row], float]]:
+    """Problems of few choices, with rows and the least excess of any choice."""
+    made = ((seed, small_problem(seed)) for seed in seeds)
+    small = ((seed, problem) for seed, problem in made if math.prod(c.size for c in problem.costs) <= MOST_CHOICES)
+    with_rows = ((seed, problem, small_rows(problem, seed)) for seed, problem in small)
+    return [(seed, problem, rows, least_excess(problem, rows)) for seed, problem, rows in with_rows]
+
+
+def moved(rows: list[Row], by: float) -> list[Row]:
+    return [replace(row, limit=row.limit + by) for row in rows]
+
+
+def within(problem: Problem, rows: list[Row]):
+    return minimize_within_limits(problem, worst_of(rows), time_limit_s=60, max_gap=0, clearly=np.inf)
+
+
+@pytest.mark.parametrize("hundred", range(2))
+def test_down_to_the_least_limit_that_any_choice_keeps_the_best_choice_is_found(hundred):
+    num_possible = 0
+    for seed, problem, rows, least in few(range(100 * hundred, 100 * (hundred + 1))):
+        if np.isinf(least):
+            with pytest.raises(Infeasible):
+                within(problem, rows)
+            continue
+        num_possible += 1
+        tightest = moved(rows, least + 1e4)
+        optimum = within(problem, tightest)
+        assert optimum.value == pytest.approx(enumerate_best(problem, tightest), rel=1e-9), seed
+        assert optimum.gap < 1e-6, seed
+        with pytest.raises(NoneWithin) as none:
+            within(problem, moved(rows, least - 1e4))
+        assert none.value.lowered.excess >= 1e4 * (1 - 1e-6), seed
+    assert num_possible >= 50
+
+
+@pytest.mark.parametrize("hundred", range(2))
+def test_least_excess_lies_between_what_is_found_and_its_bound(hundred):
+    excesses, num_least = [], 0
+    for seed, problem, rows, least in few(range(100 * hundred, 100 * (hundred + 1))):
+        if np.isinf(least):
+            continue
+        start = minimize(problem, Effort(deadline=time.monotonic() + 60)).states
+        far, by = moved(rows, -1e12), 1e12
+        lowered = lower_excess(problem, worst_of(far), start, deadline=time.monotonic() + 60, clearly=np.inf)
+        assert lowered.bound - by <= least + 1.0 and least <= lowered.excess - by + 1.0, seed
+        assert lowered.excess == pytest.approx(max(row_weight(r, lowered.states) - r.limit for r in far)), seed
+        excesses.append(lowered.excess)
+        num_least += lowered.excess - by <= least + 1.0
+    assert num_least >= 0.6 * len(excesses) and len(excesses) >= 50
+
+
+def test_lowering_a_step_ends_near_the_bound():
+    problem = step_problem(2, num_nodes=200, factors=4)
+    free = minimize(problem, Effort(deadline=time.monotonic() + 60)).states
+    rows = [memory_row(problem, seed, 0.0, free) for seed in range(4)]
+    lowered = lower_excess(problem, worst_of(rows), free, deadline=time.monotonic() + 60, clearly=np.inf)
+    before = worst_of(rows)(free).excess
+    assert lowered.bound <= lowered.excess < before
+    assert lowered.excess - lowered.bound < 0.2 * before
+
+
+def test_limits_that_are_clearly_too_low_are_soon_given_up():
+    problem = step_problem(2, num_nodes=200, factors=4)
+    free = minimize(problem, Effort(deadline=time.monotonic() + 60)).states
+    rows = moved([memory_row(problem, seed, 0.0, free) for seed in range(4)], -1e12)
+    lowered = lower_excess(problem, worst_of(rows), free, deadline=time.monotonic() + 60, clearly=1.0)
+    assert lowered.bound > 1.0 and lowered.rounds <= 6
+
+
+def test_when_time_runs_out_the_choice_within_the_limits_is_returned_with_its_bound():
+    problem = step_problem(1, num_nodes=200, factors=4)
+    free = minimize(problem, Effort(deadline=time.monotonic() + 60)).states
+    rows = [memory_row(problem, 1, 0.4, free)]
+    best = minimize_within_limits(problem, worst_of(rows), time_limit_s=60, max_gap=1e-3, clearly=np.inf)
+    easy = minimize_within_limits(problem, worst_of(rows), time_limit_s=60, max_gap=10.0, clearly=np.inf)
+    for found in (best, easy):
+        assert found.lower_bound <= best.value <= found.value * (1 + 1e-9)
+        assert row_weight(rows[0], found.states) <= rows[0].limit
+
+
+def test_limits_that_the_fastest_choice_keeps_change_nothing():
+    problem = step_problem(1, num_nodes=200)
+    free = minimize(problem, Effort(deadline=time.monotonic() + 60))
+    found = minimize_within_limits(
+        problem, lambda states: Measured(excess=-1.0, rows=()), time_limit_s=60, max_gap=0.5, clearly=np.inf
+    )
+    assert found.gap <= 1e-3 and found.value == pytest.approx(free.value, rel=1e-3)

@@ -1,0 +1,117 @@
+"""Reductions and dual bounds keep the optimum, and lead back to it."""
+
+import numpy as np
+import pytest
+
+from autopar.compiler.solver.dual_ascent import Ascent, ascend, continued, within_gap
+from autopar.compiler.solver.linear_program import Program, run_program
+from autopar.compiler.solver.presolve import reduce_problem, reduce_with_rows
+from autopar.compiler.solver.problem import Infeasible, Problem, choice_value, row_weight
+from autopar.errors import SolverFailed
+from tests.compiler.solver.random_choices import enumerate_best, small_problem, small_rows, step_problem
+
+seeds = pytest.mark.parametrize("seed", range(60))
+
+
+def reduced_or_none(problem, protected=()):
+    try:
+        return reduce_problem(problem, protected)
+    except Infeasible:
+        assert np.isinf(enumerate_best(problem))
+        return None
+
+
+@seeds
+@pytest.mark.parametrize("protected", [(), (0, 2, 5)])
+def test_core_has_the_optimum_of_the_whole(seed, protected):
+    problem = small_problem(seed)
+    reduced = reduced_or_none(problem, protected)
+    if reduced is None:
+        return
+    best = enumerate_best(problem)
+    assert enumerate_best(reduced.core) + reduced.constant == pytest.approx(best, rel=1e-9)
+    assert {node for node in protected if node < len(problem.costs)} <= set(reduced.nodes)
+    for core_states in np.ndindex(*(cost.size for cost in reduced.core.costs)):
+        states = reduced.expand(core_states)
+        value = choice_value(reduced.core, core_states) + reduced.constant
+        assert choice_value(problem, states) == pytest.approx(value, rel=1e-9)
+        assert reduced.core_states(states) == core_states
+
+
+@pytest.mark.parametrize("size", [2, 7, 40])
+def test_trees_and_rings_reduce_to_nothing(size):
+    rng = np.random.default_rng(size)
+    links = {(i, i + 1) for i in range(size - 1)} | ({(0, size - 1)} if size > 2 else set())
+    problem = Problem(costs=tuple(rng.random((size, 5))), edges={ends: rng.random((5, 5)) for ends in links})
+    assert reduce_problem(problem).core.costs == ()
+
+
+def test_states_that_another_one_beats_everywhere_go_unless_protected():
+    clique = {(i, j): np.tile([0.0, 0.0, 5.0], (3, 1)) * 0 + np.eye(3) for i in range(4) for j in range(i + 1, 4)}
+    problem = Problem(costs=tuple(np.array([0.0, 0.1 * i, 50.0]) for i in range(4)), edges=clique)
+    protected = reduce_problem(problem, (0, 1, 2, 3))
+    assert [states.size for states in protected.states] == [3, 3, 3, 3]
+    reduced = reduce_problem(problem, (0,))
+    assert all(2 not in states for node, states in zip(reduced.nodes, reduced.states, strict=True) if node != 0)
+
+
+@seeds
+def test_rows_weigh_the_same_after_reductions(seed):
+    problem = small_problem(seed)
+    rows = small_rows(problem, seed)
+    try:
+        smaller = reduce_with_rows(problem, rows)
+    except Infeasible:
+        return
+    rng = np.random.default_rng(seed)
+    states = [int(rng.integers(cost.size)) for cost in smaller.reduced.core.costs]
+    whole = smaller.reduced.expand(states)
+    prices = rng.random(len(rows))
+    for row, small in zip(rows, smaller.rows, strict=True):
+        assert row_weight(small, states) == pytest.approx(row_weight(row, whole))
+    priced = choice_value(smaller.priced(prices), states) + smaller.shift(prices)
+    excess = [(row_weight(row, whole) - row.limit) / row.limit for row in rows]
+    assert priced == pytest.approx(choice_value(problem, whole) + prices @ excess)
+
+
+@seeds
+def test_bounds_of_states_and_of_the_whole_hold(seed):
+    problem = small_problem(seed)
+    reduced = reduced_or_none(problem, range(12))
+    if reduced is None or np.isinf(best := enumerate_best(reduced.core)):
+        return
+    ascent = Ascent.of(reduced.core)
+    ascend(ascent, np.inf)
+    assert ascent.bound <= best + 1e-9 <= ascent.value + 2e-9
+    for node, least in enumerate(ascent.least):
+        for state in range(least.size):
+            costs = list(reduced.core.costs)
+            costs[node] = np.where(np.arange(least.size) == state, costs[node], np.inf)
+            with_state = enumerate_best(Problem(costs=tuple(costs), edges=reduced.core.edges))
+            assert least[state] <= with_state + 1e-9
+    if np.isfinite(ascent.value):
+        rest, _ = within_gap(ascent)
+        assert enumerate_best(rest) + ascent.bound == pytest.approx(best, abs=1e-9)
+
+
+def test_ascent_continues_where_another_stands():
+    problem = reduce_problem(step_problem(0, num_nodes=100, factors=4), range(100)).core
+    first = Ascent.of(problem)
+    ascend(first, np.inf)
+    again = continued(first, problem)
+    again.sweep_back()
+    assert again.bound == pytest.approx(first.bound, rel=1e-3)
+
+
+def test_program_without_an_optimum_is_an_error_that_says_what_the_solver_said():
+    program = Program(
+        costs=np.array([-1.0]),
+        lower=np.zeros(1),
+        upper=np.array([np.inf]),
+        entry_rows=np.zeros(1, int),
+        entry_columns=np.zeros(1, int),
+        entries=np.ones(1),
+        at_most=np.inf,
+    )
+    with pytest.raises(SolverFailed, match=r"HiGHS stopped with 'Unbounded'.*1 variables"):
+        run_program(program)

@@ -1,1 +1,0 @@
-"""The inter-operator pass, module by module."""

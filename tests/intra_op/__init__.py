@@ -1,1 +1,0 @@
-"""The intra-operator pass, module by module."""

@@ -1,0 +1,309 @@
+"""Checkpoints hold the same bits whatever plan, runtime and number of devices wrote them, or read them."""
+
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import autopar
+from autopar.errors import CheckpointFailed, InvalidArgument
+from autopar.session import current_session
+from autopar.training.checkpoints import Checkpoints
+from autopar.training.create_state import create_state
+from tests.training.test_state import BATCH, METHODS, assert_same, draw_batch, init_fn, train_step
+
+# Of the reads of a damaged checkpoint Orbax leaves the others under way when one fails: they end without a listener.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def created(method: Any, num_devices: int = 8, seed: int = 3) -> tuple[autopar.Step, Any]:
+    step = autopar.parallelize(train_step, method=method, devices=jax.devices()[:num_devices])
+    return step, create_state(init_fn, jax.random.key(seed), like=step, batch=BATCH)
+
+
+def plain(seed: int = 3) -> Any:
+    return jax.jit(init_fn)(jax.random.key(seed))
+
+
+def on_one_device(state: Any) -> Any:
+    """What plain JAX restores into."""
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), state)
+
+
+def restored_by_orbax(path: Path, like: Any) -> Any:
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, on_one_device(like))
+
+
+@pytest.mark.parametrize("name", ["pipeline", "circular", "shard"])
+def test_a_checkpoint_is_read_by_plain_jax_and_by_other_plans_on_fewer_devices(tmp_path, name):
+    _, state = created(METHODS[name])
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(7, state)
+    checkpoints.wait()
+    assert_same(restored_by_orbax(tmp_path / "7", state), plain())
+    step, _ = created(autopar.DataParallel(), num_devices=3, seed=0)
+    number, found = checkpoints.restore(like=step)
+    assert number == 7
+    assert_same(found, plain())
+    assert found["params"]["in"].sharding.device_set == set(jax.devices()[:3])
+
+
+def test_what_plain_jax_saved_is_restored_where_a_plan_wants_it(tmp_path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "4", plain())
+    step, state = created(METHODS["pipeline"], seed=0)
+    number, found = Checkpoints(tmp_path).restore(like=step)
+    assert number == 4
+    assert_same(found, plain())
+    assert [a.sharding for a in jax.tree.leaves(found)] == [a.sharding for a in jax.tree.leaves(state)]
+    _, metrics = step(found, draw_batch(0))
+    np.testing.assert_allclose(metrics["loss"], jax.jit(train_step)(plain(), draw_batch(0))[1]["loss"], rtol=1e-5)
+
+
+def test_a_state_may_be_donated_as_soon_as_save_returns(tmp_path):
+    step = autopar.parallelize(train_step, method=METHODS["pipeline"], donate_argnums=0)
+    state = create_state(init_fn, jax.random.key(3), like=step, batch=BATCH)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(0, state)
+    after, _ = step(state, draw_batch(0))
+    assert state["params"]["in"].is_deleted()
+    checkpoints.save(1, after)
+    step(after, draw_batch(1))
+    checkpoints.wait()
+    assert_same(checkpoints.restore(like=plain(), step=0)[1], plain())
+    expected = autopar.parallelize(train_step, method=METHODS["pipeline"])(plain(), draw_batch(0))[0]
+    assert_same(checkpoints.restore(like=plain(), step=1)[1], expected)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(2, [3, 20]), (1, [20]), (None, [1, 2, 3, 20])])
+def test_the_newest_checkpoints_are_kept(tmp_path, keep, left):
+    checkpoints = Checkpoints(tmp_path, keep=keep)
+    assert checkpoints.latest() is None
+    for step in (1, 2, 3, 20):
+        checkpoints.save(step, {"w": jnp.full(3, step), "python": 2.5})
+    checkpoints.wait()
+    assert checkpoints.steps() == left
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(map(str, left))
+    number, found = checkpoints.restore(like={"w": jnp.zeros(3, int), "python": 0.0})
+    assert (number, found["python"]) == (20, 2.5)
+    np.testing.assert_array_equal(found["w"], [20] * 3)
+
+
+def damaged(path: Path) -> None:
+    shutil.rmtree(path / "d")
+    for process in path.glob("ocdbt.process_*"):
+        shutil.rmtree(process)
+
+
+@pytest.mark.parametrize("damage", [damaged, lambda path: (path / "_METADATA").write_text("{")])
+def test_a_newest_checkpoint_that_cannot_be_read_gives_way_to_the_one_before(tmp_path, damage):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, {"w": jnp.full(64, step)})
+    checkpoints.wait()
+    damage(tmp_path / "2")
+    with pytest.warns(UserWarning, match=r"cannot be read: .* Its predecessor is used"):
+        number, found = checkpoints.restore(like={"w": jnp.zeros(64, int)})
+    assert number == 1
+    np.testing.assert_array_equal(found["w"], [1] * 64)
+    with pytest.raises(CheckpointFailed, match="cannot be read"):
+        checkpoints.restore(like={"w": jnp.zeros(64, int)}, step=2)
+
+
+def test_a_checkpoint_that_was_being_written_when_its_process_ended_is_none(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"w": jnp.ones(3)})
+    checkpoints.wait()
+    shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
+    (tmp_path / "3").mkdir()
+    assert checkpoints.steps() == [1]
+    assert checkpoints.restore(like={"w": jnp.zeros(3)})[0] == 1
+    checkpoints.save(2, {"w": jnp.ones(3)})
+    checkpoints.wait()
+    assert checkpoints.steps() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ({"w": jnp.zeros((4, 3))}, r"holds float32\[3\] at \['w'\], where float32\[4, 3\] is required"),
+        ({"w": jnp.zeros(3, jnp.bfloat16)}, r"holds float32\[3\] at \['w'\], where bfloat16\[3\]"),
+        ({"w": jnp.zeros(3), "b": jnp.zeros(3)}, r"another state: \['b'\] is not in it; it has 1 arrays, 2 are"),
+        ({}, r"it also has \['w'\]"),
+    ],
+)
+def test_a_foreign_checkpoint_is_refused_by_key_and_shape(tmp_path, like, message):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"w": jnp.zeros(3)})
+    with pytest.raises(InvalidArgument, match=message):
+        checkpoints.restore(like=like)
+
+
+def test_what_cannot_be_asked_for_is_refused(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "none")
+    with pytest.raises(InvalidArgument, match="no complete checkpoint"):
+        checkpoints.restore(like={})
+    with pytest.raises(InvalidArgument, match=r"There is no checkpoint .*/5"):
+        checkpoints.restore(like={}, step=5)
+    with pytest.raises(InvalidArgument, match="keep is 0"):
+        Checkpoints(tmp_path, keep=0)
+    checkpoints.save(1, {"w": jnp.zeros(3)})
+    checkpoints.wait()
+    with pytest.raises(InvalidArgument, match="there already"):
+        checkpoints.save(1, {"w": jnp.zeros(3)})
+
+
+@pytest.fixture
+def files_of_at_most_100_kb() -> Iterator[None]:
+    """Stands for a full disk: the system refuses to write on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_one_error_and_leaves_the_last_good_checkpoint(tmp_path, files_of_at_most_100_kb):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, {"w": jnp.ones(3)})
+    noise = jax.random.normal(jax.random.key(0), (100_000,))
+    with pytest.raises(CheckpointFailed, match=r"/2 cannot be written: .* The last good one is .*/1\. Make room"):
+        checkpoints.save(2, {"w": noise})
+        checkpoints.wait()
+    assert checkpoints.steps() == [1]
+    assert checkpoints.restore(like={"w": jnp.zeros(3)})[0] == 1
+    checkpoints.save(3, {"w": jnp.ones(3)})
+    checkpoints.wait()
+    assert checkpoints.steps() == [3]
+
+
+def test_a_directory_that_cannot_be_made_is_one_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointFailed, match=r"cannot be written: .* There is no earlier one"):
+        Checkpoints(tmp_path / "file" / "runs").save(1, {"w": jnp.ones(3)})
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Four processes of two devices each."""
+    pytest.importorskip("ray")
+    autopar.init(cluster="ray", num_hosts=4, devices_per_host=2)
+    yield
+    autopar.shutdown()
+
+
+def load_x(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+    """The first array of `draw_batch(5)`, by ranges."""
+    return draw_batch(5)["x"][index]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("name", ["pipeline", "circular"])
+def test_states_and_batches_are_made_saved_and_restored_in_the_processes_of_a_cluster(tmp_path, name):
+    step = autopar.parallelize(train_step, method=METHODS[name], donate_argnums=0)
+    state = create_state(init_fn, jax.random.key(3), like=step, batch=BATCH)
+    assert all(isinstance(leaf, autopar.DistributedArray) for leaf in jax.tree.leaves(state))
+    assert_same(state, plain())
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(0, state)
+    state, metrics = step(state, autopar.shard_batch({"x": load_x, "y": draw_batch(5)["y"]}, like=step))
+    expected, expected_metrics = jax.jit(train_step)(plain(), draw_batch(5))
+    np.testing.assert_allclose(float(metrics["loss"]), expected_metrics["loss"], rtol=1e-5)
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    assert checkpoints.steps() == [0, 1]
+
+    # Plain JAX, another plan in this process, and the cluster itself read the same bits.
+    assert_same(restored_by_orbax(tmp_path / "0", plain()), plain())
+    here, _ = created(autopar.Zero(stage=3), num_devices=2, seed=0)
+    assert_same(checkpoints.restore(like=here)[1], state)
+    again = checkpoints.restore(like=step)[1]
+    assert_same(again, state)
+    assert [leaf.placed for leaf in jax.tree.leaves(again)] == [leaf.placed for leaf in jax.tree.leaves(state)]
+    _, metrics = step(again, draw_batch(6))
+    np.testing.assert_allclose(
+        float(metrics["loss"]), jax.jit(train_step)(expected, draw_batch(6))[1]["loss"], rtol=1e-4
+    )
+
+    # And the cluster reads what this process wrote.
+    local = Checkpoints(tmp_path / "local")
+    local.save(2, created(METHODS["shard"], seed=4)[1])
+    assert_same(local.restore(like=step)[1], plain(4))
+    assert_same(local.restore(like=state)[1], plain(4))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_prefetched_batches_lie_on_the_cluster_when_the_step_is_called():
+    step = autopar.parallelize(train_step, method=METHODS["pipeline"])
+    state = create_state(init_fn, jax.random.key(3), like=step, batch=BATCH)
+    expected = plain()
+    for seed, batch in enumerate(autopar.prefetch((draw_batch(seed) for seed in range(3)), like=step)):
+        assert all(isinstance(leaf, autopar.DistributedArray) for leaf in batch.values())
+        assert_same(batch, jax.tree.map(jnp.asarray, draw_batch(seed)))
+        state, metrics = step(state, batch)
+        expected, expected_metrics = jax.jit(train_step)(expected, draw_batch(seed))
+        np.testing.assert_allclose(float(metrics["loss"]), expected_metrics["loss"], rtol=1e-4)
+    with pytest.raises(InvalidArgument, match=r"returned float64\[2, 2\]"):
+        autopar.shard_batch({"x": lambda index: np.zeros((2, 2)), "y": draw_batch(0)["y"]}, like=step)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_the_processes_skip_a_checkpoint_that_cannot_be_read(tmp_path):
+    step = autopar.parallelize(train_step, method=METHODS["pipeline"])
+    state = create_state(init_fn, jax.random.key(3), like=step, batch=BATCH)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    shutil.copytree(tmp_path / "1", tmp_path / "2")
+    damaged(tmp_path / "2")
+    with pytest.warns(UserWarning, match="Its predecessor is used"):
+        assert checkpoints.restore(like=step)[0] == 1
+    with pytest.raises(InvalidArgument, match=r"another state: \['w'\] is not in it"):
+        checkpoints.restore(like={"w": jnp.zeros(3)}, step=1)
+
+
+def limit_files(host: Any, most_bytes: int) -> None:
+    """In process 0, which writes this state: no file may become longer."""
+    if host.world.process == 0:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if most_bytes < 0 else most_bytes, hard))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_a_full_disk_of_one_process_is_one_error_and_the_next_checkpoint_is_good(tmp_path):
+    def large_init(key: jax.Array) -> Any:
+        return jax.random.normal(key, (8, 40_000))
+
+    def large_step(state: Any, batch: Any) -> Any:
+        return state + jnp.mean(batch), {}
+
+    step = autopar.parallelize(large_step, method=autopar.ShardParallel(mesh_shape=(8,), axis_names=("data",)))
+    batch = np.zeros((8, 4), np.float32)
+    state = create_state(large_init, jax.random.key(0), like=step, batch=batch)
+    session = current_session()
+    assert session is not None
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    session.run_everywhere(limit_files, 100_000)
+    with pytest.raises(CheckpointFailed, match=r"/2 cannot be written: .*process 0 on host .*/1\. Make room"):
+        checkpoints.save(2, state)
+        checkpoints.wait()
+    session.run_everywhere(limit_files, -1)
+    assert checkpoints.steps() == [1]
+    checkpoints.save(3, state)
+    checkpoints.wait()
+    assert checkpoints.steps() == [1, 3]
+    assert_same(checkpoints.restore(like=step)[1], jax.jit(large_init)(jax.random.key(0)))
