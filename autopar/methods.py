@@ -198,7 +198,7 @@ def _check_pattern(pattern: str) -> None:
         ) from None
 
 
-# --- Data, tensor and pipeline parallelism by their degrees: the plan that practitioners write by hand, in one value ---
+# Data, tensor and pipeline parallelism by their degrees: the plan that practitioners write by hand, in one value
 # devices = pipeline x data x tensor        rank = (stage · data + replica) · tensor + shard
 #
 # Megatron(data=2, tensor=2, pipeline=2)    stage 0: [[0 1]   stage 1: [[4 5]     rows: replicas of the data,
@@ -306,11 +306,6 @@ class Megatron:
                 f"zero={self.zero} divides the state among replicas of the data, and data is 1. Use zero=0, or make "
                 "tensor or pipeline smaller, so that there are several replicas."
             )
-
-
-# --- main ---
-
-_USUAL_AXES = ("data", "model", "expert")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-# --- main ---
-
 _current: ContextVar[Progress | None] = ContextVar("search_progress", default=None)
 
 

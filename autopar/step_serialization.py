@@ -48,8 +48,6 @@ def program_of(arguments: Arguments, call: Call, plan: Plan) -> Program:
     return passes.lower_step(trace_call(arguments, call), plan)
 
 
-# --- main ---
-
 _NAMED = 3  # how many things inside of a step the message follows down to the one that cannot be sent
 
 

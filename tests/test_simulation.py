@@ -18,9 +18,9 @@ from autopar.ir.plan_sharding import MeshSharding, TaskTimes
 from autopar.ir.program import Run, Send
 from autopar.runtime.simulator import simulate
 from autopar.simulation import ClusterCosts
-from tests.schedule_programs import program_of
-from tests.compiler.stage_plans import with_planned_layouts
 from tests.compiler.planning.test_one_mesh import arguments, train_step
+from tests.compiler.stage_plans import with_planned_layouts
+from tests.schedule_programs import program_of
 
 CPUS = autopar.Cluster(num_devices=8, kind="cpu")
 LINKED = dataclasses.replace(

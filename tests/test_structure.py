@@ -1,4 +1,4 @@
-"""The structure of the package: what imports what, how long files are, and that importing costs nothing."""
+"""The structure of the package: what imports what, and that importing costs nothing."""
 
 import ast
 import subprocess
@@ -13,18 +13,17 @@ import autopar
 PACKAGE = Path(__file__).parent.parent / "autopar"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 VAGUE_NAMES = {"utils", "core", "common", "helpers", "misc"}
 
 # What only these files may import.
 GATES = {
-    "jax._src": ("compiler/jax_compat.py", "runtime/executables.py"),
-    "jax.extend": ("compiler/jax_compat.py", "runtime/executables.py"),
-    "jaxlib": ("compiler/intra_op/shardy.py", "compiler/jax_compat.py", "runtime/executables.py"),
+    "jax._src": ("compiler/jaxprs/compat.py", "runtime/executables.py"),
+    "jax.extend": ("compiler/jaxprs/compat.py", "runtime/executables.py"),
+    "jaxlib": ("compiler/sharding/shardy.py", "compiler/jaxprs/compat.py", "runtime/executables.py"),
     "ray": ("runtime/distributed/ray_cluster.py", "runtime/distributed/ray_actor.py"),
-    "cupy": ("runtime/nccl.py",),
-    "highspy": ("compiler/intra_op/highs.py",),
+    "cupy": ("runtime/transfer/nccl.py",),
+    "highspy": ("compiler/solver/linear_program.py",),
 }
 
 over_files = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
@@ -96,11 +95,10 @@ def test_imports_within_the_package_are_absolute(path):
 
 
 @over_files
-def test_file_opens_with_its_idea_and_is_short_enough_to_read(path):
+def test_file_opens_with_its_idea(path):
     docstring = ast.get_docstring(TREES[path])
     assert docstring
     assert docstring.splitlines()[0].endswith((".", ":"))
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
 
 
 @over_files

@@ -27,8 +27,6 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Link, Machine
 from autopar.hardware.measure import Effort, Measurement, Series, series_of
 
-# --- main ---
-
 _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -195,7 +193,8 @@ def _amount(number: float, unit: str) -> str:
 #     products   t = kernel_s + (w + half) / rate                                   rate by type, one half for all
 #     links      t = passes (n-1) α + passes (n-1)/n (ramp / bandwidth + b / bandwidth)
 #
-# All are linear in what is sought, or in its quotients, and none of that is negative: the best of the least squares over
+# All are linear in what is sought, or in its quotients, and none of that is negative: the best of the least
+# squares over
 # every subset of the unknowns, the others being zero. They are weighted in rounds so that what becomes least is the sum
 # of |log(fitted / measured)|: too slow and too fast count alike, and a run that something else slowed down counts once.
 

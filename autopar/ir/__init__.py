@@ -1,1 +1,1 @@
-"""TODO ir."""
+"""What is handed over, as values: the plan, all that is decided, and the program, all that is done."""

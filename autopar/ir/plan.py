@@ -41,8 +41,6 @@ from autopar.checks import (
 from autopar.errors import InvalidArgument, PlanMismatch
 from autopar.ir.plan_sharding import Certificate, MeshSharding, PlannedCollective, ShardingPlan, collectives_table
 
-# --- main ---
-
 FORMAT = 3
 
 T = TypeVar("T")

@@ -115,8 +115,6 @@ def _check(argument: Any, wanted: ArgumentType) -> None:
         )
 
 
-# --- main ---
-
 Moves = list[tuple[int, Any, NamedSharding]]  # (place among the inputs, array, layout)
 
 

@@ -20,8 +20,6 @@ from rich.text import Text
 
 from autopar.ir.program import Instruction, Run, Task
 
-# --- main ---
-
 WIDTH = 100  # columns of a printed timeline, whatever the terminal has
 # What the columns of a task are filled with, and their colour. Zeros and concatenations look alike.
 _FILLS: Mapping[str, tuple[str, str]] = {

@@ -1,1 +1,1 @@
-"""TODO training."""
+"""The loop around a step: states, batches and checkpoints where the step wants them."""

@@ -134,9 +134,6 @@ def _item(leaf: Any) -> Any:
     return Sent(words=words, shape=words.shape, dtype=str(words.dtype))
 
 
-# --- main ---
-
-
 class Target(Protocol):
     """What is to be read, and where it is to lie."""
 
@@ -288,7 +285,8 @@ def is_complete(path: Path) -> bool:
     return (path / "_CHECKPOINT_METADATA").is_file() and (path / "_METADATA").is_file()
 
 
-# --- `autopar.Checkpoints`: training states in a directory, in Orbax's format, whatever plan and runtime they come from ---
+# `autopar.Checkpoints`: training states in a directory, in Orbax's format, whatever plan and runtime they come
+# from
 # checkpoints = autopar.Checkpoints("runs/7")
 #     checkpoints.save(100, state)                            goes on while training does
 #     step, state = checkpoints.restore(like=train_step)      the last good one, where the step wants it

@@ -30,8 +30,6 @@ from autopar.runtime.distributed.array import DistributedArray
 from autopar.session import current_session, restart
 from autopar.training.checkpoints import Checkpoints
 
-# --- main ---
-
 ON_FAILURE = ("raise", "restart", "replan")
 _UNREAD = 2  # so many steps are under way before the metrics of the first of them are waited for
 

@@ -27,7 +27,7 @@ from autopar.errors import InvalidArgument
 Device = Any  # a jax.Device, which the type checker does not know
 
 DEVICES_PER_HOST = 8
-_TARGETS = files("autopar.compiler") / "gpu_targets"
+_TARGETS = files("autopar.compiler.analysis") / "gpu_targets"
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 

@@ -39,8 +39,6 @@ from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.plan_sharding import PlannedCollective
 from autopar.ir.program import Program, Run
 
-# --- main ---
-
 KINDS = tuple(PASSES)
 # What moves bytes between devices as well, without a figure for its time (or, the ragged one, for its bytes).
 UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")

@@ -1,1 +1,1 @@
-"""TODO costs."""
+"""What the work of a device and the collectives of a mesh cost, in seconds."""

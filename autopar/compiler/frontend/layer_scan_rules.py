@@ -176,9 +176,6 @@ def reduction(eqn: JaxprEqn, combine: Callable[[Any, Any], Any]) -> Rule:
     return Rule(lengths=(shape_of(eqn.invars[0])[0],), links=tuple(Link(value=v) for v in eqn.invars), apply=apply)
 
 
-# --- main ---
-
-
 def slices(eqn: JaxprEqn) -> Rule | None:
     params, operand, result = eqn.params, eqn.invars[0], eqn.outvars[0]
     first, strides = params["start_indices"][0], params["strides"]

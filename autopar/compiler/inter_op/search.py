@@ -79,10 +79,10 @@ def raise_no_partition(tables: ChoiceTables, memory_bytes: float, num_stages: in
         counts = counts[-1:]
 
     def fitting(budget_bytes: float) -> tuple[list[Choice], int] | None:
-        for count in counts:
-            stages = fewest_devices(tables, tables.limits(budget_bytes, num_stages=count), count)
+        for most in counts:
+            stages = fewest_devices(tables, tables.limits(budget_bytes, num_stages=most), most)
             if stages is not None:
-                return stages, count
+                return stages, most
         return None
 
     needs = np.maximum(
@@ -120,8 +120,6 @@ def _shortage(tables: ChoiceTables, memory_bytes: float, stages: list[Choice], c
         f'activations, more and smaller microbatches, or schedule="1f1b" (now "{tables.timing.schedule}").'
     )
 
-
-# --- main ---
 
 _BEAM = 24  # labels per cut of the quick look for a first partition
 _BEAM_SLACK = 1.2  # it also looks for partitions that take so much longer than the best one

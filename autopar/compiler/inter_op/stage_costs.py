@@ -97,8 +97,6 @@ class Partition:
         return sum(stage.submesh.num_devices for stage in self.stages)
 
 
-# --- main ---
-
 SCHEDULES = ("1f1b", "eager-1f1b", "gpipe", "interleaved", "zero-bubble")
 
 

@@ -178,8 +178,6 @@ def planned(block: BlockChoices, states: Sequence[int]) -> BlockPlan:
     )
 
 
-# --- main ---
-
 PHASES = ("forward", "backward", "update", "body")
 
 

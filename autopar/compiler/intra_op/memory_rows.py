@@ -39,8 +39,6 @@ from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards, replicated
 from autopar.compiler.solver.problem import Row
 
-# --- main ---
-
 
 class Form(NamedTuple):
     """A value as it is made (""), as it is kept ("stored"), as a phase reads it, or as a reader wants it."""
@@ -266,7 +264,8 @@ class Lister:
         return Work("apart" if kind else "fused", (origin,), (wanted,), collective=kind)
 
 
-# --- Bound the memory of a plan while it is being searched for: linear rows over the choices, made when they are violated ---
+# Bound the memory of a plan while it is being searched for: linear rows over the choices, made when they are
+# violated
 # states  ->  the program that they mean, its worst moments  ->  a row for each of these above the budget
 #
 #         Σ bytes_v(x_v) + Σ copy_uv(x_u, x_v) <= budget      over what is in memory at that moment

@@ -35,7 +35,8 @@ from autopar.errors import MemoryTooSmall
 
 # --- Search for the best plan that fits a device's memory, or say why there is none ---
 # The memory of a choice is modelled by `memory_rows`, whose rows bound it while the solver searches, and estimated from
-# the program that it means. The rows of a choice are tightened by what the estimate says more than they do. The model is
+# the program that it means. The rows of a choice are tightened by what the estimate says more than they do. The
+# model is
 # not exact: what the compiled step may need beyond the modelled peak, the compiler's `headroom`, is kept free.
 
 _NUM_NAMED = 4
@@ -116,8 +117,6 @@ def _size(nbytes: float) -> str:
             return f"{nbytes / size:.1f} {unit}"
     return f"{nbytes / 1024:.1f} KiB"
 
-
-# --- main ---
 
 # Latency of a collective of the update: XLA combines many into one.
 _SHARE_OF_LATENCY = 0.05

@@ -42,8 +42,6 @@ from autopar.compiler.solver.problem import Optimum, Problem
 from autopar.compiler.solver.solve import MAX_GAP, solve_or_recall
 from autopar.compiler.spmd.block_plan import BlockPlan
 
-# --- main ---
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupTask:

@@ -1,1 +1,1 @@
-"""TODO lowering."""
+"""From a plan to the executables and instructions of every mesh."""

@@ -31,8 +31,6 @@ from autopar.compiler.microbatch.accumulate import accumulate_p, combine
 from autopar.compiler.microbatch.split import MicrobatchedStep
 from autopar.compiler.pipeline.prepare import prepare
 
-# --- main ---
-
 _MOVES = frozenset(
     {
         "broadcast_in_dim",
@@ -220,12 +218,13 @@ def carried_between(rounds: Rounds) -> Mapping[jc.Var, int]:
     return leaving
 
 
-# --- Write a step over microbatches as one program: what is computed once, and a loop over the microbatches per round ---
+# Write a step over microbatches as one program: what is computed once, and a loop over the microbatches per round
 # Trace, number of microbatches M  ->  jaxpr with the inputs and results of the step
 #
 #     total = 0;  for m in [0, M): total += part(rows m·B/M ... (m+1)·B/M of the batch, parameters);  update(total)
 #
-# The loop is a `lax.scan`. It slices what is split along the batch ([B, ...] becomes [M, B/M, ...]), carries the totals,
+# The loop is a `lax.scan`. It slices what is split along the batch ([B, ...] becomes [M, B/M, ...]), carries the
+# totals,
 # and stacks the results for single examples and what a further round reads again.
 
 _lax: Any = lax  # annotated in part, which a strict checker does not take

@@ -34,8 +34,6 @@ from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import LogicalMesh, describe_layout, num_shards
 from autopar.compiler.spmd.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value
 
-# --- main ---
-
 
 def listed_program(block: LocalBlock, mesh: LogicalMesh, compiler: Compiler, border: Border) -> MemoryProgram:
     """The memory program of a block, arranged."""

@@ -205,9 +205,6 @@ def _nested_step(
     )
 
 
-# --- main ---
-
-
 def analyse(ledger: Ledger, full: jc.ClosedJaxpr, doubled: jc.ClosedJaxpr, inputs: Sequence[State]) -> Block:
     """The steps of one microbatch for every equation of `full`, whose inputs are in the states given."""
     while True:

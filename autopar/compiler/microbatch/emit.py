@@ -216,8 +216,6 @@ def _remat(
     return jc.bind_equation(step.eqn, [*consts, *operands], params)
 
 
-# --- main ---
-
 _jnp: Any = jnp  # annotated in part, which a strict checker does not take
 _lax: Any = lax
 

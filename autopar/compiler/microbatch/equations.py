@@ -106,9 +106,6 @@ def _is_inexact(atom: Any) -> bool:
     return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
 
 
-# --- main ---
-
-
 @dataclass(kw_only=True)
 class Scope:
     """The program or body under analysis. A body sees where the operands it is given come from."""

@@ -190,9 +190,6 @@ def _picks_examples(site: Site) -> NoReturn:
     refuse(site.eqn, "picks examples of the batch by index")
 
 
-# --- main ---
-
-
 def row_verdict(site: Site) -> Verdict:
     """What the equation does to the rows of its batched operands."""
     rule = ROW_RULES.get(site.eqn.primitive.name)

@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 from autopar.compiler.jaxprs import compat as jc
 from autopar.errors import NotSplittable
 
-# --- main ---
-
 SUM = "sum"
 
 

@@ -34,8 +34,6 @@ from autopar.compiler.pipeline.phases import Region, Regions
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.errors import InvalidArgument
 
-# --- main ---
-
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
@@ -193,7 +191,8 @@ def _most_even_cuts(ends: Floats, costs: Floats, last: Indices, tables: list[Flo
 # Regions, number of layers  ->  positions in the forward order at which layers begin
 #
 # A cut costs the activations alive across it, and for a parameter that is used on both sides (tied) its bytes twice per
-# step: once as a copy, once as a gradient. Free equations (casts, masks) count where they are first needed. No cut falls
+# step: once as a copy, once as a gradient. Free equations (casts, masks) count where they are first needed. No cut
+# falls
 # inside of a rematerialised block as long as there are enough other places.
 
 
@@ -271,7 +270,7 @@ def group_layers(regions: Regions, cuts: Sequence[int], num_stages: int) -> list
     return list(zip([0, *borders], [*borders, num_layers], strict=True))
 
 
-# --- Find the layers of a model in its forward pass: by the numbered scopes that it has, or by FLOPs where it has none ---
+# Find the layers of a model in its forward pass: by the numbered scopes that it has, or by FLOPs where it has none
 # GPT/h_0/..., GPT/h_1/...  ->  start | GPT/h_0 | GPT/h_1 | end
 #
 # Scopes are what `jax.named_scope` and Flax write. What comes before the first numbered scope and after the last is a

@@ -35,8 +35,6 @@ from autopar.compiler.pipeline.phases import Region, find_regions
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.errors import InvalidArgument
 
-# --- main ---
-
 _OUTSIDE = -1
 
 

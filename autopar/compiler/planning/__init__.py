@@ -1,1 +1,1 @@
-"""TODO planning."""
+"""From a method to a plan: by hand, by degrees, or by search."""

@@ -189,8 +189,6 @@ def usual_size(problem: StageProblem, counts: Sequence[int]) -> int:
     return sum(count <= _MOST_MICROBATCHES_PER_DEVICE * problem.num_devices for count in counts)
 
 
-# --- main ---
-
 _LIKELY = 0.9
 """Of the memory, what stages judged by the layers of another number of microbatches are to need at most."""
 _SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")

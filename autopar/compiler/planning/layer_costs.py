@@ -31,7 +31,8 @@ from autopar.compiler.spmd.block_times import block_times
 from autopar.compiler.spmd.local_program import LocalBlock
 from autopar.methods import Auto
 
-# --- Account for what a device of a stage holds at the worst moment of a step: as the simulator does, without a program ---
+# Account for what a device of a stage holds at the worst moment of a step: as the simulator does, without a
+# program
 # state          what stays from step to step and from microbatch to microbatch, and the examples of all microbatches
 # activation     what the backward task reads of a microbatch                for every microbatch in flight
 # temporary      what else a task is given, makes, and needs in between      while it runs
@@ -104,8 +105,6 @@ def device_bytes(aval: Any, layout: Layout | None, mesh: LogicalMesh) -> float:
     """Bytes of a value on one device."""
     return aval_bytes(aval) / (1 if layout is None else num_shards(layout, mesh))
 
-
-# --- main ---
 
 PRICES = (0.0, 0.3, 10.0)
 """Prices of memory: seconds that keeping everything whole would cost, in multiples of the time without a price."""

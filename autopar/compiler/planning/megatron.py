@@ -224,9 +224,6 @@ def _differing(shape: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
     return tuple(d for d, (m, n) in enumerate(zip(shape, other, strict=True)) if m != n)
 
 
-# --- main ---
-
-
 def plan_by_degrees(
     trace: Trace, method: Megatron, *, num_devices: int, kind: str | Machine, cache_directory: Path | None = None
 ) -> Plan:

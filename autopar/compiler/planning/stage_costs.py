@@ -26,8 +26,6 @@ from autopar.hardware.machine import Machine
 from autopar.methods import Auto
 from autopar.progress import tell
 
-# --- main ---
-
 _STAGE_AXES = ("data", "model")
 _LITTLE_TIME = 0.01
 """Of a step: if keeping as little as can be in memory takes no more, nothing in between is asked for."""

@@ -1,1 +1,1 @@
-"""TODO resharding."""
+"""From one layout to another: the steps, the cheapest way, its cost, and its program."""

@@ -1,1 +1,1 @@
-"""TODO sharding."""
+"""How values and equations can be split over a mesh: layouts, rules and strategies."""

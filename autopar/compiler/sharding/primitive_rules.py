@@ -168,9 +168,6 @@ def ragged_dot(eqn: jc.JaxprEqn) -> Rule:
     )
 
 
-# --- main ---
-
-
 def rule_by_hand(eqn: jc.JaxprEqn) -> Rule | None:
     """The rule of an equation whose primitive has one written here."""
     make = _RULES.get(eqn.primitive.name)

@@ -26,8 +26,6 @@ import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 
-# --- main ---
-
 Dims = tuple[tuple[int, ...], ...]
 """The factors of every dimension of one array, major to minor; none for a dimension of size 1."""
 

@@ -21,7 +21,8 @@ from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, replicat
 from autopar.compiler.sharding.rule import Rule, shapes_of
 
 # --- Which operands of an equation may be sums still to be made, so that its results are such sums too ---
-# f is linear in a set of operands if f(a + b) = f(a) + f(b) on them together, the others fixed. Then a device that holds
+# f is linear in a set of operands if f(a + b) = f(a) + f(b) on them together, the others fixed. Then a device that
+# holds
 # summands of these operands computes a summand of the result, and the reduction can wait: one all-reduce for the sum of
 # three gradients instead of three, one for all microbatches instead of one for each.
 
@@ -102,8 +103,6 @@ def _bits(aval: Any) -> int:
 def _is_zero(atom: Any) -> bool:
     return isinstance(atom, jc.Literal) and not atom.val
 
-
-# --- main ---
 
 RUN_ONCE = frozenset({"debug_callback", "debug_print", "io_callback"})
 """What a user sees: on the first device only, whose results are those of all."""

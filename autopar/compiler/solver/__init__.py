@@ -1,1 +1,1 @@
-"""TODO solver."""
+"""Minimise a sum of costs of nodes and edges under linear limits; knows nothing of JAX."""

@@ -117,8 +117,6 @@ def _as_model(program: Program, scale: float) -> Any:
     return model
 
 
-# --- main ---
-
 WHOLE = 1 - 1e-6
 
 

@@ -24,8 +24,6 @@ import numpy.typing as npt
 from autopar.compiler.solver.beam_search import frontier_order
 from autopar.compiler.solver.problem import Floats, Indices, Infeasible, Problem, Row, States, row_scale
 
-# --- main ---
-
 LARGEST_TABLE = 4_000_000
 """Entries that eliminating a node of two neighbours may look at."""
 COMPARISONS = 200_000
@@ -34,8 +32,6 @@ IN_CACHE = 16_384
 """Entries of these to look at in one go."""
 STANDS_FOR_INFINITY = 1e30
 ROUND_OFF = 1e-13
-
-Indices = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, kw_only=True)

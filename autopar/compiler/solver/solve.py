@@ -20,9 +20,6 @@ from autopar.compiler.solver.minimize import Effort, minimize
 from autopar.compiler.solver.problem import Floats, Optimum, Problem, Row, choice_value
 from autopar.errors import SolverFailed
 
-# --- main ---
-
-
 SHARE_WITHOUT_ROWS = 0.25
 """Share of the time that goes to the optimum without rows, unless that is what is asked for."""
 MAX_GAP = 1e-3

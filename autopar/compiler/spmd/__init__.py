@@ -1,1 +1,1 @@
-"""TODO spmd."""
+"""What one device does: the local program of a plan, its collectives, and the `shard_map` that runs it."""

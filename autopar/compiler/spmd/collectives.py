@@ -23,8 +23,6 @@ from autopar.compiler.resharding.steps import Step, collective_kind
 from autopar.compiler.sharding.layout import LogicalMesh, describe_layout, num_shards, replicated
 from autopar.compiler.spmd.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value
 
-# --- main ---
-
 LOOPS = ("scan", "while", "cond")
 
 

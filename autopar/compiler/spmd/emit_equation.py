@@ -20,8 +20,6 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, local_shape
 from autopar.compiler.sharding.strategies import RUN_ONCE, Strategy
 
-# --- main ---
-
 _lax: Any = lax
 _jnp: Any = jnp
 

@@ -56,8 +56,6 @@ def assemble(value: DistributedArray, shards: Sequence[tuple[Box, np.ndarray[Any
     return whole
 
 
-# --- main ---
-
 STEPS_IN_FLIGHT = 3  # messages that a process may not have answered yet
 JOIN_TIMEOUT_S = 120.0
 

@@ -1,1 +1,1 @@
-"""TODO transfer."""
+"""Move values between meshes: which tiles, and by which channel."""

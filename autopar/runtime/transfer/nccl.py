@@ -118,8 +118,6 @@ def _in_background(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-# --- main ---
-
 PACKED = {"int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
 
 Pair = tuple[int, int]  # source device, destination device

@@ -31,7 +31,7 @@ def test_targets_are_listed_by_name():
 
 
 def test_compiler_and_planner_know_the_same_h100():
-    text = (files("autopar.compiler") / "gpu_targets" / "h100.txtpb").read_text(encoding="utf-8")
+    text = (files("autopar.compiler.analysis") / "gpu_targets" / "h100.txtpb").read_text(encoding="utf-8")
     figures = {name: float(number) for name, number in re.findall(r"(\w+): ([\d.]+)", text)}
     planner = h100_figures(num_axes=1)
     assert figures["device_memory_size"] == planner.memory_bytes

@@ -16,8 +16,8 @@ from autopar.compiler.spmd.local_program import local_block
 from autopar.errors import MemoryTooSmall
 from benchmarks.models.gpt import gpt
 from benchmarks.models.mlp import mlp
-from tests.compiler.planned_memory import planned, state_inputs, traced, traced_model
 from tests.compiler.memory.test_estimate import compiled_bytes
+from tests.compiler.planned_memory import planned, state_inputs, traced, traced_model
 
 
 def needed(block, mesh, donated) -> float:

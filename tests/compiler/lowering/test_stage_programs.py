@@ -13,8 +13,8 @@ from autopar.compiler.passes import cut_step
 from autopar.errors import PlanMismatch
 from autopar.ir.plan_sharding import MeshSharding
 from tests import equivalence
-from tests.equivalence import Configuration
 from tests.compiler.stage_plans import QUICK, with_planned_layouts
+from tests.equivalence import Configuration
 from tests.zoo import ZOO
 
 DEAR = dataclasses.replace(

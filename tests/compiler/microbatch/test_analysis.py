@@ -7,7 +7,16 @@ import pytest
 
 from autopar.compiler.microbatch.split import evaluate_microbatched
 from autopar.errors import NotSplittable, Unsupported
-from tests.compiler.microbatch.microbatched import PARAMS, WIDTH, X, accumulations, assert_equal, evaluate_both, hidden, split
+from tests.compiler.microbatch.microbatched import (
+    PARAMS,
+    WIDTH,
+    X,
+    accumulations,
+    assert_equal,
+    evaluate_both,
+    hidden,
+    split,
+)
 
 pytestmark = pytest.mark.usefixtures("float64")
 
