@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from autopar import doctor
 from autopar.errors import AutoparError
-from autopar.hardware import calibrate as calibration
+from autopar.hardware import calibrate
 
 # Each has `add_arguments(parser)` and `run(arguments) -> exit status`; its module's first line says what it is for.
-COMMANDS = {"calibrate": calibration, "doctor": doctor}
+COMMANDS = {"calibrate": calibrate, "doctor": doctor}
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autopar import methods as options
+from autopar import methods
 from autopar.errors import InvalidArgument
 from autopar.hardware import cluster
 from autopar.hardware.cluster import Cluster
@@ -108,7 +108,7 @@ def test_method_does_not_change_with_the_dictionary_it_was_made_from():
     assert method.specs == {"w": P("data")}
 
 
-@pytest.mark.parametrize("module", [options, cluster])
+@pytest.mark.parametrize("module", [methods, cluster])
 def test_examples_of_the_docstrings_hold(module):
     assert doctest.testmod(module).failed == 0
 

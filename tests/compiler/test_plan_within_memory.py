@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.compiler import plan_within_memory as plan_that_fits
+from autopar.compiler import plan_within_memory
 from autopar.errors import MemoryTooSmall
 from benchmarks.models.mlp import mlp
 
@@ -29,7 +29,7 @@ def compiler(monkeypatch):
             seen.append(plan.sharding.peak_bytes)
             return share * plan.sharding.peak_bytes
 
-        monkeypatch.setattr(plan_that_fits, "compiled_peak_bytes", peak)
+        monkeypatch.setattr(plan_within_memory, "compiled_peak_bytes", peak)
         return seen
 
     return needing

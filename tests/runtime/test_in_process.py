@@ -340,7 +340,7 @@ def test_pieces_of_one_mesh_are_taken_apart_there(spec, monkeypatch) -> None:
     def fetched(argument: jax.Array) -> None:
         raise AssertionError("fetched to the host")
 
-    monkeypatch.setattr("autopar.runtime.placement._on_host", fetched)
+    monkeypatch.setattr("autopar.runtime.inputs._on_host", fetched)
     np.testing.assert_array_equal(step([once])[0], np.full((16, 4), 2.0))
 
 
@@ -348,7 +348,7 @@ def test_what_lies_on_one_mesh_is_taken_apart_there_for_all(monkeypatch) -> None
     step = InProcess(jax.devices()).load(stacked((0, 1, 0, 1)))
     once = step([np.zeros((16, 4), np.float32)])[0]
     assert len(once.sharding.device_set) == 4
-    monkeypatch.setattr("autopar.runtime.placement._on_host", None)  # calling it is an error
+    monkeypatch.setattr("autopar.runtime.inputs._on_host", None)  # calling it is an error
     np.testing.assert_array_equal(step([once])[0], np.full((16, 4), 2.0))
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from jax import lax
 from jax import numpy as jnp
 
-from autopar.compiler.frontend import layer_scan_rules as layer_moves
 from autopar.compiler.jaxprs.compat import JaxprEqn, Literal, bind_equation, bind_loop, loop_of, under_scope_of
 
 # --- A value held in consecutive pieces along axis 0, so that every pipeline stage can own its layers' piece ---
@@ -472,17 +471,17 @@ def _dot(eqn: JaxprEqn) -> Rule | None:
 
 _OTHERS: dict[str, Callable[[JaxprEqn], Rule | None]] = {
     "broadcast_in_dim": _broadcast,
-    "concatenate": layer_moves.concatenate,
+    "concatenate": concatenate,
     "dot_general": _dot,
     "iota": _iota,
-    "optimization_barrier": layer_moves.barrier,
-    "pad": layer_moves.pad,
-    "reshape": layer_moves.reshape,
-    "scan": layer_moves.loop,
-    "slice": layer_moves.slices,
-    "split": layer_moves.split,
-    "stack": layer_moves.stack,
+    "optimization_barrier": barrier,
+    "pad": pad,
+    "reshape": reshape,
+    "scan": loop,
+    "slice": slices,
+    "split": split,
+    "stack": stack,
     "tile": _tile,
     "transpose": _transpose,
-    "unstack": layer_moves.unstack,
+    "unstack": unstack,
 }

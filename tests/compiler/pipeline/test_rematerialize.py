@@ -15,7 +15,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.microbatch_loop import microbatch_loop
 from autopar.compiler.pipeline.layers import count_layers, layer_cuts, layer_names
 from autopar.compiler.pipeline.rematerialize import LayeredStep, offered_layers, rematerialize
-from autopar.compiler.planning import one_mesh as plan_by_search
+from autopar.compiler.planning import one_mesh
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from tests.compiler.microbatch.microbatched import assert_equal
 from tests.small_steps import traced
@@ -395,7 +395,7 @@ def within(args, method, budget):
 
 def test_a_compiler_that_would_undo_it_is_not_asked_to_recompute(monkeypatch):
     args = deep_arguments(6, 32, 1024)
-    monkeypatch.setattr(plan_by_search, "offered_layers", lambda trace: pytest.fail("layers were offered"))
+    monkeypatch.setattr(one_mesh, "offered_layers", lambda trace: pytest.fail("layers were offered"))
     with pytest.raises(MemoryTooSmall, match="needs at least"):
         planned(args, autopar.Auto(mesh_shape=(2, 4), memory=2e3), autopar.Cluster(num_devices=8, kind="cpu"))
 

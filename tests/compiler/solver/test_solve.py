@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.compiler.solver.problem import choice_value, row_weight
-from autopar.compiler.solver.solve import Infeasible, Optimum, Problem, Row, solve
+from autopar.compiler.solver.problem import Infeasible, choice_value, row_weight
+from autopar.compiler.solver.solve import Optimum, Problem, Row, solve
 from autopar.errors import SolverFailed
 from tests.compiler.solver.random_choices import enumerate_best, memory_row, small_problem, small_rows, step_problem
 
