@@ -1,20 +1,32 @@
-"""What the user may ask for: each way to parallelize is one frozen value, checked when it is made.
+"""The ways to parallelize that a user may ask for: each is one frozen value, checked when it is made.
+
+By hand, where the user gives the layouts:
 
     DataParallel       every device holds all parameters and a part of the batch
     ShardParallel      one mesh of all devices, with a spec for every input that is not replicated
     PipelineParallel   the devices in equal groups, each with a run of layers
-    Megatron           data, tensor and pipeline parallelism by their degrees (`megatron.py`)
 
-Nothing is decided here. What a value means for a program is worked out by the compiler and written into a
-`Plan`.
+By degrees of data, tensor and pipeline parallelism, as practitioners plan by hand:
+
+    Megatron           the layouts within a stage are those of Megatron-LM
+
+By search, where what is given is fixed and the solver decides the rest:
+
+    Auto               every sharding that there is
+    Zero               data parallel, with optimizer state, gradients or parameters divided among the devices
+    TensorParallel     the batch on every device, the work inside of every layer divided
+    ExpertParallel     data parallel, with the experts of mixture-of-experts layers divided among the devices
+
+Nothing is decided here: the compiler works out the meaning of a value for a program and writes it into a `Plan`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -29,190 +41,150 @@ from autopar.checks import (
 )
 from autopar.errors import InvalidArgument
 
-# --- Methods that leave the decisions to the solver: what is given is fixed, the rest is searched ---
-# Auto             every sharding that there is
-# Zero             data parallel, with optimizer state, gradients or parameters divided among the devices
-# TensorParallel   the batch on every device, the work inside of every layer divided
-# ExpertParallel   data parallel, with the experts of mixture-of-experts layers divided among the devices
-
 MEMORY_LEVELS = {"off": math.inf, "adaptive": 0.9, "slight": 0.75, "moderate": 0.6, "heavy": 0.4}
 """The share of a device's memory that a plan may use, a tenth being left to what is not modelled; "off": no limit."""
+
+ZERO_STAGES = (0, 1, 2, 3)
+"""How much of the state ZeRO divides among replicas; 0: nothing."""
 
 _USUAL_AXES = ("data", "model", "expert")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Auto:
-    """Search the stages, and the sharding of every value, that make the step fastest and fit into memory.
+class DataParallel:
+    """Split the batch over all devices and replicate everything else.
 
-    What is given is fixed, the rest is searched. `num_stages` stages share the devices, each with a mesh of its own;
-    with one stage the whole step is one program, unless it is large. `mesh_shape` is the logical mesh of every stage,
-    by default the best of those with two axes; `axis_names` name its axes ("data", "model", "expert").
-    `num_microbatches` parts of the batch go through the model one after another, in the order of the `schedule`.
-    `memory` limits what a device may hold: bytes, a fraction of its memory, or a word: "adaptive" (0.9 of it, the
-    default), "slight", "moderate" and "heavy" (0.75, 0.6 and 0.4), "off" (no limit).
-    `remat` computes layers again in the backward pass instead of keeping what they made: as few as make the plan fit
-    into memory ("auto"), all that can be (True), or none (False). Layers are the numbered scopes of the model (`h_0`,
-    `h_1`), or parts of even FLOPs where it has none; the last one is never among them, as its backward pass follows at
-    once. A scan over layers is not recomputed: put `jax.checkpoint` around its body.
-    `pins` maps regular expressions to specs: an input whose key path (`state/params/h_0/kernel`) one of them finds is
-    laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`. After `time_limit_s`
-    seconds the best plan so far is taken, with the gap that is left.
+    `num_microbatches` parts of the batch go through the model one after another, and their gradients are
+    added: less memory for activations, the same result. `random="full_batch"` draws dropout masks that
+    together equal those of the whole batch; `"per_microbatch"` draws them microbatch by microbatch, which
+    takes less memory and gives other masks. A reduction over the batch inside the model, such as batch norm,
+    is an error with `batch_statistics="exact"`, and is taken over each microbatch with `"per_microbatch"`,
+    the usual approximation.
 
-    Raises `InvalidArgument` for values that cannot be used.
+    Raises `InvalidArgument` for a count below 1 or an unknown word.
 
-    >>> Auto(mesh_shape=(2, 4)).mesh_axes
-    ('data', 'model')
+    >>> DataParallel(num_microbatches=4).random
+    'full_batch'
     """
 
-    num_stages: int | None = None
-    mesh_shape: tuple[int, ...] | None = None
-    axis_names: tuple[str, ...] | None = None
-    num_microbatches: int | None = None
-    schedule: str | None = None
-    memory: float | str = "adaptive"
-    remat: bool | str = "auto"
-    pins: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
-    ignore_user_shardings: bool = False
-    time_limit_s: float = 60.0
+    num_microbatches: int = 1
     random: str = "full_batch"
     batch_statistics: str = "exact"
 
     def __post_init__(self) -> None:
-        """Raise for a field that cannot be used."""
-        for name in ("num_stages", "num_microbatches"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
-        check_choice("random", self.random, RANDOM)
-        check_choice("batch_statistics", self.batch_statistics, BATCH_STATISTICS)
-        if self.schedule is not None:
-            check_choice("schedule", self.schedule, SCHEDULES)
-        if self.mesh_shape is not None:
-            check_mesh_shape(self.mesh_shape, self.mesh_axes)
-        _check_memory(self.memory)
-        _check_remat(self.remat)
-        if not self.time_limit_s > 0:
-            raise InvalidArgument(f"time_limit_s is {self.time_limit_s}; give a positive number of seconds.")
-        for pattern in self.pins:
-            _check_pattern(pattern)
-        object.__setattr__(self, "pins", dict(self.pins))
-
-    @property
-    def mesh_axes(self) -> tuple[str, ...]:
-        """The names of the mesh axes, the usual ones if none were given."""
-        if self.axis_names is not None:
-            return self.axis_names
-        rank = 2 if self.mesh_shape is None else len(self.mesh_shape)
-        if rank > len(_USUAL_AXES):
-            raise InvalidArgument(
-                f"The mesh shape {self.mesh_shape} has {rank} axes, there are usual names for up to "
-                f"{len(_USUAL_AXES)} only. Give axis_names, one for each axis."
-            )
-        return _USUAL_AXES[:rank]
+        """Raise `InvalidArgument` for a count below 1 or an unknown word."""
+        _check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Restricted:
-    mesh_shape: tuple[int, ...] | None = None
+class ShardParallel:
+    """Place every input on one mesh of all devices, by specs that the user gives.
+
+    `mesh_shape` has one size per mesh axis, and their product is the number of devices. `axis_names` are by
+    default the first of "data", "model", "expert". `specs` maps regular expressions to specs: an input takes
+    the spec of the first pattern that `re.search` finds in its name, for example
+    "state.params['h_0']['kernel']", and is replicated, or split along the batch, if none does. The other
+    fields are those of `DataParallel`.
+
+    Raises `InvalidArgument` for a mesh without names, an invalid pattern, or a spec with axes that the mesh
+    lacks.
+
+    >>> ShardParallel(mesh_shape=(2, 4), specs={"kernel": PartitionSpec(None, "model")}).mesh_axes
+    ('data', 'model')
+    """
+
+    mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...] | None = None
+    specs: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
     num_microbatches: int = 1
-    memory: float | str = "adaptive"
-    time_limit_s: float = 60.0
+    random: str = "full_batch"
     batch_statistics: str = "exact"
 
     def __post_init__(self) -> None:
-        """Raise `InvalidArgument` for a field that cannot be used."""
-        self.search()
+        """Raise `InvalidArgument` for a mesh, pattern, spec, count or word that cannot be used."""
+        _check_fields(self)
+        check_mesh_shape(self.mesh_shape, self.mesh_axes)
+        _check_specs(self.specs, self.mesh_axes)
+        object.__setattr__(self, "specs", dict(self.specs))
 
-    def search(self) -> Auto:
-        """The search that this method restricts."""
-        return Auto(
-            num_stages=1,
-            num_microbatches=self.num_microbatches,
-            mesh_shape=self.mesh_shape,
-            axis_names=self.axis_names,
-            memory=self.memory,
-            time_limit_s=self.time_limit_s,
-            batch_statistics=self.batch_statistics,
-        )
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The names of the mesh axes; the usual ones if none were given."""
+        return _axes_or_usual(self.mesh_shape, self.axis_names)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Zero(_Restricted):
-    """Data parallel with divided state (Rajbhandari et al. 2020): the batch split over all devices, and
+class PipelineParallel:
+    """Cut the model into stages on equal groups of devices and feed them microbatches in turn.
 
-    `stage=1` and `stage=2` also the optimizer's state, `stage=3` also the parameters; activations are split along the
-    batch only. Gradients are reduce-scattered to where the state is in all of them (what ZeRO calls stage 2): the same
-    bytes as the all-reduce of stage 1, and less memory.
+    The devices are split into `num_stages` meshes. Each has the logical `mesh_shape` with `axis_names`;
+    `None` puts all devices of a mesh on one "data" axis. The forward is cut into `layers` layers, by default
+    one per stage. `schedule` is "gpipe", "1f1b", "eager-1f1b", "interleaved" or "zero-bubble". With
+    "interleaved" each mesh has `virtual_stages` stages, 2 by default, that lie apart in the model; every
+    other schedule has one per mesh. `remat=True` recomputes each stage's forward in its backward, so that
+    only the inputs of a stage stay in memory. `specs` are those of `ShardParallel`, over the axes of a
+    stage's mesh, and the rest is that of `DataParallel`.
 
-    Raises `InvalidArgument` for a stage that there is not.
+    Raises `InvalidArgument` for a count below 1, an unknown word, fewer layers than stages, virtual stages
+    without "interleaved", an invalid pattern, or a spec with axes that the mesh lacks.
+
+    >>> PipelineParallel(num_stages=4, num_microbatches=8, schedule="interleaved").num_virtual_stages
+    8
     """
 
-    stage: int = 3
+    num_stages: int = 2
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    mesh_shape: tuple[int, ...] | None = None
+    axis_names: tuple[str, ...] | None = None
+    layers: int | None = None
+    virtual_stages: int | None = None
+    remat: bool = False
+    specs: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
+    random: str = "full_batch"
+    batch_statistics: str = "exact"
 
     def __post_init__(self) -> None:
-        """Raise `InvalidArgument` for another stage."""
-        super().__post_init__()
-        if self.stage not in (1, 2, 3):
-            raise InvalidArgument(f"Zero has stage={self.stage!r}; there are the stages 1, 2 and 3. Give one of them.")
+        """Raise `InvalidArgument` for a count, word, mesh, pattern or spec that cannot be used."""
+        _check_fields(self)
+        _check_virtual_stages(self.schedule, self.stages_per_mesh)
+        if self.num_layers < self.num_virtual_stages:
+            raise InvalidArgument(
+                f"There are {self.num_layers} layers for {self.num_virtual_stages} stages, each needs one. "
+                f"Give layers={self.num_virtual_stages} or more, or use fewer stages."
+            )
+        if self.mesh_shape is not None or self.axis_names is not None:
+            check_mesh_shape(self.mesh_shape or (1,), self.mesh_axes)
+        _check_specs(self.specs, self.mesh_axes)
+        object.__setattr__(self, "specs", dict(self.specs))
 
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The names of the axes of each stage's mesh; the usual ones if none were given."""
+        return _axes_or_usual(self.mesh_shape or (1,), self.axis_names)
 
-@dataclass(frozen=True, kw_only=True)
-class TensorParallel(_Restricted):
-    """Every device sees the whole batch; the work inside of every layer is divided (Shoeybi et al. 2019)."""
+    @property
+    def stages_per_mesh(self) -> int:
+        """Number of stages on each mesh: `virtual_stages`, or the schedule's usual number."""
+        return _stages_per_mesh(self.schedule, self.virtual_stages)
 
+    @property
+    def num_virtual_stages(self) -> int:
+        """Number of stages on all meshes together."""
+        return self.num_stages * self.stages_per_mesh
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertParallel(_Restricted):
-    """The batch is split over all devices, and so are the experts: parameters with a batch dimension in a product.
-
-    All other parameters are on every device (Lepikhin et al. 2020).
-    """
-
-
-SearchMethod = Auto | Zero | TensorParallel | ExpertParallel
-
-
-def _check_memory(memory: float | str) -> None:
-    if isinstance(memory, str):
-        check_choice("memory", memory, tuple(MEMORY_LEVELS))
-    elif not memory > 0:
-        raise InvalidArgument(
-            f"memory is {memory}; give bytes, a fraction of a device's memory above 0, or one of "
-            f"{', '.join(MEMORY_LEVELS)}."
-        )
-
-
-def _check_remat(remat: bool | str) -> None:
-    if remat not in (True, False, "auto"):
-        raise InvalidArgument(f'remat is {remat!r}; give True, False, or "auto".')
-
-
-def _check_pattern(pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise InvalidArgument(
-            f"The pattern {pattern!r} of pins is no regular expression: {error}. Escape what is meant literally, for "
-            "example with re.escape(path)."
-        ) from None
-
-
-# Data, tensor and pipeline parallelism by their degrees: the plan that practitioners write by hand, in one value
-# devices = pipeline x data x tensor        rank = (stage · data + replica) · tensor + shard
-#
-# Megatron(data=2, tensor=2, pipeline=2)    stage 0: [[0 1]   stage 1: [[4 5]     rows: replicas of the data,
-#                                                     [2 3]]            [6 7]]    columns: shards of the weights
-
-ZERO_STAGES = (0, 1, 2, 3)
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that the forward is cut into: `layers`, or one per stage."""
+        return self.num_virtual_stages if self.layers is None else self.layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Megatron:
     """Divide the devices as Megatron-LM does, by degrees of parallelism that are given (Narayanan et al. 2021).
 
-    The layers of the model are dealt out evenly to `pipeline` stages (what stands before the first layer and after
-    the last goes with these). The devices of a stage are `data` x `tensor`: examples are split over `data`, and every
+    `pipeline` stages get even numbers of the model's layers (what stands before the first layer and after the last
+    goes with these). The devices of a stage are `data` x `tensor`: examples are split over `data`, and every
     product with a weight divides that weight over `tensor`, by columns, rows or heads (Shoeybi et al. 2019); which of
     them, and how activations lie in between, is the optimum under these restrictions. `data` is by default what
     `tensor` and `pipeline` leave of the devices.
@@ -255,35 +227,18 @@ class Megatron:
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for a field that cannot be used."""
-        for name in ("tensor", "pipeline", "num_microbatches"):
-            check_count(name, getattr(self, name))
+        _check_fields(self)
+        _check_virtual_stages(self.schedule, self.stages_per_mesh)
         if self.data is not None:
-            check_count("data", self.data)
-        check_count("virtual_stages", self.stages_per_mesh)
-        check_choice("schedule", self.schedule, SCHEDULES)
-        check_choice("random", self.random, RANDOM)
-        check_choice("batch_statistics", self.batch_statistics, BATCH_STATISTICS)
-        if self.zero not in ZERO_STAGES:
-            raise InvalidArgument(f"zero is {self.zero!r}; ZeRO has the stages 1, 2 and 3. Give one of them, or 0.")
-        if self.schedule != "interleaved" and self.stages_per_mesh != 1:
-            raise InvalidArgument(
-                f'virtual_stages is {self.stages_per_mesh} with schedule="{self.schedule}", which has one stage per '
-                'mesh. Leave virtual_stages out, or use schedule="interleaved".'
-            )
-        if not self.time_limit_s > 0:
-            raise InvalidArgument(f"time_limit_s is {self.time_limit_s}; give a positive number of seconds.")
-        if self.data is not None:
-            self._check_zero(self.data)
+            self._check_replicas(self.data)
 
     @property
     def stages_per_mesh(self) -> int:
-        """Number of stages on the devices of each: `virtual_stages`, or the schedule's usual number."""
-        if self.virtual_stages is not None:
-            return self.virtual_stages
-        return 2 if self.schedule == "interleaved" else 1
+        """Number of stages on each mesh: `virtual_stages`, or the schedule's usual number."""
+        return _stages_per_mesh(self.schedule, self.virtual_stages)
 
     def degrees(self, num_devices: int) -> tuple[int, int, int]:
-        """How many replicas of the data, shards of the weights and stages there are among so many devices.
+        """Return the numbers of replicas of the data, of shards of the weights, and of stages.
 
         Raises `InvalidArgument` unless their product is the number of devices.
         """
@@ -292,15 +247,15 @@ class Megatron:
         if data * self.tensor * self.pipeline != num_devices:
             words = f"tensor={self.tensor} x pipeline={self.pipeline}"
             if self.data is None:
-                found, required = f"{words} does not divide {num_devices} devices", f"divisors of {num_devices}"
+                given_words, required = f"{words} does not divide {num_devices} devices", f"divisors of {num_devices}"
             else:
-                found = f"data={self.data} x {words} is {given}, there are {num_devices} devices"
+                given_words = f"data={self.data} x {words} is {given}, there are {num_devices} devices"
                 required = f"degrees whose product is {num_devices}"
-            raise InvalidArgument(f"Megatron with {found}. Give {required}, or another number of devices.")
-        self._check_zero(data)
+            raise InvalidArgument(f"Megatron with {given_words}. Give {required}, or another number of devices.")
+        self._check_replicas(data)
         return data, self.tensor, self.pipeline
 
-    def _check_zero(self, data: int) -> None:
+    def _check_replicas(self, data: int) -> None:
         if self.zero and data == 1:
             raise InvalidArgument(
                 f"zero={self.zero} divides the state among replicas of the data, and data is 1. Use zero=0, or make "
@@ -309,150 +264,190 @@ class Megatron:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallel:
-    """Split the batch over all devices and replicate everything else.
+class Auto:
+    """Search the stages, and the sharding of every value, that make the step fastest and fit into memory.
 
-    `num_microbatches` parts of the batch go through the model one after another, and their gradients are
-    added: less memory for activations, the same result. `random="full_batch"` draws dropout masks that
-    together equal those of the whole batch; `"per_microbatch"` draws them microbatch by microbatch, which
-    takes less memory and gives other masks. A reduction over the batch inside the model, such as batch norm,
-    is an error with `batch_statistics="exact"`, and is taken over each microbatch with `"per_microbatch"`,
-    the usual approximation.
+    What is given is fixed, the rest is searched. `num_stages` stages share the devices, each with a mesh of its own;
+    with one stage the whole step is one program, unless it is large. `mesh_shape` is the logical mesh of every stage,
+    by default the best of those with two axes; `axis_names` name its axes ("data", "model", "expert").
+    `num_microbatches` parts of the batch go through the model one after another, in the order of the `schedule`.
+    `memory` limits what a device may hold: bytes, a fraction of its memory, or a word: "adaptive" (0.9 of it, the
+    default), "slight", "moderate" and "heavy" (0.75, 0.6 and 0.4), "off" (no limit).
+    `remat` computes layers again in the backward pass instead of keeping what they made: as few as make the plan fit
+    into memory ("auto"), all that can be (True), or none (False). Layers are the numbered scopes of the model (`h_0`,
+    `h_1`), or parts of even FLOPs where it has none; the last one is never among them, as its backward pass follows at
+    once. A scan over layers is not recomputed: put `jax.checkpoint` around its body.
+    `pins` maps regular expressions to specs: an input whose key path (`state/params/h_0/kernel`) one of them finds is
+    laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`. After `time_limit_s`
+    seconds the best plan so far is taken, with the gap that is left.
 
-    Raises `InvalidArgument` for a count below 1 or an unknown word.
+    Raises `InvalidArgument` for values that cannot be used.
 
-    >>> DataParallel(num_microbatches=4).random
-    'full_batch'
-    """
-
-    num_microbatches: int = 1
-    random: str = "full_batch"
-    batch_statistics: str = "exact"
-
-    def __post_init__(self) -> None:
-        """Raise `InvalidArgument` for a count below 1 or an unknown word."""
-        _check_microbatches(self.num_microbatches, self.random, self.batch_statistics)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardParallel:
-    """Place every input on one mesh of all devices, by specs that the user gives.
-
-    `mesh_shape` has one size per mesh axis, and their product is the number of devices. `axis_names` are by
-    default the first of "data", "model", "expert". `specs` maps regular expressions to specs: an input takes
-    the spec of the first pattern that `re.search` finds in its name, for example
-    "state.params['h_0']['kernel']", and is replicated, or split along the batch, if none does. The other
-    fields are those of `DataParallel`.
-
-    Raises `InvalidArgument` for a mesh without names, an invalid pattern, or a spec with axes that the mesh
-    lacks.
-
-    >>> ShardParallel(mesh_shape=(2, 4), specs={"kernel": PartitionSpec(None, "model")}).mesh_axes
+    >>> Auto(mesh_shape=(2, 4)).mesh_axes
     ('data', 'model')
     """
 
-    mesh_shape: tuple[int, ...]
+    num_stages: int | None = None
+    mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
-    specs: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
-    num_microbatches: int = 1
+    num_microbatches: int | None = None
+    schedule: str | None = None
+    memory: float | str = "adaptive"
+    remat: bool | str = "auto"
+    pins: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
+    ignore_user_shardings: bool = False
+    time_limit_s: float = 60.0
     random: str = "full_batch"
     batch_statistics: str = "exact"
 
     def __post_init__(self) -> None:
-        """Raise `InvalidArgument` for a mesh, pattern, spec, count or word that cannot be used."""
-        _check_microbatches(self.num_microbatches, self.random, self.batch_statistics)
-        check_mesh_shape(self.mesh_shape, self.mesh_axes)
-        object.__setattr__(self, "specs", _checked_specs(self.specs, self.mesh_axes))
+        """Raise `InvalidArgument` for a field that cannot be used."""
+        _check_fields(self)
+        if self.mesh_shape is not None:
+            check_mesh_shape(self.mesh_shape, self.mesh_axes)
+        object.__setattr__(self, "pins", dict(self.pins))
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """The names of the mesh axes, the usual ones if none were given."""
-        return _axes_or_usual(self.mesh_shape, self.axis_names)
+        """The names of the mesh axes; the usual ones if none were given."""
+        return _axes_or_usual(self.mesh_shape or (1, 1), self.axis_names)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineParallel:
-    """Cut the model into stages on equal groups of devices and feed them microbatches in turn.
+class _RestrictedSearch:
+    """The fields of a search that tries a part of all shardings only."""
 
-    The devices are split into `num_stages` meshes. Each has the logical `mesh_shape` with `axis_names`;
-    `None` puts all devices of a mesh on one "data" axis. The forward is cut into `layers` layers, by default
-    one per stage. `schedule` is "gpipe", "1f1b", "eager-1f1b", "interleaved" or "zero-bubble". With
-    "interleaved" each mesh has `virtual_stages` stages, 2 by default, that lie apart in the model; every
-    other schedule has one per mesh. `remat=True` recomputes each stage's forward in its backward, so that
-    only the inputs of a stage stay in memory. `specs` are those of `ShardParallel`, over the axes of a
-    stage's mesh, and the rest is that of `DataParallel`.
-
-    Raises `InvalidArgument` for a count below 1, an unknown word, fewer layers than stages, virtual stages
-    without "interleaved", an invalid pattern, or a spec with axes that the mesh lacks.
-
-    >>> PipelineParallel(num_stages=4, num_microbatches=8, schedule="interleaved").num_virtual_stages
-    8
-    """
-
-    num_stages: int = 2
-    num_microbatches: int = 1
-    schedule: str = "1f1b"
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
-    layers: int | None = None
-    virtual_stages: int | None = None
-    remat: bool = False
-    specs: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
-    random: str = "full_batch"
+    num_microbatches: int = 1
+    memory: float | str = "adaptive"
+    time_limit_s: float = 60.0
     batch_statistics: str = "exact"
 
     def __post_init__(self) -> None:
-        """Raise `InvalidArgument` for a count, word, mesh, pattern or spec that cannot be used."""
-        _check_microbatches(self.num_microbatches, self.random, self.batch_statistics)
-        check_choice("schedule", self.schedule, SCHEDULES)
-        check_count("num_stages", self.num_stages)
-        check_count("virtual_stages", self.stages_per_mesh)
-        check_count("layers", self.num_layers)
-        if self.schedule != "interleaved" and self.stages_per_mesh != 1:
-            raise InvalidArgument(
-                f'virtual_stages is {self.stages_per_mesh} with schedule="{self.schedule}", which has one '
-                f'stage per mesh. Leave virtual_stages out, or use schedule="interleaved".'
-            )
-        if self.num_layers < self.num_virtual_stages:
-            raise InvalidArgument(
-                f"There are {self.num_layers} layers for {self.num_virtual_stages} stages, each needs one. "
-                f"Give layers={self.num_virtual_stages} or more, or use fewer stages."
-            )
-        if self.mesh_shape is not None or self.axis_names is not None:
-            check_mesh_shape(self.mesh_shape or (1,), self.mesh_axes)
-        object.__setattr__(self, "specs", _checked_specs(self.specs, self.mesh_axes))
+        """Raise `InvalidArgument` for a field that cannot be used."""
+        self.search()
 
-    @property
-    def mesh_axes(self) -> tuple[str, ...]:
-        """The names of the axes of each stage's mesh, the usual ones if none were given."""
-        return _axes_or_usual(self.mesh_shape or (1,), self.axis_names)
+    def search(self) -> Auto:
+        """Return the search that this method restricts."""
+        return Auto(
+            num_stages=1,
+            num_microbatches=self.num_microbatches,
+            mesh_shape=self.mesh_shape,
+            axis_names=self.axis_names,
+            memory=self.memory,
+            time_limit_s=self.time_limit_s,
+            batch_statistics=self.batch_statistics,
+        )
 
-    @property
-    def stages_per_mesh(self) -> int:
-        """Number of stages on each mesh: `virtual_stages`, or the schedule's usual number."""
-        if self.virtual_stages is not None:
-            return self.virtual_stages
-        return 2 if self.schedule == "interleaved" else 1
 
-    @property
-    def num_virtual_stages(self) -> int:
-        """Number of stages on all meshes together."""
-        return self.num_stages * self.stages_per_mesh
+@dataclass(frozen=True, kw_only=True)
+class Zero(_RestrictedSearch):
+    """Data parallel with divided state (Rajbhandari et al. 2020).
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers that the forward is cut into: `layers`, or one per stage."""
-        return self.num_virtual_stages if self.layers is None else self.layers
+    The batch is split over all devices; so is the optimizer's state, and with `stage=3` the parameters. Activations
+    are split along the batch only. Gradients are reduce-scattered to where the state is at every stage (what ZeRO
+    calls stage 2): the same bytes as the all-reduce of stage 1, and less memory.
+
+    Raises `InvalidArgument` for another stage than 1, 2 or 3.
+    """
+
+    stage: int = 3
+
+    def __post_init__(self) -> None:
+        """Raise `InvalidArgument` for another stage."""
+        super().__post_init__()
+        if self.stage not in (1, 2, 3):
+            raise InvalidArgument(f"Zero has stage={self.stage!r}; there are the stages 1, 2 and 3. Give one of them.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel(_RestrictedSearch):
+    """Every device sees the whole batch; the work inside of every layer is divided (Shoeybi et al. 2019)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallel(_RestrictedSearch):
+    """The batch is split over all devices, and so are the experts: parameters with a batch dimension in a product.
+
+    All other parameters are on every device (Lepikhin et al. 2020).
+    """
 
 
 HandMethod = DataParallel | ShardParallel | PipelineParallel
+SearchMethod = Auto | Zero | TensorParallel | ExpertParallel
 Method = HandMethod | Megatron | SearchMethod
 
 
-def _check_microbatches(num_microbatches: int, random: str, batch_statistics: str) -> None:
-    check_count("num_microbatches", num_microbatches)
-    check_choice("random", random, RANDOM)
-    check_choice("batch_statistics", batch_statistics, BATCH_STATISTICS)
+def _check_fields(method: Method | _RestrictedSearch) -> None:
+    """Raise `InvalidArgument` for a field that cannot be used whatever the others are."""
+    for each in fields(method):
+        value = getattr(method, each.name)
+        is_open = value is None and each.default is None
+        if each.name in _FIELD_CHECKS and not is_open:
+            _FIELD_CHECKS[each.name](each.name, value)
+
+
+def _check_memory(name: str, memory: float | str) -> None:
+    if isinstance(memory, str):
+        check_choice(name, memory, tuple(MEMORY_LEVELS))
+    elif not memory > 0:
+        raise InvalidArgument(
+            f"{name} is {memory}; give bytes, a fraction of a device's memory above 0, or one of "
+            f"{', '.join(MEMORY_LEVELS)}."
+        )
+
+
+def _check_remat(name: str, remat: bool | str) -> None:
+    if remat not in (True, False, "auto"):
+        raise InvalidArgument(f'{name} is {remat!r}; give True, False, or "auto".')
+
+
+def _check_seconds(name: str, seconds: float) -> None:
+    if not seconds > 0:
+        raise InvalidArgument(f"{name} is {seconds}; give a positive number of seconds.")
+
+
+def _check_zero(name: str, zero: int) -> None:
+    if zero not in ZERO_STAGES:
+        raise InvalidArgument(f"{name} is {zero!r}; ZeRO has the stages 1, 2 and 3. Give one of them, or 0.")
+
+
+def _check_patterns(name: str, patterns: Mapping[str, PartitionSpec]) -> None:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise InvalidArgument(
+                f"The pattern {pattern!r} of {name} is no regular expression: {error}. Escape what is meant literally, "
+                "for example with re.escape(name)."
+            ) from None
+
+
+# By the name of the field: methods that share a field share its check.
+_FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
+    "num_stages": check_count,
+    "num_microbatches": check_count,
+    "virtual_stages": check_count,
+    "layers": check_count,
+    "data": check_count,
+    "tensor": check_count,
+    "pipeline": check_count,
+    "schedule": lambda name, word: check_choice(name, word, SCHEDULES),
+    "random": lambda name, word: check_choice(name, word, RANDOM),
+    "batch_statistics": lambda name, word: check_choice(name, word, BATCH_STATISTICS),
+    "memory": _check_memory,
+    "remat": _check_remat,
+    "zero": _check_zero,
+    "time_limit_s": _check_seconds,
+    "pins": _check_patterns,
+    "specs": _check_patterns,
+}
+
+
+def _check_specs(specs: Mapping[str, PartitionSpec], axes: tuple[str, ...]) -> None:
+    for pattern, spec in specs.items():
+        check_spec(f"the inputs that match {pattern!r}", spec, (axes,))
 
 
 def _axes_or_usual(mesh_shape: tuple[int, ...], axis_names: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -466,15 +461,15 @@ def _axes_or_usual(mesh_shape: tuple[int, ...], axis_names: tuple[str, ...] | No
     return _USUAL_AXES[: len(mesh_shape)]
 
 
-def _checked_specs(specs: Mapping[str, PartitionSpec], axes: tuple[str, ...]) -> dict[str, PartitionSpec]:
-    """A copy of the specs, whose patterns compile and whose axes are those of the mesh."""
-    for pattern, spec in specs.items():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise InvalidArgument(
-                f"The pattern {pattern!r} of specs is no regular expression: {error}. "
-                f"Escape brackets, for example with re.escape(name)."
-            ) from None
-        check_spec(f"the inputs that match {pattern!r}", spec, (axes,))
-    return dict(specs)
+def _stages_per_mesh(schedule: str, virtual_stages: int | None) -> int:
+    if virtual_stages is not None:
+        return virtual_stages
+    return 2 if schedule == "interleaved" else 1
+
+
+def _check_virtual_stages(schedule: str, stages_per_mesh: int) -> None:
+    if schedule != "interleaved" and stages_per_mesh != 1:
+        raise InvalidArgument(
+            f'virtual_stages is {stages_per_mesh} with schedule="{schedule}", which has one stage per mesh. Leave '
+            'virtual_stages out, or use schedule="interleaved".'
+        )
