@@ -35,7 +35,7 @@ from autopar.compiler.analysis.aot_targets import gpu_devices
 from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.costs.mesh_costs import h100_figures
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.plan_program import IntraOpPlan, Wishes, plan_intra_op
+from autopar.compiler.intra_op.plan_program import Constraints, IntraOpPlan, plan_intra_op
 from autopar.compiler.lowering.sharded_step import one_jaxpr
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.sharding.layout import LogicalMesh, replicated, to_spec
@@ -95,7 +95,7 @@ def cases(name: str, mesh: LogicalMesh, target: str, shares: list[float]) -> Ite
     trace = replace(trace, jaxpr=one_jaxpr(trace, num_microbatches=1, batch_statistics="exact", random="full_batch"))
     state = sorted(set(dict(trace.state_outputs).values()))
     avals = [v.aval for v in trace.jaxpr.jaxpr.invars]
-    whole = Wishes(inputs={number: (replicated(avals[number].ndim),) for number in state})
+    whole = Constraints(inputs={number: (replicated(avals[number].ndim),) for number in state})
 
     def case(plan: str, found: IntraOpPlan, **more: Any) -> Case:
         block = local_block(trace.jaxpr.jaxpr, found.plan, mesh)
@@ -113,7 +113,7 @@ def cases(name: str, mesh: LogicalMesh, target: str, shares: list[float]) -> Ite
         )
 
     yield case("free", _plan(trace, mesh, target))
-    whole_state = case("data parallel", _plan(trace, mesh, target, wishes=whole))
+    whole_state = case("data parallel", _plan(trace, mesh, target, constraints=whole))
     yield whole_state
     for share in shares:
         budget, began = share * whole_state.compiled_mib, time.monotonic()

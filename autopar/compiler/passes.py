@@ -23,7 +23,7 @@ from autopar.compiler.lowering.user_constraints import check_callbacks
 from autopar.compiler.pipeline.prepare import prepare, stage_graph
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.manual import plan_by_hand
-from autopar.compiler.planning.megatron import plan_by_degrees
+from autopar.compiler.planning.megatron import plan_megatron
 from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.search import plan_by_stages, searches_stages
 from autopar.compiler.planning.stage_costs import StageProblem
@@ -79,7 +79,7 @@ def make_plan(
             trace, method, num_devices=num_devices, kind=kind, checked=checked, cache_directory=cache_directory
         )
     if isinstance(method, Megatron):
-        return plan_by_degrees(trace, method, num_devices=num_devices, kind=kind, cache_directory=cache_directory)
+        return plan_megatron(trace, method, num_devices=num_devices, kind=kind, cache_directory=cache_directory)
     return plan_by_hand(trace, method, num_devices=num_devices)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from autopar.compiler.costs.mesh_costs import MeshFigures, cpu_figures
 from autopar.compiler.lowering.sharded_step import logical_mesh
-from autopar.compiler.lowering.stage_programs import mesh_tasks, mesh_wishes, plan_mesh
+from autopar.compiler.lowering.stage_programs import mesh_constraints, mesh_tasks, plan_mesh
 from autopar.compiler.passes import cut_step
 from autopar.ir.plan import Plan
 
@@ -19,6 +19,6 @@ def with_planned_layouts(traced: Any, plan: Plan, figures: MeshFigures = QUICK) 
     meshes = []
     for number, mesh in enumerate(plan.meshes):
         tasks = mesh_tasks(graph, plan, number)
-        sharding = plan_mesh(tasks, mesh_wishes(graph, tasks), logical_mesh(mesh), figures)
+        sharding = plan_mesh(tasks, mesh_constraints(graph, tasks), logical_mesh(mesh), figures)
         meshes.append(dataclasses.replace(mesh, sharding=sharding))
     return dataclasses.replace(plan, meshes=tuple(meshes))

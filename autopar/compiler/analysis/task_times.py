@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.plan_tasks import GroupTask, GroupWishes
+from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh, sharded_step
 from autopar.compiler.lowering.stage_programs import plan_mesh
@@ -42,7 +42,7 @@ def price_plan(trace: Trace, plan: Plan, program: Program, *, kind: str | Machin
         else:
             _check_one_device(plan, number)
             mine = [executable for executable in program.executables.values() if executable.mesh == number]
-            sharding = plan_mesh([_alone(each) for each in mine], GroupWishes(), logical_mesh(mesh), figures)
+            sharding = plan_mesh([_alone(each) for each in mine], GroupConstraints(), logical_mesh(mesh), figures)
         meshes.append(replace(mesh, sharding=sharding))
     return replace(plan, meshes=tuple(meshes))
 

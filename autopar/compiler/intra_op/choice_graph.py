@@ -206,7 +206,7 @@ class Planner:
     rules: Callable[[jc.JaxprEqn], Rule]
     restrict: Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]]
     """Which strategies of an equation may be chosen."""
-    restricted_as: Callable[[jc.JaxprEqn], Hashable]
+    constraint_key: Callable[[jc.JaxprEqn], Hashable]
     """What that depends on, beside what makes equations alike."""
     enter: Callable[[Block, jc.JaxprEqn, float], EquationChoice]
     """Makes the choices of loops, branches and remat regions."""
@@ -216,7 +216,7 @@ class Planner:
 
     def alternatives(self, eqn: jc.JaxprEqn, maybe_partial: frozenset[int]) -> Alternatives:
         """The strategies of an equation, listed once for all equations like it."""
-        key = (equation_key(eqn), maybe_partial, self.restricted_as(eqn))
+        key = (equation_key(eqn), maybe_partial, self.constraint_key(eqn))
         if key not in self.known:
             mesh = self.table.mesh
             every = strategies(eqn, self.rules(eqn), mesh, maybe_partial=maybe_partial)

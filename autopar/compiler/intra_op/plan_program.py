@@ -135,13 +135,13 @@ class IntraOpPlan:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Wishes:
+class Constraints:
     """What is fixed before the search: layouts of inputs and results by number, and which strategies are allowed."""
 
     inputs: dict[int, tuple[Layout, ...]] = field(default_factory=dict[int, tuple[Layout, ...]])
     results: dict[int, tuple[Layout, ...]] = field(default_factory=dict[int, tuple[Layout, ...]])
     restrict: Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]] = lambda eqn, every: every
-    restricted_as: Callable[[jc.JaxprEqn], Hashable] = lambda eqn: None
+    constraint_key: Callable[[jc.JaxprEqn], Hashable] = lambda eqn: None
     keep_split: frozenset[int] = frozenset()
     """As in `Planner`."""
 
@@ -152,7 +152,7 @@ def plan_intra_op(
     figures: MeshFigures,
     *,
     state_outputs: dict[int, int],
-    wishes: Wishes | None = None,
+    constraints: Constraints | None = None,
     input_names: Sequence[str] | None = None,
     fold_from: int = FOLD_FROM,
     memory_budget: float | None = None,
@@ -168,13 +168,10 @@ def plan_intra_op(
     headroom is kept free, or `memory_headroom`; raises `MemoryTooSmall` if no plan is found that fits. Optima are kept
     in `cache_directory`, if one is given.
     """
-    wishes = Wishes() if wishes is None else wishes
+    constraints = Constraints() if constraints is None else constraints
     jaxpr, _ = jc.open_jaxpr(closed)
     table = ChoiceTable(mesh=mesh, figures=figures, update_figures=with_shared_latency(figures))
-    planner = Planner(
-        table=table, rules=rules_of([jaxpr]), restrict=wishes.restrict, restricted_as=wishes.restricted_as, enter=enter
-    )
-    inputs = [wishes.inputs.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.invars)]
+    inputs = [constraints.inputs.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.invars)]
     folded = unfolded(closed)
     if input_names is not None and len(jaxpr.eqns) >= fold_from:
         folded = fold(
@@ -182,14 +179,14 @@ def plan_intra_op(
             input_names,
             [layouts is None for layouts in inputs],
             state_outputs=state_outputs,
-            input_marks=wishes.inputs,
-            equation_mark=wishes.restricted_as,
+            input_marks=constraints.inputs,
+            equation_mark=constraints.constraint_key,
         )
     choices = build_graph(
-        planner,
+        _planner(table, jaxpr, constraints),
         jaxpr,
         inputs=inputs,
-        results=[wishes.results.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.outvars)],
+        results=[constraints.results.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.outvars)],
         state_outputs=state_outputs,
         classes=folded.classes,
         alike_inputs=folded.alike_inputs,
@@ -211,6 +208,16 @@ def plan_intra_op(
         more = (str(memory_budget), str(memory_headroom), str(sorted(donated)), str(time_limit_s))
         optimum = cached(problem_fingerprint(problem, *more), cache_directory, best)
     return IntraOpPlan(plan=planned(choices, optimum.states), optimum=optimum, choices=choices, table=table)
+
+
+def _planner(table: ChoiceTable, jaxpr: jc.Jaxpr, constraints: Constraints) -> Planner:
+    return Planner(
+        table=table,
+        rules=rules_of([jaxpr]),
+        restrict=constraints.restrict,
+        constraint_key=constraints.constraint_key,
+        enter=enter,
+    )
 
 
 def _compiler(figures: MeshFigures, headroom: float | None) -> Compiler:

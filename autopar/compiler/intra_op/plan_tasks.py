@@ -32,7 +32,7 @@ from autopar.compiler.intra_op.choice_graph import (
 )
 from autopar.compiler.intra_op.control_flow import enter
 from autopar.compiler.intra_op.fold_layers import Fold, fold, unfolded
-from autopar.compiler.intra_op.plan_program import FOLD_FROM, Wishes, rules_of, with_shared_latency
+from autopar.compiler.intra_op.plan_program import FOLD_FROM, Constraints, rules_of, with_shared_latency
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.sharding.free_values import is_small
@@ -58,7 +58,7 @@ class GroupTask:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GroupWishes:
+class GroupConstraints:
     """What is asked of the values between tasks, by their names.
 
     `alike` maps values to those that have their layout: new state to what it replaces. `sums` may stay partial sums.
@@ -68,7 +68,7 @@ class GroupWishes:
     alike: Mapping[str, str] = field(default_factory=dict[str, str])
     sums: Collection[str] = ()
     allowed: Mapping[str, tuple[Layout, ...]] = field(default_factory=dict[str, tuple[Layout, ...]])
-    equations: Wishes = field(default_factory=Wishes)
+    equations: Constraints = field(default_factory=Constraints)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,7 +123,7 @@ def task_choices(
     tasks: Sequence[GroupTask],
     mesh: LogicalMesh,
     figures: MeshFigures,
-    wishes: GroupWishes,
+    constraints: GroupConstraints,
     *,
     fold_from: int = FOLD_FROM,
     known: dict[Any, Alternatives] | None = None,
@@ -135,19 +135,19 @@ def task_choices(
     groups on the same mesh.
     """
     table = ChoiceTable(mesh=mesh, figures=figures, update_figures=with_shared_latency(figures))
-    group = _Group(table=table, wishes=wishes)
+    group = _Group(table=table, constraints=constraints)
     bodies = [jc.open_jaxpr(task.jaxpr)[0] for task in tasks]
     planner = Planner(
         table=table,
         rules=rules_of(bodies),
-        restrict=wishes.equations.restrict,
-        restricted_as=wishes.equations.restricted_as,
+        restrict=constraints.equations.restrict,
+        constraint_key=constraints.equations.constraint_key,
         enter=enter,
         known={} if known is None else known,
-        keep_split=wishes.equations.keep_split,
+        keep_split=constraints.equations.keep_split,
     )
     folding = sum(len(body.eqns) for body in bodies) >= fold_from
-    folds = [_folded(task, body, wishes) if folding else unfolded(task.jaxpr) for task, body in zip(tasks, bodies)]
+    folds = [_folded(task, body, constraints) if folding else unfolded(task.jaxpr) for task, body in zip(tasks, bodies)]
     group.tie(tasks, folds)
     blocks = [
         group.collect(planner, task, body, folded) for task, body, folded in zip(tasks, bodies, folds, strict=True)
@@ -155,20 +155,20 @@ def task_choices(
     return TaskChoices(tasks=tuple(tasks), blocks=blocks, values=group.values, types=group.types, table=table)
 
 
-def _folded(task: GroupTask, body: jc.Jaxpr, wishes: GroupWishes) -> Fold:
+def _folded(task: GroupTask, body: jc.Jaxpr, constraints: GroupConstraints) -> Fold:
     position = {name: number for number, name in enumerate(task.inputs)}
     replaced = {
-        number: position[wishes.alike.get(name, name)]
+        number: position[constraints.alike.get(name, name)]
         for number, name in enumerate(task.outputs)
-        if wishes.alike.get(name, name) in position
+        if constraints.alike.get(name, name) in position
     }
     return fold(
         task.jaxpr,
         task.inputs,
         [is_small(v.aval) for v in body.invars],
         state_outputs=replaced,
-        input_marks={position[name]: wishes.allowed[name] for name in task.inputs if name in wishes.allowed},
-        equation_mark=wishes.equations.restricted_as,
+        input_marks={position[name]: constraints.allowed[name] for name in task.inputs if name in constraints.allowed},
+        equation_mark=constraints.equations.constraint_key,
     )
 
 
@@ -177,7 +177,7 @@ class _Group:
     """The nodes of the values between tasks, while they are collected."""
 
     table: ChoiceTable
-    wishes: GroupWishes
+    constraints: GroupConstraints
     values: dict[str, Choice | None] = field(default_factory=dict[str, Choice | None])
     types: dict[str, Any] = field(default_factory=dict[str, Any])
     roots: dict[str, str] = field(default_factory=dict[str, str])
@@ -190,7 +190,7 @@ class _Group:
 
     def tie(self, tasks: Sequence[GroupTask], folds: Sequence[Fold]) -> None:
         """Give one layout to what replaces each other, and to what is alike in repeated layers."""
-        pairs: list[tuple[str, str]] = list(self.wishes.alike.items())
+        pairs: list[tuple[str, str]] = list(self.constraints.alike.items())
         for task, folded in zip(tasks, folds, strict=True):
             pairs += [(task.inputs[i], task.inputs[first]) for i, first in folded.alike_inputs.items()]
         for name, other in pairs:
@@ -209,8 +209,8 @@ class _Group:
 
     def _new(self, name: str, aval: Any) -> Choice:
         mesh = self.table.mesh
-        layouts = self.wishes.allowed.get(name, all_layouts(tuple(aval.shape), mesh))
-        if name in self.wishes.sums:
+        layouts = self.constraints.allowed.get(name, all_layouts(tuple(aval.shape), mesh))
+        if name in self.constraints.sums:
             layouts = (*layouts, *with_partial_sums(layouts, mesh))
         return self.table.add_layouts(f"value {name}", layouts)
 

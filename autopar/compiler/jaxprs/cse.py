@@ -12,7 +12,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
 
 _ENTERED = frozenset({"scan", "while", "cond"})
-_WISHES = frozenset({"sharding_constraint", "layout_constraint", "reshard"})
+_CONSTRAINTS = frozenset({"sharding_constraint", "layout_constraint", "reshard"})
 """Two of them on one value may ask for different things."""
 
 
@@ -67,7 +67,7 @@ def _first_equals(jaxpr: jc.Jaxpr) -> list[int]:
 
 def _key(eqn: jc.JaxprEqn, numbers: dict[Any, Hashable]) -> Hashable | None:
     """What an equation computes; None for what must not be merged."""
-    if eqn.effects or eqn.primitive.name in NESTED | _WISHES or any(True for _ in jc.subjaxprs(eqn)):
+    if eqn.effects or eqn.primitive.name in NESTED | _CONSTRAINTS or any(True for _ in jc.subjaxprs(eqn)):
         return None
     operands = tuple(_token(a) if isinstance(a, jc.Literal) else numbers[a] for a in eqn.invars)
     return (equation_key(eqn), operands)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.plan_program import with_shared_latency
-from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, GroupWishes, task_choices
+from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.task_executables import EmittedTask, emit_task, emit_zeros, executable_name
@@ -77,14 +77,14 @@ def _emitted(graph: StageGraph, plan: Plan, number: int) -> list[EmittedTask]:
     return [emit_task(graph, task) for task in graph.tasks if plan.stages[task.stage].mesh == number]
 
 
-def mesh_wishes(graph: StageGraph, tasks: list[GroupTask]) -> GroupWishes:
+def mesh_constraints(graph: StageGraph, tasks: list[GroupTask]) -> GroupConstraints:
     """What follows from the graph: new state lies where the old did; only totals that stay here may stay sums."""
     shown = {out.value for out in graph.outputs} | set(graph.crossing)
     totals = {a.result for task in graph.tasks for a in task.accumulations if a.kind in ("sum", "mean")}
     updates = {name for task in tasks if task.phase == "update" for name in task.inputs}
     micro = {name for task in tasks if task.phase != "update" for name in (*task.inputs, *task.outputs)}
     local = {name for name in totals - shown if name in updates and name in micro}
-    return GroupWishes(
+    return GroupConstraints(
         alike={
             out.value: out.replaces
             for out in graph.outputs
@@ -101,7 +101,7 @@ def _same_type(graph: StageGraph, name: str, other: str) -> bool:
 
 def plan_mesh(
     tasks: list[GroupTask],
-    wishes: GroupWishes,
+    constraints: GroupConstraints,
     mesh: LogicalMesh,
     figures: MeshFigures,
     *,
@@ -109,7 +109,7 @@ def plan_mesh(
     cache_directory: Path | None = None,
 ) -> MeshSharding:
     """The best layouts of what a mesh runs."""
-    choices = task_choices(tasks, mesh, figures, wishes)
+    choices = task_choices(tasks, mesh, figures, constraints)
     found = choices.best({}, time_limit_s=time_limit_s, cache_directory=cache_directory)
     return sharding_of(tasks, found, mesh, figures)
 

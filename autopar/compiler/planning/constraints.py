@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.checks import check_spec
 from autopar.compiler.frontend.trace import Leaf, Trace
-from autopar.compiler.intra_op.plan_program import Wishes
+from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import IN_SHARDINGS, OUT_SHARDINGS
-from autopar.compiler.planning.parallelism_kinds import kind_wishes
+from autopar.compiler.planning.parallelism import parallelism_constraints
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, fits, from_spec
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import InvalidArgument
@@ -32,19 +32,19 @@ def key_path(name: str) -> str:
     return re.sub(r"[\.\[\]'\"]+", "/", name).strip("/")
 
 
-def wishes_of(trace: Trace, closed: jc.ClosedJaxpr, method: SearchMethod, mesh: LogicalMesh) -> Wishes:
+def constraints_of(trace: Trace, closed: jc.ClosedJaxpr, method: SearchMethod, mesh: LogicalMesh) -> Constraints:
     """The restrictions of a method. Raises `InvalidArgument` for those that the mesh or the program cannot keep."""
     if not isinstance(method, Auto):
-        return kind_wishes(trace, closed, method, mesh)
+        return parallelism_constraints(trace, closed, method, mesh)
     pinned = {i: (layout,) for i, layout in pinned_inputs(trace, method.pins, mesh).items()}
     if method.ignore_user_shardings:
-        return Wishes(inputs=pinned)
+        return Constraints(inputs=pinned)
     given, asked = _jit_layouts(closed, mesh)
-    return Wishes(
+    return Constraints(
         inputs=given | pinned,
         results=asked,
         restrict=lambda eqn, every: constrained(eqn, every, mesh),
-        restricted_as=constraint_of,
+        constraint_key=constraint_of,
     )
 
 
@@ -135,11 +135,11 @@ def _jit_layouts(
     return inputs, results
 
 
-def equation_wishes(method: Auto, mesh: LogicalMesh) -> Wishes:
+def equation_constraints(method: Auto, mesh: LogicalMesh) -> Constraints:
     """What the user asks for inside of the model."""
     if method.ignore_user_shardings:
-        return Wishes()
-    return Wishes(restrict=lambda eqn, every: constrained(eqn, every, mesh), restricted_as=constraint_of)
+        return Constraints()
+    return Constraints(restrict=lambda eqn, every: constrained(eqn, every, mesh), constraint_key=constraint_of)
 
 
 def constraint_of(eqn: jc.JaxprEqn) -> Hashable:

@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec
 from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.fold_layers import program_key
-from autopar.compiler.intra_op.plan_tasks import GroupTask, GroupWishes
+from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.lowering.stage_programs import mesh_tasks, mesh_wishes
+from autopar.compiler.lowering.stage_programs import mesh_constraints, mesh_tasks
 from autopar.compiler.lowering.value_types import microbatch_rows, rows_axis
 from autopar.compiler.pipeline.layers import count_layers, forward_costs, layer_cuts
 from autopar.compiler.pipeline.phases import Regions
@@ -45,7 +45,7 @@ class LayerClass:
     """What all layers of a class have in common: the tasks of one of them, and what is asked of their values."""
 
     tasks: tuple[GroupTask, ...]
-    wishes: GroupWishes
+    constraints: GroupConstraints
     batch_axes: Mapping[str, int | None]
     """The values that cross layers or hold examples, and along which axis those are."""
     state: frozenset[str]
@@ -197,7 +197,7 @@ def layer_class(
     forward = {n for task in tasks if task.phase == "forward" for n in (*task.inputs, *task.outputs)}
     return LayerClass(
         tasks=tuple(tasks),
-        wishes=mesh_wishes(graph, list(tasks)),
+        constraints=mesh_constraints(graph, list(tasks)),
         batch_axes={n: rows_axis(graph.values[n], rows) for n in sorted(crossing | microbatch) if n not in whole},
         state=frozenset(whole | totals),
         pins=_pinned(sorted(whole | microbatch), pins or {}),
@@ -243,13 +243,13 @@ def class_key(layer: LayerClass) -> Hashable:
         )
         for task in layer.tasks
     )
-    alike = [(numbers[a], numbers[b]) for a, b in layer.wishes.alike.items() if a in numbers and b in numbers]
+    alike = [(numbers[a], numbers[b]) for a, b in layer.constraints.alike.items() if a in numbers and b in numbers]
     axes = [(numbers[name], axis) for name, axis in layer.batch_axes.items() if name in numbers]
     return (
         tasks,
         tuple(sorted(alike)),
         tuple(sorted(axes, key=str)),
-        numbered(layer.wishes.sums),
+        numbered(layer.constraints.sums),
         numbered(layer.state),
         numbered(layer.kept),
         numbered(layer.fed),

@@ -23,7 +23,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.lowering.stage_programs import local_blocks
 from autopar.compiler.memory.estimate import peak_memory
-from autopar.compiler.planning.constraints import equation_wishes, layout_of
+from autopar.compiler.planning.constraints import equation_constraints, layout_of
 from autopar.compiler.planning.layer_classes import LayerClass
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.solver.solve import MAX_GAP
@@ -159,14 +159,14 @@ class LayerCosts:
             if number != self.most_common:
                 self.cost(self.most_common, mesh, figures, 0.0)
             layer = self.classes[number]
-            wishes = replace(
-                layer.wishes,
-                alike={**layer.wishes.alike, **_as_they_came(layer)},
+            constraints = replace(
+                layer.constraints,
+                alike={**layer.constraints.alike, **_as_they_came(layer)},
                 allowed=self._allowed(layer, mesh) | pinned_layouts(layer, mesh),
-                equations=equation_wishes(self.method, mesh),
+                equations=equation_constraints(self.method, mesh),
             )
             listed = self.listed.setdefault(mesh.shape, {})
-            choices = task_choices(layer.tasks, mesh, figures, wishes, known=listed)
+            choices = task_choices(layer.tasks, mesh, figures, constraints, known=listed)
             self.choices[key] = PricedChoices(choices=choices, names=layer.state | layer.kept | layer.fed)
         return self.choices[key]
 

@@ -3,7 +3,7 @@
     Trace, Megatron, devices
       │ even_layers        as many layers of the model for every stage
       │ stage_values       where the examples are, by comparing with other microbatches
-      │ degree_wishes      what the degrees and the ZeRO stage leave open
+      │ degree_constraints      what the degrees and the ZeRO stage leave open
       │ task_choices.best  the optimum of that, once for all stages that are alike
       ▼ Plan               with the times of every task, so that it can be simulated
 
@@ -20,8 +20,8 @@ from typing import Any
 
 from autopar.compiler.costs.mesh_costs import figures_of
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.plan_program import Wishes
-from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, GroupWishes, task_choices
+from autopar.compiler.intra_op.plan_program import Constraints
+from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import mesh_tasks, sharding_of
@@ -29,7 +29,7 @@ from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_numb
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.layer_classes import LayerClass, class_key, count_step_layers, layer_class, value_numbers
-from autopar.compiler.planning.parallelism_kinds import Dims, differing_dims
+from autopar.compiler.planning.parallelism import Dims, differing_dims
 from autopar.compiler.planning.stage_layouts import SolvedStage, received_seconds
 from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, used_axes
@@ -110,7 +110,7 @@ def value_layouts(
 
 def equation_restrictions(
     tasks: Sequence[GroupTask], others: Sequence[GroupTask], mesh: LogicalMesh, zero: int
-) -> Wishes:
+) -> Constraints:
     """What the equations of a mesh's tasks may do; `others` are the same tasks with other microbatches."""
     known: dict[int, Dims | str] = {}
     for task, other in zip(tasks, others, strict=True):
@@ -133,11 +133,11 @@ def equation_restrictions(
             return kept
         return _preferred(kept, lambda s: any(model in used_axes(_layouts(s)[number]) for number in weights))
 
-    def restricted_as(eqn: jc.JaxprEqn) -> Hashable:
+    def constraint_key(eqn: jc.JaxprEqn) -> Hashable:
         return known.get(id(eqn))
 
     kept = frozenset({data}) if zero == 3 and data is not None else frozenset[int]()
-    return Wishes(restrict=restrict, restricted_as=restricted_as, keep_split=kept)
+    return Constraints(restrict=restrict, constraint_key=constraint_key, keep_split=kept)
 
 
 def _differing_dims(task: GroupTask, other: GroupTask) -> dict[int, Dims]:
@@ -224,7 +224,7 @@ def _differing(shape: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
     return tuple(d for d, (m, n) in enumerate(zip(shape, other, strict=True)) if m != n)
 
 
-def plan_by_degrees(
+def plan_megatron(
     trace: Trace, method: Megatron, *, num_devices: int, kind: str | Machine, cache_directory: Path | None = None
 ) -> Plan:
     """The plan of the degrees on devices of a kind; solved problems are kept on disk.
@@ -276,7 +276,7 @@ class _Asked:
 
     tasks: list[GroupTask]
     layer: LayerClass
-    wishes: GroupWishes
+    constraints: GroupConstraints
     received: Mapping[str, float]
     """Seconds for every byte of what comes from other meshes."""
 
@@ -417,30 +417,34 @@ def _asked(problem: _Problem, values: StageValues, number: int) -> _Asked:
     tasks = mesh_tasks(graph, plan, number, problem.trace.donated_inputs)
     layer = layer_class(graph, tasks)
     machine = problem.kind if isinstance(problem.kind, Machine) else Machine.of_kind(problem.kind)
-    wishes = layer.wishes
+    constraints = layer.constraints
     if mesh.num_devices > 1:
         others = mesh_tasks(problem.other, plan, number)
-        wishes = replace(
-            wishes,
+        constraints = replace(
+            constraints,
             allowed=value_layouts(tasks, values, graph.crossing, mesh, zero),
             equations=equation_restrictions(tasks, others, mesh, zero),
         )
-    return _Asked(tasks=tasks, layer=layer, wishes=wishes, received=received_seconds(graph, plan, number, machine))
+    return _Asked(
+        tasks=tasks, layer=layer, constraints=constraints, received=received_seconds(graph, plan, number, machine)
+    )
 
 
 def _key(asked: _Asked) -> Hashable:
     """Equal for stages whose layouts are the same."""
-    numbers, wishes = value_numbers(asked.layer), asked.wishes
+    numbers, constraints = value_numbers(asked.layer), asked.constraints
     return (
         class_key(asked.layer),
-        tuple(numbers.get(wishes.alike.get(name, name), -1) for name in numbers),
-        tuple((wishes.allowed.get(name), asked.received.get(name)) for name in numbers),
-        tuple(wishes.equations.restricted_as(eqn) for task in asked.tasks for eqn in jc.all_equations(task.jaxpr)),
+        tuple(numbers.get(constraints.alike.get(name, name), -1) for name in numbers),
+        tuple((constraints.allowed.get(name), asked.received.get(name)) for name in numbers),
+        tuple(
+            constraints.equations.constraint_key(eqn) for task in asked.tasks for eqn in jc.all_equations(task.jaxpr)
+        ),
     )
 
 
 def _best(problem: _Problem, mesh: MeshPlan, asked: _Asked) -> GroupPlan:
-    choices = task_choices(asked.tasks, logical_mesh(mesh), figures_of(problem.kind, mesh.shape), asked.wishes)
+    choices = task_choices(asked.tasks, logical_mesh(mesh), figures_of(problem.kind, mesh.shape), asked.constraints)
     return choices.best(
         asked.received, time_limit_s=problem.method.time_limit_s, cache_directory=problem.cache_directory
     )

@@ -19,7 +19,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import one_jaxpr
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers, rematerialize
-from autopar.compiler.planning.constraints import wishes_of
+from autopar.compiler.planning.constraints import constraints_of
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.spmd.block_plan import to_data
 from autopar.compiler.spmd.collectives import planned_collectives
@@ -58,7 +58,7 @@ def plan_by_search(
     """The best plan that a method allows, for devices of a `kind` as JAX names it, or of a machine.
 
     Solved problems are kept on disk. A plan that will be `checked` by compiling it may use all of its memory budget.
-    Raises `InvalidArgument` for a mesh that does not fill the devices, or wishes that contradict each other, and
+    Raises `InvalidArgument` for a mesh that does not fill the devices, or constraints that contradict each other, and
     `MemoryTooSmall` where no plan fits.
     """
     offered = cache(lambda: offered_layers(trace))  # found when it is first asked for
@@ -176,7 +176,7 @@ def search_on(
         mesh,
         figures,
         state_outputs=dict(trace.state_outputs),
-        wishes=wishes_of(trace, closed, method, mesh),
+        constraints=constraints_of(trace, closed, method, mesh),
         input_names=[leaf.name for leaf in trace.inputs],
         memory_budget=None if math.isinf(budget) else budget,
         memory_headroom=_headroom(method, mesh, kind, checked),

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 
 from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing, in_flight
-from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, GroupWishes, TaskChoices, task_choices
+from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, TaskChoices, task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import local_blocks, mesh_tasks, sharding_like, sharding_of
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.planning.constraints import equation_wishes
+from autopar.compiler.planning.constraints import equation_constraints
 from autopar.compiler.planning.layer_classes import LayerClass, Layers, class_key, layer_class, value_numbers
 from autopar.compiler.planning.layer_costs import PRICES, pinned_layouts, prices, stage_cost
 from autopar.compiler.planning.stage_costs import StageProblem
@@ -39,7 +39,7 @@ class _Asked:
     stage: Stage
     tasks: list[GroupTask]
     layer: LayerClass
-    wishes: GroupWishes
+    constraints: GroupConstraints
     mesh: LogicalMesh
     figures: MeshFigures
     flying: float
@@ -105,8 +105,8 @@ def _asked(problem: StageProblem, graph: StageGraph, plan: Plan, number: int, st
         stage=stage,
         tasks=tasks,
         layer=layer,
-        wishes=replace(
-            layer.wishes, allowed=pinned_layouts(layer, mesh), equations=equation_wishes(problem.method, mesh)
+        constraints=replace(
+            layer.constraints, allowed=pinned_layouts(layer, mesh), equations=equation_constraints(problem.method, mesh)
         ),
         mesh=mesh,
         figures=figures_of(problem.kind, mesh.shape),
@@ -118,14 +118,14 @@ def _asked(problem: StageProblem, graph: StageGraph, plan: Plan, number: int, st
 def _key(asked: _Asked) -> Hashable:
     """Equal for stages of the same classes of layers whose layouts are the same."""
     numbers = value_numbers(asked.layer)
-    alike, restricted_as = asked.wishes.alike, asked.wishes.equations.restricted_as
+    alike, constraint_key = asked.constraints.alike, asked.constraints.equations.constraint_key
     return (
         asked.mesh.shape,
         asked.stage.cost.choice,
         class_key(asked.layer),
         tuple(numbers.get(alike.get(name, name), -1) for name in numbers),
         tuple((number, asked.received.get(name)) for name, number in numbers.items()),
-        tuple(restricted_as(eqn) for task in asked.tasks for eqn in jc.all_equations(task.jaxpr)),
+        tuple(constraint_key(eqn) for task in asked.tasks for eqn in jc.all_equations(task.jaxpr)),
     )
 
 
@@ -151,7 +151,7 @@ class _Alike:
         """The layouts of the first stage at a price, found when they are first asked for."""
         asked = self.first
         if self.choices is None:
-            self.choices = task_choices(asked.tasks, asked.mesh, asked.figures, asked.wishes)
+            self.choices = task_choices(asked.tasks, asked.mesh, asked.figures, asked.constraints)
         if price not in self.laid:
             charged = _added(asked.received, prices(asked.layer, asked.stage.cost, price) if price else {})
             found = self.choices.best(

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from autopar.compiler.intra_op.choice_graph import BlockChoices, EquationChoice
-from autopar.compiler.intra_op.plan_program import Wishes
+from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.sharding.layout import Layout, all_layouts, replicated
 from tests.compiler.equations import real
 from tests.compiler.planned_steps import GRID, LINE, collectives, plan_step, traced
@@ -55,8 +55,8 @@ def test_sums_over_microbatches_are_made_once_after_the_loop():
         return lax.scan(lambda total, x: (total + x.T @ jnp.tanh(x @ w), None), jnp.zeros_like(w), batches)[0]
 
     closed = traced(gradients, W, real(4, 512, 64))
-    rows = Wishes(inputs={1: (Layout(((), (0, 1), ())),)})
-    moved = collectives(closed, plan_step(closed, GRID, wishes=rows), GRID)
+    rows = Constraints(inputs={1: (Layout(((), (0, 1), ())),)})
+    moved = collectives(closed, plan_step(closed, GRID, constraints=rows), GRID)
     assert [each.times for each in moved if "+" in each.what] == [1]
 
 

@@ -125,7 +125,7 @@ def test_marked_inputs_are_alike_only_inputs_with_the_same_mark() -> None:
     trace = traced("feed_forward", 8)
     names = [leaf.name for leaf in trace.inputs]
     marked = [names.index(f"state[0]['layers'][{layer}][0]") for layer in (2, 5)]
-    alike = folded(trace, input_marks=dict.fromkeys(marked, "wish")).alike_inputs
+    alike = folded(trace, input_marks=dict.fromkeys(marked, "constraint")).alike_inputs
     assert marked[0] not in alike
     assert alike[marked[1]] == marked[0]
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.compiler.intra_op.plan_program import Wishes, plan_intra_op
+from autopar.compiler.intra_op.plan_program import Constraints, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, all_layouts
 from tests.compiler.equations import real
@@ -73,7 +73,7 @@ def test_readers_of_one_value_share_its_gathering():
     def value(function, results):
         closed = traced(function, X, Y)
         pinned = {"inputs": {0: (rows,)}, "results": {n: (Layout(((), ())),) for n in range(results)}}
-        return plan_step(closed, LINE, chosen=chosen, wishes=Wishes(**pinned)).optimum.value
+        return plan_step(closed, LINE, chosen=chosen, constraints=Constraints(**pinned)).optimum.value
 
     one = value(lambda x, y: jnp.sin(x), 1)
     assert value(lambda x, y: (jnp.sin(x), jnp.cos(x)), 2) < 1.5 * one

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 import autopar
 from autopar.compiler.analysis.compiled_collectives import compiled_collectives
 from autopar.compiler.costs.compilers import CPU
-from autopar.compiler.intra_op.plan_program import Wishes
+from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, to_spec
 from autopar.compiler.spmd.emit import localize
@@ -40,7 +40,7 @@ def planned() -> tuple[jc.ClosedJaxpr, LocalBlock]:
     """The best plan for weights that are stored split: one by columns."""
     closed = traced(step, *ARGS)
     layouts = {0: (ROWS,), 1: (COLUMNS,), 2: (ROWS,), 3: (Layout(((0,), (), ())),)}
-    found = plan_step(closed, LINE, num_state=3, wishes=Wishes(inputs=layouts))
+    found = plan_step(closed, LINE, num_state=3, constraints=Constraints(inputs=layouts))
     return closed, local_block(jc.open_jaxpr(closed)[0], found.plan, LINE)
 
 

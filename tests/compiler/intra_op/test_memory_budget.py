@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.compiler.costs.compilers import CPU, GPU
 from autopar.compiler.costs.mesh_costs import h100_figures
-from autopar.compiler.intra_op.plan_program import Wishes, plan_intra_op
+from autopar.compiler.intra_op.plan_program import Constraints, plan_intra_op
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.sharding.layout import LogicalMesh, from_spec, num_shards, replicated
 from autopar.compiler.spmd.collectives import planned_collectives
@@ -79,7 +79,7 @@ def data_parallel_peak(trace, shape, donated) -> float:
     whole = [replicated(len(leaf.aval.shape)) for leaf in trace.inputs]
     split = [from_spec(PartitionSpec(mesh.axis_names), max(1, len(leaf.aval.shape)), mesh) for leaf in trace.inputs]
     inputs = {i: (whole[i] if i in donated else split[i],) for i, leaf in enumerate(trace.inputs) if leaf.aval.shape}
-    mesh, _, block = planned(trace, shape, wishes=Wishes(inputs=inputs))
+    mesh, _, block = planned(trace, shape, constraints=Constraints(inputs=inputs))
     return peak_memory(block, mesh, donated).peak_bytes
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.compiler.intra_op.plan_program import Wishes, plan_intra_op
+from autopar.compiler.intra_op.plan_program import Constraints, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.solver.problem import choice_value
@@ -87,7 +87,7 @@ def test_experts_stay_where_they_are_and_tokens_travel(mesh):
     rows = Layout((every, (), ()))
     pinned = {4: (rows,), 5: (Layout((every, (), (), ())),)}
     weights, batch = (f32(8, 64, 512), f32(8, 512, 64)), (f32(16, 64, 64), f32(16, 64, 8, 8))
-    plan, moved = planned_step(experts, weights, batch, mesh, wishes=Wishes(inputs=pinned))
+    plan, moved = planned_step(experts, weights, batch, mesh, constraints=Constraints(inputs=pinned))
     assert plan.arguments[:5] == (rows,) * 5
     # To the experts and back; the gradient of what came back goes there, and that of the input is not asked for.
     assert [each.kind for each in moved] == ["all-to-all"] * 3
@@ -116,11 +116,11 @@ def test_state_leaves_in_the_layout_in_which_it_came():
     assert plan.results == plan.arguments[:4]
 
 
-def test_inputs_and_results_have_the_layouts_that_are_wished():
+def test_inputs_and_results_have_the_layouts_that_are_asked_for():
     rows, columns = Layout(((0,), ())), Layout(((), (1,)))
     closed = traced(lambda x, y: (x @ y, x + 1), f32(64, 64), f32(64, 64))
-    wishes = Wishes(inputs={1: (rows, columns)}, results={0: (columns,), 1: (rows,)})
-    plan = plan_step(closed, GRID, wishes=wishes).plan
+    constraints = Constraints(inputs={1: (rows, columns)}, results={0: (columns,), 1: (rows,)})
+    plan = plan_step(closed, GRID, constraints=constraints).plan
     assert plan.arguments[1] in (rows, columns)
     assert plan.results == (columns, rows)
 
@@ -131,8 +131,8 @@ def test_only_allowed_strategies_are_chosen():
     def whole_products(eqn, every):
         return every[:1] if eqn.primitive.name == "dot_general" else every
 
-    wishes = Wishes(restrict=whole_products, restricted_as=lambda eqn: "whole products")
-    product, _ = plan_step(closed, GRID, wishes=wishes).plan.equations
+    constraints = Constraints(restrict=whole_products, constraint_key=lambda eqn: "whole products")
+    product, _ = plan_step(closed, GRID, constraints=constraints).plan.equations
     assert product is not None
     assert (*product.operands, *product.results) == (replicated(2),) * 3
 

@@ -193,7 +193,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("method", "message"), WRONG.values(), ids=WRONG)
-def test_wishes_that_cannot_be_kept_are_refused(method, message):
+def test_constraints_that_cannot_be_kept_are_refused(method, message):
     with pytest.raises(InvalidArgument, match=message):
         planned(method)
 

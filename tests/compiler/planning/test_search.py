@@ -216,7 +216,7 @@ def test_the_cost_of_a_range_is_that_of_its_layers():
     graph = stage_graph(layers.prepared, plan)
     tasks = mesh_tasks(graph, plan, 0)
     stage = layer_class(graph, tasks)
-    whole = stage_cost(stage, task_choices(tasks, mesh, figures, stage.wishes).best({}), mesh, figures)
+    whole = stage_cost(stage, task_choices(tasks, mesh, figures, stage.constraints).best({}), mesh, figures)
     composed_s = 2 * sum(c.forward_s + c.backward_s for c in each) + sum(c.once_s for c in each)
     direct_s = 2 * (whole.forward_s + whole.backward_s) + whole.once_s
     assert direct_s <= composed_s * 1.001

@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar.compiler.analysis.compiled_collectives import compiled_collectives
-from autopar.compiler.intra_op.plan_program import Wishes
+from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, to_spec
 from autopar.compiler.spmd.collectives import planned_collectives
@@ -141,7 +141,7 @@ def local_program(name: str, mesh: LogicalMesh) -> tuple[jc.ClosedJaxpr, LocalBl
     closed = traced(function, *args)
     first = args[0].ndim - 1
     split = Layout(tuple(tuple(range(len(mesh.shape))) if d == first else () for d in range(first + 1)))
-    found = plan_step(closed, mesh, num_state=num_state, wishes=Wishes(inputs={0: (split,)}))
+    found = plan_step(closed, mesh, num_state=num_state, constraints=Constraints(inputs={0: (split,)}))
     return closed, local_block(jc.open_jaxpr(closed)[0], found.plan, mesh)
 
 
@@ -207,7 +207,7 @@ def test_what_a_user_sees_once_happens_once(function, expected):
     seen, x = [], drawn(64, 64)
     closed = traced(functools.partial(function, seen), x)
     rows = Layout(((0, 1), ()))
-    plan = plan_step(closed, GRID, wishes=Wishes(inputs={0: (rows,)})).plan
+    plan = plan_step(closed, GRID, constraints=Constraints(inputs={0: (rows,)})).plan
     compiled, operands = compiled_on(closed, local_block(jc.open_jaxpr(closed)[0], plan, GRID), GRID, (x,))
     (found,) = compiled(*operands)
     jax.effects_barrier()

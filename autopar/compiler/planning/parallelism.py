@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.plan_program import Wishes
+from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
@@ -31,9 +31,9 @@ Dims = tuple[tuple[int, ...], ...]
 """Of each operand and result, the dimensions that carry the batch."""
 
 
-def kind_wishes(
+def parallelism_constraints(
     trace: Trace, closed: jc.ClosedJaxpr, method: Zero | TensorParallel | ExpertParallel, mesh: LogicalMesh
-) -> Wishes:
+) -> Constraints:
     """The restrictions of a kind.
 
     Raises `Unsupported` for a step whose batch dimensions cannot be found, `InvalidArgument` for a batch that the
@@ -67,10 +67,10 @@ def kind_wishes(
     def restrict(eqn: jc.JaxprEqn, every: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         return tuple(s for s in every if allowed(eqn, s)) or every[:1]
 
-    def restricted_as(eqn: jc.JaxprEqn) -> Hashable:
+    def constraint_key(eqn: jc.JaxprEqn) -> Hashable:
         return batch_dims.get(id(eqn))
 
-    return Wishes(inputs=inputs, restrict=_with_experts(restrict, method), restricted_as=restricted_as)
+    return Constraints(inputs=inputs, restrict=_with_experts(restrict, method), constraint_key=constraint_key)
 
 
 def _input_allowed(
