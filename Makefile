@@ -1,28 +1,54 @@
-# make demo, make test, make lint: each makes .venv when it is missing; needs Python 3.11+ and a package index.
+# Every target makes .venv when it is missing; needs Python 3.11+ and a package index.
 
 VENV ?= .venv
 # The first Python that is new enough and really starts: a version manager may leave a name that does not.
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PYTEST_ARGS ?=
+SWEEP_ARGS ?=
 # What to install beside the package: lint brings the tools and their Node.js, which a venv for tests alone can spare.
 EXTRAS ?= lint,test
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint venv
+.PHONY: help demo test test-newest lint check format goldens pictures sweep hooks venv
 
-demo: $(INSTALLED)
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: $(INSTALLED) ## train a small GPT on 8 virtual CPU devices, and compare with jax.jit
 	$(VENV)/bin/python examples/train_gpt.py
 
-test: $(INSTALLED)
+test: $(INSTALLED) ## the whole suite, or what PYTEST_ARGS names
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
-lint: $(INSTALLED)
+test-newest: ## the quick part of the suite on Python 3.12 with the newest jax
+	.ci/test-newest
+
+lint: $(INSTALLED) ## ruff and pyright
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright
 
-venv: $(INSTALLED)
+check: lint ## lint, and the tests that take seconds: structure, goldens, pages
+	$(VENV)/bin/python -m pytest -m 'not slow' tests/test_structure.py tests/test_golden.py tests/test_docs.py
+
+format: $(INSTALLED) ## rewrite the code as ruff has it
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+goldens: $(INSTALLED) ## write tests/golden anew; read the diff before you commit it
+	$(VENV)/bin/python -m pytest tests/test_golden.py --update-goldens
+
+pictures: $(INSTALLED) ## draw the pictures of docs/ anew
+	$(VENV)/bin/python docs/draw_architecture.py
+
+sweep: $(INSTALLED) ## every long benchmark, before a release; SWEEP_ARGS=--list says which, and how long each takes
+	$(VENV)/bin/python -m benchmarks.sweep $(SWEEP_ARGS)
+
+hooks: $(INSTALLED) ## have git run `make lint` before a commit and `make check` before a push
+	$(VENV)/bin/pre-commit install --hook-type pre-commit --hook-type pre-push
+
+venv: $(INSTALLED) ## only install
 
 $(INSTALLED): pyproject.toml
 	@test -x $(VENV)/bin/python || test -n "$(PYTHON)" || \

@@ -1,0 +1,165 @@
+"""Run every long benchmark, one after the other: what is looked at before a release.
+
+    python -m benchmarks.sweep --list                    what there is, and its minutes on 2 cores
+    python -m benchmarks.sweep --only optimality_gaps
+    python -m benchmarks.sweep --keep-going              do not stop at the first that fails
+
+Each is a process of its own. What it prints goes to OUT/NAME.log, its figures to OUT/NAME.json. A sweep fails if a
+benchmark ends with an error; several end so if a promise is broken (a gap, a difference, bytes that were not planned).
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+OUT = Path(".cache") / "sweep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A benchmark with its options; the minutes are those of 2 cores, None where nobody measured them."""
+
+    name: str
+    words: tuple[str, ...]
+    minutes: float | None
+    shows: str
+
+
+def _weak_scaling(family: str, gpus: str, methods: str, minutes: float) -> Sweep:
+    words = ("benchmarks", family, "--cluster", "p3.16xlarge", "--gpus", gpus, "--method", methods)
+    return Sweep(
+        name=f"weak_scaling_{family}", words=words, minutes=minutes, shows="searched plans beside those by hand"
+    )
+
+
+SWEEPS = (
+    Sweep(
+        name="equivalence",
+        words=("benchmarks.equivalence",),
+        minutes=120,
+        shows="models x stages x schedules x microbatches equal jax.jit",
+    ),
+    Sweep(
+        name="equivalence_searched",
+        words=("benchmarks.equivalence", "--searched"),
+        minutes=15,
+        shows="searched plans equal jax.jit",
+    ),
+    Sweep(
+        name="planned_vs_compiled",
+        words=("benchmarks.planned_vs_compiled", "--compilers", "cpu"),
+        minutes=45,
+        shows="the compiled collectives are the planned ones, to the byte",
+    ),
+    Sweep(
+        name="optimality_gaps",
+        words=("benchmarks.optimality_gaps",),
+        minutes=5,
+        shows="gap of every model's plan to the lower bound",
+    ),
+    Sweep(
+        name="plan_quality",
+        words=("benchmarks.plan_quality", "--budgets", "inf", "0.75", "0.5", "0.3"),
+        minutes=90,
+        shows="modelled time and compiled bytes beside plans by hand",
+    ),
+    Sweep(
+        name="memory_model",
+        words=("benchmarks.memory_model",),
+        minutes=10,
+        shows="modelled beside compiled peak memory",
+    ),
+    Sweep(
+        name="plan_time",
+        words=("benchmarks.plan_time",),
+        minutes=1,
+        shows="seconds to plan Llama steps on one mesh",
+    ),
+    Sweep(
+        name="pipeline_plan_time",
+        words=("benchmarks.pipeline_plan_time",),
+        minutes=3,
+        shows="seconds to plan GPT-39B in stages for 64 GPUs",
+    ),
+    Sweep(
+        name="schedules",
+        words=("benchmarks.schedules",),
+        minutes=None,
+        shows="schedules on the same degrees, simulated",
+    ),
+    Sweep(
+        name="overhead",
+        words=("benchmarks.overhead",),
+        minutes=None,
+        shows="what the front end costs where there is nothing to gain",
+    ),
+    Sweep(
+        name="ray_runtime",
+        words=("benchmarks.ray_runtime",),
+        minutes=None,
+        shows="the driver's time, overlap of stages in processes",
+    ),
+    Sweep(
+        name="cluster_faults",
+        words=("benchmarks.cluster_faults",),
+        minutes=None,
+        shows="training goes on right, or ends with one error",
+    ),
+    _weak_scaling("gpt", "1,2,4,8,16,32,64", "auto,megatron,zero3,data,inter-only", 35),
+    _weak_scaling("moe", "1,2,4,8,16,32,64", "auto,megatron", 30),
+    _weak_scaling("wresnet", "4,8,16,32", "auto,intra-only,megatron,zero3", 65),
+)
+
+
+def main() -> None:
+    """Run those asked for; exits with 1 if one fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    names = [sweep.name for sweep in SWEEPS]
+    parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--keep-going", action="store_true", help="run the others if one fails")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIRECTORY", help=f"for logs and figures ({OUT})")
+    options = parser.parse_args()
+    chosen = [sweep for sweep in SWEEPS if sweep.name in options.only]
+    if options.list:
+        print("\n".join(_line(sweep) for sweep in chosen))
+        return
+    failed: list[str] = []
+    for sweep in chosen:
+        seconds, status = _run(sweep, options.out)
+        print(
+            f"{sweep.name:22} {'passed' if status == 0 else f'FAILED ({status})':12} {seconds / 60:6.1f} min",
+            flush=True,
+        )
+        if status:
+            failed.append(sweep.name)
+            if not options.keep_going:
+                break
+    if failed:
+        sys.exit(f"Failed: {', '.join(failed)}. What they printed is in {options.out}.")
+
+
+def _line(sweep: Sweep) -> str:
+    minutes = "not measured" if sweep.minutes is None else f"{sweep.minutes:g} min"
+    return f"{sweep.name:22} {minutes:>12}  {sweep.shows}\n{'':36}python -m {' '.join(sweep.words)}"
+
+
+def _run(sweep: Sweep, out: Path) -> tuple[float, int]:
+    """Return its seconds and exit status."""
+    out.mkdir(parents=True, exist_ok=True)
+    figures = out / f"{sweep.name}.json"
+    figures.unlink(missing_ok=True)  # some add their rows to those that it holds
+    began_s = time.monotonic()
+    with open(out / f"{sweep.name}.log", "w", encoding="utf-8") as log:
+        command = [sys.executable, "-m", *sweep.words, "--json", str(figures)]
+        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+    return time.monotonic() - began_s, status
+
+
+if __name__ == "__main__":
+    main()

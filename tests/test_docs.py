@@ -1,0 +1,226 @@
+"""Every path, module, function, make target and option that the pages name exists; their Python runs; links resolve."""
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from benchmarks.sweep import SWEEPS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAX_README_LINES = 200
+TOP_LEVEL = ("autopar", "tests", "benchmarks", "docs", "examples", ".ci", ".github")
+SUFFIXES = (".py", ".md", ".toml", ".yaml", ".yml", ".svg", ".png")
+# A page may leave out the beginning of a module's name.
+PREFIXES = ("", "autopar.", "autopar.compiler.")
+
+over_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@cache
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", read(page), re.DOTALL | re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", read(page), flags=re.DOTALL | re.MULTILINE)
+
+
+def quoted(page: Path) -> list[str]:
+    """The words between backticks."""
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of every command of the shell blocks, and of those quoted in the text."""
+    for block in blocks(page, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield shlex.split(line, comments=True)
+    for words in quoted(page):
+        if words.startswith(("make ", "python ", "pytest ", ".ci/", "autopar ")):
+            yield words.split()
+
+
+@cache
+def names_of(module: str) -> frozenset[str] | None:
+    """What a module defines or imports, `Class.name` too; None if there is no such module."""
+    path = ROOT / Path(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not path.exists():
+        return None
+    return frozenset(_defined(ast.parse(path.read_text(encoding="utf-8")).body, ""))
+
+
+def _defined(statements: list[ast.stmt], prefix: str) -> Iterator[str]:
+    for statement in statements:
+        match statement:
+            case ast.ClassDef(name=name, body=body):
+                yield prefix + name
+                yield from _defined(body, f"{prefix}{name}.")
+            case ast.FunctionDef(name=name):
+                yield prefix + name
+            case ast.Assign(targets=targets):
+                yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield prefix + name
+            case ast.ImportFrom(names=names) | ast.Import(names=names):
+                yield from (prefix + (alias.asname or alias.name) for alias in names)
+            case _:
+                pass
+
+
+def resolves(module: str, name: str = "") -> bool:
+    every = (names_of(prefix + module) for prefix in PREFIXES)
+    return any(names is not None and (not name or name in names) for names in every)
+
+
+def options_of(module: str) -> str:
+    """The text in which a benchmark's or a command's options stand."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None, f"no module {module}"
+    paths = [Path(str(spec.origin))]
+    if paths[0].name == "__init__.py":
+        # `python -m benchmarks gpt` hands its words on to one of these.
+        paths = [paths[0].with_name(f"{name}.py") for name in ("__main__", "weak_scaling", "accuracy")]
+    return "".join(path.read_text(encoding="utf-8") for path in paths if path.exists())
+
+
+def test_readme_is_short():
+    assert len(read(ROOT / "README.md").splitlines()) <= MAX_README_LINES
+
+
+@over_pages
+def test_every_path_exists(page):
+    # `compiler/passes.py` and the like go from the package on.
+    places = (ROOT, ROOT / "autopar", ROOT / "autopar" / "compiler")
+    paths = {
+        word.split(":")[0]
+        for word in quoted(page)
+        if re.fullmatch(r"[\w./-]+(:\w+)?", word)
+        and ("/" in word or word.split(":")[0].endswith(SUFFIXES))
+        and (word.split("/")[0] in TOP_LEVEL or word.split(":")[0].endswith(SUFFIXES))
+    }
+    assert not [path for path in paths if not any((place / path).exists() for place in places)]
+
+
+@over_pages
+def test_every_module_and_function_exists(page):
+    functions = {word for word in quoted(page) if re.fullmatch(r"[a-z_]\w*(\.\w+)*:\w+(\.\w+)*", word)}
+    assert not [word for word in functions if not resolves(*word.split(":"))]
+    modules = {word for word in quoted(page) if re.fullmatch(r"(autopar|benchmarks|tests)(\.\w+)+", word)}
+    missing = [
+        word
+        for word in modules
+        if not resolves(word) and not resolves(*word.rsplit(".", 1)) and not hasattr(autopar, word.split(".")[1])
+    ]
+    assert not missing
+
+
+@over_pages
+def test_every_command_exists(page):
+    targets = re.findall(r"^([a-z-]+):", read(ROOT / "Makefile"), re.MULTILINE)
+    for words in commands(page):
+        match words:
+            case ["make", target, *_]:
+                assert target in targets
+            case [("python" | ".venv/bin/python"), "-m", module, *rest]:
+                text = options_of(module) if module.startswith("benchmarks") else None
+                unknown = [word for word in rest if word.startswith("--") and text and f'"{word}"' not in text]
+                assert not unknown, f"{module} has no {unknown}"
+            case [("python" | "pytest" | ".ci/run" | ".ci/test-newest") as program, *rest]:
+                paths = [word for word in [program, *rest] if "/" in word]
+                assert not [path for path in paths if not (ROOT / path.split("::")[0]).exists()]
+            case ["autopar", command, *rest]:
+                assert (ROOT / "autopar" / f"{command}.py").exists() or (
+                    ROOT / "autopar" / "hardware" / f"{command}.py"
+                ).exists()
+            case _:
+                pass
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@over_pages
+def test_links_resolve(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+://", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@over_pages
+def test_page_is_of_a_length_to_read(page):
+    assert len(read(page).splitlines()) <= 320
+
+
+@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.name)
+def test_every_sweep_exists(sweep):
+    module, *words = sweep.words
+    text = options_of(module)
+    assert not [word for word in (*words, "--json") if word.startswith("--") and f'"{word}"' not in text]
+
+
+def test_errors_of_the_table_of_limits_are_public():
+    text = read(ROOT / "docs" / "limits.md")
+    table = text.partition("<!-- begin: not supported -->")[2].partition("<!-- end: not supported -->")[0]
+    rows = [line.split(" | ") for line in table.strip().splitlines()[2:]]
+    assert len(rows) > 10
+    for found, error in rows:
+        names = [name for name in re.findall(r"`(\w+)`", error) if name[0].isupper()]
+        assert names or error.startswith("a warning"), found
+        assert all(issubclass(getattr(autopar, name), (autopar.AutoparError, Warning)) for name in names), found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_python_of_readme_and_guide_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where it writes
+    readme, guide = (blocks(page, "python") for page in (ROOT / "README.md", ROOT / "docs" / "guide.md"))
+    assert (len(readme), len(guide)) == (2, 4)
+    names: dict[str, Any] = {"__name__": "__main__"}  # so that its functions are sent by value, as a script's are
+    for block in readme:
+        exec(block, names)
+    assert names["metrics"]["loss"] < 1.0
+    assert names["planned"].plan.num_devices <= 64
+    for block in guide:
+        exec(block, names)
+    assert names["history"][-1]["loss"] < names["history"][0]["loss"]
+    assert names["report"].fits
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert json.loads(names["text"])["num_microbatches"] == 4
+    assert names["planned"].plan.method == "PipelineParallel"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in ("README.md", "guide.md")], ids=lambda page: page.name
+)
+def test_python_of_other_pages_runs_as_it_stands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks(page, "python"):
+        exec(block, names)
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    linked = set(re.findall(r"\]\(([^)#\s]+)", read(ROOT / "README.md")))
+    assert not [page for page in PAGES[1:] if page.relative_to(ROOT).as_posix() not in linked]
