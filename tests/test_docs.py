@@ -5,16 +5,20 @@ import importlib
 import importlib.util
 import json
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import autopar
+from autopar.compiler import passes
 from benchmarks.sweep import SWEEPS
+from tests.small_steps import mlp_batch, mlp_params, mlp_step, traced, two_stages
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -219,6 +223,27 @@ def test_python_of_other_pages_runs_as_it_stands(page: Path, tmp_path: Path, mon
     names: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(page, "python"):
         exec(block, names)
+
+
+@pytest.mark.skipif(not jax.__version__.startswith("0.10."), reason="releases of JAX differ in their equations")
+def test_architecture_shows_what_is_printed():
+    trace = traced(mlp_step, mlp_params(), mlp_batch(), donated=(0,))
+    plan = passes.make_plan(trace, two_stages(), num_devices=4, kind="cpu")
+    printed = "\n".join(map(str, (trace, plan, passes.cut_step(trace, plan), passes.lower_step(trace, plan))))
+    shown = [line for block in blocks(ROOT / "docs" / "architecture.md", "text") for line in block.splitlines()]
+    assert len(shown) > 15
+    assert not [line for line in shown if line.rstrip() not in printed]
+
+
+def test_architecture_lists_every_package():
+    text = read(ROOT / "docs" / "architecture.md")
+    packages = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "autopar").rglob("__init__.py")}
+    assert not [name for name in sorted(packages - {"autopar", "autopar/compiler"}) if f"| `{name}` |" not in text]
+
+
+def test_picture_is_the_one_that_the_script_draws():
+    script = runpy.run_path(str(ROOT / "docs" / "draw_architecture.py"))
+    assert script["OUT"].read_text(encoding="utf-8") == script["draw"](), "run `make pictures`"
 
 
 def test_every_page_can_be_reached_from_the_readme():
