@@ -100,7 +100,7 @@ def _evaluate(
                 results = _evaluate(_body(eqn), (), values, (*path, i), None if forward else regions)
         else:
             loop = forward and eqn.primitive.name in ("scan", "while", "cond")
-            params = jc.map_subjaxprs(eqn.params, _without_regions) if loop else None
+            params = jc.map_subjaxprs(eqn, _without_regions) if loop else None
             results = jc.bind_equation(eqn, values, params)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 
 
 def join_recomputed(closed: jc.ClosedJaxpr, recomputes: Sequence[bool]) -> jc.ClosedJaxpr:
@@ -153,7 +154,7 @@ class _Level:
         if _changes_nothing(eqn):
             return operands
         new = tuple(self.new() for _ in eqn.outvars)
-        key = (eqn.primitive, _params_key(eqn.params), tuple(operands))
+        key = (eqn.primitive, _params_key(jp.parameters(eqn)), tuple(operands))
         # What does not vary is the same outside of the loop: JAX recomputes it there, once for all iterations.
         level = self
         while level.outer is not None and level.varying.isdisjoint(operands):
@@ -161,23 +162,23 @@ class _Level:
         if not eqn.effects and key in level.table:
             return level.table[key]
         if recompute:
-            joined = self._join_scan(jc.loop_of(eqn), operands) if eqn.primitive.name == "scan" else None
+            joined = self._join_scan(jp.scan_of(eqn), operands) if eqn.primitive.name == "scan" else None
             new = tuple(joined or new)
         elif not eqn.effects:
             level.table[key] = new
             if eqn.primitive.name == "scan":
-                self.loops[len(self.eqns)] = self._loop(jc.loop_of(eqn), operands, new)
+                self.loops[len(self.eqns)] = self._loop(jp.scan_of(eqn), operands, new)
         level.varying.update(new)
         return new
 
     # Scans that repeat a scan
 
-    def _join_scan(self, scan: jc.Loop, operands: Sequence[int]) -> Sequence[int] | None:
+    def _join_scan(self, scan: jp.Scan, operands: Sequence[int]) -> Sequence[int] | None:
         """The numbers of a recomputed scan's results, if a scan of the forward can compute them too."""
         consts, carry, xs = _split(scan, operands)
         for index, loop in self.loops.items():
             other = self.eqns[index]
-            forward = jc.loop_of(other)
+            forward = jp.scan_of(other)
             starts = _split(forward, [self.number(atom) for atom in other.invars])[1]
             places = _places(carry, starts)
             # Read in the body, or stacked by it: such values are there although they are made later outside.
@@ -193,7 +194,7 @@ class _Level:
                 return [*(self.numbers[other.outvars[k]] for k in places), *ys]
         return None
 
-    def _loop(self, scan: jc.Loop, operands: Sequence[int], results: Sequence[int]) -> _Loop:
+    def _loop(self, scan: jp.Scan, operands: Sequence[int], results: Sequence[int]) -> _Loop:
         """A scan of the forward; what all its iterations read keeps its number inside."""
         consts, carry, xs = _split(scan, operands)
         inner_carry = [self.new() for _ in carry]
@@ -206,7 +207,7 @@ class _Level:
         return _Loop(body=body, carry=inner_carry, xs=inner_xs, outs=outs, ys=ys)
 
     def _repeat(
-        self, loop: _Loop, places: Sequence[int], scan: jc.Loop, consts: Sequence[int], xs: Sequence[int]
+        self, loop: _Loop, places: Sequence[int], scan: jp.Scan, consts: Sequence[int], xs: Sequence[int]
     ) -> list[int] | None:
         """Let the loop compute what `scan` does: the numbers of its stacked results; None if the carries differ."""
         slices = [loop.slice_of(number) for number in xs]
@@ -219,12 +220,12 @@ class _Level:
         return [loop.ys.setdefault(inner, (atom, self.new()))[1] for inner, atom in holders]
 
 
-def _split(scan: jc.Loop, operands: Sequence[int]) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+def _split(scan: jp.Scan, operands: Sequence[int]) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
     border = scan.num_consts + scan.num_carry
     return operands[: scan.num_consts], operands[scan.num_consts : border], operands[border:]
 
 
-def _results_of(scan: jc.Loop) -> list[Any]:
+def _results_of(scan: jp.Scan) -> list[Any]:
     return jc.open_jaxpr(scan.body)[0].outvars
 
 
@@ -243,7 +244,7 @@ def _changes_nothing(eqn: jc.JaxprEqn) -> bool:
     """Whether the results are the operands: JAX puts such equations around what it recomputes."""
     if eqn.primitive.name == "reduce_precision":
         finfo: Any = jnp.finfo(eqn.invars[0].aval.dtype)  # type: ignore[attr-defined]
-        return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (finfo.nexp, finfo.nmant)
+        return jp.reduced_precision(eqn) == (finfo.nexp, finfo.nmant)
     return eqn.primitive.name in ("optimization_barrier", "name")
 
 
@@ -275,7 +276,7 @@ def _jaxpr_key(value: Any) -> Hashable:
 
     eqns: list[Hashable] = []
     for eqn in jaxpr.eqns:
-        eqns.append((eqn.primitive, _params_key(eqn.params), *(read(atom) for atom in eqn.invars)))
+        eqns.append((eqn.primitive, _params_key(jp.parameters(eqn)), *(read(atom) for atom in eqn.invars)))
         numbers.update({v: len(numbers) + k for k, v in enumerate(eqn.outvars)})
     inputs = tuple(str(v.aval) for v in jaxpr.invars)
     return (inputs, tuple(id(c) for c in consts), tuple(eqns), *(read(atom) for atom in jaxpr.outvars))
@@ -319,7 +320,7 @@ class _Evaluation:
 
     def _run_loop(self, eqn: jc.JaxprEqn, loop: _Loop) -> list[Any]:
         """Run a scan of the forward together with those that repeat it."""
-        scan = jc.loop_of(eqn)
+        scan = jp.scan_of(eqn)
 
         def body(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             inside = dict(zip([*loop.carry, *loop.xs.values()], [*carry, *xs], strict=True))

@@ -13,7 +13,8 @@ from typing import Any
 from jax import lax
 from jax import numpy as jnp
 
-from autopar.compiler.jaxprs.compat import JaxprEqn, Literal, bind_equation, bind_loop, loop_of, under_scope_of
+from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.compat import JaxprEqn, Literal, bind_equation, under_scope_of
 
 # --- A value held in consecutive pieces along axis 0, so that every pipeline stage can own its layers' piece ---
 # whole      [ 0  1  2  3  4 ]
@@ -160,9 +161,10 @@ def _run(eqn: JaxprEqn, carries: Sequence[bool], args: Sequence[Any], start: int
 
 
 def _params_of_piece(eqn: JaxprEqn, size: int) -> dict[str, Any]:
+    """The parameters that are others on a piece of `size` rows."""
     if eqn.primitive.name in ("broadcast_in_dim", "iota"):
-        return dict(eqn.params, shape=(size, *eqn.params["shape"][1:]))
-    return eqn.params
+        return {"shape": (size, *shape_of(eqn.outvars[0])[1:])}
+    return {}
 
 
 def reduction(eqn: JaxprEqn, combine: Callable[[Any, Any], Any]) -> Rule:
@@ -176,9 +178,9 @@ def reduction(eqn: JaxprEqn, combine: Callable[[Any, Any], Any]) -> Rule:
 
 
 def slices(eqn: JaxprEqn) -> Rule | None:
-    params, operand, result = eqn.params, eqn.invars[0], eqn.outvars[0]
-    first, strides = params["start_indices"][0], params["strides"]
-    if strides is not None and strides[0] != 1:
+    operand, result, cut_at = eqn.invars[0], eqn.outvars[0], jp.slice_of(eqn)
+    first = cut_at.starts[0]
+    if cut_at.strides[0] != 1:
         return None
     same_rows = shape_of(result)[1:] == shape_of(operand)[1:]
 
@@ -190,8 +192,8 @@ def slices(eqn: JaxprEqn) -> Rule | None:
                 piece = rows(args[0], first + start, first + stop)
                 piece = piece if same_rows else filled(piece)
             if not same_rows:
-                begins, ends = (0, *params["start_indices"][1:]), (stop - start, *params["limit_indices"][1:])
-                piece = bind_equation(eqn, [piece], dict(params, start_indices=begins, limit_indices=ends))[0]
+                starts, limits = (0, *cut_at.starts[1:]), (stop - start, *cut_at.limits[1:])
+                piece = bind_equation(eqn, [piece], {"start_indices": starts, "limit_indices": limits})[0]
             pieces.append(piece)
         with under_scope_of(eqn):
             return [piecewise(cut, pieces)]
@@ -201,7 +203,7 @@ def slices(eqn: JaxprEqn) -> Rule | None:
 
 
 def split(eqn: JaxprEqn) -> Rule | None:
-    if eqn.params["axis"] != 0:
+    if jp.dimensions_of(eqn) != (0,):
         return independent(eqn)
     offsets = _offsets(eqn.outvars)
 
@@ -218,7 +220,7 @@ def split(eqn: JaxprEqn) -> Rule | None:
 
 
 def concatenate(eqn: JaxprEqn) -> Rule | None:
-    if eqn.params["dimension"] != 0:
+    if jp.dimensions_of(eqn) != (0,):
         return independent(eqn)
     offsets = _offsets(eqn.invars)
 
@@ -260,7 +262,7 @@ def _within(bounds: Bounds, offset: int, size: int | None) -> Bounds:
 
 
 def stack(eqn: JaxprEqn) -> Rule | None:
-    if eqn.params["axis"] != 0:
+    if jp.dimensions_of(eqn) != (0,):
         return independent(eqn)
 
     def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
@@ -274,7 +276,7 @@ def stack(eqn: JaxprEqn) -> Rule | None:
 
 
 def unstack(eqn: JaxprEqn) -> Rule | None:
-    if eqn.params["axis"] != 0:
+    if jp.dimensions_of(eqn) != (0,):
         return independent(eqn)
 
     def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
@@ -290,11 +292,12 @@ def unstack(eqn: JaxprEqn) -> Rule | None:
 
 def pad(eqn: JaxprEqn) -> Rule | None:
     operand, fill = eqn.invars
-    result, (low, high, interior) = eqn.outvars[0], eqn.params["padding_config"][0]
+    result, (along_rows, *along_others) = eqn.outvars[0], jp.padding_of(eqn)
+    low, high, interior = along_rows
     if low < 0 or high < 0 or interior:
         return None
     zero = isinstance(fill, Literal) and not fill.val
-    low, last = int(low), int(low) + shape_of(operand)[0]
+    last = low + shape_of(operand)[0]
 
     def piece(args: Sequence[Any], start: int, stop: int) -> Any:
         first, end = max(start, low), min(stop, last)
@@ -306,8 +309,8 @@ def pad(eqn: JaxprEqn) -> Rule | None:
             if inner.shape == shape:
                 return inner
             inner = filled(inner)
-        config = ((first - start, stop - end, 0), *eqn.params["padding_config"][1:])
-        return bind_equation(eqn, [inner, args[1]], dict(eqn.params, padding_config=config))[0]
+        config = ((first - start, stop - end, 0), *along_others)
+        return bind_equation(eqn, [inner, args[1]], {"padding_config": config})[0]
 
     def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
         pieces = [piece(args, start, stop) for start, stop in pairwise(bounds[0])]
@@ -321,7 +324,7 @@ def reshape(eqn: JaxprEqn) -> Rule | None:
     operand, result = eqn.invars[0], eqn.outvars[0]
     if len(eqn.invars) != 1 or not shape_of(operand) or not shape_of(result) or not prod(shape_of(result)):
         return None
-    if eqn.params.get("dimensions") is not None:
+    if jp.reorders(eqn):
         return None
     # Rows of the result that one row of the operand fills.
     ratio = Fraction(prod(shape_of(operand)[1:]), prod(shape_of(result)[1:]))
@@ -332,8 +335,8 @@ def reshape(eqn: JaxprEqn) -> Rule | None:
         for start, stop in pairwise(cut):
             with under_scope_of(eqn):
                 piece = filled(rows(args[0], int(start / ratio), int(stop / ratio)))
-            sizes = (stop - start, *eqn.params["new_sizes"][1:])
-            pieces += bind_equation(eqn, [piece], dict(eqn.params, new_sizes=sizes))
+            sizes = (stop - start, *shape_of(result)[1:])
+            pieces += bind_equation(eqn, [piece], {"new_sizes": sizes})
         with under_scope_of(eqn):
             return [piecewise(cut, pieces)]
 
@@ -357,7 +360,7 @@ def barrier(eqn: JaxprEqn) -> Rule:
 
 def loop(eqn: JaxprEqn) -> Rule:
     """A scan runs over its pieces in turn: the carry goes through, each piece has its xs and ys."""
-    found = loop_of(eqn)
+    found = jp.scan_of(eqn)
     num_outer = found.num_consts + found.num_carry
 
     def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
@@ -369,7 +372,7 @@ def loop(eqn: JaxprEqn) -> Rule:
         for start, stop in reversed(spans) if found.reverse else spans:
             with under_scope_of(eqn):
                 xs = [filled(rows(x, start, stop)) for x in args[num_outer:]]
-            results = bind_loop(eqn, [*consts, *carry, *xs], stop - start)
+            results = jp.bind_scan(eqn, [*consts, *carry, *xs], stop - start)
             carry = results[: found.num_carry]
             pieces.append(results[found.num_carry :])
         pieces = pieces[::-1] if found.reverse else pieces
@@ -394,19 +397,10 @@ ELEMENTWISE = frozenset(
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
     """.split()  # noqa: SIM905 — as words it fits on a screen
 )
-# The parameter that names the axes which the operation mixes; the others are independent.
-MIXED_AXES = {
-    "argmax": "axes",
-    "argmin": "axes",
-    "cumlogsumexp": "axis",
-    "cummax": "axis",
-    "cummin": "axis",
-    "cumprod": "axis",
-    "cumsum": "axis",
-    "rev": "dimensions",
-    "sort": "dimension",
-    "squeeze": "dimensions",
-}
+# They mix some axes; the others are independent.
+MIXED_AXES = frozenset(
+    ["argmax", "argmin", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "rev", "sort", "squeeze"]
+)
 REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "reduce_and": lax.bitwise_and,
     "reduce_max": lax.max,
@@ -427,39 +421,35 @@ def rule_of(eqn: JaxprEqn) -> Rule | None:
         # Scalars, and axes of length one, are broadcast.
         return independent(eqn, [size_of(v) == size_of(eqn.outvars[0]) for v in eqn.invars])
     if name in MIXED_AXES:
-        return None if _holds_first(eqn.params[MIXED_AXES[name]]) else independent(eqn)
+        return None if 0 in jp.dimensions_of(eqn) else independent(eqn)
     if name in REDUCTIONS:
-        return reduction(eqn, REDUCTIONS[name]) if 0 in eqn.params["axes"] else independent(eqn)
+        return reduction(eqn, REDUCTIONS[name]) if 0 in jp.dimensions_of(eqn) else independent(eqn)
     if name in MATRIX_FUNCTIONS:
         return independent(eqn) if all(len(shape_of(v)) > 2 for v in eqn.invars) else None
     return _OTHERS[name](eqn) if name in _OTHERS else None
-
-
-def _holds_first(axes: int | Sequence[int]) -> bool:
-    return 0 in (axes if isinstance(axes, (tuple, list)) else (axes,))
 
 
 def _broadcast(eqn: JaxprEqn) -> Rule | None:
     if len(eqn.invars) != 1:
         return None
     operand, result = eqn.invars[0], eqn.outvars[0]
-    return independent(eqn, [eqn.params["broadcast_dimensions"][:1] == (0,) and size_of(operand) == size_of(result)])
+    return independent(eqn, [jp.broadcast_dimensions(eqn)[:1] == (0,) and size_of(operand) == size_of(result)])
 
 
 def _iota(eqn: JaxprEqn) -> Rule | None:
-    return None if eqn.params["dimension"] == 0 or eqn.invars else independent(eqn)
+    return None if jp.dimensions_of(eqn) == (0,) or eqn.invars else independent(eqn)
 
 
 def _tile(eqn: JaxprEqn) -> Rule | None:
-    return independent(eqn) if eqn.params["reps"][:1] == (1,) else None
+    return independent(eqn) if jp.repetitions(eqn)[:1] == (1,) else None
 
 
 def _transpose(eqn: JaxprEqn) -> Rule | None:
-    return independent(eqn) if eqn.params["permutation"][:1] == (0,) else None
+    return independent(eqn) if jp.permutation_of(eqn)[:1] == (0,) else None
 
 
 def _dot(eqn: JaxprEqn) -> Rule | None:
-    (left_contracted, right_contracted), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    (left_contracted, right_contracted), (left_batch, right_batch) = jp.dot_dimensions(eqn)
     if left_batch:
         return independent(eqn) if left_batch[0] == right_batch[0] == 0 else None
     if (0, 0) in zip(left_contracted, right_contracted):

@@ -35,6 +35,7 @@ from autopar.compiler.frontend.layer_scan_rules import (
     size_of,
     whole,
 )
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.compat import (
     ClosedJaxpr,
     Jaxpr,
@@ -42,7 +43,6 @@ from autopar.compiler.jaxprs.compat import (
     Var,
     ad_phase,
     bind_equation,
-    loop_of,
     open_jaxpr,
     trace,
     under_scope_of,
@@ -76,7 +76,7 @@ def has_layer_loops(closed: ClosedJaxpr, *, batch_inputs: Collection[int]) -> tu
     """The lengths of the loops over layers in order, without those of the backward pass; () if none."""
     jaxpr, _ = open_jaxpr(closed)
     loops = (jaxpr.eqns[i] for i in find_layer_loops(jaxpr, batch_inputs))
-    return tuple(loop_of(eqn).length for eqn in loops if ad_phase(eqn) != "backward")
+    return tuple(jp.scan_of(eqn).length for eqn in loops if ad_phase(eqn) != "backward")
 
 
 def split_layer_loops(
@@ -140,7 +140,7 @@ def _is_float(v: Any) -> bool:
 
 
 def _scanned(eqn: JaxprEqn) -> list[Var]:
-    loop = loop_of(eqn)
+    loop = jp.scan_of(eqn)
     return [v for v in eqn.invars[loop.num_consts + loop.num_carry :] if isinstance(v, Var)]
 
 

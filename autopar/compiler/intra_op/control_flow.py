@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from autopar.compiler.intra_op.choice_graph import Block, BlockChoices, Choice, EquationChoice
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.trip_counts import trip_count
 from autopar.compiler.sharding.free_values import free_carry, free_results, is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
@@ -39,7 +40,7 @@ def enter(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
 
 
 def _scan(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
-    loop = jc.loop_of(eqn)
+    loop = jp.scan_of(eqn)
     body = jc.open_jaxpr(loop.body)[0]
     is_free = [_is_free(block, atom) for atom in eqn.invars]
     first_xs = loop.num_consts + loop.num_carry
@@ -58,7 +59,7 @@ def _scan(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
 
 
 def _while(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
-    loop = jc.while_of(eqn)
+    loop = jp.while_of(eqn)
     body, cond = jc.open_jaxpr(loop.body)[0], jc.open_jaxpr(loop.cond)[0]
     is_free = [_is_free(block, atom) for atom in eqn.invars]
     freed = free_results(eqn, is_free)
@@ -85,7 +86,7 @@ def _while(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
 
 
 def _cond(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
-    branches = [jc.open_jaxpr(branch)[0] for branch in eqn.params["branches"]]
+    branches = [jc.open_jaxpr(branch)[0] for branch in jp.branches_of(eqn)]
     index = None if _is_free(block, eqn.invars[0]) else _everywhere(block, 0)
     arguments = [
         None if _is_free(block, atom) else _argument(block, f"cond operand {number}", atom.aval)
@@ -187,7 +188,7 @@ def _stacked(choice: Choice | None) -> Choice | None:
     return Choice(choice.node, tuple(Layout(((), *layout.dims), layout.partial) for layout in choice.layouts))
 
 
-def _accumulates(body: jc.Jaxpr, v: jc.Var, number: int, loop: jc.Loop) -> bool:
+def _accumulates(body: jc.Jaxpr, v: jc.Var, number: int, loop: jp.Scan) -> bool:
     """Whether the body does nothing with a part of the carry but add to it."""
     position = number - loop.num_consts
     if not 0 <= position < loop.num_carry:

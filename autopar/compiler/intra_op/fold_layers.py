@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key, literal_key
 from autopar.compiler.sharding.free_values import free_results
 
@@ -107,7 +108,7 @@ def _key(eqn: jc.JaxprEqn, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hashable:
     if eqn.primitive.name not in NESTED:
         return (equation_key(eqn), mark(eqn))
     bodies = tuple(_body_key(jc.open_jaxpr(body)[0], mark) for body in jc.subjaxprs(eqn))
-    loop = jc.loop_of(eqn) if eqn.primitive.name == "scan" else None
+    loop = jp.scan_of(eqn) if eqn.primitive.name == "scan" else None
     sizes = loop and (loop.num_consts, loop.num_carry, loop.length, loop.reverse)
     return (eqn.primitive.name, sizes, tuple(map(_type, (*eqn.invars, *eqn.outvars))), bodies)
 

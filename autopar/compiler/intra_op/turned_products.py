@@ -23,7 +23,7 @@ def turn_products(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
     jaxpr, consts = jc.open_jaxpr(closed)
     turned = _turned(jaxpr)
     bodies = {
-        number: jc.map_subjaxprs(eqn.params, turn_products)
+        number: jc.map_subjaxprs(eqn, turn_products)
         for number, eqn in enumerate(jaxpr.eqns)
         if eqn.primitive.name in NESTED
     }

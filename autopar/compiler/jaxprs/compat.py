@@ -1,14 +1,13 @@
-"""The one gate to what JAX does not promise: equations, name stacks, source lines and loop parameters.
+"""The one gate to what JAX does not promise: its private modules, equations, name stacks and source lines.
 
 Everything here differs, or may differ, between the JAX releases that autopar supports. An upgrade touches this file
-only.
+and `params.py`, the gate to the parameters of equations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,21 +22,18 @@ from jax.core import Tracer
 from jax.extend import random as jex_random
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 __all__ = [
     "ClosedJaxpr",
     "Jaxpr",
     "JaxprEqn",
     "Literal",
-    "Loop",
     "Primitive",
     "Var",
     "ad_phase",
     "bind_equation",
-    "bind_loop",
     "jaxpr_as_fun",
-    "loop_of",
     "open_jaxpr",
     "operands",
     "scope_of",
@@ -56,14 +52,14 @@ def _weak(aval: Any) -> bool:
     return bool(getattr(aval, "weak_type", False))
 
 
-def bind_equation(eqn: JaxprEqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+def bind_equation(eqn: JaxprEqn, args: Sequence[Any], changes: Mapping[str, Any] | None = None) -> list[Any]:
     """Evaluate (or re-trace) one equation on `args`, keeping its name stack, source line and context.
 
-    `params` replaces the equation's parameters, for an equation that is to run at another shape.
+    `changes` are the parameters that are others, for an equation that is to run at another shape.
     """
     # get_bind_params, user_context and eqn.ctx are what jax.core.eval_jaxpr itself uses; there is no public equivalent
     # that keeps the provenance of an equation.
-    bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+    bind_params = eqn.primitive.get_bind_params({**eqn.params, **(changes or {})})
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     around = jax.sharding.get_abstract_mesh()
     # Inside of a shard_map its mesh counts, not the one that the equation was first traced under.
@@ -125,16 +121,6 @@ def explicit_spec(v: Any) -> PartitionSpec | None:
     return getattr(sharding, "spec", None)
 
 
-def jit_shardings(eqn: JaxprEqn) -> tuple[list[NamedSharding | None], list[NamedSharding | None]]:
-    """The shardings that a call of `jax.jit` asks for, by operand and by result; None where it leaves them open."""
-
-    def named(key: str, count: int) -> list[NamedSharding | None]:
-        given = eqn.params.get(key) or (None,) * count
-        return [s if isinstance(s, NamedSharding) else None for s in given]
-
-    return named("in_shardings", len(eqn.invars)), named("out_shardings", len(eqn.outvars))
-
-
 def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, tuple[Any, ...]]:
     """The jaxpr and its constants, of a closed or an open jaxpr (jax 0.12 has only one type for both)."""
     if isinstance(jaxpr, ClosedJaxpr):
@@ -173,8 +159,8 @@ def runs_on_one_device(eqn: JaxprEqn) -> bool:
     return keeps_order(eqn) and not all(effects.shardable_ordered_effects.contains(effect) for effect in eqn.effects)
 
 
-def map_subjaxprs(params: dict[str, Any], transform: Callable[[ClosedJaxpr], ClosedJaxpr]) -> dict[str, Any]:
-    """Parameters with `transform` applied to each jaxpr among them, open ones staying open.
+def map_subjaxprs(eqn: JaxprEqn, transform: Callable[[ClosedJaxpr], ClosedJaxpr]) -> dict[str, Any]:
+    """The equation's parameters with `transform` applied to each jaxpr among them, open ones staying open.
 
     An open jaxpr (the body of `remat2` in jax 0.10) has no place for constants: where the transformed one needs some,
     the original stays.
@@ -190,7 +176,7 @@ def map_subjaxprs(params: dict[str, Any], transform: Callable[[ClosedJaxpr], Clo
             return item if closed.consts else closed.jaxpr
         return item
 
-    return {key: one(value) for key, value in params.items()}
+    return {key: one(value) for key, value in eqn.params.items()}
 
 
 def _closed(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:
@@ -204,68 +190,6 @@ def with_equations(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn]) -> ClosedJaxpr
     jaxpr, consts = open_jaxpr(closed)
     jaxpr = jaxpr.replace(eqns=list(eqns))
     return _closed(jaxpr, consts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loop:
-    """A `lax.scan` equation, read apart: operands are `[consts | carry | xs]`, results `[carry | ys]`."""
-
-    num_consts: int
-    num_carry: int
-    length: int
-    reverse: bool
-    unroll: int
-    body: ClosedJaxpr
-
-
-def loop_of(eqn: JaxprEqn) -> Loop:
-    """Read a scan equation (jax 0.10 counts its operands, jax 0.11 and later keep trees of them)."""
-    assert eqn.primitive.name == "scan", eqn.primitive.name
-    params = eqn.params
-    if "num_consts" in params:
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
-    else:
-        consts, carry, _ = params["ft_in"].update(list(eqn.invars)).unpack()
-        num_consts, num_carry = len(list(consts)), len(list(carry))
-    return Loop(
-        num_consts=num_consts,
-        num_carry=num_carry,
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params.get("unroll", 1),
-        body=params["jaxpr"],
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class While:
-    """A `lax.while_loop` equation, read apart: operands are `[consts of cond | consts of body | carry]`."""
-
-    cond_consts: int
-    body_consts: int
-    cond: ClosedJaxpr
-    body: ClosedJaxpr
-
-
-def while_of(eqn: JaxprEqn) -> While:
-    """Read a while equation."""
-    params = eqn.params
-    return While(
-        cond_consts=params["cond_nconsts"],
-        body_consts=params["body_nconsts"],
-        cond=params["cond_jaxpr"],
-        body=params["body_jaxpr"],
-    )
-
-
-def bind_loop(eqn: JaxprEqn, args: Sequence[Any], length: int) -> list[Any]:
-    """Run the body of a scan equation `length` times, on `xs` of that length.
-
-    The body of a scan is one iteration and knows nothing of their number, so no re-tracing is needed; parameters
-    that a release adds are passed on untouched.
-    """
-    unroll = min(eqn.params.get("unroll", 1), length)
-    return bind_equation(eqn, args, dict(eqn.params, length=length, unroll=unroll))
 
 
 def unlowered_primitive(name: str, reason: str) -> Primitive:

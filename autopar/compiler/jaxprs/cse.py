@@ -48,9 +48,9 @@ def merge_common_subexpressions(closed: jc.ClosedJaxpr, like: jc.ClosedJaxpr | N
 
 def _merged_bodies(eqn: jc.JaxprEqn, like: jc.JaxprEqn) -> dict[str, Any]:
     models: list[jc.ClosedJaxpr] = []
-    jc.map_subjaxprs(like.params, lambda body: models.append(body) or body)
+    jc.map_subjaxprs(like, lambda body: models.append(body) or body)
     in_order = iter(models)
-    return jc.map_subjaxprs(eqn.params, lambda body: merge_common_subexpressions(body, next(in_order)))
+    return jc.map_subjaxprs(eqn, lambda body: merge_common_subexpressions(body, next(in_order)))
 
 
 def _first_equals(jaxpr: jc.Jaxpr) -> list[int]:

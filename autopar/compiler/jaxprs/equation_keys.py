@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 
 REMAT = frozenset({"remat2", "checkpoint", "remat"})
 """Names of the rematerialised region, by release of JAX."""
@@ -22,7 +23,11 @@ _PLACEMENT = frozenset({"copy_semantics", "devices", "out_sharding", "out_shardi
 def equation_key(eqn: jc.JaxprEqn) -> Hashable:
     """Equal for equations that have the same rule: primitive, parameters but for placement, shapes and types."""
     name = eqn.primitive.name
-    params = () if name == "name" else ((k, _frozen(v)) for k, v in sorted(eqn.params.items()) if k not in _PLACEMENT)
+    params = (
+        ()
+        if name == "name"
+        else ((k, _frozen(v)) for k, v in sorted(jp.parameters(eqn).items()) if k not in _PLACEMENT)
+    )
     avals = ((tuple(aval.shape), aval.dtype) for aval in _avals([*eqn.invars, *eqn.outvars]))
     return (name, tuple(params), tuple(avals), bool(eqn.effects))
 

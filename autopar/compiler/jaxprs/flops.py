@@ -29,6 +29,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.compat import JaxprEqn, open_jaxpr, subjaxprs
 from autopar.compiler.jaxprs.trip_counts import trip_count
 
@@ -90,7 +91,6 @@ def runs_jaxprs(eqn: JaxprEqn) -> bool:
 
 def equation_flops(eqn: JaxprEqn) -> float:
     """FLOPs of one equation, as counted by the table above."""
-    params: dict[str, Any] = eqn.params
     match eqn.primitive.name:
         case "dot_general" | "ragged_dot" | "ragged_dot_general":
             return _dot_flops(eqn)
@@ -99,15 +99,16 @@ def equation_flops(eqn: JaxprEqn) -> float:
         case "conv_general_dilated":
             return _convolution_flops(eqn)
         case "reduce":
-            return _size(eqn.invars[0]) * jaxpr_flops(params["jaxpr"])
+            return _size(eqn.invars[0]) * jaxpr_flops(next(subjaxprs(eqn)))
         case "select_and_scatter_add" | "select_and_gather_add":
             # A comparison for each element of a window, and the addition of what was selected.
-            return _size(eqn.invars[0]) * (math.prod(params["window_dimensions"]) + 1)
+            return _size(eqn.invars[0]) * (math.prod(jp.window_of(eqn).sizes) + 1)
         case "sort":
-            dimension: int = params["dimension"]
+            (dimension,) = jp.dimensions_of(eqn)
             return _size(eqn.invars[0]) * _log2(_shape(eqn.invars[0])[dimension])
         case "top_k":
-            return _size(eqn.invars[0]) * _log2(params["k"] + 1)
+            (dimension,) = jp.dimensions_of(eqn)
+            return _size(eqn.invars[0]) * _log2(_shape(eqn.outvars[0])[dimension] + 1)
         case "triangular_solve":
             return _size(eqn.invars[1]) * _shape(eqn.invars[0])[-1]
         case "fft":
@@ -178,8 +179,8 @@ def _simple_flops(eqn: JaxprEqn) -> float:
     if name in _REDUCTIONS:
         return _size(eqn.invars[0])
     if name in _WINDOWS:
-        each = jaxpr_flops(eqn.params["jaxpr"]) if name == "reduce_window" else 1
-        return _size(eqn.outvars[0]) * math.prod(eqn.params["window_dimensions"]) * each
+        each = jaxpr_flops(next(subjaxprs(eqn))) if name == "reduce_window" else 1
+        return _size(eqn.outvars[0]) * math.prod(jp.window_of(eqn).sizes) * each
     if name in _FACTORIZATIONS:
         *batch, rows, columns = _shape(eqn.invars[0])
         return math.prod(batch) * float(_FACTORIZATIONS[name](max(rows, columns), min(rows, columns)))
@@ -190,38 +191,26 @@ def _simple_flops(eqn: JaxprEqn) -> float:
 
 def _dot_flops(eqn: JaxprEqn) -> float:
     """A ragged dimension is divided among the groups, so that they together cost as much as one dot."""
-    params: dict[str, Any] = eqn.params
-    group: tuple[int, ...] = ()
-    if "ragged_dot_dimension_numbers" in params:
-        ragged = params["ragged_dot_dimension_numbers"]
-        group, numbers = tuple(ragged.rhs_group_dimensions), ragged.dot_dimension_numbers
-    else:
-        numbers = params["dimension_numbers"]
-    (_, contracting), (_, batch) = numbers
-    bound = {*contracting, *batch, *group}
+    (_, contracted), (_, batch) = jp.dot_dimensions(eqn)
+    bound = {*contracted, *batch, *jp.ragged_dimensions(eqn).groups}
     free = math.prod(size for axis, size in enumerate(_shape(eqn.invars[1])) if axis not in bound)
     return 2 * _size(eqn.invars[0]) * free
 
 
 def _convolution_flops(eqn: JaxprEqn) -> float:
-    params: dict[str, Any] = eqn.params
-    numbers: Any = params["dimension_numbers"]
-    lhs, rhs, out = (
-        _in_order(_shape(var), spec)
-        for var, spec in zip(
-            (*eqn.invars, *eqn.outvars), (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec), strict=True
-        )
-    )
+    conv = jp.convolution_of(eqn)
+    specs = (conv.lhs_spec, conv.rhs_spec, conv.out_spec)
+    lhs, rhs, out = (_in_order(_shape(var), spec) for var, spec in zip((*eqn.invars, *eqn.outvars), specs, strict=True))
     taps = 1
-    for dimension in range(len(params["window_strides"])):
+    for dimension in range(len(conv.strides)):
         taps *= _taps(
             lhs[2 + dimension],
             rhs[2 + dimension],
             out[2 + dimension],
-            stride=params["window_strides"][dimension],
-            padding=params["padding"][dimension][0],
-            lhs_dilation=params["lhs_dilation"][dimension],
-            rhs_dilation=params["rhs_dilation"][dimension],
+            stride=conv.strides[dimension],
+            padding=conv.padding[dimension][0],
+            lhs_dilation=conv.lhs_dilation[dimension],
+            rhs_dilation=conv.rhs_dilation[dimension],
         )
     return 2.0 * out[0] * out[1] * rhs[1] * taps
 
@@ -241,17 +230,16 @@ def _taps(
 
 
 def _scatter_flops(eqn: JaxprEqn) -> float:
-    if (combine := eqn.params.get("update_jaxpr")) is not None:
+    if (combine := jp.scatter_of(eqn).combine) is not None:
         return _size(eqn.invars[2]) * jaxpr_flops(combine)
     return 0.0 if eqn.primitive.name == "scatter" else _size(eqn.invars[2])
 
 
 def _fft_flops(eqn: JaxprEqn) -> float:
-    lengths = eqn.params["fft_lengths"]
     points = max(_size(eqn.invars[0]), _size(eqn.outvars[0]))
     avals: list[Any] = [eqn.invars[0].aval, eqn.outvars[0].aval]
     real = any(aval.dtype.kind != "c" for aval in avals)
-    return (2.5 if real else 5.0) * points * math.log2(max(math.prod(lengths), 1))
+    return (2.5 if real else 5.0) * points * math.log2(max(math.prod(jp.fft_points(eqn)), 1))
 
 
 def _calls(eqn: JaxprEqn) -> bool:
@@ -260,23 +248,21 @@ def _calls(eqn: JaxprEqn) -> bool:
 
 def _called(eqn: JaxprEqn, count: Callable[[Any], float]) -> float:
     """The sum of `count` over the jaxprs that the equation runs, as often as it runs them."""
-    params: dict[str, Any] = eqn.params
     match eqn.primitive.name:
         case "scan":
-            return params["length"] * count(params["jaxpr"])
+            loop = jp.scan_of(eqn)
+            return loop.length * count(loop.body)
         case "while":
-            trips = trip_count(eqn)
-            return trips * count(params["body_jaxpr"]) + (trips + 1) * count(params["cond_jaxpr"])
+            trips, loop = trip_count(eqn), jp.while_of(eqn)
+            return trips * count(loop.body) + (trips + 1) * count(loop.cond)
         case "cond":
-            return max(count(branch) for branch in params["branches"])
+            return max(map(count, jp.branches_of(eqn)))
         case "custom_linear_solve":
-            return count(params["jaxprs"].solve)  # the others are for its derivatives
+            return count(jp.linear_solver(eqn))
         case "pallas_call":
             # A dimension of the grid that is known at run time only counts once.
-            sizes = (size for size in params["grid_mapping"].grid if isinstance(size, int))
-            return math.prod(sizes) * count(params["jaxpr"])
+            return math.prod(jp.kernel_grid(eqn)) * count(next(subjaxprs(eqn)))
         case "shard_map":
-            axes = params.get("newly_manual_axes", params.get("manual_axes", ()))
-            return math.prod(params["mesh"].shape[axis] for axis in axes) * count(params["jaxpr"])
+            return math.prod(jp.manual_axes(eqn).values()) * count(next(subjaxprs(eqn)))
         case _:
             return sum((count(jaxpr) for jaxpr in subjaxprs(eqn)), 0.0)

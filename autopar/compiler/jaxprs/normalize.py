@@ -14,19 +14,7 @@ from typing import Any
 import jax
 
 from autopar.compiler.jaxprs import compat as jc
-
-# The parameter that holds the called function, by primitive name.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",  # jax 0.12: the forward half of a rematerialised region
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_lin": "call_jaxpr",
-}
+from autopar.compiler.jaxprs import params as jp
 
 # The scopes of constraints that were arguments of `jax.jit`.
 IN_SHARDINGS, OUT_SHARDINGS = "in_shardings", "out_shardings"
@@ -54,9 +42,9 @@ def _evaluate_inlined(jaxpr: jc.Jaxpr, consts: Sequence[Any], args: Sequence[Any
 
     for eqn in jaxpr.eqns:
         values = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in _CALLS:
-            body, body_consts = jc.open_jaxpr(eqn.params[_CALLS[eqn.primitive.name]])
-            asked_in, asked_out = jc.jit_shardings(eqn)
+        if (called := jp.called_function(eqn)) is not None:
+            body, body_consts = jc.open_jaxpr(called)
+            asked_in, asked_out = jp.jit_shardings(eqn)
             with jc.under_scope_of(eqn):
                 values = _constrained(values, asked_in, IN_SHARDINGS)
                 results = _constrained(_evaluate_inlined(body, body_consts, values), asked_out, OUT_SHARDINGS)
@@ -79,7 +67,7 @@ def _with_inlined_bodies(eqn: jc.JaxprEqn) -> dict[str, Any] | None:
     """The equation's parameters with normalised loop bodies and branches; None where there are none."""
     if eqn.primitive.name not in ("scan", "while", "cond", "remat2", "checkpoint", "remat"):
         return None
-    return jc.map_subjaxprs(eqn.params, normalize)
+    return jc.map_subjaxprs(eqn, normalize)
 
 
 def eliminate_dead(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:

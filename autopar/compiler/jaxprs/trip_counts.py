@@ -12,13 +12,13 @@ import math
 from typing import Any
 
 from autopar.compiler.jaxprs.compat import JaxprEqn, Literal, open_jaxpr
+from autopar.compiler.jaxprs.params import while_of
 
 
 def trip_count(eqn: JaxprEqn) -> int:
     """Trips of a `while` equation; 1 if its literals do not tell."""
-    params: dict[str, Any] = eqn.params
-    cond, body = open_jaxpr(params["cond_jaxpr"])[0], open_jaxpr(params["body_jaxpr"])[0]
-    num_cond_consts, num_body_consts = params["cond_nconsts"], params["body_nconsts"]
+    loop = while_of(eqn)
+    cond, body = open_jaxpr(loop.cond)[0], open_jaxpr(loop.body)[0]
     if len(cond.eqns) != 1 or cond.eqns[0].primitive.name not in ("lt", "le", "gt", "ge"):
         return 1
 
@@ -29,11 +29,11 @@ def trip_count(eqn: JaxprEqn) -> int:
         if operand not in cond.invars:
             return None, None
         position = cond.invars.index(operand)
-        if position < num_cond_consts:
+        if position < loop.cond_consts:
             return _literal(eqn.invars[position]), 0
-        carry = position - num_cond_consts
-        start = _literal(eqn.invars[num_cond_consts + num_body_consts + carry])
-        return start, _step(body, body.invars[num_body_consts + carry], body.outvars[carry])
+        carry = position - loop.cond_consts
+        start = _literal(eqn.invars[loop.first_carry + carry])
+        return start, _step(body, body.invars[loop.body_consts + carry], body.outvars[carry])
 
     (left, left_step), (right, right_step) = (start_and_step(operand) for operand in cond.eqns[0].invars)
     if any(part is None for part in (left, left_step, right, right_step)):

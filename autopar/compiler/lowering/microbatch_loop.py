@@ -27,7 +27,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.jaxprs.normalize import normalize
-from autopar.compiler.microbatch.accumulate import accumulate_p, combine
+from autopar.compiler.microbatch.accumulate import accumulate_p, accumulation_axis, accumulation_kind, combine
 from autopar.compiler.microbatch.split import MicrobatchedStep
 from autopar.compiler.pipeline.prepare import prepare
 
@@ -207,7 +207,7 @@ def carried_between(rounds: Rounds) -> Mapping[jc.Var, int]:
     for number, body in enumerate(rounds.each):
         own = {v for i in body if eqns[i].primitive is not accumulate_p for v in eqns[i].outvars}
         for i in body:
-            joined = eqns[i].primitive is accumulate_p and eqns[i].params["kind"] == "concatenate"
+            joined = eqns[i].primitive is accumulate_p and accumulation_kind(eqns[i]) == "concatenate"
             for v in jc.operands(eqns[i]):
                 if v in home and v not in own:
                     leaving[v] = home[v]
@@ -317,7 +317,7 @@ def _run_round(body: Sequence[jc.JaxprEqn], kept: Sequence[jc.Var], values: _Val
     """Loop over the microbatches; enter the completed values, and the values that are kept of each microbatch."""
     bound = [eqn for eqn in body if eqn.primitive is not accumulate_p]
     completed = [eqn for eqn in body if eqn.primitive is accumulate_p]
-    added = [eqn for eqn in completed if eqn.params["kind"] != "concatenate"]
+    added = [eqn for eqn in completed if accumulation_kind(eqn) != "concatenate"]
     made = {v for eqn in bound for v in eqn.outvars}
     reads = [v for v in dict.fromkeys(v for e in (*bound, *added) for v in jc.operands(e)) if v not in made]
     sliced = {v: values.stacked[v] for v in reads if v in values.stacked}
@@ -339,7 +339,7 @@ def _run_round(body: Sequence[jc.JaxprEqn], kept: Sequence[jc.Var], values: _Val
     values.stacked.update(zip(kept, stacked, strict=True))
     for eqn, total in zip(added, totals, strict=True):
         with jc.under_scope_of(eqn):
-            values.once[eqn.outvars[0]] = total / count if eqn.params["kind"] == "mean" else total
+            values.once[eqn.outvars[0]] = total / count if accumulation_kind(eqn) == "mean" else total
     for eqn in completed:
         if eqn not in added:
             values.once[eqn.outvars[0]] = _concatenated(eqn, values, count)
@@ -349,16 +349,16 @@ def _concatenated(eqn: jc.JaxprEqn, values: _Values, count: int) -> Any:
     (operand,) = eqn.invars
     with jc.under_scope_of(eqn):
         if operand in values.stacked:
-            return _joined(values.stacked[operand], eqn.params["axis"])
+            return _joined(values.stacked[operand], accumulation_axis(eqn))
         # Rows that are the same for every microbatch: zeros, or a broadcast parameter.
-        return _joined(_lax.broadcast(jnp.asarray(_read(operand, values.once)), (count,)), eqn.params["axis"])
+        return _joined(_lax.broadcast(jnp.asarray(_read(operand, values.once)), (count,)), accumulation_axis(eqn))
 
 
 def _start(eqn: jc.JaxprEqn) -> Any:
     """The neutral element of an accumulation."""
     aval: Any = eqn.outvars[0].aval
     with jc.under_scope_of(eqn):
-        return _lax.full(aval.shape, _neutral(eqn.params["kind"], aval.dtype), aval.dtype)
+        return _lax.full(aval.shape, _neutral(accumulation_kind(eqn), aval.dtype), aval.dtype)
 
 
 def _neutral(kind: str, dtype: Any) -> Any:
@@ -374,7 +374,7 @@ def _neutral(kind: str, dtype: Any) -> Any:
 
 
 def _add(eqn: jc.JaxprEqn, total: Any, part: Any) -> Any:
-    kind = eqn.params["kind"]
+    kind = accumulation_kind(eqn)
     with jc.under_scope_of(eqn):
         part = jnp.asarray(part, total.dtype)
-        return combine("sum" if kind == "mean" else kind, eqn.params["axis"], [total, part])
+        return combine("sum" if kind == "mean" else kind, accumulation_axis(eqn), [total, part])

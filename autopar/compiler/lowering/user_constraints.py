@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.ir.plan import MeshPlan, Plan
 
@@ -62,7 +63,7 @@ def _moved(closed: Any, target: AbstractMesh) -> jc.ClosedJaxpr:
                 with jc.under_scope_of(eqn):
                     results = [jax.lax.with_sharding_constraint(values[0], _on_target(eqn, target))]
             else:
-                params = jc.map_subjaxprs(eqn.params, lambda sub: _moved(sub, target))
+                params = jc.map_subjaxprs(eqn, lambda sub: _moved(sub, target))
                 results = jc.bind_equation(eqn, values, params)
             env.update(zip(eqn.outvars, results, strict=True))
         return [a.val if isinstance(a, jc.Literal) else env[a] for a in jaxpr.outvars]
@@ -71,7 +72,7 @@ def _moved(closed: Any, target: AbstractMesh) -> jc.ClosedJaxpr:
 
 
 def _on_target(eqn: jc.JaxprEqn, target: AbstractMesh) -> NamedSharding:
-    wanted = eqn.params["sharding"]
+    wanted = jp.asked_sharding(eqn)
     if not isinstance(wanted, NamedSharding):
         raise Unsupported(
             f"The sharding constraint {jc.describe(eqn)} is a {type(wanted).__name__}; only NamedSharding, or a "

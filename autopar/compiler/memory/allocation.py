@@ -17,6 +17,7 @@ from functools import cached_property
 
 from autopar.compiler.costs.compilers import Compiler
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.memory.liveness import Key, Lifetimes, Work, lifetimes
 from autopar.compiler.memory.ordering import ancestors, arranged
 
@@ -195,14 +196,14 @@ def border_of_body(eqn: jc.JaxprEqn, number: int, num_inputs: int, num_outputs: 
     """The border of the body with this number of an equation with bodies."""
     match eqn.primitive.name:
         case "scan":
-            loop = jc.loop_of(eqn)
+            loop = jp.scan_of(eqn)
             return Border(
                 taken={k: loop.num_consts + k for k in range(loop.num_carry)},
                 sliced=range(loop.num_consts + loop.num_carry, num_inputs),
                 stacked=range(loop.num_carry, num_outputs),
             )
         case "while" if number == 1:
-            consts = jc.while_of(eqn).body_consts
+            consts = jp.while_of(eqn).body_consts
             return Border(taken={k: consts + k for k in range(num_outputs)})
         case _:
             return Border()
@@ -215,7 +216,7 @@ def joins_late(eqn: jc.JaxprEqn) -> bool:
 
 def stacked_from(eqn: jc.JaxprEqn) -> int:
     """The first of the results that an equation with bodies writes piece by piece."""
-    return jc.loop_of(eqn).num_carry if eqn.primitive.name == "scan" else len(eqn.outvars)
+    return jp.scan_of(eqn).num_carry if eqn.primitive.name == "scan" else len(eqn.outvars)
 
 
 def taken_places(

@@ -25,6 +25,16 @@ def accumulate(value: Any, *, kind: str, axis: int = 0, num_microbatches: int) -
     return accumulate_p.bind(value, kind=kind, axis=axis, num_microbatches=num_microbatches)
 
 
+def accumulation_kind(eqn: jc.JaxprEqn) -> str:
+    """How an `accumulate` equation combines the microbatches' values."""
+    return eqn.params["kind"]
+
+
+def accumulation_axis(eqn: jc.JaxprEqn) -> int:
+    """The axis along which an `accumulate` equation joins slices."""
+    return eqn.params["axis"]
+
+
 def combine(kind: str, axis: int, parts: Sequence[Any]) -> Any:
     """What `accumulate` means: the parts of all microbatches as one value."""
     match kind:

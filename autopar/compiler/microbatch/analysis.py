@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.microbatch.equations import Scope, flat_step, make_step, sliced_state
 from autopar.compiler.microbatch.states import (
     CALLS,
@@ -92,10 +93,10 @@ def nested_step(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: li
 
 
 def _scan(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Step:
-    loop, twin = jc.loop_of(eqn), jc.loop_of(doubled)
+    loop, twin = jp.scan_of(eqn), jp.scan_of(doubled)
     if loop.length != twin.length:
         refuse(eqn, "is a loop over the batch's examples")
-    first_x = loop.num_consts + loop.num_carry
+    first_x = loop.first_x
     consts, initial, xs = states[: loop.num_consts], states[loop.num_consts : first_x], states[first_x:]
     inner_xs = [_moved(x, -1) for x in xs]
 
@@ -136,17 +137,17 @@ def _join(eqn: jc.JaxprEqn, a: State, b: State) -> State:
 
 
 def _while(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Step:
-    p, q = eqn.params, doubled.params
-    num_cond, first = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+    loop, twin = jp.while_of(eqn), jp.while_of(doubled)
+    num_cond, first = loop.cond_consts, loop.first_carry
     cond_consts, body_consts, initial = states[:num_cond], states[num_cond:first], states[first:]
 
     def run(carry: Sequence[State]) -> Block:
         atoms = [*eqn.invars[num_cond:first], *(None for _ in initial)]
-        return enter("body", p["body_jaxpr"], q["body_jaxpr"], [*body_consts, *carry], atoms)
+        return enter("body", loop.body, twin.body, [*body_consts, *carry], atoms)
 
     block, carry = _fixed_point(eqn, run, initial)
     atoms = [*eqn.invars[:num_cond], *(None for _ in initial)]
-    test = enter("test", p["cond_jaxpr"], q["cond_jaxpr"], [*cond_consts, *carry], atoms)
+    test = enter("test", loop.cond, twin.cond, [*cond_consts, *carry], atoms)
     (decides,) = test.outputs
     if not isinstance(decides, Invariant | Local):
         refuse(
@@ -165,7 +166,7 @@ def _cond(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[Sta
     decides, operands = states[0], states[1:]
     if not isinstance(decides, Invariant | Local):
         refuse(eqn, "chooses a branch by a condition on the batch's examples, so one microbatch cannot know it")
-    branches = zip(eqn.params["branches"], doubled.params["branches"], strict=True)
+    branches = zip(jp.branches_of(eqn), jp.branches_of(doubled), strict=True)
     blocks = [enter(i, a, b, operands, eqn.invars[1:]) for i, (a, b) in enumerate(branches)]
     results = list(blocks[0].outputs)
     for block in blocks[1:]:

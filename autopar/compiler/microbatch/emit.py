@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.normalize import eliminate_dead
 from autopar.compiler.microbatch.accumulate import accumulate
 from autopar.compiler.microbatch.states import (
@@ -69,11 +70,10 @@ class Microbatch:
         return lax.dynamic_slice(value, starts, sizes, allow_negative_indices=False)
 
 
-def params_at_microbatch(
-    params: Mapping[str, Any], doubled: Mapping[str, Any], microbatch: Microbatch
-) -> dict[str, Any]:
+def params_at_microbatch(eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, microbatch: Microbatch) -> dict[str, Any]:
     """An equation's parameters at the microbatch's size."""
-    return {key: at_microbatch(value, doubled[key], microbatch) for key, value in params.items()}
+    twice = jp.parameters(doubled)
+    return {key: at_microbatch(value, twice[key], microbatch) for key, value in jp.parameters(eqn).items()}
 
 
 def at_microbatch(value: Any, doubled: Any, microbatch: Microbatch) -> Any:
@@ -113,9 +113,8 @@ def emit_bodies(
 
 
 def _scan(emit: Emit, microbatch: Microbatch, step: Step, args: list[Any]) -> list[Any]:
-    loop, (body,) = jc.loop_of(step.eqn), step.bodies
-    last = loop.num_consts + loop.num_carry
-    consts, initial, xs = args[: loop.num_consts], args[loop.num_consts : last], args[last:]
+    loop, (body,) = jp.scan_of(step.eqn), step.bodies
+    consts, initial, xs = args[: loop.num_consts], args[loop.num_consts : loop.first_x], args[loop.first_x :]
 
     def once(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         results = emit(microbatch, body, [*consts, *carry, *x], {})
@@ -127,9 +126,9 @@ def _scan(emit: Emit, microbatch: Microbatch, step: Step, args: list[Any]) -> li
 
 def _while(emit: Emit, microbatch: Microbatch, step: Step, args: list[Any]) -> list[Any]:
     test, body = step.bodies
-    num_cond = step.eqn.params["cond_nconsts"]
-    last = num_cond + step.eqn.params["body_nconsts"]
-    cond_consts, body_consts, initial = args[:num_cond], args[num_cond:last], args[last:]
+    loop = jp.while_of(step.eqn)
+    consts, initial = args[: loop.first_carry], args[loop.first_carry :]
+    cond_consts, body_consts = consts[: loop.cond_consts], consts[loop.cond_consts :]
     return lax.while_loop(
         lambda carry: emit(microbatch, test, [*cond_consts, *carry], {})[0],
         lambda carry: emit(microbatch, body, [*body_consts, *carry], {}),
@@ -199,8 +198,7 @@ def _cond(
     hoisted: Sequence[Mapping[jc.Var, Any]],
 ) -> list[Any]:
     branches, operands = _traced(emit, microbatch, step, args[1:], hoisted)
-    params = {**step.eqn.params, "branches": tuple(branches)}
-    return jc.bind_equation(step.eqn, [args[0], *operands], params)
+    return jc.bind_equation(step.eqn, [args[0], *operands], {"branches": tuple(branches)})
 
 
 def _remat(
@@ -212,8 +210,7 @@ def _remat(
 ) -> list[Any]:
     (body,), operands = _traced(emit, microbatch, step, args, [hoisted])
     jaxpr, consts = jc.consts_as_inputs(body)
-    params = {**step.eqn.params, "jaxpr": jaxpr}
-    return jc.bind_equation(step.eqn, [*consts, *operands], params)
+    return jc.bind_equation(step.eqn, [*consts, *operands], {"jaxpr": jaxpr})
 
 
 _jnp: Any = jnp  # annotated in part, which a strict checker does not take
@@ -314,7 +311,7 @@ def _from_whole(frame: _Frame, step: Step, full: Sequence[Any]) -> list[Any]:
 
 def _at_microbatch(frame: _Frame, step: Step, args: list[Any]) -> list[Any]:
     microbatch = frame.microbatch
-    params = params_at_microbatch(step.eqn.params, step.doubled.params, microbatch) if _grows(step) else None
+    params = params_at_microbatch(step.eqn, step.doubled, microbatch) if _grows(step) else None
     if step.own_column is not None:
         with jc.under_scope_of(step.eqn):
             args[1] = _own_numbers(step, step.own_column, args[1], microbatch)

@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.microbatch.rules import row_verdict
 from autopar.compiler.microbatch.states import (
     COMPLETE,
@@ -355,7 +356,7 @@ def _mode_of_source(ledger: Ledger, eqn: jc.JaxprEqn, results: Sequence[State]) 
     match eqn.primitive.name:
         case "broadcast_in_dim":
             return SPLIT
-        case "iota" if isinstance(r := results[0], Batched) and r.axis != eqn.params["dimension"]:
+        case "iota" if isinstance(r := results[0], Batched) and (r.axis,) != jp.dimensions_of(eqn):
             return SPLIT
         case "random_bits" if ledger.draw_per_microbatch:
             return DRAW

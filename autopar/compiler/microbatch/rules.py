@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.microbatch.states import SUM, Reduced, Rows, Site, Verdict, batch_axes, refuse, shape_of
 from autopar.errors import Unsupported
 
@@ -51,7 +52,7 @@ def is_own_rows(
 
 def _column_source(eqn: jc.JaxprEqn, axis: int, column: int) -> tuple[Any, int] | None:
     """The operand and its column from which this column comes; None where the columns begin."""
-    if eqn.primitive.name == "concatenate" and eqn.params["dimension"] == len(shape_of(eqn.outvars[0])) - 1:
+    if eqn.primitive.name == "concatenate" and jp.dimensions_of(eqn) == (len(shape_of(eqn.outvars[0])) - 1,):
         for operand in eqn.invars:
             width = shape_of(operand)[-1]
             if column < width:
@@ -74,11 +75,11 @@ def _counts(atom: Any, axis: int, producers: Mapping[jc.Var, jc.JaxprEqn], const
         return False
     match eqn.primitive.name:
         case "iota":
-            return eqn.params["dimension"] == axis
+            return jp.dimensions_of(eqn) == (axis,)
         case "convert_element_type" | "copy" | "optimization_barrier" if len(eqn.invars) == 1:
             return _counts(eqn.invars[0], axis, producers, constants)
         case "broadcast_in_dim":
-            dims = eqn.params["broadcast_dimensions"]
+            dims = jp.broadcast_dimensions(eqn)
             if axis not in dims or shape_of(eqn.invars[0])[dims.index(axis)] != shape_of(atom)[axis]:
                 return False
             return _counts(eqn.invars[0], dims.index(axis), producers, constants)
@@ -116,16 +117,15 @@ def _is_zero(atom: Any) -> bool:
 
 def static_slice(site: Site) -> Verdict:
     (axis,) = (a for a in site.axes if a is not None)
-    p, size = site.eqn.params, site.shape(0)[axis]
-    strides = p["strides"] or (1,) * len(site.shape(0))
-    if (p["start_indices"][axis], p["limit_indices"][axis], strides[axis]) != (0, size, 1):
+    taken = jp.slice_of(site.eqn)
+    if (taken.starts[axis], taken.limits[axis], taken.strides[axis]) != (0, site.shape(0)[axis], 1):
         refuse(site.eqn, "takes some of the batch's examples by position")
     return Rows()
 
 
 def dynamic_slice(site: Site) -> Verdict:
     axis = site.axes[0]
-    if axis is None or site.eqn.params["slice_sizes"][axis] != site.shape(0)[axis]:
+    if axis is None or shape_of(site.eqn.outvars[0])[axis] != site.shape(0)[axis]:
         refuse(site.eqn, "takes some of the batch's examples by position")
     return Rows()
 
@@ -140,7 +140,8 @@ def dynamic_update_slice(site: Site) -> Verdict:
 
 
 def gather(site: Site) -> Verdict:
-    numbers, (axis, rows) = site.eqn.params["dimension_numbers"], site.axes
+    taken, (axis, rows) = jp.gather_of(site.eqn), site.axes
+    numbers = taken.numbers
     if axis is None:
         return Rows()
     if axis in numbers.operand_batching_dims:
@@ -148,7 +149,7 @@ def gather(site: Site) -> Verdict:
         return Rows() if rows == paired else _picks_examples(site)
     if axis in numbers.start_index_map:
         return Rows(own_column=_own_column(site, axis, numbers.start_index_map))
-    if axis in numbers.collapsed_slice_dims or site.eqn.params["slice_sizes"][axis] != site.shape(0)[axis]:
+    if axis in numbers.collapsed_slice_dims or taken.slice_sizes[axis] != site.shape(0)[axis]:
         _picks_examples(site)
     if rows is not None:
         refuse(site.eqn, "combines pairs of the batch's examples")
@@ -159,7 +160,7 @@ def scatter(kind: str | None) -> Callable[[Site], Verdict]:
     """`kind`: how updates of several rows meet in a value without a batch axis; None: their order counts."""
 
     def rule(site: Site) -> Verdict:
-        numbers, (axis, rows, updates) = site.eqn.params["dimension_numbers"], site.axes
+        numbers, (axis, rows, updates) = jp.scatter_of(site.eqn).numbers, site.axes
         if axis is None:
             if kind is None or rows is None or updates in numbers.update_window_dims:
                 refuse(site.eqn, "writes the batch's examples into a value that has no batch axis")
@@ -209,18 +210,17 @@ def _apart(site: Site) -> Verdict:
 def _reduces(kind: str) -> Callable[[Site], Verdict]:
     def rule(site: Site) -> Verdict:
         (axis,) = {a for a in site.axes if a is not None}
-        return Reduced(kind=kind) if axis in site.eqn.params["axes"] else Rows()
+        return Reduced(kind=kind) if axis in jp.dimensions_of(site.eqn) else Rows()
 
     return rule
 
 
-def _not_along(parameter: str, what: str) -> Callable[[Site], Verdict]:
-    """Rows stay apart unless the parameter names the batch axis."""
+def _not_along(what: str) -> Callable[[Site], Verdict]:
+    """Rows stay apart unless the equation works along the batch axis."""
 
     def rule(site: Site) -> Verdict:
-        value = site.eqn.params.get(parameter, -1)
         ndim = max(len(site.shape(i)) for i, a in enumerate(site.axes) if a is not None)
-        along = {int(v) % ndim for v in np.atleast_1d(value)}
+        along = {dimension % ndim for dimension in jp.dimensions_of(site.eqn)}
         if any(a in along for a in site.axes):
             refuse(site.eqn, f"{what} the batch")
         return Rows()
@@ -228,12 +228,12 @@ def _not_along(parameter: str, what: str) -> Callable[[Site], Verdict]:
     return rule
 
 
-def _not_in_last(count: Callable[[Mapping[str, Any]], int], what: str) -> Callable[[Site], Verdict]:
+def _not_in_last(count: Callable[[jc.JaxprEqn], int], what: str) -> Callable[[Site], Verdict]:
     """Rows stay apart if the batch axis precedes the last `count` axes, on which the operation works."""
 
     def rule(site: Site) -> Verdict:
         for i, axis in enumerate(site.axes):
-            if axis is not None and axis >= len(site.shape(i)) - count(site.eqn.params):
+            if axis is not None and axis >= len(site.shape(i)) - count(site.eqn):
                 refuse(site.eqn, f"{what} the batch")
         return Rows()
 
@@ -251,20 +251,20 @@ def _reshape(site: Site) -> Verdict:
 
 def _tile(site: Site) -> Verdict:
     axis = site.axes[0]
-    if axis is not None and site.eqn.params["reps"][axis] != 1:
+    if axis is not None and jp.repetitions(site.eqn)[axis] != 1:
         refuse(site.eqn, "repeats the batch")
     return Rows()
 
 
 def _pad(site: Site) -> Verdict:
     axis = site.axes[0]
-    if axis is not None and tuple(site.eqn.params["padding_config"][axis]) != (0, 0, 0):
+    if axis is not None and jp.padding_of(site.eqn)[axis] != (0, 0, 0):
         refuse(site.eqn, "pads the batch")
     return Rows()
 
 
 def _dot_general(site: Site) -> Verdict:
-    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = site.eqn.params["dimension_numbers"]
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = jp.dot_dimensions(site.eqn)
     lhs, rhs = site.axes
     if lhs is None or rhs is None:
         return Rows()
@@ -276,32 +276,24 @@ def _dot_general(site: Site) -> Verdict:
 
 
 def _conv(site: Site) -> Verdict:
-    p, (lhs, rhs) = site.eqn.params, site.axes
-    numbers = p["dimension_numbers"]
-    groups, batch_groups = p["feature_group_count"], p["batch_group_count"]
-    if lhs == numbers.lhs_spec[0] and rhs is None and batch_groups == 1:
+    conv, doubled, (lhs, rhs) = jp.convolution_of(site.eqn), jp.convolution_of(site.doubled), site.axes
+    if lhs == conv.lhs_spec[0] and rhs is None and conv.batch_groups == 1:
         return Rows()
-    if lhs == numbers.lhs_spec[1] and rhs == numbers.rhs_spec[1] and groups == 1:
+    if lhs == conv.lhs_spec[1] and rhs == conv.rhs_spec[1] and conv.feature_groups == 1:
         return Reduced(kind=SUM)  # the gradient of the kernel contracts the batch
-    doubled = site.doubled.params
-    if rhs == numbers.rhs_spec[0]:  # vmap over kernels merges the examples into groups
-        if lhs is None and (groups, batch_groups) == (1, 1):
+    if rhs == conv.rhs_spec[0]:  # vmap over kernels merges the examples into groups
+        if lhs is None and (conv.feature_groups, conv.batch_groups) == (1, 1):
             return Rows()
-        if lhs == numbers.lhs_spec[1] and doubled["feature_group_count"] == 2 * groups:
+        if lhs == conv.lhs_spec[1] and doubled.feature_groups == 2 * conv.feature_groups:
             return Rows()
-        if lhs == numbers.lhs_spec[0] and doubled["batch_group_count"] == 2 * batch_groups:
+        if lhs == conv.lhs_spec[0] and doubled.batch_groups == 2 * conv.batch_groups:
             return Rows()
     return refuse(site.eqn, "mixes the batch's examples in a convolution")
 
 
 def _window(site: Site) -> Verdict:
-    p = site.eqn.params
     (axis,) = {a for a in site.axes if a is not None}
-    ones = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
-    if any(p.get(name) is not None and p[name][axis] != 1 for name in ones) or tuple(p["padding"][axis]) != (
-        0,
-        0,
-    ):
+    if jp.window_of(site.eqn).slides_along(axis):
         refuse(site.eqn, "slides a window over the batch")
     return Rows()
 
@@ -331,22 +323,19 @@ ROW_RULES: dict[str, Callable[[Site], Verdict]] = {
     "reduce_min": _reduces("min"),
     "reduce_and": _reduces("and"),
     "reduce_or": _reduces("or"),
-    "reduce_prod": _not_along("axes", "takes the product over"),
-    "reduce_xor": _not_along("axes", "takes the parity over"),
-    "reduce": _not_along("dimensions", "reduces with a function of its own over"),
-    "argmax": _not_along("axes", "looks for the largest of"),
-    "argmin": _not_along("axes", "looks for the smallest of"),
-    **{
-        name: _not_along("axis", "accumulates along")
-        for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-    },
-    "sort": _not_along("dimension", "sorts"),
-    "top_k": _not_along("axis", "looks for the largest of"),
-    "rev": _not_along("dimensions", "reverses"),
-    "concatenate": _not_along("dimension", "appends to"),
-    "split": _not_along("axis", "splits"),
+    "reduce_prod": _not_along("takes the product over"),
+    "reduce_xor": _not_along("takes the parity over"),
+    "reduce": _not_along("reduces with a function of its own over"),
+    "argmax": _not_along("looks for the largest of"),
+    "argmin": _not_along("looks for the smallest of"),
+    **{name: _not_along("accumulates along") for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")},
+    "sort": _not_along("sorts"),
+    "top_k": _not_along("looks for the largest of"),
+    "rev": _not_along("reverses"),
+    "concatenate": _not_along("appends to"),
+    "split": _not_along("splits"),
     "stack": _apart,
-    "unstack": _not_along("axis", "takes apart"),
+    "unstack": _not_along("takes apart"),
     "tile": _tile,
     "reshape": _reshape,
     "slice": static_slice,
@@ -387,5 +376,5 @@ ROW_RULES: dict[str, Callable[[Site], Verdict]] = {
         )
     },
     "lu_pivots_to_permutation": _not_in_last(lambda _: 1, "permutes"),
-    "fft": _not_in_last(lambda p: len(p["fft_lengths"]), "transforms along"),
+    "fft": _not_in_last(lambda eqn: len(jp.fft_points(eqn)), "transforms along"),
 }

@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import eliminate_dead
-from autopar.compiler.microbatch.accumulate import accumulate_p, combine
+from autopar.compiler.microbatch.accumulate import accumulate_p, accumulation_axis, accumulation_kind, combine
 from autopar.compiler.microbatch.analysis import analyse, input_states
 from autopar.compiler.microbatch.emit import Microbatch, emit
 from autopar.compiler.microbatch.states import Batched, Block, Ledger, shape_of
@@ -190,7 +190,7 @@ def _evaluate(eqn: jc.JaxprEqn, once: dict[jc.Var, Any], each: list[dict[jc.Var,
 
     if eqn.primitive is accumulate_p:
         parts = [values(env)[0] for env in each]
-        once[eqn.outvars[0]] = combine(eqn.params["kind"], eqn.params["axis"], parts)
+        once[eqn.outvars[0]] = combine(accumulation_kind(eqn), accumulation_axis(eqn), parts)
         return
     varies = any(isinstance(a, jc.Var) and a in each[0] for a in eqn.invars)
     for env in each if varies else [once]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from autopar.compiler.frontend.layer_scans import Piece
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.microbatch.accumulate import accumulation_axis, accumulation_kind
 from autopar.compiler.pipeline.phases import Region
 from autopar.compiler.pipeline.placement import Placement
 from autopar.compiler.pipeline.stage_graph import (
@@ -201,7 +202,7 @@ class _Merger:
         source: Any = eqn.invars[0]
         operand = self.name(self._key(source, place), per_microbatch=True)
         result = self.name((eqn.outvars[0], None), per_microbatch=False)
-        return Accumulation(operand=operand, result=result, kind=eqn.params["kind"], axis=eqn.params.get("axis") or 0)
+        return Accumulation(operand=operand, result=result, kind=accumulation_kind(eqn), axis=accumulation_axis(eqn))
 
     def _tied_accumulation(self, v: jc.Var, place: tuple[int, int]) -> Accumulation:
         operand = self.name(self._key(v, place), per_microbatch=True)

@@ -22,6 +22,7 @@ import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.elementwise import Classes, joined_values
+from autopar.compiler.microbatch.accumulate import accumulation_kind
 from autopar.compiler.pipeline.phases import Region, Regions
 
 _LINEAR = {"add_any", "convert_element_type", "transpose", "reshape", "copy", "neg", "squeeze", "mul", "div", "slice"}
@@ -199,7 +200,7 @@ class _Placer:
         return eqn.primitive.name in _LINEAR and activations == len(eqn.invars)
 
     def _sums(self, index: int) -> bool:
-        return Region.ACCUMULATE in self.regions.kinds[index] and self.eqns[index].params["kind"] in ("sum", "mean")
+        return Region.ACCUMULATE in self.regions.kinds[index] and accumulation_kind(self.eqns[index]) in ("sum", "mean")
 
     def _place_accumulated(self, index: int, eqn: jc.JaxprEqn) -> None:
         (operand,) = eqn.invars

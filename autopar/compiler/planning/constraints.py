@@ -17,6 +17,7 @@ from autopar.checks import check_spec
 from autopar.compiler.frontend.trace import Leaf, Trace
 from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.normalize import IN_SHARDINGS, OUT_SHARDINGS
 from autopar.compiler.planning.parallelism import parallelism_constraints
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, fits, from_spec
@@ -151,7 +152,7 @@ def constraint_of(eqn: jc.JaxprEqn) -> Hashable:
 
 
 def _wanted_spec(eqn: jc.JaxprEqn) -> PartitionSpec:
-    wanted: Any = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+    wanted: Any = jp.asked_sharding(eqn)
     if not isinstance(wanted, NamedSharding):
         raise InvalidArgument(
             f"The sharding constraint {jc.describe(eqn)} is a {type(wanted).__name__}; only a NamedSharding or a "

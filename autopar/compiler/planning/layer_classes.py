@@ -20,7 +20,7 @@ from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.fold_layers import program_key
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupTask
-from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.lowering.stage_programs import mesh_constraints, mesh_tasks
 from autopar.compiler.lowering.value_types import microbatch_rows, rows_axis
@@ -76,9 +76,9 @@ def count_step_layers(trace: Trace, **options: str) -> tuple[int, int]:
     """How many layers a step is cut into, and into how many pieces its scans over layers."""
     whole = prepare(trace, num_layers=1, num_microbatches=1, loop_pieces=1, **_exact(options))
     loops = [
-        jc.loop_of(eqn).length
+        jp.scan_of(eqn).length
         for eqn in whole.regions.equations
-        if eqn.primitive.name == "scan" and 1 < jc.loop_of(eqn).length <= _MOST_LOOP_PIECES
+        if eqn.primitive.name == "scan" and 1 < jp.scan_of(eqn).length <= _MOST_LOOP_PIECES
     ]
     if loops and loop_pieces_for(trace, max(loops)) > 1:
         return max(loops), max(loops)

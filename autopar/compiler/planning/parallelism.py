@@ -19,6 +19,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.lowering.microbatch_loop import microbatch_loop
 from autopar.compiler.sharding.free_values import is_small
@@ -117,7 +118,7 @@ def _with_experts(
     def along_experts(eqn: jc.JaxprEqn, every: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         if eqn.primitive.name != "dot_general":
             return restrict(eqn, every)
-        _, (batch, _) = eqn.params["dimension_numbers"]
+        _, (batch, _) = jp.dot_dimensions(eqn)
         weight = len(batch)
         kept = [s for s in every if not any(s.operands[1].dims[weight:]) or not any(s.operands[0].dims[weight:])]
         return restrict(eqn, tuple(kept) or every[:1])
@@ -132,7 +133,7 @@ def _used_by_the_model(closed: jc.ClosedJaxpr) -> set[int]:
     # A loop over microbatches is in no phase itself, but its body is.
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
-            inside = _used_by_the_model(jc.loop_of(eqn).body)
+            inside = _used_by_the_model(jp.scan_of(eqn).body)
             read |= {v for i, v in enumerate(eqn.invars) if i in inside and isinstance(v, jc.Var)}
     return {i for i, v in enumerate(jaxpr.invars) if v in read}
 
@@ -144,7 +145,7 @@ def _expert_inputs(closed: jc.ClosedJaxpr) -> set[int]:
     found = set[int]()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
-            for v, dims in zip(eqn.invars, eqn.params["dimension_numbers"][1], strict=True):
+            for v, dims in zip(eqn.invars, jp.dot_dimensions(eqn).batch, strict=True):
                 if isinstance(v, jc.Var) and v in numbers and 0 in dims:
                     found.add(numbers[v])
     return found

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import NESTED
 from autopar.compiler.jaxprs.flops import equation_flops
 
@@ -65,20 +66,20 @@ def free_carry(body: jc.Jaxpr, consts: Sequence[bool], carry: Sequence[bool], xs
 def _free_nested(eqn: jc.JaxprEqn, operands: list[bool]) -> list[bool]:
     match eqn.primitive.name:
         case "scan":
-            loop = jc.loop_of(eqn)
+            loop = jp.scan_of(eqn)
             body = jc.open_jaxpr(loop.body)[0]
             consts, rest = operands[: loop.num_consts], operands[loop.num_consts :]
             carry, xs = rest[: loop.num_carry], rest[loop.num_carry :]
             carry = free_carry(body, consts, carry, xs)
             return free_outputs(body, [*consts, *carry, *xs])
         case "while":
-            loop = jc.while_of(eqn)
+            loop = jp.while_of(eqn)
             own = operands[loop.cond_consts : loop.cond_consts + loop.body_consts]
             carry = free_carry(jc.open_jaxpr(loop.body)[0], own, operands[loop.cond_consts + loop.body_consts :], [])
             asked = free_outputs(jc.open_jaxpr(loop.cond)[0], [*operands[: loop.cond_consts], *carry])
             return carry if all(asked) else [False] * len(carry)
         case "cond":
-            branches = [free_outputs(jc.open_jaxpr(b)[0], operands[1:]) for b in eqn.params["branches"]]
+            branches = [free_outputs(jc.open_jaxpr(b)[0], operands[1:]) for b in jp.branches_of(eqn)]
             return [operands[0] and all(each) for each in zip(*branches, strict=True)]
         case _:
             return free_outputs(jc.open_jaxpr(next(jc.subjaxprs(eqn)))[0], operands)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.sharding.declared_rules import declared_rule
 from autopar.compiler.sharding.rule import Label, Rule, adds_up, blocked_rule, reshaped, rule_of_labels, shapes_of
 
@@ -26,7 +27,7 @@ def gather(eqn: jc.JaxprEqn) -> Rule:
     """Slices of an array at indices."""
     array, indices = shapes_of(eqn.invars)
     (result,) = shapes_of(eqn.outvars)
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    numbers, sizes, *_ = jp.gather_of(eqn)
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
 
     def of_array(d: int) -> Label:
@@ -50,7 +51,7 @@ def gather(eqn: jc.JaxprEqn) -> Rule:
 def scatter(eqn: jc.JaxprEqn) -> Rule:
     """An array with updates written, or added, to slices of it; only what is added may come from several devices."""
     array, indices, updates = shapes_of(eqn.invars)
-    numbers = eqn.params["dimension_numbers"]
+    numbers = jp.scatter_of(eqn).numbers
     batching = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     windows = _outside(len(array), numbers.inserted_window_dims, batching)
     named = dict(zip(numbers.update_window_dims, windows, strict=True))
@@ -99,17 +100,16 @@ def _outside(rank: int, *dims: Any) -> list[int]:
 
 def convolution(eqn: jc.JaxprEqn) -> Rule:
     """Batch and features of a convolution; groups are split as a whole, their numbers made local."""
-    params: Any = eqn.params
-    numbers = params["dimension_numbers"]
+    conv = jp.convolution_of(eqn)
     left, right = shapes_of(eqn.invars)
     (result,) = shapes_of(eqn.outvars)
-    by_features, by_batch = params["feature_group_count"], params["batch_group_count"]
+    by_features, by_batch = conv.feature_groups, conv.batch_groups
     groups = max(by_features, by_batch)
     sizes: dict[Label, int] = {
         "group": groups,
-        "batch": result[numbers.out_spec[0]],
-        "in": right[numbers.rhs_spec[1]],
-        "out": right[numbers.rhs_spec[0]] // groups,
+        "batch": result[conv.out_spec[0]],
+        "in": right[conv.rhs_spec[1]],
+        "out": right[conv.rhs_spec[0]] // groups,
     }
     batch: Label = ("group", "batch") if by_batch > 1 else ("batch",)
     features: Label = ("group", "in") if by_features > 1 else ("in",)
@@ -119,10 +119,10 @@ def convolution(eqn: jc.JaxprEqn) -> Rule:
     return rule_of_labels(
         eqn,
         [
-            _placed(numbers.lhs_spec, batch, features, len(left)),
-            _placed(numbers.rhs_spec, out, ("in",), len(right)),
+            _placed(conv.lhs_spec, batch, features, len(left)),
+            _placed(conv.rhs_spec, out, ("in",), len(right)),
         ],
-        [_placed(numbers.out_spec, ("batch",), out, len(result))],
+        [_placed(conv.out_spec, ("batch",), out, len(result))],
         reductions={} if by_features > 1 else {"in": "sum"},
         blocked=blocked | ({"batch"} if by_batch > 1 else set()),
         sizes=sizes,
@@ -138,25 +138,22 @@ def _placed(spec: Any, first: Label, second: Label, rank: int) -> list[Label]:
 
 def ragged_dot(eqn: jc.JaxprEqn) -> Rule:
     """Everything but the ragged dimension, the groups and the batch."""
-    numbers: Any = eqn.params["ragged_dot_dimension_numbers"]
-    (left_sum, right_sum), (left_batch, right_batch) = numbers.dot_dimension_numbers
+    (left_sum, right_sum), (left_batch, right_batch) = jp.dot_dimensions(eqn)
+    ragged, by_group = jp.ragged_dimensions(eqn)
     left, right, groups = shapes_of(eqn.invars)
-    ragged = set(numbers.lhs_ragged_dimensions)
     paired = dict(zip(right_sum, left_sum, strict=True)) | dict(zip(right_batch, left_batch, strict=True))
-    never = ragged | set(left_batch)
+    never = {*ragged, *left_batch}
 
     def of_left(d: int) -> Label:
         return None if d in never else f"left {d}"
 
     def of_right(d: int) -> Label:
-        if d in numbers.rhs_group_dimensions:
+        if d in by_group:
             return None
         return of_left(paired[d]) if d in paired else f"right {d}"
 
     rest_left = [of_left(d) for d in range(len(left)) if d not in (*left_sum, *left_batch)]
-    rest_right = [
-        of_right(d) for d in range(len(right)) if d not in (*right_sum, *right_batch, *numbers.rhs_group_dimensions)
-    ]
+    rest_right = [of_right(d) for d in range(len(right)) if d not in (*right_sum, *right_batch, *by_group)]
     result = [*[None] * len(left_batch), *rest_left, *rest_right]
     (shape,) = shapes_of(eqn.outvars)
     return rule_of_labels(
@@ -194,45 +191,23 @@ def _along_dimensions(eqn: jc.JaxprEqn, touched: Collection[int]) -> Rule:
     return rule_of_labels(eqn, operands, results)
 
 
-def _along_parameter(name: str) -> Callable[[jc.JaxprEqn], Rule]:
-    """Mixes the dimension, or dimensions, that a parameter names."""
-
-    def rule(eqn: jc.JaxprEqn) -> Rule:
-        value: Any = eqn.params[name]
-        return _along_dimensions(eqn, value if isinstance(value, (tuple, list)) else (value,))
-
-    return rule
-
-
-def _along_last(eqn: jc.JaxprEqn) -> Rule:
-    return _along_dimensions(eqn, (eqn.params.get("axis", eqn.params.get("dimension", -1)),))
+def _mixed(eqn: jc.JaxprEqn) -> Rule:
+    """Mixes the dimensions along which it works."""
+    return _along_dimensions(eqn, jp.dimensions_of(eqn))
 
 
 def _padded(eqn: jc.JaxprEqn) -> Rule:
-    config: Any = eqn.params["padding_config"]
-    return _along_dimensions(eqn, [d for d, padding in enumerate(config) if any(padding)])
+    return _along_dimensions(eqn, [d for d, padding in enumerate(jp.padding_of(eqn)) if any(padding)])
 
 
 def _windows(eqn: jc.JaxprEqn) -> Rule:
     """Reductions over windows: a dimension whose windows are single elements, each in its place, is left alone."""
-    rank = len(shapes_of(eqn.outvars)[0])
-    trivial: dict[str, Any] = {
-        "window_dimensions": 1,
-        "window_strides": 1,
-        "base_dilation": 1,
-        "window_dilation": 1,
-        "padding": (0, 0),
-    }
-
-    def is_touched(d: int) -> bool:
-        return any(name in eqn.params and eqn.params[name][d] != value for name, value in trivial.items())
-
-    return _along_dimensions(eqn, [d for d in range(rank) if is_touched(d)])
+    window = jp.window_of(eqn)
+    return _along_dimensions(eqn, [d for d in range(len(window.sizes)) if window.slides_along(d)])
 
 
 def _transformed(eqn: jc.JaxprEqn) -> Rule:
-    count = len(eqn.params["fft_lengths"])
-    return _along_dimensions(eqn, range(-count, 0))
+    return _along_dimensions(eqn, range(-len(jp.fft_points(eqn)), 0))
 
 
 def _each_apart(eqn: jc.JaxprEqn) -> Rule:
@@ -280,11 +255,13 @@ _RULES: dict[str, Callable[[jc.JaxprEqn], Rule]] = {
         ),
         _each_apart,
     ),
-    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"), _along_parameter("axis")),
-    **dict.fromkeys(("concatenate", "sort"), _along_parameter("dimension")),
-    "rev": _along_parameter("dimensions"),
-    "top_k": _along_last,
-    "approx_top_k": _along_parameter("reduction_dimension"),
+    **dict.fromkeys(
+        (
+            "approx_top_k", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "rev", "sort",
+            "split", "top_k",
+        ),
+        _mixed,
+    ),
     "fft": _transformed,
     **dict.fromkeys(("dynamic_slice", "dynamic_update_slice", "slice"), elementwise),
     "pad": _padded,

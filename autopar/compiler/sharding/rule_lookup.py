@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
 from autopar.compiler.sharding.primitive_rules import rule_by_hand
 from autopar.compiler.sharding.rule import FactorRule, Rule, adds_up, blocked_rule, compose, rule_of_labels, shapes_of
@@ -71,7 +72,7 @@ def _rule_without_lowering(eqn: jc.JaxprEqn) -> Rule | None:
         return blocked_rule(eqn, "by hand")
     if rule := rule_by_hand(eqn):
         return rule
-    if name in _READ_APART or not any(map(_holds_numbers, eqn.params.values())):
+    if name in _READ_APART or not any(map(_holds_numbers, jp.parameters(eqn).values())):
         return None
     return blocked_rule(eqn, "none")
 

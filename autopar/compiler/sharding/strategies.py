@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, replicated
 from autopar.compiler.sharding.rule import Rule, shapes_of
 
@@ -81,7 +82,7 @@ def _others(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
             return ((0,),) if 0 < source <= target else ()
         case "gather":
             # A sum of what fills the places outside would be another number, unless that is none.
-            return ((0,),) if eqn.params["fill_value"] in (None, 0) else ()
+            return ((0,),) if jp.gather_of(eqn).fill_value in (None, 0) else ()
         case "concatenate":
             return (everything,)
         case "select_n":

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_key
 from autopar.compiler.jaxprs.trip_counts import trip_count
 from autopar.compiler.resharding.costs import Collective, step_collectives
@@ -170,7 +171,7 @@ def trips(eqn: jc.JaxprEqn) -> float:
     """How many times an equation runs its bodies."""
     match eqn.primitive.name:
         case "scan":
-            return jc.loop_of(eqn).length
+            return jp.scan_of(eqn).length
         case "while":
             return trip_count(eqn)
         case _:

@@ -19,6 +19,7 @@ from autopar.compiler.costs.compilers import GPU, Compiler
 from autopar.compiler.intra_op.joined_reductions import Reduction, made_with, reduce_together, reductions
 from autopar.compiler.intra_op.products_in_rows import needs_rows, product_in_rows
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.resharding.costs import apply_steps
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated, to_spec
 from autopar.compiler.spmd.emit_equation import evaluate_locally
@@ -171,7 +172,7 @@ def _enter(action: Enter, frame: _Frame) -> list[Any]:
 
 
 def _scan(action: Enter, args: Sequence[Any], target: _Target) -> list[Any]:
-    loop = jc.loop_of(action.eqn)
+    loop = jp.scan_of(action.eqn)
     (body,) = action.bodies
     body_consts = jc.open_jaxpr(loop.body)[1]
     consts, rest = args[: loop.num_consts], args[loop.num_consts :]
@@ -188,7 +189,7 @@ def _scan(action: Enter, args: Sequence[Any], target: _Target) -> list[Any]:
 
 
 def _while(action: Enter, args: Sequence[Any], target: _Target) -> list[Any]:
-    loop = jc.while_of(action.eqn)
+    loop = jp.while_of(action.eqn)
     cond, body = action.bodies
     first = loop.cond_consts + loop.body_consts
     cond_args, body_args, carry = args[: loop.cond_consts], args[loop.cond_consts : first], args[first:]
@@ -207,7 +208,7 @@ def _cond(action: Enter, args: Sequence[Any], target: _Target) -> list[Any]:
     types = [v.aval for v in action.eqn.outvars]
 
     def taken(number: int) -> Any:
-        consts = jc.open_jaxpr(action.eqn.params["branches"][number])[1]
+        consts = jc.open_jaxpr(jp.branches_of(action.eqn)[number])[1]
         return lambda *xs: [
             _as(x, t) for x, t in zip(_run(action.bodies[number], consts, xs, target), types, strict=True)
         ]
@@ -222,7 +223,7 @@ def _remat(action: Enter, args: Sequence[Any], target: _Target) -> list[Any]:
     args = [jax.numpy.asarray(x) if not hasattr(x, "aval") else x for x in args]
     traced = jc.trace(lambda *xs: _run(body, body_consts, xs, target), [jax.typeof(x) for x in args])
     region, consts = jc.consts_as_inputs(traced)
-    return jc.bind_equation(action.eqn, [*consts, *args], dict(action.eqn.params, jaxpr=region))
+    return jc.bind_equation(action.eqn, [*consts, *args], {"jaxpr": region})
 
 
 def _typed(values: Sequence[Any], like: Sequence[Value]) -> list[Any]:

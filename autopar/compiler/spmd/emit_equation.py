@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, local_shape
 from autopar.compiler.sharding.strategies import RUN_ONCE, Strategy
 
@@ -35,17 +36,15 @@ def position(axes: Axes, mesh: LogicalMesh) -> Any:
 def gather_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: LogicalMesh) -> Any:
     """This device's part, or summand, of the gathered slices."""
     operand, indices = args
-    numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+    numbers, slice_sizes, mode, _ = jp.gather_of(eqn)
     dims = strategy.operands[0].dims
     aval: Any = eqn.invars[0].aval
-    indexed = {d: p for p, d in enumerate(numbers.start_index_map) if dims[d] and eqn.params["slice_sizes"][d] == 1}
-    sizes = tuple(
-        operand.shape[d] if dims[d] and size > 1 else size for d, size in enumerate(eqn.params["slice_sizes"])
-    )
+    indexed = {d: p for p, d in enumerate(numbers.start_index_map) if dims[d] and slice_sizes[d] == 1}
+    sizes = tuple(operand.shape[d] if dims[d] and size > 1 else size for d, size in enumerate(slice_sizes))
     if not indexed:
-        return jc.bind_equation(eqn, args, dict(eqn.params, slice_sizes=sizes))[0]
+        return jc.bind_equation(eqn, args, {"slice_sizes": sizes})[0]
     indices = _wide(indices)
-    last = [aval.shape[d] - eqn.params["slice_sizes"][d] for d in numbers.start_index_map]
+    last = [aval.shape[d] - slice_sizes[d] for d in numbers.start_index_map]
     outside = _is_outside(indices, last)
     fills = mode == _lax.GatherScatterMode.FILL_OR_DROP
     if not fills:
@@ -56,8 +55,8 @@ def gather_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, me
         own = indices[..., place].astype(_jnp.int32) - position(dims[dimension], mesh) * operand.shape[dimension]
         mine = mine & (own >= 0) & (own < operand.shape[dimension])
         indices = indices.at[..., place].set(own.astype(indices.dtype))
-    params = dict(eqn.params, slice_sizes=sizes, mode=_lax.GatherScatterMode.CLIP)
-    gathered = jc.bind_equation(eqn, (operand, indices), params)[0]
+    inside = {"slice_sizes": sizes, "mode": _lax.GatherScatterMode.CLIP}
+    gathered = jc.bind_equation(eqn, (operand, indices), inside)[0]
     batch = [d for d in range(gathered.ndim) if d not in numbers.offset_dims]
 
     def along_rows(mask: Any) -> Any:
@@ -74,14 +73,14 @@ def gather_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, me
 def scatter_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: LogicalMesh) -> Any:
     """This device's part, or summand, of the operand with its updates."""
     operand, indices, updates = args
-    numbers = eqn.params["dimension_numbers"]
+    numbers, mode, _ = jp.scatter_of(eqn)
     dims = strategy.operands[0].dims
     aval: Any = eqn.invars[0].aval
     windows = _window_dimensions(numbers, len(dims))
     indexed = {d: p for p, d in enumerate(numbers.scatter_dims_to_operand_dims) if dims[d] and d not in windows}
-    params = dict(eqn.params)
+    changes: dict[str, Any] = {}
     indices = _wide(indices)
-    if indexed and params["mode"] == _lax.GatherScatterMode.CLIP:
+    if indexed and mode == _lax.GatherScatterMode.CLIP:
         sizes = _window_sizes(eqn, len(dims))
         indices = _clipped(indices, [aval.shape[d] - sizes[d] for d in numbers.scatter_dims_to_operand_dims])
     for dimension, place in indexed.items():
@@ -90,12 +89,12 @@ def scatter_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, m
         own = _jnp.where((own >= 0) & (own < operand.shape[dimension]), own, operand.shape[dimension])
         indices = indices.at[..., place].set(own.astype(indices.dtype))
     if indexed:
-        params |= {"mode": _lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
+        changes = {"mode": _lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
     summed = [axis for axis in strategy.results[0].partial if axis not in strategy.operands[0].partial]
     if summed:
         first = position(tuple(summed), mesh) == 0
         operand = _jnp.where(first, operand, _jnp.zeros((), operand.dtype))
-    return jc.bind_equation(eqn, (operand, indices, updates), params)[0]
+    return jc.bind_equation(eqn, (operand, indices, updates), changes)[0]
 
 
 def _window_dimensions(numbers: Any, rank: int) -> list[int]:
@@ -106,7 +105,7 @@ def _window_dimensions(numbers: Any, rank: int) -> list[int]:
 
 def _window_sizes(eqn: jc.JaxprEqn, rank: int) -> list[int]:
     """How much of each dimension of the whole operand one update covers."""
-    numbers: Any = eqn.params["dimension_numbers"]
+    numbers = jp.scatter_of(eqn).numbers
     aval: Any = eqn.invars[2].aval
     named = dict(zip(_window_dimensions(numbers, rank), numbers.update_window_dims, strict=True))
     return [aval.shape[named[d]] if d in named else 1 for d in range(rank)]
@@ -131,7 +130,7 @@ def _clipped(indices: Any, last: Sequence[int]) -> Any:
 
 def _fill_value(eqn: jc.JaxprEqn, dtype: Any) -> Any:
     """What a gather puts for an index out of range, as `jax.lax.gather` says."""
-    value = eqn.params["fill_value"]
+    value = jp.gather_of(eqn).fill_value
     if value is not None:
         return _jnp.asarray(value, dtype)
     if _jnp.issubdtype(dtype, _jnp.inexact):
@@ -175,9 +174,8 @@ def evaluate_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, 
 
 
 def _local_params(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> dict[str, Any]:
-    """The equation's parameters for the parts: their shapes, and no sharding, which only whole arrays have."""
-    params = dict(eqn.params)
-    params |= {key: None for key in ("sharding", "out_sharding") if key in params}
+    """The parameters that are others for the parts: their shapes, and no sharding, which only whole arrays have."""
+    params: dict[str, Any] = {key: None for key in ("sharding", "out_sharding") if key in jp.parameters(eqn)}
     match eqn.primitive.name:
         case "broadcast_in_dim":
             params["shape"] = _result_shape(eqn, strategy, mesh)
@@ -187,18 +185,17 @@ def _local_params(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> di
             params["slice_sizes"] = _result_shape(eqn, strategy, mesh)
         case "slice":
             (dims, _), shape = strategy.results[0], _result_shape(eqn, strategy, mesh)
-            limits = params["limit_indices"]
             # A split dimension is taken whole: only such slices can be split.
             params["limit_indices"] = tuple(
-                size if axes else limit for axes, size, limit in zip(dims, shape, limits, strict=True)
+                size if axes else limit for axes, size, limit in zip(dims, shape, jp.slice_of(eqn).limits, strict=True)
             )
         case "conv_general_dilated":
-            numbers: Any = params["dimension_numbers"]
-            rows, features = (strategy.operands[0].dims[d] for d in numbers.lhs_spec[:2])
-            if params["feature_group_count"] > 1:
-                params["feature_group_count"] //= mesh.size(features)
-            if params["batch_group_count"] > 1:
-                params["batch_group_count"] //= mesh.size(rows)
+            conv = jp.convolution_of(eqn)
+            rows, features = (strategy.operands[0].dims[d] for d in conv.lhs_spec[:2])
+            if conv.feature_groups > 1:
+                params["feature_group_count"] = conv.feature_groups // mesh.size(features)
+            if conv.batch_groups > 1:
+                params["batch_group_count"] = conv.batch_groups // mesh.size(rows)
         case _:
             pass
     return params
@@ -210,13 +207,14 @@ def _result_shape(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> tu
 
 
 def _iota(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> Any:
-    shape, dimension = _result_shape(eqn, strategy, mesh), eqn.params["dimension"]
+    shape, (dimension,) = _result_shape(eqn, strategy, mesh), jp.dimensions_of(eqn)
+    aval: Any = eqn.outvars[0].aval
     axes = strategy.results[0].dims[dimension]
     if not axes:
-        return _lax.broadcasted_iota(eqn.params["dtype"], shape, dimension)
+        return _lax.broadcasted_iota(aval.dtype, shape, dimension)
     # Counted as integers: a number of few bits would be rounded before it is shifted.
     counted = _lax.broadcasted_iota(_jnp.int32, shape, dimension) + position(axes, mesh) * shape[dimension]
-    return _lax.convert_element_type(counted, eqn.params["dtype"])
+    return _lax.convert_element_type(counted, aval.dtype)
 
 
 def _random_bits(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: LogicalMesh) -> Any:
@@ -237,7 +235,7 @@ def _random_bits(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh
         index = _lax.broadcasted_iota(_jnp.uint32, shape, dimension) + _jnp.asarray(start).astype(_jnp.uint32)
         counter = counter + index * _jnp.uint32(stride)
         stride *= aval.shape[dimension]
-    return jc.threefry_bits(key, counter, eqn.params["bit_width"])
+    return jc.threefry_bits(key, counter, 8 * aval.dtype.itemsize)
 
 
 def take_part(whole: Any, layout: Layout, mesh: LogicalMesh) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.resharding.costs import reshard_steps
 from autopar.compiler.resharding.steps import Step
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
@@ -187,12 +188,12 @@ class _Writer:
 def _bodies(eqn: jc.JaxprEqn) -> list[jc.Jaxpr]:
     match eqn.primitive.name:
         case "scan":
-            return [jc.open_jaxpr(jc.loop_of(eqn).body)[0]]
+            return [jc.open_jaxpr(jp.scan_of(eqn).body)[0]]
         case "while":
-            loop = jc.while_of(eqn)
+            loop = jp.while_of(eqn)
             return [jc.open_jaxpr(loop.cond)[0], jc.open_jaxpr(loop.body)[0]]
         case "cond":
-            return [jc.open_jaxpr(branch)[0] for branch in eqn.params["branches"]]
+            return [jc.open_jaxpr(branch)[0] for branch in jp.branches_of(eqn)]
         case _:
             return [jc.open_jaxpr(next(jc.subjaxprs(eqn)))[0]]
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 import autopar
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.lowering.microbatch_loop import loop_over, microbatch_loop
 from autopar.compiler.microbatch.split import evaluate_microbatched
 from tests.compiler.microbatch.microbatched import BATCH, PARAMS, WIDTH, X, assert_equal, hidden, sgd, split
@@ -162,7 +163,7 @@ def body_of(closed: jc.ClosedJaxpr) -> list[str]:
 
 def test_loop_carries_one_total_for_each_gradient_and_the_loss():
     (eqn,) = loops(looped(sgd(lambda p, b: jnp.mean(hidden(p, b["x"]) @ p["c"])), PARAMS, X))
-    loop = jc.loop_of(eqn)
+    loop = jp.scan_of(eqn)
     assert (loop.num_carry, loop.length) == (4, 4)
     assert len(eqn.outvars) == loop.num_carry
     assert len(eqn.invars) - loop.num_carry - loop.num_consts == 1
@@ -222,7 +223,7 @@ def two_updates(params: Any, batch: Any) -> Any:
 
 def test_second_gradient_is_a_second_loop_that_keeps_nothing_of_the_first():
     first, second = loops(looped(two_updates, PARAMS, X))
-    assert [len(eqn.outvars) - jc.loop_of(eqn).num_carry for eqn in (first, second)] == [0, 0]
+    assert [len(eqn.outvars) - jp.scan_of(eqn).num_carry for eqn in (first, second)] == [0, 0]
     scopes = [[e.primitive.name for e in jc.open_jaxpr(eqn.params["jaxpr"])[0].eqns] for eqn in (first, second)]
     assert ["cos" in names for names in scopes] == [False, True], "what the second loop reads is made there"
     assert_loop_equals_step(two_updates, PARAMS, X)
@@ -242,9 +243,9 @@ def shared_features(params: Any, batch: Any) -> Any:
 
 def test_values_of_microbatches_that_two_loops_read_are_kept_between_them():
     first, second = loops(looped(shared_features, PARAMS, X))
-    kept = [v.aval.shape for v in first.outvars[jc.loop_of(first).num_carry :]]
+    kept = [v.aval.shape for v in first.outvars[jp.scan_of(first).num_carry :]]
     assert kept == [(4, BATCH // 4, WIDTH)], "the features, and nothing for the metrics of the first gradient"
-    assert [v.aval.shape for v in second.outvars[jc.loop_of(second).num_carry :]] == kept
+    assert [v.aval.shape for v in second.outvars[jp.scan_of(second).num_carry :]] == kept
     assert_loop_equals_step(shared_features, PARAMS, X)
 
 

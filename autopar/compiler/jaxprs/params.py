@@ -1,0 +1,362 @@
+"""Read the parameters of JAX's equations: the one gate to their names, their forms and their changes between releases.
+
+Nothing here is promised by JAX. A reader gets values of ours (`Scan`, `Gather`, `Window`, ...); whoever binds an
+equation with other parameters names those that change (`bind_equation(eqn, args, {"shape": shape})`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax.sharding import NamedSharding
+
+from autopar.compiler.jaxprs.compat import ClosedJaxpr, JaxprEqn, bind_equation, subjaxprs
+
+Dimensions = tuple[int, ...]
+
+
+def parameters(eqn: JaxprEqn) -> Mapping[str, Any]:
+    """All parameters by name, for what treats them alike: keys of equations, sizes that grow with the batch."""
+    return eqn.params
+
+
+# Loops, branches and calls
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan:
+    """A `lax.scan` equation, read apart: operands are `[consts | carry | xs]`, results `[carry | ys]`."""
+
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: int
+    body: ClosedJaxpr
+
+    @property
+    def first_x(self) -> int:
+        """Number of the first operand that is scanned over."""
+        return self.num_consts + self.num_carry
+
+
+def scan_of(eqn: JaxprEqn) -> Scan:
+    """Read a scan equation (jax 0.10 counts its operands, jax 0.11 and later keep trees of them)."""
+    assert eqn.primitive.name == "scan", eqn.primitive.name
+    params = eqn.params
+    if "num_consts" in params:
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+    else:
+        consts, carry, _ = params["ft_in"].update(list(eqn.invars)).unpack()
+        num_consts, num_carry = len(list(consts)), len(list(carry))
+    return Scan(
+        num_consts=num_consts,
+        num_carry=num_carry,
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params.get("unroll", 1),
+        body=params["jaxpr"],
+    )
+
+
+def bind_scan(eqn: JaxprEqn, args: Sequence[Any], length: int) -> list[Any]:
+    """Run the body of a scan equation `length` times, on `xs` of that length.
+
+    The body of a scan is one iteration and knows nothing of their number, so no re-tracing is needed; parameters
+    that a release adds are passed on untouched.
+    """
+    return bind_equation(eqn, args, {"length": length, "unroll": min(eqn.params.get("unroll", 1), length)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class While:
+    """A `lax.while_loop` equation, read apart: operands are `[consts of cond | consts of body | carry]`."""
+
+    cond_consts: int
+    body_consts: int
+    cond: ClosedJaxpr
+    body: ClosedJaxpr
+
+    @property
+    def first_carry(self) -> int:
+        """Number of the first operand that is carried."""
+        return self.cond_consts + self.body_consts
+
+
+def while_of(eqn: JaxprEqn) -> While:
+    """Read a while equation."""
+    params = eqn.params
+    return While(
+        cond_consts=params["cond_nconsts"],
+        body_consts=params["body_nconsts"],
+        cond=params["cond_jaxpr"],
+        body=params["body_jaxpr"],
+    )
+
+
+def branches_of(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
+    """The branches of a `cond` equation, by the number that its first operand gives."""
+    return tuple(eqn.params["branches"])
+
+
+def bodies_of(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """The bodies of a loop, branch or rematerialised region: `[body]`, `[cond, body]`, branches, `[body]`."""
+    match eqn.primitive.name:
+        case "scan":
+            return (scan_of(eqn).body,)
+        case "while":
+            loop = while_of(eqn)
+            return (loop.cond, loop.body)
+        case "cond":
+            return branches_of(eqn)
+        case _:
+            return (next(subjaxprs(eqn)),)
+
+
+# The parameter that holds the called function, by primitive name.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # jax 0.12: the forward half of a rematerialised region
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+
+
+def called_function(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The function that an equation does nothing but call; None for every other equation."""
+    parameter = _CALLS.get(eqn.primitive.name)
+    return None if parameter is None else eqn.params[parameter]
+
+
+def jit_shardings(eqn: JaxprEqn) -> tuple[list[NamedSharding | None], list[NamedSharding | None]]:
+    """The shardings that a call of `jax.jit` asks for, by operand and by result; None where it leaves them open."""
+
+    def named(key: str, count: int) -> list[NamedSharding | None]:
+        given = eqn.params.get(key) or (None,) * count
+        return [s if isinstance(s, NamedSharding) else None for s in given]
+
+    return named("in_shardings", len(eqn.invars)), named("out_shardings", len(eqn.outvars))
+
+
+def linear_solver(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The function that a `custom_linear_solve` calls; its others are for derivatives."""
+    return eqn.params["jaxprs"].solve
+
+
+def kernel_grid(eqn: JaxprEqn) -> tuple[int, ...]:
+    """The grid of a `pallas_call`, without dimensions that are known at run time only."""
+    return tuple(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
+
+
+def manual_axes(eqn: JaxprEqn) -> dict[Any, int]:
+    """The mesh axes over which a `shard_map` runs its body, and their sizes."""
+    axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", ()))
+    return {axis: eqn.params["mesh"].shape[axis] for axis in axes}
+
+
+# Products
+
+
+class DotDimensions(NamedTuple):
+    """Of a `dot_general`: the contracted dimensions of left and right operand, then those of the batch."""
+
+    contracted: tuple[Dimensions, Dimensions]
+    batch: tuple[Dimensions, Dimensions]
+
+
+def dot_dimensions(eqn: JaxprEqn) -> DotDimensions:
+    """Contracted and batch dimensions of a `dot_general` or of a product in ragged groups."""
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    return DotDimensions(*(eqn.params["dimension_numbers"] if ragged is None else ragged.dot_dimension_numbers))
+
+
+class RaggedDimensions(NamedTuple):
+    """Of a `ragged_dot_general`: the left dimensions that are cut into groups, the right ones that number them."""
+
+    ragged: Dimensions
+    groups: Dimensions
+
+
+def ragged_dimensions(eqn: JaxprEqn) -> RaggedDimensions:
+    """The ragged dimensions of a product; none of a plain one."""
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    if numbers is None:
+        return RaggedDimensions((), ())
+    return RaggedDimensions(tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions))
+
+
+class Convolution(NamedTuple):
+    """A `conv_general_dilated`: each spec is (batch, features, *space), or (out, in features, *space) of a kernel."""
+
+    lhs_spec: Dimensions
+    rhs_spec: Dimensions
+    out_spec: Dimensions
+    strides: Dimensions
+    padding: tuple[tuple[int, int], ...]
+    lhs_dilation: Dimensions
+    rhs_dilation: Dimensions
+    feature_groups: int
+    batch_groups: int
+
+
+def convolution_of(eqn: JaxprEqn) -> Convolution:
+    """Read a convolution."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    return Convolution(
+        *(tuple(spec) for spec in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)),
+        strides=tuple(params["window_strides"]),
+        padding=tuple(params["padding"]),
+        lhs_dilation=tuple(params["lhs_dilation"]),
+        rhs_dilation=tuple(params["rhs_dilation"]),
+        feature_groups=params["feature_group_count"],
+        batch_groups=params["batch_group_count"],
+    )
+
+
+# Dimensions and positions
+
+_ALONG = {
+    name: parameter
+    for parameter, names in {
+        "axes": (
+            "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum",
+            "reduce_xor",
+        ),
+        "axis": (
+            "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split", "stack", "top_k", "unstack",
+        ),
+        "dimension": ("concatenate", "iota", "sort"),
+        "dimensions": ("reduce", "rev", "squeeze"),
+        "reduction_dimension": ("approx_top_k",),
+    }.items()
+    for name in names
+}  # fmt: skip
+"""The parameter that names the dimensions along which a primitive works."""
+
+
+def dimensions_of(eqn: JaxprEqn) -> Dimensions:
+    """The dimensions along which an equation reduces, accumulates, sorts, joins, splits, counts or reverses.
+
+    One that counts from the end is given as JAX has it: -1 for the last.
+    """
+    value = eqn.params.get(_ALONG[eqn.primitive.name], -1)
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def fft_points(eqn: JaxprEqn) -> tuple[int, ...]:
+    """The lengths of the transformed dimensions of an `fft`."""
+    return tuple(eqn.params["fft_lengths"])
+
+
+def permutation_of(eqn: JaxprEqn) -> Dimensions:
+    """The operand's dimensions in the order of a `transpose`'s result."""
+    return tuple(eqn.params["permutation"])
+
+
+def broadcast_dimensions(eqn: JaxprEqn) -> Dimensions:
+    """The dimension of a `broadcast_in_dim`'s result for each dimension of its operand."""
+    return tuple(eqn.params["broadcast_dimensions"])
+
+
+def reorders(eqn: JaxprEqn) -> bool:
+    """Return True for a `reshape` that reads its operand in another order of dimensions."""
+    return eqn.params.get("dimensions") is not None
+
+
+def repetitions(eqn: JaxprEqn) -> tuple[int, ...]:
+    """How often a `tile` repeats each dimension."""
+    return tuple(eqn.params["reps"])
+
+
+def padding_of(eqn: JaxprEqn) -> tuple[tuple[int, int, int], ...]:
+    """For each dimension of a `pad`: elements before, after and between."""
+    return tuple((int(low), int(high), int(between)) for low, high, between in eqn.params["padding_config"])
+
+
+class Slice(NamedTuple):
+    """A `slice`: from `starts` to `limits` by `strides`, for each dimension."""
+
+    starts: tuple[int, ...]
+    limits: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def slice_of(eqn: JaxprEqn) -> Slice:
+    """Read a slice at places that are known."""
+    starts, limits, strides = (eqn.params[key] for key in ("start_indices", "limit_indices", "strides"))
+    return Slice(tuple(starts), tuple(limits), tuple(strides or (1,) * len(starts)))
+
+
+class Gather(NamedTuple):
+    """A `gather`: JAX's `GatherDimensionNumbers`, the size of a slice, and what stands for indices out of range."""
+
+    numbers: Any
+    slice_sizes: tuple[int, ...]
+    mode: Any
+    fill_value: Any
+
+
+def gather_of(eqn: JaxprEqn) -> Gather:
+    """Read a gather."""
+    params = eqn.params
+    return Gather(params["dimension_numbers"], tuple(params["slice_sizes"]), params["mode"], params["fill_value"])
+
+
+class Scatter(NamedTuple):
+    """A `scatter`: JAX's `ScatterDimensionNumbers`, its mode, and what combines an element with its update."""
+
+    numbers: Any
+    mode: Any
+    combine: Any
+
+
+def scatter_of(eqn: JaxprEqn) -> Scatter:
+    """Read a scatter of any kind."""
+    params = eqn.params
+    return Scatter(params["dimension_numbers"], params["mode"], params.get("update_jaxpr"))
+
+
+class Window(NamedTuple):
+    """A window that slides over an array: for each dimension its size, stride, padding and dilations."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    base_dilation: tuple[int, ...]
+    window_dilation: tuple[int, ...]
+
+    def slides_along(self, dimension: int) -> bool:
+        """Return False where the windows are single elements, each in its place."""
+        return tuple(field[dimension] for field in self) != (1, 1, (0, 0), 1, 1)
+
+
+def window_of(eqn: JaxprEqn) -> Window:
+    """Read a reduction over windows."""
+    params, ones = eqn.params, (1,) * len(eqn.params["window_dimensions"])
+    return Window(
+        sizes=tuple(params["window_dimensions"]),
+        strides=tuple(params.get("window_strides") or ones),
+        padding=tuple((int(low), int(high)) for low, high in params["padding"]),
+        base_dilation=tuple(params.get("base_dilation") or ones),
+        window_dilation=tuple(params.get("window_dilation") or ones),
+    )
+
+
+# Types and placement
+
+
+def reduced_precision(eqn: JaxprEqn) -> tuple[int, int]:
+    """Bits of exponent and mantissa to which a `reduce_precision` rounds."""
+    return eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+
+
+def asked_sharding(eqn: JaxprEqn) -> Any:
+    """What a `sharding_constraint` or `reshard` asks for, as JAX holds it."""
+    return eqn.params.get("sharding", eqn.params.get("dst_sharding"))
