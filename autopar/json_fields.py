@@ -1,4 +1,4 @@
-"""Read values that people write by hand from JSON: exact keys, finite numbers, and errors that name the field."""
+"""Read plans, clusters and machines from JSON: exact keys, finite numbers, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, cast
 
-from autopar.errors import InvalidArgument
+from autopar.errors import AutoparError, InvalidArgument
 
 
 def check_figure(what: str, value: object, *, zero: bool = False) -> None:
@@ -20,22 +20,24 @@ def check_figure(what: str, value: object, *, zero: bool = False) -> None:
         )
 
 
-def json_of(what: str, text: str) -> Any:
-    """The value of a JSON text; `InvalidArgument` if it is none."""
+def json_of(what: str, text: str, *, error: type[AutoparError] = InvalidArgument) -> Any:
+    """Return the value of a JSON text; raise `error` if it is none."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InvalidArgument(f"{what} is not JSON: {error}. Load a file that `save` wrote.") from None
+    except json.JSONDecodeError as reason:
+        raise error(f"{what} is not JSON: {reason}. Load a file that `save` wrote.") from None
 
 
-def fields_of(what: str, raw: Any, keys: Iterable[str]) -> dict[str, Any]:
-    """A JSON object as a dictionary, if it has exactly these keys; else `InvalidArgument` names those that differ."""
+def fields_of(
+    what: str, raw: Any, keys: Iterable[str], *, error: type[AutoparError] = InvalidArgument
+) -> dict[str, Any]:
+    """Return a JSON object as a dictionary; unless it has exactly these keys, raise `error`, which names the others."""
     if not isinstance(raw, dict):
-        raise InvalidArgument(f"{what} is {raw!r}, it must be a JSON object. Load a file that `save` wrote.")
+        raise error(f"{what} is {raw!r}, it must be a JSON object. Load a file that `save` wrote.")
     fields, keys = dict(cast(dict[str, Any], raw)), list(keys)
     missing, unknown = [key for key in keys if key not in fields], sorted(set(fields) - set(keys))
     if missing or unknown:
-        raise InvalidArgument(
+        raise error(
             f"{what} lacks the keys {missing} and has the unknown keys {unknown}. It must have exactly the keys "
             f"{keys}: correct the file, or save it again."
         )

@@ -40,6 +40,7 @@ from autopar.checks import (
 )
 from autopar.errors import InvalidArgument, PlanMismatch
 from autopar.ir.plan_sharding import Certificate, MeshSharding, PlannedCollective, ShardingPlan, collectives_table
+from autopar.json_fields import fields_of, json_of
 
 FORMAT = 3
 
@@ -158,19 +159,15 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         """The plan that `to_json` wrote; `PlanMismatch` if it is not JSON, or of another format or keys."""
-        try:
-            raw = json.loads(text)
-        except json.JSONDecodeError as error:
+        raw = json_of("The plan", text, error=PlanMismatch)
+        given = cast(dict[str, Any], raw).get("format") if isinstance(raw, dict) else None
+        if given != FORMAT:
             raise PlanMismatch(
-                f"The plan is not JSON: {error}. Load a file that Plan.save wrote, unedited or with care."
-            ) from None
-        found = cast(dict[str, Any], raw).get("format") if isinstance(raw, dict) else None
-        if found != FORMAT:
-            raise PlanMismatch(
-                f"The plan has format {found}, this version of autopar reads format {FORMAT}. "
+                f"The plan has format {given}, this version of autopar reads format {FORMAT}. "
                 f"Make the plan again with this version, or install the version that wrote it."
             )
-        fields = _fields_of("The plan", raw, ("format", *(field.name for field in dataclasses.fields(Plan))))
+        keys = ("format", *(field.name for field in dataclasses.fields(Plan)))
+        fields = fields_of("The plan", raw, keys, error=PlanMismatch)
         words: dict[str, Any] = {
             word: _typed(word, fields[word], str)
             for word in ("fingerprint", "method", "schedule", "batch_statistics", "random")
@@ -304,18 +301,6 @@ def _json_lines(value: Any) -> str:
     return json.dumps(value)
 
 
-def _fields_of(what: str, raw: Any, keys: Sequence[str]) -> dict[str, Any]:
-    """A JSON object as a dictionary, if it has exactly these keys."""
-    fields = cast(dict[str, Any], raw) if isinstance(raw, dict) else {}
-    missing, unknown = sorted(set(keys) - set(fields)), sorted(set(fields) - set(keys))
-    if missing or unknown:
-        raise PlanMismatch(
-            f"{what} lacks the keys {missing} and has the unknown keys {unknown}. "
-            f"Format {FORMAT} has exactly the keys {sorted(keys)}: make the plan again, or correct the file."
-        )
-    return dict(fields)
-
-
 def _typed(what: str, raw: Any, kind: type[T]) -> T:
     """A JSON value, if it is of the Python type `kind`."""
     if type(raw) is not (get_origin(kind) or kind):  # `type`, because True is an int to isinstance
@@ -332,7 +317,7 @@ def _listed(what: str, raw: Any, kind: type[T]) -> tuple[T, ...]:
 
 
 def _mesh_from_json(number: int, raw: Any) -> MeshPlan:
-    fields = _fields_of(f"Mesh {number}", raw, ("devices", "shape", "axis_names", "sharding"))
+    fields = fields_of(f"Mesh {number}", raw, ("devices", "shape", "axis_names", "sharding"), error=PlanMismatch)
     return MeshPlan(
         devices=_listed(f"devices of mesh {number}", fields["devices"], int),
         shape=_listed(f"shape of mesh {number}", fields["shape"], int),
@@ -342,7 +327,7 @@ def _mesh_from_json(number: int, raw: Any) -> MeshPlan:
 
 
 def _stage_from_json(number: int, raw: Any) -> StagePlan:
-    fields = _fields_of(f"Stage {number}", raw, ("layers", "mesh", "remat"))
+    fields = fields_of(f"Stage {number}", raw, ("layers", "mesh", "remat"), error=PlanMismatch)
     layers = _listed(f"layers of stage {number}", fields["layers"], int)
     if len(layers) != 2:
         raise PlanMismatch(f"Stage {number} has the layers {list(layers)}. Write them as [start, stop].")
