@@ -10,7 +10,7 @@ What comes before the plan decides; what comes after it only carries out.
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from autopar.compiler.planning.search import plan_by_stages, searches_stages
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.errors import PlanMismatch
 from autopar.hardware.machine import Machine
-from autopar.ir.instructions import listed, spec_axes
+from autopar.ir.instructions import listed, spec_parts
 from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.program import Program
 from autopar.methods import Auto, Megatron, Method, SearchMethod
@@ -110,7 +110,7 @@ def check_plan(plan: Plan, trace: Trace, *, num_devices: int) -> None:
 
 def _check_spec_fits(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: MeshPlan) -> None:
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-    parts = [math.prod(sizes.get(axis, 1) for axis in spec_axes(entry)) for entry in spec]
+    parts = spec_parts(spec, defaultdict(lambda: 1, sizes))  # the spec may be over the axes of another mesh
     if len(parts) > len(shape) or any(size % count for size, count in zip(shape, parts)):
         raise PlanMismatch(
             f"The plan splits {name}, of shape {shape}, by {spec} over a mesh of {sizes}. Every entry needs an axis of "

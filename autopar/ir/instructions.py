@@ -4,6 +4,7 @@ A value has a name and lives on one mesh; a mesh is a number; nothing here is a 
 says what the words mean together, and is where to import them from.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,10 +34,9 @@ class ArrayType:
 
     def bytes_per_device(self, mesh: "MeshProgram") -> int:
         """Bytes that each device of the mesh holds; an uneven dimension counts its largest shard."""
-        sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-        shards = [math.prod(sizes[axis] for axis in spec_axes(entry)) for entry in self.spec]
-        shards += [1] * (len(self.shape) - len(shards))
-        return math.prod(-(-dim // n) for dim, n in zip(self.shape, shards, strict=True)) * item_bytes(self.dtype)
+        parts = spec_parts(self.spec, dict(zip(mesh.axis_names, mesh.shape, strict=True)))
+        shard = (-(-dim // n) for dim, n in itertools.zip_longest(self.shape, parts, fillvalue=1))
+        return math.prod(shard) * item_bytes(self.dtype)
 
     def __str__(self) -> str:
         entries = ["·".join(spec_axes(entry)) or "-" for entry in self.spec]
@@ -197,6 +197,11 @@ def spec_axes(entry: Any) -> tuple[str, ...]:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def spec_parts(spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return into how many parts each entry of a PartitionSpec splits its dimension."""
+    return tuple(math.prod(axis_sizes[axis] for axis in spec_axes(entry)) for entry in spec)
 
 
 def listed(names: tuple[Any, ...]) -> str:

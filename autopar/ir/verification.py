@@ -25,6 +25,7 @@ from autopar.ir.instructions import (
     Send,
     Window,
     spec_axes,
+    spec_parts,
 )
 
 Channels = dict[tuple[int, int], deque[tuple[str, ...]]]  # (source, destination) -> what is on its way
@@ -158,7 +159,7 @@ def _fits(kind: ArrayType, mesh: MeshProgram) -> bool:
     sizes = dict(zip(mesh.axis_names, mesh.shape))
     if len(kind.spec) > len(kind.shape) or any(a not in sizes for entry in kind.spec for a in spec_axes(entry)):
         return False
-    return all(dim % math.prod(sizes[a] for a in spec_axes(e)) == 0 for dim, e in zip(kind.shape, kind.spec))
+    return all(dim % parts == 0 for dim, parts in zip(kind.shape, spec_parts(kind.spec, sizes)))
 
 
 def _check_declared(step: Step, mesh: MeshProgram) -> None:

@@ -16,6 +16,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.errors import InvalidArgument, Unsupported
+from autopar.ir.instructions import spec_axes, spec_parts
 from autopar.ir.plan import MeshPlan, Plan
 
 
@@ -81,22 +82,16 @@ def _on_target(eqn: jc.JaxprEqn, target: AbstractMesh) -> NamedSharding:
     sizes = dict(zip(target.axis_names, target.axis_sizes, strict=True))
     aval: Any = eqn.outvars[0].aval
     shape = aval.shape
-    for axis, entry in enumerate(wanted.spec):
-        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        missing = [name for name in names if name not in sizes]
-        if missing:
-            raise InvalidArgument(
-                f"The sharding constraint {jc.describe(eqn)} names the mesh axis {missing[0]!r}; the mesh of its "
-                "stage has "
-                f"{list(sizes)}. Name the axes alike with axis_names=, or leave the constraint out."
-            )
-        parts = 1
-        for name in names:
-            parts *= sizes[name]
+    missing = [name for entry in wanted.spec for name in spec_axes(entry) if name not in sizes]
+    if missing:
+        raise InvalidArgument(
+            f"The sharding constraint {jc.describe(eqn)} names the mesh axis {missing[0]!r}; the mesh of its stage has "
+            f"{list(sizes)}. Name the axes alike with axis_names=, or leave the constraint out."
+        )
+    for axis, parts in enumerate(spec_parts(wanted.spec, sizes)):
         if shape[axis] % parts:
             raise InvalidArgument(
                 f"The sharding constraint {jc.describe(eqn)} splits axis {axis} of size {shape[axis]} into {parts} "
-                "parts "
-                "on the mesh of its stage, which does not divide. Use another mesh_shape or fewer microbatches."
+                "parts on the mesh of its stage, which does not divide. Use another mesh_shape or fewer microbatches."
             )
     return NamedSharding(target, wanted.spec)

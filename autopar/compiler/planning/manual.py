@@ -18,6 +18,7 @@ from autopar.compiler.lowering.value_types import batch_spec, microbatch_rows, r
 from autopar.compiler.pipeline.layers import cut_forward, group_layers
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
 from autopar.errors import InvalidArgument
+from autopar.ir.instructions import spec_parts
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.methods import DataParallel, HandMethod, PipelineParallel, ShardParallel
 
@@ -156,15 +157,11 @@ def _input_specs(
 
 def _check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: MeshPlan) -> None:
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-    for axis, entry in enumerate(spec):
-        parts = 1
-        for mesh_axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
-            parts *= sizes[mesh_axis]
+    for axis, parts in enumerate(spec_parts(spec, sizes)):
         if shape[axis] % parts:
             raise InvalidArgument(
                 f"{name} has shape {shape}; its axis {axis} of size {shape[axis]} does not divide into {parts} parts, "
-                "as "
-                f"{spec} asks for. Choose another axis for it, or a narrower pattern."
+                f"as {spec} asks for. Choose another axis for it, or a narrower pattern."
             )
 
 

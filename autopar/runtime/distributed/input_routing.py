@@ -9,13 +9,12 @@ All processes get the same arrivals, so that both ends of every transfer know of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
-from autopar.ir.instructions import spec_axes
+from autopar.ir.instructions import spec_parts
 from autopar.ir.program import Program, Window
 from autopar.runtime.distributed.pieces import Piece, Placed, layouts_of
 from autopar.runtime.transfer.tiles import Box, Layout
@@ -162,6 +161,6 @@ def _moved(place: int, leaf: int, wanted: Piece, whole: Placed) -> Moved:
 def dividing(layout: Layout, shape: tuple[int, ...]) -> Layout:
     """The layout without the entries of its spec that do not divide the dimensions of `shape`."""
     sizes = dict(zip(layout.axis_names, layout.mesh_shape, strict=True))
-    parts = [math.prod(sizes[axis] for axis in spec_axes(entry)) for entry in layout.spec]
+    parts = spec_parts(layout.spec, sizes)
     entries = [entry if dim % count == 0 else None for entry, count, dim in zip(layout.spec, parts, shape)]
     return replace(layout, spec=PartitionSpec(*entries))

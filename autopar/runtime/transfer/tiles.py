@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar.errors import InvalidArgument
-from autopar.ir.instructions import spec_axes
+from autopar.ir.instructions import spec_axes, spec_parts
 
 Box = tuple[tuple[int, int], ...]
 
@@ -62,11 +62,11 @@ class Layout:
     def parts(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Into how many equal parts each dimension is cut."""
         sizes = dict(zip(self.axis_names, self.mesh_shape, strict=True))
-        counts = [math.prod(sizes[axis] for axis in spec_axes(entry)) for entry in self.spec]
+        counts = spec_parts(self.spec, sizes)
         if len(counts) > len(shape) or any(dim % count for dim, count in zip(shape, counts)):
             mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
             raise InvalidArgument(
-                f"The spec {self.spec} cuts shape {tuple(shape)} into {tuple(counts)} parts on the mesh ({mesh}). "
+                f"The spec {self.spec} cuts shape {tuple(shape)} into {counts} parts on the mesh ({mesh}). "
                 "Every dimension must be a multiple of its parts; leave the others whole."
             )
         return (*counts, *(1,) * (len(shape) - len(counts)))
