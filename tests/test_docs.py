@@ -124,6 +124,7 @@ def test_every_path_exists(page):
 @over_pages
 def test_every_module_and_function_exists(page):
     functions = {word for word in quoted(page) if re.fullmatch(r"[a-z_]\w*(\.\w+)*:\w+(\.\w+)*", word)}
+    functions |= set(re.findall(r"→ `?([a-z_][\w.]*:\w+(?:\.\w+)*)", read(page)))
     assert not [word for word in functions if not resolves(*word.split(":"))]
     modules = {word for word in quoted(page) if re.fullmatch(r"(autopar|benchmarks|tests)(\.\w+)+", word)}
     missing = [
