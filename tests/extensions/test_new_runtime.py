@@ -1,0 +1,89 @@
+"""A runtime of one's own: whoever has `load(program) -> Loaded` carries out a program, here without compiling any.
+
+The pieces of a program are public: the order in which nothing waits, the interpreter that makes a function of each
+instruction, and where arguments come from. A runtime gives functions for executables, and a channel for values.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from autopar.compiler import passes
+from autopar.ir.program import Executable, Input, Program
+from autopar.runtime.interpreter import resolve
+from tests.small_steps import mlp_batch, mlp_params, mlp_step, traced, two_stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mailbox:
+    """The channel of one mesh: arrays are passed on as they are, first in, first out."""
+
+    mesh: int
+    queues: dict[tuple[int, int], deque[Sequence[Any]]]
+
+    def sender(self, values: tuple[str, ...], to: int) -> Callable[[Sequence[Any]], None]:
+        return self.queues[self.mesh, to].append
+
+    def receiver(self, values: tuple[str, ...], source: int) -> Callable[[], Sequence[Any]]:
+        return self.queues[source, self.mesh].popleft
+
+
+@dataclass(frozen=True)
+class OnPaper:
+    """Every mesh on the default device, every executable evaluated equation by equation."""
+
+    def load(self, program: Program) -> Callable[[Sequence[Any]], list[Any]]:
+        program.verify()
+        names = [(item.mesh, item.value) for item in program.inputs]
+        names += [(number, name) for number, mesh in enumerate(program.meshes) for name in mesh.values]
+        slots = {name: slot for slot, name in enumerate(dict.fromkeys(names))}
+        queues: dict[tuple[int, int], deque[Sequence[Any]]] = defaultdict(deque)
+        steps = [
+            resolve(
+                instruction,
+                slots={name: slots[mesh, name] for name in program.meshes[mesh].values},
+                functions={name: evaluator(executable) for name, executable in program.executables.items()},
+                donated={name: executable.donated for name, executable in program.executables.items()},
+                channel=Mailbox(mesh=mesh, queues=queues),
+            )
+            for mesh, instruction in program.linear_order()
+        ]
+
+        def step(leaves: Sequence[Any]) -> list[Any]:
+            env: list[Any] = [argument(item, leaves) for item in program.inputs]
+            env += [None] * (len(slots) - len(env))
+            for run in steps:
+                run(env)
+            return [env[slots[output.parts[0]]] for output in program.outputs]
+
+        return step
+
+
+def evaluator(executable: Executable) -> Callable[..., list[Any]]:
+    closed = executable.jaxpr
+    return lambda *arrays: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *arrays)
+
+
+def argument(item: Input, leaves: Sequence[Any]) -> Any:
+    if item.leaf is None:
+        return np.int32(item.constant)
+    if item.window is None:
+        return leaves[item.leaf]
+    part = [slice(None)] * leaves[item.leaf].ndim
+    part[item.window.axis] = slice(item.window.start, item.window.stop)
+    return leaves[item.leaf][tuple(part)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_runtime_of_ones_own_computes_what_the_step_does(schedule, float64):
+    args = jax.tree.map(lambda x: x.astype("float64"), (mlp_params(), mlp_batch()))
+    trace = traced(mlp_step, *args, donated=(0,))
+    plan = passes.make_plan(trace, two_stages(schedule=schedule), num_devices=2, kind="cpu")
+    results = OnPaper().load(passes.lower_step(trace, plan))(jax.tree.leaves(args))
+    # Sums over microbatches instead of one over the batch.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), results, jax.tree.leaves(mlp_step(*args)))
