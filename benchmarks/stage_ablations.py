@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 import autopar
-from autopar.compiler.pipeline.phases import Regions
+from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.planning.layer_classes import count_step_layers, model_cuts
@@ -80,7 +80,7 @@ def _num_layers(traced: autopar.Traced, method: Auto) -> int:
     options = {"batch_statistics": method.batch_statistics, "random": method.random}
     most, pieces = count_step_layers(traced.trace, **options)
     prepared = prepare(traced.trace, num_layers=most, num_microbatches=1, loop_pieces=pieces, **options)
-    return len(model_cuts(prepared.regions, most)) + 1
+    return len(model_cuts(prepared.phases, most)) + 1
 
 
 def _is_even(num_stages: int, start: int, stop: int, num_layers: int) -> bool:
@@ -89,7 +89,7 @@ def _is_even(num_stages: int, start: int, stop: int, num_layers: int) -> bool:
     return (start, stop) in itertools.pairwise(borders)
 
 
-def equal_cuts(regions: Regions, num_layers: int) -> Sequence[int]:
+def equal_cuts(phases: Phases, num_layers: int) -> Sequence[int]:
     """Where layers of as many equations begin, whatever these compute."""
-    count = len(layer_order(regions))
+    count = len(layer_order(phases))
     return tuple(layer * count // num_layers for layer in range(1, num_layers))

@@ -188,7 +188,7 @@ def make_plan(trace: Trace, cutting: Cutting) -> Plan | None:
         "random": "full_batch",
     }
     prepared = prepare(trace, num_layers=num_layers, **decisions)
-    length, rng = len(layer_order(prepared.regions)), Random(cutting.seed)
+    length, rng = len(layer_order(prepared.phases)), Random(cutting.seed)
     if length < num_layers:
         return None
     borders = [0, *sorted(rng.sample(range(1, num_layers), cutting.num_stages - 1)), num_layers]

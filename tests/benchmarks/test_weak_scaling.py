@@ -139,8 +139,8 @@ def test_layers_of_as_many_operators_are_as_even_as_can_be():
     step = autopar.parallelize(SMALL["wresnet"].step, cluster=HOST.with_devices(2))
     trace = step.trace(SMALL["wresnet"].abstract_state, SMALL["wresnet"].abstract_batch).trace
     options = {"batch_statistics": "per_microbatch", "random": "full_batch"}
-    regions = prepare(trace, num_layers=1, num_microbatches=2, loop_pieces=1, **options).regions
-    sizes = np.diff([0, *equal_cuts(regions, 3), len(layer_order(regions))])
+    phases = prepare(trace, num_layers=1, num_microbatches=2, loop_pieces=1, **options).phases
+    sizes = np.diff([0, *equal_cuts(phases, 3), len(layer_order(phases))])
     assert len(sizes) == 3 and sizes.max() - sizes.min() <= 1
 
 

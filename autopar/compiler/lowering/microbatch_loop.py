@@ -242,7 +242,7 @@ def microbatch_loop(trace: Trace, num_microbatches: int, batch_statistics: str, 
         batch_statistics=batch_statistics,
         random=random,
     )
-    looped = loop_over(prepared.regions.step, [v.aval for v in trace.jaxpr.jaxpr.invars])
+    looped = loop_over(prepared.phases.step, [v.aval for v in trace.jaxpr.jaxpr.invars])
     wanted, found = ([(a.shape, a.dtype) for a in closed.out_avals] for closed in (trace.jaxpr, looped))
     assert found == wanted, (found, wanted)
     return looped

@@ -2,7 +2,7 @@
 
     Placement -> StageGraph
 
-A forward or backward task holds its anchored equations and the free ones that they need; what it makes and another
+A forward or backward task holds its anchored equations and the unplaced ones that they need; what it makes and another
 task reads becomes a named value. Update equations form waves: wave 0 reads gradients and state, wave w + 1 reads what
 a task of wave w made on another stage (the scalars of a global-norm clip), so a wave is one exchange.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from autopar.compiler.frontend.layer_scans import Piece
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch.accumulate import accumulation_axis, accumulation_kind
-from autopar.compiler.pipeline.phases import Region
+from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.placement import Placement
 from autopar.compiler.pipeline.stage_graph import (
     Accumulation,
@@ -27,7 +27,7 @@ from autopar.compiler.pipeline.stage_graph import (
     Value,
 )
 from autopar.compiler.pipeline.tasks import ORDER, Members, TaskKey, find_members
-from autopar.compiler.pipeline.update_tasks import Key, UpdateWaves, floating_key, free_key
+from autopar.compiler.pipeline.update_tasks import Key, UpdateWaves, floating_key, unplaced_key
 
 
 def merge_layers(
@@ -61,10 +61,10 @@ class _Merger:
 
     def __init__(self, placement: Placement, members: Members, input_names: Sequence[str]) -> None:
         self.placement = placement
-        self.regions = placement.regions
-        self.step = self.regions.step
+        self.phases = placement.phases
+        self.step = self.phases.step
         self.jaxpr = self.step.jaxpr.jaxpr
-        self.eqns = self.regions.equations
+        self.eqns = self.phases.equations
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.consts = dict(zip(self.jaxpr.constvars, self.step.jaxpr.consts, strict=True))
         self.members = members
@@ -77,11 +77,11 @@ class _Merger:
 
     def _key(self, v: jc.Var, place: tuple[int, int]) -> Key:
         """`place`: the stage and the round of the task that makes or reads it."""
-        return free_key(v, *place) if self._free(v) else (v, None)
+        return unplaced_key(v, *place) if self._unplaced(v) else (v, None)
 
-    def _free(self, v: jc.Var) -> bool:
+    def _unplaced(self, v: jc.Var) -> bool:
         i = self.producer.get(v)
-        return i is not None and Region.FREE in self.regions.kinds[i]
+        return i is not None and Phase.UNPLACED in self.phases.of[i]
 
     def name(self, key: Key, *, per_microbatch: bool) -> str:
         """The name of a value, given when it is first met: after the primitive that made it, or what it totals."""
@@ -101,7 +101,7 @@ class _Merger:
     def _made_name(self, v: jc.Var) -> str:
         i = self.producer[v]
         operand = self.eqns[i].invars[0] if self.eqns[i].invars else None
-        if Region.ACCUMULATE in self.regions.kinds[i] and isinstance(operand, jc.Var):
+        if Phase.ACCUMULATE in self.phases.of[i] and isinstance(operand, jc.Var):
             return (self._made_name(operand) if operand in self.producer else self.names[operand, None]) + "/total"
         position = self.eqns[i].outvars.index(v)
         return f"{self.eqns[i].primitive.name}_{i}" + (f".{position}" if position else "")
@@ -120,11 +120,11 @@ class _Merger:
         waves.assign_outputs(state_outputs)
         micro = [self._microbatch_task(key) for key in self.members.equations]
         updates = [self._update_task(key, waves) for key in waves.tasks()]
-        tasks = _in_order([*micro, *updates], self.regions.num_rounds)
+        tasks = _in_order([*micro, *updates], self.phases.num_rounds)
         return StageGraph(
             name=name,
             num_stages=self.placement.num_stages,
-            num_rounds=self.regions.num_rounds,
+            num_rounds=self.phases.num_rounds,
             num_microbatches=self.step.num_microbatches,
             tasks=tuple(tasks),
             inputs=tuple(self._graph_inputs(inputs, leaf_names, tasks)),
@@ -163,10 +163,10 @@ class _Merger:
         i = self.producer.get(v)
         if i is None:
             return self.name((v, None), per_microbatch=v in self.of_microbatch)
-        kinds = self.regions.kinds[i]
-        if kinds & {Region.FORWARD, Region.BACKWARD, Region.FREE}:
+        own = self.phases.of[i]
+        if own & {Phase.FORWARD, Phase.BACKWARD, Phase.UNPLACED}:
             return self.name(self._key(v, place), per_microbatch=True)
-        floating = Region.STEP in kinds and i not in self.placement.stages
+        floating = Phase.STEP in own and i not in self.placement.stages
         return self.name(floating_key(v, place[0]) if floating else (v, None), per_microbatch=False)
 
     def _read_elsewhere(self, key: TaskKey) -> dict[jc.Var, None]:
@@ -174,7 +174,7 @@ class _Merger:
 
         def is_read(v: jc.Var) -> bool:
             return any(
-                not self._free(v) or (other[1:] == key[1:] and v in self.members.kept[other])
+                not self._unplaced(v) or (other[1:] == key[1:] and v in self.members.kept[other])
                 for other in self._readers.get(v, ())
             )
 
@@ -192,7 +192,7 @@ class _Merger:
         return readers
 
     def _first_maker(self, key: TaskKey, v: jc.Var) -> bool:
-        """A free value kept from F is not handed on again by B."""
+        """An unplaced value kept from F is not handed on again by B."""
         earlier = ORDER[: ORDER.index(key[0])]
         return not any(
             v in self.eqns[i].outvars for kind in earlier for i in self.members.equations.get((kind, *key[1:]), [])
@@ -247,7 +247,7 @@ class _Merger:
             value = self.name((v, None), per_microbatch=spec.kind != "whole")
             home = self.placement.homes.get(v, 0)
             stages = readers.get(value, set()) | ({home} if v in passed else set())
-            owned = spec.kind == "whole" and v not in self.regions.homeless
+            owned = spec.kind == "whole" and v not in self.phases.replicated_scalars
             order = sorted(stages | {home} if stages and owned else stages, key=lambda s: (s != home, s))
             piece = pieces[spec.leaf] if spec.leaf is not None else Piece(leaf=-1, start=None, stop=None)
             yield GraphInput(

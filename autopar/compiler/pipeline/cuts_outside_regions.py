@@ -8,16 +8,16 @@ from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
-from autopar.compiler.pipeline.phases import Region, Regions
+from autopar.compiler.pipeline.phases import Phase, Phases
 
 
-def cut_allowed(regions: Regions, order: Sequence[int]) -> list[bool]:
+def cut_allowed(phases: Phases, order: Sequence[int]) -> list[bool]:
     """For each position of `order`, the forward equations, whether a layer may begin there without cutting a region.
 
     A region's forward reaches from what follows its input activations to the last equation that reads one of its own
     parameters: those that no other backward equation reads.
     """
-    forward = _Forward(regions, order)
+    forward = _Forward(phases, order)
     allowed = [True] * len(order)
     for first, last in forward.spans():
         allowed[first + 1 : last + 1] = [False] * (last - first)
@@ -27,11 +27,11 @@ def cut_allowed(regions: Regions, order: Sequence[int]) -> list[bool]:
 class _Forward:
     """Who reads what along the forward, by position in `order`."""
 
-    def __init__(self, regions: Regions, order: Sequence[int]) -> None:
-        self.eqns = regions.equations
+    def __init__(self, phases: Phases, order: Sequence[int]) -> None:
+        self.eqns = phases.equations
         self.order = order
-        self.parameters = _parameters(regions)
-        self.backward = [eqn for eqn, kinds in zip(self.eqns, regions.kinds, strict=True) if Region.BACKWARD in kinds]
+        self.parameters = _parameters(phases)
+        self.backward = [eqn for eqn, own in zip(self.eqns, phases.of, strict=True) if Phase.BACKWARD in own]
         self.producer = {v: p for p, i in enumerate(order) for v in self.eqns[i].outvars}
         self.readers: dict[jc.Var, list[int]] = {}
         for p, i in enumerate(order):
@@ -77,20 +77,20 @@ class _Forward:
         return found
 
 
-def _parameters(regions: Regions) -> dict[jc.Var, frozenset[jc.Var]]:
+def _parameters(phases: Phases) -> dict[jc.Var, frozenset[jc.Var]]:
     """The parameters that values derive from without the microbatch: themselves, their casts and reshapes.
 
     A scalar made of a parameter (a penalty on it) is not followed: whoever reads it does not use the parameter.
     """
-    jaxpr = regions.step.jaxpr.jaxpr
-    inputs = zip(jaxpr.invars, regions.step.inputs, strict=True)
-    found = {v: frozenset([v]) for v, spec in inputs if spec.kind == "whole" and v not in regions.homeless}
-    for eqn, kinds in zip(regions.equations, regions.kinds, strict=True):
-        if Region.FREE in kinds:
+    jaxpr = phases.step.jaxpr.jaxpr
+    inputs = zip(jaxpr.invars, phases.step.inputs, strict=True)
+    found = {v: frozenset([v]) for v, spec in inputs if spec.kind == "whole" and v not in phases.replicated_scalars}
+    for eqn, own in zip(phases.equations, phases.of, strict=True):
+        if Phase.UNPLACED in own:
             sources = frozenset(p for v in jc.operands(eqn) for p in found.get(v, ()))
             found.update((v, sources) for v in eqn.outvars if _size(v) > 1)
-        elif not kinds & {Region.FORWARD, Region.BACKWARD}:
-            found.update((v, frozenset([v])) for v in eqn.outvars if v not in regions.homeless)
+        elif not own & {Phase.FORWARD, Phase.BACKWARD}:
+            found.update((v, frozenset([v])) for v in eqn.outvars if v not in phases.replicated_scalars)
     return found
 
 

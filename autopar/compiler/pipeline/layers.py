@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.pipeline.cuts_outside_regions import cut_allowed
-from autopar.compiler.pipeline.phases import Region, Regions
+from autopar.compiler.pipeline.phases import Phase, Phases
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.errors import InvalidArgument
 
@@ -188,7 +188,7 @@ def _most_even_cuts(ends: Floats, costs: Floats, last: Indices, tables: list[Flo
 
 
 # --- Cut the forward pass of a microbatched step into layers: what the equations cost, and what a cut would send ---
-# Regions, number of layers  ->  positions in the forward order at which layers begin
+# Phases, number of layers  ->  positions in the forward order at which layers begin
 #
 # A cut costs the activations alive across it, and for a parameter that is used on both sides (tied) its bytes twice per
 # step: once as a copy, once as a gradient. Free equations (casts, masks) count where they are first needed. No cut
@@ -196,9 +196,9 @@ def _most_even_cuts(ends: Floats, costs: Floats, last: Indices, tables: list[Flo
 # inside of a rematerialised block as long as there are enough other places.
 
 
-def cut_forward(regions: Regions, num_layers: int) -> tuple[int, ...]:
-    """Where layers 1, 2, ... begin, as positions in `layer_order(regions)`: `num_layers - 1` of them."""
-    order = layer_order(regions)
+def cut_forward(phases: Phases, num_layers: int) -> tuple[int, ...]:
+    """Where layers 1, 2, ... begin, as positions in `layer_order(phases)`: `num_layers - 1` of them."""
+    order = layer_order(phases)
     if not order:
         raise InvalidArgument(
             f"{num_layers} layers were asked for, but no operation of the forward depends on parameters and batch: "
@@ -211,16 +211,16 @@ def cut_forward(regions: Regions, num_layers: int) -> tuple[int, ...]:
         )
     if num_layers == 1:
         return ()
-    flops, crossing = forward_costs(regions, order)
-    allowed = cut_allowed(regions, order)
+    flops, crossing = forward_costs(phases, order)
+    allowed = cut_allowed(phases, order)
     if num_layers > 1 + sum(allowed[1:]):  # more layers than rematerialised blocks: some of them must be cut
         allowed = None
     return cut_layers(flops, crossing, num_layers, allowed=allowed)
 
 
-def forward_costs(regions: Regions, order: Sequence[int]) -> tuple[list[float], list[float]]:
-    """FLOPs of every forward equation (free ones added to their first reader), and bytes crossing before each."""
-    eqns = regions.equations
+def forward_costs(phases: Phases, order: Sequence[int]) -> tuple[list[float], list[float]]:
+    """FLOPs of every forward equation (unplaced ones added to their first reader), and bytes crossing before each."""
+    eqns = phases.equations
     position = {i: p for p, i in enumerate(order)}
     producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     flops = [equation_flops(eqns[i]) for i in order]
@@ -234,7 +234,7 @@ def forward_costs(regions: Regions, order: Sequence[int]) -> tuple[list[float], 
             if not isinstance(v, jc.Var):
                 continue
             source = producer.get(v)
-            if source is not None and Region.FREE in regions.kinds[source]:
+            if source is not None and Phase.UNPLACED in phases.of[source]:
                 if source not in counted:
                     counted.add(source)
                     flops[p] += equation_flops(eqns[source])
@@ -242,11 +242,11 @@ def forward_costs(regions: Regions, order: Sequence[int]) -> tuple[list[float], 
             else:
                 first.setdefault(v, position.get(source, p) if source is not None else p)
                 last[v] = p
-    tied = 2 / regions.step.num_microbatches
+    tied = 2 / phases.step.num_microbatches
     micro_inputs = {
         v
-        for v, spec in zip(regions.step.jaxpr.jaxpr.invars, regions.step.inputs, strict=True)
-        if spec.kind != "whole" or v in regions.homeless
+        for v, spec in zip(phases.step.jaxpr.jaxpr.invars, phases.step.inputs, strict=True)
+        if spec.kind != "whole" or v in phases.replicated_scalars
     }
     values = [
         (aval_bytes(v.aval) * (1.0 if producer.get(v) in position else tied), first[v], last[v])
@@ -256,13 +256,13 @@ def forward_costs(regions: Regions, order: Sequence[int]) -> tuple[list[float], 
     return flops, list(liveness_bytes(values, len(order)))
 
 
-def group_layers(regions: Regions, cuts: Sequence[int], num_stages: int) -> list[tuple[int, int]]:
+def group_layers(phases: Phases, cuts: Sequence[int], num_stages: int) -> list[tuple[int, int]]:
     """Runs of layers `[start, stop)` for each stage, with even FLOPs and few bytes across."""
     num_layers = len(cuts) + 1
     if num_layers == num_stages:
         return [(s, s + 1) for s in range(num_stages)]
-    order = layer_order(regions)
-    flops, crossing = forward_costs(regions, order)
+    order = layer_order(phases)
+    flops, crossing = forward_costs(phases, order)
     starts = [0, *cuts]
     stops = [*cuts, len(order)]
     layer_flops = [sum(flops[a:b]) for a, b in zip(starts, stops, strict=True)]
@@ -286,46 +286,46 @@ _PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 Scope = tuple[str, ...]
 
 
-def count_layers(regions: Regions) -> int:
+def count_layers(phases: Phases) -> int:
     """The number of layers that the model has by its scopes, or else a good number of layers by FLOPs."""
-    scopes = _numbered_layers(regions)
+    scopes = _numbered_layers(phases)
     if scopes:
         return len(scopes)
-    order = layer_order(regions)
-    products = sum(regions.equations[i].primitive.name in _PRODUCTS for i in order)
+    order = layer_order(phases)
+    products = sum(phases.equations[i].primitive.name in _PRODUCTS for i in order)
     return min(_MOST_BY_FLOPS, max(2, products // _PRODUCTS_PER_LAYER), len(order))
 
 
-def has_numbered_layers(regions: Regions) -> bool:
+def has_numbered_layers(phases: Phases) -> bool:
     """Whether the model says by its scopes what its layers are."""
-    return bool(_numbered_layers(regions))
+    return bool(_numbered_layers(phases))
 
 
-def layer_cuts(regions: Regions, num_layers: int) -> tuple[int, ...]:
-    """Where layers 1, 2, ... begin, as positions in `layer_order(regions)`: between scopes, if so many are numbered."""
-    scopes = _numbered_layers(regions)
+def layer_cuts(phases: Phases, num_layers: int) -> tuple[int, ...]:
+    """Where layers 1, 2, ... begin, as positions in `layer_order(phases)`: between scopes, if so many are numbered."""
+    scopes = _numbered_layers(phases)
     if len(scopes) == num_layers:
         return tuple(start for _, start in scopes[1:])
-    return cut_forward(regions, num_layers)
+    return cut_forward(phases, num_layers)
 
 
-def layer_names(regions: Regions, num_layers: int, parameters: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
+def layer_names(phases: Phases, num_layers: int, parameters: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
     """A name for every layer: its scope, the `parameters` that only it reads, or the line that it begins at."""
-    scopes = _numbered_layers(regions)
+    scopes = _numbered_layers(phases)
     if len(scopes) == num_layers:
         return tuple(name for name, _ in scopes)
-    order = layer_order(regions)
-    starts = [0, *layer_cuts(regions, num_layers)]
-    lines = [jc.source_line(regions.equations[order[start]]) for start in starts]
+    order = layer_order(phases)
+    starts = [0, *layer_cuts(phases, num_layers)]
+    lines = [jc.source_line(phases.equations[order[start]]) for start in starts]
     return tuple(
         " ... ".join(dict.fromkeys((own[0], own[-1]))) if (own := parameters.get(number)) else f"layer from {line}"
         for number, line in enumerate(lines)
     )
 
 
-def _numbered_layers(regions: Regions) -> list[tuple[str, int]]:
+def _numbered_layers(phases: Phases) -> list[tuple[str, int]]:
     """The name and the first position of every layer; empty where scopes have no numbers."""
-    eqns = [regions.equations[i] for i in layer_order(regions)]
+    eqns = [phases.equations[i] for i in layer_order(phases)]
     labels = _labels([_scope(eqn) for eqn in eqns])
     inside = [position for position, label in enumerate(labels) if label is not None]
     if not inside:

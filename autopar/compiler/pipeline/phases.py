@@ -1,15 +1,15 @@
-"""Say of every equation of a microbatched step when it runs: for each microbatch, forward or backward, or once.
+"""Find the phase of every equation of a microbatched step: forward or backward of each microbatch, or once per step.
 
-    MicrobatchedStep -> Regions
+    MicrobatchedStep -> Phases
 
 The step's jaxpr describes one microbatch; an `accumulate` equation completes a value over all of them. So an equation
 that depends on the microbatch, other than through an `accumulate`, runs per microbatch, and what depends on completed
 values runs once: that is the update. Per microbatch, an equation is
 
-    forward   made by differentiation's forward pass (name stack `jvp(...)`), or reading only such values
-    backward  made by transposition (`transpose(jvp(...))`), or reading such values
-    free      of either, but reading no activation: casts of parameters, masks, dropout draws. It has no place of its
-              own and is computed on whichever stage needs it.
+    forward    made by differentiation's forward pass (name stack `jvp(...)`), or reading only such values
+    backward   made by transposition (`transpose(jvp(...))`), or reading such values
+    unplaced   of either, but reading no activation: casts of parameters, masks, dropout draws. It is computed on
+               whichever stage needs it.
 
 A *round* is one sweep of all microbatches; a step that takes a second gradient with what the first one updated (a GAN)
 has two.
@@ -30,12 +30,12 @@ from autopar.compiler.microbatch.accumulate import accumulate_p
 from autopar.compiler.microbatch.split import MicrobatchedStep
 
 
-class Region(StrEnum):
-    """When an equation runs."""
+class Phase(StrEnum):
+    """The part of a step in which an equation runs."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    FREE = "free"
+    UNPLACED = "unplaced"
     ACCUMULATE = "accumulate"
     STEP = "step"
 
@@ -49,24 +49,25 @@ _COSTLY = _RANDOM | {
     "triangular_solve", "pure_callback", "custom_call", "ffi_call", "remat2", "checkpoint",
 }  # fmt: skip
 
-SMALL = 16
-"""Inputs of at most this many elements (counters, keys, learning rates) have no home: every stage that reads one gets
+_SCALAR_ELEMENTS = 16
+"""Inputs of at most this many elements (counters, keys, learning rates) have no owner: every stage that reads one gets
 a copy.
 """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Regions:
-    """Per equation of `step.jaxpr`: its regions (a free one may be of the step too) and the round it runs in."""
+class Phases:
+    """The phases of every equation of `step.jaxpr`, and the round that it runs in."""
 
     step: MicrobatchedStep
-    kinds: tuple[frozenset[Region], ...]
+    of: tuple[frozenset[Phase], ...]
+    """By equation. An unplaced one may also be of the step."""
     rounds: tuple[int, ...]
-    """Micro equations: their round. Step equations: the round that they wait for (0: none, they may run at the start).
+    """By equation: its round, or for one that runs once the round that it waits for (0: none, it may run at the start).
     """
     costly: frozenset[jc.Var]
-    """Results of free equations that the backward pass keeps rather than computes again."""
-    homeless: frozenset[jc.Var]
+    """Results of unplaced equations that the backward pass keeps rather than computes again."""
+    replicated_scalars: frozenset[jc.Var]
     """Values derived from small inputs and literals only: recomputed where needed, never sent."""
 
     @property
@@ -77,43 +78,43 @@ class Regions:
     @property
     def num_rounds(self) -> int:
         """Sweeps of all microbatches in one step."""
-        micro = (Region.FORWARD, Region.BACKWARD)
-        return 1 + max((r for k, r in zip(self.kinds, self.rounds, strict=True) if k.intersection(micro)), default=0)
+        per_microbatch = (Phase.FORWARD, Phase.BACKWARD)
+        return 1 + max((r for own, r in zip(self.of, self.rounds) if own.intersection(per_microbatch)), default=0)
 
 
-def is_small(aval: Any) -> bool:
-    """A scalar, a PRNG key, a counter: cheaper to copy than to own."""
-    return int(np.prod(aval.shape)) <= SMALL and (
+def is_replicated_scalar(aval: Any) -> bool:
+    """True for an input (a scalar, a PRNG key, a counter) that is cheaper to copy than to own."""
+    return int(np.prod(aval.shape)) <= _SCALAR_ELEMENTS and (
         not aval.shape or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or aval.dtype == np.uint32
     )
 
 
 @dataclass
 class _Facts:
-    """What is known of each value while sweeping forward through the step."""
+    """The facts known of each value while sweeping forward through the step."""
 
     ready: dict[jc.Var, int]
     micro: set[jc.Var]  # depends on the microbatch, not through an accumulate
     batch_whole: set[jc.Var]  # depends on a batch input as a whole
-    homeless: set[jc.Var]
+    replicated_scalars: set[jc.Var]
     noise: set[jc.Var]  # random draws, and what derives from nothing else
     activation: set[jc.Var]
-    parameter: set[jc.Var]  # depends on an input that has a home
+    parameter: set[jc.Var]  # depends on an input that has an owner
     after_backward: set[jc.Var]
 
 
-def find_regions(step: MicrobatchedStep) -> Regions:
+def find_phases(step: MicrobatchedStep) -> Phases:
     """Classify every equation of the step."""
     jaxpr = step.jaxpr.jaxpr
     facts = _initial_facts(step)
     rounds = [_sweep(eqn, facts) for eqn in jaxpr.eqns]
-    kinds = _kinds(jaxpr, facts, rounds)
-    return Regions(
+    phases = _phases_of(jaxpr, facts, rounds)
+    return Phases(
         step=step,
-        kinds=tuple(kinds),
+        of=tuple(phases),
         rounds=tuple(rounds),
-        costly=_costly(jaxpr.eqns, kinds, facts),
-        homeless=frozenset(facts.homeless),
+        costly=_costly(jaxpr.eqns, phases, facts),
+        replicated_scalars=frozenset(facts.replicated_scalars),
     )
 
 
@@ -126,11 +127,11 @@ def _initial_facts(step: MicrobatchedStep) -> _Facts:
             facts.micro.add(var)
         elif spec.leaf in batch_leaves:
             facts.batch_whole.add(var)
-        elif is_small(var.aval):
-            facts.homeless.add(var)
+        elif is_replicated_scalar(var.aval):
+            facts.replicated_scalars.add(var)
         else:
             facts.parameter.add(var)
-    facts.homeless.update(jaxpr.constvars)
+    facts.replicated_scalars.update(jaxpr.constvars)
     return facts
 
 
@@ -154,9 +155,9 @@ def _sweep(eqn: jc.JaxprEqn, facts: _Facts) -> int:
         facts.parameter.update(outs)
     if any(v in facts.batch_whole for v in operands):
         facts.batch_whole.update(outs)
-    # Operands that are not homeless: completed values, activations, parameters.
-    if all(v in facts.homeless for v in operands):
-        facts.homeless.update(outs)
+    # Other operands are completed values, activations or parameters.
+    if all(v in facts.replicated_scalars for v in operands):
+        facts.replicated_scalars.update(outs)
         if noise:
             facts.noise.update(outs)
     if micro and (
@@ -172,59 +173,59 @@ def _sweep(eqn: jc.JaxprEqn, facts: _Facts) -> int:
     return ready
 
 
-def _kinds(jaxpr: jc.Jaxpr, facts: _Facts, rounds: list[int]) -> list[frozenset[Region]]:
-    """Backwards through the step: what the microbatches need, and what the rest of the step needs."""
+def _phases_of(jaxpr: jc.Jaxpr, facts: _Facts, rounds: list[int]) -> list[frozenset[Phase]]:
+    """Sweep backwards through the step, collecting what the microbatches need and what the rest of the step needs."""
     needed_by_micro: set[jc.Var] = set()
     needed_by_step = {v for v in jaxpr.outvars if isinstance(v, jc.Var)}
-    kinds: list[frozenset[Region]] = []
+    phases: list[frozenset[Phase]] = []
     for eqn, ready in zip(reversed(jaxpr.eqns), reversed(rounds), strict=True):
         operands = jc.operands(eqn)
-        found: set[Region] = set()
+        own: set[Phase] = set()
         if eqn.primitive is accumulate_p:
-            found = {Region.ACCUMULATE}
+            own = {Phase.ACCUMULATE}
         elif any(v in facts.micro for v in eqn.outvars or operands):
-            found = {_micro_kind(eqn, facts)}
+            own = {_microbatch_phase(eqn, facts)}
         else:
             for_micro = any(v in needed_by_micro for v in eqn.outvars)
             if for_micro and _may_repeat(eqn, facts, ready):
-                found.add(Region.FREE)
+                own.add(Phase.UNPLACED)
             elif for_micro or eqn.effects:
-                found.add(Region.STEP)
+                own.add(Phase.STEP)
             if any(v in needed_by_step for v in eqn.outvars):
-                found.add(Region.STEP)
-        if found & {Region.ACCUMULATE, Region.FORWARD, Region.BACKWARD, Region.FREE}:
+                own.add(Phase.STEP)
+        if own & {Phase.ACCUMULATE, Phase.FORWARD, Phase.BACKWARD, Phase.UNPLACED}:
             needed_by_micro.update(operands)
-        if Region.STEP in found:
+        if Phase.STEP in own:
             needed_by_step.update(operands)
-        kinds.append(frozenset(found))
-    return kinds[::-1]
+        phases.append(frozenset(own))
+    return phases[::-1]
 
 
-def _micro_kind(eqn: jc.JaxprEqn, facts: _Facts) -> Region:
+def _microbatch_phase(eqn: jc.JaxprEqn, facts: _Facts) -> Phase:
     if not any(v in facts.activation for v in eqn.outvars) and not eqn.effects:
-        return Region.FREE
+        return Phase.UNPLACED
     if jc.ad_phase(eqn) == "forward":
-        return Region.FORWARD
+        return Phase.FORWARD
     # A callback may have no results: it is as late as what it reads.
     late = any(v in facts.after_backward for v in eqn.outvars or jc.operands(eqn))
-    return Region.BACKWARD if late or jc.ad_phase(eqn) == "backward" else Region.FORWARD
+    return Phase.BACKWARD if late or jc.ad_phase(eqn) == "backward" else Phase.FORWARD
 
 
 def _may_repeat(eqn: jc.JaxprEqn, facts: _Facts, ready: int) -> bool:
-    """Whether an equation that does not depend on the microbatch is computed along with each of them.
+    """Tell if an equation that does not depend on the microbatch is computed along with each of them.
 
     What the user wrote inside of the differentiated function is (a cast of the parameters costs little and keeps no
     copy alive), and so is what derives from counters and keys; the rest is computed once, before the round.
     """
     if any(v in facts.batch_whole for v in jc.operands(eqn)):
         return False
-    return jc.ad_phase(eqn) is not None or (ready == 0 and all(v in facts.homeless for v in eqn.outvars))
+    return jc.ad_phase(eqn) is not None or (ready == 0 and all(v in facts.replicated_scalars for v in eqn.outvars))
 
 
-def _costly(eqns: list[jc.JaxprEqn], kinds: list[frozenset[Region]], facts: _Facts) -> frozenset[jc.Var]:
+def _costly(eqns: list[jc.JaxprEqn], phases: list[frozenset[Phase]], facts: _Facts) -> frozenset[jc.Var]:
     costly: set[jc.Var] = set()
-    for eqn, kind in zip(eqns, kinds, strict=True):
-        if Region.FREE in kind and (
+    for eqn, own in zip(eqns, phases, strict=True):
+        if Phase.UNPLACED in own and (
             eqn.primitive.name in _COSTLY
             or any(v in costly for v in jc.operands(eqn))
             or any(v in facts.micro for v in eqn.outvars)

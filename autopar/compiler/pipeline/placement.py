@@ -1,6 +1,6 @@
 """Give every equation of a microbatched step a stage, once its forward layers have theirs.
 
-    Regions, stage of every layer  ->  Placement
+    Phases, stage of every layer  ->  Placement
 
 - A forward equation lives in its layer's stage. A later round's lives where its operands and parameters live.
 - A backward equation lives on the lowest stage among its activations, each counted where the forward read it last:
@@ -23,44 +23,44 @@ import numpy as np
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.elementwise import Classes, joined_values
 from autopar.compiler.microbatch.accumulate import accumulation_kind
-from autopar.compiler.pipeline.phases import Region, Regions
+from autopar.compiler.pipeline.phases import Phase, Phases
 
 _LINEAR = {"add_any", "convert_element_type", "transpose", "reshape", "copy", "neg", "squeeze", "mul", "div", "slice"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
-    """Where equations and values live. Equations by index in `regions.equations`."""
+    """Where equations and values live. Equations by index in `phases.equations`."""
 
-    regions: Regions
+    phases: Phases
     num_stages: int
     stages: Mapping[int, int]
-    """Equation -> stage; free equations and those recomputed where needed have none."""
+    """Equation -> stage; unplaced equations and those recomputed where needed have none."""
     homes: Mapping[jc.Var, int]
     """Owner of every value that has one: inputs, accumulated values, results of placed update equations."""
     deferred: frozenset[int]
     """Backward equations (sums of tied gradients) that run once per step, on accumulated operands."""
 
 
-def layer_order(regions: Regions) -> list[int]:
+def layer_order(phases: Phases) -> list[int]:
     """The forward equations that are cut into layers, in program order."""
     return [
         i
-        for i, (eqn, kinds) in enumerate(zip(regions.equations, regions.kinds, strict=True))
-        if Region.FORWARD in kinds and regions.rounds[i] == 0 and jc.ad_phase(eqn) == "forward"
+        for i, (eqn, own) in enumerate(zip(phases.equations, phases.of, strict=True))
+        if Phase.FORWARD in own and phases.rounds[i] == 0 and jc.ad_phase(eqn) == "forward"
     ]
 
 
-def place(regions: Regions, *, layer_stage: Mapping[int, int], num_stages: int) -> Placement:
+def place(phases: Phases, *, layer_stage: Mapping[int, int], num_stages: int) -> Placement:
     """Place every equation. `layer_stage` gives the stage of each equation of `layer_order`."""
-    placer = _Placer(regions, num_stages, dict(layer_stage))
-    for round_number in range(regions.num_rounds):
+    placer = _Placer(phases, num_stages, dict(layer_stage))
+    for round_number in range(phases.num_rounds):
         placer.place_microbatch_equations(round_number)
         placer.find_parameter_homes()
         placer.defer_tied_sums(round_number)
         placer.place_update_equations(round_number)
     return Placement(
-        regions=regions,
+        phases=phases,
         num_stages=num_stages,
         stages=placer.stages,
         homes=placer.homes,
@@ -71,9 +71,9 @@ def place(regions: Regions, *, layer_stage: Mapping[int, int], num_stages: int) 
 class _Placer:
     """The sweeps of `place`, over shared tables."""
 
-    def __init__(self, regions: Regions, num_stages: int, layer_stage: dict[int, int]) -> None:
-        self.regions = regions
-        self.eqns = regions.equations
+    def __init__(self, phases: Phases, num_stages: int, layer_stage: dict[int, int]) -> None:
+        self.phases = phases
+        self.eqns = phases.equations
         self.num_stages = num_stages
         self.layer_stage = layer_stage
         self.stages: dict[int, int] = {}
@@ -86,30 +86,30 @@ class _Placer:
         for i, eqn in enumerate(self.eqns):
             for v in jc.operands(eqn):
                 self.consumers.setdefault(v, []).append(i)
-        jaxpr = regions.step.jaxpr.jaxpr
+        jaxpr = phases.step.jaxpr.jaxpr
         self.inputs = {
             v
-            for v, spec in zip(jaxpr.invars, regions.step.inputs, strict=True)
-            if spec.kind == "whole" and v not in regions.homeless
+            for v, spec in zip(jaxpr.invars, phases.step.inputs, strict=True)
+            if spec.kind == "whole" and v not in phases.replicated_scalars
         }
 
     # --- per microbatch -------------------------------------------------------------------------------------------
 
     def place_microbatch_equations(self, round_number: int) -> None:
-        mine = [i for i in range(len(self.eqns)) if self.regions.rounds[i] == round_number]
+        mine = [i for i in range(len(self.eqns)) if self.phases.rounds[i] == round_number]
         for i in mine:
-            if Region.FORWARD in self.regions.kinds[i]:
+            if Phase.FORWARD in self.phases.of[i]:
                 stage = self.layer_stage.get(i)
                 self._put(i, self._latest(self.eqns[i]) if stage is None else stage)
         self._find_reach(mine)
         only = {v: min(stages) for v, stages in self._parameter_stages().items() if len(stages) == 1}
         for i in mine:
-            if Region.BACKWARD in self.regions.kinds[i]:
+            if Phase.BACKWARD in self.phases.of[i]:
                 self._put(i, self._earliest(self.eqns[i], only))
 
     def _find_reach(self, equations: Iterable[int]) -> None:
         for i in equations:
-            if Region.FORWARD in self.regions.kinds[i]:
+            if Phase.FORWARD in self.phases.of[i]:
                 for v in jc.operands(self.eqns[i]):
                     if v in self.micro_stage:
                         self.reach[v] = max(self.reach.get(v, self.micro_stage[v]), self.stages[i])
@@ -134,7 +134,7 @@ class _Placer:
         return min([*stages, *parameters], default=self.num_stages - 1)
 
     def _origins(self, variables: Iterable[jc.Var]) -> set[jc.Var]:
-        """The inputs and completed values that variables derive from through free equations."""
+        """The inputs and completed values that variables derive from through unplaced equations."""
         found: set[jc.Var] = set()
         seen: set[jc.Var] = set()
         stack = list(variables)
@@ -144,7 +144,7 @@ class _Placer:
                 continue
             seen.add(v)
             index = self.producer.get(v)
-            if index is not None and Region.FREE in self.regions.kinds[index]:
+            if index is not None and Phase.UNPLACED in self.phases.of[index]:
                 stack.extend(jc.operands(self.eqns[index]))
             else:
                 found.add(v)
@@ -156,10 +156,10 @@ class _Placer:
             self.homes.setdefault(v, min(stages))
 
     def _parameter_stages(self) -> dict[jc.Var, set[int]]:
-        """The stages that read each parameter along with the microbatches, directly or through free equations."""
+        """The stages that read each parameter along with the microbatches, directly or through unplaced equations."""
         used: dict[jc.Var, set[int]] = {}
         for i, stage in self.stages.items():
-            if self.regions.kinds[i] & {Region.FORWARD, Region.BACKWARD}:
+            if self.phases.of[i] & {Phase.FORWARD, Phase.BACKWARD}:
                 for v in self._origins(jc.operands(self.eqns[i])) & self.inputs:
                     used.setdefault(v, set()).add(stage)
         return used
@@ -178,7 +178,7 @@ class _Placer:
                 self.deferred.add(i)
                 self.stages.pop(i, None)
         for i, eqn in enumerate(self.eqns):
-            if Region.ACCUMULATE in self.regions.kinds[i] and self.regions.rounds[i] == round_number:
+            if Phase.ACCUMULATE in self.phases.of[i] and self.phases.rounds[i] == round_number:
                 self._place_accumulated(i, eqn)
 
     def _only_accumulated(self, round_number: int) -> set[int]:
@@ -186,7 +186,7 @@ class _Placer:
         found: set[int] = set()
         for i in range(len(self.eqns) - 1, -1, -1):
             eqn = self.eqns[i]
-            if Region.BACKWARD not in self.regions.kinds[i] or self.regions.rounds[i] != round_number:
+            if Phase.BACKWARD not in self.phases.of[i] or self.phases.rounds[i] != round_number:
                 continue
             consumers = [c for v in eqn.outvars for c in self.consumers.get(v, [])]
             if self._linear(eqn) and consumers and all(c in found or self._sums(c) for c in consumers):
@@ -200,7 +200,7 @@ class _Placer:
         return eqn.primitive.name in _LINEAR and activations == len(eqn.invars)
 
     def _sums(self, index: int) -> bool:
-        return Region.ACCUMULATE in self.regions.kinds[index] and accumulation_kind(self.eqns[index]) in ("sum", "mean")
+        return Phase.ACCUMULATE in self.phases.of[index] and accumulation_kind(self.eqns[index]) in ("sum", "mean")
 
     def _place_accumulated(self, index: int, eqn: jc.JaxprEqn) -> None:
         (operand,) = eqn.invars
@@ -216,11 +216,11 @@ class _Placer:
 
     def place_update_equations(self, round_number: int) -> None:
         """Sweep forward (follow the largest placed operand) and backward (join the consumer) until nothing moves."""
-        last = round_number + 1 == self.regions.num_rounds
+        last = round_number + 1 == self.phases.num_rounds
         todo = [
             i
-            for i, kinds in enumerate(self.regions.kinds)
-            if (Region.STEP in kinds and (last or self.regions.rounds[i] <= round_number + 1)) or i in self.deferred
+            for i, own in enumerate(self.phases.of)
+            if (Phase.STEP in own and (last or self.phases.rounds[i] <= round_number + 1)) or i in self.deferred
         ]
         todo = [i for i in todo if i not in self.stages]
         self._follow_parameters(todo)
@@ -282,7 +282,7 @@ class _Placer:
         return next((self.stages[c] for c in self.consumers.get(v, []) if c in self.stages), None)
 
     def _runs_once(self, index: int) -> bool:
-        return Region.STEP in self.regions.kinds[index] or index in self.deferred
+        return Phase.STEP in self.phases.of[index] or index in self.deferred
 
     def _orphan(self, eqn: jc.JaxprEqn) -> bool:
         """Whether the equation reads a tensor that has a home to be found (an optimizer's moment, say)."""

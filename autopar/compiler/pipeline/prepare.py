@@ -20,7 +20,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch.split import MicrobatchedStep, split_batch
 from autopar.compiler.microbatch.unsplit import whole_batch
 from autopar.compiler.pipeline.build_stage_graph import merge_layers
-from autopar.compiler.pipeline.phases import Regions, find_regions
+from autopar.compiler.pipeline.phases import Phases, find_phases
 from autopar.compiler.pipeline.placement import layer_order, place
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.errors import InvalidArgument, NotSplittable, PlanMismatch
@@ -32,7 +32,7 @@ class PreparedStep:
     """A microbatched step with its regions, and the names of its inputs."""
 
     trace: Trace
-    regions: Regions
+    phases: Phases
     inputs: tuple[Piece, ...]
     outputs: tuple[Piece, ...]
     input_names: tuple[str, ...]
@@ -74,7 +74,7 @@ def prepare(
         )
     return PreparedStep(
         trace=trace,
-        regions=find_regions(step),
+        phases=find_phases(step),
         inputs=inputs,
         outputs=outputs,
         input_names=_step_input_names(step, names, len(inputs)),
@@ -86,7 +86,7 @@ def prepare(
 def stage_graph(prepared: PreparedStep, plan: Plan) -> StageGraph:
     """Merge the layers of a prepared step into the plan's stages."""
     stage_of_layer = [s for s, stage in enumerate(plan.stages) for _ in range(*stage.layers)]
-    order = layer_order(prepared.regions)
+    order = layer_order(prepared.phases)
     if plan.cuts and plan.cuts[-1] >= len(order):
         raise PlanMismatch(
             f"The plan begins a layer at forward equation {plan.cuts[-1]}, {prepared.trace.name} has {len(order)} of "
@@ -94,7 +94,7 @@ def stage_graph(prepared: PreparedStep, plan: Plan) -> StageGraph:
             "Make a new plan with step.trace(...).plan(), or load the one that belongs to this program."
         )
     layer_stage = {i: stage_of_layer[bisect_right(plan.cuts, p)] for p, i in enumerate(order)}
-    placement = place(prepared.regions, layer_stage=layer_stage, num_stages=plan.num_stages)
+    placement = place(prepared.phases, layer_stage=layer_stage, num_stages=plan.num_stages)
     return merge_layers(
         placement,
         name=prepared.trace.name,

@@ -31,7 +31,7 @@ from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.jaxprs.normalize import eliminate_dead
 from autopar.compiler.microbatch.unsplit import whole_batch
 from autopar.compiler.pipeline.layers import count_layers, layer_cuts, layer_names
-from autopar.compiler.pipeline.phases import Region, find_regions
+from autopar.compiler.pipeline.phases import Phase, find_phases
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.errors import InvalidArgument
 
@@ -59,14 +59,14 @@ class LayeredStep:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.eqns = trace.jaxpr.jaxpr.eqns
-        self.regions = find_regions(whole_batch(trace.jaxpr, batch_inputs=trace.batch_inputs))
-        at = [i for i, kinds in enumerate(self.regions.kinds) if Region.ACCUMULATE not in kinds]
-        assert [self.regions.equations[i].primitive for i in at] == [eqn.primitive for eqn in self.eqns]
-        self.kinds = [self.regions.kinds[i] for i in at]
-        self.rounds = [self.regions.rounds[i] for i in at]
-        self.costly = [not self.regions.costly.isdisjoint(self.regions.equations[i].outvars) for i in at]
+        self.phases = find_phases(whole_batch(trace.jaxpr, batch_inputs=trace.batch_inputs))
+        at = [i for i, own in enumerate(self.phases.of) if Phase.ACCUMULATE not in own]
+        assert [self.phases.equations[i].primitive for i in at] == [eqn.primitive for eqn in self.eqns]
+        self.phases_of = [self.phases.of[i] for i in at]
+        self.rounds = [self.phases.rounds[i] for i in at]
+        self.costly = [not self.phases.costly.isdisjoint(self.phases.equations[i].outvars) for i in at]
         index = {i: number for number, i in enumerate(at)}
-        self.order = [index[i] for i in layer_order(self.regions)]
+        self.order = [index[i] for i in layer_order(self.phases)]
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.loops = frozenset(find_layer_loops(trace.jaxpr.jaxpr, trace.batch_inputs))
 
@@ -97,7 +97,7 @@ class LayeredStep:
         for i, (v, leaf) in enumerate(zip(self.trace.jaxpr.jaxpr.invars, self.trace.inputs, strict=True)):
             if v in inputs and i not in self.trace.batch_inputs:
                 parameters[inputs[v]].append(leaf.name)
-        return layer_names(self.regions, num_layers, parameters)
+        return layer_names(self.phases, num_layers, parameters)
 
     @cached_property
     def doubled(self) -> jc.ClosedJaxpr | None:
@@ -134,11 +134,11 @@ class LayeredStep:
             known = [v for v in jc.operands(eqn) if v in value]
             if self.rounds[i] > 0:
                 continue
-            if Region.FORWARD in self.kinds[i]:
+            if Phase.FORWARD in self.phases_of[i]:
                 layer = owners[i] if owners[i] != _OUTSIDE else max((value[v] for v in known), default=0)
                 value.update((v, max(layer, value[v])) for v in known)
                 value.update((v, layer) for v in eqn.outvars)
-            elif Region.BACKWARD in self.kinds[i]:
+            elif Phase.BACKWARD in self.phases_of[i]:
                 backward[i] = min((value[v] for v in known), default=num_layers - 1)
                 value.update((v, backward[i]) for v in eqn.outvars)
             elif owners.get(i, _OUTSIDE) != _OUTSIDE:
@@ -146,18 +146,18 @@ class LayeredStep:
         return backward
 
     def _owners(self, num_layers: int) -> tuple[dict[int, int], dict[jc.Var, int]]:
-        """The layer of every forward equation, and of a free one or an input the layer that alone needs it."""
-        cuts = layer_cuts(self.regions, num_layers)
+        """The layer of every forward equation, and of an unplaced one or an input the layer that alone needs it."""
+        cuts = layer_cuts(self.phases, num_layers)
         layer_of = {i: bisect_right(cuts, position) for position, i in enumerate(self.order)}
         owners: dict[int, int] = {}
         inputs: dict[jc.Var, int] = {}
         for i in reversed(range(len(self.eqns))):
-            if Region.FORWARD in self.kinds[i]:
+            if Phase.FORWARD in self.phases_of[i]:
                 owners[i] = layer_of.get(i, _OUTSIDE)
             if i in owners:
                 for v in jc.operands(self.eqns[i]):
                     source = self.producer.get(v)
-                    if source is not None and Region.FREE in self.kinds[source]:
+                    if source is not None and Phase.UNPLACED in self.phases_of[source]:
                         alone = owners.get(source, owners[i]) == owners[i]
                         owners[source] = owners[i] if alone else _OUTSIDE
                     elif source is None:
@@ -168,7 +168,7 @@ class LayeredStep:
         """The layers whose backward pass reads a value, `_OUTSIDE` for what is later and in none."""
         readers: defaultdict[jc.Var, set[int]] = defaultdict(set)
         for i, eqn in enumerate(self.eqns):
-            if Region.BACKWARD in self.kinds[i] or (self.rounds[i] > 0 and Region.FORWARD in self.kinds[i]):
+            if Phase.BACKWARD in self.phases_of[i] or (self.rounds[i] > 0 and Phase.FORWARD in self.phases_of[i]):
                 for v in jc.operands(eqn):
                     readers[v].add(layer_of_backward.get(i, _OUTSIDE))
         return readers
@@ -207,11 +207,11 @@ class LayeredStep:
     def _may_repeat(self, i: int) -> bool:
         if self.eqns[i].effects or self.eqns[i].primitive.name in REMAT:
             return False
-        return Region.FORWARD in self.kinds[i] or i in self._growing
+        return Phase.FORWARD in self.phases_of[i] or i in self._growing
 
     def _cheap(self, i: int) -> bool:
         """Masks from positions, casts of parameters: made where they are needed rather than kept."""
-        return Region.FREE in self.kinds[i] and not self.costly[i] and not self.eqns[i].effects
+        return Phase.UNPLACED in self.phases_of[i] and not self.costly[i] and not self.eqns[i].effects
 
     @cached_property
     def _growing(self) -> frozenset[int]:
@@ -277,7 +277,7 @@ def offered_layers(trace: Trace) -> Offer:
     step = LayeredStep(trace)
     if not step.order:
         return Offer(num_layers=1, layers=(), names=("the step",))
-    num_layers = count_layers(step.regions)
+    num_layers = count_layers(step.phases)
     found = step.recomputed(range(num_layers - 1), num_layers)
     worth = {layer: step.saved_bytes(region) / max(step.repeated_flops(region), 1.0) for layer, region in found.items()}
     return Offer(

@@ -2,9 +2,9 @@
 
     Placement -> Members
 
-A task holds the equations placed on its stage, and the free ones that they need. Costly free values (masks, dropout
-draws) are made once, by the forward task, and kept for the backward one; cheap ones (casts of parameters) are made
-again, so that no copy of them waits in memory. A rematerialised stage makes its whole forward again.
+A task holds the equations placed on its stage, and the unplaced ones that they need. Costly unplaced values (masks,
+dropout draws) are made once, by the forward task, and kept for the backward one; cheap ones (casts of parameters) are
+made again, so that no copy of them waits in memory. A rematerialised stage makes its whole forward again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.pipeline.phases import Region
+from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.placement import Placement
 
 TaskKey = tuple[str, int, int]
@@ -53,8 +53,8 @@ class _Gatherer:
 
     def __init__(self, placement: Placement, remat_stages: frozenset[int]) -> None:
         self.placement = placement
-        self.regions = placement.regions
-        self.eqns = self.regions.equations
+        self.phases = placement.phases
+        self.eqns = self.phases.equations
         self.remat_stages = remat_stages
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.members: dict[TaskKey, list[int]] = {}
@@ -64,8 +64,8 @@ class _Gatherer:
     def gather(self, split_weight_gradients: bool) -> None:
         anchored: dict[TaskKey, list[int]] = {}
         for i, stage in self.placement.stages.items():
-            if self.regions.kinds[i] & {Region.FORWARD, Region.BACKWARD} and i not in self.placement.deferred:
-                anchored.setdefault((self._kind(i), stage, self.regions.rounds[i]), []).append(i)
+            if self.phases.of[i] & {Phase.FORWARD, Phase.BACKWARD} and i not in self.placement.deferred:
+                anchored.setdefault((self._kind(i), stage, self.phases.rounds[i]), []).append(i)
         self._attach_accumulations(anchored)
         for key, indices in list(anchored.items()):
             if key[0] == "B" and key[1] in self.remat_stages:
@@ -78,27 +78,27 @@ class _Gatherer:
     def _attach_accumulations(self, anchored: dict[TaskKey, list[int]]) -> None:
         """An accumulation belongs to the task that makes its operand; tied gradients are accumulated on their own."""
         for i, eqn in enumerate(self.eqns):
-            if Region.ACCUMULATE not in self.regions.kinds[i] or self._deferred(eqn.invars[0]):
+            if Phase.ACCUMULATE not in self.phases.of[i] or self._deferred(eqn.invars[0]):
                 continue
             producer = self.producer.get(eqn.invars[0]) if isinstance(eqn.invars[0], jc.Var) else None
             kind = "F" if producer is None else self._kind(producer)
-            key = (kind, self.placement.stages[i], self.regions.rounds[i])
+            key = (kind, self.placement.stages[i], self.phases.rounds[i])
             self.accumulations.setdefault(key, []).append(i)
             members = anchored.setdefault(key, [])
-            if producer is not None and Region.FREE in self.regions.kinds[producer]:
+            if producer is not None and Phase.UNPLACED in self.phases.of[producer]:
                 members.append(producer)
         for i in sorted(self.placement.deferred):
             for v in jc.operands(self.eqns[i]):
                 if not self._deferred(v):
                     producer = self.producer[v]
-                    key = (self._kind(producer), self.placement.stages[producer], self.regions.rounds[producer])
+                    key = (self._kind(producer), self.placement.stages[producer], self.phases.rounds[producer])
                     known = self.tied.setdefault(key, [])
                     if v not in known:
                         known.append(v)
 
     def _kind(self, index: int) -> str:
         """With one stage nothing happens between forward and backward: they are one task."""
-        backward = Region.BACKWARD in self.regions.kinds[index] and self.placement.num_stages > 1
+        backward = Phase.BACKWARD in self.phases.of[index] and self.placement.num_stages > 1
         return "B" if backward else "F"
 
     def _deferred(self, atom: Any) -> bool:
@@ -109,8 +109,8 @@ class _Gatherer:
         needed = {v for i in indices for v in jc.operands(self.eqns[i])}
         found = set(indices)
         for i in range(max(indices), -1, -1):
-            same = self.placement.stages.get(i) == key[1] and self.regions.rounds[i] == key[2]
-            forward = same and Region.FORWARD in self.regions.kinds[i] and not self.eqns[i].effects
+            same = self.placement.stages.get(i) == key[1] and self.phases.rounds[i] == key[2]
+            forward = same and Phase.FORWARD in self.phases.of[i] and not self.eqns[i].effects
             if forward and needed.intersection(self.eqns[i].outvars):
                 found.add(i)
                 needed.update(jc.operands(self.eqns[i]))
@@ -150,24 +150,24 @@ class _Gatherer:
             self.tied.setdefault(target if self.producer[v] in moved else key, []).append(v)
 
     def kept_by_earlier_tasks(self, key: TaskKey) -> set[jc.Var]:
-        """Costly free values that an earlier task of the same stage has made: read, not made again."""
+        """Costly unplaced values that an earlier task of the same stage has made: read, not made again."""
         kind, stage, round_number = key
         if kind == "F" or stage in self.remat_stages:
             return set()
         kept: set[jc.Var] = set()
         for earlier in ORDER[: ORDER.index(kind)]:
             for i in self.members.get((earlier, stage, round_number), []):
-                kept.update(v for v in self.eqns[i].outvars if v in self.regions.costly)
+                kept.update(v for v in self.eqns[i].outvars if v in self.phases.costly)
         return kept
 
     def _closure(self, indices: Sequence[int], kept: set[jc.Var]) -> list[int]:
-        """The equations and the free ones that they need, in program order."""
+        """The equations and the unplaced ones that they need, in program order."""
         found = set(indices)
         stack = list(indices)
         while stack:
             for v in jc.operands(self.eqns[stack.pop()]):
                 i = self.producer.get(v)
-                if i is not None and i not in found and v not in kept and Region.FREE in self.regions.kinds[i]:
+                if i is not None and i not in found and v not in kept and Phase.UNPLACED in self.phases.of[i]:
                     found.add(i)
                     stack.append(i)
         return sorted(found)

@@ -13,15 +13,15 @@ from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch.accumulate import accumulate_p
-from autopar.compiler.pipeline.phases import Region
+from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.placement import Placement
 
 Key = tuple[jc.Var, str | None]
-"""A variable, and which of its copies: None the only one, "sum" its total, or that of `free_key` or `floating_key`."""
+"""A variable, and which of its copies: None the only one, "sum" its total, or one of `unplaced_key`, `floating_key`."""
 
 
-def free_key(v: jc.Var, stage: int, round_number: int) -> Key:
-    """A free value as computed on one stage along with a microbatch, again in every round that needs it."""
+def unplaced_key(v: jc.Var, stage: int, round_number: int) -> Key:
+    """An unplaced value as computed on one stage along with a microbatch, again in every round that needs it."""
     return (v, f"{stage}" + "'" * round_number)
 
 
@@ -35,11 +35,11 @@ class UpdateWaves:
 
     def __init__(self, placement: Placement, members: Mapping[tuple[str, int, int], Sequence[int]]) -> None:
         self.placement = placement
-        self.regions = placement.regions
-        self.eqns = self.regions.equations
+        self.phases = placement.phases
+        self.eqns = self.phases.equations
         self.members = members
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.last_group = self.regions.num_rounds
+        self.last_group = self.phases.num_rounds
         self.groups = self._find_groups()
         self.waves: dict[int, int] = {}
         self.roots: dict[tuple[int, int, int], list[int]] = {}
@@ -51,20 +51,20 @@ class UpdateWaves:
     # --- groups and waves --------------------------------------------------------------------------------------------
 
     def _runs_once(self, index: int) -> bool:
-        return Region.STEP in self.regions.kinds[index] or index in self.placement.deferred
+        return Phase.STEP in self.phases.of[index] or index in self.placement.deferred
 
     def _find_groups(self) -> dict[int, int]:
         """The latest group that is early enough for every reader."""
         earliest: dict[jc.Var, int] = {}
         groups: dict[int, int] = {}
         for i in range(len(self.eqns) - 1, -1, -1):
-            eqn, kinds = self.eqns[i], self.regions.kinds[i]
+            eqn, own = self.eqns[i], self.phases.of[i]
             needed = min((earliest.get(v, self.last_group) for v in eqn.outvars), default=self.last_group)
             if self._runs_once(i) or (eqn.primitive is accumulate_p and self._is_alias(i)):
                 groups[i] = needed
             readers = [groups[i]] if i in groups else []
-            if kinds & {Region.FORWARD, Region.BACKWARD, Region.FREE} and i not in self.placement.deferred:
-                readers.append(self.regions.rounds[i])
+            if own & {Phase.FORWARD, Phase.BACKWARD, Phase.UNPLACED} and i not in self.placement.deferred:
+                readers.append(self.phases.rounds[i])
             if readers:
                 for v in jc.operands(eqn):
                     earliest[v] = min(earliest.get(v, self.last_group), *readers)
@@ -122,13 +122,13 @@ class UpdateWaves:
                     if (
                         producer is not None
                         and self._floating(producer)
-                        and Region.FREE not in self.regions.kinds[producer]
+                        and Phase.UNPLACED not in self.phases.of[producer]
                     ):
                         self._add_root(producer, stage, round_number)
 
     def assign_outputs(self, state_outputs: Mapping[int, int]) -> None:
         """Decide where each result of the step is: where it is made, or for scalars where its successor is read."""
-        jaxpr = self.regions.step.jaxpr.jaxpr
+        jaxpr = self.phases.step.jaxpr.jaxpr
         for position, v in enumerate(jaxpr.outvars):
             if isinstance(v, jc.Literal) or v in jaxpr.constvars:
                 continue
@@ -215,7 +215,7 @@ class UpdateWaves:
         _, _, stage = key
         steps = self.equations(key)
         made = dict.fromkeys(k for i in steps for k in self._made(i, stage))
-        consts = set(self.regions.step.jaxpr.jaxpr.constvars)
+        consts = set(self.phases.step.jaxpr.jaxpr.constvars)
         reads = dict.fromkeys(
             k
             for i in steps

@@ -25,14 +25,14 @@ from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.lowering.stage_programs import mesh_constraints, mesh_tasks
 from autopar.compiler.lowering.value_types import microbatch_rows, rows_axis
 from autopar.compiler.pipeline.layers import count_layers, forward_costs, layer_cuts
-from autopar.compiler.pipeline.phases import Regions
+from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.constraints import key_path
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 
-Cut = Callable[[Regions, int], Sequence[int]]
+Cut = Callable[[Phases, int], Sequence[int]]
 """Where layers 1, 2, ... begin, as positions in the forward pass, of so many that are asked for."""
 
 _MOST_LOOP_PIECES = 128
@@ -77,12 +77,12 @@ def count_step_layers(trace: Trace, **options: str) -> tuple[int, int]:
     whole = prepare(trace, num_layers=1, num_microbatches=1, loop_pieces=1, **_exact(options))
     loops = [
         jp.scan_of(eqn).length
-        for eqn in whole.regions.equations
+        for eqn in whole.phases.equations
         if eqn.primitive.name == "scan" and 1 < jp.scan_of(eqn).length <= _MOST_LOOP_PIECES
     ]
     if loops and loop_pieces_for(trace, max(loops)) > 1:
         return max(loops), max(loops)
-    return count_layers(whole.regions), 1
+    return count_layers(whole.phases), 1
 
 
 def _exact(options: Mapping[str, str]) -> dict[str, str]:
@@ -108,7 +108,7 @@ def find_layers(
     prepared = prepare(
         trace, num_layers=num_layers, num_microbatches=num_microbatches, loop_pieces=loop_pieces, **_exact(options)
     )
-    cuts = tuple((cut or model_cuts)(prepared.regions, num_layers))
+    cuts = tuple((cut or model_cuts)(prepared.phases, num_layers))
     wide, still_wide = (find_wide_regions(trace.jaxpr, num_layers=n) for n in (num_layers, len(cuts) + 1))
     if wide != still_wide:
         # With fewer layers a region that was wider than one no longer is, and the plan's layers are those that count.
@@ -147,14 +147,14 @@ def find_layers(
     )
 
 
-def model_cuts(regions: Regions, num_layers: int) -> tuple[int, ...]:
+def model_cuts(phases: Phases, num_layers: int) -> tuple[int, ...]:
     """Between the layers of the model, each of which is worth its place."""
-    return worthwhile_cuts(regions, layer_cuts(regions, num_layers))
+    return worthwhile_cuts(phases, layer_cuts(phases, num_layers))
 
 
-def worthwhile_cuts(regions: Regions, cuts: Sequence[int]) -> tuple[int, ...]:
+def worthwhile_cuts(phases: Phases, cuts: Sequence[int]) -> tuple[int, ...]:
     """The cuts without those that would leave a layer of next to no work: it joins the one before it."""
-    flops, _ = forward_costs(regions, layer_order(regions))
+    flops, _ = forward_costs(phases, layer_order(phases))
     borders = [0, *cuts, len(flops)]
     least = _LEAST_SHARE * sum(flops) / (len(borders) - 1)
     kept: list[int] = []

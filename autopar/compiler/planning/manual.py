@@ -91,8 +91,8 @@ def _pipeline(trace: Trace, method: PipelineParallel, num_devices: int) -> Plan:
         batch_statistics=method.batch_statistics,
         random=method.random,
     )
-    cuts = cut_forward(prepared.regions, method.num_layers)
-    ranges = group_layers(prepared.regions, cuts, method.num_virtual_stages)
+    cuts = cut_forward(prepared.phases, method.num_layers)
+    ranges = group_layers(prepared.phases, cuts, method.num_virtual_stages)
     stages = tuple(
         StagePlan(layers=layers, mesh=s % method.num_stages, remat=method.remat or prepared.recomputes)
         for s, layers in enumerate(ranges)

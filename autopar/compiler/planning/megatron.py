@@ -357,10 +357,10 @@ def even_layers(prepared: PreparedStep, num_layers: int, num_stages: int) -> tup
 
     Raises `InvalidArgument` for more stages than layers.
     """
-    if has_numbered_layers(prepared.regions):
-        num_layers = count_layers(prepared.regions)
-    cuts = layer_cuts(prepared.regions, num_layers)
-    names = layer_names(prepared.regions, num_layers, {})
+    if has_numbered_layers(prepared.phases):
+        num_layers = count_layers(prepared.phases)
+    cuts = layer_cuts(prepared.phases, num_layers)
+    names = layer_names(prepared.phases, num_layers, {})
     begins = [n for n in range(1, num_layers) if names[n - 1] != "start" and names[n] != "end"]
     count = len(begins) + 1
     if count < num_stages:
@@ -380,7 +380,7 @@ def _bare_plan(
     if num_stages == 1:
         cuts, starts = (), [0]
     elif pieces[1] > 1:
-        cuts, starts = cut_forward(prepared.regions, num_stages), list(range(num_stages))
+        cuts, starts = cut_forward(prepared.phases, num_stages), list(range(num_stages))
     else:
         cuts, starts = even_layers(prepared, pieces[0], num_stages)
     axes = [(size, name) for size, name in ((data, "data"), (tensor, "model")) if size > 1] or [(1, "data")]

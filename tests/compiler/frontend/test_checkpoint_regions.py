@@ -26,7 +26,7 @@ from autopar.compiler.microbatch.unsplit import whole_batch
 from autopar.compiler.pipeline.build_stage_graph import merge_layers
 from autopar.compiler.pipeline.cuts_outside_regions import cut_allowed
 from autopar.compiler.pipeline.layers import cut_forward
-from autopar.compiler.pipeline.phases import Regions, find_regions
+from autopar.compiler.pipeline.phases import Phases, find_phases
 from autopar.compiler.pipeline.placement import layer_order, place
 from autopar.compiler.pipeline.stage_graph import evaluate
 from tests.zoo import ZOO
@@ -282,7 +282,7 @@ def test_dissolved_equations_stay_backward_and_name_their_source() -> None:
     first = phases.index("backward")
     assert None not in phases[: len(phases) - phases[::-1].index("backward")]
     assert "forward" not in phases[first:]
-    assert all("test_remat_regions.py" in jc.source_line(eqn) for eqn in closed.jaxpr.eqns[first : first + 5])
+    assert all("test_checkpoint_regions.py" in jc.source_line(eqn) for eqn in closed.jaxpr.eqns[first : first + 5])
 
 
 def test_what_a_region_prints_is_printed_again(capfd: pytest.CaptureFixture[str]) -> None:
@@ -308,12 +308,12 @@ def test_stages_that_recompute_their_forward_give_the_dissolved_steps_values(mod
     dissolved, found = inline_wide_regions(closed, num_layers=2)
     num_inputs, num_outputs = len(closed.jaxpr.invars), len(closed.jaxpr.outvars)
     step = whole_batch(dissolved, batch_inputs=[num_inputs - 2])
-    regions = find_regions(step)
-    (cut,) = cut_forward(regions, 2)
-    layer_stage = {i: int(p >= cut) for p, i in enumerate(layer_order(regions))}
+    phases = find_phases(step)
+    (cut,) = cut_forward(phases, 2)
+    layer_stage = {i: int(p >= cut) for p, i in enumerate(layer_order(phases))}
     names = [f"input_{spec.leaf}{'' if i < num_inputs else '/whole'}" for i, spec in enumerate(step.inputs)]
     graph = merge_layers(
-        place(regions, layer_stage=layer_stage, num_stages=2),
+        place(phases, layer_stage=layer_stage, num_stages=2),
         name=model,
         inputs=[Piece(leaf=i) for i in range(num_inputs)],
         outputs=[Piece(leaf=i) for i in range(num_outputs)],
@@ -330,16 +330,16 @@ def test_stages_that_recompute_their_forward_give_the_dissolved_steps_values(mod
 # Where layers may begin
 
 
-def regions_of(loss: Loss, arguments: tuple[Any, ...]) -> Regions:
+def phases_of(loss: Loss, arguments: tuple[Any, ...]) -> Phases:
     closed = step_of(loss, arguments)
     num_inputs = len(closed.jaxpr.invars)
-    return find_regions(whole_batch(closed, batch_inputs=[num_inputs - 2]))
+    return find_phases(whole_batch(closed, batch_inputs=[num_inputs - 2]))
 
 
-def layers_of(regions: Regions, num_layers: int) -> list[list[jc.JaxprEqn]]:
-    order = layer_order(regions)
-    borders = [0, *cut_forward(regions, num_layers), len(order)]
-    return [[regions.equations[i] for i in order[start:stop]] for start, stop in pairwise(borders)]
+def layers_of(phases: Phases, num_layers: int) -> list[list[jc.JaxprEqn]]:
+    order = layer_order(phases)
+    borders = [0, *cut_forward(phases, num_layers), len(order)]
+    return [[phases.equations[i] for i in order[start:stop]] for start, stop in pairwise(borders)]
 
 
 def block_names(eqns: list[jc.JaxprEqn]) -> set[str]:
@@ -349,7 +349,7 @@ def block_names(eqns: list[jc.JaxprEqn]) -> set[str]:
 
 @pytest.mark.parametrize(("num_layers", "blocks"), [(2, [2, 2]), (4, [1, 1, 1, 1])])
 def test_layers_of_a_rematerialised_gpt_begin_between_blocks(num_layers: int, blocks: list[int]) -> None:
-    names = [block_names(eqns) for eqns in layers_of(regions_of(*gpt(GPT())), num_layers)]
+    names = [block_names(eqns) for eqns in layers_of(phases_of(*gpt(GPT())), num_layers)]
     assert [len(found) for found in names] == blocks
     assert len(set().union(*names)) == 4
 
@@ -374,10 +374,10 @@ def tied_ends(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("loss", [blockwise, penalised, cast_outside], ids=lambda loss: loss.__name__)
 def test_no_layer_begins_inside_a_block(loss: Loss) -> None:
-    regions = regions_of(loss, mlp(loss)()[1])
-    order = layer_order(regions)
-    allowed = cut_allowed(regions, order)
-    names = [regions.equations[i].primitive.name for i in order]
+    phases = phases_of(loss, mlp(loss)()[1])
+    order = layer_order(phases)
+    allowed = cut_allowed(phases, order)
+    names = [phases.equations[i].primitive.name for i in order]
     # The bias is the last parameter that a block reads; behind it one may cut. The mean of the batch is of no layer, so
     # the first whole block is the second.
     start = names.index("reduce_sum")
@@ -389,21 +389,21 @@ def test_no_layer_begins_inside_a_block(loss: Loss) -> None:
 
 
 def test_tied_weights_forbid_no_cut_outside_of_their_blocks() -> None:
-    regions = regions_of(tied_ends, mlp(tied_ends)()[1])
-    allowed = cut_allowed(regions, layer_order(regions))
+    phases = phases_of(tied_ends, mlp(tied_ends)()[1])
+    allowed = cut_allowed(phases, layer_order(phases))
     assert sum(allowed) == len(allowed) - 5 * LAYERS
 
 
 @pytest.mark.parametrize("loss", [plain, dropout], ids=lambda loss: loss.__name__)
 def test_without_regions_a_layer_may_begin_anywhere(loss: Loss) -> None:
-    regions = regions_of(loss, mlp(loss)()[1])
-    assert all(cut_allowed(regions, layer_order(regions)))
+    phases = phases_of(loss, mlp(loss)()[1])
+    assert all(cut_allowed(phases, layer_order(phases)))
 
 
 def test_blocks_are_cut_only_where_there_are_more_layers_than_places_between_them() -> None:
-    regions = regions_of(blockwise, mlp(blockwise)()[1])
-    order = layer_order(regions)
-    allowed = cut_allowed(regions, order)
+    phases = phases_of(blockwise, mlp(blockwise)()[1])
+    order = layer_order(phases)
+    allowed = cut_allowed(phases, order)
     num_places = 1 + sum(allowed[1:])
-    assert all(allowed[cut] for cut in cut_forward(regions, num_places))
-    assert not all(allowed[cut] for cut in cut_forward(regions, num_places + 1))
+    assert all(allowed[cut] for cut in cut_forward(phases, num_places))
+    assert not all(allowed[cut] for cut in cut_forward(phases, num_places + 1))

@@ -1,18 +1,18 @@
-"""Every equation of a microbatched step runs when its region says: per microbatch, once, or wherever it is needed."""
+"""Every equation of a microbatched step runs when its phase says: per microbatch, once, or wherever it is needed."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.pipeline.phases import Region, Regions, is_small
+from autopar.compiler.pipeline.phases import Phase, Phases, is_replicated_scalar
 from autopar.compiler.pipeline.prepare import prepare
 from tests.small_steps import WIDTH, draw, gan_params, gan_step, mlp_batch, mlp_params, mlp_step, traced
 
-FREE, FORWARD, BACKWARD, STEP = Region.FREE, Region.FORWARD, Region.BACKWARD, Region.STEP
+UNPLACED, FORWARD, BACKWARD, STEP = Phase.UNPLACED, Phase.FORWARD, Phase.BACKWARD, Phase.STEP
 
 
-def regions(step, *args, num_microbatches: int = 2) -> Regions:
+def phases(step, *args, num_microbatches: int = 2) -> Phases:
     trace = traced(step, *args)
     prepared = prepare(
         trace,
@@ -22,10 +22,10 @@ def regions(step, *args, num_microbatches: int = 2) -> Regions:
         batch_statistics="exact",
         random="full_batch",
     )
-    return prepared.regions
+    return prepared.phases
 
 
-def step_of_many_regions(state, batch):
+def step_of_many_phases(state, batch):
     """Every named scope holds equations of one kind; `expected` below says which."""
     with jax.named_scope("counter"):
         temperature = 1.0 / (1.0 + state["count"].astype(jnp.float32))
@@ -63,11 +63,11 @@ def state() -> dict[str, jax.Array]:
 
 
 EXPECTED = {
-    "counter": {frozenset({FREE})},
+    "counter": {frozenset({UNPLACED})},
     "normalised weights": {frozenset({STEP})},
-    "cast": {frozenset({FREE})},
-    "mask": {frozenset({FREE})},
-    "dropout": {frozenset({FREE})},
+    "cast": {frozenset({UNPLACED})},
+    "mask": {frozenset({UNPLACED})},
+    "dropout": {frozenset({UNPLACED})},
     "activation": {frozenset({FORWARD})},
     "gradient of examples": {frozenset({STEP})},
     "update": {frozenset({STEP})},
@@ -75,41 +75,39 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["whole batch", "two microbatches"])
-def many(request) -> Regions:
-    return regions(step_of_many_regions, state(), mlp_batch(), num_microbatches=request.param)
+def many(request) -> Phases:
+    return phases(step_of_many_phases, state(), mlp_batch(), num_microbatches=request.param)
 
 
 @pytest.mark.parametrize(("scope", "kinds"), EXPECTED.items(), ids=EXPECTED)
 def test_equations_run_when_they_must(many, scope, kinds):
     found = [
         kind
-        for eqn, kind in zip(many.equations, many.kinds, strict=True)
-        if scope in jc.scope_of(eqn) and jc.ad_phase(eqn) != "backward" and Region.ACCUMULATE not in kind
+        for eqn, kind in zip(many.equations, many.of, strict=True)
+        if scope in jc.scope_of(eqn) and jc.ad_phase(eqn) != "backward" and Phase.ACCUMULATE not in kind
     ]
     assert found and set(found) == kinds
 
 
 def test_what_is_made_of_each_example_runs_with_its_microbatch_and_once_if_there_is_one(many):
-    found = {k for eqn, k in zip(many.equations, many.kinds) if "metric of examples" in jc.scope_of(eqn)}
-    assert found - {frozenset({Region.ACCUMULATE})} == {
-        frozenset({FORWARD if many.step.num_microbatches > 1 else STEP})
-    }
+    found = {k for eqn, k in zip(many.equations, many.of) if "metric of examples" in jc.scope_of(eqn)}
+    assert found - {frozenset({Phase.ACCUMULATE})} == {frozenset({FORWARD if many.step.num_microbatches > 1 else STEP})}
 
 
 def test_transposed_equations_run_backward_and_accumulations_on_the_border(many):
-    for eqn, kind in zip(many.equations, many.kinds, strict=True):
+    for eqn, kind in zip(many.equations, many.of, strict=True):
         if eqn.primitive.name == "accumulate":
-            assert kind == {Region.ACCUMULATE}
+            assert kind == {Phase.ACCUMULATE}
         elif jc.ad_phase(eqn) == "backward":
-            assert kind in ({BACKWARD}, {FREE})
+            assert kind in ({BACKWARD}, {UNPLACED})
 
 
-def test_every_equation_has_a_region_and_nothing_of_a_microbatch_runs_once(many):
+def test_every_equation_has_a_phase_and_nothing_of_a_microbatch_runs_once(many):
     micro = {v for v, spec in zip(many.step.jaxpr.jaxpr.invars, many.step.inputs) if spec.kind != "whole"}
-    for eqn, kind in zip(many.equations, many.kinds, strict=True):
+    for eqn, kind in zip(many.equations, many.of, strict=True):
         assert kind
-        if Region.ACCUMULATE not in kind and any(v in micro for v in eqn.invars if isinstance(v, jc.Var)):
-            assert Region.STEP not in kind
+        if Phase.ACCUMULATE not in kind and any(v in micro for v in eqn.invars if isinstance(v, jc.Var)):
+            assert Phase.STEP not in kind
             micro.update(eqn.outvars)
 
 
@@ -122,14 +120,14 @@ def test_random_draws_and_what_is_made_of_the_batch_are_kept_for_the_backward_pa
 
 
 def test_counters_and_keys_have_no_home_and_weights_have():
-    trace = traced(step_of_many_regions, state(), mlp_batch())
-    found = regions(step_of_many_regions, state(), mlp_batch())
-    homeless = {
+    trace = traced(step_of_many_phases, state(), mlp_batch())
+    found = phases(step_of_many_phases, state(), mlp_batch())
+    replicated_scalars = {
         trace.inputs[spec.leaf].name
         for v, spec in zip(found.step.jaxpr.jaxpr.invars, found.step.inputs)
-        if spec.leaf is not None and v in found.homeless
+        if spec.leaf is not None and v in found.replicated_scalars
     }
-    assert homeless == {"a['count']", "a['key']"}
+    assert replicated_scalars == {"a['count']", "a['key']"}
 
 
 @pytest.mark.parametrize(
@@ -146,18 +144,18 @@ def test_counters_and_keys_have_no_home_and_weights_have():
     ids=lambda value: f"{value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else "",
 )
 def test_small_inputs_are_scalars_keys_and_counters(value, small):
-    assert is_small(jax.typeof(value)) == small
+    assert is_replicated_scalar(jax.typeof(value)) == small
 
 
 def test_plain_step_is_one_round():
-    found = regions(mlp_step, mlp_params(), mlp_batch())
+    found = phases(mlp_step, mlp_params(), mlp_batch())
     assert found.num_rounds == 1
-    assert {r for r, k in zip(found.rounds, found.kinds) if STEP in k} == {1}
+    assert {r for r, k in zip(found.rounds, found.of) if STEP in k} == {1}
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_gradient_through_what_an_earlier_gradient_updated_is_a_second_round(num_microbatches):
-    found = regions(gan_step, gan_params(), mlp_batch(), num_microbatches=num_microbatches)
+    found = phases(gan_step, gan_params(), mlp_batch(), num_microbatches=num_microbatches)
     assert found.num_rounds == 2
-    per_kind = {kind: {r for r, k in zip(found.rounds, found.kinds) if kind in k} for kind in (FORWARD, BACKWARD, STEP)}
+    per_kind = {kind: {r for r, k in zip(found.rounds, found.of) if kind in k} for kind in (FORWARD, BACKWARD, STEP)}
     assert per_kind == {FORWARD: {0, 1}, BACKWARD: {0, 1}, STEP: {1, 2}}

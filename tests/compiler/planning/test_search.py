@@ -244,7 +244,7 @@ def test_regions_are_measured_by_the_layers_that_are_left():
     assert left < asked
     assert find_wide_regions(trace.jaxpr, num_layers=asked) and not find_wide_regions(trace.jaxpr, num_layers=left)
     planned = prepare(trace, num_layers=left, **options)
-    assert num_regions(layers.prepared.regions.equations) == num_regions(planned.regions.equations) == 2
+    assert num_regions(layers.prepared.phases.equations) == num_regions(planned.phases.equations) == 2
 
 
 @pytest.mark.parametrize("method", [autopar.Megatron(num_microbatches=2), autopar.Auto(num_microbatches=2)])
