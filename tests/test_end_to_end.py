@@ -233,7 +233,7 @@ def test_a_global_norm_is_one_exchange_of_scalars():
     for mesh in program.meshes:
         (send,) = sends_per_step(mesh)
         assert {mesh.values[value].shape for value in send.values} == {()}
-        assert {i.task.wave for i in mesh.instructions if isinstance(i, Run) and i.task.kind == "U"} == {0, 1}
+        assert {i.task.update_round for i in mesh.instructions if isinstance(i, Run) and i.task.kind == "U"} == {0, 1}
 
 
 def test_each_device_holds_only_its_layers_of_a_stacked_parameter():

@@ -20,7 +20,8 @@ from autopar.compiler.frontend.trace import Trace, trace_step
 from autopar.compiler.lowering.lower import lower
 from autopar.compiler.lowering.single_program import whole_step_program
 from autopar.compiler.lowering.user_constraints import check_callbacks
-from autopar.compiler.pipeline.prepare import prepare, stage_graph
+from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
+from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.megatron import plan_megatron
@@ -128,7 +129,7 @@ def cut_step(trace: Trace, plan: Plan) -> StageGraph:
         batch_statistics=plan.batch_statistics,
         random=plan.random,
     )
-    graph = stage_graph(prepared, plan)
+    graph = cut_stages(prepared, StageCut.of(plan))
     for name, spec in sorted(plan.cut_specs.items()):
         if name not in graph.values:
             crossing = listed(tuple(sorted(graph.crossing)))

@@ -73,11 +73,11 @@ class Task:
     stage: int
     microbatch: int | None = None
     round: int = 0
-    wave: int = 0  # numbers the update tasks of one stage
+    update_round: int = 0  # numbers the update tasks of one stage
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else f".m{self.microbatch}"
-        later = (f".r{self.round}" if self.round else "") + (f".w{self.wave}" if self.wave else "")
+        later = (f".r{self.round}" if self.round else "") + (f".w{self.update_round}" if self.update_round else "")
         return f"{self.kind}{self.stage}{microbatch}{later}"
 
 

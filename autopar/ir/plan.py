@@ -135,6 +135,10 @@ class Plan:
         """Number of stages, virtual ones included."""
         return len(self.stages)
 
+    def stages_on(self, mesh: int) -> tuple[int, ...]:
+        """Return the numbers of the stages that live on a mesh."""
+        return tuple(number for number, stage in enumerate(self.stages) if stage.mesh == mesh)
+
     @property
     def num_devices(self) -> int:
         """Number of devices of all meshes together."""

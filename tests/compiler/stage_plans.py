@@ -5,8 +5,9 @@ from typing import Any
 
 from autopar.compiler.costs.mesh_costs import MeshFigures, cpu_figures
 from autopar.compiler.lowering.sharded_step import logical_mesh
-from autopar.compiler.lowering.stage_programs import mesh_constraints, mesh_tasks, plan_mesh
+from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.passes import cut_step
+from autopar.compiler.planning.mesh_sharding import mesh_constraints, plan_mesh
 from autopar.ir.plan import Plan
 
 QUICK = dataclasses.replace(cpu_figures(2), latency_s=(1e-9, 1e-9))
@@ -18,7 +19,7 @@ def with_planned_layouts(traced: Any, plan: Plan, figures: MeshFigures = QUICK) 
     graph = cut_step(traced.trace, plan)
     meshes = []
     for number, mesh in enumerate(plan.meshes):
-        tasks = mesh_tasks(graph, plan, number)
+        tasks = tasks_of_stages(graph, plan.stages_on(number))
         sharding = plan_mesh(tasks, mesh_constraints(graph, tasks), logical_mesh(mesh), figures)
         meshes.append(dataclasses.replace(mesh, sharding=sharding))
     return dataclasses.replace(plan, meshes=tuple(meshes))

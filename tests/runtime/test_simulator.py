@@ -103,8 +103,8 @@ def test_memory_counts_inputs_shards_donation_and_free() -> None:
 
 def test_freeing_an_argument_leaves_it_with_the_caller() -> None:
     runs = [
-        Run(task=Task(kind="U", stage=0, wave=wave), executable="copy", inputs=(source,), outputs=(target,))
-        for wave, (source, target) in enumerate([("a", "b"), ("b", "c")])
+        Run(task=Task(kind="U", stage=0, update_round=number), executable="copy", inputs=(source,), outputs=(target,))
+        for number, (source, target) in enumerate([("a", "b"), ("b", "c")])
     ]
     mesh = MeshProgram(
         devices=(0,),

@@ -15,7 +15,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh, sharded_step
-from autopar.compiler.lowering.stage_programs import plan_mesh
+from autopar.compiler.planning.mesh_sharding import plan_mesh
 from autopar.compiler.spmd.block_times import block_times
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.hardware.machine import Machine

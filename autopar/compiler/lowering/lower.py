@@ -106,8 +106,8 @@ def lower(graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donat
 
 
 def _ordered_calls(graph: StageGraph, plan: Plan, meshes: Sequence[int]) -> list[list[_Call]]:
-    """Per mesh: update waves before each round, then the round in the order of the schedule."""
-    emitted = {(t.kind, t.stage, t.round, t.wave): emit_task(graph, t) for t in graph.tasks}
+    """List the calls of each mesh: updates before each round, then the round in the order of the schedule."""
+    emitted = {(t.kind, t.stage, t.round, t.update_round): emit_task(graph, t) for t in graph.tasks}
     calls: list[list[_Call]] = [[] for _ in plan.meshes]
     for round_number in range(graph.num_rounds + 1):
         for e in emitted.values():

@@ -137,13 +137,19 @@ def _once(
     outputs: Sequence[str],
     graph: StageGraph,
 ) -> EmittedTask:
-    # The wave tells apart the accumulators of forward and backward tasks of one stage.
-    wave = ("F", "B", "W").index(task.kind)
+    # The update round tells apart the accumulators of forward and backward tasks of one stage.
+    update_round = ("F", "B", "W").index(task.kind)
     jaxpr = jc.trace(run, [aval for _, aval in inputs])
     names = tuple(name for name, _ in inputs)
     return EmittedTask(
         task=StageTask(
-            kind=kind, stage=task.stage, round=task.round, wave=wave, jaxpr=jaxpr, inputs=names, outputs=tuple(outputs)
+            kind=kind,
+            stage=task.stage,
+            round=task.round,
+            update_round=update_round,
+            jaxpr=jaxpr,
+            inputs=names,
+            outputs=tuple(outputs),
         ),
         jaxpr=jaxpr,
         inputs=names,
@@ -195,8 +201,8 @@ def executable_name(emitted: EmittedTask) -> str:
         "C": "concatenate",
     }  # fmt: skip
     task = task_of(emitted, None)
-    wave = f".w{task.wave}" if task.wave else ""
-    return f"{words[task.kind]}_{task.stage}{wave}" + (f".r{task.round}" if task.round else "")
+    update_round = f".w{task.update_round}" if task.update_round else ""
+    return f"{words[task.kind]}_{task.stage}{update_round}" + (f".r{task.round}" if task.round else "")
 
 
 def task_of(emitted: EmittedTask, microbatch: int | None) -> Task:
@@ -207,4 +213,4 @@ def task_of(emitted: EmittedTask, microbatch: int | None) -> Task:
     kind, round_number = task.kind, task.round
     if kind == "U":
         kind, round_number = ("U", round_number - 1) if round_number else ("P", 0)
-    return Task(kind=kind, stage=task.stage, microbatch=microbatch, round=round_number, wave=task.wave)
+    return Task(kind=kind, stage=task.stage, microbatch=microbatch, round=round_number, update_round=task.update_round)

@@ -1,10 +1,11 @@
-"""Gather placed equations into tasks: one small program per stage and kind of work.
+"""Build the stage graph of placed equations: one small program per stage and kind of work.
 
     Placement -> StageGraph
 
 A forward or backward task holds its anchored equations and the unplaced ones that they need; what it makes and another
-task reads becomes a named value. Update equations form waves: wave 0 reads gradients and state, wave w + 1 reads what
-a task of wave w made on another stage (the scalars of a global-norm clip), so a wave is one exchange.
+task reads becomes a named value. Update equations form update rounds: round 0 reads gradients and state,
+round r + 1 reads what a task of round r made on another stage (the scalars of a global-norm clip), so that a round is
+one exchange.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from autopar.compiler.pipeline.stage_graph import (
     StageTask,
     Value,
 )
-from autopar.compiler.pipeline.tasks import ORDER, Members, TaskKey, find_members
-from autopar.compiler.pipeline.update_tasks import Key, UpdateWaves, floating_key, unplaced_key
+from autopar.compiler.pipeline.tasks import ORDER, TaskEquations, TaskKey, find_task_equations
+from autopar.compiler.pipeline.update_tasks import UpdateRounds, ValueKey, floating_key, unplaced_key
 
 
-def merge_layers(
+def build_stage_graph(
     placement: Placement,
     *,
     name: str,
@@ -49,17 +50,17 @@ def merge_layers(
     in `remat_stages` compute their forward again in the backward task; with `split_weight_gradients` what no earlier
     stage waits for becomes a task W.
     """
-    members = find_members(
+    task_equations = find_task_equations(
         placement, remat_stages=frozenset(remat_stages), split_weight_gradients=split_weight_gradients
     )
-    merger = _Merger(placement, members, input_names)
-    return merger.build(name, inputs, outputs, leaf_names, state_outputs or {})
+    builder = _Builder(placement, task_equations, input_names)
+    return builder.build(name, inputs, outputs, leaf_names, state_outputs or {})
 
 
-class _Merger:
-    """Tables shared by the steps of `merge_layers`."""
+class _Builder:
+    """Tables shared by the steps of `build_stage_graph`."""
 
-    def __init__(self, placement: Placement, members: Members, input_names: Sequence[str]) -> None:
+    def __init__(self, placement: Placement, task_equations: TaskEquations, input_names: Sequence[str]) -> None:
         self.placement = placement
         self.phases = placement.phases
         self.step = self.phases.step
@@ -67,15 +68,15 @@ class _Merger:
         self.eqns = self.phases.equations
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.consts = dict(zip(self.jaxpr.constvars, self.step.jaxpr.consts, strict=True))
-        self.members = members
-        self.names: dict[Key, str] = {(v, None): n for v, n in zip(self.jaxpr.invars, input_names, strict=True)}
+        self.task_equations = task_equations
+        self.names: dict[ValueKey, str] = {(v, None): n for v, n in zip(self.jaxpr.invars, input_names, strict=True)}
         specs = zip(self.jaxpr.invars, self.step.inputs, strict=True)
         self.of_microbatch = {v for v, spec in specs if spec.kind != "whole"}
         self.values: dict[str, Value] = {}
 
     # --- values ---------------------------------------------------------------------------------------------
 
-    def _key(self, v: jc.Var, place: tuple[int, int]) -> Key:
+    def _key(self, v: jc.Var, place: tuple[int, int]) -> ValueKey:
         """`place`: the stage and the round of the task that makes or reads it."""
         return unplaced_key(v, *place) if self._unplaced(v) else (v, None)
 
@@ -83,7 +84,7 @@ class _Merger:
         i = self.producer.get(v)
         return i is not None and Phase.UNPLACED in self.phases.of[i]
 
-    def name(self, key: Key, *, per_microbatch: bool) -> str:
+    def name(self, key: ValueKey, *, per_microbatch: bool) -> str:
         """The name of a value, given when it is first met: after the primitive that made it, or what it totals."""
         if key not in self.names:
             v, tag = key
@@ -116,11 +117,11 @@ class _Merger:
         leaf_names: Sequence[str],
         state_outputs: Mapping[int, int],
     ) -> StageGraph:
-        waves = UpdateWaves(self.placement, self.members.equations)
-        waves.assign_outputs(state_outputs)
-        micro = [self._microbatch_task(key) for key in self.members.equations]
-        updates = [self._update_task(key, waves) for key in waves.tasks()]
-        tasks = _in_order([*micro, *updates], self.phases.num_rounds)
+        updates = UpdateRounds(self.placement, self.task_equations.equations)
+        updates.assign_outputs(state_outputs)
+        micro = [self._microbatch_task(key) for key in self.task_equations.equations]
+        once = [self._update_task(key, updates) for key in updates.tasks()]
+        tasks = _in_order([*micro, *once], self.phases.num_rounds)
         return StageGraph(
             name=name,
             num_stages=self.placement.num_stages,
@@ -128,16 +129,16 @@ class _Merger:
             num_microbatches=self.step.num_microbatches,
             tasks=tuple(tasks),
             inputs=tuple(self._graph_inputs(inputs, leaf_names, tasks)),
-            outputs=tuple(self._graph_outputs(outputs, waves, state_outputs)),
+            outputs=tuple(self._graph_outputs(outputs, updates, state_outputs)),
             values=self.values,
         )
 
     def _microbatch_task(self, key: TaskKey) -> StageTask:
         kind, stage, round_number = key
-        indices = self.members.equations[key]
+        indices = self.task_equations.equations[key]
         made = {v for i in indices for v in self.eqns[i].outvars}
-        accumulated = [self.eqns[i] for i in self.members.accumulations.get(key, [])]
-        tied = self.members.tied.get(key, [])
+        accumulated = [self.eqns[i] for i in self.task_equations.accumulations.get(key, [])]
+        tied = self.task_equations.tied.get(key, [])
         wanted = self._read_elsewhere(key)
         wanted.update((v, None) for e in accumulated if isinstance(v := e.invars[0], jc.Var))
         wanted.update((v, None) for v in tied)
@@ -174,18 +175,18 @@ class _Merger:
 
         def is_read(v: jc.Var) -> bool:
             return any(
-                not self._unplaced(v) or (other[1:] == key[1:] and v in self.members.kept[other])
+                not self._unplaced(v) or (other[1:] == key[1:] and v in self.task_equations.kept[other])
                 for other in self._readers.get(v, ())
             )
 
-        made = dict.fromkeys(v for i in self.members.equations[key] for v in self.eqns[i].outvars)
+        made = dict.fromkeys(v for i in self.task_equations.equations[key] for v in self.eqns[i].outvars)
         return {v: None for v in made if is_read(v) and self._first_maker(key, v)}
 
     @cached_property
     def _readers(self) -> Mapping[jc.Var, Collection[TaskKey]]:
         """The microbatch tasks that read a value and do not make it."""
         readers: dict[jc.Var, set[TaskKey]] = {}
-        for key, indices in self.members.equations.items():
+        for key, indices in self.task_equations.equations.items():
             made = {v for i in indices for v in self.eqns[i].outvars}
             for v in (v for i in indices for v in jc.operands(self.eqns[i]) if v not in made):
                 readers.setdefault(v, set()).add(key)
@@ -195,7 +196,9 @@ class _Merger:
         """An unplaced value kept from F is not handed on again by B."""
         earlier = ORDER[: ORDER.index(key[0])]
         return not any(
-            v in self.eqns[i].outvars for kind in earlier for i in self.members.equations.get((kind, *key[1:]), [])
+            v in self.eqns[i].outvars
+            for kind in earlier
+            for i in self.task_equations.equations.get((kind, *key[1:]), [])
         )
 
     def _accumulation(self, eqn: jc.JaxprEqn, place: tuple[int, int]) -> Accumulation:
@@ -208,16 +211,16 @@ class _Merger:
         operand = self.name(self._key(v, place), per_microbatch=True)
         return Accumulation(operand=operand, result=self.name((v, "sum"), per_microbatch=False), kind="sum")
 
-    def _update_task(self, key: tuple[int, int, int], waves: UpdateWaves) -> StageTask:
-        group, wave, stage = key
-        steps = waves.equations(key)
-        reads, results = waves.interface(key)
+    def _update_task(self, key: tuple[int, int, int], updates: UpdateRounds) -> StageTask:
+        group, update_round, stage = key
+        steps = updates.equations(key)
+        reads, results = updates.interface(key)
         return StageTask(
             kind="U",
             stage=stage,
             round=group,
-            wave=wave,
-            jaxpr=waves.program(stage, steps, reads, results, self.consts),
+            update_round=update_round,
+            jaxpr=updates.program(stage, steps, reads, results, self.consts),
             inputs=tuple(self.name(k, per_microbatch=False) for k in reads),
             outputs=tuple(self.name(k, per_microbatch=False) for k in results),
         )
@@ -263,7 +266,7 @@ class _Merger:
             )
 
     def _graph_outputs(
-        self, pieces: Sequence[Piece], waves: UpdateWaves, state_outputs: Mapping[int, int]
+        self, pieces: Sequence[Piece], updates: UpdateRounds, state_outputs: Mapping[int, int]
     ) -> Iterable[GraphOutput]:
         for position, (v, piece) in enumerate(zip(self.jaxpr.outvars, pieces, strict=True)):
             where: dict[str, Any] = {"leaf": piece.leaf, "start": piece.start, "stop": piece.stop}
@@ -272,7 +275,7 @@ class _Merger:
             elif v in self.consts:
                 yield GraphOutput(value=None, literal=self.consts[v], stage=0, **where)
             else:
-                key, stage = waves.output(v)
+                key, stage = updates.output(v)
                 replaced = state_outputs.get(position)
                 yield GraphOutput(
                     value=self.name(key, per_microbatch=False),
@@ -287,7 +290,7 @@ def _in_order(tasks: Sequence[StageTask], num_rounds: int) -> list[StageTask]:
 
     def rank(task: StageTask) -> tuple[int, int, int, int]:
         if task.kind == "U":
-            return (2 * task.round, task.wave, task.stage, 0)
+            return (2 * task.round, task.update_round, task.stage, 0)
         backward = task.kind != "F"
         return (2 * task.round + 1, int(backward), -task.stage if backward else task.stage, int(task.kind == "W"))
 

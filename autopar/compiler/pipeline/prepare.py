@@ -1,4 +1,4 @@
-"""Prepare a traced step for cutting: split its layer loops and its batch, and say when every equation runs.
+"""Prepare a traced step for cutting: split its layer loops and its batch, and find the phases of its equations.
 
     Trace, decisions that change the program  ->  PreparedStep
 
@@ -8,7 +8,6 @@ plan always prepares the same program.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,17 +18,13 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch.split import MicrobatchedStep, split_batch
 from autopar.compiler.microbatch.unsplit import whole_batch
-from autopar.compiler.pipeline.build_stage_graph import merge_layers
 from autopar.compiler.pipeline.phases import Phases, find_phases
-from autopar.compiler.pipeline.placement import layer_order, place
-from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.errors import InvalidArgument, NotSplittable, PlanMismatch
-from autopar.ir.plan import Plan
+from autopar.errors import InvalidArgument, NotSplittable
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedStep:
-    """A microbatched step with its regions, and the names of its inputs."""
+    """A microbatched step with the phases of its equations, and the names of its inputs."""
 
     trace: Trace
     phases: Phases
@@ -80,31 +75,6 @@ def prepare(
         input_names=_step_input_names(step, names, len(inputs)),
         state_outputs=state_outputs,
         recomputes=bool(wide),
-    )
-
-
-def stage_graph(prepared: PreparedStep, plan: Plan) -> StageGraph:
-    """Merge the layers of a prepared step into the plan's stages."""
-    stage_of_layer = [s for s, stage in enumerate(plan.stages) for _ in range(*stage.layers)]
-    order = layer_order(prepared.phases)
-    if plan.cuts and plan.cuts[-1] >= len(order):
-        raise PlanMismatch(
-            f"The plan begins a layer at forward equation {plan.cuts[-1]}, {prepared.trace.name} has {len(order)} of "
-            "them. "
-            "Make a new plan with step.trace(...).plan(), or load the one that belongs to this program."
-        )
-    layer_stage = {i: stage_of_layer[bisect_right(plan.cuts, p)] for p, i in enumerate(order)}
-    placement = place(prepared.phases, layer_stage=layer_stage, num_stages=plan.num_stages)
-    return merge_layers(
-        placement,
-        name=prepared.trace.name,
-        inputs=prepared.inputs,
-        outputs=prepared.outputs,
-        input_names=prepared.input_names,
-        leaf_names=[leaf.name for leaf in prepared.trace.inputs],
-        state_outputs=prepared.state_outputs,
-        remat_stages=[s for s, stage in enumerate(plan.stages) if stage.remat],
-        split_weight_gradients=plan.schedule == "zero-bubble",
     )
 
 

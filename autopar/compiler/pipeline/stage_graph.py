@@ -2,7 +2,7 @@
 
     F0 -> F1 -> ... -> F(S-1)      forward, for every microbatch
     B0 <- B1 <- ... <- B(S-1)      backward (W: weight gradients, where a schedule wants them apart)
-    U0    U1    ...    U(S-1)      update, once per step; waves where scalars cross stages
+    U0    U1    ...    U(S-1)      update, once per step; in rounds where scalars cross stages
 
 A value is either of one microbatch or of the whole step; an accumulation turns the first kind into the second.
 `evaluate` is the meaning of a stage graph: it must equal the step it was cut from.
@@ -49,7 +49,7 @@ class StageTask:
     kind: str
     stage: int
     round: int
-    wave: int = 0
+    update_round: int = 0
     jaxpr: jc.ClosedJaxpr
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -57,8 +57,8 @@ class StageTask:
 
     @property
     def name(self) -> str:
-        """`F0`, `B1`, `U0.1` (wave 1), `F0'` (second round)."""
-        return f"{self.kind}{self.stage}" + (f".{self.wave}" if self.wave else "") + "'" * self.round
+        """`F0`, `B1`, `U0.1` (update round 1), `F0'` (second round)."""
+        return f"{self.kind}{self.stage}" + (f".{self.update_round}" if self.update_round else "") + "'" * self.round
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Say which equations each forward, backward and weight-gradient task holds.
+"""Find which equations each forward, backward and weight-gradient task holds.
 
-    Placement -> Members
+    Placement -> TaskEquations
 
 A task holds the equations placed on its stage, and the unplaced ones that they need. Costly unplaced values (masks,
 dropout draws) are made once, by the forward task, and kept for the backward one; cheap ones (casts of parameters) are
@@ -24,7 +24,7 @@ ORDER = ("F", "B", "W")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Members:
+class TaskEquations:
     """The equations of every microbatch task, by index in program order."""
 
     equations: Mapping[TaskKey, list[int]]
@@ -33,23 +33,25 @@ class Members:
     tied: Mapping[TaskKey, list[jc.Var]]
     """Gradients of tied parameters that the task makes, accumulated apart and added once per step."""
     kept: Mapping[TaskKey, frozenset[jc.Var]]
-    """Free values that an earlier task of the stage hands on."""
+    """Unplaced values that an earlier task of the stage hands on."""
 
 
-def find_members(placement: Placement, *, remat_stages: frozenset[int], split_weight_gradients: bool) -> Members:
+def find_task_equations(
+    placement: Placement, *, remat_stages: frozenset[int], split_weight_gradients: bool
+) -> TaskEquations:
     """Gather the equations of every task."""
     gatherer = _Gatherer(placement, remat_stages)
     gatherer.gather(split_weight_gradients)
-    return Members(
-        equations=gatherer.members,
+    return TaskEquations(
+        equations=gatherer.equations,
         accumulations=gatherer.accumulations,
         tied=gatherer.tied,
-        kept={key: frozenset(gatherer.kept_by_earlier_tasks(key)) for key in gatherer.members},
+        kept={key: frozenset(gatherer.kept_by_earlier_tasks(key)) for key in gatherer.equations},
     )
 
 
 class _Gatherer:
-    """The tables of `find_members` while it works."""
+    """The tables of `find_task_equations` while it works."""
 
     def __init__(self, placement: Placement, remat_stages: frozenset[int]) -> None:
         self.placement = placement
@@ -57,7 +59,7 @@ class _Gatherer:
         self.eqns = self.phases.equations
         self.remat_stages = remat_stages
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.members: dict[TaskKey, list[int]] = {}
+        self.equations: dict[TaskKey, list[int]] = {}
         self.accumulations: dict[TaskKey, list[int]] = {}
         self.tied: dict[TaskKey, list[jc.Var]] = {}
 
@@ -73,7 +75,7 @@ class _Gatherer:
         if split_weight_gradients:
             self._split_weight_gradients(anchored)
         for key in sorted(anchored, key=lambda k: (k[2], ORDER.index(k[0]), k[1])):
-            self.members[key] = self._closure(anchored[key], self.kept_by_earlier_tasks(key))
+            self.equations[key] = self._closure(anchored[key], self.kept_by_earlier_tasks(key))
 
     def _attach_accumulations(self, anchored: dict[TaskKey, list[int]]) -> None:
         """An accumulation belongs to the task that makes its operand; tied gradients are accumulated on their own."""
@@ -84,9 +86,9 @@ class _Gatherer:
             kind = "F" if producer is None else self._kind(producer)
             key = (kind, self.placement.stages[i], self.phases.rounds[i])
             self.accumulations.setdefault(key, []).append(i)
-            members = anchored.setdefault(key, [])
+            equations = anchored.setdefault(key, [])
             if producer is not None and Phase.UNPLACED in self.phases.of[producer]:
-                members.append(producer)
+                equations.append(producer)
         for i in sorted(self.placement.deferred):
             for v in jc.operands(self.eqns[i]):
                 if not self._deferred(v):
@@ -156,7 +158,7 @@ class _Gatherer:
             return set()
         kept: set[jc.Var] = set()
         for earlier in ORDER[: ORDER.index(kind)]:
-            for i in self.members.get((earlier, stage, round_number), []):
+            for i in self.equations.get((earlier, stage, round_number), []):
                 kept.update(v for v in self.eqns[i].outvars if v in self.phases.costly)
         return kept
 

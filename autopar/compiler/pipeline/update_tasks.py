@@ -1,8 +1,8 @@
-"""Arrange what runs once per step in waves, so that each exchange between stages happens once.
+"""Arrange what runs once per step in update rounds, so that each exchange between stages happens once.
 
 Update equations come in groups: group g runs before round g of the microbatches, the last one after all rounds. Within
-a group, an equation that reads what another stage's update made is one wave later. Equations without a place (they
-read only scalars) are computed in every task that needs them.
+a group, an equation that reads what another stage's update made is one update round later. Equations without a
+place (they read only scalars) are computed in every task that needs them.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from autopar.compiler.microbatch.accumulate import accumulate_p
 from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.placement import Placement
 
-Key = tuple[jc.Var, str | None]
+ValueKey = tuple[jc.Var, str | None]
 """A variable, and which of its copies: None the only one, "sum" its total, or one of `unplaced_key`, `floating_key`."""
 
 
-def unplaced_key(v: jc.Var, stage: int, round_number: int) -> Key:
+def unplaced_key(v: jc.Var, stage: int, round_number: int) -> ValueKey:
     """An unplaced value as computed on one stage along with a microbatch, again in every round that needs it."""
     return (v, f"{stage}" + "'" * round_number)
 
 
-def floating_key(v: jc.Var, stage: int) -> Key:
+def floating_key(v: jc.Var, stage: int) -> ValueKey:
     """A value without a place as computed on one stage once per step."""
     return (v, f"step{stage}")
 
 
-class UpdateWaves:
-    """The tasks (group, wave, stage) of everything that runs once per step."""
+class UpdateRounds:
+    """The tasks (group, update round, stage) of everything that runs once per step."""
 
-    def __init__(self, placement: Placement, members: Mapping[tuple[str, int, int], Sequence[int]]) -> None:
+    def __init__(self, placement: Placement, equations: Mapping[tuple[str, int, int], Sequence[int]]) -> None:
         self.placement = placement
         self.phases = placement.phases
         self.eqns = self.phases.equations
-        self.members = members
+        self.task_equations = equations
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.last_group = self.phases.num_rounds
         self.groups = self._find_groups()
-        self.waves: dict[int, int] = {}
+        self.update_rounds: dict[int, int] = {}
         self.roots: dict[tuple[int, int, int], list[int]] = {}
-        self.outputs: dict[jc.Var, tuple[Key, int]] = {}
+        self.outputs: dict[jc.Var, tuple[ValueKey, int]] = {}
         self._assign_placed()
         self._assign_effects()
         self._assign_values_for_microbatches()
 
-    # --- groups and waves --------------------------------------------------------------------------------------------
+    # --- groups and update rounds -------------------------------------------------------------------------------------
 
     def _runs_once(self, index: int) -> bool:
         return Phase.STEP in self.phases.of[index] or index in self.placement.deferred
@@ -78,12 +78,12 @@ class UpdateWaves:
     def _assign_placed(self) -> None:
         for i in sorted(i for i in self.groups if i in self.placement.stages):
             stage, group = self.placement.stages[i], self.groups[i]
-            self.waves[i] = self._available(jc.operands(self.eqns[i]), stage, group)
-            self.roots.setdefault((group, self.waves[i], stage), []).append(i)
+            self.update_rounds[i] = self._available(jc.operands(self.eqns[i]), stage, group)
+            self.roots.setdefault((group, self.update_rounds[i], stage), []).append(i)
 
     def _available(self, variables: Sequence[jc.Var], stage: int, group: int) -> int:
-        """The wave of `group` in which `stage` can read all of them."""
-        wave = 0
+        """The update round of `group` in which `stage` can read all of them."""
+        update_round = 0
         seen: set[jc.Var] = set()
         stack = list(variables)
         while stack:
@@ -94,12 +94,12 @@ class UpdateWaves:
             i = self.producer.get(v)
             if i is None:
                 continue
-            if i in self.waves:
+            if i in self.update_rounds:
                 if self.groups[i] == group:
-                    wave = max(wave, self.waves[i] + (self.placement.stages[i] != stage))
+                    update_round = max(update_round, self.update_rounds[i] + (self.placement.stages[i] != stage))
             elif self._floating(i) or self._is_alias_equation(i):
                 stack.extend(jc.operands(self.eqns[i]))
-        return wave
+        return update_round
 
     def _floating(self, index: int) -> bool:
         return self._runs_once(index) and index not in self.placement.stages
@@ -115,7 +115,7 @@ class UpdateWaves:
                 self._add_root(i, self._nearest_stage(jc.operands(eqn)), self.last_group)
 
     def _assign_values_for_microbatches(self) -> None:
-        for (_, stage, round_number), indices in self.members.items():
+        for (_, stage, round_number), indices in self.task_equations.items():
             for i in indices:
                 for v in jc.operands(self.eqns[i]):
                     producer = self.producer.get(v)
@@ -145,11 +145,11 @@ class UpdateWaves:
                 key = self.source(v, i, 0)
                 self.outputs[v] = (key, self._stage_of(key, v))
 
-    def output(self, v: jc.Var) -> tuple[Key, int]:
+    def output(self, v: jc.Var) -> tuple[ValueKey, int]:
         """The value that is a result of the step, and its stage."""
         return self.outputs[v]
 
-    def _stage_of(self, key: Key, v: jc.Var) -> int:
+    def _stage_of(self, key: ValueKey, v: jc.Var) -> int:
         if key[1] == "sum":
             return self.placement.stages[self.producer[key[0]]]
         return self.placement.homes[v]
@@ -172,15 +172,15 @@ class UpdateWaves:
         return max(stages)
 
     def _add_root(self, index: int, stage: int, group: int) -> None:
-        wave = self._available(jc.operands(self.eqns[index]), stage, group)
-        roots = self.roots.setdefault((group, wave, stage), [])
+        update_round = self._available(jc.operands(self.eqns[index]), stage, group)
+        roots = self.roots.setdefault((group, update_round, stage), [])
         if index not in roots:
             roots.append(index)
 
     # --- tasks ----------------------------------------------------------------------------------------------
 
     def tasks(self) -> list[tuple[int, int, int]]:
-        """All (group, wave, stage), in order."""
+        """All (group, update round, stage), in order."""
         return sorted(self.roots)
 
     def equations(self, key: tuple[int, int, int]) -> list[int]:
@@ -196,7 +196,7 @@ class UpdateWaves:
                     stack.append(i)
         return sorted(found)
 
-    def source(self, v: jc.Var, reader: int, stage: int) -> Key:
+    def source(self, v: jc.Var, reader: int, stage: int) -> ValueKey:
         """The value that equation `reader` means by operand `v`."""
         i = self.producer.get(v)
         if reader in self.placement.deferred and reader != i:
@@ -210,7 +210,7 @@ class UpdateWaves:
             return (alias, "sum")
         return floating_key(v, stage) if self._floating(i) else (v, None)
 
-    def interface(self, key: tuple[int, int, int]) -> tuple[list[Key], list[Key]]:
+    def interface(self, key: tuple[int, int, int]) -> tuple[list[ValueKey], list[ValueKey]]:
         """What a task reads and what it makes for others, in order of appearance."""
         _, _, stage = key
         steps = self.equations(key)
@@ -226,39 +226,39 @@ class UpdateWaves:
         results = [k for i in steps if i in roots for k in self._made(i, stage) if self._read_outside(k, key)]
         return list(reads), results
 
-    def _made(self, index: int, stage: int) -> list[Key]:
+    def _made(self, index: int, stage: int) -> list[ValueKey]:
         outs = self.eqns[index].outvars
         if index in self.placement.deferred:
             return [(v, "sum") for v in outs]
         return [floating_key(v, stage) if self._floating(index) else (v, None) for v in outs]
 
-    def _read_outside(self, value: Key, key: tuple[int, int, int]) -> bool:
+    def _read_outside(self, value: ValueKey, key: tuple[int, int, int]) -> bool:
         if value in self._results or value in self._read_by_microbatches:
             return True
         return any(reader != key for reader in self._readers.get(value, ()))
 
     @cached_property
-    def _results(self) -> frozenset[Key]:
+    def _results(self) -> frozenset[ValueKey]:
         return frozenset(value for value, _ in self.outputs.values())
 
     @cached_property
-    def _readers(self) -> Mapping[Key, Sequence[tuple[int, int, int]]]:
+    def _readers(self) -> Mapping[ValueKey, Sequence[tuple[int, int, int]]]:
         """For every value the tasks that read it."""
-        readers: dict[Key, list[tuple[int, int, int]]] = {}
+        readers: dict[ValueKey, list[tuple[int, int, int]]] = {}
         for key in self.roots:
             for value in self._reads_of(key):
                 readers.setdefault(value, []).append(key)
         return readers
 
-    def _reads_of(self, key: tuple[int, int, int]) -> frozenset[Key]:
+    def _reads_of(self, key: tuple[int, int, int]) -> frozenset[ValueKey]:
         """What a task's equations read."""
         steps = self.equations(key)
         return frozenset(self.source(v, i, key[2]) for i in steps for v in jc.operands(self.eqns[i]))
 
     @cached_property
-    def _read_by_microbatches(self) -> frozenset[Key]:
-        found: set[Key] = set()
-        for (_, stage, _), indices in self.members.items():
+    def _read_by_microbatches(self) -> frozenset[ValueKey]:
+        found: set[ValueKey] = set()
+        for (_, stage, _), indices in self.task_equations.items():
             for i in indices:
                 for v in jc.operands(self.eqns[i]):
                     producer = self.producer.get(v)
@@ -270,14 +270,14 @@ class UpdateWaves:
         self,
         stage: int,
         steps: Sequence[int],
-        reads: Sequence[Key],
-        results: Sequence[Key],
+        reads: Sequence[ValueKey],
+        results: Sequence[ValueKey],
         consts: Mapping[jc.Var, Any],
     ) -> jc.ClosedJaxpr:
         """The task as a jaxpr from `reads` to `results`."""
 
         def run(*args: Any) -> list[Any]:
-            env: dict[Key, Any] = {(v, None): c for v, c in consts.items()}
+            env: dict[ValueKey, Any] = {(v, None): c for v, c in consts.items()}
             env.update(zip(reads, args, strict=True))
             for i in steps:
                 eqn = self.eqns[i]

@@ -22,17 +22,18 @@ from autopar.compiler.intra_op.fold_layers import program_key
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupTask
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.lowering.stage_programs import mesh_constraints, mesh_tasks
+from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.lowering.value_types import microbatch_rows, rows_axis
+from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages, splits_weight_gradients
 from autopar.compiler.pipeline.layers import count_layers, forward_costs, layer_cuts
 from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.placement import layer_order
-from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
+from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.constraints import key_path
-from autopar.ir.plan import MeshPlan, Plan, StagePlan
+from autopar.compiler.planning.mesh_sharding import mesh_constraints
 
-Cut = Callable[[Phases, int], Sequence[int]]
+LayerCutter = Callable[[Phases, int], Sequence[int]]
 """Where layers 1, 2, ... begin, as positions in the forward pass, of so many that are asked for."""
 
 _MOST_LOOP_PIECES = 128
@@ -98,7 +99,7 @@ def find_layers(
     schedule: str,
     remat: bool,
     pins: Mapping[str, PartitionSpec],
-    cut: Cut | None = None,
+    cut: LayerCutter | None = None,
     **options: str,
 ) -> Layers:
     """Cut a step into layers, those of the model unless `cut` says which.
@@ -123,25 +124,28 @@ def find_layers(
             cut=cut,
             **options,
         )
-    plan = _each_layer_a_stage(trace, cuts, loop_pieces, num_microbatches, schedule, remat or prepared.recomputes)
-    graph = stage_graph(prepared, plan)
+    every_layer = range(len(cuts) + 1)
+    each_a_stage = StageCut(
+        cuts=cuts,
+        stages=tuple((layer, layer + 1) for layer in every_layer),
+        remat_stages=frozenset(every_layer if remat or prepared.recomputes else ()),
+        split_weight_gradients=splits_weight_gradients(schedule),
+    )
+    graph = cut_stages(prepared, each_a_stage)
+    classes: dict[Hashable, LayerClass] = {}
     numbers: dict[Hashable, int] = {}
-    classes: list[LayerClass] = []
     class_of: list[int] = []
-    for layer in range(len(cuts) + 1):
-        tasks = mesh_tasks(graph, plan, layer, trace.donated_inputs)
-        found = layer_class(graph, tasks, pins)
-        key = class_key(found)
-        if key not in numbers:
-            numbers[key] = len(classes)
-            classes.append(found)
-        class_of.append(numbers[key])
+    for layer in every_layer:
+        one = layer_class(graph, tasks_of_stages(graph, [layer], trace.donated_inputs), pins)
+        key = class_key(one)
+        classes.setdefault(key, one)
+        class_of.append(numbers.setdefault(key, len(numbers)))
     return Layers(
         cuts=cuts,
         loop_pieces=loop_pieces,
         num_microbatches=num_microbatches,
         prepared=prepared,
-        classes=tuple(classes),
+        classes=tuple(classes.values()),
         class_of=tuple(class_of),
         crossing_bytes=_crossing_bytes(graph, len(cuts) + 1),
     )
@@ -162,24 +166,6 @@ def worthwhile_cuts(phases: Phases, cuts: Sequence[int]) -> tuple[int, ...]:
         if start and sum(flops[start:stop]) >= least and sum(flops[:start]) >= least:
             kept.append(start)
     return tuple(kept)
-
-
-def _each_layer_a_stage(
-    trace: Trace, cuts: Sequence[int], loop_pieces: int, num_microbatches: int, schedule: str, remat: bool
-) -> Plan:
-    count = len(cuts) + 1
-    return Plan(
-        fingerprint=trace.fingerprint,
-        method="Auto",
-        meshes=tuple(MeshPlan(devices=(s,), shape=(1,), axis_names=("data",)) for s in range(count)),
-        stages=tuple(StagePlan(layers=(s, s + 1), mesh=s, remat=remat) for s in range(count)),
-        cuts=tuple(cuts),
-        loop_pieces=loop_pieces,
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        input_specs={},
-        cut_specs={},
-    )
 
 
 def layer_class(

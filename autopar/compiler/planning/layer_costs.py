@@ -21,10 +21,10 @@ from autopar.compiler.intra_op.plan_program import with_shared_latency
 from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, PricedChoices, task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.lowering.stage_programs import local_blocks
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.planning.constraints import equation_constraints, layout_of
 from autopar.compiler.planning.layer_classes import LayerClass
+from autopar.compiler.planning.mesh_sharding import local_blocks
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.compiler.spmd.block_times import block_times

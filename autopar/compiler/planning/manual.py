@@ -9,14 +9,15 @@ import math
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.lowering.value_types import batch_spec, microbatch_rows, rows_axis
+from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages, splits_weight_gradients
 from autopar.compiler.pipeline.layers import cut_forward, group_layers
-from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
+from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.errors import InvalidArgument
 from autopar.ir.instructions import spec_parts
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
@@ -92,25 +93,30 @@ def _pipeline(trace: Trace, method: PipelineParallel, num_devices: int) -> Plan:
         random=method.random,
     )
     cuts = cut_forward(prepared.phases, method.num_layers)
-    ranges = group_layers(prepared.phases, cuts, method.num_virtual_stages)
-    stages = tuple(
-        StagePlan(layers=layers, mesh=s % method.num_stages, remat=method.remat or prepared.recomputes)
-        for s, layers in enumerate(ranges)
+    stages = tuple(group_layers(prepared.phases, cuts, method.num_virtual_stages))
+    remat = method.remat or prepared.recomputes
+    cut = StageCut(
+        cuts=cuts,
+        stages=stages,
+        remat_stages=frozenset(range(len(stages)) if remat else ()),
+        split_weight_gradients=splits_weight_gradients(method.schedule),
     )
-    fields: dict[str, Any] = {
-        "fingerprint": trace.fingerprint,
-        "method": type(method).__name__,
-        "meshes": meshes,
-        "stages": stages,
-        "cuts": cuts,
-        "loop_pieces": pieces,
-        "num_microbatches": method.num_microbatches,
-        "schedule": method.schedule,
-        "input_specs": _input_specs(trace, meshes[0], method.specs, method.num_microbatches),
-        "batch_statistics": method.batch_statistics,
-        "random": method.random,
-    }
-    return Plan(**fields, cut_specs=_cut_specs(prepared, Plan(**fields, cut_specs={})))
+    return Plan(
+        fingerprint=trace.fingerprint,
+        method=type(method).__name__,
+        meshes=meshes,
+        stages=tuple(
+            StagePlan(layers=layers, mesh=s % method.num_stages, remat=remat) for s, layers in enumerate(stages)
+        ),
+        cuts=cuts,
+        loop_pieces=pieces,
+        num_microbatches=method.num_microbatches,
+        schedule=method.schedule,
+        input_specs=_input_specs(trace, meshes[0], method.specs, method.num_microbatches),
+        cut_specs=_cut_specs(cut_stages(prepared, cut), meshes[0]),
+        batch_statistics=method.batch_statistics,
+        random=method.random,
+    )
 
 
 def _stage_meshes(method: PipelineParallel, num_devices: int) -> tuple[MeshPlan, ...]:
@@ -165,14 +171,13 @@ def _check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh:
             )
 
 
-def _cut_specs(prepared: PreparedStep, plan: Plan) -> dict[str, PartitionSpec]:
-    """Activations and cotangents that cross stages are split along the batch."""
-    graph = stage_graph(prepared, plan)
+def _cut_specs(graph: StageGraph, mesh: MeshPlan) -> dict[str, PartitionSpec]:
+    """Split activations and cotangents that cross stages along the batch."""
     rows = microbatch_rows(graph)
-    found: dict[str, PartitionSpec] = {}
+    specs: dict[str, PartitionSpec] = {}
     for name in sorted(graph.crossing):
         value = graph.values[name]
-        spec = batch_spec(value.shape, rows_axis(value, rows), plan.meshes[0])
+        spec = batch_spec(value.shape, rows_axis(value, rows), mesh)
         if any(entry is not None for entry in spec):
-            found[name] = spec
-    return found
+            specs[name] = spec
+    return specs

@@ -24,11 +24,13 @@ from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
-from autopar.compiler.lowering.stage_programs import mesh_tasks, sharding_of
+from autopar.compiler.lowering.stage_programs import tasks_of_stages
+from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_numbered_layers, layer_cuts, layer_names
-from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare, stage_graph
+from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.layer_classes import LayerClass, class_key, count_step_layers, layer_class, value_numbers
+from autopar.compiler.planning.mesh_sharding import mesh_sharding
 from autopar.compiler.planning.parallelism import Dims, differing_dims
 from autopar.compiler.planning.stage_layouts import SolvedStage, received_seconds
 from autopar.compiler.sharding.free_values import is_small
@@ -237,8 +239,9 @@ def plan_megatron(
     pieces = _pieces(trace, method)
     prepared = _prepared(trace, method, pieces, method.num_microbatches)
     bare = _bare_plan(trace, method, prepared, pieces, (data, tensor, pipeline))
-    graph = stage_graph(prepared, bare)
-    other = graph if data * tensor == 1 else stage_graph(_other_step(trace, method, pieces), bare)
+    cut = StageCut.of(bare)
+    graph = cut_stages(prepared, cut)
+    other = graph if data * tensor == 1 else cut_stages(_other_step(trace, method, pieces), cut)
     problem = _Problem(
         trace=trace, method=method, graph=graph, other=other, plan=bare, kind=kind, cache_directory=cache_directory
     )
@@ -252,7 +255,7 @@ def plan_megatron(
         if best is None:
             best = _best(problem, mesh, stage)
             solved[key] = SolvedStage(layer=stage.layer, plan=best)
-        sharding = sharding_of(stage.tasks, best, logical_mesh(mesh), figures_of(kind, mesh.shape))
+        sharding = mesh_sharding(stage.tasks, best, logical_mesh(mesh), figures_of(kind, mesh.shape))
         meshes.append(replace(mesh, sharding=sharding))
     return replace(bare, meshes=tuple(meshes))
 
@@ -414,12 +417,12 @@ def _bare_plan(
 def _asked(problem: _Problem, values: StageValues, number: int) -> _Asked:
     graph, plan, zero = problem.graph, problem.plan, problem.method.zero
     mesh = logical_mesh(plan.meshes[number])
-    tasks = mesh_tasks(graph, plan, number, problem.trace.donated_inputs)
+    tasks = tasks_of_stages(graph, plan.stages_on(number), problem.trace.donated_inputs)
     layer = layer_class(graph, tasks)
     machine = problem.kind if isinstance(problem.kind, Machine) else Machine.of_kind(problem.kind)
     constraints = layer.constraints
     if mesh.num_devices > 1:
-        others = mesh_tasks(problem.other, plan, number)
+        others = tasks_of_stages(problem.other, plan.stages_on(number))
         constraints = replace(
             constraints,
             allowed=value_layouts(tasks, values, graph.crossing, mesh, zero),

@@ -19,7 +19,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.submeshes import place
 from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.pipeline.prepare import stage_graph
+from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.planning.candidates import StagesFound, certificate_of, lower_bound_s, search_all
 from autopar.compiler.planning.stage_costs import StageProblem, submesh_mesh
 from autopar.compiler.planning.stage_layouts import stage_shardings
@@ -70,7 +70,8 @@ def plan_of_stages(problem: StageProblem, found: StagesFound) -> LaidOut:
         batch_statistics=method.batch_statistics,
         random=method.random,
     )
-    laid_out = stage_shardings(problem, layers, stage_graph(layers.prepared, bare), bare, stages, found.timing)
+    graph = cut_stages(layers.prepared, StageCut.of(bare))
+    laid_out = stage_shardings(problem, layers, graph, bare, stages, found.timing)
     planned = (replace(mesh, sharding=each.sharding) for mesh, each in zip(meshes, laid_out, strict=True))
     return LaidOut(
         plan=replace(bare, meshes=tuple(planned)),

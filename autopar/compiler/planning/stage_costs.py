@@ -17,7 +17,7 @@ from autopar.compiler.costs.mesh_costs import figures_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
-from autopar.compiler.planning.layer_classes import Cut, Layers, count_step_layers, find_layers
+from autopar.compiler.planning.layer_classes import LayerCutter, Layers, count_step_layers, find_layers
 from autopar.compiler.planning.layer_costs import PRICES, LayerCosts
 from autopar.compiler.planning.one_mesh import memory_limit
 from autopar.compiler.sharding.layout import LogicalMesh
@@ -43,7 +43,7 @@ class StageProblem:
     cache_directory: Path | None
     share: float = 1.0
     """Of what a plan may use of a device, what its stages may be expected to need."""
-    cut: Cut | None = None
+    cut: LayerCutter | None = None
     """What the layers are, if they are not to be those of the model."""
     allows: Callable[[int, int, int], bool] | None = None
     """Whether layers [start, stop) of so many may be a stage; all may, if it is not given."""

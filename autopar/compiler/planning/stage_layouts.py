@@ -16,11 +16,12 @@ from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing, in_f
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, TaskChoices, task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
-from autopar.compiler.lowering.stage_programs import local_blocks, mesh_tasks, sharding_like, sharding_of
+from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.constraints import equation_constraints
 from autopar.compiler.planning.layer_classes import LayerClass, Layers, class_key, layer_class, value_numbers
 from autopar.compiler.planning.layer_costs import PRICES, pinned_layouts, prices, stage_cost
+from autopar.compiler.planning.mesh_sharding import local_blocks, mesh_sharding, mesh_sharding_like
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.hardware.machine import Machine
@@ -95,7 +96,7 @@ def stage_shardings(
 
 def _asked(problem: StageProblem, graph: StageGraph, plan: Plan, number: int, stage: Stage, timing: Timing) -> _Asked:
     mesh = logical_mesh(plan.meshes[number])
-    tasks = mesh_tasks(graph, plan, number, problem.trace.donated_inputs)
+    tasks = tasks_of_stages(graph, plan.stages_on(number), problem.trace.donated_inputs)
     layer = layer_class(graph, tasks, problem.method.pins)
     behind, count = len(plan.meshes) - 1 - number, len(plan.meshes)
     parts = [part.layers[1] - part.layers[0] for part in plan.stages if part.mesh == number]
@@ -163,7 +164,7 @@ class _Alike:
             self.laid[price] = _Laid(
                 solved=SolvedStage(layer=asked.layer, plan=found),
                 cost=stage_cost(asked.layer, found, asked.mesh, asked.figures, blocks),
-                sharding=sharding_of(asked.tasks, found, asked.mesh, asked.figures, blocks),
+                sharding=mesh_sharding(asked.tasks, found, asked.mesh, asked.figures, blocks),
             )
         return self.laid[price]
 
@@ -189,7 +190,7 @@ def _handed_on(laid: _Laid, asked: _Asked) -> MeshSharding | None:
     plan = laid.solved.for_layer(asked.layer)
     if plan is None:
         return None
-    return sharding_like(laid.sharding, theirs.tasks, asked.tasks, plan, asked.mesh, asked.figures)
+    return mesh_sharding_like(laid.sharding, theirs.tasks, asked.tasks, plan, asked.mesh, asked.figures)
 
 
 def received_seconds(graph: StageGraph, plan: Plan, number: int, machine: Machine) -> dict[str, float]:

@@ -23,7 +23,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.microbatch.unsplit import whole_batch
-from autopar.compiler.pipeline.build_stage_graph import merge_layers
+from autopar.compiler.pipeline.build_stage_graph import build_stage_graph
 from autopar.compiler.pipeline.cuts_outside_regions import cut_allowed
 from autopar.compiler.pipeline.layers import cut_forward
 from autopar.compiler.pipeline.phases import Phases, find_phases
@@ -312,7 +312,7 @@ def test_stages_that_recompute_their_forward_give_the_dissolved_steps_values(mod
     (cut,) = cut_forward(phases, 2)
     layer_stage = {i: int(p >= cut) for p, i in enumerate(layer_order(phases))}
     names = [f"input_{spec.leaf}{'' if i < num_inputs else '/whole'}" for i, spec in enumerate(step.inputs)]
-    graph = merge_layers(
+    graph = build_stage_graph(
         place(phases, layer_stage=layer_stage, num_stages=2),
         name=model,
         inputs=[Piece(leaf=i) for i in range(num_inputs)],

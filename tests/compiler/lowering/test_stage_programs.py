@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.compiler.lowering.stage_programs import mesh_tasks
+from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.passes import cut_step
 from autopar.errors import PlanMismatch
 from autopar.ir.plan_sharding import MeshSharding
@@ -129,7 +129,7 @@ def test_the_objective_is_the_time_of_all_tasks_in_a_step():
     planned = with_planned_layouts(traced, plan)
     graph = cut_step(traced.trace, plan)
     for number, mesh in enumerate(planned.meshes):
-        times = {task.name: task.times for task in mesh_tasks(graph, plan, number)}
+        times = {task.name: task.times for task in tasks_of_stages(graph, plan.stages_on(number))}
         total_s = sum(times[name] * took.total_s for name, took in mesh.sharding.times.items())
         # What every device computes for itself at next to no cost has no part in the objective.
         assert total_s == pytest.approx(mesh.sharding.objective_s, rel=0.02)

@@ -186,4 +186,4 @@ def test_a_broken_order_is_found(change, message) -> None:
 def test_a_task_is_printed_as_kind_stage_microbatch() -> None:
     assert str(Task(kind="F", stage=1, microbatch=0)) == "F1.m0"
     assert str(Task(kind="U", stage=0)) == "U0"
-    assert str(Task(kind="U", stage=0, wave=2, round=1)) == "U0.r1.w2"
+    assert str(Task(kind="U", stage=0, update_round=2, round=1)) == "U0.r1.w2"

@@ -188,12 +188,12 @@ def test_first_stage_has_all_gradients_in_one_task_because_nobody_waits_for_it()
 # --- updates ------------------------------------------------------------------------------------------------------
 
 
-def waves(graph: StageGraph) -> list[str]:
+def update_tasks(graph: StageGraph) -> list[str]:
     return [t.name for t in graph.tasks if t.kind == "U"]
 
 
-def test_update_without_exchange_is_one_wave():
-    assert waves(cut(adam(mlp_loss), adam_state(mlp_params()), mlp_batch())) == ["U0'", "U1'"]
+def test_update_without_exchange_is_one_round():
+    assert update_tasks(cut(adam(mlp_loss), adam_state(mlp_params()), mlp_batch())) == ["U0'", "U1'"]
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
@@ -205,8 +205,8 @@ def test_clipping_by_the_global_norm_is_one_exchange(num_stages):
         num_devices=num_stages,
         num_stages=num_stages,
     )
-    first, second = ([t for t in graph.tasks if t.kind == "U" and t.wave == wave] for wave in (0, 1))
-    assert len(waves(graph)) == len(first) + len(second) and len(first) == len(second) == num_stages
+    first, second = ([t for t in graph.tasks if t.kind == "U" and t.update_round == number] for number in (0, 1))
+    assert len(update_tasks(graph)) == len(first) + len(second) and len(first) == len(second) == num_stages
     exchanged = [n for n, v in graph.crossing.items() if not graph.values[n].per_microbatch]
     assert all(graph.values[n].shape == () for n in exchanged)
     assert {n for t in first for n in t.outputs} >= set(exchanged)

@@ -14,9 +14,10 @@ from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
 from autopar.compiler.intra_op.plan_tasks import task_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
-from autopar.compiler.lowering.stage_programs import mesh_tasks
+from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.passes import cut_step
-from autopar.compiler.pipeline.prepare import prepare, stage_graph
+from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
+from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.planning.layer_classes import count_step_layers, find_layers, layer_class
 from autopar.compiler.planning.layer_costs import LayerCosts, stage_cost
 from autopar.compiler.sharding.layout import LogicalMesh
@@ -213,8 +214,8 @@ def test_the_cost_of_a_range_is_that_of_its_layers():
         input_specs={},
         cut_specs={},
     )
-    graph = stage_graph(layers.prepared, plan)
-    tasks = mesh_tasks(graph, plan, 0)
+    graph = cut_stages(layers.prepared, StageCut.of(plan))
+    tasks = tasks_of_stages(graph, plan.stages_on(0))
     stage = layer_class(graph, tasks)
     whole = stage_cost(stage, task_choices(tasks, mesh, figures, stage.constraints).best({}), mesh, figures)
     composed_s = 2 * sum(c.forward_s + c.backward_s for c in each) + sum(c.once_s for c in each)

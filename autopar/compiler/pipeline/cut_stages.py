@@ -1,0 +1,68 @@
+"""Cut a prepared step into stages: place its equations on them, and gather these into tasks.
+
+PreparedStep, StageCut  ->  StageGraph
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from autopar.compiler.pipeline.build_stage_graph import build_stage_graph
+from autopar.compiler.pipeline.placement import layer_order, place
+from autopar.compiler.pipeline.prepare import PreparedStep
+from autopar.compiler.pipeline.stage_graph import StageGraph
+from autopar.errors import PlanMismatch
+from autopar.ir.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCut:
+    """Where a step is cut into stages, and which of them compute or order their backward pass in another way."""
+
+    cuts: tuple[int, ...]
+    """The forward equations at which layers 1, 2, ... begin."""
+    stages: tuple[tuple[int, int], ...]
+    """The layers `[start, stop)` of every stage."""
+    remat_stages: frozenset[int] = frozenset()
+    """Stages whose backward task computes the forward again."""
+    split_weight_gradients: bool = False
+    """Weight gradients are tasks of their own."""
+
+    @staticmethod
+    def of(plan: Plan) -> StageCut:
+        """Return the cut that a plan has decided."""
+        return StageCut(
+            cuts=plan.cuts,
+            stages=tuple(stage.layers for stage in plan.stages),
+            remat_stages=frozenset(s for s, stage in enumerate(plan.stages) if stage.remat),
+            split_weight_gradients=splits_weight_gradients(plan.schedule),
+        )
+
+
+def splits_weight_gradients(schedule: str) -> bool:
+    """True for a schedule that orders weight gradients by themselves."""
+    return schedule == "zero-bubble"
+
+
+def cut_stages(prepared: PreparedStep, cut: StageCut) -> StageGraph:
+    """Return the stages as tasks. Raises `PlanMismatch` for a cut behind the last forward equation."""
+    stage_of_layer = [s for s, layers in enumerate(cut.stages) for _ in range(*layers)]
+    order = layer_order(prepared.phases)
+    if cut.cuts and cut.cuts[-1] >= len(order):
+        raise PlanMismatch(
+            f"The plan begins a layer at forward equation {cut.cuts[-1]}, {prepared.trace.name} has {len(order)} of "
+            "them. Make a new plan with step.trace(...).plan(), or load the one that belongs to this program."
+        )
+    layer_stage = {i: stage_of_layer[bisect_right(cut.cuts, p)] for p, i in enumerate(order)}
+    return build_stage_graph(
+        place(prepared.phases, layer_stage=layer_stage, num_stages=len(cut.stages)),
+        name=prepared.trace.name,
+        inputs=prepared.inputs,
+        outputs=prepared.outputs,
+        input_names=prepared.input_names,
+        leaf_names=[leaf.name for leaf in prepared.trace.inputs],
+        state_outputs=prepared.state_outputs,
+        remat_stages=cut.remat_stages,
+        split_weight_gradients=cut.split_weight_gradients,
+    )

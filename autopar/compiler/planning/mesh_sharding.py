@@ -1,0 +1,158 @@
+"""Choose the layouts of what a mesh runs, and write them down as data of the plan.
+
+    GroupTask, ..., GroupConstraints, mesh  ->  GroupPlan      by integer programming
+    that                                    ->  MeshSharding   every layout, with the times and collectives it means
+
+All stages of a mesh are planned together, for they share its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from autopar.compiler.costs.compilers import compiler_for
+from autopar.compiler.costs.mesh_costs import MeshFigures
+from autopar.compiler.intra_op.plan_program import with_shared_latency
+from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, task_choices
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.memory.estimate import peak_memory
+from autopar.compiler.pipeline.stage_graph import StageGraph
+from autopar.compiler.sharding.layout import LogicalMesh
+from autopar.compiler.spmd.block_plan import layout_text, to_data
+from autopar.compiler.spmd.block_times import block_times
+from autopar.compiler.spmd.collectives import planned_collectives
+from autopar.compiler.spmd.local_program import LocalBlock, local_block
+from autopar.ir.plan_sharding import MeshSharding, PlannedCollective, TaskTimes
+
+
+def mesh_constraints(graph: StageGraph, tasks: list[GroupTask]) -> GroupConstraints:
+    """What follows from the graph: new state lies where the old did; only totals that stay here may stay sums."""
+    shown = {out.value for out in graph.outputs} | set(graph.crossing)
+    totals = {a.result for task in graph.tasks for a in task.accumulations if a.kind in ("sum", "mean")}
+    updates = {name for task in tasks if task.phase == "update" for name in task.inputs}
+    micro = {name for task in tasks if task.phase != "update" for name in (*task.inputs, *task.outputs)}
+    local = {name for name in totals - shown if name in updates and name in micro}
+    return GroupConstraints(
+        alike={
+            out.value: out.replaces
+            for out in graph.outputs
+            if out.value is not None and out.replaces is not None and _same_type(graph, out.value, out.replaces)
+        },
+        sums=local,
+    )
+
+
+def _same_type(graph: StageGraph, name: str, other: str) -> bool:
+    mine, theirs = graph.values[name], graph.values[other]
+    return mine.shape == theirs.shape and mine.dtype == theirs.dtype
+
+
+def plan_mesh(
+    tasks: list[GroupTask],
+    constraints: GroupConstraints,
+    mesh: LogicalMesh,
+    figures: MeshFigures,
+    *,
+    time_limit_s: float = 60.0,
+    cache_directory: Path | None = None,
+) -> MeshSharding:
+    """The best layouts of what a mesh runs."""
+    choices = task_choices(tasks, mesh, figures, constraints)
+    found = choices.best({}, time_limit_s=time_limit_s, cache_directory=cache_directory)
+    return mesh_sharding(tasks, found, mesh, figures)
+
+
+def mesh_sharding(
+    tasks: Sequence[GroupTask],
+    found: GroupPlan,
+    mesh: LogicalMesh,
+    figures: MeshFigures,
+    blocks: Mapping[str, LocalBlock] | None = None,
+) -> MeshSharding:
+    """A solution as data, with the times and collectives that it means; `blocks` are its `local_blocks`, if known."""
+    times: dict[str, TaskTimes] = {}
+    temporary_bytes: dict[str, float] = {}
+    collectives: list[PlannedCollective] = []
+    blocks = local_blocks(tasks, found, mesh) if blocks is None else blocks
+    for task in tasks:
+        block = blocks[task.name]
+        mine = with_shared_latency(figures) if task.phase == "update" else figures
+        took = block_times(block, mesh, mine)
+        times[task.name] = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
+        memory = peak_memory(block, mesh, task.donated, compiler=compiler_for(figures.name))
+        temporary_bytes[task.name] = memory.peak_bytes - memory.arguments_bytes
+        collectives += _collectives(task, block, mesh, mine)
+    return MeshSharding(
+        layouts={
+            "values": {name: layout_text(layout, mesh) for name, layout in sorted(found.layouts.items())},
+            "tasks": {name: to_data(block, mesh) for name, block in found.tasks.items()},
+        },
+        times=times,
+        collectives=tuple(collectives),
+        temporary_bytes=temporary_bytes,
+        objective_s=found.optimum.value,
+        lower_bound_s=found.optimum.lower_bound,
+        figures=figures.name,
+    )
+
+
+def mesh_sharding_like(
+    sharding: MeshSharding,
+    others: Sequence[GroupTask],
+    tasks: Sequence[GroupTask],
+    found: GroupPlan,
+    mesh: LogicalMesh,
+    figures: MeshFigures,
+) -> MeshSharding:
+    """The sharding of tasks that are like `others`, whose sharding is known, by the same solution under their names."""
+    names = {other.name: task.name for other, task in zip(others, tasks, strict=True)}
+    blocks = local_blocks(tasks, found, mesh)
+    collectives = [
+        each
+        for task in tasks
+        for each in _collectives(
+            task, blocks[task.name], mesh, with_shared_latency(figures) if task.phase == "update" else figures
+        )
+    ]
+    return replace(
+        sharding,
+        layouts={
+            "values": {name: layout_text(layout, mesh) for name, layout in sorted(found.layouts.items())},
+            "tasks": {names[name]: data for name, data in sharding.layouts["tasks"].items()},
+        },
+        times={names[name]: times for name, times in sharding.times.items()},
+        collectives=tuple(collectives),
+        temporary_bytes={names[name]: size for name, size in sharding.temporary_bytes.items()},
+    )
+
+
+def local_blocks(tasks: Sequence[GroupTask], found: GroupPlan, mesh: LogicalMesh) -> dict[str, LocalBlock]:
+    """What every device does in each task of a solution."""
+    return {
+        task.name: local_block(jc.open_jaxpr(task.jaxpr)[0], found.tasks[task.name], mesh, phase=task.phase)
+        for task in tasks
+    }
+
+
+def _collectives(
+    task: GroupTask, block: LocalBlock, mesh: LogicalMesh, figures: MeshFigures
+) -> list[PlannedCollective]:
+    return [
+        PlannedCollective(
+            kind=each.collective.kind,
+            axes=mesh.names(each.collective.axes),
+            group_size=mesh.size(each.collective.axes),
+            nbytes=each.collective.nbytes,
+            times=each.times * task.times,
+            seconds=each.times
+            * task.times
+            * figures.collective_s(each.collective.kind, each.collective.axes, each.collective.nbytes, mesh),
+            dtype=each.dtype,
+            what=each.what,
+            scope=each.scope or task.name,
+            repeated=each.repeated,
+        )
+        for each in planned_collectives(block, mesh)
+    ]
