@@ -1,26 +1,22 @@
-"""Hold the model of a plan's memory against XLA: modelled and compiled peak per device, on the CPU and for GPUs.
+"""Hold the model of a plan's memory against XLA: modelled and compiled peak per device of GPUs.
 
-    python -m benchmarks.memory_model [--target cpu|h100] [--models mlp gpt] [--meshes 8 2x4] --json FILE
+    python -m benchmarks.memory_model [--target h100] [--models mlp gpt] [--meshes 8 2x4] --json FILE
 
 A case is a model, a mesh, and a plan: "free" is the plan of least time, "data parallel" keeps the whole state on every
 device, "0.5" is the best plan within that share of the compiled memory of the data-parallel one, if there is any; its
 compiled peak must stay within the budget. The compiled peak is temporaries, arguments and results less donated ones,
-as `memory_analysis` gives them; nothing is run, and no GPU is needed.
+as `memory_analysis` gives them; nothing is run, and no GPU is needed, only its compiler (autopar[gpu-aot]).
 """
 
 import argparse
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-if "XLA_FLAGS" not in os.environ:  # This only adds devices to the CPU; accelerators are used where there are any.
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.compiler.analysis.aot_targets import gpu_devices
-from autopar.compiler.costs.compilers import compiler_for
+from autopar.compiler.analysis.aot_targets import gpu_devices, gpu_targets
 from autopar.compiler.costs.mesh_costs import h100_figures
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_program import Constraints, IntraOpPlan, plan_intra_op
@@ -99,7 +94,7 @@ def cases(name: str, mesh: LogicalMesh, target: str, shares: list[float]) -> Ite
 
     def case(plan: str, found: IntraOpPlan, **more: Any) -> Case:
         block = local_block(trace.jaxpr.jaxpr, found.plan, mesh)
-        estimate = peak_memory(block, mesh, state, compiler=compiler_for(target))
+        estimate = peak_memory(block, mesh, state)
         return Case(
             model=name,
             mesh="x".join(map(str, mesh.shape)),
@@ -112,33 +107,32 @@ def cases(name: str, mesh: LogicalMesh, target: str, shares: list[float]) -> Ite
             **more,
         )
 
-    yield case("free", _plan(trace, mesh, target))
-    whole_state = case("data parallel", _plan(trace, mesh, target, constraints=whole))
+    yield case("free", _plan(trace, mesh))
+    whole_state = case("data parallel", _plan(trace, mesh, constraints=whole))
     yield whole_state
     for share in shares:
         budget, began = share * whole_state.compiled_mib, time.monotonic()
         with contextlib.suppress(MemoryTooSmall):
-            found = _plan(trace, mesh, target, memory_budget=budget * 2**20, donated=state, time_limit_s=_SOLVE_S)
+            found = _plan(trace, mesh, memory_budget=budget * 2**20, donated=state, time_limit_s=_SOLVE_S)
             yield case(f"{share:g}", found, budget_mib=budget, solve_s=time.monotonic() - began)
 
 
-def _plan(trace: Trace, mesh: LogicalMesh, target: str, **how: Any) -> IntraOpPlan:
-    # The same rates for every target, that the plans are the same; the name says whose memory is modelled.
-    figures = replace(h100_figures(len(mesh.shape)), name=target)
+def _plan(trace: Trace, mesh: LogicalMesh, **how: Any) -> IntraOpPlan:
+    # The same rates for every target, that the plans are the same.
+    figures = h100_figures(len(mesh.shape))
     return plan_intra_op(trace.jaxpr, mesh, figures, state_outputs=dict(trace.state_outputs), **how)
 
 
 def _compiled_bytes(trace: Trace, block: LocalBlock, mesh: LogicalMesh, donated: list[int], target: str) -> int:
-    devices = jax.devices() if target == "cpu" else gpu_devices(target, mesh.num_devices)
-    concrete = Mesh(np.reshape(devices[: mesh.num_devices], mesh.shape), mesh.axis_names)
-    options = {} if target == "cpu" else {"xla_gpu_enable_triton_gemm": False}  # timing these needs a GPU
+    devices = Mesh(np.reshape(gpu_devices(target, mesh.num_devices), mesh.shape), mesh.axis_names)
     step = jax.jit(
-        jaxpr_as_fun(localize(trace.jaxpr, block, mesh, compiler=compiler_for(target))),
-        in_shardings=[NamedSharding(concrete, to_spec(v.layout, mesh)) for v in block.inputs],
-        out_shardings=[NamedSharding(concrete, to_spec(v.layout, mesh)) for v in block.outputs if isinstance(v, Value)],
+        jaxpr_as_fun(localize(trace.jaxpr, block, mesh)),
+        in_shardings=[NamedSharding(devices, to_spec(v.layout, mesh)) for v in block.inputs],
+        out_shardings=[NamedSharding(devices, to_spec(v.layout, mesh)) for v in block.outputs if isinstance(v, Value)],
         donate_argnums=tuple(donated),
     )
-    sizes = step.lower(*(v.variable.aval for v in block.inputs)).compile(options).memory_analysis()
+    lowered = step.lower(*(v.variable.aval for v in block.inputs))
+    sizes = lowered.compile({"xla_gpu_enable_triton_gemm": False}).memory_analysis()  # timing these needs a GPU
     results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return sizes.temp_size_in_bytes + sizes.argument_size_in_bytes + results
 
@@ -160,7 +154,7 @@ def _ends(case: Case) -> tuple[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="cpu", help="cpu, or a GPU that gpu_aot knows")
+    parser.add_argument("--target", default="h100", choices=gpu_targets(), help="the GPU to compile for")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--meshes", nargs="*", default=["8", "2x4"])
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.75, 0.5, 0.3], help="shares of data parallel")

@@ -1,6 +1,6 @@
 """Hold `autopar.Auto` against the best of the plans that practitioners write by hand, model by model, mesh by mesh.
 
-    python -m benchmarks.plan_quality --models mlp gpt --meshes 8 2x4 --budgets inf 0.5 --timed --json plan_quality.json
+    python -m benchmarks.plan_quality --models mlp gpt --meshes 8 2x4 --budgets inf 0.5 --json plan_quality.json
     python -m benchmarks.plan_quality --target h100 --sizes large      (compiles ahead of time: needs autopar[gpu-aot])
     python -m benchmarks.plan_quality --timed --figures machine.json   (written by `autopar calibrate --json FILE`)
 
@@ -9,8 +9,8 @@ modelled time (`compiled_figures.py`) that keeps within the memory budget, and, 
 fewest bytes. These are often two plans, and no plan need keep below both; what may not be is a plan by hand that takes
 less time and sends fewer bytes than ours, and such cells are counted (`beaten_by`). Budgets are shares of what pure
 data parallelism keeps in memory. With `--timed` ours takes steps in turn with the three plans by hand of least modelled
-time, on the devices that are here; the ratio is the median over rounds. The figures of a CPU are those of a small
-machine by order of magnitude, unless `--figures` says what was measured: ours is planned by them, and all modelled.
+time, on the accelerators that are here; the ratio is the median over rounds. With `--figures` ours is planned, and all
+modelled, by what was measured.
 """
 
 from __future__ import annotations
@@ -125,12 +125,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", choices=("small", "large"), default="small")
     parser.add_argument("--target", help="compile for this GPU instead of the devices that are here")
     parser.add_argument("--figures", type=Path, metavar="FILE", help="plan for the devices here by what they measured")
-    parser.add_argument("--timed", action="store_true", help="take steps, too; not with --target")
+    parser.add_argument("--timed", action="store_true", help="take steps, too, on the accelerators here")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every cell")
     args = parser.parse_args(argv)
     if args.timed and args.target:
         parser.error("--timed takes steps on the devices that are here, --target compiles for others; give one of them")
+    if args.timed and jax.devices()[0].platform == "cpu":
+        parser.error(
+            "--timed takes steps on accelerators, and the devices here are virtual ones of a CPU, whose times say "
+            "nothing of those. Run it where there are GPUs or TPUs, or compare modelled times without --timed"
+        )
     if args.figures and args.target:
         parser.error("--figures says what the devices here do, --target compiles for others; give one of them")
     machine = machine_of(args.target, args.figures)

@@ -1,7 +1,7 @@
 """Plan, compile, and plan again for less memory, until what the compiler makes of the plan stays within the budget.
 
 The model of memory is right to about a tenth. Where the devices are here, a plan for a budget in bytes is compiled to
-see what it needs, and so may use all of its budget; elsewhere the compiler's headroom is kept free instead. Compiling
+see what it needs, and so may use all of its budget; elsewhere the model's headroom is kept free instead. Compiling
 takes time, but not twice where JAX's compilation cache is on: what is compiled here is what runs.
 """
 

@@ -296,3 +296,9 @@ def test_devices_that_are_not_here_are_neither_timed_nor_measured(words, capsys)
     with pytest.raises(SystemExit):
         main(words)
     assert "give one of them" in capsys.readouterr().err
+
+
+def test_virtual_devices_of_a_cpu_are_not_timed(capsys):
+    with pytest.raises(SystemExit):
+        main(["--models", "mlp", "--timed"])
+    assert "virtual ones of a CPU" in capsys.readouterr().err

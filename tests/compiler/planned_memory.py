@@ -1,10 +1,20 @@
-"""Models whose activations and weights both matter, traced for the tests of the memory model."""
+"""Models whose activations and weights both matter, planned and compiled for the tests of the memory model."""
+
+import importlib.util
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding
 
 import autopar
+from autopar.compiler.analysis.aot_targets import gpu_devices
 from autopar.compiler.costs.mesh_costs import h100_figures
 from autopar.compiler.intra_op.plan_program import plan_intra_op
-from autopar.compiler.sharding.layout import LogicalMesh
-from autopar.compiler.spmd.local_program import local_block
+from autopar.compiler.sharding.layout import LogicalMesh, to_spec
+from autopar.compiler.spmd.emit import localize
+from autopar.compiler.spmd.local_program import Value, local_block
 from benchmarks.models.gpt import gpt
 from benchmarks.models.mlp import mlp
 from benchmarks.models.model import Model
@@ -36,3 +46,24 @@ def planned(trace, shape: tuple[int, ...], **how):
     figures = h100_figures(len(shape))
     found = plan_intra_op(trace.jaxpr, mesh, figures, state_outputs=dict(trace.state_outputs), **how)
     return mesh, found, local_block(trace.jaxpr.jaxpr, found.plan, mesh)
+
+
+needs_gpu_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("jax_plugins") is None, reason="XLA's GPU compiler: pip install 'autopar[gpu-aot]'"
+)
+
+
+def compiled_bytes(trace, block, mesh, donated) -> float:
+    """Peak bytes of one H100 for the local program, as XLA compiles it ahead of time."""
+    devices = Mesh(np.reshape(gpu_devices("h100", mesh.num_devices), mesh.shape), mesh.axis_names)
+    step = jax.jit(
+        jaxpr_as_fun(localize(trace.jaxpr, block, mesh)),
+        in_shardings=[NamedSharding(devices, to_spec(v.layout, mesh)) for v in block.inputs],
+        out_shardings=[NamedSharding(devices, to_spec(v.layout, mesh)) for v in block.outputs if isinstance(v, Value)],
+        donate_argnums=tuple(donated),
+    )
+    lowered = step.lower(*(v.variable.aval for v in block.inputs))
+    # Timing kernels needs a GPU.
+    sizes = lowered.compile({"xla_gpu_enable_triton_gemm": False}).memory_analysis()
+    results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return sizes.temp_size_in_bytes + sizes.argument_size_in_bytes + results

@@ -7,7 +7,6 @@ import jax
 
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.plan_program import IntraOpPlan, plan_intra_op
-from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.jaxprs.normalize import normalize
@@ -34,7 +33,7 @@ def figures(mesh: LogicalMesh, *, latency_s: float = 1e-9, bandwidth: float = 1e
 
 def traced(step: Callable[..., Any], *args: Any) -> jc.ClosedJaxpr:
     """The program of a step as the planner takes it."""
-    return turn_products(merge_common_subexpressions(normalize(jax.make_jaxpr(step)(*args))))
+    return merge_common_subexpressions(normalize(jax.make_jaxpr(step)(*args)))
 
 
 def plan_step(

@@ -17,7 +17,6 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.choice_graph import planned
 from autopar.compiler.jaxprs import compat as jc
@@ -150,6 +149,5 @@ def _price(trace: Trace, searched: Searched, node: int, state: int, spec: Partit
         return None
     plan = planned(searched.found.choices, optimum.states)
     block = local_block(jc.open_jaxpr(searched.closed)[0], plan, mesh)
-    compiler = compiler_for(searched.figures.name)
-    memory = peak_memory(block, mesh, trace.donated_inputs, compiler=compiler)
+    memory = peak_memory(block, mesh, trace.donated_inputs)
     return Alternative(spec=spec, step_time_s=optimum.value, peak_bytes=memory.peak_bytes)

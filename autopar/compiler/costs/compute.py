@@ -1,7 +1,6 @@
 """Seconds that one device works on its part of an equation: the roofline of its FLOPs and of the bytes it moves.
 
-products          max((FLOPs + half) / matmul rate, bytes / memory bandwidth), and what a kernel takes to start;
-                  where the compiler copies an operand into another order first, the copy
+products          max((FLOPs + half) / matmul rate, bytes / memory bandwidth), and what a kernel takes to start
 renaming, moving  a little: XLA fuses them into what reads the result
 all others        the share of their bytes that fusion leaves, or their FLOPs at a vector rate
 """
@@ -10,9 +9,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.intra_op.operand_order import copies_of_operands
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
@@ -43,18 +40,15 @@ def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh, figures:
     """Seconds of one equation on one device under a strategy, the collectives of a split maximum included."""
     read = sum(_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True))
     written = sum(_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True))
-    return _compute_s(eqn, strategy, read, written, mesh, figures) + _combine_s(strategy, written, mesh, figures)
+    return _compute_s(eqn, strategy, read, written, figures) + _combine_s(strategy, written, mesh, figures)
 
 
-def _compute_s(
-    eqn: jc.JaxprEqn, strategy: Strategy, read: float, written: float, mesh: LogicalMesh, figures: MeshFigures
-) -> float:
+def _compute_s(eqn: jc.JaxprEqn, strategy: Strategy, read: float, written: float, figures: MeshFigures) -> float:
     name = eqn.primitive.name
     if name in _PRODUCTS:
         dtype = cast(Any, eqn.invars[0].aval).dtype
         flops = equation_flops(eqn) / strategy.devices
-        product_s = figures.product_s(flops, read + written, dtype.name, dtype.itemsize)
-        return product_s + _copies_s(eqn, strategy, mesh, figures)
+        return figures.product_s(flops, read + written, dtype.name, dtype.itemsize)
     if name in _MOVES:
         return _SHARE_OF_MOVES * written / figures.memory_bandwidth
     if name in ("random_bits", "threefry2x32"):
@@ -65,17 +59,6 @@ def _compute_s(
     flops = equation_flops(eqn) / strategy.devices
     memory_s = figures.fused * ((read + written) / figures.memory_bandwidth + figures.kernel_s)
     return max(memory_s, figures.vector_s(flops))
-
-
-def _copies_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh, figures: MeshFigures) -> float:
-    """Seconds of the copies of operands that kernels of products cannot read as they lie: each reads and writes one."""
-    copies = copies_of_operands(eqn, compiler_for(figures.name))
-    turned = [
-        _part(v.aval, layout, mesh)
-        for v, layout, copy in zip(eqn.invars, strategy.operands, copies, strict=True)
-        if copy.order is not None
-    ]
-    return sum(figures.kernel_s + 2 * nbytes / figures.memory_bandwidth for nbytes in turned)
 
 
 def _combine_s(strategy: Strategy, written: float, mesh: LogicalMesh, figures: MeshFigures) -> float:

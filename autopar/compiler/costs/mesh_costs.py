@@ -31,6 +31,8 @@ from autopar.hardware.machine import Link, Machine
 # Passes over the ring that each collective needs: factors of (n-1)/n · bytes, and of the latency.
 PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "collective-permute": 1}
 _EXCHANGES = ("all-to-all", "collective-permute")
+# The kinds that the compiler combines with others of theirs.
+_COMBINED = ("all-reduce", "all-gather", "reduce-scatter")
 # Vector units do a fraction of the matmul rate.
 _VECTOR_SHARE = 1 / 16
 
@@ -71,12 +73,10 @@ class MeshFigures:
     """FLOP/s of what is no matrix product; a sixteenth of `matmul_flops` if not given."""
     other_flops: tuple[tuple[str, float], ...] = ()
     """FLOP/s of products in types that are not as fast as others of their size."""
-    combines: tuple[str, ...] = ("all-reduce", "all-gather", "reduce-scatter")
-    """The kinds that are combined, by it or by us (`joined_reductions`)."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no machine has."""
-        for field in dataclasses.fields(self)[1:-2]:
+        for field in dataclasses.fields(self)[1:-1]:
             value = getattr(self, field.name)
             for number in value if isinstance(value, tuple) else () if value is None else (value,):
                 allows_zero = field.name in ("latency_s", "fused", "matmul_half_flops", "kernel_s", "step_s")
@@ -116,7 +116,7 @@ class MeshFigures:
 
     def _ring_s(self, kind: str, axes: Sequence[int], nbytes: float, mesh: LogicalMesh) -> float:
         size = mesh.size(tuple(axes))
-        share = self.combined_latency if kind in self.combines else 1.0
+        share = self.combined_latency if kind in _COMBINED else 1.0
         step_s = max(self.step_s[a] for a in axes) if self.step_s else 0.0
         steps = 1 if kind == "collective-permute" else size - 1
         latency = (max(self.latency_s[a] for a in axes) + steps * step_s) * PASSES[kind] * share
@@ -141,7 +141,6 @@ def cpu_figures(num_axes: int) -> MeshFigures:
         memory_bytes=2 * 2**30,
         latency_s=(3e-4,) * num_axes,
         bandwidth=(1e9,) * num_axes,
-        combines=("all-reduce", "reduce-scatter"),
     )
 
 
@@ -196,9 +195,6 @@ def mesh_figures(machine: Machine, mesh_shape: Sequence[int], *, domain: int | N
         other_flops=tuple(
             (t, machine.matmul_flops(t)) for t, usual in sizes.items() if machine.matmul_flops(t) != usual
         ),
-        combines=("all-reduce", "reduce-scatter")
-        if machine.kind == "cpu"
-        else ("all-reduce", "all-gather", "reduce-scatter"),
     )
 
 

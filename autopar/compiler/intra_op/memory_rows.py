@@ -3,23 +3,20 @@
     BlockChoices, states  ->  MemoryProgram over forms
 
 The forms are those of `local_program`. One that has the layout of what it is read from costs nothing in these states;
-it is listed all the same, since in other states it would be a copy. What a compiler copies and merges besides is as in
-`memory_listing`.
+it is listed all the same, since in other states it would be a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.compiler.costs.compilers import GPU, Compiler
 from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, EquationChoice, chosen
-from autopar.compiler.intra_op.operand_order import copies_of_operands
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.equation_keys import REMAT, equation_key
+from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.memory.allocation import (
     Border,
@@ -32,7 +29,7 @@ from autopar.compiler.memory.allocation import (
     taken_places,
     worst_moments,
 )
-from autopar.compiler.memory.liveness import Work, is_dear, kind_of, writes_over
+from autopar.compiler.memory.liveness import Work, is_dear, kind_of, workspace_bytes, writes_over
 from autopar.compiler.resharding.costs import reshard_steps
 from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.free_values import is_small
@@ -64,24 +61,19 @@ class Lister:
     block: BlockChoices
     states: Sequence[int]
     mesh: LogicalMesh
-    compiler: Compiler = GPU
     nested: bool = False
     made: dict[Form, Made] = field(default_factory=dict[Form, Made])
     works: list[Work] = field(default_factory=list[Work])
     inner: dict[int, tuple[MemoryProgram, ...]] = field(default_factory=dict[int, tuple[MemoryProgram, ...]])
     mine: list[Form] = field(default_factory=list[Form])
-    arguments: set[Form] = field(default_factory=set[Form])
-    seen: dict[Hashable, tuple[Form, ...]] = field(default_factory=dict[Hashable, tuple[Form, ...]])
-    """By what is computed, the results."""
     place: str = ""
     names: dict[Any, Form] = field(default_factory=dict[Any, Form])
-    """By variable of a region, or of results that are merged, the form that it stands for."""
+    """By input or result of a region, the form that it stands for."""
 
     def program(self, border: Border) -> MemoryProgram:
         """The block's memory program; to be called once."""
         jaxpr = self.block.jaxpr
         inputs = [self._define(v, choice) for v, choice in zip(jaxpr.invars, self.block.arguments, strict=True)]
-        self.arguments.update(form for form in inputs if form is not None)
         ends = self.run()
         return MemoryProgram(
             works=self.works,
@@ -90,7 +82,6 @@ class Lister:
             nbytes={form: self._nbytes(form) for form in self.mine},
             inner=self.inner,
             border=border,
-            compiler=self.compiler,
         ).arranged()
 
     def run(self) -> list[Form | None]:
@@ -111,7 +102,7 @@ class Lister:
         return replicated(atom.aval.ndim) if choice is None else chosen(choice, self.states)
 
     def _nbytes(self, form: Form) -> float:
-        return self.compiler.nbytes(form.variable.aval) / num_shards(self.layout(form), self.mesh)
+        return aval_bytes(form.variable.aval) / num_shards(self.layout(form), self.mesh)
 
     def _form_of(self, atom: Any) -> Form:
         """A value as it is made."""
@@ -131,7 +122,7 @@ class Lister:
         found = [self._read(atom, argument, phase) for atom, argument in zip(eqn.invars, arguments, strict=True)]
         if choice.bodies and eqn.primitive.name in REMAT:
             self._run_in_line(eqn, choice.bodies[0], found)
-        elif not self._is_merged(eqn, choice, found):
+        else:
             self._append(eqn, choice, found)
 
     def _run_in_line(self, eqn: jc.JaxprEqn, body: BlockChoices, found: Sequence[Form | None]) -> None:
@@ -140,14 +131,11 @@ class Lister:
             block=body,
             states=self.states,
             mesh=self.mesh,
-            compiler=self.compiler,
             nested=True,
             made=self.made,
             works=self.works,
             inner=self.inner,
             mine=self.mine,
-            arguments=self.arguments,
-            seen=self.seen,
             place=f"{self.place} in region {len(self.works)}",
             names=dict(given),
         )
@@ -159,29 +147,6 @@ class Lister:
         if form is not None:
             return form
         return Form(None, repr(atom.val)) if isinstance(atom, jc.Literal) else self._form_of(atom)
-
-    def _is_merged(self, eqn: jc.JaxprEqn, choice: EquationChoice, found: Sequence[Form | None]) -> bool:
-        """Whether the results are there already, if the compiler would see that."""
-        if self.compiler.keeps_barriers or choice.bodies or eqn.effects or any(True for _ in jc.subjaxprs(eqn)):
-            return False
-        layouts = tuple(self._layout(each, v) for v, each in zip(eqn.outvars, choice.results, strict=False))
-        operands = tuple(self._value(self._called(a, form)) for a, form in zip(eqn.invars, found, strict=True))
-        what = (equation_key(eqn), operands, layouts)
-        mine = tuple(map(self._form_of, eqn.outvars))
-        there = self.seen.setdefault(what, mine)
-        if there == mine:
-            return False
-        self.names.update(zip(eqn.outvars, there, strict=True))
-        return True
-
-    def _value(self, form: Form) -> Hashable:
-        """What a form holds: the value as it was made, in a layout."""
-        if form not in self.made:
-            return form
-        layout = self.layout(form)
-        while (origin := self.made[form].origin) is not None:
-            form = origin
-        return form, layout
 
     def _append(self, eqn: jc.JaxprEqn, choice: EquationChoice, found: Sequence[Form | None]) -> None:
         made = zip(eqn.outvars, choice.results or (None,) * len(eqn.outvars), strict=True)
@@ -195,37 +160,12 @@ class Lister:
         else:
             kind = kind_of(eqn)
             kind = "fused" if kind == "view" and not (reads and results) else kind
-            workspace = self.compiler.product_workspace_bytes if eqn.primitive.name == "dot_general" else 0.0
-            reads = self._copied(eqn, found)
-            work = Work(kind, reads, results, dear=is_dear(eqn), over=writes_over(eqn), workspace=workspace)
+            work = Work(kind, reads, results, dear=is_dear(eqn), over=writes_over(eqn), workspace=workspace_bytes(eqn))
         self.works.append(work)
-
-    def _copied(self, eqn: jc.JaxprEqn, found: Sequence[Form | None]) -> tuple[Form, ...]:
-        """What an equation reads: copies of operands that it wants in another order or in more bits."""
-        reads: list[Form] = []
-        for form, how in zip(found, copies_of_operands(eqn, self.compiler), strict=True):
-            if form is None:
-                continue
-            if how.order is not None or (how.wide and self._same(form) in self.arguments):
-                source = self._same(form)
-                form = source._replace(name=f"{source.name} {how}")
-                if form not in self.made:
-                    self._make(form, self.made[source].choice, None)
-                    self.works.append(Work("reduction", (source,), (form,), early=True))
-            reads.append(form)
-        return tuple(reads)
-
-    def _same(self, form: Form) -> Form:
-        """The first of the forms that are the same array as this one in these states: its copies serve them all."""
-        while (origin := self.made[form].origin) is not None and self.layout(origin) == self.layout(form):
-            form = origin
-        return form
 
     def _body(self, eqn: jc.JaxprEqn, number: int, body: BlockChoices) -> MemoryProgram:
         border = border_of_body(eqn, number, len(body.jaxpr.invars), len(body.jaxpr.outvars))
-        lister = Lister(
-            block=body, states=self.states, mesh=self.mesh, compiler=self.compiler, nested=True, made=self.made
-        )
+        lister = Lister(block=body, states=self.states, mesh=self.mesh, nested=True, made=self.made)
         return lister.program(border)
 
     def _read(self, atom: Any, choice: Choice | None, phase: str) -> Form | None:
@@ -246,16 +186,8 @@ class Lister:
         source, target = self.layout(origin), self._layout(choice, wanted.variable)
         if source != target and target == self.layout(self._form_of(wanted.variable)):
             return self._form_of(wanted.variable)
-        origin = self._there(origin, wanted, target)
-        self.works.append(self._move(origin, wanted, self.layout(origin), target))
+        self.works.append(self._move(origin, wanted, source, target))
         return self._make(wanted, choice, origin)
-
-    def _there(self, origin: Form, wanted: Form, target: Layout) -> Form:
-        """What a form is brought from: the same move made before, if the compiler would see that."""
-        if self.compiler.keeps_barriers or self.layout(origin) == target:
-            return origin
-        (there,) = self.seen.setdefault(("moved", self._value(origin), target), (wanted,))
-        return origin if there == wanted else there
 
     def _move(self, origin: Form, wanted: Form, source: Layout, target: Layout) -> Work:
         if source == target:
@@ -307,11 +239,9 @@ def modelled_memory(
     table: ChoiceTable,
     states: Sequence[int],
     donated: Collection[int] = (),
-    *,
-    compiler: Compiler = GPU,
 ) -> ModelledMemory:
     """The memory of a solution. `donated` are the inputs that a step may overwrite."""
-    program, forms = _step(choices, table.mesh, states, donated, compiler)
+    program, forms = _step(choices, table.mesh, states, donated)
     arguments = _Terms.of_inputs(choices, table.mesh)
     return ModelledMemory(
         mesh=table.mesh,
@@ -346,14 +276,13 @@ class _Terms:
         terms = _Terms(constant=self.constant, nodes=dict(self.nodes), edges=dict(self.edges))
         at: Moment | None = moment
         while at is not None:
-            compiler = at.program.compiler
             terms.constant += at.program.workspace(at.time)
             for form, origin in _kept(at, forms):
                 mine, theirs = forms[form].choice, None if origin is None else forms[origin].choice
                 if origin is None:
-                    terms.add(at.program.share(form) * compiler.nbytes(form.variable.aval), mine, mesh)
+                    terms.add(aval_bytes(form.variable.aval), mine, mesh)
                 elif mine is not None and theirs is not None and mine.node != theirs.node:
-                    terms.add_copy(compiler.nbytes(form.variable.aval), theirs, mine, mesh)
+                    terms.add_copy(aval_bytes(form.variable.aval), theirs, mine, mesh)
             at = at.inside
         return terms
 
@@ -392,12 +321,8 @@ def _kept(moment: Moment, forms: Mapping[Form, Made]) -> Iterator[tuple[Form, Fo
         assert isinstance(form, Form)
         if life.start <= time < life.stop:
             wanted.setdefault(lives.roots.get(form, form), []).append(form)
-    saved = [root for root in alive(moment) if moment.program.is_input(root)]
-    yield from ((root, None) for root in saved if isinstance(root, Form))
     for root in alive(moment):
         assert isinstance(root, Form)
-        if moment.program.is_input(root):
-            continue
         mine = wanted.get(root, [root])
         first: Form | None = None
         for form in mine:
@@ -406,7 +331,7 @@ def _kept(moment: Moment, forms: Mapping[Form, Made]) -> Iterator[tuple[Form, Fo
             yield form, first if origin is None else origin
             first = form if first is None and origin is None else first
     for root, life in lives.whole.items():
-        if not life.allocated or moment.program.is_input(root):  # which is there all the time
+        if not life.allocated:  # an input, which is there all the time
             copies = [form for form in wanted.get(root, ()) if form != root]
             there = {root, *copies, *lives.places.values()}
             yield from ((form, _nearest(form, forms, lives.places, there)) for form in copies)
@@ -421,9 +346,9 @@ def _nearest(form: Form, forms: Mapping[Form, Made], places: Mapping[Any, Any], 
 
 
 def _step(
-    choices: BlockChoices, mesh: LogicalMesh, states: Sequence[int], donated: Collection[int], compiler: Compiler
+    choices: BlockChoices, mesh: LogicalMesh, states: Sequence[int], donated: Collection[int]
 ) -> tuple[MemoryProgram, Mapping[Form, Made]]:
-    lister = Lister(block=choices, states=states, mesh=mesh, compiler=compiler)
+    lister = Lister(block=choices, states=states, mesh=mesh)
     ends = zip(choices.jaxpr.outvars, choices.results, strict=True)
     border = Border(
         taken=taken_places(

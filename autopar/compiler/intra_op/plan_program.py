@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.compiler.costs.compilers import GPU, Compiler, compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable, Planner, build_graph, planned
 from autopar.compiler.intra_op.control_flow import enter
@@ -19,7 +18,7 @@ from autopar.compiler.intra_op.fold_layers import fold, unfolded
 from autopar.compiler.intra_op.memory_rows import modelled_memory
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
-from autopar.compiler.memory.estimate import MemoryEstimate, peak_memory
+from autopar.compiler.memory.estimate import HEADROOM, MemoryEstimate, peak_memory
 from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts
 from autopar.compiler.sharding.rule import Rule
@@ -37,7 +36,7 @@ from autopar.errors import MemoryTooSmall
 # The memory of a choice is modelled by `memory_rows`, whose rows bound it while the solver searches, and estimated from
 # the program that it means. The rows of a choice are tightened by what the estimate says more than they do. The
 # model is
-# not exact: what the compiled step may need beyond the modelled peak, the compiler's `headroom`, is kept free.
+# not exact: what the compiled step may need beyond the modelled peak, `headroom`, is kept free.
 
 _NUM_NAMED = 4
 # The rows of one choice are no better than this for others.
@@ -56,22 +55,22 @@ class MemorySearch:
     table: ChoiceTable
     budget_bytes: float
     donated: Collection[int]
-    compiler: Compiler = GPU
+    headroom: float = HEADROOM
 
     def estimate(self, states: Sequence[int]) -> MemoryEstimate:
         """The modelled memory of the plan that a solution means."""
         block = local_block(self.choices.jaxpr, planned(self.choices, states), self.table.mesh)
-        return peak_memory(block, self.table.mesh, self.donated, compiler=self.compiler)
+        return peak_memory(block, self.table.mesh, self.donated)
 
     @property
     def limit_bytes(self) -> float:
         """What the modelled peak must not exceed."""
-        return self.budget_bytes / (1 + self.compiler.headroom)
+        return self.budget_bytes / (1 + self.headroom)
 
     def measure(self, states: States) -> Measured:
         """By how many bytes a solution exceeds the budget, and the rows of the moments when it does."""
         limit = self.limit_bytes
-        memory = modelled_memory(self.choices, self.table, states, self.donated, compiler=self.compiler)
+        memory = modelled_memory(self.choices, self.table, states, self.donated)
         if memory.peak_bytes > (1 + _MODEL_ERROR) * limit:
             return Measured(excess=memory.peak_bytes - limit, rows=memory.rows_above(limit))
         peak_bytes = self.estimate(states).peak_bytes
@@ -99,8 +98,8 @@ def solve_within_memory(search: MemorySearch, *, time_limit_s: float) -> Optimum
 
 def _lesson(search: MemorySearch, least: MemoryEstimate, bound_bytes: float) -> str:
     named = "; ".join(f"{_size(nbytes)} for {what}" for what, nbytes in least.largest[:_NUM_NAMED])
-    needed = search.compiler.needed_bytes(least.peak_bytes)
-    bound = min(needed, search.compiler.needed_bytes(bound_bytes))
+    needed = least.peak_bytes * (1 + search.headroom)
+    bound = min(needed, bound_bytes * (1 + search.headroom))
     unsure = "" if bound > search.budget_bytes else "No plan was found, nor proof that there is none. "
     return (
         f"{unsure}The step needs at least {_size(bound)} per device on the mesh {search.table.mesh.shape}, and "
@@ -156,7 +155,7 @@ def plan_intra_op(
     input_names: Sequence[str] | None = None,
     fold_from: int = FOLD_FROM,
     memory_budget: float | None = None,
-    memory_headroom: float | None = None,
+    memory_headroom: float = HEADROOM,
     donated: Collection[int] = (),
     time_limit_s: float = 60.0,
     cache_directory: Path | None = None,
@@ -164,8 +163,8 @@ def plan_intra_op(
     """The best layouts of a program's values. `state_outputs` maps results to the inputs that they replace.
 
     Where the inputs have names, the layers of a program of at least `fold_from` equations are planned as one.
-    `memory_budget` are bytes that a device may use, the inputs `donated` being overwritten, of which the compiler's
-    headroom is kept free, or `memory_headroom`; raises `MemoryTooSmall` if no plan is found that fits. Optima are kept
+    `memory_budget` are bytes that a device may use, the inputs `donated` being overwritten, of which `memory_headroom`
+    (a share of the modelled peak) is kept free; raises `MemoryTooSmall` if no plan is found that fits. Optima are kept
     in `cache_directory`, if one is given.
     """
     constraints = Constraints() if constraints is None else constraints
@@ -196,9 +195,8 @@ def plan_intra_op(
     def best() -> Optimum:
         if memory_budget is None:
             return solve(problem, time_limit_s=time_limit_s)
-        compiler = _compiler(figures, memory_headroom)
         search = MemorySearch(
-            choices=choices, table=table, budget_bytes=memory_budget, donated=donated, compiler=compiler
+            choices=choices, table=table, budget_bytes=memory_budget, donated=donated, headroom=memory_headroom
         )
         return solve_within_memory(search, time_limit_s=time_limit_s)
 
@@ -218,11 +216,6 @@ def _planner(table: ChoiceTable, jaxpr: jc.Jaxpr, constraints: Constraints) -> P
         constraint_key=constraints.constraint_key,
         enter=enter,
     )
-
-
-def _compiler(figures: MeshFigures, headroom: float | None) -> Compiler:
-    compiler = compiler_for(figures.name)
-    return compiler if headroom is None else dataclasses.replace(compiler, headroom=headroom)
 
 
 def with_shared_latency(figures: MeshFigures) -> MeshFigures:

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
-from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.lowering.microbatch_loop import microbatch_loop
@@ -45,7 +43,7 @@ def one_jaxpr(
 ) -> jc.ClosedJaxpr:
     """The whole step, with a loop over its microbatches, and nothing in it twice but what is recomputed on purpose."""
     looped = microbatch_loop(trace, num_microbatches, batch_statistics, random)
-    return turn_products(merge_common_subexpressions(looped))
+    return merge_common_subexpressions(looped)
 
 
 def logical_mesh(mesh: MeshPlan) -> LogicalMesh:
@@ -67,7 +65,7 @@ def sharded_step(trace: Trace, plan: Plan) -> ShardedStep:
     _check_fits(closed, layouts, trace)
     block = local_block(jc.open_jaxpr(closed)[0], layouts, mesh)
     return ShardedStep(
-        jaxpr=localize(closed, block, mesh, compiler=compiler_for(plan.sharding.figures)),
+        jaxpr=localize(closed, block, mesh),
         block=block,
         input_specs=tuple(to_spec(value.layout, mesh) for value in block.inputs),
         output_specs=tuple(to_spec(v.layout, mesh) for v in block.outputs if isinstance(v, Value)),

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.intra_op.plan_tasks import GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
@@ -73,13 +72,13 @@ def sharded_mesh(graph: StageGraph, plan: Plan, number: int) -> ShardedMesh:
     """The programs of a mesh whose layouts the plan has; `PlanMismatch` if they are of another program."""
     planned = plan.meshes[number]
     assert planned.sharding is not None
-    mesh, compiler = logical_mesh(planned), compiler_for(planned.sharding.figures)
+    mesh = logical_mesh(planned)
     layouts = {name: layout_from_text(text, mesh) for name, text in planned.sharding.layouts["values"].items()}
     jaxprs: dict[str, jc.ClosedJaxpr] = {}
     types: dict[str, ArrayType] = {}
     for task in tasks_of_stages(graph, plan.stages_on(number)):
         block = _block_of(task, planned.sharding, mesh, number)
-        jaxprs[task.name] = localize_task(task.jaxpr, block, mesh, compiler=compiler)
+        jaxprs[task.name] = localize_task(task.jaxpr, block, mesh)
         for name in (*task.inputs, *task.outputs):
             types[name] = _type(graph, name, layouts.get(name), mesh)
     for name in graph.values:

@@ -15,14 +15,10 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autopar.compiler.costs.compilers import Compiler
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.memory.liveness import Key, Lifetimes, Work, lifetimes
-from autopar.compiler.memory.ordering import ancestors, arranged
-
-# Where a donated input was copied from is free until what takes its place is written; other copies fit in about half.
-SHARE_OF_COPIES = 0.5
+from autopar.compiler.memory.ordering import arranged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +44,6 @@ class MemoryProgram:
     inner: Mapping[int, tuple[MemoryProgram, ...]]
     """By work: the programs that it runs."""
     border: Border
-    compiler: Compiler
     labels: Sequence[str] = ()
     """By work, where it comes from, for the reader."""
     put_off: int | None = None
@@ -56,7 +51,7 @@ class MemoryProgram:
 
     def arranged(self) -> MemoryProgram:
         """The program in the order of its compiler."""
-        found = arranged(self.works, self.compiler, [*self._replaced()])
+        found = arranged(self.works, [*self._replaced()])
         places = {number: place for place, number in enumerate(found.order)}
         inner = {places[number]: programs for number, programs in self.inner.items()}
         labels = [self.labels[number] for number in found.order] if self.labels else ()
@@ -76,38 +71,13 @@ class MemoryProgram:
         inputs = [k for n, k in enumerate(self.inputs) if k is not None and n not in self.border.sliced]
         outputs = [k for n, k in enumerate(self.outputs) if k is not None and n not in self.border.stacked]
         lives = lifetimes([slices, *self.works], inputs, outputs, self.nbytes)
-        if self.compiler.clears_stacks_early:
-            for key in (key for work in self.works for key in work.stacks):
-                lives.whole[key].start = 1
-        copied = self._copied(lives) if self.compiler.saves_donated else frozenset[int]()
         for number, source in self.border.taken.items():
             output = self.outputs[number]
             mine, old = lives.whole.get(lives.roots.get(output, output)), lives.whole.get(self.inputs[source])
             # The result is written over the input, unless that is read later.
-            if mine is not None and old is not None and mine.start >= 0:
-                if source in copied:
-                    old.start = 1  # behind the slices
-                if source in copied or old.stop <= mine.start + 1:
-                    mine.stop = mine.start
+            if mine is not None and old is not None and mine.start >= 0 and old.stop <= mine.start + 1:
+                mine.stop = mine.start
         return lives.moved(-1)
-
-    def _copied(self, lives: Lifetimes) -> frozenset[int]:
-        """The inputs that are copied because they may be read after what takes their place is written."""
-        before = ancestors(self.works)
-        makers = {key: number for number, work in enumerate(self.works) for key in work.results}
-        readers: dict[Key, int] = {}
-        for number, work in enumerate(self.works):
-            if work.kind not in ("view", "form"):
-                for key in work.reads:
-                    root = lives.roots.get(key, key)
-                    readers[root] = readers.get(root, 0) | 1 << number
-        found: set[int] = set()
-        for number, source in self.border.taken.items():
-            output, old = self.outputs[number], self.inputs[source]
-            maker = makers.get(lives.roots.get(output, output))
-            if maker is not None and readers.get(old, 0) & ~(before[maker] | 1 << maker):
-                found.add(source)
-        return frozenset(found)
 
     @cached_property
     def worst_inside(self) -> dict[int, Moment]:
@@ -123,9 +93,8 @@ class MemoryProgram:
         changes = [0.0] * (len(self.works) + 2)
         for key, life in self.lives.whole.items():
             if life.allocated:
-                nbytes = self.share(key) * self.nbytes[key]
-                changes[max(life.start, 0)] += nbytes
-                changes[max(life.stop, 0)] -= nbytes
+                changes[max(life.start, 0)] += self.nbytes[key]
+                changes[max(life.stop, 0)] -= self.nbytes[key]
         levels = list(itertools.accumulate(changes))
         for number, moment in self.worst_inside.items():
             levels[number] += moment.nbytes
@@ -140,22 +109,10 @@ class MemoryProgram:
             return 0.0
         results = {self.lives.roots.get(key, key) for key in self.outputs}
         return sum(
-            self.share(key) * self.nbytes[key]
+            self.nbytes[key]
             for key, life in self.lives.whole.items()
             if life.allocated and life.start < self.put_off < life.stop and key not in results
         )
-
-    @cached_property
-    def _inputs(self) -> frozenset[Key]:
-        return frozenset(key for number, key in enumerate(self.inputs) if number not in self.border.sliced)
-
-    def is_input(self, key: Key) -> bool:
-        """Whether an array is an input; one that is allocated is a copy of it."""
-        return key in self._inputs
-
-    def share(self, key: Key) -> float:
-        """Share of its bytes that an array takes anew: a copy of an input finds some where others were copied from."""
-        return SHARE_OF_COPIES if self.is_input(key) else 1.0
 
     def workspace(self, time: int) -> float:
         """Bytes that a work needs only while it runs."""

@@ -49,6 +49,8 @@ _CHEAP = _names(
 )
 # XLA fuses no more arrays than that into one kernel.
 _MAX_SOURCES = 12
+# cuBLAS gets so much for each product where it cannot be tuned.
+_PRODUCT_WORKSPACE_BYTES = 4.0 * 2**20
 
 
 class Work(NamedTuple):
@@ -63,10 +65,6 @@ class Work(NamedTuple):
     """It writes its results over operands of the same size that nobody reads any more."""
     late: bool = False
     """Its results are there only when it is done: until then they count among what it needs inside."""
-    early: bool = False
-    """It is done as soon as its operands are there, long before its results are wanted."""
-    library: bool = False
-    """A reduction that fuses no further: what it reads is in memory."""
     collective: str = ""
     """Its kind, if it is one."""
     stacks: tuple[Key, ...] = ()
@@ -137,6 +135,11 @@ def writes_over(eqn: jc.JaxprEqn) -> bool:
 def is_dear(eqn: jc.JaxprEqn) -> bool:
     """Whether XLA rather keeps the equation's result than computes it twice."""
     return eqn.primitive.name not in _CHEAP
+
+
+def workspace_bytes(eqn: jc.JaxprEqn) -> float:
+    """Bytes that the kernel of an equation needs while it runs, besides operands and results."""
+    return _PRODUCT_WORKSPACE_BYTES if eqn.primitive.name == "dot_general" else 0.0
 
 
 def lifetimes(
@@ -235,7 +238,7 @@ class _Program:
     def _sources(self, work: Work) -> tuple[Key, ...]:
         """What a work reads from memory."""
         places = dict.fromkeys(map(self._place, work.reads))
-        if work.kind != "apart" and not work.library:
+        if work.kind != "apart":
             places = dict.fromkeys(s for place in places for s in self.behind.get(self._root(place), (place,)))
         return tuple(place for place in places if self._root(place) in self.found)
 
@@ -255,7 +258,7 @@ class _Program:
         return True
 
     def _is_apart(self, time: int) -> bool:
-        return time >= len(self.works) or self.works[time].kind == "apart" or self.works[time].library
+        return time >= len(self.works) or self.works[time].kind == "apart"
 
     def _hand_over(self) -> None:
         """Let fused works write over what they read last."""

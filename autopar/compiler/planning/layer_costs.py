@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from autopar.checks import check_spec
-from autopar.compiler.costs.compilers import Compiler, compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.intra_op.plan_program import with_shared_latency
@@ -58,7 +57,6 @@ def stage_memory(
     layouts: Mapping[str, Layout | None],
     blocks: Mapping[str, LocalBlock],
     mesh: LogicalMesh,
-    compiler: Compiler,
 ) -> StageMemory:
     """The account of a layer or a stage, by the layouts of its values and the local programs of its tasks."""
     types = value_types(layer)
@@ -69,7 +67,7 @@ def stage_memory(
 
     temporary = put_off = update = 0.0
     for task in layer.tasks:
-        memory = peak_memory(blocks[task.name], mesh, task.donated, compiler=compiler)
+        memory = peak_memory(blocks[task.name], mesh, task.donated)
         extra = memory.peak_bytes - held(_counted(task, counted))
         if task.phase == "update":
             update = max(update, extra)
@@ -218,7 +216,7 @@ def stage_cost(
         took = block_times(blocks[task.name], mesh, mine).total_s
         seconds[task.phase] += took
         weight_s += took if task.name.startswith("weight_gradient") else 0.0
-    memory = stage_memory(layer, found.layouts, blocks, mesh, compiler_for(figures.name))
+    memory = stage_memory(layer, found.layouts, blocks, mesh)
     return StageCost(
         forward_s=seconds["forward"],
         backward_s=seconds["backward"],

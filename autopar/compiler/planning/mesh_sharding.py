@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.plan_program import with_shared_latency
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, task_choices
@@ -81,7 +80,7 @@ def mesh_sharding(
         mine = with_shared_latency(figures) if task.phase == "update" else figures
         took = block_times(block, mesh, mine)
         times[task.name] = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
-        memory = peak_memory(block, mesh, task.donated, compiler=compiler_for(figures.name))
+        memory = peak_memory(block, mesh, task.donated)
         temporary_bytes[task.name] = memory.peak_bytes - memory.arguments_bytes
         collectives += _collectives(task, block, mesh, mine)
     return MeshSharding(

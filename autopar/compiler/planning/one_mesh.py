@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from autopar.compiler.costs.compilers import compiler_for
 from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_program import IntraOpPlan, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import one_jaxpr
-from autopar.compiler.memory.estimate import peak_memory
+from autopar.compiler.memory.estimate import HEADROOM, peak_memory
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers, rematerialize
 from autopar.compiler.planning.constraints import constraints_of
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
@@ -67,10 +66,8 @@ def plan_by_search(
     for mesh in _meshes(search_of(method), num_devices):
         try:
             search = partial(search_on, mesh=mesh, kind=kind, checked=checked, cache_directory=cache_directory)
-            budget = memory_limit_on(mesh, method, kind) / (1 + _headroom(method, mesh, kind, checked))
-            # Other compilers would find the results of the forward pass again, and keep them after all.
-            may_recompute = compiler_for(figures_of(kind, mesh.shape).name).keeps_barriers
-            fitting.append(_search_layers(trace, method, search, offered, budget, may_recompute=may_recompute))
+            budget = memory_limit_on(mesh, method, kind) / (1 + _headroom(method, checked))
+            fitting.append(_search_layers(trace, method, search, offered, budget))
         except MemoryTooSmall as error:
             too_small.append(error)
     if not fitting:
@@ -84,8 +81,6 @@ def _search_layers(
     search_on_mesh: Callable[..., Searched],
     offered: Callable[[], Offer],
     budget: float,
-    *,
-    may_recompute: bool,
 ) -> Searched:
     """Search on one mesh with the layers recomputed that the method asks for, or as few as make it fit into memory."""
 
@@ -100,7 +95,7 @@ def _search_layers(
     try:
         return search(0)
     except MemoryTooSmall:
-        if remat is False or not may_recompute or not offered().layers:
+        if remat is False or not offered().layers:
             raise
     unlimited = replace(method, memory="off")
 
@@ -179,20 +174,19 @@ def search_on(
         constraints=constraints_of(trace, closed, method, mesh),
         input_names=[leaf.name for leaf in trace.inputs],
         memory_budget=None if math.isinf(budget) else budget,
-        memory_headroom=_headroom(method, mesh, kind, checked),
+        memory_headroom=_headroom(method, checked),
         donated=trace.donated_inputs,
         time_limit_s=auto.time_limit_s,
         cache_directory=cache_directory,
     )
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, mesh)
-    compiler = compiler_for(figures.name)
     return Searched(
         closed=closed,
         mesh=mesh,
         figures=figures,
         found=found,
         block=block,
-        peak_bytes=peak_memory(block, mesh, trace.donated_inputs, compiler=compiler).peak_bytes,
+        peak_bytes=peak_memory(block, mesh, trace.donated_inputs).peak_bytes,
         recomputed_layers=recomputed_layers,
     )
 
@@ -269,11 +263,11 @@ def memory_limit_on(mesh: LogicalMesh, method: SearchMethod, kind: str | Machine
     return memory_limit(search_of(method).memory, figures_of(kind, mesh.shape))
 
 
-def _headroom(method: SearchMethod, mesh: LogicalMesh, kind: str | Machine, checked: bool) -> float:
+def _headroom(method: SearchMethod, checked: bool) -> float:
     """Share of the modelled peak that is kept free. A word for `memory` leaves a share of the device free by itself."""
     if checked or isinstance(search_of(method).memory, str):
         return 0.0
-    return compiler_for(figures_of(kind, mesh.shape).name).headroom
+    return HEADROOM
 
 
 def memory_limit(memory: float | str, figures: MeshFigures) -> float:

@@ -17,7 +17,6 @@ from typing import Any
 
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_program import Constraints
-from autopar.compiler.intra_op.turned_products import turn_products
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
@@ -191,13 +190,13 @@ def _of_other_examples(trace: Trace, method: Zero | TensorParallel | ExpertParal
     if count == 1:
         assert trace.doubled is not None
         alike = _names(trace.jaxpr) == _names(trace.doubled)
-        return turn_products(merge_common_subexpressions(trace.doubled, like=trace.jaxpr)) if alike else None
+        return merge_common_subexpressions(trace.doubled, like=trace.jaxpr) if alike else None
     rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
     others = [n for n in (count // 2, 2 * count) if n > 1 and rows % n == 0 and n != count]
     if not others:
         return None
     looped = microbatch_loop(trace, others[0], method.batch_statistics, method.search().random)
-    return turn_products(merge_common_subexpressions(looped))
+    return merge_common_subexpressions(looped)
 
 
 def _names(closed: jc.ClosedJaxpr) -> list[str]:

@@ -29,41 +29,23 @@ from autopar.compiler.resharding.steps import (
 from autopar.compiler.sharding.layout import Axes, LogicalMesh
 
 
-def apply_steps(x: Any, steps: Sequence[Step], mesh: LogicalMesh, *, in_rows: bool = False) -> Any:
+def apply_steps(x: Any, steps: Sequence[Step], mesh: LogicalMesh) -> Any:
     """The part of `x` after `steps`, to be traced inside of a `shard_map` over `mesh.axis_names`.
 
-    An array of PRNG keys moves as the words of the keys, and has no summands. With `in_rows`, what a device has of an
-    array is one row of what a reduction divides or a gather joins, whichever dimension is split.
+    An array of PRNG keys moves as the words of the keys, and has no summands.
     """
     if not steps:
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         # The words of a key are dimensions behind those of the array, so no step touches them.
-        words = apply_steps(jax.random.key_data(x), steps, mesh, in_rows=in_rows)
+        words = apply_steps(jax.random.key_data(x), steps, mesh)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
     if x.dtype == jnp.bool_ and any(isinstance(step, AllReduce | ReduceScatter) for step in steps):
         # There is no sum of booleans. As a byte each takes as much memory as before.
-        return apply_steps(x.astype(jnp.uint8), steps, mesh, in_rows=in_rows).astype(jnp.bool_)
+        return apply_steps(x.astype(jnp.uint8), steps, mesh).astype(jnp.bool_)
     for step in steps:
-        x = _in_rows(x, step, mesh) if in_rows else _apply(x, step, mesh)
+        x = _apply(x, step, mesh)
     return x
-
-
-def rows_by_device(x: Any, dim: int, size: int) -> Any:
-    """[n, ...]: what goes to each of n devices along a dimension."""
-    return jnp.moveaxis(x.reshape(*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :]), dim, 0)
-
-
-def _in_rows(x: Any, step: Step, mesh: LogicalMesh) -> Any:
-    names, size = mesh.names(step.axes), mesh.size(step.axes)
-    match step:
-        case ReduceScatter(_, dim) if dim > 0:
-            return lax.psum_scatter(rows_by_device(x, dim, size), names, scatter_dimension=0)
-        case AllGather(_, dim) if dim > 0:
-            rows: Any = lax.all_gather(x, names)
-            return jnp.moveaxis(rows, 0, dim).reshape(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
-        case _:
-            return _apply(x, step, mesh)
 
 
 def _apply(x: Any, step: Step, mesh: LogicalMesh) -> Any:

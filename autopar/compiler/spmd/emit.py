@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from autopar.compiler.costs.compilers import GPU, Compiler
-from autopar.compiler.intra_op.joined_reductions import Reduction, made_with, reduce_together, reductions
-from autopar.compiler.intra_op.products_in_rows import needs_rows, product_in_rows
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.resharding.costs import apply_steps
@@ -28,22 +25,18 @@ from autopar.compiler.spmd.local_program import Enter, Evaluate, LocalBlock, Res
 _lax: Any = lax
 
 
-def localize(
-    closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh, *, compiler: Compiler = GPU
-) -> jc.ClosedJaxpr:
-    """The program as every device runs it, wrapped so that it takes and gives whole arrays; written for a compiler."""
+def localize(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh) -> jc.ClosedJaxpr:
+    """The program as every device runs it, wrapped so that it takes and gives whole arrays."""
     computed = [number for number, v in enumerate(block.outputs) if isinstance(v, Value)]
-    return _localized(closed, block, mesh, computed, compiler)
+    return _localized(closed, block, mesh, computed)
 
 
-def localize_task(
-    closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh, *, compiler: Compiler = GPU
-) -> jc.ClosedJaxpr:
+def localize_task(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh) -> jc.ClosedJaxpr:
     """The same for a program that gives constants back, too, and whose borders may be partial sums.
 
     The summands of such a value are an array of one more axis, the first, which the axes of the sum split.
     """
-    return _localized(closed, block, mesh, range(len(block.outputs)), compiler)
+    return _localized(closed, block, mesh, range(len(block.outputs)))
 
 
 def border_spec(layout: Layout, mesh: LogicalMesh) -> PartitionSpec:
@@ -63,7 +56,6 @@ def _localized(
     block: LocalBlock,
     mesh: LogicalMesh,
     returned: Sequence[int],
-    compiler: Compiler,
 ) -> jc.ClosedJaxpr:
     _, consts = jc.open_jaxpr(closed)
     abstract = AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
@@ -71,7 +63,7 @@ def _localized(
 
     def on_device(*args: Any) -> list[Any]:
         args = tuple(x[0] if v.layout.partial else x for x, v in zip(args, block.inputs, strict=True))
-        results = _run(block, consts, args, _Target(mesh, compiler))
+        results = _run(block, consts, args, mesh)
         return [
             results[number][None] if isinstance(v, Value) and v.layout.partial else results[number]
             for number, v in zip(returned, outputs, strict=True)
@@ -97,54 +89,31 @@ def _border_aval(value: Value, mesh: LogicalMesh) -> Any:
     return jax.ShapeDtypeStruct(border_shape(tuple(aval.shape), value.layout, mesh), aval.dtype)
 
 
-class _Target(NamedTuple):
-    """What a program is written for."""
-
-    mesh: LogicalMesh
-    compiler: Compiler
-
-
 @dataclass(kw_only=True, eq=False)
 class _Frame:
-    target: _Target
+    mesh: LogicalMesh
     values: dict[Value, Any] = field(default_factory=dict[Value, Any])
 
     def read(self, value: Value | jc.Literal) -> Any:
         return value.val if isinstance(value, jc.Literal) else self.values[value]
 
 
-def _run(block: LocalBlock, consts: Sequence[Any], args: Sequence[Any], target: _Target) -> list[Any]:
-    frame = _Frame(target=target)
+def _run(block: LocalBlock, consts: Sequence[Any], args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
+    frame = _Frame(mesh=mesh)
     frame.values.update(zip(block.inputs, args, strict=True))
     for v, const in zip(block.jaxpr.constvars, consts, strict=True):
         aval: Any = v.aval
         frame.values[Value(v, replicated(aval.ndim))] = const
-    joined = dict(reductions(block)) if target.compiler.joined_bytes else {}
-    later = {each.transpose for each in joined.values()}
     for action in block.actions:
         match action:
-            case Reshard(result=result) if result in joined:
-                _reduce(joined, result, frame)
-            case Reshard(result=result) if result not in frame.values:
+            case Reshard(result=result):
                 frame.values[result] = _reshard(action, frame)
-            case Evaluate(eqn=eqn, operands=operands, results=(result,)) if needs_rows(eqn, target.compiler):
-                frame.values[result] = product_in_rows(eqn, *map(frame.read, operands))
-            case Evaluate(eqn=eqn, operands=operands, strategy=strategy) if action not in later:
-                results = evaluate_locally(eqn, [frame.read(v) for v in operands], strategy, target.mesh)
+            case Evaluate(eqn=eqn, operands=operands, strategy=strategy):
+                results = evaluate_locally(eqn, [frame.read(v) for v in operands], strategy, mesh)
                 frame.values.update(zip(action.results, results, strict=True))
             case Enter():
                 frame.values.update(zip(action.results, _enter(action, frame), strict=True))
-            case _:
-                pass  # made already, or with the reduction of what it reads
     return [frame.read(value) for value in block.outputs]
-
-
-def _reduce(joined: dict[Value, Reduction], result: Value, frame: _Frame) -> None:
-    mesh, compiler = frame.target
-    together = made_with(joined[result], joined.values(), frame.values, mesh, compiler.joined_bytes)
-    for each in together:
-        del joined[each.action.result]
-    frame.values.update(reduce_together(together, [frame.read(each.operand) for each in together], mesh))
 
 
 def _reshard(action: Reshard, frame: _Frame) -> Any:
@@ -153,8 +122,7 @@ def _reshard(action: Reshard, frame: _Frame) -> Any:
         # Without it XLA sees that the same was gathered before, and keeps that until now. Both results are read, or it
         # would not wait for the second.
         x, frame.values[action.after] = _lax.optimization_barrier((x, frame.read(action.after)))
-    mesh, compiler = frame.target
-    return apply_steps(x, action.steps, mesh, in_rows=compiler.collects_rows)
+    return apply_steps(x, action.steps, frame.mesh)
 
 
 def _enter(action: Enter, frame: _Frame) -> list[Any]:
@@ -162,16 +130,16 @@ def _enter(action: Enter, frame: _Frame) -> list[Any]:
     with jc.under_scope_of(action.eqn):
         match action.eqn.primitive.name:
             case "scan":
-                return _scan(action, args, frame.target)
+                return _scan(action, args, frame.mesh)
             case "while":
-                return _while(action, args, frame.target)
+                return _while(action, args, frame.mesh)
             case "cond":
-                return _cond(action, args, frame.target)
+                return _cond(action, args, frame.mesh)
             case _:
-                return _remat(action, args, frame.target)
+                return _remat(action, args, frame.mesh)
 
 
-def _scan(action: Enter, args: Sequence[Any], target: _Target) -> list[Any]:
+def _scan(action: Enter, args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
     loop = jp.scan_of(action.eqn)
     (body,) = action.bodies
     body_consts = jc.open_jaxpr(loop.body)[1]
@@ -179,7 +147,7 @@ def _scan(action: Enter, args: Sequence[Any], target: _Target) -> list[Any]:
     carry, xs = rest[: loop.num_carry], rest[loop.num_carry :]
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = _run(body, body_consts, [*consts, *carry, *x], target)
+        results = _run(body, body_consts, [*consts, *carry, *x], mesh)
         return _like(results[: loop.num_carry], carry), results[loop.num_carry :]
 
     final, ys = _lax.scan(
@@ -188,40 +156,40 @@ def _scan(action: Enter, args: Sequence[Any], target: _Target) -> list[Any]:
     return [*final, *ys]
 
 
-def _while(action: Enter, args: Sequence[Any], target: _Target) -> list[Any]:
+def _while(action: Enter, args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
     loop = jp.while_of(action.eqn)
     cond, body = action.bodies
     first = loop.cond_consts + loop.body_consts
     cond_args, body_args, carry = args[: loop.cond_consts], args[loop.cond_consts : first], args[first:]
 
     def go_on(carry: list[Any]) -> Any:
-        return _run(cond, jc.open_jaxpr(loop.cond)[1], [*cond_args, *carry], target)[0]
+        return _run(cond, jc.open_jaxpr(loop.cond)[1], [*cond_args, *carry], mesh)[0]
 
     def step(carry: list[Any]) -> list[Any]:
-        return _like(_run(body, jc.open_jaxpr(loop.body)[1], [*body_args, *carry], target), carry)
+        return _like(_run(body, jc.open_jaxpr(loop.body)[1], [*body_args, *carry], mesh), carry)
 
     return list(_lax.while_loop(go_on, step, _typed(carry, body.inputs[loop.body_consts :])))
 
 
-def _cond(action: Enter, args: Sequence[Any], target: _Target) -> list[Any]:
+def _cond(action: Enter, args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
     index, *operands = args
     types = [v.aval for v in action.eqn.outvars]
 
     def taken(number: int) -> Any:
         consts = jc.open_jaxpr(jp.branches_of(action.eqn)[number])[1]
         return lambda *xs: [
-            _as(x, t) for x, t in zip(_run(action.bodies[number], consts, xs, target), types, strict=True)
+            _as(x, t) for x, t in zip(_run(action.bodies[number], consts, xs, mesh), types, strict=True)
         ]
 
     return list(_lax.switch(index, [taken(number) for number in range(len(action.bodies))], *operands))
 
 
-def _remat(action: Enter, args: Sequence[Any], target: _Target) -> list[Any]:
+def _remat(action: Enter, args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
     """Bound as it stands, so that what makes XLA keep the recomputation apart is kept too."""
     (body,) = action.bodies
     body_consts = jc.open_jaxpr(next(jc.subjaxprs(action.eqn)))[1]
     args = [jax.numpy.asarray(x) if not hasattr(x, "aval") else x for x in args]
-    traced = jc.trace(lambda *xs: _run(body, body_consts, xs, target), [jax.typeof(x) for x in args])
+    traced = jc.trace(lambda *xs: _run(body, body_consts, xs, mesh), [jax.typeof(x) for x in args])
     region, consts = jc.consts_as_inputs(traced)
     return jc.bind_equation(action.eqn, [*consts, *args], {"jaxpr": region})
 

@@ -9,7 +9,6 @@ memory are all read off this, so they cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -208,13 +207,3 @@ def _everywhere(eqn: jc.JaxprEqn, mesh: LogicalMesh) -> EquationPlan:
 
 def _or_replicated(layout: Layout | None, atom: Any) -> Layout:
     return replicated(len(getattr(atom.aval, "shape", ()))) if layout is None else layout
-
-
-def operands_of(action: Action) -> Sequence[Value]:
-    """The values that an action reads."""
-    match action:
-        case Reshard(operand=operand, after=after):
-            read = (operand, *(() if after is None else (after,)))
-        case Evaluate(operands=operands) | Enter(operands=operands):
-            read = operands
-    return [value for value in read if isinstance(value, Value)]

@@ -86,21 +86,3 @@ def test_every_equation_takes_some_time_and_no_more_on_eight_devices(case):
     whole_s, *split = seconds(case)
     assert whole_s > 0
     assert all(0 < each <= whole_s for each in split)
-
-
-@pytest.mark.parametrize(
-    ("product", "copied"),
-    [
-        pytest.param("bgu,dgu->bd", 4 * 32 * 4 * 16, id="two contracted dimensions do not lie in order"),
-        pytest.param("bgu,gud->bd", 0, id="they lie in order"),
-    ],
-)
-def test_copy_of_an_operand_into_another_order_takes_time_where_the_compiler_makes_one(product, copied):
-    shape = {"b": 8, "g": 4, "u": 16, "d": 32}
-    operands = [real(*(shape[name] for name in side)) for side in product.split("->")[0].split(",")]
-    case = ("dot_general", lambda x, w: jnp.einsum(product, x, w), tuple(operands))
-    on_cpu, on_gpu = (seconds(case, dataclasses.replace(PLAIN, name=name, kernel_s=1e-3)) for name in ("cpu", "gpu"))
-    extra_s = [one - other for one, other in zip(on_cpu, on_gpu)]
-    assert extra_s[0] == pytest.approx(1e-3 + 2 * copied / 3e8 if copied else 0.0)
-    # Where the weights are split, every device copies its part.
-    assert min(extra_s) == pytest.approx(1e-3 + 2 * copied / LINE.shape[0] / 3e8 if copied else 0.0)

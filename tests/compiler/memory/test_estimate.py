@@ -1,49 +1,32 @@
 """The modelled memory of a plan is near what XLA allocates, and the solver's rows say the same."""
 
-import jax
-import numpy as np
 import pytest
-from jax.extend.core import jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding
 
-from autopar.compiler.costs.compilers import CPU, GPU
 from autopar.compiler.intra_op.memory_rows import modelled_memory
 from autopar.compiler.memory.estimate import peak_memory
-from autopar.compiler.sharding.layout import to_spec
 from autopar.compiler.solver.problem import row_weight
-from autopar.compiler.spmd.emit import localize
-from autopar.compiler.spmd.local_program import Value
 from benchmarks.models.mlp import mlp
-from tests.compiler.planned_memory import MODELS, planned, state_inputs, traced, traced_model
+from tests.compiler.planned_memory import (
+    MODELS,
+    compiled_bytes,
+    needs_gpu_compiler,
+    planned,
+    state_inputs,
+    traced,
+    traced_model,
+)
 
 # Kernels are fused and ordered by rules of the compiler's that change with its releases.
 TOLERANCE = 0.1
-_KEEPS_MORE = pytest.mark.xfail(
-    jax.__version_info__ >= (0, 12),
-    reason="the CPU compiler of JAX 0.12 keeps a quarter more activations of layers in line than modelled",
-    strict=True,
-)
 
 
-def compiled_bytes(trace, block, mesh, donated):
-    devices = Mesh(np.reshape(jax.devices(), mesh.shape), mesh.axis_names)
-    step = jax.jit(
-        jaxpr_as_fun(localize(trace.jaxpr, block, mesh)),
-        in_shardings=[NamedSharding(devices, to_spec(v.layout, mesh)) for v in block.inputs],
-        out_shardings=[NamedSharding(devices, to_spec(v.layout, mesh)) for v in block.outputs if isinstance(v, Value)],
-        donate_argnums=tuple(donated),
-    )
-    sizes = step.lower(*(v.variable.aval for v in block.inputs)).compile().memory_analysis()
-    results = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    return sizes.temp_size_in_bytes + sizes.argument_size_in_bytes + results
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_KEEPS_MORE) if name == "gpt" else name for name in MODELS])
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", MODELS)
 def test_modelled_memory_is_near_the_compiled_one(name):
     trace = traced(name)
     donated = state_inputs(trace)
     mesh, _, block = planned(trace, (2, 4))
-    modelled = peak_memory(block, mesh, donated, compiler=CPU).peak_bytes
+    modelled = peak_memory(block, mesh, donated).peak_bytes
     assert modelled == pytest.approx(compiled_bytes(trace, block, mesh, donated), rel=TOLERANCE)
 
 
@@ -65,17 +48,16 @@ def test_estimate_names_the_largest_first():
     assert estimate.peak_bytes > estimate.arguments_bytes > 0
 
 
-@pytest.mark.parametrize("compiler", [CPU, GPU], ids=lambda compiler: compiler.name)
 @pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_rows_are_the_modelled_memory(name, shape, compiler):
+def test_rows_are_the_modelled_memory(name, shape):
     trace = traced(name)
     donated = state_inputs(trace)
     mesh, found, block = planned(trace, shape)
     states = found.optimum.states
-    memory = modelled_memory(found.choices, found.table, states, donated, compiler=compiler)
+    memory = modelled_memory(found.choices, found.table, states, donated)
     nbytes = memory.peak_bytes
-    assert nbytes == pytest.approx(peak_memory(block, mesh, donated, compiler=compiler).peak_bytes, rel=0.03)
+    assert nbytes == pytest.approx(peak_memory(block, mesh, donated).peak_bytes, rel=0.03)
     limit = 0.9 * nbytes
     worst, *_ = memory.rows_above(limit)
     assert row_weight(worst, states) - worst.limit == pytest.approx(nbytes - limit, rel=1e-6)
