@@ -221,12 +221,12 @@ def test_models_without_scopes_are_cut_by_flops():
         return jnp.mean(h**2)
 
     step = LayeredStep(traced(sgd(loss), *deep_arguments(8)))
-    assert count_layers(step.regions) == 4
-    cuts = layer_cuts(step.regions, 4)
+    assert count_layers(step.phases) == 4
+    cuts = layer_cuts(step.phases, 4)
     assert len(cuts) == 3
     assert list(cuts) == sorted(cuts)
     assert step.names(4)[1] == "a['blocks'][2]['down'] ... a['blocks'][3]['up']"
-    assert all("test_rematerialize" in name for name in layer_names(step.regions, 4, {}))
+    assert all("test_rematerialize" in name for name in layer_names(step.phases, 4, {}))
 
 
 def test_layers_that_the_user_rematerialises_stay_as_they_are():
