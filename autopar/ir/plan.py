@@ -135,6 +135,12 @@ class Plan:
         """Number of stages, virtual ones included."""
         return len(self.stages)
 
+    @property
+    def is_single_program(self) -> bool:
+        """True if one executable on one mesh runs the whole step."""
+        plain = self.num_stages == 1 and self.num_microbatches == 1 and self.meshes[0].sharding is None
+        return plain or self.sharding is not None
+
     def stages_on(self, mesh: int) -> tuple[int, ...]:
         """Return the numbers of the stages that live on a mesh."""
         return tuple(number for number, stage in enumerate(self.stages) if stage.mesh == mesh)

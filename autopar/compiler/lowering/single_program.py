@@ -1,4 +1,4 @@
-"""A step on one mesh needs no cutting: as traced, or as sharded, it is the one executable of its program."""
+"""Lower a step that one executable runs: as traced, or with the collectives of its planned layouts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.program import ArrayType, Executable, Free, Input, Instruction, MeshProgram, Output, Program, Run, Task
 
 
-def whole_step_program(trace: Trace, plan: Plan) -> Program:
-    """The program: place the arguments, run the step."""
+def single_program(trace: Trace, plan: Plan) -> Program:
+    """Return the program: place the arguments, run the step."""
     (mesh,) = plan.meshes
     sharded = None if plan.sharding is None else sharded_step(trace, plan)
     inputs = [leaf.name.replace("@", "(at)") for leaf in trace.inputs]

@@ -1,0 +1,61 @@
+"""Check that a plan fits a program and its devices, wherever it came from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from jax.sharding import PartitionSpec
+
+from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.pipeline.stage_graph import StageGraph
+from autopar.errors import PlanMismatch
+from autopar.ir.instructions import listed, spec_parts
+from autopar.ir.plan import MeshPlan, Plan
+
+
+def check_plan(plan: Plan, trace: Trace, *, num_devices: int) -> None:
+    """Raise `PlanMismatch` unless the plan was made for this program and its devices are there."""
+    if plan.fingerprint not in ("", trace.fingerprint):
+        raise PlanMismatch(
+            f"The plan was made for the program {plan.fingerprint}, {trace.name} on these arguments is "
+            f"{trace.fingerprint}: another step, other shapes, or another release of JAX. Make a new plan with "
+            "step.trace(...).plan(), or load the one that belongs to this program."
+        )
+    needed = max(max(mesh.devices) for mesh in plan.meshes) + 1
+    if needed > num_devices:
+        raise PlanMismatch(
+            f"The plan uses {plan.num_devices} devices numbered up to {needed - 1}, there are {num_devices}. "
+            f"Run it where there are {needed} devices, or make a plan for {num_devices}."
+        )
+    shapes = {leaf.name: leaf.aval.shape for leaf in trace.inputs}
+    for name, spec in sorted(plan.input_specs.items()):
+        if name not in shapes:
+            raise PlanMismatch(
+                f"The plan gives a spec to {name!r}, which is no input of {trace.name}. Its inputs are "
+                f"{listed(tuple(sorted(shapes)))}. Use one of these names, or leave the spec out."
+            )
+        for mesh in plan.meshes:
+            _check_spec_fits(name, shapes[name], spec, mesh)
+
+
+def check_cut_specs(plan: Plan, graph: StageGraph) -> None:
+    """Raise `PlanMismatch` for a spec of a plan that is for no value between stages, or does not divide its value."""
+    for name, spec in sorted(plan.cut_specs.items()):
+        if name not in graph.values:
+            crossing = listed(tuple(sorted(graph.crossing)))
+            raise PlanMismatch(
+                f"The plan gives a spec to {name!r}, which is no value between the stages of {graph.name}. These are "
+                f"{crossing}. Use one of these names, or leave the spec out."
+            )
+        for mesh in plan.meshes:
+            _check_spec_fits(name, graph.values[name].shape, spec, mesh)
+
+
+def _check_spec_fits(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: MeshPlan) -> None:
+    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    parts = spec_parts(spec, defaultdict(lambda: 1, sizes))  # the spec may be over the axes of another mesh
+    if len(parts) > len(shape) or any(size % count for size, count in zip(shape, parts)):
+        raise PlanMismatch(
+            f"The plan splits {name}, of shape {shape}, by {spec} over a mesh of {sizes}. Every entry needs an axis of "
+            "the array, whose size it divides: give another spec, or make a new plan."
+        )
