@@ -1,40 +1,53 @@
-"""Restrict the search to one kind of parallelism, so that its plan is provably of that kind.
+"""Restrict the layouts of a step to known forms of parallelism, so that its plan is provably of that form.
 
-Which dimension of a value carries the batch is known from the step with other numbers of examples at a time, at twice
-the batch or in other microbatches: it is the one that differs. In the model (forward and backward) then
+Which dimensions carry the batch is known from the step with another number of examples, at twice the batch or in other
+microbatches: they are those of another size. In the model (forward and backward), every mesh axis then is
 
-    Zero            values with a batch dimension split along it and nothing else; parameters are whole when used
-    TensorParallel  no dimension with the batch is split
-    ExpertParallel  values split along the batch, or along batch dimensions of products (the experts)
+    a data axis     it splits dimensions that carry the batch, and no others
+    a model axis    it splits dimensions that do not carry the batch, and no others
 
-What only the update touches (moments, clipped gradients) is free in all of them but for its inputs.
+    method            data axes    model axes    beside that
+    Zero              all          none          parameters are whole when used; what stays divided, its stage says
+    TensorParallel    none         all
+    ExpertParallel    any          any           batches are split over all axes, products along experts or rows
+    Megatron          "data"       "model"       examples are split, products with weights so that the weight is, if any
+                                                 dimension divides; ZeRO stages divide optimizer state (1), sums of
+                                                 gradients (2), parameters (3) over "data"
+
+What only the update touches (moments, clipped gradients) is free but for its inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_program import Constraints
+from autopar.compiler.intra_op.plan_tasks import GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.lowering.microbatch_loop import microbatch_loop
+from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharding.free_values import is_small
-from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.methods import ExpertParallel, TensorParallel, Zero
 
-Dims = tuple[tuple[int, ...], ...]
-"""Of each operand and result, the dimensions that carry the batch."""
+BatchDims = tuple[tuple[int, ...], ...]
+"""The dimensions of each operand and result of an equation that carry the batch."""
+
+_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+_UPDATE = "update"
 
 
 def parallelism_constraints(
     trace: Trace, closed: jc.ClosedJaxpr, method: Zero | TensorParallel | ExpertParallel, mesh: LogicalMesh
 ) -> Constraints:
-    """The restrictions of a kind.
+    """Return the constraints of a method on one program on one mesh.
 
     Raises `Unsupported` for a step whose batch dimensions cannot be found, `InvalidArgument` for a batch that the
     devices cannot share.
@@ -57,15 +70,13 @@ def parallelism_constraints(
                     f"has {leaf.aval.shape[0]} rows. Make the batch a multiple of {mesh.num_devices}, or use Auto()."
                 )
 
-    def allowed(eqn: jc.JaxprEqn, strategy: Strategy) -> bool:
-        dims = batch_dims.get(id(eqn))
-        if dims is None:
-            return True
-        layouts = (*strategy.operands, *strategy.results)
-        return all(_allowed(layout, own, method) for layout, own in zip(layouts, dims, strict=True))
+    every_axis = frozenset(range(len(mesh.shape)))
+    data = every_axis if isinstance(method, Zero) else frozenset[int]()
+    model = every_axis if isinstance(method, TensorParallel) else frozenset[int]()
 
     def restrict(eqn: jc.JaxprEqn, every: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        return tuple(s for s in every if allowed(eqn, s)) or every[:1]
+        dims = batch_dims.get(id(eqn))
+        return every if dims is None else _allowed(every, lambda s: _separates_axes(s, dims, data, model))
 
     def constraint_key(eqn: jc.JaxprEqn) -> Hashable:
         return batch_dims.get(id(eqn))
@@ -92,18 +103,6 @@ def _input_allowed(
             return whole or stage == 3 or not in_model
         case ExpertParallel():
             return whole or not in_model or (is_expert and not any(layout.dims[1:]))
-
-
-def _allowed(layout: Layout, batch: tuple[int, ...], method: Zero | TensorParallel | ExpertParallel) -> bool:
-    """Whether a value of the model may be split so; `batch` are its dimensions that carry the batch."""
-    split = {d for d, axes in enumerate(layout.dims) if axes}
-    match method:
-        case Zero():
-            return split <= set(batch)
-        case TensorParallel():
-            return split.isdisjoint(batch)
-        case ExpertParallel():
-            return True
 
 
 def _with_experts(
@@ -150,9 +149,180 @@ def _expert_inputs(closed: jc.ClosedJaxpr) -> set[int]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageValues:
+    """The values of a stage graph by their role: those that carry examples, and where; state; gradients."""
+
+    batch_dims: Mapping[str, tuple[int, ...]]
+    """Of values of microbatches; a value without examples has none."""
+    parameters: frozenset[str]
+    """State that the model reads."""
+    optimizer_state: frozenset[str]
+    """State that only updates read."""
+    gradients: frozenset[str]
+    """Sums over the microbatches, which the model makes for the update."""
+
+
+def stage_values(graph: StageGraph, other: StageGraph, batch_leaves: Collection[int]) -> StageValues:
+    """Return the roles of a graph's values, given the same graph with other microbatches."""
+    batch_dims = {
+        name: _differing_dims(value.shape, other.values[name].shape)
+        for name, value in graph.values.items()
+        if value.per_microbatch
+    }
+    model = [task for task in graph.tasks if task.kind != "U"]
+    read = {name for task in model for name in task.inputs}
+    state = {i.value for i in graph.inputs if i.kind == "whole" and i.leaf not in batch_leaves}
+    made = {name for task in model for name in (*task.outputs, *(a.result for a in task.accumulations))}
+    updated = {name for task in graph.tasks if task.kind == "U" for name in task.inputs}
+    return StageValues(
+        batch_dims=batch_dims,
+        parameters=frozenset(state & read),
+        optimizer_state=frozenset(state - read),
+        gradients=frozenset(name for name in made & updated if not batch_dims.get(name)),
+    )
+
+
+def value_layouts(
+    tasks: Sequence[GroupTask], values: StageValues, crossing: Collection[str], mesh: LogicalMesh, zero: int
+) -> dict[str, tuple[Layout, ...]]:
+    """Return the layouts that the values between the tasks of a mesh may have, by name; others may have any."""
+    data, model = _axis(mesh, "data"), _axis(mesh, "model")
+    allowed: dict[str, tuple[Layout, ...]] = {}
+    for name, aval in _types(tasks).items():
+        if is_small(aval):
+            continue
+        layouts = all_layouts(tuple(aval.shape), mesh)
+        batch = values.batch_dims.get(name, ())
+        if batch and (name in crossing or not _is_made(name, tasks)):
+            allowed[name] = _preferring(_without(layouts, model, dims=batch), data, dims=batch)
+        elif name in values.parameters | values.optimizer_state | values.gradients:
+            if aval.ndim > 1 and name not in values.gradients:
+                layouts = _preferring(layouts, model)
+            allowed[name] = _preferring(layouts, data) if _divided(name, values, zero) else _without(layouts, data)
+    return allowed
+
+
+def _types(tasks: Sequence[GroupTask]) -> dict[str, Any]:
+    types: dict[str, Any] = {}
+    for task in tasks:
+        jaxpr = jc.open_jaxpr(task.jaxpr)[0]
+        types |= {name: v.aval for name, v in zip(task.inputs, jaxpr.invars, strict=True)}
+        types |= {name: v.aval for name, v in zip(task.outputs, jaxpr.outvars, strict=True)}
+    return types
+
+
+def _is_made(name: str, tasks: Sequence[GroupTask]) -> bool:
+    return any(name in task.outputs for task in tasks)
+
+
+def _divided(name: str, values: StageValues, zero: int) -> bool:
+    """Whether a ZeRO stage divides a value over the replicas."""
+    if name in values.optimizer_state:
+        return zero >= 1
+    return zero >= (2 if name in values.gradients else 3)
+
+
+def _without(layouts: Iterable[Layout], axis: int | None, dims: tuple[int, ...] | None = None) -> tuple[Layout, ...]:
+    """The layouts that do not split `dims`, or any dimension, over an axis."""
+    return tuple(each for each in layouts if axis not in _axes_of(each, dims))
+
+
+def _preferring(layouts: Sequence[Layout], axis: int | None, dims: tuple[int, ...] | None = None) -> tuple[Layout, ...]:
+    """The layouts that split `dims`, or any dimension, over an axis; if no dimension divides, all."""
+    return tuple(each for each in layouts if axis in _axes_of(each, dims)) or tuple(layouts)
+
+
+def _axes_of(layout: Layout, dims: tuple[int, ...] | None) -> Collection[int]:
+    return used_axes(layout) if dims is None else [axis for d in dims for axis in layout.dims[d]]
+
+
+def _axis(mesh: LogicalMesh, name: str) -> int | None:
+    """The number of an axis; None for one of size 1, which the mesh does without."""
+    return mesh.axis_names.index(name) if name in mesh.axis_names else None
+
+
+def stage_constraints(
+    tasks: Sequence[GroupTask], others: Sequence[GroupTask], mesh: LogicalMesh, zero: int
+) -> Constraints:
+    """Return the constraints on the equations of tasks; `others` are the same tasks with other microbatches."""
+    known: dict[int, BatchDims | str] = {}
+    for task, other in zip(tasks, others, strict=True):
+        if task.phase == "update":
+            known.update((id(eqn), _UPDATE) for eqn in jc.all_equations(task.jaxpr))
+        else:
+            known.update(_task_batch_dims(task, other))
+    data, model = _axis(mesh, "data"), _axis(mesh, "model")
+    data_axes, model_axes = (frozenset(() if axis is None else (axis,)) for axis in (data, model))
+
+    def restrict(eqn: jc.JaxprEqn, every: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        dims = known.get(id(eqn))
+        if dims is None:
+            return every
+        if isinstance(dims, str):
+            return (
+                every if zero else _allowed(every, lambda s: all(data not in used_axes(each) for each in _layouts(s)))
+            )
+        # Without examples it is a sum of gradients or a parameter that is no longer, or not yet, whole.
+        divided = not any(dims) and zero >= 2
+        own_data_axes = frozenset[int]() if divided else data_axes
+        kept = _allowed(every, lambda s: _separates_axes(s, dims, own_data_axes, model_axes))
+        kept = _preferred(kept, lambda s: _splits_examples(s, dims, data))
+        weights = [number for number, each in enumerate(dims) if not each]
+        if eqn.primitive.name not in _PRODUCTS or len(weights) in (0, len(dims)):
+            return kept
+        return _preferred(kept, lambda s: any(model in used_axes(_layouts(s)[number]) for number in weights))
+
+    def constraint_key(eqn: jc.JaxprEqn) -> Hashable:
+        return known.get(id(eqn))
+
+    return Constraints(
+        restrict=restrict, constraint_key=constraint_key, keep_split=data_axes if zero == 3 else frozenset[int]()
+    )
+
+
+def _splits_examples(strategy: Strategy, dims: BatchDims, data: int | None) -> bool:
+    """Whether every replica works on examples of its own."""
+    return all(data in _axes_of(layout, batch) for layout, batch in zip(_layouts(strategy), dims, strict=True) if batch)
+
+
+def _preferred(every: tuple[Strategy, ...], wanted: Callable[[Strategy], bool]) -> tuple[Strategy, ...]:
+    """The wanted strategies; all if there are none."""
+    return tuple(strategy for strategy in every if wanted(strategy)) or every
+
+
+def _separates_axes(strategy: Strategy, batch_dims: BatchDims, data: Collection[int], model: Collection[int]) -> bool:
+    """True if the data axes split only dimensions that carry the batch, and the model axes only others."""
+    return not any(
+        axis in (model if dimension in batch else data)
+        for layout, batch in zip(_layouts(strategy), batch_dims, strict=True)
+        for dimension, axes in enumerate(layout.dims)
+        for axis in axes
+    )
+
+
+def _layouts(strategy: Strategy) -> tuple[Layout, ...]:
+    return (*strategy.operands, *strategy.results)
+
+
+def _allowed(every: tuple[Strategy, ...], is_allowed: Callable[[Strategy], bool]) -> tuple[Strategy, ...]:
+    """Return the allowed strategies; the first, which splits nothing, if there are none."""
+    return tuple(strategy for strategy in every if is_allowed(strategy)) or every[:1]
+
+
+def _task_batch_dims(task: GroupTask, other: GroupTask) -> dict[int, BatchDims]:
+    batch_dims = _equation_batch_dims(task.jaxpr, other.jaxpr)
+    if batch_dims is None:
+        raise Unsupported(
+            f"Megatron finds the examples by comparing the step with itself in other microbatches, and {task.name} is "
+            "another program then. Use Auto(), which does without, or another number of microbatches."
+        )
+    return batch_dims
+
+
 def _batch_dims(
     trace: Trace, closed: jc.ClosedJaxpr, method: Zero | TensorParallel | ExpertParallel
-) -> dict[int, Dims]:
+) -> dict[int, BatchDims]:
     """By equation of the model, the dimensions of its operands and results that grow with the batch."""
     kind = type(method).__name__
     if trace.doubled is None:
@@ -161,27 +331,13 @@ def _batch_dims(
             f"size: {trace.not_doubled_because}. Use Auto() instead."
         )
     other = _of_other_examples(trace, method)
-    dims = None if other is None else differing_dims(closed, other)
+    dims = None if other is None else _equation_batch_dims(closed, other)
     if dims is None:
         raise Unsupported(
             f"{kind} compares {trace.name} with itself at twice the batch or in other microbatches, and the two are "
             "different programs. Use Auto() instead."
         )
     return {id(eqn): dims[id(eqn)] for eqn, of_model in _equations(closed) if of_model}
-
-
-def differing_dims(closed: jc.ClosedJaxpr, other: jc.ClosedJaxpr) -> dict[int, Dims] | None:
-    """By equation at any depth, the dimensions that are of another size in `other`; None for another program."""
-    mine, theirs = list(jc.all_equations(closed)), list(jc.all_equations(other))
-    if [eqn.primitive.name for eqn in mine] != [eqn.primitive.name for eqn in theirs]:
-        return None
-    return {
-        id(eqn): tuple(
-            tuple(d for d, (m, n) in enumerate(zip(_shape(v), _shape(w), strict=True)) if m != n)
-            for v, w in zip((*eqn.invars, *eqn.outvars), (*twin.invars, *twin.outvars), strict=True)
-        )
-        for eqn, twin in zip(mine, theirs, strict=True)
-    }
 
 
 def _of_other_examples(trace: Trace, method: Zero | TensorParallel | ExpertParallel) -> jc.ClosedJaxpr | None:
@@ -212,5 +368,23 @@ def _equations(closed: Any, of_model: bool = False) -> Iterator[tuple[jc.JaxprEq
             yield from _equations(body, inside)
 
 
+def _equation_batch_dims(closed: jc.ClosedJaxpr, other: jc.ClosedJaxpr) -> dict[int, BatchDims] | None:
+    """Return by equation, at any depth, the dimensions of another size in `other`; None if it is another program."""
+    mine, theirs = list(jc.all_equations(closed)), list(jc.all_equations(other))
+    if [eqn.primitive.name for eqn in mine] != [eqn.primitive.name for eqn in theirs]:
+        return None
+    return {
+        id(eqn): tuple(
+            _differing_dims(_shape(v), _shape(w))
+            for v, w in zip((*eqn.invars, *eqn.outvars), (*twin.invars, *twin.outvars), strict=True)
+        )
+        for eqn, twin in zip(mine, theirs, strict=True)
+    }
+
+
 def _shape(atom: Any) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
+
+
+def _differing_dims(shape: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    return tuple(d for d, (size, other_size) in enumerate(zip(shape, other, strict=True)) if size != other_size)
