@@ -147,7 +147,7 @@ def _price(trace: Trace, searched: Searched, node: int, state: int, spec: Partit
         optimum = solve(replace(problem, costs=tuple(costs)))
     except Infeasible:
         return None
-    plan = planned(searched.found.choices, optimum.states)
+    plan = planned(searched.found.choices, optimum.assignment)
     block = local_block(jc.open_jaxpr(searched.closed)[0], plan, mesh)
     memory = peak_memory(block, mesh, trace.donated_inputs)
     return Alternative(spec=spec, step_time_s=optimum.value, peak_bytes=memory.peak_bytes)

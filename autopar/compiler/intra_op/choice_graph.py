@@ -28,7 +28,7 @@ from autopar.compiler.sharding.free_values import free_results
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
 from autopar.compiler.sharding.rule import Rule
 from autopar.compiler.sharding.strategies import Strategy, strategies
-from autopar.compiler.solver.problem import Problem
+from autopar.compiler.solver.problem import MRF
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, value_numbers
 from autopar.compiler.spmd.phase import phase_of
 
@@ -118,9 +118,9 @@ class ChoiceTable:
         key, matrix = ((source, target), matrix) if source < target else ((target, source), matrix.T)
         self.edges[key] = self.edges[key] + matrix if key in self.edges else matrix
 
-    def problem(self) -> Problem:
+    def problem(self) -> MRF:
         """The choices as a problem for the solver."""
-        return Problem(costs=tuple(self.costs), edges=dict(self.edges))
+        return MRF(costs=tuple(self.costs), edges=dict(self.edges))
 
 
 def _expanded(

@@ -24,10 +24,11 @@ from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts
 from autopar.compiler.sharding.rule import Rule
 from autopar.compiler.sharding.rule_lookup import sharding_rules
 from autopar.compiler.sharding.strategies import Strategy
-from autopar.compiler.solver.budget import NoneWithin, minimize_within_limits
+from autopar.compiler.solver.constrained import NoneWithin, minimize_within_limits
 from autopar.compiler.solver.feasibility import Measured
-from autopar.compiler.solver.problem import Optimum, States
-from autopar.compiler.solver.solve import cached, problem_fingerprint, solve
+from autopar.compiler.solver.optimum_cache import cached, problem_fingerprint
+from autopar.compiler.solver.problem import Assignment, Optimum
+from autopar.compiler.solver.solve import solve
 from autopar.compiler.spmd.block_plan import BlockPlan
 from autopar.compiler.spmd.local_program import local_block
 from autopar.errors import MemoryTooSmall
@@ -67,7 +68,7 @@ class MemorySearch:
         """What the modelled peak must not exceed."""
         return self.budget_bytes / (1 + self.headroom)
 
-    def measure(self, states: States) -> Measured:
+    def measure(self, states: Assignment) -> Measured:
         """By how many bytes a solution exceeds the budget, and the rows of the moments when it does."""
         limit = self.limit_bytes
         memory = modelled_memory(self.choices, self.table, states, self.donated)
@@ -89,11 +90,11 @@ def solve_within_memory(search: MemorySearch, *, time_limit_s: float) -> Optimum
             search.measure,
             time_limit_s=time_limit_s,
             max_gap=_MAX_GAP,
-            clearly=_ROW_ERROR * limit,
+            hopeless_excess=_ROW_ERROR * limit,
         )
     except NoneWithin as none:
-        least = search.estimate(none.lowered.states)
-        raise MemoryTooSmall(_lesson(search, least, limit + none.lowered.bound)) from None
+        least = search.estimate(none.least.assignment)
+        raise MemoryTooSmall(_lesson(search, least, limit + none.least.bound)) from None
 
 
 def _lesson(search: MemorySearch, least: MemoryEstimate, bound_bytes: float) -> str:
@@ -205,7 +206,7 @@ def plan_intra_op(
     else:
         more = (str(memory_budget), str(memory_headroom), str(sorted(donated)), str(time_limit_s))
         optimum = cached(problem_fingerprint(problem, *more), cache_directory, best)
-    return IntraOpPlan(plan=planned(choices, optimum.states), optimum=optimum, choices=choices, table=table)
+    return IntraOpPlan(plan=planned(choices, optimum.assignment), optimum=optimum, choices=choices, table=table)
 
 
 def _planner(table: ChoiceTable, jaxpr: jc.Jaxpr, constraints: Constraints) -> Planner:

@@ -37,9 +37,10 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, num_shards, used_axes
-from autopar.compiler.solver.presolve import Reduced, reduce_problem
-from autopar.compiler.solver.problem import Optimum, Problem
-from autopar.compiler.solver.solve import MAX_GAP, solve_or_recall
+from autopar.compiler.solver.optimum_cache import solve_or_recall
+from autopar.compiler.solver.presolve import ReducedMRF, reduce_problem
+from autopar.compiler.solver.problem import MRF, Optimum
+from autopar.compiler.solver.solve import MAX_GAP
 from autopar.compiler.spmd.block_plan import BlockPlan
 
 
@@ -112,9 +113,10 @@ class TaskChoices:
 
     def plan_of(self, optimum: Optimum) -> GroupPlan:
         """What a choice means."""
+        options = optimum.assignment
         return GroupPlan(
-            layouts={n: None if c is None else c.layouts[optimum.states[c.node]] for n, c in self.values.items()},
-            tasks={t.name: planned(block, optimum.states) for t, block in zip(self.tasks, self.blocks, strict=True)},
+            layouts={n: None if c is None else c.layouts[options[c.node]] for n, c in self.values.items()},
+            tasks={task.name: planned(block, options) for task, block in zip(self.tasks, self.blocks, strict=True)},
             optimum=optimum,
         )
 
@@ -265,7 +267,7 @@ class PricedChoices:
     names: Collection[str]
 
     @cached_property
-    def _reduced(self) -> Reduced:
+    def _reduced(self) -> ReducedMRF:
         values = self.choices.values
         protected = {choice.node for name in self.names if (choice := values.get(name)) is not None}
         return reduce_problem(self.choices.table.problem(), protected)
@@ -284,17 +286,17 @@ class PricedChoices:
         return self.choices.plan_of(
             replace(
                 found,
-                states=self._reduced.expand(found.states),
+                assignment=self._reduced.expand(found.assignment),
                 value=found.value + self._reduced.constant,
                 lower_bound=found.lower_bound + self._reduced.constant,
             )
         )
 
-    def _priced(self, prices: Mapping[str, float]) -> Problem:
+    def _priced(self, prices: Mapping[str, float]) -> MRF:
         assert prices.keys() <= set(self.names), "a price for a value that was not to have one"
         charges, reduced = self.choices.charges(prices), self._reduced
         costs = tuple(
-            cost + charges[node][states] if node in charges else cost
-            for node, states, cost in zip(reduced.nodes, reduced.states, reduced.core.costs, strict=True)
+            cost + charges[node][options] if node in charges else cost
+            for node, options, cost in zip(reduced.nodes, reduced.options, reduced.core.costs, strict=True)
         )
         return replace(reduced.core, costs=costs)

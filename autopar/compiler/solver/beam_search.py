@@ -1,10 +1,10 @@
-"""Search a choice problem node after node, keeping the best partial choices only; what is dropped bounds the rest.
+"""Search a problem node after node, keeping the best partial assignments only; what is dropped bounds the rest.
 
 Nodes are decided in order. What is still to come depends on the frontier alone, the nodes decided that have undecided
-neighbours; of the partial choices that agree there one of least cost is kept (dynamic programming over a path
-decomposition). Of the frontiers the `width` cheapest are kept (a beam). All costs being at least zero, no choice that
-was dropped costs less than its part did, so that the search ends with a choice and with a bound on all others; wide
-enough, it is exact.
+neighbours; of the partial assignments that agree there one of least cost is kept (dynamic programming over a path
+decomposition). Of the frontiers the `width` cheapest are kept (a beam). All costs being at least zero, no assignment
+that was dropped costs less than its part did, so that the search ends with an assignment and with a bound on all
+others; wide enough, it is exact.
 
 The costs are moved to the earliest nodes first, so that the cost of a part foresees what it leads to.
 """
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.compiler.solver.problem import Floats, Indices, Problem, States
+from autopar.compiler.solver.problem import MRF, Assignment, FloatArray, IndexArray
 
 Shorts = npt.NDArray[np.int16]
 
 MOST_WORK = 400_000_000
-"""Pairs of a partial choice and a state that one search may look at, if nothing else is said."""
+"""Pairs of a partial assignment and an option that one search may look at, if nothing else is said."""
 AT_ONCE = 2_000_000
 """Of these, how many at a time."""
 LARGEST_CODE = 2**62
@@ -32,39 +32,39 @@ STARTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Searched:
-    """The best choice of at most the limit that was met, if any; a bound on all choices that cost at most the limit."""
+class BeamResult:
+    """The best assignment of at most the limit, if any was met; a bound on all that cost at most the limit."""
 
-    states: States | None
+    assignment: Assignment | None
     bound: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """The partial choices that were kept after a node was decided: the one that each extends, and its new state."""
+    """The partial assignments kept after a node was decided: the one that each extends, and its new option."""
 
-    extended: Indices
-    states: Shorts
+    extended: IndexArray
+    options: Shorts
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Early:
     """A problem with its costs moved to the earliest nodes; per node its decided neighbours and their matrices."""
 
-    costs: list[Floats]
-    behind: list[list[tuple[int, Floats]]]
+    costs: list[FloatArray]
+    behind: list[list[tuple[int, FloatArray]]]
     last: list[int]
     """The last neighbour of every node."""
     bound: float
 
 
-def search_frontier(
-    problem: Problem, most: float, width: int, *, most_work: float = MOST_WORK, deadline: float = math.inf
-) -> Searched:
-    """The best choice of cost at most `most` among those whose parts are never out of the `width` best.
+def beam_search(
+    problem: MRF, most: float, width: int, *, most_work: float = MOST_WORK, deadline: float = math.inf
+) -> BeamResult:
+    """Return the best assignment of cost at most `most` among those whose parts are never out of the `width` best.
 
-    No cost may be below zero, and every state must have a partner along every edge. After `most_work`, pairs of a
-    partial choice and a state, or past the `deadline`, a time of the monotonic clock, there is only the bound.
+    No cost may be below zero, and every option must have a partner along every edge. After `most_work`, pairs of a
+    partial assignment and an option, or past the `deadline`, a time of the monotonic clock, there is only the bound.
     """
     early = _moved_early(problem)
     spare, dropped = most - early.bound, np.inf
@@ -74,11 +74,11 @@ def search_frontier(
     for node in range(len(problem.costs)):
         work += values.size * early.costs[node].size * (1 + len(early.behind[node]))
         if work > most_work or time.monotonic() > deadline:
-            return Searched(states=None, bound=early.bound + min(dropped, float(values.min())))
-        extended, states, values = _extensions(early, node, frontier, chosen, values, spare)
+            return BeamResult(assignment=None, bound=early.bound + min(dropped, float(values.min())))
+        extended, options, values = _extensions(early, node, frontier, chosen, values, spare)
         if not values.size:
-            return Searched(states=None, bound=early.bound + min(dropped, spare))
-        decided = np.concatenate([chosen[extended], states[:, None]], axis=1)
+            return BeamResult(assignment=None, bound=early.bound + min(dropped, spare))
+        decided = np.concatenate([chosen[extended], options[:, None]], axis=1)
         frontier.append(node)
         open_ = [place for place, n in enumerate(frontier) if early.last[n] > node]
         best = _best_of_each(decided[:, open_], [problem.costs[frontier[place]].size for place in open_], values)
@@ -86,13 +86,13 @@ def search_frontier(
             cheapest = np.argsort(values[best], kind="stable")
             dropped = min(dropped, float(values[best[cheapest[width]]]))
             best = np.sort(best[cheapest[:width]])
-        steps.append(_Step(extended=extended[best], states=states[best]))
+        steps.append(_Step(extended=extended[best], options=options[best]))
         frontier, chosen, values = [frontier[place] for place in open_], decided[best][:, open_], values[best]
-    return Searched(states=_traced_back(steps), bound=early.bound + min(dropped, float(values[0])))
+    return BeamResult(assignment=_traced_back(steps), bound=early.bound + min(dropped, float(values[0])))
 
 
 def frontier_order(links: list[set[int]], sizes: list[int]) -> list[int]:
-    """An order of nodes of these neighbours and sizes that keeps the frontier small: greedy, from a few starts."""
+    """Return an order of nodes that keeps the frontier small: greedy, from a few starts."""
     weights = [math.log(size) for size in sizes]
     starts = sorted(range(len(sizes)), key=lambda n: (len(links[n]), weights[n], n))[:STARTS]
     tried = [_greedy_order(links, weights, start) for start in starts]
@@ -100,7 +100,7 @@ def frontier_order(links: list[set[int]], sizes: list[int]) -> list[int]:
 
 
 def _greedy_order(links: list[set[int]], weights: list[float], start: int) -> tuple[float, list[int]]:
-    """An order, and the logarithm of how many partial choices it leads to."""
+    """Return an order, and the logarithm of how many partial assignments it leads to."""
     undecided = [len(neighbours) for neighbours in links]
     left = dict.fromkeys(range(len(links)))
     weight, sizes, order = 0.0, list[float](), list[int]()
@@ -126,10 +126,10 @@ def _greedy_order(links: list[set[int]], weights: list[float], start: int) -> tu
     return float(np.logaddexp.reduce(sizes)), order
 
 
-def _moved_early(problem: Problem) -> _Early:
+def _moved_early(problem: MRF) -> _Early:
     """Move to every node what it costs at least to go on from it, then to the edges that lead to it."""
     num_nodes = len(problem.costs)
-    behind: list[dict[int, Floats]] = [{} for _ in range(num_nodes)]
+    behind: list[dict[int, FloatArray]] = [{} for _ in range(num_nodes)]
     last = [-1] * num_nodes
     for (i, j), matrix in problem.edges.items():
         behind[j][i] = matrix
@@ -153,31 +153,31 @@ def _moved_early(problem: Problem) -> _Early:
 
 
 def _extensions(
-    early: _Early, node: int, frontier: list[int], chosen: Shorts, values: Floats, spare: float
-) -> tuple[Indices, Shorts, Floats]:
-    """Every pair of a partial choice and a state of the next node that costs at most `spare`, and its cost."""
+    early: _Early, node: int, frontier: list[int], chosen: Shorts, values: FloatArray, spare: float
+) -> tuple[IndexArray, Shorts, FloatArray]:
+    """Return the pairs of a partial assignment and an option of the next node within `spare`, and their costs."""
     cost = early.costs[node]
-    found = list[tuple[Indices, Shorts, Floats]]()
+    found = list[tuple[IndexArray, Shorts, FloatArray]]()
     step = max(1, AT_ONCE // cost.size)
     for start in range(0, values.size, step):
         part = chosen[start : start + step]
         total = values[start : start + step, None] + cost
         for other, matrix in early.behind[node]:
             total += matrix[part[:, frontier.index(other)]]
-        extended, states = np.nonzero(total <= spare)
-        found.append((extended + start, states.astype(np.int16), total[extended, states]))
-    extended, states, totals = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return extended, states, totals
+        extended, options = np.nonzero(total <= spare)
+        found.append((extended + start, options.astype(np.int16), total[extended, options]))
+    extended, options, totals = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return extended, options, totals
 
 
-def _best_of_each(chosen: Shorts, sizes: list[int], values: Floats) -> Indices:
-    """Of equal rows the place of the first of least value."""
+def _best_of_each(chosen: Shorts, sizes: list[int], values: FloatArray) -> IndexArray:
+    """Return, for each group of equal rows, the place of the first of least value."""
     code, size = np.zeros(values.size, np.int64), 1
-    for column, states in zip(chosen.T, sizes, strict=True):
-        if size * states > LARGEST_CODE:
+    for column, options in zip(chosen.T, sizes, strict=True):
+        if size * options > LARGEST_CODE:
             code = np.unique(code, return_inverse=True)[1].astype(np.int64)
             size = int(code.max()) + 1
-        code, size = code * states + column, size * states
+        code, size = code * options + column, size * options
     order = np.argsort(code, kind="stable")
     ordered, values = code[order], values[order]
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
@@ -186,9 +186,9 @@ def _best_of_each(chosen: Shorts, sizes: list[int], values: Floats) -> Indices:
     return order[least[np.searchsorted(least, starts)]]
 
 
-def _traced_back(steps: list[_Step]) -> States:
-    states, place = list[int](), 0
+def _traced_back(steps: list[_Step]) -> Assignment:
+    assignment, place = list[int](), 0
     for step in reversed(steps):
-        states.append(int(step.states[place]))
+        assignment.append(int(step.options[place]))
         place = int(step.extended[place])
-    return tuple(reversed(states))
+    return tuple(reversed(assignment))

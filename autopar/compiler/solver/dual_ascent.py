@@ -1,12 +1,16 @@
-"""Bound a choice problem from below, and find good choices, by moving costs between nodes and edges.
+"""Bound a problem from below, and find good assignments, by moving costs between nodes and edges.
 
-A reparametrisation adds u(a) to an edge's matrix and takes it from a node's costs, so that every choice costs what it
-did; the sum of all least entries is then a lower bound. Sweeps over the nodes raise it: a node collects from its edges
-all that they cost at least, its least cost goes to the bound, and shares of the rest go to the edges ahead
-(sequential reweighted message passing, Kolmogorov 2015; without the higher orders it is TRW-S).
+A reparametrisation adds u(a) to an edge's matrix and takes it from a node's costs, so that every assignment costs what
+it did. The sum of all least entries is then a lower bound,
 
-Three things come out: the bound, a choice rounded from the costs as moved, and for every state a bound on all choices
-that contain it, so that states (and pairs) too costly for the optimum can go.
+    min_x cost(x)  >=  Σ_i min_a c'_i[a] + Σ_(i,j) min_(a,b) M'_ij[a,b]        → Ascent.bound
+
+Sweeps over the nodes raise it: a node collects from its edges all that they cost at least, its least cost goes to the
+bound, and shares of the rest go to the edges ahead (sequential reweighted message passing, Kolmogorov 2015; without the
+higher orders it is TRW-S).
+
+Three things come out: the bound, an assignment rounded from the costs as moved, and for every option a bound on all
+assignments that contain it, so that options (and pairs) too costly for the optimum can go (`within_gap`).
 """
 
 from __future__ import annotations
@@ -17,17 +21,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.compiler.solver.problem import Floats, Mask, Problem, States, choice_value
+from autopar.compiler.solver.problem import MRF, Assignment, BoolArray, FloatArray, assignment_cost
 
 MAX_SWEEPS = 400
 WINDOW = 8
 """Sweeps over which progress is judged."""
 FEW_PAIRS = 30_000
-LEAST_PROGRESS, LEAST_OF_FEW = 0.05, 0.3
-"""Share of the gap that a window must close for another one; with few pairs, which other methods are done with soon."""
-WORTHWHILE = 0.5
-"""Share of the pairs of states within the gap at which it pays to go on with these alone."""
-ROUND_OFF = 1e-12
+"""Pairs of options with which all other steps are done soon."""
+LEAST_CLOSED, LEAST_CLOSED_OF_FEW = 0.05, 0.3
+"""Share of the gap that a window must close for another one to follow; with few pairs."""
+SHARE_TO_START_AGAIN = 0.5
+"""Share of the pairs of options within the gap below which it pays to go on with these alone."""
+SUM_TOLERANCE = 1e-12
 """Share of the value by which sums of the same numbers may differ."""
 
 
@@ -37,30 +42,30 @@ class Edge:
 
     low: int
     high: int
-    by_low: Floats
-    by_high: Floats
-    at_low: Floats
-    at_high: Floats
-    room_by_low: Floats
-    room_by_high: Floats
+    by_low: FloatArray
+    by_high: FloatArray
+    at_low: FloatArray
+    at_high: FloatArray
+    room_by_low: FloatArray
+    room_by_high: FloatArray
     """Room to add in, which all edges share: new memory for every sum would take longer than the sum."""
 
-    def to_low(self) -> Floats:
-        """What every state of the lower node costs at least along this edge; taken out of the edge."""
+    def to_low(self) -> FloatArray:
+        """Take out of the edge, and return, what every option of the lower node costs at least along it."""
         least = self.at_low
         np.add(self.by_high, self.at_high[:, None], out=self.room_by_high)
         self.at_low = -np.minimum.reduce(self.room_by_high)
         return least - self.at_low
 
-    def to_high(self) -> Floats:
-        """The same of the higher node."""
+    def to_high(self) -> FloatArray:
+        """Take out of the edge, and return, what every option of the higher node costs at least along it."""
         least = self.at_high
         np.add(self.by_low, self.at_low[:, None], out=self.room_by_low)
         self.at_high = -np.minimum.reduce(self.room_by_low)
         return least - self.at_high
 
-    def matrix(self) -> Floats:
-        """The edge's costs as they are now."""
+    def matrix(self) -> FloatArray:
+        """Return the edge's costs as they are now."""
         return self.by_low + self.at_low[:, None] + self.at_high
 
 
@@ -68,25 +73,25 @@ class Edge:
 class Ascent:
     """A reparametrised problem: `costs`, `edges` and `bound` sum to what `problem` costs."""
 
-    problem: Problem
-    costs: list[Floats]
+    problem: MRF
+    costs: list[FloatArray]
     edges: list[Edge]
     ahead: list[list[Edge]]
     behind: list[list[Edge]]
     bound: float
-    least: list[Floats]
-    """Per state: no choice that contains it costs less."""
-    states: States
-    """The best choice so far."""
+    least: list[FloatArray]
+    """Per option: no assignment that contains it costs less."""
+    assignment: Assignment
+    """The best so far; empty if there is none below the upper limit."""
     value: float
     constant: float
     """What belongs to every value but is not part of the problem; rounding errors grow with it."""
     sweeps: int = 0
 
     @classmethod
-    def of(cls, problem: Problem, upper: float = np.inf, constant: float = 0.0) -> Ascent:
-        """Nothing moved yet. Every state must have a partner along every edge."""
-        transposed: dict[int, Floats] = {}
+    def of(cls, problem: MRF, upper: float = np.inf, constant: float = 0.0) -> Ascent:
+        """Begin with nothing moved. Every option must have a partner along every edge."""
+        transposed: dict[int, FloatArray] = {}
         edges = list[Edge]()
         room = np.empty(max((matrix.size for matrix in problem.edges.values()), default=0))
         ahead: list[list[Edge]] = [[] for _ in problem.costs]
@@ -115,7 +120,7 @@ class Ascent:
             behind=behind,
             bound=0.0,
             least=[np.full(cost.size, -np.inf) for cost in problem.costs],
-            states=(),
+            assignment=(),
             value=upper,
             constant=constant,
         )
@@ -130,8 +135,8 @@ class Ascent:
             for edge in self.behind[node]:
                 edge.at_high = edge.at_high + share
 
-    def sweep_forward(self) -> States:
-        """From the first node to the last, choosing for each the best state given those chosen before."""
+    def sweep_forward(self) -> Assignment:
+        """From the first node to the last, choosing for each the best option given those chosen before."""
         chosen = list[int]()
         for node in range(len(self.costs)):
             cost = self.costs[node]
@@ -146,7 +151,7 @@ class Ascent:
                 edge.at_low = edge.at_low + share
         return tuple(chosen)
 
-    def settle(self, node: int, cost: Floats, num_targets: int) -> Floats:
+    def settle(self, node: int, cost: FloatArray, num_targets: int) -> FloatArray:
         """Put the least of a node's collected costs into the bound; of the rest return what each target edge gets."""
         np.maximum(self.least[node], self.bound + cost, out=self.least[node])
         least = float(np.minimum.reduce(cost))
@@ -157,18 +162,18 @@ class Ascent:
         self.costs[node] = cost - num_targets * share
         return share
 
-    def offer(self, states: States) -> None:
-        """Keep a choice if it is the best so far."""
-        value = choice_value(self.problem, states)
+    def offer(self, assignment: Assignment) -> None:
+        """Keep an assignment if it is the best so far."""
+        value = assignment_cost(self.problem, assignment)
         if value < self.value:
-            self.states, self.value = states, value
+            self.assignment, self.value = assignment, value
 
-    def kept(self) -> list[Mask]:
-        """The states that may be part of a choice as good as the best."""
+    def kept(self) -> list[BoolArray]:
+        """Return the options that may be part of an assignment as good as the best."""
         return [least <= self.value + self.round_off for least in self.least]
 
     def share_within_gap(self) -> float:
-        """Share of the pairs whose states are both kept."""
+        """Return the share of the pairs whose options are both kept."""
         kept = [int(np.count_nonzero(mask)) for mask in self.kept()]
         return sum(kept[edge.low] * kept[edge.high] for edge in self.edges) / max(self.num_pairs, 1)
 
@@ -179,17 +184,17 @@ class Ascent:
 
     @property
     def closed(self) -> bool:
-        """Whether the best choice is proven to be the optimum."""
+        """True if the best assignment is proven to be the optimum."""
         return self.value - self.bound <= self.round_off
 
     @property
     def round_off(self) -> float:
-        """By how much sums that should be equal may differ."""
-        return ROUND_OFF * (abs(self.value) + abs(self.constant)) if np.isfinite(self.value) else 0.0
+        """The amount by which sums that should be equal may differ."""
+        return SUM_TOLERANCE * (abs(self.value) + abs(self.constant)) if np.isfinite(self.value) else 0.0
 
 
-def continued(before: Ascent, problem: Problem, upper: float = np.inf) -> Ascent:
-    """The ascent of a problem with the same edges but other costs, from where another one's stands."""
+def continued(before: Ascent, problem: MRF, upper: float = np.inf) -> Ascent:
+    """Return the ascent of a problem with the same edges but other costs, from where another one's stands."""
     ascent = Ascent.of(problem, upper, before.constant)
     for edge, old in zip(ascent.edges, before.edges, strict=True):
         assert (edge.low, edge.high) == (old.low, old.high)
@@ -199,9 +204,9 @@ def continued(before: Ascent, problem: Problem, upper: float = np.inf) -> Ascent
     return ascent
 
 
-def ascend(ascent: Ascent, deadline: float) -> None:
+def ascend(ascent: Ascent, deadline: float, *, local_search: bool = True) -> None:
     """Sweep until the gap closes, or excludes much, or until sweeping does not get on with it."""
-    least_progress = LEAST_PROGRESS if ascent.num_pairs > FEW_PAIRS else LEAST_OF_FEW
+    least_progress = LEAST_CLOSED if ascent.num_pairs > FEW_PAIRS else LEAST_CLOSED_OF_FEW
     ascent.sweep_back()
     window_start = -np.inf
     for sweep in range(MAX_SWEEPS):
@@ -210,22 +215,23 @@ def ascend(ascent: Ascent, deadline: float) -> None:
         ascent.offer(rounded)
         ascent.sweeps += 1
         if sweep % WINDOW == WINDOW - 1:
-            ascent.offer(improved(ascent.problem, rounded))
+            if local_search:
+                ascent.offer(improved(ascent.problem, rounded))
             gap = ascent.value - ascent.bound
-            if ascent.bound - window_start < least_progress * gap or ascent.share_within_gap() < WORTHWHILE:
+            if ascent.bound - window_start < least_progress * gap or ascent.share_within_gap() < SHARE_TO_START_AGAIN:
                 break
             window_start = ascent.bound
         if ascent.closed or time.monotonic() > deadline:
             break
 
 
-def improved(problem: Problem, states: Sequence[int]) -> States:
-    """A choice in which no single node can do better: node after node takes its best state."""
-    links: list[list[tuple[int, Floats]]] = [[] for _ in problem.costs]
+def improved(problem: MRF, assignment: Sequence[int]) -> Assignment:
+    """A assignment in which no single node can do better: node after node takes its best option."""
+    links: list[list[tuple[int, FloatArray]]] = [[] for _ in problem.costs]
     for (i, j), matrix in problem.edges.items():
         links[i].append((j, matrix))
         links[j].append((i, matrix.T))
-    chosen = list(states)
+    chosen = list(assignment)
     for _ in range(10):
         before = list(chosen)
         for node, cost in enumerate(problem.costs):
@@ -238,17 +244,17 @@ def improved(problem: Problem, states: Sequence[int]) -> States:
     return tuple(chosen)
 
 
-def within_gap(ascent: Ascent) -> tuple[Problem, list[Mask]]:
-    """What remains of the problem, as moved, without the states and pairs that cost more than the best choice.
+def within_gap(ascent: Ascent) -> tuple[MRF, list[BoolArray]]:
+    """Return the problem, as moved, without the options and pairs that cost more than the best assignment.
 
     Its optimum is the problem's, less `ascent.bound`.
     """
     kept = ascent.kept()
     spare = ascent.value + ascent.round_off - ascent.bound
-    edges = dict[tuple[int, int], Floats]()
+    edges = dict[tuple[int, int], FloatArray]()
     for edge in ascent.edges:
         i, j = edge.low, edge.high
         matrix = np.maximum(edge.matrix()[kept[i]][:, kept[j]], 0.0)
         total = matrix + ascent.costs[i][kept[i]][:, None] + ascent.costs[j][kept[j]]
         edges[i, j] = np.where(total > spare, np.inf, matrix)
-    return Problem(costs=tuple(cost[keep] for cost, keep in zip(ascent.costs, kept)), edges=edges), kept
+    return MRF(costs=tuple(cost[keep] for cost, keep in zip(ascent.costs, kept)), edges=edges), kept

@@ -1,12 +1,13 @@
-"""A choice problem as a linear program over the local marginal polytope.
+"""Solve an MRF problem as a linear program over the local marginal polytope, or as an integer program, by HiGHS.
 
-    min  Σ c_i[a] s_i[a] + Σ M_ij[a,b] e_ij[a,b]
+    min  Σ c_i[a] s_i[a] + Σ M_ij[a,b] e_ij[a,b]                                              → _as_program
     s.t. Σ_a s_i[a] = 1                                      every node
          Σ_b e_ij[a,b] = s_i[a],  Σ_a e_ij[a,b] = s_j[b]     every edge; forbidden pairs have no variable
-         Σ w_i[a] s_i[a] + Σ W_ij[a,b] e_ij[a,b] <= limit    every row, divided by its limit
+         Σ w_i[a] s_i[a] + Σ W_ij[a,b] e_ij[a,b] <= limit    every row, divided by its limit  → _row_entries
          s, e >= 0, and s whole numbers where asked for
 
-On the graphs of train steps the program without rows nearly always has a solution in whole numbers.
+On the graphs of train steps the program without rows nearly always has a solution in whole numbers. This file is the
+only one that knows the solver.
 """
 
 from __future__ import annotations
@@ -18,42 +19,168 @@ from typing import Any
 import highspy
 import numpy as np
 
-from autopar.compiler.solver.problem import Floats, Indices, Infeasible, Problem, Row, States, row_scale
+from autopar.compiler.solver.problem import MRF, Assignment, FloatArray, IndexArray, Infeasible, Row, row_scale
 from autopar.errors import SolverFailed
 
-# --- Linear and integer programs, solved by HiGHS: the one gate to the solver ---
-# min c·x   s.t.  lower <= A x <= upper,  0 <= x <= at_most,  the first `num_whole` of x in whole numbers
-
+LARGEST_PROGRAM = 400_000
+"""Pairs of options beyond which a program would not end in time."""
+WHOLE = 1 - 1e-6
+"""Value of a variable from which on it counts as 1."""
 LARGEST_COST = 1e4
 """What the largest cost is scaled to: far above the solver's tolerance of 1e-7, far below where doubles end."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
-    """The arrays of a program; the entries of A in any order."""
+class ProgramSolution:
+    """The assignment that a program led to, None if it ran out of time without any, and a bound on all of them."""
 
-    costs: Floats
-    lower: Floats
-    upper: Floats
-    entry_rows: Indices
-    entry_columns: Indices
-    entries: Floats
+    assignment: Assignment | None
+    bound: float
+    whole: bool
+    """True if the assignment is the program's solution, rather than a rounding of it."""
+
+
+def solve_relaxation(problem: MRF, *, time_limit_s: float) -> ProgramSolution:
+    """Solve the linear program: a bound, and the likeliest option of every node."""
+    return _solve(problem, (), time_limit_s=time_limit_s)
+
+
+def solve_in_whole_numbers(
+    problem: MRF,
+    rows: Sequence[Row] = (),
+    *,
+    start: Sequence[int] | None = None,
+    time_limit_s: float,
+    gap: float = 0.0,
+) -> ProgramSolution:
+    """Solve the program in whole numbers, by branch and bound, from a known assignment, up to an (absolute) gap."""
+    return _solve(problem, rows, whole=True, start=start, time_limit_s=time_limit_s, gap=gap)
+
+
+def _solve(
+    problem: MRF,
+    rows: Sequence[Row],
+    *,
+    whole: bool = False,
+    start: Sequence[int] | None = None,
+    time_limit_s: float,
+    gap: float = 0.0,
+) -> ProgramSolution:
+    pairs = _pairs(problem)
+    columns = None if start is None else _columns_of(problem, pairs, start)
+    result = run_program(_as_program(problem, pairs, rows, whole), start=columns, time_limit_s=time_limit_s, gap=gap)
+    if not result.feasible:
+        raise Infeasible([row.name for row in rows])
+    if result.columns is None:
+        return ProgramSolution(assignment=None, bound=result.bound, whole=False)
+    sizes = [cost.size for cost in problem.costs]
+    chances = np.split(result.columns[: sum(sizes)], np.cumsum(sizes)[:-1])
+    return ProgramSolution(
+        assignment=tuple(int(chance.argmax()) for chance in chances),
+        bound=result.bound,
+        whole=all(chance.max() > WHOLE for chance in chances),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pairs:
+    """The allowed pairs of one edge, and the columns that stand for them."""
+
+    low: IndexArray
+    high: IndexArray
+    columns: IndexArray
+
+
+def _pairs(problem: MRF) -> dict[tuple[int, int], _Pairs]:
+    pairs = dict[tuple[int, int], _Pairs]()
+    end = sum(cost.size for cost in problem.costs)
+    for ends, matrix in problem.edges.items():
+        low, high = np.nonzero(np.isfinite(matrix))
+        pairs[ends] = _Pairs(low=low, high=high, columns=end + np.arange(low.size))
+        end += low.size
+    return pairs
+
+
+def _first_columns(problem: MRF) -> IndexArray:
+    """Return the column of every node's first option."""
+    return np.cumsum([0] + [cost.size for cost in problem.costs])
+
+
+def _as_program(problem: MRF, pairs: dict[tuple[int, int], _Pairs], rows: Sequence[Row], whole: bool) -> LinearProgram:
+    first = _first_columns(problem)
+    num_nodes, num_options = len(problem.costs), int(first[-1])
+    entries = [(np.repeat(np.arange(num_nodes), np.diff(first)), np.arange(num_options), np.ones(num_options))]
+    end = num_nodes
+    for (i, j), matrix in problem.edges.items():
+        allowed = pairs[i, j]
+        for node, options, size in ((i, allowed.low, matrix.shape[0]), (j, allowed.high, matrix.shape[1])):
+            entries.append((end + options, allowed.columns, np.ones(options.size)))
+            entries.append((end + np.arange(size), first[node] + np.arange(size), -np.ones(size)))
+            end += size
+    entries += [_row_entries(row, end + number, first, pairs) for number, row in enumerate(rows)]
+    entry_rows, entry_columns, values = (np.concatenate(part) for part in zip(*entries))
+    equal = np.concatenate([np.ones(num_nodes), np.zeros(end - num_nodes)])
+    matrices = [matrix[pairs[ends].low, pairs[ends].high] for ends, matrix in problem.edges.items()]
+    return LinearProgram(
+        costs=np.concatenate([*problem.costs, *matrices]),
+        lower=np.concatenate([equal, np.full(len(rows), -np.inf)]),
+        upper=np.concatenate([equal, [row.limit / row_scale(row) for row in rows]]),
+        entry_rows=entry_rows,
+        entry_columns=entry_columns,
+        entries=values,
+        num_whole=num_options if whole else 0,
+    )
+
+
+def _row_entries(
+    row: Row, number: int, first: IndexArray, pairs: dict[tuple[int, int], _Pairs]
+) -> tuple[IndexArray, IndexArray, FloatArray]:
+    columns = [first[i] + np.arange(weight.size) for i, weight in row.nodes.items()]
+    columns += [pairs[ends].columns for ends in row.edges]
+    weights = [*row.nodes.values(), *(w[pairs[ends].low, pairs[ends].high] for ends, w in row.edges.items())]
+    at = np.concatenate([np.empty(0, np.intp), *columns])
+    return np.full(at.size, number), at, np.concatenate([np.empty(0), *weights]) / row_scale(row)
+
+
+def _columns_of(problem: MRF, pairs: dict[tuple[int, int], _Pairs], assignment: Sequence[int]) -> FloatArray:
+    """Return the values of the columns that mean an assignment."""
+    chosen = _first_columns(problem)[:-1] + np.asarray(assignment)
+    columns = [np.zeros(sum(cost.size for cost in problem.costs))]
+    columns[0][chosen] = 1.0
+    for (i, j), allowed in pairs.items():
+        columns.append(((allowed.low == assignment[i]) & (allowed.high == assignment[j])).astype(float))
+    return np.concatenate(columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearProgram:
+    """min c·x  s.t.  lower <= A x <= upper,  0 <= x <= at_most,  the first `num_whole` of x in whole numbers.
+
+    The entries of A come in any order.
+    """
+
+    costs: FloatArray
+    lower: FloatArray
+    upper: FloatArray
+    entry_rows: IndexArray
+    entry_columns: IndexArray
+    entries: FloatArray
     at_most: float = 1.0
     num_whole: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """`columns` is None when time ran out first, or when `feasible` is false."""
+class ProgramResult:
+    """The values of x and a bound; `columns` is None when time ran out first, or when `feasible` is false."""
 
-    columns: Floats | None
+    columns: FloatArray | None
     bound: float
     feasible: bool = True
 
 
 def run_program(
-    program: Program, *, start: Floats | None = None, time_limit_s: float = np.inf, gap: float = 0.0
-) -> Result:
+    program: LinearProgram, *, start: FloatArray | None = None, time_limit_s: float = np.inf, gap: float = 0.0
+) -> ProgramResult:
     """Solve a program on one thread, so that equal programs have equal results.
 
     Branch and bound ends when the best solution costs at most `gap` more than the bound.
@@ -83,7 +210,7 @@ def run_program(
     status, info = solver.getModelStatus(), solver.getInfo()
     statuses = highspy.HighsModelStatus
     if status == statuses.kInfeasible:
-        return Result(columns=None, bound=np.inf, feasible=False)
+        return ProgramResult(columns=None, bound=np.inf, feasible=False)
     if status not in (statuses.kOptimal, statuses.kTimeLimit):
         raise SolverFailed(
             f"HiGHS stopped with {solver.modelStatusToString(status)!r} on {program.costs.size} variables and "
@@ -92,13 +219,13 @@ def run_program(
         )
     optimal = status == statuses.kOptimal
     bound = info.mip_dual_bound if program.num_whole else info.objective_function_value if optimal else -np.inf
-    known_choice = info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible)
-    if not known_choice or not (program.num_whole or optimal):
-        return Result(columns=None, bound=bound / scale)
-    return Result(columns=np.asarray(solver.getSolution().col_value), bound=bound / scale)
+    has_solution = info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible)
+    if not has_solution or not (program.num_whole or optimal):
+        return ProgramResult(columns=None, bound=bound / scale)
+    return ProgramResult(columns=np.asarray(solver.getSolution().col_value), bound=bound / scale)
 
 
-def _as_model(program: Program, scale: float) -> Any:
+def _as_model(program: LinearProgram, scale: float) -> Any:
     num_columns, num_rows = program.costs.size, program.lower.size
     order = np.lexsort((program.entry_rows, program.entry_columns))
     model: Any = highspy.HighsLp()
@@ -115,128 +242,3 @@ def _as_model(program: Program, scale: float) -> Any:
         others = num_columns - program.num_whole
         model.integrality_ = [kinds.kInteger] * program.num_whole + [kinds.kContinuous] * others
     return model
-
-
-WHOLE = 1 - 1e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Solution:
-    """What the solver found. `states` is None when it ran out of time without any."""
-
-    states: States | None
-    bound: float
-    whole: bool
-    """Whether `states` is what the program's solution says, rather than a rounding of it."""
-
-
-def solve_relaxation(problem: Problem, rows: Sequence[Row] = (), *, time_limit_s: float) -> Solution:
-    """The linear program: a bound, and the likeliest state of every node."""
-    return _solve(problem, rows, time_limit_s=time_limit_s)
-
-
-def solve_in_whole_numbers(
-    problem: Problem,
-    rows: Sequence[Row] = (),
-    *,
-    start: Sequence[int] | None = None,
-    time_limit_s: float,
-    gap: float = 0.0,
-) -> Solution:
-    """The program in whole numbers, by branch and bound, from a known choice, up to an (absolute) gap."""
-    return _solve(problem, rows, whole=True, start=start, time_limit_s=time_limit_s, gap=gap)
-
-
-def _solve(
-    problem: Problem,
-    rows: Sequence[Row],
-    *,
-    whole: bool = False,
-    start: Sequence[int] | None = None,
-    time_limit_s: float,
-    gap: float = 0.0,
-) -> Solution:
-    pairs = _pairs(problem)
-    columns = None if start is None else _columns_of(problem, pairs, start)
-    result = run_program(_as_program(problem, pairs, rows, whole), start=columns, time_limit_s=time_limit_s, gap=gap)
-    if not result.feasible:
-        raise Infeasible([row.name for row in rows])
-    if result.columns is None:
-        return Solution(states=None, bound=result.bound, whole=False)
-    sizes = [cost.size for cost in problem.costs]
-    chances = np.split(result.columns[: sum(sizes)], np.cumsum(sizes)[:-1])
-    return Solution(
-        states=tuple(int(chance.argmax()) for chance in chances),
-        bound=result.bound,
-        whole=all(chance.max() > WHOLE for chance in chances),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pairs:
-    """The allowed pairs of one edge, and the columns that stand for them."""
-
-    low: Indices
-    high: Indices
-    columns: Indices
-
-
-def _pairs(problem: Problem) -> dict[tuple[int, int], _Pairs]:
-    pairs = dict[tuple[int, int], _Pairs]()
-    end = sum(cost.size for cost in problem.costs)
-    for ends, matrix in problem.edges.items():
-        low, high = np.nonzero(np.isfinite(matrix))
-        pairs[ends] = _Pairs(low=low, high=high, columns=end + np.arange(low.size))
-        end += low.size
-    return pairs
-
-
-def _first_columns(problem: Problem) -> Indices:
-    """The column of every node's first state."""
-    return np.cumsum([0] + [cost.size for cost in problem.costs])
-
-
-def _as_program(problem: Problem, pairs: dict[tuple[int, int], _Pairs], rows: Sequence[Row], whole: bool) -> Program:
-    first = _first_columns(problem)
-    num_nodes, num_states = len(problem.costs), int(first[-1])
-    entries = [(np.repeat(np.arange(num_nodes), np.diff(first)), np.arange(num_states), np.ones(num_states))]
-    end = num_nodes
-    for (i, j), matrix in problem.edges.items():
-        allowed = pairs[i, j]
-        for node, states, size in ((i, allowed.low, matrix.shape[0]), (j, allowed.high, matrix.shape[1])):
-            entries.append((end + states, allowed.columns, np.ones(states.size)))
-            entries.append((end + np.arange(size), first[node] + np.arange(size), -np.ones(size)))
-            end += size
-    entries += [_row_entries(row, end + number, first, pairs) for number, row in enumerate(rows)]
-    entry_rows, entry_columns, values = (np.concatenate(part) for part in zip(*entries))
-    equal = np.concatenate([np.ones(num_nodes), np.zeros(end - num_nodes)])
-    matrices = [matrix[pairs[ends].low, pairs[ends].high] for ends, matrix in problem.edges.items()]
-    return Program(
-        costs=np.concatenate([*problem.costs, *matrices]),
-        lower=np.concatenate([equal, np.full(len(rows), -np.inf)]),
-        upper=np.concatenate([equal, [row.limit / row_scale(row) for row in rows]]),
-        entry_rows=entry_rows,
-        entry_columns=entry_columns,
-        entries=values,
-        num_whole=num_states if whole else 0,
-    )
-
-
-def _row_entries(
-    row: Row, number: int, first: Indices, pairs: dict[tuple[int, int], _Pairs]
-) -> tuple[Indices, Indices, Floats]:
-    columns = [first[i] + np.arange(weight.size) for i, weight in row.nodes.items()]
-    columns += [pairs[ends].columns for ends in row.edges]
-    weights = [*row.nodes.values(), *(w[pairs[ends].low, pairs[ends].high] for ends, w in row.edges.items())]
-    at = np.concatenate([np.empty(0, np.intp), *columns])
-    return np.full(at.size, number), at, np.concatenate([np.empty(0), *weights]) / row_scale(row)
-
-
-def _columns_of(problem: Problem, pairs: dict[tuple[int, int], _Pairs], states: Sequence[int]) -> Floats:
-    """The values of the columns that say `states`."""
-    chosen = _first_columns(problem)[:-1] + np.asarray(states)
-    columns = [np.zeros(sum(cost.size for cost in problem.costs))]
-    columns[0][chosen] = 1.0
-    for (i, j), allowed in pairs.items():
-        columns.append(((allowed.low == states[i]) & (allowed.high == states[j])).astype(float))
-    return np.concatenate(columns)

@@ -1,15 +1,17 @@
-"""A choice for every node of a graph: what each state costs, what each pair of neighbours costs, what may be used up.
+"""A pairwise Markov random field, a choice among options for every node of a graph, with limits on what is used up.
 
-    min  Σ_i c_i[x_i] + Σ_(i,j) M_ij[x_i, x_j]                     → Problem(costs, edges)
-    s.t. Σ_i w_i[x_i] + Σ_(i,j) W_ij[x_i, x_j] <= limit            → Row(nodes, edges, limit), any number
+    min  Σ_i c_i[x_i] + Σ_(i,j) M_ij[x_i, x_j]                     → MRF(costs, edges), assignment_cost
+    s.t. Σ_i w_i[x_i] + Σ_(i,j) W_ij[x_i, x_j] <= limit            → Row(nodes, edges, limit), row_weight
 
-The literature calls this a pairwise Markov random field, or a partitioned Boolean quadratic problem.
+An assignment x has one option of every node. The literature also calls the problem without rows a weighted constraint
+satisfaction problem (WCSP), or a partitioned Boolean quadratic problem (PBQP).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -17,19 +19,20 @@ import numpy.typing as npt
 
 from autopar.errors import AutoparError
 
-Floats: TypeAlias = npt.NDArray[np.float64]
-Indices: TypeAlias = npt.NDArray[np.intp]
-Mask: TypeAlias = npt.NDArray[np.bool_]
-States: TypeAlias = tuple[int, ...]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+IndexArray: TypeAlias = npt.NDArray[np.intp]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+Assignment: TypeAlias = tuple[int, ...]
+"""The option of every node."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Costs of the states of every node, and of the pairs of states of every edge. Infinite: forbidden."""
+class MRF:
+    """Costs of the options of every node, and of the pairs of options of every edge. Infinite: forbidden."""
 
-    costs: tuple[Floats, ...]
-    edges: Mapping[tuple[int, int], Floats]
-    """By (i, j), i < j; rows are the states of i."""
+    costs: tuple[FloatArray, ...]
+    edges: Mapping[tuple[int, int], FloatArray]
+    """By (i, j), i < j; the matrix's rows are the options of i."""
 
     def __post_init__(self) -> None:
         """Check the shapes, and that no cost is NaN or -∞."""
@@ -42,19 +45,19 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Weights of states and of pairs of states, whose sum must stay within a limit."""
+    """Weights of options and of pairs of options, whose sum must stay within a limit."""
 
     name: str
-    nodes: Mapping[int, Floats]
-    edges: Mapping[tuple[int, int], Floats]
+    nodes: Mapping[int, FloatArray]
+    edges: Mapping[tuple[int, int], FloatArray]
     limit: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimum:
-    """The best states found, what they cost, and a value that no choice can fall below."""
+    """The best assignment found, its cost, and a lower bound on the cost of every assignment."""
 
-    states: States
+    assignment: Assignment
     value: float
     lower_bound: float
     seconds: float
@@ -63,38 +66,84 @@ class Optimum:
 
     @property
     def gap(self) -> float:
-        """By which share of the bound the value lies above it; 0 for a proven optimum."""
+        """The share of the bound by which the value lies above it; 0 for a proven optimum."""
         if self.value <= self.lower_bound:
             return 0.0
         return self.value / self.lower_bound - 1 if self.lower_bound > 0 else float("inf")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Incumbent:
+    """The result of a solver step: the best assignment, its cost, and a lower bound on the cost of every assignment.
+
+    Without an assignment below the upper limit that the step was given, `value` is that limit.
+    """
+
+    assignment: Assignment | None
+    value: float
+    bound: float
+    how: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolveEffort:
+    """When a step may stop: at a time of the monotonic clock, or at a gap, as a share of value plus `constant`."""
+
+    deadline: float
+    max_gap: float = 0.0
+    constant: float = 0.0
+    without: frozenset[str] = frozenset()
+    """Steps to leave out, to measure what each is worth."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def slack(self, value: float) -> float:
+        """Return how far below `value` a bound may lie for the gap to be at most `max_gap`."""
+        return self.max_gap / (1 + self.max_gap) * abs(value + self.constant) if value < np.inf else 0.0
+
+    def is_enough(self, value: float, bound: float) -> bool:
+        """Return true if an assignment of this cost needs no further proof."""
+        return value - bound <= self.slack(value)
+
+    def after(self, constant: float) -> SolveEffort:
+        """Return the same effort for a problem whose values are less by `constant`."""
+        return replace(self, constant=self.constant + constant)
+
+
 class Infeasible(AutoparError):
-    """No choice satisfies every row; `rows` names those that were asked for."""
+    """No assignment satisfies every row; `rows` names those that were asked for."""
 
     def __init__(self, rows: Sequence[str]) -> None:
-        """Keep the names of the rows; none when the costs alone forbid every choice."""
+        """Keep the names of the rows; none when the costs alone forbid every assignment."""
         self.rows = tuple(rows)
         if self.rows:
-            found, todo = f"No choice of states satisfies {', '.join(self.rows)}", "Raise a limit"
+            found, todo = f"No choice of options satisfies {', '.join(self.rows)}", "Raise a limit"
         else:
-            found, todo = "Every choice of states is forbidden", "Allow more states"
+            found, todo = "Every choice of options is forbidden", "Allow more options"
         super().__init__(f"{found}; at least one must be possible. {todo}.")
 
 
-def choice_value(problem: Problem, states: Sequence[int]) -> float:
-    """What a choice costs."""
-    nodes = sum(float(cost[state]) for cost, state in zip(problem.costs, states, strict=True))
-    return nodes + sum(float(matrix[states[i], states[j]]) for (i, j), matrix in problem.edges.items())
+def assignment_cost(problem: MRF, assignment: Sequence[int]) -> float:
+    """Return the cost of an assignment."""
+    nodes = sum(float(cost[option]) for cost, option in zip(problem.costs, assignment, strict=True))
+    return nodes + sum(float(matrix[assignment[i], assignment[j]]) for (i, j), matrix in problem.edges.items())
 
 
-def row_weight(row: Row, states: Sequence[int]) -> float:
-    """What a choice uses up."""
-    nodes = sum(float(weight[states[i]]) for i, weight in row.nodes.items())
-    return nodes + sum(float(weight[states[i], states[j]]) for (i, j), weight in row.edges.items())
+def row_weight(row: Row, assignment: Sequence[int]) -> float:
+    """Return the sum of a row's weights for an assignment."""
+    nodes = sum(float(weight[assignment[i]]) for i, weight in row.nodes.items())
+    return nodes + sum(float(weight[assignment[i], assignment[j]]) for (i, j), weight in row.edges.items())
 
 
 def row_scale(row: Row) -> float:
-    """What to divide a row by so that its numbers are near 1: the limit; of a limit of zero, the largest weight."""
+    """Return what to divide a row by so that its numbers are near 1: the limit, or for 0 the largest weight."""
     weights = [*row.nodes.values(), *row.edges.values()]
     return abs(row.limit) or max((float(np.abs(weight).max()) for weight in weights), default=1.0) or 1.0
+
+
+def num_pairs(problem: MRF) -> int:
+    """Return how many pairs of options the edges allow: the size of what is left to solve."""
+    return sum(int(np.isfinite(matrix).sum()) for matrix in problem.edges.values())

@@ -1,147 +1,271 @@
-"""Solve a choice problem: exact reductions, bounds, searches; branch and bound on what is left."""
+"""Minimise an MRF problem without rows: presolve, bound, search, then exhaust what is left.
+
+    presolve      reductions that keep the optimum                                    → reduce_problem
+    bound         dual ascent: a bound, an assignment, the options that may be better → ascend, within_gap
+    beam search   among these options, wider and wider                                → beam_search
+    exhaustive    a linear program if it is quick, else some nodes contracted, and
+                  all of this again; at last branch and bound                         → _exhaust
+
+Each step takes a problem and an upper limit on what is of interest, and returns an `Incumbent`: its best assignment,
+and a bound under all that it dropped. A round that leaves few options begins again with these alone.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import tempfile
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from autopar.compiler.solver.constrained import minimize_within_rows
-from autopar.compiler.solver.minimize import Effort, minimize
-from autopar.compiler.solver.problem import Floats, Optimum, Problem, Row, choice_value
+from autopar.compiler.solver.beam_search import MOST_WORK, beam_search
+from autopar.compiler.solver.contraction import contract
+from autopar.compiler.solver.dual_ascent import FEW_PAIRS, Ascent, ascend, within_gap
+from autopar.compiler.solver.linear_program import LARGEST_PROGRAM, solve_in_whole_numbers, solve_relaxation
+from autopar.compiler.solver.presolve import reduce_problem
+from autopar.compiler.solver.problem import (
+    MRF,
+    Assignment,
+    BoolArray,
+    Incumbent,
+    Infeasible,
+    Optimum,
+    SolveEffort,
+    assignment_cost,
+    num_pairs,
+)
 from autopar.errors import SolverFailed
 
-SHARE_WITHOUT_ROWS = 0.25
-"""Share of the time that goes to the optimum without rows, unless that is what is asked for."""
 MAX_GAP = 1e-3
-"""Gap that is small enough where nothing else is said, and for the optimum without rows before that with them."""
+"""Gap that is small enough where nothing else is said."""
+QUICK_PROGRAM = 60_000
+"""Pairs up to which a linear program takes less time than contracting: half a second, and mostly in whole numbers."""
+SHARE_TO_GO_ON = 0.7
+"""Share of the pairs that a round may leave for another one to follow."""
+LIGHTEST, NARROW, WIDE = 30, 1_000, 10_000
+"""Widths of a beam: with many pairs, of every round, and before branch and bound."""
+WIDER = (100_000, 1_000_000, 4_000_000)
+"""Further widths before branch and bound, which rarely ends where a relaxation is in fractions."""
+SHARE_OF_WIDER = 0.5
+"""Of the time that is left, what these may take."""
+PROVEN_TO_WIDEN = 0.5
+"""Share of what is left to prove that a beam search must prove for a wider one to follow."""
+LIGHT_WORK = 30_000_000
+"""Pairs times partial assignments of a search that first finds a good assignment."""
+
+STEPS = (
+    "dominated options",
+    "elimination",
+    "dual ascent",
+    "local search",
+    "pruning",
+    "beam search",
+    "linear program",
+    "contraction",
+)
+"""Steps that may be left out, to measure what each is worth."""
+
+Step = Callable[[MRF, SolveEffort, float], Incumbent]
+"""Looks for an assignment of value at most the last argument. Raises `Infeasible` when none is possible."""
 
 
 def solve(
-    problem: Problem,
-    *,
-    violated_rows: Callable[[Sequence[int]], Sequence[Row]] | None = None,
-    time_limit_s: float = 60,
-    max_gap: float = MAX_GAP,
-    starts: Sequence[Sequence[int]] = (),
+    problem: MRF, *, time_limit_s: float = 60, max_gap: float = MAX_GAP, without: Collection[str] = ()
 ) -> Optimum:
-    """The choice of least cost that violates no row.
+    """Return the assignment of least cost; once the gap is at most `max_gap`, what takes long is left out.
 
-    `violated_rows` is shown candidates and returns the rows that they violate, none if there are none; they hold from
-    then on. `starts` are choices known to be good. Branch and bound, which may take long, is left out where the gap is
-    at most `max_gap`, and ends at the time limit; the result has its bound.
-
-    Raises `Infeasible` if no choice is possible, and `SolverFailed` if none was found in time.
+    `without` names steps to leave out. Raises `Infeasible` if no assignment is possible, and `SolverFailed` if none was
+    found in time.
     """
     began = time.monotonic()
-    known = [tuple(int(state) for state in states) for states in starts]
-    # With rows the optimum without them is a bound only, not worth the whole time.
-    share = 1.0 if violated_rows is None else SHARE_WITHOUT_ROWS
-    gap = max_gap if violated_rows is None else min(max_gap, MAX_GAP)
-    without = Effort(deadline=began + share * time_limit_s, max_gap=gap)
-    found = minimize(problem, without)
-    proven = found.states is None or without.is_enough(found.value, found.bound)
-    if not proven and violated_rows is not None and not violated_rows(found.states or ()):
-        # Rows that leave so good a choice are not likely to matter.
-        found = minimize(problem, replace(without, deadline=began + time_limit_s))
-    candidates = [*known] if found.states is None else [found.states, *known]
-    if violated_rows is not None and candidates:
-        effort = Effort(deadline=began + time_limit_s, max_gap=max_gap)
-        within = minimize_within_rows(problem, violated_rows, effort, candidates, found.bound)
-        found = replace(within, how=(*found.how, *within.how))
-        candidates = [] if within.states is None else [within.states]
-    best = min(candidates, key=lambda states: choice_value(problem, states), default=None)
-    if best is None or np.isinf(value := choice_value(problem, best)):
+    effort = SolveEffort(deadline=began + time_limit_s, max_gap=max_gap, without=frozenset(without))
+    return optimum_of(problem, minimize(problem, effort), began, time_limit_s)
+
+
+def optimum_of(problem: MRF, found: Incumbent, began: float, time_limit_s: float) -> Optimum:
+    """Return the result of a search that began at a time of the monotonic clock."""
+    if found.assignment is None or np.isinf(found.value):
         raise SolverFailed(
             f"No choice for the {len(problem.costs)} nodes was found within {time_limit_s} s, nor proof that there is "
-            "none; one is required. Raise the time limit, or allow more states."
+            "none; one is required. Raise the time limit, or allow more options."
         )
     return Optimum(
-        states=best,
-        value=value,
-        lower_bound=min(value, found.bound),
+        assignment=found.assignment,
+        value=found.value,
+        lower_bound=min(found.value, found.bound),
         seconds=time.monotonic() - began,
         how=", ".join(step if times == 1 else f"{times} x {step}" for step, times in Counter(found.how).items()),
     )
 
 
-# --- Keep optima in files, by a fingerprint of the whole problem: planning the same program again costs no solving ---
-
-FORMAT = 3
-"""Changes whenever what is kept, or what an optimum is, changes."""
-
-
-def solve_or_recall(problem: Problem, directory: Path | None, *, time_limit_s: float, max_gap: float) -> Optimum:
-    """The optimum of a problem, kept in a directory if one is given; as `solve`, without rows."""
-
-    def solved() -> Optimum:
-        return solve(problem, time_limit_s=time_limit_s, max_gap=max_gap)
-
-    if directory is None:
-        return solved()
-    return cached(problem_fingerprint(problem, str(time_limit_s), str(max_gap)), directory, solved)
+def minimize(problem: MRF, effort: SolveEffort, upper: float = np.inf) -> Incumbent:
+    """Presolve, bound and search, then exhaust what is left; the best assignment of value at most `upper`."""
+    return _presolved(_bound_and_search, problem, effort, upper)
 
 
-def cached(key: str, directory: Path, make: Callable[[], Optimum]) -> Optimum:
-    """The optimum kept in `directory` under `key`, else the one that `make` returns, which is then kept.
-
-    A file that cannot be read is made again, and a directory that cannot be written to is left alone.
-    """
-    path = directory / f"{key}.json"
-    kept = _read(path)
-    if kept is None:
-        kept = make()
-        _write(path, kept)
-    return kept
-
-
-def problem_fingerprint(problem: Problem, *more: str) -> str:
-    """Equal for equal problems only, and for equal `more`: whatever else the optimum depends on, as text."""
-    digest = hashlib.sha256(f"{FORMAT} {more!r}".encode())
-    arrays: dict[int, bytes] = {}
-
-    def add(label: str, values: Floats) -> None:
-        # Many edges share a matrix: hash each once.
-        if id(values) not in arrays:
-            arrays[id(values)] = hashlib.sha256(np.ascontiguousarray(values, np.float64).tobytes()).digest()
-        digest.update(f"{label} {values.shape}".encode() + arrays[id(values)])
-
-    for number, cost in enumerate(problem.costs):
-        add(f"node {number}", cost)
-    for ends, matrix in sorted(problem.edges.items(), key=lambda item: item[0]):
-        add(f"edge {ends}", matrix)
-    return digest.hexdigest()
+def _presolved(step: Step, problem: MRF, effort: SolveEffort, upper: float) -> Incumbent:
+    """Reduce a problem, take a step on what is left of it, and return its result for the whole problem."""
+    reduced = reduce_problem(problem, without=effort.without)
+    if not reduced.core.costs:
+        assignment = reduced.expand(())
+        value = assignment_cost(problem, assignment)
+        return Incumbent(assignment=assignment, value=value, bound=reduced.constant, how=("reduction",))
+    found = step(reduced.core, effort.after(reduced.constant), upper - reduced.constant)
+    assignment = None if found.assignment is None else reduced.expand(found.assignment)
+    return Incumbent(
+        assignment=assignment,
+        value=upper if assignment is None else assignment_cost(problem, assignment),
+        bound=found.bound + reduced.constant,
+        how=("reduction", *found.how),
+    )
 
 
-def _read(path: Path) -> Optimum | None:
-    try:
-        kept: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return Optimum(
-            states=tuple(int(state) for state in kept["states"]),
-            value=float(kept["value"]),
-            lower_bound=float(kept["lower_bound"]),
-            seconds=float(kept["seconds"]),
-            how=str(kept["how"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _bound_and_search(core: MRF, effort: SolveEffort, upper: float) -> Incumbent:
+    """Bound, prune and search; go on with what is left, with all of this if it is little, else exhaustively."""
+    ascent = Ascent.of(core, upper, effort.constant)
+    if "dual ascent" not in effort.without:
+        ascend(ascent, effort.deadline, local_search="local search" not in effort.without)
+    found = _Round(ascent=ascent, bound=ascent.bound, how=["ascent"])
+    pairs = num_pairs(core)
+    light = min(NARROW, max(LIGHTEST, LIGHT_WORK // max(pairs, 1)))
+    widths = (0,) if "beam search" in effort.without else dict.fromkeys((0, light, NARROW))
+    for width in widths:
+        # Going on with little is cheap: `max_gap` spares the rest only.
+        spared = width and pairs > FEW_PAIRS and found.is_enough(effort)
+        if spared or found.is_closed or effort.left_s <= 0:
+            return found.best()
+        if width:
+            found.search(width, effort)
+        rest, kept = within_gap(ascent)
+        if num_pairs(rest) < SHARE_TO_GO_ON * pairs and "pruning" not in effort.without:
+            found.go_on(minimize, rest, kept, effort)
+            return found.best()
+    if not found.is_enough(effort):
+        found.go_on(partial(_presolved, _exhaust), *within_gap(ascent), effort)
+    return found.best()
 
 
-def _write(path: Path, optimum: Optimum) -> None:
-    """Under another name first: whoever reads meanwhile sees the whole file or none."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(asdict(optimum), file)
-        os.replace(file.name, path)
-    except OSError:
-        return
+@dataclass(kw_only=True)
+class _Round:
+    """An ascent and what was found since: assignments, and a higher bound."""
+
+    ascent: Ascent
+    bound: float
+    how: list[str]
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the best assignment is proven to be the optimum."""
+        return self.ascent.value - self.bound <= self.ascent.round_off
+
+    def is_enough(self, effort: SolveEffort) -> bool:
+        """Return true if the best assignment needs no further proof."""
+        return self.is_closed or effort.is_enough(self.ascent.value, self.bound)
+
+    def search(self, width: int, effort: SolveEffort) -> None:
+        """Search what is within the gap by partial assignments."""
+        ascent = self.ascent
+        rest, kept = within_gap(ascent)
+        most = ascent.value - ascent.bound + ascent.round_off
+        self.how.append("beam search")
+        try:
+            reduced = reduce_problem(rest, without=effort.without)
+        except Infeasible:
+            self.close()
+            return
+        searched = beam_search(reduced.core, most - reduced.constant, width, deadline=effort.deadline)
+        if searched.assignment is not None:
+            self.offer(reduced.expand(searched.assignment), kept)
+        self.raise_bound(ascent.bound + reduced.constant + searched.bound)
+
+    def go_on(self, step: Step, rest: MRF, kept: list[BoolArray], effort: SolveEffort) -> None:
+        """Leave what is within the gap to a step."""
+        try:
+            found = step(rest, effort.after(self.ascent.bound), self.ascent.value - self.ascent.bound)
+        except Infeasible:
+            self.close()
+            return
+        self.how += found.how
+        if found.assignment is not None:
+            self.offer(found.assignment, kept)
+        # What was dropped costs more than the best assignment.
+        self.raise_bound(self.ascent.bound + found.bound)
+
+    def close(self) -> None:
+        """Note that nothing is left within the gap: there is no better assignment, round-off aside, or none at all."""
+        if not self.ascent.assignment:
+            raise Infeasible(())
+        self.bound = self.ascent.value
+
+    def offer(self, assignment: Assignment, kept: list[BoolArray]) -> None:
+        """Keep an assignment, by its options among those kept, if it is the best so far."""
+        self.ascent.offer(tuple(int(np.flatnonzero(keep)[o]) for keep, o in zip(kept, assignment, strict=True)))
+
+    def raise_bound(self, bound: float) -> None:
+        """Note a bound on what is within the gap."""
+        self.bound = min(self.ascent.value, max(self.bound, bound))
+
+    def best(self) -> Incumbent:
+        """Return the result."""
+        ascent = self.ascent
+        bound = min(self.bound, ascent.value)
+        return Incumbent(assignment=ascent.assignment or None, value=ascent.value, bound=bound, how=tuple(self.how))
+
+
+def _exhaust(core: MRF, effort: SolveEffort, upper: float) -> Incumbent:
+    """Solve a linear program if that is quick, else the problem contracted; if that is too large, search widely."""
+    nothing = Incumbent(assignment=None, value=upper, bound=-math.inf)
+    if num_pairs(core) <= QUICK_PROGRAM and effort.left_s > 0 and "linear program" not in effort.without:
+        return _solve_program(core, effort, nothing)
+    contracted = None if "contraction" in effort.without else contract(core)
+    if contracted is not None:
+        found = minimize(contracted.problem, effort, upper)
+        assignment = None if found.assignment is None else contracted.expand(found.assignment)
+        return replace(found, assignment=assignment, how=("contraction", *found.how))
+    found = _improve(nothing, core, WIDE, effort.deadline)
+    if effort.is_enough(found.value, found.bound) or num_pairs(core) > LARGEST_PROGRAM or effort.left_s <= 0:
+        return found
+    return _solve_program(core, effort, found)
+
+
+def _solve_program(problem: MRF, effort: SolveEffort, found: Incumbent) -> Incumbent:
+    """Solve the linear program; if it ends in fractions, search more and more widely, then branch and bound."""
+    relaxed = solve_relaxation(problem, time_limit_s=effort.left_s)
+    found = _better(problem, found, relaxed.assignment, relaxed.bound, "linear program")
+    if relaxed.whole or effort.is_enough(found.value, found.bound) or effort.left_s <= 0:
+        return found
+    found = _search_wider(problem, effort, found)
+    if effort.is_enough(found.value, found.bound) or effort.left_s <= 0:
+        return found
+    gap = effort.slack(found.value)
+    mixed = solve_in_whole_numbers(problem, start=found.assignment, time_limit_s=effort.left_s, gap=gap)
+    return _better(problem, found, mixed.assignment, mixed.bound, "branch and bound")
+
+
+def _search_wider(problem: MRF, effort: SolveEffort, found: Incumbent) -> Incumbent:
+    """Search by more and more partial assignments, until the best is proven, or it looks as if it would not be."""
+    deadline = time.monotonic() + SHARE_OF_WIDER * effort.left_s
+    relaxed = found.bound
+    for width in (WIDE, *WIDER):
+        found = _improve(found, problem, width, deadline, most_work=math.inf)
+        is_promising = found.bound - relaxed >= PROVEN_TO_WIDEN * (found.value - relaxed)
+        if effort.is_enough(found.value, found.bound) or not is_promising or time.monotonic() > deadline:
+            break
+    return found
+
+
+def _improve(found: Incumbent, problem: MRF, width: int, deadline: float, *, most_work: float = MOST_WORK) -> Incumbent:
+    """Improve what was found by a beam search."""
+    searched = beam_search(problem, found.value, width, most_work=most_work, deadline=deadline)
+    return _better(problem, found, searched.assignment, searched.bound, "wide beam search")
+
+
+def _better(problem: MRF, found: Incumbent, assignment: Assignment | None, bound: float, how: str) -> Incumbent:
+    """Return what was found with an assignment, if that is as good, and the higher one of two bounds."""
+    value = found.value
+    if assignment is not None and (cost := assignment_cost(problem, assignment)) <= value:
+        found, value = replace(found, assignment=assignment), cost
+    return replace(found, value=value, bound=min(value, max(found.bound, bound)), how=(*found.how, how))

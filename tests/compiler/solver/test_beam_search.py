@@ -5,13 +5,13 @@ import time
 import numpy as np
 import pytest
 
-from autopar.compiler.solver.beam_search import frontier_order, search_frontier
-from autopar.compiler.solver.problem import Problem, choice_value
-from tests.compiler.solver.random_choices import enumerate_best
+from autopar.compiler.solver.beam_search import beam_search, frontier_order
+from autopar.compiler.solver.problem import MRF, assignment_cost
+from tests.compiler.solver.random_problems import enumerate_best
 
 
-def problem_of(seed: int) -> Problem:
-    """Up to ten nodes, every state with a partner along every edge, no cost below zero."""
+def problem_of(seed: int) -> MRF:
+    """Up to ten nodes, every option with a partner along every edge, no cost below zero."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 5, rng.integers(1, 11))
     edges = {}
@@ -21,16 +21,16 @@ def problem_of(seed: int) -> Problem:
                 matrix = rng.integers(0, 5, (sizes[i], sizes[j])).astype(float)
                 matrix[1:, 1:][rng.random((sizes[i] - 1, sizes[j] - 1)) < 0.2] = np.inf
                 edges[i, j] = matrix
-    return Problem(costs=tuple(rng.random(size) for size in sizes), edges=edges)
+    return MRF(costs=tuple(rng.random(size) for size in sizes), edges=edges)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_wide_search_is_exact(seed):
     problem = problem_of(seed)
     best = enumerate_best(problem)
-    searched = search_frontier(problem, np.inf, 10**6)
-    assert searched.states is not None
-    assert choice_value(problem, searched.states) == pytest.approx(best)
+    searched = beam_search(problem, np.inf, 10**6)
+    assert searched.assignment is not None
+    assert assignment_cost(problem, searched.assignment) == pytest.approx(best)
     assert searched.bound == pytest.approx(best)
 
 
@@ -39,26 +39,26 @@ def test_wide_search_is_exact(seed):
 def test_narrow_search_has_a_bound_that_holds(seed, width):
     problem = problem_of(seed)
     best = enumerate_best(problem)
-    searched = search_frontier(problem, np.inf, width)
+    searched = beam_search(problem, np.inf, width)
     assert searched.bound <= best + 1e-9
-    if searched.states is not None:
-        assert choice_value(problem, searched.states) >= best - 1e-9
+    if searched.assignment is not None:
+        assert assignment_cost(problem, searched.assignment) >= best - 1e-9
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_bound_holds_up_to_the_limit_that_nothing_stays_below(seed):
     problem = problem_of(seed)
     best = enumerate_best(problem)
-    below = search_frontier(problem, 0.9 * best, 10**6)
-    assert below.states is None
+    below = beam_search(problem, 0.9 * best, 10**6)
+    assert below.assignment is None
     assert 0.9 * best - 1e-9 <= below.bound <= best + 1e-9
-    assert search_frontier(problem, best + 1e-9, 10**6).states is not None
+    assert beam_search(problem, best + 1e-9, 10**6).assignment is not None
 
 
 def test_past_its_deadline_a_search_has_a_bound_and_no_choice():
     problem = problem_of(0)
-    searched = search_frontier(problem, np.inf, 10**6, deadline=time.monotonic() - 1)
-    assert searched.states is None
+    searched = beam_search(problem, np.inf, 10**6, deadline=time.monotonic() - 1)
+    assert searched.assignment is None
     assert searched.bound <= enumerate_best(problem) + 1e-9
 
 

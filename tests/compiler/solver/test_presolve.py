@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from autopar.compiler.solver.dual_ascent import Ascent, ascend, continued, within_gap
-from autopar.compiler.solver.linear_program import Program, run_program
-from autopar.compiler.solver.presolve import reduce_problem, reduce_with_rows
-from autopar.compiler.solver.problem import Infeasible, Problem, choice_value, row_weight
+from autopar.compiler.solver.lagrangian import reduce_with_rows
+from autopar.compiler.solver.linear_program import LinearProgram, run_program
+from autopar.compiler.solver.presolve import reduce_problem
+from autopar.compiler.solver.problem import MRF, Infeasible, assignment_cost, row_weight
 from autopar.errors import SolverFailed
-from tests.compiler.solver.random_choices import enumerate_best, small_problem, small_rows, step_problem
+from tests.compiler.solver.random_problems import enumerate_best, small_problem, small_rows, step_problem
 
 seeds = pytest.mark.parametrize("seed", range(60))
 
@@ -31,28 +32,28 @@ def test_core_has_the_optimum_of_the_whole(seed, protected):
     best = enumerate_best(problem)
     assert enumerate_best(reduced.core) + reduced.constant == pytest.approx(best, rel=1e-9)
     assert {node for node in protected if node < len(problem.costs)} <= set(reduced.nodes)
-    for core_states in np.ndindex(*(cost.size for cost in reduced.core.costs)):
-        states = reduced.expand(core_states)
-        value = choice_value(reduced.core, core_states) + reduced.constant
-        assert choice_value(problem, states) == pytest.approx(value, rel=1e-9)
-        assert reduced.core_states(states) == core_states
+    for core_assignment in np.ndindex(*(cost.size for cost in reduced.core.costs)):
+        options = reduced.expand(core_assignment)
+        value = assignment_cost(reduced.core, core_assignment) + reduced.constant
+        assert assignment_cost(problem, options) == pytest.approx(value, rel=1e-9)
+        assert reduced.core_assignment(options) == core_assignment
 
 
 @pytest.mark.parametrize("size", [2, 7, 40])
 def test_trees_and_rings_reduce_to_nothing(size):
     rng = np.random.default_rng(size)
     links = {(i, i + 1) for i in range(size - 1)} | ({(0, size - 1)} if size > 2 else set())
-    problem = Problem(costs=tuple(rng.random((size, 5))), edges={ends: rng.random((5, 5)) for ends in links})
+    problem = MRF(costs=tuple(rng.random((size, 5))), edges={ends: rng.random((5, 5)) for ends in links})
     assert reduce_problem(problem).core.costs == ()
 
 
 def test_states_that_another_one_beats_everywhere_go_unless_protected():
     clique = {(i, j): np.tile([0.0, 0.0, 5.0], (3, 1)) * 0 + np.eye(3) for i in range(4) for j in range(i + 1, 4)}
-    problem = Problem(costs=tuple(np.array([0.0, 0.1 * i, 50.0]) for i in range(4)), edges=clique)
+    problem = MRF(costs=tuple(np.array([0.0, 0.1 * i, 50.0]) for i in range(4)), edges=clique)
     protected = reduce_problem(problem, (0, 1, 2, 3))
-    assert [states.size for states in protected.states] == [3, 3, 3, 3]
+    assert [options.size for options in protected.options] == [3, 3, 3, 3]
     reduced = reduce_problem(problem, (0,))
-    assert all(2 not in states for node, states in zip(reduced.nodes, reduced.states, strict=True) if node != 0)
+    assert all(2 not in options for node, options in zip(reduced.nodes, reduced.options, strict=True) if node != 0)
 
 
 @seeds
@@ -64,14 +65,14 @@ def test_rows_weigh_the_same_after_reductions(seed):
     except Infeasible:
         return
     rng = np.random.default_rng(seed)
-    states = [int(rng.integers(cost.size)) for cost in smaller.reduced.core.costs]
-    whole = smaller.reduced.expand(states)
-    prices = rng.random(len(rows))
+    options = [int(rng.integers(cost.size)) for cost in smaller.reduced.core.costs]
+    whole = smaller.reduced.expand(options)
+    multipliers = rng.random(len(rows))
     for row, small in zip(rows, smaller.rows, strict=True):
-        assert row_weight(small, states) == pytest.approx(row_weight(row, whole))
-    priced = choice_value(smaller.priced(prices), states) + smaller.shift(prices)
+        assert row_weight(small, options) == pytest.approx(row_weight(row, whole))
+    priced = assignment_cost(smaller.with_multipliers(multipliers), options) + smaller.shift(multipliers)
     excess = [(row_weight(row, whole) - row.limit) / row.limit for row in rows]
-    assert priced == pytest.approx(choice_value(problem, whole) + prices @ excess)
+    assert priced == pytest.approx(assignment_cost(problem, whole) + multipliers @ excess)
 
 
 @seeds
@@ -84,11 +85,11 @@ def test_bounds_of_states_and_of_the_whole_hold(seed):
     ascend(ascent, np.inf)
     assert ascent.bound <= best + 1e-9 <= ascent.value + 2e-9
     for node, least in enumerate(ascent.least):
-        for state in range(least.size):
+        for option in range(least.size):
             costs = list(reduced.core.costs)
-            costs[node] = np.where(np.arange(least.size) == state, costs[node], np.inf)
-            with_state = enumerate_best(Problem(costs=tuple(costs), edges=reduced.core.edges))
-            assert least[state] <= with_state + 1e-9
+            costs[node] = np.where(np.arange(least.size) == option, costs[node], np.inf)
+            with_state = enumerate_best(MRF(costs=tuple(costs), edges=reduced.core.edges))
+            assert least[option] <= with_state + 1e-9
     if np.isfinite(ascent.value):
         rest, _ = within_gap(ascent)
         assert enumerate_best(rest) + ascent.bound == pytest.approx(best, abs=1e-9)
@@ -104,7 +105,7 @@ def test_ascent_continues_where_another_stands():
 
 
 def test_program_without_an_optimum_is_an_error_that_says_what_the_solver_said():
-    program = Program(
+    program = LinearProgram(
         costs=np.array([-1.0]),
         lower=np.zeros(1),
         upper=np.array([np.inf]),

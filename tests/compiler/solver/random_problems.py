@@ -4,11 +4,11 @@ import itertools
 
 import numpy as np
 
-from autopar.compiler.solver.problem import Problem, Row, choice_value, row_weight
+from autopar.compiler.solver.problem import MRF, Row, assignment_cost, row_weight
 
 
-def small_problem(seed: int) -> Problem:
-    """At most twelve nodes of at most four states, sparse or dense, with ties, zeros, repeats and forbidden pairs."""
+def small_problem(seed: int) -> MRF:
+    """At most twelve nodes of at most four options, sparse or dense, with ties, zeros, repeats and forbidden pairs."""
     rng = np.random.default_rng(seed)
     num_nodes = int(rng.integers(1, 13))
     sizes = rng.integers(1, 4 if num_nodes > 8 else 5, num_nodes)
@@ -25,13 +25,13 @@ def small_problem(seed: int) -> Problem:
 
     density = rng.choice([0.2, 0.5, 1.0])
     pairs = [pair for pair in itertools.combinations(range(num_nodes), 2) if rng.random() < density]
-    return Problem(
+    return MRF(
         costs=tuple(costs(size) for size in sizes),
         edges={(i, j): costs((sizes[i], sizes[j])) for i, j in pairs},
     )
 
 
-def small_rows(problem: Problem, seed: int) -> list[Row]:
+def small_rows(problem: MRF, seed: int) -> list[Row]:
     """One to three rows of weights as large as bytes, some easy, some tight, some impossible."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -45,30 +45,30 @@ def small_rows(problem: Problem, seed: int) -> list[Row]:
     return rows
 
 
-def enumerate_best(problem: Problem, rows: list[Row] | None = None) -> float:
+def enumerate_best(problem: MRF, rows: list[Row] | None = None) -> float:
     """The least cost of any choice, by trying all."""
     best = np.inf
-    for states in itertools.product(*(range(c.size) for c in problem.costs)):
-        value = choice_value(problem, states)
-        if value < best and all(row_weight(row, states) <= row.limit for row in rows or ()):
+    for options in itertools.product(*(range(c.size) for c in problem.costs)):
+        value = assignment_cost(problem, options)
+        if value < best and all(row_weight(row, options) <= row.limit for row in rows or ()):
             best = value
     return best
 
 
 def step_problem(seed: int, *, num_nodes: int = 600, factors: int = 6, axes: int = 2, mesh: tuple[int, ...] = ()):
-    """Like a train step: factors^axes states a node, layers that repeat, and links from forward to backward nodes.
+    """Like a train step: factors^axes options a node, layers that repeat, and links from forward to backward nodes.
 
-    A state gives each mesh axis to one of the node's factors. Node costs are compute and the reduction of the summed
+    An option gives each mesh axis to one of the node's factors. Node costs are compute and the reduction of the summed
     factor; the cost of an edge are the collectives that bring the producer's layout into the consumer's.
     """
     rng = np.random.default_rng(seed)
     mesh = mesh or (2, 4, 2)[:axes]
-    states = np.array(list(itertools.product(range(factors), repeat=axes)))
+    options = np.array(list(itertools.product(range(factors), repeat=axes)))
     period = 24
-    kinds = [node_costs(rng, states, mesh, factors) for _ in range(period)]
+    kinds = [node_costs(rng, options, mesh, factors) for _ in range(period)]
     links = [np.array([*rng.permutation(factors - 1), factors - 1]) for _ in range(6)]
     sizes = 10 ** rng.uniform(-5, -2.5, 8)
-    matrices = [reshard_costs(states, mesh, links[rng.integers(6)], sizes[rng.integers(8)], rng) for _ in range(30)]
+    matrices = [reshard_costs(options, mesh, links[rng.integers(6)], sizes[rng.integers(8)], rng) for _ in range(30)]
     offsets = [int(rng.integers(2, 9)) if rng.random() < 0.25 else 0 for _ in range(period)]
     half = num_nodes // 2
     edges = {}
@@ -79,48 +79,48 @@ def step_problem(seed: int, *, num_nodes: int = 600, factors: int = 6, axes: int
             edges[node - offsets[where], node] = matrices[(where + 7) % 30]
         if node >= half and where % 8 == 0:
             edges.setdefault((num_nodes - 1 - node, node), matrices[(where + 3) % 30])
-    return Problem(costs=tuple(kinds[node % period] for node in range(num_nodes)), edges=edges)
+    return MRF(costs=tuple(kinds[node % period] for node in range(num_nodes)), edges=edges)
 
 
-def node_costs(rng, states, mesh, factors):
+def node_costs(rng, options, mesh, factors):
     work = 10 ** rng.uniform(-6, -2.5)
     summed, size = rng.integers(factors), 10 ** rng.uniform(-6, -3)
     blocked = rng.random(factors - 1) < 0.25
-    cost = np.zeros(len(states))
-    for index, state in enumerate(states):
-        split = np.prod([n for n, f in zip(mesh, state) if f < factors - 1])
-        reduced = np.prod([n for n, f in zip(mesh, state) if f == summed])
+    cost = np.zeros(len(options))
+    for index, option in enumerate(options):
+        split = np.prod([n for n, f in zip(mesh, option) if f < factors - 1])
+        reduced = np.prod([n for n, f in zip(mesh, option) if f == summed])
         cost[index] = work / split + (2 * size * (1 - 1 / reduced) + 1e-5 if reduced > 1 else 0)
-        if any(f < factors - 1 and blocked[f] for f in state):
+        if any(f < factors - 1 and blocked[f] for f in option):
             cost[index] = np.inf
     return cost
 
 
-def reshard_costs(states, mesh, link, size, rng):
+def reshard_costs(options, mesh, link, size, rng):
     """Axis by axis: free where the factors agree or the producer is replicated, else a gather or an all-to-all."""
-    produced = link[states]
-    matrix = np.zeros((len(states), len(states)))
+    produced = link[options]
+    matrix = np.zeros((len(options), len(options)))
     held = np.prod([np.where(produced[:, a] < link.size - 1, n, 1) for a, n in enumerate(mesh)], axis=0)
     for axis, n in enumerate(mesh):
-        source, target = produced[:, axis][:, None], states[:, axis][None, :]
+        source, target = produced[:, axis][:, None], options[:, axis][None, :]
         replicated = link.size - 1
         moved = (source != target) & (source != replicated)
         gather = moved & (target == replicated)
         matrix += np.where(gather, 1e-5 + size * (n - 1) / held[:, None] * 1.0, 0.0)
         matrix += np.where(moved & ~gather, 1e-5 + size * (n - 1) / n / held[:, None], 0.0)
-    matrix[:, rng.random(len(states)) < 0.03] = np.inf
+    matrix[:, rng.random(len(options)) < 0.03] = np.inf
     matrix[np.isinf(matrix).all(1)] = 0.0
     return matrix
 
 
-def memory_row(problem: Problem, seed: int, share: float, states) -> Row:
-    """A row over a third of the nodes that allows `share` of what `states` use."""
+def memory_row(problem: MRF, seed: int, share: float, options) -> Row:
+    """A row over a third of the nodes that allows `share` of what `options` use."""
     rng = np.random.default_rng(seed)
     nodes = {}
     for node, cost in enumerate(problem.costs):
         if rng.random() < 0.33:
             nodes[node] = 10 ** rng.uniform(6, 9) / rng.choice([1, 2, 4, 8], cost.size)
     row = Row(name="peak", nodes=nodes, edges={}, limit=1.0)
-    used = row_weight(row, states)
+    used = row_weight(row, options)
     least = sum(weight[np.isfinite(problem.costs[i])].min() for i, weight in nodes.items())
     return Row(name="peak", nodes=nodes, edges={}, limit=least + share * (used - least))

@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.compiler.solver.problem import Problem
-from autopar.compiler.solver.solve import Optimum, cached, problem_fingerprint, solve
-from tests.compiler.solver.random_choices import small_problem
+from autopar.compiler.solver.optimum_cache import cached, problem_fingerprint
+from autopar.compiler.solver.problem import MRF, Optimum
+from autopar.compiler.solver.solve import solve
+from tests.compiler.solver.random_problems import small_problem
 
-OPTIMUM = Optimum(states=(0, 2), value=0.1 + 0.2, lower_bound=0.3, seconds=1.5, how="reductions")
+OPTIMUM = Optimum(assignment=(0, 2), value=0.1 + 0.2, lower_bound=0.3, seconds=1.5, how="reductions")
 
 
 def never():
@@ -22,7 +23,7 @@ def test_what_was_kept_is_not_made_again(tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["key.json"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"states": [0]}', '{"states": 1, "value": "x"}', "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"assignment": [0]}', '{"assignment": 1}', "\xff"])
 def test_unreadable_file_is_made_again(tmp_path, text):
     (tmp_path / "key.json").write_bytes(text.encode("latin-1"))
     assert cached("key", tmp_path, lambda: OPTIMUM) == OPTIMUM
@@ -41,7 +42,7 @@ def test_optimum_of_a_problem_comes_back_as_it_was(tmp_path):
 
 
 def test_fingerprint_tells_problems_apart():
-    problem = Problem(costs=(np.zeros(2), np.ones(2), np.zeros(2)), edges={(0, 1): np.eye(2)})
+    problem = MRF(costs=(np.zeros(2), np.ones(2), np.zeros(2)), edges={(0, 1): np.eye(2)})
     changed = [
         replace(problem, costs=(np.zeros(2), np.zeros(2), np.ones(2))),
         replace(problem, edges={(0, 2): np.eye(2)}),

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.compiler.solver.budget import NoneWithin, minimize_within_limits
+from autopar.compiler.solver.constrained import NoneWithin, minimize_within_limits
 from autopar.compiler.solver.feasibility import Measured, lower_excess
-from autopar.compiler.solver.minimize import Effort, minimize
-from autopar.compiler.solver.problem import Infeasible, Problem, Row, choice_value, row_weight
-from tests.compiler.solver.random_choices import enumerate_best, memory_row, small_problem, small_rows, step_problem
+from autopar.compiler.solver.problem import MRF, Infeasible, Row, SolveEffort, assignment_cost, row_weight
+from autopar.compiler.solver.solve import minimize
+from tests.compiler.solver.random_problems import enumerate_best, memory_row, small_problem, small_rows, step_problem
 
 MOST_CHOICES = 3_000
 """Of a problem, to be tried all."""
@@ -21,26 +21,26 @@ MOST_CHOICES = 3_000
 def worst_of(rows):
     """Measures what the worst row is exceeded by, and shows that row only, as peaks come up one by one."""
 
-    def measure(states):
-        over = [row_weight(row, states) - row.limit for row in rows]
+    def measure(options):
+        over = [row_weight(row, options) - row.limit for row in rows]
         worst = int(np.argmax(over))
         return Measured(excess=over[worst], rows=[rows[worst]] if over[worst] > 0 else [])
 
     return measure
 
 
-def least_excess(problem: Problem, rows: list[Row]) -> float:
+def least_excess(problem: MRF, rows: list[Row]) -> float:
     """The least that any possible choice exceeds its worst row by, by trying all."""
     every = itertools.product(*(range(cost.size) for cost in problem.costs))
     over = (
-        max(row_weight(row, states) - row.limit for row in rows)
-        for states in every
-        if np.isfinite(choice_value(problem, states))
+        max(row_weight(row, options) - row.limit for row in rows)
+        for options in every
+        if np.isfinite(assignment_cost(problem, options))
     )
     return min(over, default=np.inf)
 
 
-def few(seeds) -> list[tuple[int, Problem, list[Row], float]]:
+def few(seeds) -> list[tuple[int, MRF, list[Row], float]]:
     """Problems of few choices, with rows and the least excess of any choice."""
     made = ((seed, small_problem(seed)) for seed in seeds)
     small = ((seed, problem) for seed, problem in made if math.prod(c.size for c in problem.costs) <= MOST_CHOICES)
@@ -52,8 +52,8 @@ def moved(rows: list[Row], by: float) -> list[Row]:
     return [replace(row, limit=row.limit + by) for row in rows]
 
 
-def within(problem: Problem, rows: list[Row]):
-    return minimize_within_limits(problem, worst_of(rows), time_limit_s=60, max_gap=0, clearly=np.inf)
+def within(problem: MRF, rows: list[Row]):
+    return minimize_within_limits(problem, worst_of(rows), time_limit_s=60, max_gap=0, hopeless_excess=np.inf)
 
 
 @pytest.mark.parametrize("hundred", range(2))
@@ -71,8 +71,24 @@ def test_down_to_the_least_limit_that_any_choice_keeps_the_best_choice_is_found(
         assert optimum.gap < 1e-6, seed
         with pytest.raises(NoneWithin) as none:
             within(problem, moved(rows, least - 1e4))
-        assert none.value.lowered.excess >= 1e4 * (1 - 1e-6), seed
+        assert none.value.least.excess >= 1e4 * (1 - 1e-6), seed
     assert num_possible >= 50
+
+
+@pytest.mark.parametrize("hundred", range(3))
+def test_optimum_within_rows_equals_enumeration(hundred):
+    for seed in range(100 * hundred, 100 * (hundred + 1)):
+        problem = small_problem(seed)
+        rows = small_rows(problem, seed)
+        best = enumerate_best(problem, rows)
+        if np.isinf(best):
+            with pytest.raises(Infeasible):
+                within(problem, rows)
+            continue
+        optimum = within(problem, rows)
+        assert optimum.value == pytest.approx(best, rel=1e-9), seed
+        assert optimum.gap < 1e-6, seed
+        assert all(row_weight(row, optimum.assignment) <= row.limit for row in rows)
 
 
 @pytest.mark.parametrize("hundred", range(2))
@@ -81,11 +97,11 @@ def test_least_excess_lies_between_what_is_found_and_its_bound(hundred):
     for seed, problem, rows, least in few(range(100 * hundred, 100 * (hundred + 1))):
         if np.isinf(least):
             continue
-        start = minimize(problem, Effort(deadline=time.monotonic() + 60)).states
+        start = minimize(problem, SolveEffort(deadline=time.monotonic() + 60)).assignment
         far, by = moved(rows, -1e12), 1e12
-        lowered = lower_excess(problem, worst_of(far), start, deadline=time.monotonic() + 60, clearly=np.inf)
+        lowered = lower_excess(problem, worst_of(far), start, deadline=time.monotonic() + 60, hopeless_excess=np.inf)
         assert lowered.bound - by <= least + 1.0 and least <= lowered.excess - by + 1.0, seed
-        assert lowered.excess == pytest.approx(max(row_weight(r, lowered.states) - r.limit for r in far)), seed
+        assert lowered.excess == pytest.approx(max(row_weight(r, lowered.assignment) - r.limit for r in far)), seed
         excesses.append(lowered.excess)
         num_least += lowered.excess - by <= least + 1.0
     assert num_least >= 0.6 * len(excesses) and len(excesses) >= 50
@@ -93,9 +109,9 @@ def test_least_excess_lies_between_what_is_found_and_its_bound(hundred):
 
 def test_lowering_a_step_ends_near_the_bound():
     problem = step_problem(2, num_nodes=200, factors=4)
-    free = minimize(problem, Effort(deadline=time.monotonic() + 60)).states
+    free = minimize(problem, SolveEffort(deadline=time.monotonic() + 60)).assignment
     rows = [memory_row(problem, seed, 0.0, free) for seed in range(4)]
-    lowered = lower_excess(problem, worst_of(rows), free, deadline=time.monotonic() + 60, clearly=np.inf)
+    lowered = lower_excess(problem, worst_of(rows), free, deadline=time.monotonic() + 60, hopeless_excess=np.inf)
     before = worst_of(rows)(free).excess
     assert lowered.bound <= lowered.excess < before
     assert lowered.excess - lowered.bound < 0.2 * before
@@ -103,27 +119,27 @@ def test_lowering_a_step_ends_near_the_bound():
 
 def test_limits_that_are_clearly_too_low_are_soon_given_up():
     problem = step_problem(2, num_nodes=200, factors=4)
-    free = minimize(problem, Effort(deadline=time.monotonic() + 60)).states
+    free = minimize(problem, SolveEffort(deadline=time.monotonic() + 60)).assignment
     rows = moved([memory_row(problem, seed, 0.0, free) for seed in range(4)], -1e12)
-    lowered = lower_excess(problem, worst_of(rows), free, deadline=time.monotonic() + 60, clearly=1.0)
+    lowered = lower_excess(problem, worst_of(rows), free, deadline=time.monotonic() + 60, hopeless_excess=1.0)
     assert lowered.bound > 1.0 and lowered.rounds <= 6
 
 
 def test_when_time_runs_out_the_choice_within_the_limits_is_returned_with_its_bound():
     problem = step_problem(1, num_nodes=200, factors=4)
-    free = minimize(problem, Effort(deadline=time.monotonic() + 60)).states
+    free = minimize(problem, SolveEffort(deadline=time.monotonic() + 60)).assignment
     rows = [memory_row(problem, 1, 0.4, free)]
-    best = minimize_within_limits(problem, worst_of(rows), time_limit_s=60, max_gap=1e-3, clearly=np.inf)
-    easy = minimize_within_limits(problem, worst_of(rows), time_limit_s=60, max_gap=10.0, clearly=np.inf)
+    best = minimize_within_limits(problem, worst_of(rows), time_limit_s=60, max_gap=1e-3, hopeless_excess=np.inf)
+    easy = minimize_within_limits(problem, worst_of(rows), time_limit_s=60, max_gap=10.0, hopeless_excess=np.inf)
     for found in (best, easy):
         assert found.lower_bound <= best.value <= found.value * (1 + 1e-9)
-        assert row_weight(rows[0], found.states) <= rows[0].limit
+        assert row_weight(rows[0], found.assignment) <= rows[0].limit
 
 
 def test_limits_that_the_fastest_choice_keeps_change_nothing():
     problem = step_problem(1, num_nodes=200)
-    free = minimize(problem, Effort(deadline=time.monotonic() + 60))
+    free = minimize(problem, SolveEffort(deadline=time.monotonic() + 60))
     found = minimize_within_limits(
-        problem, lambda states: Measured(excess=-1.0, rows=()), time_limit_s=60, max_gap=0.5, clearly=np.inf
+        problem, lambda options: Measured(excess=-1.0, rows=()), time_limit_s=60, max_gap=0.5, hopeless_excess=np.inf
     )
     assert found.gap <= 1e-3 and found.value == pytest.approx(free.value, rel=1e-3)
