@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.choice_graph import planned
+from autopar.compiler.intra_op.choice_graph import block_plan_of
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.memory.estimate import peak_memory
@@ -114,7 +114,7 @@ def explain_plan(trace: Trace, plan: Plan, name: str, *, kind: str | Machine) ->
         )
     specs = [to_spec(layout, mesh) for layout in choice.layouts]
     shown = track(list(enumerate(specs)), "pricing layouts", console=Console(stderr=True), transient=True)
-    priced = [_price(trace, searched, choice.node, state, spec) for state, spec in shown]
+    priced = [_price(trace, searched, choice.number, state, spec) for state, spec in shown]
     return Explanation(
         path=key_path(leaf.name),
         shape=tuple(leaf.aval.shape),
@@ -147,7 +147,7 @@ def _price(trace: Trace, searched: Searched, node: int, state: int, spec: Partit
         optimum = solve(replace(problem, costs=tuple(costs)))
     except Infeasible:
         return None
-    plan = planned(searched.found.choices, optimum.assignment)
+    plan = block_plan_of(searched.found.choices, optimum.assignment)
     block = local_block(jc.open_jaxpr(searched.closed)[0], plan, mesh)
     memory = peak_memory(block, mesh, trace.donated_inputs)
     return Alternative(spec=spec, step_time_s=optimum.value, peak_bytes=memory.peak_bytes)

@@ -1,4 +1,4 @@
-"""Turn a program into a graph of choices: a node for whatever can be laid out, an edge for whatever is read.
+"""Turn a program into an MRF problem: a node for whatever can be laid out, an edge for whatever is read.
 
     input          a layout for each leaf; the state that the step returns must come back in it
     equation       a strategy of its rule; what it reads costs the resharding from its producer's layout
@@ -8,6 +8,22 @@
 
 so that ZeRO is the gradient's and the moments' layout, Megatron the strategies of two products, and regathering for
 the backward pass a copy that differs from the stored form.
+
+Node i has one option x_i. With s_i[a] = 1 where x_i = a, the integer program is
+
+    min  Σ_i Σ_a c_i[a] s_i[a]                  seconds of equation i by strategy a,
+                                                times how often it runs                  → BlockBuilder._choose
+         + Σ_(i,j) Σ_ab M_ij[a,b] s_i[a] s_j[b] seconds of resharding a value from its
+                                                producer's layout to its reader's        → NodeTable.add_edge
+    s.t. Σ_a s_i[a] = 1                         one layout or strategy per node          → linear_program._as_program
+         M_ij[a,b] = ∞                          no such resharding                       → reshard_matrix
+         s_i = s_j                              state comes back as it came, a carry as
+                                                it goes in: they share one node          → build_graph, control_flow
+         a among the options of i               the user's constraints, the rules        → Planner.alternatives
+         Σ w_i[a] s_i[a] + Σ W_ij[a,b] s_i[a] s_j[b] <= bytes of a device,
+                                                at every moment of the step              → memory_rows.modelled_memory
+
+The products s_i[a] s_j[b] become variables e_ij[a,b] of the linear program (`linear_program`).
 """
 
 from __future__ import annotations
@@ -32,57 +48,55 @@ from autopar.compiler.solver.problem import MRF
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, value_numbers
 from autopar.compiler.spmd.phase import phase_of
 
-# --- The nodes of the choice graph, and how they hang together with the program ---
-# A node is a choice among states: a strategy of an equation, or the layout of an input, of a loop's carry, of a copy.
-# Whatever has a layout points to a node and says which layout each state of it means (`Choice`). A value that is read
-# costs the resharding from its own layout to the one that its reader wants: an edge between their two nodes.
 
+class LayoutNode(NamedTuple):
+    """A node, and the layout that each of its options means for one value.
 
-class Choice(NamedTuple):
-    """A node, and the layout that each of its states means here."""
+    Whatever has a layout points to a node: a strategy of an equation lays out all of its operands and results.
+    """
 
-    node: int
+    number: int
     layouts: tuple[Layout, ...]
 
 
-class Use(NamedTuple):
+class Reader(NamedTuple):
     """A reader of a value: the layouts that it wants, how often it reads, and in which phase of the step."""
 
-    choice: Choice
+    node: LayoutNode
     weight: float
     phase: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class EquationChoice:
-    """An equation with its node: a strategy for each state, or the bodies that it runs."""
+class EquationNode:
+    """An equation with its node: a strategy for each option, or the bodies that it runs."""
 
-    node: int | None = None
+    number: int | None = None
     strategies: tuple[Strategy, ...] = ()
-    arguments: tuple[Choice | None, ...] = ()
+    arguments: tuple[LayoutNode | None, ...] = ()
     """Of an equation with bodies: the layouts in which its operands come in; None for what is free."""
-    results: tuple[Choice | None, ...] = ()
-    bodies: tuple[BlockChoices, ...] = ()
+    results: tuple[LayoutNode | None, ...] = ()
+    bodies: tuple[BlockGraph, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class BlockChoices:
-    """The choices of one jaxpr: None for equations that every device evaluates alike at no cost."""
+class BlockGraph:
+    """The nodes of one jaxpr: None for equations that every device evaluates alike at no cost."""
 
     jaxpr: jc.Jaxpr
-    arguments: tuple[Choice | None, ...]
-    equations: list[EquationChoice | None]
-    stored: dict[jc.Var, Choice] = field(default_factory=dict[jc.Var, Choice])
+    arguments: tuple[LayoutNode | None, ...]
+    equations: list[EquationNode | None]
+    stored: dict[jc.Var, LayoutNode] = field(default_factory=dict[jc.Var, LayoutNode])
     """The form in which a value with several readers is kept."""
-    copies: dict[jc.Var, dict[str, Choice]] = field(default_factory=dict[jc.Var, dict[str, Choice]])
+    copies: dict[jc.Var, dict[str, LayoutNode]] = field(default_factory=dict[jc.Var, dict[str, LayoutNode]])
     """By phase, the form in which it is read by the several readers of the phase."""
-    results: list[Choice | None] = field(default_factory=list[Choice | None])
-    alike: dict[jc.Var, jc.Var] = field(default_factory=dict[jc.Var, jc.Var])
+    results: list[LayoutNode | None] = field(default_factory=list[LayoutNode | None])
+    equivalent: dict[jc.Var, jc.Var] = field(default_factory=dict[jc.Var, jc.Var])
     """The value that stands for a value of folded layers; `stored` and `copies` go by it."""
 
 
 @dataclass(kw_only=True)
-class ChoiceTable:
+class NodeTable:
     """Nodes and edges while they are collected."""
 
     mesh: LogicalMesh
@@ -94,24 +108,24 @@ class ChoiceTable:
     edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict[tuple[int, int], np.ndarray])
 
     def add_node(self, name: str, costs: np.ndarray | Sequence[float]) -> int:
-        """A new node with the cost of each of its states, in seconds."""
+        """Add a node with the cost of each of its options, in seconds; return its number."""
         self.costs.append(np.asarray(costs, dtype=float))
         self.names.append(name)
         return len(self.costs) - 1
 
-    def add_layouts(self, name: str, layouts: tuple[Layout, ...]) -> Choice:
-        """A new node whose states are layouts, all free of cost."""
-        return Choice(self.add_node(name, np.zeros(len(layouts))), layouts)
+    def add_layouts(self, name: str, layouts: tuple[Layout, ...]) -> LayoutNode:
+        """Add a node whose options are layouts, all free of cost."""
+        return LayoutNode(self.add_node(name, np.zeros(len(layouts))), layouts)
 
-    def add_edge(self, source: Choice, target: Choice, aval: Any, weight: float, phase: str) -> None:
+    def add_edge(self, source: LayoutNode, target: LayoutNode, aval: Any, weight: float, phase: str) -> None:
         """Charge for resharding `aval` from `source` to `target`."""
         figures = self.update_figures if phase == "update" else self.figures
         itemsize = aval.dtype.itemsize
         matrix = _expanded(source.layouts, target.layouts, tuple(aval.shape), itemsize, self.mesh, figures)
-        self.charge(source.node, target.node, matrix * weight)
+        self.charge(source.number, target.number, matrix * weight)
 
     def charge(self, source: int, target: int, matrix: np.ndarray) -> None:
-        """Add the costs of pairs of states; those of one node with itself are on the diagonal."""
+        """Add the costs of pairs of options; those of one node with itself are on the diagonal."""
         if source == target:
             self.costs[source] = self.costs[source] + np.diagonal(matrix)
             return
@@ -119,7 +133,7 @@ class ChoiceTable:
         self.edges[key] = self.edges[key] + matrix if key in self.edges else matrix
 
     def problem(self) -> MRF:
-        """The choices as a problem for the solver."""
+        """Return the nodes and edges as a problem for the solver."""
         return MRF(costs=tuple(self.costs), edges=dict(self.edges))
 
 
@@ -131,7 +145,7 @@ def _expanded(
     mesh: LogicalMesh,
     figures: MeshFigures,
 ) -> np.ndarray:
-    """Resharding times for every pair of states, computed once for each pair of different layouts."""
+    """Return resharding times for every pair of options, computed once for each pair of different layouts."""
     rows, columns = dict.fromkeys(sources), dict.fromkeys(targets)
     small = reshard_matrix(tuple(rows), tuple(columns), shape, itemsize, mesh, figures)
     row_number = {layout: number for number, layout in enumerate(rows)}
@@ -140,36 +154,36 @@ def _expanded(
     return small[index]
 
 
-def chosen(choice: Choice, states: Sequence[int]) -> Layout:
-    """The layout of a choice in a solution."""
-    return choice.layouts[states[choice.node]]
+def chosen_layout(node: LayoutNode, options: Sequence[int]) -> Layout:
+    """Return the layout of a node under an assignment."""
+    return node.layouts[options[node.number]]
 
 
-def planned(block: BlockChoices, states: Sequence[int]) -> BlockPlan:
-    """The plan that a solution means."""
+def block_plan_of(block: BlockGraph, options: Sequence[int]) -> BlockPlan:
+    """Return the plan that an assignment means."""
 
-    def layout(choice: Choice | None) -> Layout | None:
-        return None if choice is None else choice.layouts[states[choice.node]]
+    def layout(node: LayoutNode | None) -> Layout | None:
+        return None if node is None else node.layouts[options[node.number]]
 
-    def equation(choice: EquationChoice) -> EquationPlan:
-        if choice.node is not None:
-            strategy = choice.strategies[states[choice.node]]
+    def equation(node: EquationNode) -> EquationPlan:
+        if node.number is not None:
+            strategy = node.strategies[options[node.number]]
             return EquationPlan(operands=strategy.operands, results=strategy.results, combined=strategy.combined)
         return EquationPlan(
-            operands=tuple(layout(c) for c in choice.arguments),
-            results=tuple(layout(c) for c in choice.results),
-            bodies=tuple(planned(body, states) for body in choice.bodies),
+            operands=tuple(layout(c) for c in node.arguments),
+            results=tuple(layout(c) for c in node.results),
+            bodies=tuple(block_plan_of(body, options) for body in node.bodies),
         )
 
-    # Equations of folded layers share one choice.
+    # Equations of folded layers share one node.
     made = {id(c): equation(c) for c in block.equations if c is not None}
     forms: dict[tuple[int, str], Layout] = {}
     for v, number in value_numbers(block.jaxpr).items():
-        first = block.alike.get(v, v)
+        first = block.equivalent.get(v, v)
         if first in block.stored:
-            forms[number, "stored"] = block.stored[first].layouts[states[block.stored[first].node]]
-        for phase, choice in block.copies.get(first, {}).items():
-            forms[number, phase] = choice.layouts[states[choice.node]]
+            forms[number, "stored"] = block.stored[first].layouts[options[block.stored[first].number]]
+        for phase, node in block.copies.get(first, {}).items():
+            forms[number, phase] = node.layouts[options[node.number]]
     return BlockPlan(
         arguments=tuple(layout(c) for c in block.arguments),
         equations=tuple(None if c is None else made[id(c)] for c in block.equations),
@@ -182,7 +196,7 @@ PHASES = ("forward", "backward", "update", "body")
 
 
 class _Key(NamedTuple):
-    """What makes two reads alike in folded layers: the reader, and its operand's number."""
+    """Identify a read in folded layers: the reader, and its operand's number."""
 
     reader: Any
     operand: int
@@ -190,7 +204,7 @@ class _Key(NamedTuple):
 
 
 class Alternatives(NamedTuple):
-    """The strategies of an equation, and what each state of its node costs and reads and gives."""
+    """The strategies of an equation: the layouts that each reads and gives, and its seconds."""
 
     strategies: tuple[Strategy, ...]
     operands: tuple[tuple[Layout, ...], ...]
@@ -202,14 +216,14 @@ class Alternatives(NamedTuple):
 class Planner:
     """What all blocks of a program share: the table of nodes, the rules, and which strategies may be chosen."""
 
-    table: ChoiceTable
+    table: NodeTable
     rules: Callable[[jc.JaxprEqn], Rule]
     restrict: Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]]
     """Which strategies of an equation may be chosen."""
     constraint_key: Callable[[jc.JaxprEqn], Hashable]
-    """What that depends on, beside what makes equations alike."""
-    enter: Callable[[Block, jc.JaxprEqn, float], EquationChoice]
-    """Makes the choices of loops, branches and remat regions."""
+    """What that depends on, beside what makes equations equal."""
+    enter: Callable[[BlockBuilder, jc.JaxprEqn, float], EquationNode]
+    """Makes the nodes of loops, branches and remat regions."""
     known: dict[Any, Alternatives] = field(default_factory=dict[Any, Alternatives])
     keep_split: frozenset[int] = frozenset()
     """Mesh axes over which what can only come split is stored split: it is gathered anew for every phase."""
@@ -232,55 +246,55 @@ class Planner:
 
 
 @dataclass(kw_only=True, eq=False)
-class Block:
-    """One jaxpr while its choices are collected. Folded equations and values go by their representatives."""
+class BlockBuilder:
+    """One jaxpr while its nodes are collected. Folded equations and values go by their representatives."""
 
     planner: Planner
     jaxpr: jc.Jaxpr
-    arguments: tuple[Choice | None, ...]
+    arguments: tuple[LayoutNode | None, ...]
     weight: float
     nested: bool
     classes: Sequence[int]
     only_phase: str | None = None
     """The phase of its equations, where that is known; otherwise the scopes tell."""
-    sources: dict[jc.Var, Choice] = field(default_factory=dict[jc.Var, Choice])
+    sources: dict[jc.Var, LayoutNode] = field(default_factory=dict[jc.Var, LayoutNode])
     free: set[jc.Var] = field(default_factory=set[jc.Var])
-    alike: dict[jc.Var, jc.Var] = field(default_factory=dict[jc.Var, jc.Var])
-    uses: dict[jc.Var, dict[_Key, Use]] = field(default_factory=dict[jc.Var, dict[_Key, Use]])
+    equivalent: dict[jc.Var, jc.Var] = field(default_factory=dict[jc.Var, jc.Var])
+    uses: dict[jc.Var, dict[_Key, Reader]] = field(default_factory=dict[jc.Var, dict[_Key, Reader]])
     instances: Counter[jc.Var] = field(default_factory=Counter[jc.Var])
-    equations: list[EquationChoice | None] = field(default_factory=list[EquationChoice | None])
+    equations: list[EquationNode | None] = field(default_factory=list[EquationNode | None])
 
     def collect(self) -> None:
         """Make the nodes of all equations, and note who reads what."""
         self.free.update(self.jaxpr.constvars)
-        for v, choice in zip(self.jaxpr.invars, self.arguments, strict=True):
+        for v, node in zip(self.jaxpr.invars, self.arguments, strict=True):
             root = self.first(v)
             self.instances[root] += 1
-            if choice is None:
+            if node is None:
                 self.free.add(v)
             else:
-                self.sources.setdefault(root, choice)
+                self.sources.setdefault(root, node)
         repeats = Counter(self.classes)
         for number, eqn in enumerate(self.jaxpr.eqns):
             self._add(number, eqn, repeats)
 
     def first(self, v: jc.Var) -> jc.Var:
         """The value that stands for one of folded layers."""
-        return self.alike.get(v, v)
+        return self.equivalent.get(v, v)
 
-    def source(self, atom: Any) -> Choice | None:
+    def source(self, atom: Any) -> LayoutNode | None:
         """Where a value comes from; None for what is free."""
         if isinstance(atom, jc.Literal) or atom in self.free:
             return None
         return self.sources[self.first(atom)]
 
-    def read(self, atom: Any, choice: Choice, key: _Key | Any, *, phase: str, weight: float | None = None) -> None:
-        """Note that `choice` reads a value; alike reads of folded layers add up."""
+    def read(self, atom: Any, node: LayoutNode, key: _Key | Any, *, phase: str, weight: float | None = None) -> None:
+        """Note that a node reads a value; equivalent reads of folded layers add up."""
         if isinstance(atom, jc.Literal) or atom in self.free:
             return
         mine = self.uses.setdefault(self.first(atom), {})
         weight = self.weight if weight is None else weight
-        mine[key] = Use(choice, (mine[key].weight if key in mine else 0.0) + weight, phase)
+        mine[key] = Reader(node, (mine[key].weight if key in mine else 0.0) + weight, phase)
 
     def phase(self, eqn: jc.JaxprEqn) -> str:
         """The phase in which an equation reads its operands."""
@@ -295,24 +309,24 @@ class Block:
             self.equations.append(None)
             return
         for v, original in zip(eqn.outvars, self.jaxpr.eqns[first].outvars, strict=True):
-            self.alike[v] = original
+            self.equivalent[v] = original
             self.instances[original] += 1
         if first < number:
-            choice = self.equations[first]
-            assert choice is not None
+            node = self.equations[first]
+            assert node is not None
         elif eqn.primitive.name in NESTED:
-            choice = self.planner.enter(self, eqn, self.weight * repeats[first])
+            node = self.planner.enter(self, eqn, self.weight * repeats[first])
         else:
-            choice = self._choose(eqn, number, self.weight * repeats[first])
-        self.equations.append(choice)
-        for v, result in zip(eqn.outvars, choice.results, strict=True):
+            node = self._choose(eqn, number, self.weight * repeats[first])
+        self.equations.append(node)
+        for v, result in zip(eqn.outvars, node.results, strict=True):
             if result is not None:
-                self.sources.setdefault(self.alike[v], result)
-        for operand, (atom, argument) in enumerate(zip(eqn.invars, choice.arguments, strict=True)):
+                self.sources.setdefault(self.equivalent[v], result)
+        for operand, (atom, argument) in enumerate(zip(eqn.invars, node.arguments, strict=True)):
             if argument is not None:
                 self.read(atom, argument, _Key(first, operand, self.phase(eqn)), phase=self.phase(eqn))
 
-    def _choose(self, eqn: jc.JaxprEqn, number: int, weight: float) -> EquationChoice:
+    def _choose(self, eqn: jc.JaxprEqn, number: int, weight: float) -> EquationNode:
         partial = frozenset(
             operand
             for operand, atom in enumerate(eqn.invars)
@@ -320,27 +334,27 @@ class Block:
         )
         found = self.planner.alternatives(eqn, partial)
         node = self.planner.table.add_node(f"{eqn.primitive.name} {number}", found.seconds * weight)
-        return EquationChoice(
-            node=node,
+        return EquationNode(
+            number=node,
             strategies=found.strategies,
-            arguments=tuple(Choice(node, layouts) for layouts in found.operands),
-            results=tuple(Choice(node, layouts) for layouts in found.results),
+            arguments=tuple(LayoutNode(node, layouts) for layouts in found.operands),
+            results=tuple(LayoutNode(node, layouts) for layouts in found.results),
         )
 
-    def finish(self, results: Sequence[Choice | None]) -> BlockChoices:
+    def finish(self, results: Sequence[LayoutNode | None]) -> BlockGraph:
         """Connect every value with its readers, over stored forms and copies where there are several."""
-        done = BlockChoices(
+        done = BlockGraph(
             jaxpr=self.jaxpr,
             arguments=self.arguments,
             equations=self.equations,
             results=list(results),
-            alike=self.alike,
+            equivalent=self.equivalent,
         )
         for v, by_key in self.uses.items():
             self._connect(v, list(by_key.values()), done)
         return done
 
-    def _connect(self, v: jc.Var, uses: list[Use], done: BlockChoices) -> None:
+    def _connect(self, v: jc.Var, uses: list[Reader], done: BlockGraph) -> None:
         table, source = self.planner.table, self.sources[v]
         weight = self.weight * self.instances[v]
         # Of folded layers each may have a reader of its own: then nothing is there twice to be kept for.
@@ -358,15 +372,15 @@ class Block:
                 table.add_edge(source, origin, v.aval, weight, phase)
                 done.copies.setdefault(v, {})[phase] = origin
             for use in mine:
-                table.add_edge(origin, use.choice, v.aval, use.weight, use.phase)
+                table.add_edge(origin, use.node, v.aval, use.weight, use.phase)
 
-    def _form(self, v: jc.Var, name: str, source: Choice) -> Choice:
+    def _form(self, v: jc.Var, name: str, source: LayoutNode) -> LayoutNode:
         aval: Any = v.aval
         layouts = all_layouts(tuple(aval.shape), self.planner.table.mesh)
         for axis in self.planner.keep_split if name == "stored" else ():
             if all(axis in used_axes(layout) for layout in source.layouts):
                 layouts = tuple(layout for layout in layouts if axis in used_axes(layout))
-        return self.planner.table.add_layouts(f"{name} {v.aval.str_short()} of {source.node}", layouts)
+        return self.planner.table.add_layouts(f"{name} {v.aval.str_short()} of {source.number}", layouts)
 
 
 def build_graph(
@@ -377,52 +391,52 @@ def build_graph(
     results: Sequence[tuple[Layout, ...] | None],
     state_outputs: dict[int, int],
     classes: Sequence[int],
-    alike_inputs: dict[int, int],
-) -> BlockChoices:
+    equivalent_inputs: dict[int, int],
+) -> BlockGraph:
     """The choices of a whole step.
 
     `inputs` are the layouts that each input may have, None for what is small; `results` those of each result that is
-    not state. `classes` names for every equation the first one like it, `alike_inputs` for an input the first.
+    not state. `classes` names for every equation the first one like it, `equivalent_inputs` for an input the first.
     """
     table = planner.table
-    arguments: list[Choice | None] = []
+    arguments: list[LayoutNode | None] = []
     for number, layouts in enumerate(inputs):
-        if (first := alike_inputs.get(number, number)) < number:
+        if (first := equivalent_inputs.get(number, number)) < number:
             arguments.append(arguments[first])
         else:
             arguments.append(None if layouts is None else table.add_layouts(f"input {number}", layouts))
-    alike = {jaxpr.invars[i]: jaxpr.invars[first] for i, first in alike_inputs.items()}
-    block = Block(
+    equivalent = {jaxpr.invars[i]: jaxpr.invars[first] for i, first in equivalent_inputs.items()}
+    block = BlockBuilder(
         planner=planner,
         jaxpr=jaxpr,
         arguments=tuple(arguments),
         weight=1.0,
         nested=False,
         classes=classes,
-        alike=alike,
+        equivalent=equivalent,
     )
     block.collect()
-    ends: list[Choice | None] = []
+    ends: list[LayoutNode | None] = []
     for number, atom in enumerate(jaxpr.outvars):
-        ends.append(_end(block, number, atom, arguments, results[number], state_outputs, alike_inputs))
+        ends.append(_end(block, number, atom, arguments, results[number], state_outputs, equivalent_inputs))
     return block.finish(ends)
 
 
 def _end(
-    block: Block,
+    block: BlockBuilder,
     number: int,
     atom: Any,
-    arguments: Sequence[Choice | None],
+    arguments: Sequence[LayoutNode | None],
     layouts: tuple[Layout, ...] | None,
     state_outputs: dict[int, int],
-    alike_inputs: dict[int, int],
-) -> Choice | None:
+    equivalent_inputs: dict[int, int],
+) -> LayoutNode | None:
     """The layout in which a result leaves: that of the state that it replaces, or one of its own."""
     if isinstance(atom, jc.Literal) or atom in block.free:
         return None
     if number in state_outputs and arguments[state_outputs[number]] is not None:
         end = arguments[state_outputs[number]]
-        key: Any = _Key("state", alike_inputs.get(state_outputs[number], state_outputs[number]), "update")
+        key: Any = _Key("state", equivalent_inputs.get(state_outputs[number], state_outputs[number]), "update")
     else:
         aval: Any = atom.aval
         end = block.planner.table.add_layouts(f"result {number}", layouts or (replicated(aval.ndim),))

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.compiler.intra_op.choice_graph import Block, BlockChoices, Choice, EquationChoice
+from autopar.compiler.intra_op.choice_graph import BlockBuilder, BlockGraph, EquationNode, LayoutNode
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.trip_counts import trip_count
@@ -26,7 +26,7 @@ from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, r
 from autopar.compiler.sharding.rule import shapes_of
 
 
-def enter(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
+def enter(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
     """The choices of an equation with bodies, which stands `weight` times in the step."""
     match eqn.primitive.name:
         case "scan":
@@ -39,7 +39,7 @@ def enter(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
             return _remat(block, eqn, weight)
 
 
-def _scan(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
+def _scan(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
     loop = jp.scan_of(eqn)
     body = jc.open_jaxpr(loop.body)[0]
     is_free = [_is_free(block, atom) for atom in eqn.invars]
@@ -53,12 +53,12 @@ def _scan(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
     inside = _body(block, body, arguments, weight * loop.length)
     carry = arguments[loop.num_consts : first_xs]
     ends = _ends(inside, carry)
-    outside = [choice if number < first_xs else _stacked(choice) for number, choice in enumerate(arguments)]
-    results = [choice if number < loop.num_carry else _stacked(choice) for number, choice in enumerate(ends)]
-    return EquationChoice(arguments=tuple(outside), results=tuple(results), bodies=(inside.finish(ends),))
+    outside = [node if number < first_xs else _stacked(node) for number, node in enumerate(arguments)]
+    results = [node if number < loop.num_carry else _stacked(node) for number, node in enumerate(ends)]
+    return EquationNode(arguments=tuple(outside), results=tuple(results), bodies=(inside.finish(ends),))
 
 
-def _while(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
+def _while(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
     loop = jp.while_of(eqn)
     body, cond = jc.open_jaxpr(loop.body)[0], jc.open_jaxpr(loop.cond)[0]
     is_free = [_is_free(block, atom) for atom in eqn.invars]
@@ -75,17 +75,17 @@ def _while(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
     inside = _body(block, body, [*arguments[loop.cond_consts : first_carry], *carry], weight)
     # Every device counts rounds for itself; when they end is known by data, so that the count is not free after them.
     results = [
-        None if free else choice or _everywhere(block, len(shape))
-        for choice, free, shape in zip(carry, freed, shapes_of(eqn.outvars), strict=True)
+        None if free else node or _everywhere(block, len(shape))
+        for node, free, shape in zip(carry, freed, shapes_of(eqn.outvars), strict=True)
     ]
-    return EquationChoice(
+    return EquationNode(
         arguments=tuple(arguments),
         results=tuple(results),
         bodies=(_finished(asked, [_everywhere(block, 0)]), inside.finish(_ends(inside, carry))),
     )
 
 
-def _cond(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
+def _cond(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
     branches = [jc.open_jaxpr(branch)[0] for branch in jp.branches_of(eqn)]
     index = None if _is_free(block, eqn.invars[0]) else _everywhere(block, 0)
     arguments = [
@@ -98,14 +98,14 @@ def _cond(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
         None if free and index is None else _argument(block, f"cond result {number}", v.aval)
         for number, (v, free) in enumerate(zip(eqn.outvars, known, strict=True))
     ]
-    return EquationChoice(
+    return EquationNode(
         arguments=(index, *arguments),
         results=tuple(results),
         bodies=tuple(_finished(inside, results) for inside in insides),
     )
 
 
-def _remat(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
+def _remat(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
     body = jc.open_jaxpr(next(jc.subjaxprs(eqn)))[0]
     arguments = [
         None if _is_free(block, atom) else _argument(block, f"remat operand {number}", atom.aval)
@@ -113,14 +113,14 @@ def _remat(block: Block, eqn: jc.JaxprEqn, weight: float) -> EquationChoice:
     ]
     inside = _body(block, body, arguments, weight)
     ends = _ends(inside, [])
-    return EquationChoice(arguments=tuple(arguments), results=tuple(ends), bodies=(inside.finish(ends),))
+    return EquationNode(arguments=tuple(arguments), results=tuple(ends), bodies=(inside.finish(ends),))
 
 
 # --- blocks -------------------------------------------------------------------------------------------------
 
 
-def _body(block: Block, jaxpr: jc.Jaxpr, arguments: Sequence[Choice | None], weight: float) -> Block:
-    inside = Block(
+def _body(block: BlockBuilder, jaxpr: jc.Jaxpr, arguments: Sequence[LayoutNode | None], weight: float) -> BlockBuilder:
+    inside = BlockBuilder(
         planner=block.planner,
         jaxpr=jaxpr,
         arguments=tuple(arguments),
@@ -132,9 +132,9 @@ def _body(block: Block, jaxpr: jc.Jaxpr, arguments: Sequence[Choice | None], wei
     return inside
 
 
-def _ends(inside: Block, carry: Sequence[Choice | None]) -> list[Choice | None]:
+def _ends(inside: BlockBuilder, carry: Sequence[LayoutNode | None]) -> list[LayoutNode | None]:
     """The layouts in which a body's results leave: the carry's, then a free choice for each of the others."""
-    ends: list[Choice | None] = []
+    ends: list[LayoutNode | None] = []
     for number, atom in enumerate(inside.jaxpr.outvars):
         if number < len(carry):
             end = carry[number]
@@ -148,21 +148,21 @@ def _ends(inside: Block, carry: Sequence[Choice | None]) -> list[Choice | None]:
     return ends
 
 
-def _finished(inside: Block, results: Sequence[Choice | None]) -> BlockChoices:
+def _finished(inside: BlockBuilder, results: Sequence[LayoutNode | None]) -> BlockGraph:
     for number, (atom, end) in enumerate(zip(inside.jaxpr.outvars, results, strict=True)):
         if end is not None:
             inside.read(atom, end, ("result", number), phase="body")
     return inside.finish(results)
 
 
-def _is_free(block: Block, atom: Any) -> bool:
+def _is_free(block: BlockBuilder, atom: Any) -> bool:
     return isinstance(atom, jc.Literal) or atom in block.free
 
 
 # --- layouts ------------------------------------------------------------------------------------------------
 
 
-def _argument(block: Block, name: str, aval: Any, sums: bool = False) -> Choice:
+def _argument(block: BlockBuilder, name: str, aval: Any, sums: bool = False) -> LayoutNode:
     mesh, shape = block.planner.table.mesh, tuple(aval.shape)
     layouts = (replicated(len(shape)),) if is_small(aval) else all_layouts(shape, mesh)
     if sums and jnp.issubdtype(aval.dtype, jnp.floating):
@@ -177,15 +177,15 @@ def _summed(layout: Layout, mesh: LogicalMesh) -> list[Layout]:
     return [Layout(layout.dims, axes) for axes in sets]
 
 
-def _everywhere(block: Block, rank: int) -> Choice:
+def _everywhere(block: BlockBuilder, rank: int) -> LayoutNode:
     return block.planner.table.add_layouts("known everywhere", (replicated(rank),))
 
 
-def _stacked(choice: Choice | None) -> Choice | None:
+def _stacked(node: LayoutNode | None) -> LayoutNode | None:
     """The same node for a stack of such values along a new first axis, which is not split."""
-    if choice is None:
+    if node is None:
         return None
-    return Choice(choice.node, tuple(Layout(((), *layout.dims), layout.partial) for layout in choice.layouts))
+    return LayoutNode(node.number, tuple(Layout(((), *layout.dims), layout.partial) for layout in node.layouts))
 
 
 def _accumulates(body: jc.Jaxpr, v: jc.Var, number: int, loop: jp.Scan) -> bool:

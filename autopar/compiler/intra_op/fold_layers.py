@@ -39,7 +39,7 @@ class Fold:
     """For each equation the first one like it, and for inputs that are like an earlier one, which."""
 
     classes: list[int]
-    alike_inputs: dict[int, int]
+    equivalent_inputs: dict[int, int]
 
 
 def fold(
@@ -68,13 +68,13 @@ def fold(
     num_inputs = len(jaxpr.invars)
     return Fold(
         classes=[int(node) - num_inputs for node in first[num_inputs : num_inputs + len(jaxpr.eqns)]],
-        alike_inputs={i: int(first[i]) for i in range(num_inputs) if first[i] < i},
+        equivalent_inputs={i: int(first[i]) for i in range(num_inputs) if first[i] < i},
     )
 
 
 def unfolded(closed: jc.ClosedJaxpr) -> Fold:
     """Every equation and every input by itself."""
-    return Fold(classes=list(range(len(jc.open_jaxpr(closed)[0].eqns))), alike_inputs={})
+    return Fold(classes=list(range(len(jc.open_jaxpr(closed)[0].eqns))), equivalent_inputs={})
 
 
 # --- colours ------------------------------------------------------------------------------------------------

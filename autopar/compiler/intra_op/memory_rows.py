@@ -1,6 +1,6 @@
 """Write down the memory program of a solution, with every form in which a value could be read.
 
-    BlockChoices, states  ->  MemoryProgram over forms
+    BlockGraph, states  ->  MemoryProgram over forms
 
 The forms are those of `local_program`. One that has the layout of what it is read from costs nothing in these states;
 it is listed all the same, since in other states it would be a copy.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.compiler.intra_op.choice_graph import BlockChoices, Choice, ChoiceTable, EquationChoice, chosen
+from autopar.compiler.intra_op.choice_graph import BlockGraph, LayoutNode, NodeTable, EquationNode, chosen_layout
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.jaxprs.flops import aval_bytes
@@ -50,7 +50,7 @@ class Form(NamedTuple):
 class Made:
     """What stands behind a form: its choice (None for what every device holds), and what it is brought from."""
 
-    choice: Choice | None
+    choice: LayoutNode | None
     origin: Form | None
 
 
@@ -58,7 +58,7 @@ class Made:
 class Lister:
     """Lists the works of a block; `made` collects the forms of it and of all blocks within."""
 
-    block: BlockChoices
+    block: BlockGraph
     states: Sequence[int]
     mesh: LogicalMesh
     nested: bool = False
@@ -90,7 +90,7 @@ class Lister:
         for v in jaxpr.constvars:
             self._define(v, None)
         for eqn, choice in zip(jaxpr.eqns, self.block.equations, strict=True):
-            self._add(eqn, EquationChoice() if choice is None else choice)
+            self._add(eqn, EquationNode() if choice is None else choice)
         phase = "body" if self.nested else "update"
         return [self._read(a, choice, phase) for a, choice in zip(jaxpr.outvars, self.block.results, strict=True)]
 
@@ -98,8 +98,8 @@ class Lister:
         """The layout of a form in these states."""
         return self._layout(self.made[form].choice, form.variable)
 
-    def _layout(self, choice: Choice | None, atom: Any) -> Layout:
-        return replicated(atom.aval.ndim) if choice is None else chosen(choice, self.states)
+    def _layout(self, choice: LayoutNode | None, atom: Any) -> Layout:
+        return replicated(atom.aval.ndim) if choice is None else chosen_layout(choice, self.states)
 
     def _nbytes(self, form: Form) -> float:
         return aval_bytes(form.variable.aval) / num_shards(self.layout(form), self.mesh)
@@ -108,15 +108,15 @@ class Lister:
         """A value as it is made."""
         return self.names.get(atom, Form(atom, "", self.place))
 
-    def _define(self, v: Any, choice: Choice | None) -> Form | None:
+    def _define(self, v: Any, choice: LayoutNode | None) -> Form | None:
         return None if is_small(v.aval) else self._make(self._form_of(v), choice, None)
 
-    def _make(self, form: Form, choice: Choice | None, origin: Form | None) -> Form:
+    def _make(self, form: Form, choice: LayoutNode | None, origin: Form | None) -> Form:
         self.made[form] = Made(choice=choice, origin=origin)
         self.mine.append(form)
         return form
 
-    def _add(self, eqn: jc.JaxprEqn, choice: EquationChoice) -> None:
+    def _add(self, eqn: jc.JaxprEqn, choice: EquationNode) -> None:
         phase = "body" if self.nested else jc.ad_phase(eqn) or "update"
         arguments = choice.arguments or (None,) * len(eqn.invars)
         found = [self._read(atom, argument, phase) for atom, argument in zip(eqn.invars, arguments, strict=True)]
@@ -125,7 +125,7 @@ class Lister:
         else:
             self._append(eqn, choice, found)
 
-    def _run_in_line(self, eqn: jc.JaxprEqn, body: BlockChoices, found: Sequence[Form | None]) -> None:
+    def _run_in_line(self, eqn: jc.JaxprEqn, body: BlockGraph, found: Sequence[Form | None]) -> None:
         given = zip(body.jaxpr.invars, map(self._called, eqn.invars, found), strict=True)
         region = Lister(
             block=body,
@@ -148,7 +148,7 @@ class Lister:
             return form
         return Form(None, repr(atom.val)) if isinstance(atom, jc.Literal) else self._form_of(atom)
 
-    def _append(self, eqn: jc.JaxprEqn, choice: EquationChoice, found: Sequence[Form | None]) -> None:
+    def _append(self, eqn: jc.JaxprEqn, choice: EquationNode, found: Sequence[Form | None]) -> None:
         made = zip(eqn.outvars, choice.results or (None,) * len(eqn.outvars), strict=True)
         results = tuple(form for v, result in made if (form := self._define(v, result)) is not None)
         reads = tuple(form for form in found if form is not None)
@@ -163,16 +163,16 @@ class Lister:
             work = Work(kind, reads, results, dear=is_dear(eqn), over=writes_over(eqn), workspace=workspace_bytes(eqn))
         self.works.append(work)
 
-    def _body(self, eqn: jc.JaxprEqn, number: int, body: BlockChoices) -> MemoryProgram:
+    def _body(self, eqn: jc.JaxprEqn, number: int, body: BlockGraph) -> MemoryProgram:
         border = border_of_body(eqn, number, len(body.jaxpr.invars), len(body.jaxpr.outvars))
         lister = Lister(block=body, states=self.states, mesh=self.mesh, nested=True, made=self.made)
         return lister.program(border)
 
-    def _read(self, atom: Any, choice: Choice | None, phase: str) -> Form | None:
+    def _read(self, atom: Any, choice: LayoutNode | None, phase: str) -> Form | None:
         """The form in which a reader of this phase finds the value that it wants in the layout of `choice`."""
         if isinstance(atom, jc.Literal) or is_small(atom.aval):
             return None
-        first: Any = self.block.alike.get(atom, atom)
+        first: Any = self.block.equivalent.get(atom, atom)
         form, wanted = self._form_of(atom), self._layout(choice, atom)
         planned = {"stored": self.block.stored.get(first), phase: self.block.copies.get(first, {}).get(phase)}
         for name, kept in planned.items():
@@ -180,7 +180,7 @@ class Lister:
                 form = form if kept is None else self._form(form, Form(atom, name, self.place), kept)
         return form if choice is None else self._form(form, Form(atom, f"{phase} {wanted}", self.place), choice)
 
-    def _form(self, origin: Form, wanted: Form, choice: Choice) -> Form:
+    def _form(self, origin: Form, wanted: Form, choice: LayoutNode) -> Form:
         if wanted in self.made:
             return wanted
         source, target = self.layout(origin), self._layout(choice, wanted.variable)
@@ -235,8 +235,8 @@ class ModelledMemory:
 
 
 def modelled_memory(
-    choices: BlockChoices,
-    table: ChoiceTable,
+    choices: BlockGraph,
+    table: NodeTable,
     states: Sequence[int],
     donated: Collection[int] = (),
 ) -> ModelledMemory:
@@ -264,7 +264,7 @@ class _Terms:
     edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict[tuple[int, int], np.ndarray])
 
     @staticmethod
-    def of_inputs(choices: BlockChoices, mesh: LogicalMesh) -> _Terms:
+    def of_inputs(choices: BlockGraph, mesh: LogicalMesh) -> _Terms:
         """The step's arguments, which are there all the time."""
         terms = _Terms()
         for v, choice in zip(choices.jaxpr.invars, choices.arguments, strict=True):
@@ -281,26 +281,26 @@ class _Terms:
                 mine, theirs = forms[form].choice, None if origin is None else forms[origin].choice
                 if origin is None:
                     terms.add(aval_bytes(form.variable.aval), mine, mesh)
-                elif mine is not None and theirs is not None and mine.node != theirs.node:
+                elif mine is not None and theirs is not None and mine.number != theirs.number:
                     terms.add_copy(aval_bytes(form.variable.aval), theirs, mine, mesh)
             at = at.inside
         return terms
 
-    def add(self, whole_bytes: float, choice: Choice | None, mesh: LogicalMesh) -> None:
+    def add(self, whole_bytes: float, choice: LayoutNode | None, mesh: LogicalMesh) -> None:
         """Add an array in the layout of a choice."""
         if choice is None:
             self.constant += whole_bytes
         else:
             nbytes = _bytes_of(whole_bytes, choice.layouts, mesh)
-            self.nodes[choice.node] = self.nodes[choice.node] + nbytes if choice.node in self.nodes else nbytes
+            self.nodes[choice.number] = self.nodes[choice.number] + nbytes if choice.number in self.nodes else nbytes
 
-    def add_copy(self, whole_bytes: float, source: Choice, target: Choice, mesh: LogicalMesh) -> None:
+    def add_copy(self, whole_bytes: float, source: LayoutNode, target: LayoutNode, mesh: LogicalMesh) -> None:
         """Add a copy in the layout of `target`, if that is not the one of `source`."""
         differ = np.array([[a != b for b in target.layouts] for a in source.layouts])
         matrix = differ * _bytes_of(whole_bytes, target.layouts, mesh)
-        key = (source.node, target.node)
-        if source.node > target.node:
-            key, matrix = (target.node, source.node), matrix.T
+        key = (source.number, target.number)
+        if source.number > target.number:
+            key, matrix = (target.number, source.number), matrix.T
         self.edges[key] = self.edges[key] + matrix if key in self.edges else matrix
 
     def value(self, states: Sequence[int]) -> float:
@@ -346,7 +346,7 @@ def _nearest(form: Form, forms: Mapping[Form, Made], places: Mapping[Any, Any], 
 
 
 def _step(
-    choices: BlockChoices, mesh: LogicalMesh, states: Sequence[int], donated: Collection[int]
+    choices: BlockGraph, mesh: LogicalMesh, states: Sequence[int], donated: Collection[int]
 ) -> tuple[MemoryProgram, Mapping[Form, Made]]:
     lister = Lister(block=choices, states=states, mesh=mesh)
     ends = zip(choices.jaxpr.outvars, choices.results, strict=True)
@@ -360,8 +360,8 @@ def _step(
     return lister.program(border), lister.made
 
 
-def _type(atom: Any, choice: Choice | None, states: Sequence[int]) -> Any:
-    layout = replicated(atom.aval.ndim) if choice is None else chosen(choice, states)
+def _type(atom: Any, choice: LayoutNode | None, states: Sequence[int]) -> Any:
+    layout = replicated(atom.aval.ndim) if choice is None else chosen_layout(choice, states)
     return atom.aval.shape, atom.aval.dtype, layout
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.intra_op.choice_graph import BlockChoices, ChoiceTable, Planner, build_graph, planned
+from autopar.compiler.intra_op.choice_graph import BlockGraph, NodeTable, Planner, build_graph, block_plan_of
 from autopar.compiler.intra_op.control_flow import enter
 from autopar.compiler.intra_op.fold_layers import fold, unfolded
 from autopar.compiler.intra_op.memory_rows import modelled_memory
@@ -52,15 +52,15 @@ _MODEL_ERROR = 0.1
 class MemorySearch:
     """A choice graph whose plans must fit `budget_bytes` on every device."""
 
-    choices: BlockChoices
-    table: ChoiceTable
+    choices: BlockGraph
+    table: NodeTable
     budget_bytes: float
     donated: Collection[int]
     headroom: float = HEADROOM
 
     def estimate(self, states: Sequence[int]) -> MemoryEstimate:
         """The modelled memory of the plan that a solution means."""
-        block = local_block(self.choices.jaxpr, planned(self.choices, states), self.table.mesh)
+        block = local_block(self.choices.jaxpr, block_plan_of(self.choices, states), self.table.mesh)
         return peak_memory(block, self.table.mesh, self.donated)
 
     @property
@@ -130,8 +130,8 @@ class IntraOpPlan:
 
     plan: BlockPlan
     optimum: Optimum
-    choices: BlockChoices
-    table: ChoiceTable
+    choices: BlockGraph
+    table: NodeTable
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,7 +170,7 @@ def plan_intra_op(
     """
     constraints = Constraints() if constraints is None else constraints
     jaxpr, _ = jc.open_jaxpr(closed)
-    table = ChoiceTable(mesh=mesh, figures=figures, update_figures=with_shared_latency(figures))
+    table = NodeTable(mesh=mesh, figures=figures, update_figures=with_shared_latency(figures))
     inputs = [constraints.inputs.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.invars)]
     folded = unfolded(closed)
     if input_names is not None and len(jaxpr.eqns) >= fold_from:
@@ -189,7 +189,7 @@ def plan_intra_op(
         results=[constraints.results.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.outvars)],
         state_outputs=state_outputs,
         classes=folded.classes,
-        alike_inputs=folded.alike_inputs,
+        equivalent_inputs=folded.equivalent_inputs,
     )
     problem = table.problem()
 
@@ -206,10 +206,10 @@ def plan_intra_op(
     else:
         more = (str(memory_budget), str(memory_headroom), str(sorted(donated)), str(time_limit_s))
         optimum = cached(problem_fingerprint(problem, *more), cache_directory, best)
-    return IntraOpPlan(plan=planned(choices, optimum.assignment), optimum=optimum, choices=choices, table=table)
+    return IntraOpPlan(plan=block_plan_of(choices, optimum.assignment), optimum=optimum, choices=choices, table=table)
 
 
-def _planner(table: ChoiceTable, jaxpr: jc.Jaxpr, constraints: Constraints) -> Planner:
+def _planner(table: NodeTable, jaxpr: jc.Jaxpr, constraints: Constraints) -> Planner:
     return Planner(
         table=table,
         rules=rules_of([jaxpr]),

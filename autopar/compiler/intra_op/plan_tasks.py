@@ -23,12 +23,12 @@ import numpy as np
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.choice_graph import (
     Alternatives,
-    Block,
-    BlockChoices,
-    Choice,
-    ChoiceTable,
+    BlockBuilder,
+    BlockGraph,
+    LayoutNode,
+    NodeTable,
     Planner,
-    planned,
+    block_plan_of,
 )
 from autopar.compiler.intra_op.control_flow import enter
 from autopar.compiler.intra_op.fold_layers import Fold, fold, unfolded
@@ -82,14 +82,14 @@ class GroupPlan:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TaskChoices:
+class TaskGraph:
     """The choices of a group, from which plans for several prices of memory are made."""
 
     tasks: Sequence[GroupTask]
-    blocks: Sequence[BlockChoices]
-    values: Mapping[str, Choice | None]
+    blocks: Sequence[BlockGraph]
+    values: Mapping[str, LayoutNode | None]
     types: Mapping[str, Any]
-    table: ChoiceTable
+    table: NodeTable
 
     def best(
         self, prices: Mapping[str, float], *, time_limit_s: float = 60.0, cache_directory: Path | None = None
@@ -105,23 +105,23 @@ class TaskChoices:
         """By node, what its states cost more at prices of memory."""
         found: dict[int, np.ndarray] = {}
         for name, price in sorted(prices.items()):
-            choice = self.values.get(name)
-            if choice is not None:
-                shares = np.array([1 / num_shards(layout, self.table.mesh) for layout in choice.layouts])
-                found[choice.node] = found.get(choice.node, 0.0) + price * aval_bytes(self.types[name]) * shares
+            node = self.values.get(name)
+            if node is not None:
+                shares = np.array([1 / num_shards(layout, self.table.mesh) for layout in node.layouts])
+                found[node.number] = found.get(node.number, 0.0) + price * aval_bytes(self.types[name]) * shares
         return found
 
     def plan_of(self, optimum: Optimum) -> GroupPlan:
-        """What a choice means."""
+        """What a node means."""
         options = optimum.assignment
         return GroupPlan(
-            layouts={n: None if c is None else c.layouts[options[c.node]] for n, c in self.values.items()},
-            tasks={task.name: planned(block, options) for task, block in zip(self.tasks, self.blocks, strict=True)},
+            layouts={n: None if c is None else c.layouts[options[c.number]] for n, c in self.values.items()},
+            tasks={task.name: block_plan_of(block, options) for task, block in zip(self.tasks, self.blocks, strict=True)},
             optimum=optimum,
         )
 
 
-def task_choices(
+def task_graph(
     tasks: Sequence[GroupTask],
     mesh: LogicalMesh,
     figures: MeshFigures,
@@ -129,14 +129,14 @@ def task_choices(
     *,
     fold_from: int = FOLD_FROM,
     known: dict[Any, Alternatives] | None = None,
-) -> TaskChoices:
+) -> TaskGraph:
     """The choices of the tasks of a stage, which are listed in an order in which they may run.
 
     The objective is the time of all of them in one step, each as often as it runs. Programs of at least `fold_from`
     equations together have their repeated layers planned as one. `known` keeps what was listed of equations, for other
     groups on the same mesh.
     """
-    table = ChoiceTable(mesh=mesh, figures=figures, update_figures=with_shared_latency(figures))
+    table = NodeTable(mesh=mesh, figures=figures, update_figures=with_shared_latency(figures))
     group = _Group(table=table, constraints=constraints)
     bodies = [jc.open_jaxpr(task.jaxpr)[0] for task in tasks]
     planner = Planner(
@@ -154,7 +154,7 @@ def task_choices(
     blocks = [
         group.collect(planner, task, body, folded) for task, body, folded in zip(tasks, bodies, folds, strict=True)
     ]
-    return TaskChoices(tasks=tuple(tasks), blocks=blocks, values=group.values, types=group.types, table=table)
+    return TaskGraph(tasks=tuple(tasks), blocks=blocks, values=group.values, types=group.types, table=table)
 
 
 def _folded(task: GroupTask, body: jc.Jaxpr, constraints: GroupConstraints) -> Fold:
@@ -178,9 +178,9 @@ def _folded(task: GroupTask, body: jc.Jaxpr, constraints: GroupConstraints) -> F
 class _Group:
     """The nodes of the values between tasks, while they are collected."""
 
-    table: ChoiceTable
+    table: NodeTable
     constraints: GroupConstraints
-    values: dict[str, Choice | None] = field(default_factory=dict[str, Choice | None])
+    values: dict[str, LayoutNode | None] = field(default_factory=dict[str, LayoutNode | None])
     types: dict[str, Any] = field(default_factory=dict[str, Any])
     roots: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -194,13 +194,13 @@ class _Group:
         """Give one layout to what replaces each other, and to what is alike in repeated layers."""
         pairs: list[tuple[str, str]] = list(self.constraints.alike.items())
         for task, folded in zip(tasks, folds, strict=True):
-            pairs += [(task.inputs[i], task.inputs[first]) for i, first in folded.alike_inputs.items()]
+            pairs += [(task.inputs[i], task.inputs[first]) for i, first in folded.equivalent_inputs.items()]
         for name, other in pairs:
             name, other = self.root(name), self.root(other)
             if name != other:
                 self.roots[name] = other
 
-    def value(self, name: str, aval: Any) -> Choice | None:
+    def value(self, name: str, aval: Any) -> LayoutNode | None:
         """The node of a value, made when it is first met; None for what is free."""
         root = self.root(name)
         self.types[name] = aval
@@ -209,17 +209,17 @@ class _Group:
         self.values[name] = self.values[root]
         return self.values[name]
 
-    def _new(self, name: str, aval: Any) -> Choice:
+    def _new(self, name: str, aval: Any) -> LayoutNode:
         mesh = self.table.mesh
         layouts = self.constraints.allowed.get(name, all_layouts(tuple(aval.shape), mesh))
         if name in self.constraints.sums:
             layouts = (*layouts, *with_partial_sums(layouts, mesh))
         return self.table.add_layouts(f"value {name}", layouts)
 
-    def collect(self, planner: Planner, task: GroupTask, body: jc.Jaxpr, folded: Fold) -> BlockChoices:
+    def collect(self, planner: Planner, task: GroupTask, body: jc.Jaxpr, folded: Fold) -> BlockGraph:
         """The choices of one task."""
-        alike = {body.invars[i]: body.invars[first] for i, first in folded.alike_inputs.items()}
-        block = Block(
+        equivalent = {body.invars[i]: body.invars[first] for i, first in folded.equivalent_inputs.items()}
+        block = BlockBuilder(
             planner=planner,
             jaxpr=body,
             arguments=tuple(self.value(name, v.aval) for name, v in zip(task.inputs, body.invars, strict=True)),
@@ -227,19 +227,19 @@ class _Group:
             nested=False,
             classes=folded.classes,
             only_phase=task.phase,
-            alike=alike,
+            equivalent=equivalent,
         )
         block.collect()
         return block.finish([self._end(block, *end, task) for end in zip(task.outputs, body.outvars, strict=True)])
 
-    def _end(self, block: Block, name: str, atom: Any, task: GroupTask) -> Choice | None:
+    def _end(self, block: BlockBuilder, name: str, atom: Any, task: GroupTask) -> LayoutNode | None:
         root = self.root(name)
         if root not in self.values and (isinstance(atom, jc.Literal) or atom in block.free):
             self.values[root] = None
-        choice = self.value(name, atom.aval)
-        if choice is not None:
-            block.read(atom, choice, ("value", choice.node), phase=task.phase)
-        return choice
+        node = self.value(name, atom.aval)
+        if node is not None:
+            block.read(atom, node, ("value", node.number), phase=task.phase)
+        return node
 
 
 def with_partial_sums(layouts: Iterable[Layout], mesh: LogicalMesh) -> tuple[Layout, ...]:
@@ -253,23 +253,23 @@ def with_partial_sums(layouts: Iterable[Layout], mesh: LogicalMesh) -> tuple[Lay
 
 
 # --- Plan a group of tasks for several prices of memory: what no price touches is reduced once, for all of them ---
-# TaskChoices, names of values that may have a price   ->   a smaller problem, in which these values are still free
+# TaskGraph, names of values that may have a price   ->   a smaller problem, in which these values are still free
 #     that, prices                                         ->   GroupPlan
 #
 # Reductions are exact whatever the costs of nodes that they leave alone (`reduce_problem` calls them protected).
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PricedChoices:
+class PricedTaskGraph:
     """The choices of a group, of whose values those with these names may have a price."""
 
-    choices: TaskChoices
+    choices: TaskGraph
     names: Collection[str]
 
     @cached_property
     def _reduced(self) -> ReducedMRF:
         values = self.choices.values
-        protected = {choice.node for name in self.names if (choice := values.get(name)) is not None}
+        protected = {node.number for name in self.names if (node := values.get(name)) is not None}
         return reduce_problem(self.choices.table.problem(), protected)
 
     def best(
@@ -280,7 +280,7 @@ class PricedChoices:
         max_gap: float = MAX_GAP,
         cache_directory: Path | None = None,
     ) -> GroupPlan:
-        """The best layouts, as `TaskChoices.best`, up to a gap: a share of their price and time."""
+        """The best layouts, as `TaskGraph.best`, up to a gap: a share of their price and time."""
         problem = self._priced(prices)
         found = solve_or_recall(problem, cache_directory, time_limit_s=time_limit_s, max_gap=max_gap)
         return self.choices.plan_of(

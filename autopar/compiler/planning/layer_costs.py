@@ -17,7 +17,7 @@ from autopar.checks import check_spec
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.intra_op.plan_program import with_shared_latency
-from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, PricedChoices, task_choices
+from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, PricedTaskGraph, task_graph
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.memory.estimate import peak_memory
@@ -127,7 +127,7 @@ class LayerCosts:
     time_limit_s: float = 10.0
     cache_directory: Path | None = None
     known: dict[Any, StageCost] = field(default_factory=dict[Any, StageCost])
-    choices: dict[Any, PricedChoices] = field(default_factory=dict[Any, PricedChoices])
+    choices: dict[Any, PricedTaskGraph] = field(default_factory=dict[Any, PricedTaskGraph])
     listed: dict[Any, dict[Any, Any]] = field(default_factory=dict[Any, dict[Any, Any]])
     borders: dict[Any, dict[Any, Layout]] = field(default_factory=dict[Any, dict[Any, Layout]])
     gap: float = 0.0
@@ -151,7 +151,7 @@ class LayerCosts:
             self.known[key] = stage_cost(layer, found, mesh, figures)
         return self.known[key]
 
-    def _choices_of(self, number: int, mesh: LogicalMesh, figures: MeshFigures) -> PricedChoices:
+    def _choices_of(self, number: int, mesh: LogicalMesh, figures: MeshFigures) -> PricedTaskGraph:
         key = (number, mesh.shape)
         if key not in self.choices:
             if number != self.most_common:
@@ -164,8 +164,8 @@ class LayerCosts:
                 equations=equation_constraints(self.method, mesh),
             )
             listed = self.listed.setdefault(mesh.shape, {})
-            choices = task_choices(layer.tasks, mesh, figures, constraints, known=listed)
-            self.choices[key] = PricedChoices(choices=choices, names=layer.state | layer.kept | layer.fed)
+            choices = task_graph(layer.tasks, mesh, figures, constraints, known=listed)
+            self.choices[key] = PricedTaskGraph(choices=choices, names=layer.state | layer.kept | layer.fed)
         return self.choices[key]
 
     def _allowed(self, layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layout, ...]]:

@@ -5,7 +5,7 @@
       │ stage_values       where the examples are, by comparing with other microbatches
       │ value_layouts      what the degrees and the ZeRO stage leave open, for values and
       │ stage_constraints  for equations
-      │ task_choices.best  the optimum of that, once for all equivalent stages
+      │ task_graph.best  the optimum of that, once for all equivalent stages
       ▼ Plan               with the times of every task, so that it can be simulated
 
 Nothing is searched beyond the layouts inside of a stage: the plan is the one that was asked for, whether it fits into
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from autopar.compiler.costs.mesh_costs import figures_of
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, task_choices
+from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, task_graph
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
@@ -259,7 +259,7 @@ def _key(asked: _Asked) -> Hashable:
 
 
 def _best(problem: _Problem, mesh: MeshPlan, asked: _Asked) -> GroupPlan:
-    choices = task_choices(asked.tasks, logical_mesh(mesh), figures_of(problem.kind, mesh.shape), asked.constraints)
+    choices = task_graph(asked.tasks, logical_mesh(mesh), figures_of(problem.kind, mesh.shape), asked.constraints)
     return choices.best(
         asked.received, time_limit_s=problem.method.time_limit_s, cache_directory=problem.cache_directory
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.intra_op.plan_program import with_shared_latency
-from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, task_choices
+from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, task_graph
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.pipeline.stage_graph import StageGraph
@@ -58,7 +58,7 @@ def plan_mesh(
     cache_directory: Path | None = None,
 ) -> MeshSharding:
     """The best layouts of what a mesh runs."""
-    choices = task_choices(tasks, mesh, figures, constraints)
+    choices = task_graph(tasks, mesh, figures, constraints)
     found = choices.best({}, time_limit_s=time_limit_s, cache_directory=cache_directory)
     return mesh_sharding(tasks, found, mesh, figures)
 

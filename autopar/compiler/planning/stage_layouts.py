@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing, in_flight
-from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, TaskChoices, task_choices
+from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, TaskGraph, task_graph
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
@@ -144,7 +144,7 @@ class _Alike:
     """What is known of all stages that are like the first one met."""
 
     first: _Asked
-    choices: TaskChoices | None = None
+    choices: TaskGraph | None = None
     laid: dict[float, _Laid] = field(default_factory=dict[float, _Laid])
     """By price."""
 
@@ -152,7 +152,7 @@ class _Alike:
         """The layouts of the first stage at a price, found when they are first asked for."""
         asked = self.first
         if self.choices is None:
-            self.choices = task_choices(asked.tasks, asked.mesh, asked.figures, asked.constraints)
+            self.choices = task_graph(asked.tasks, asked.mesh, asked.figures, asked.constraints)
         if price not in self.laid:
             charged = _added(asked.received, prices(asked.layer, asked.stage.cost, price) if price else {})
             found = self.choices.best(

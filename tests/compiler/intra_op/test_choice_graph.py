@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compiler.intra_op.choice_graph import Choice, ChoiceTable, chosen
+from autopar.compiler.intra_op.choice_graph import LayoutNode, NodeTable, chosen_layout
 from autopar.compiler.resharding.costs import reshard_s
 from autopar.compiler.sharding.layout import Layout, replicated
 from tests.compiler.planned_steps import LINE, figures
@@ -15,16 +15,16 @@ MATRIX = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
 
 def table():
-    return ChoiceTable(mesh=LINE, figures=FORWARD, update_figures=UPDATE)
+    return NodeTable(mesh=LINE, figures=FORWARD, update_figures=UPDATE)
 
 
 def test_layouts_are_states_free_of_cost():
     choices = table()
     first = choices.add_layouts("input", (WHOLE, ROWS))
-    second = Choice(choices.add_node("equation", [1.0, 2.0, 3.0]), (WHOLE, ROWS, COLUMNS))
-    assert (first.node, second.node) == (0, 1)
+    second = LayoutNode(choices.add_node("equation", [1.0, 2.0, 3.0]), (WHOLE, ROWS, COLUMNS))
+    assert (first.number, second.number) == (0, 1)
     assert [list(cost) for cost in choices.problem().costs] == [[0, 0], [1, 2, 3]]
-    assert chosen(second, (0, 2)) == COLUMNS
+    assert chosen_layout(second, (0, 2)) == COLUMNS
 
 
 def test_an_edge_costs_what_resharding_takes_as_often_as_it_is_read():
@@ -58,7 +58,7 @@ def test_reshardings_of_the_update_share_their_latency():
 def test_a_node_that_reads_itself_pays_in_each_state():
     choices = table()
     node = choices.add_node("carry", [1.0, 1.0])
-    before, after = Choice(node, (ROWS, ROWS)), Choice(node, (ROWS, WHOLE))
+    before, after = LayoutNode(node, (ROWS, ROWS)), LayoutNode(node, (ROWS, WHOLE))
     choices.add_edge(before, after, MATRIX, 2.0, "body")
     assert not choices.edges
     gathered = reshard_s(ROWS, WHOLE, (64, 64), 4, LINE, FORWARD)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autopar.compiler.intra_op.choice_graph import BlockChoices, EquationChoice
+from autopar.compiler.intra_op.choice_graph import BlockGraph, EquationNode
 from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.sharding.layout import Layout, all_layouts, replicated
 from tests.compiler.equations import real
@@ -14,7 +14,7 @@ from tests.compiler.planned_steps import GRID, LINE, collectives, plan_step, tra
 W, X, STACK, BATCHES = real(64, 64), real(32, 64), real(3, 64, 64), real(4, 32, 64)
 
 
-def entered(function, *args, mesh=LINE) -> tuple[EquationChoice, BlockChoices]:
+def entered(function, *args, mesh=LINE) -> tuple[EquationNode, BlockGraph]:
     """The first equation with bodies of a program, and its last body."""
     choices = plan_step(traced(function, *args), mesh).choices
     (equation, *_) = [each for each in choices.equations if each is not None and each.bodies]
@@ -30,7 +30,7 @@ def test_a_slice_of_a_stack_is_laid_out_like_the_stack_which_is_not_split_along_
     carry, stack = scan.arguments
     assert layouts_of(carry) == all_layouts((32, 64), LINE)
     assert layouts_of(stack) == tuple(Layout(((), *layout.dims)) for layout in all_layouts((64, 64), LINE))
-    assert [choice.node for choice in scan.arguments] == [choice.node for choice in body.arguments]
+    assert [choice.number for choice in scan.arguments] == [choice.number for choice in body.arguments]
     assert all(layout.dims[0] == () for layout in layouts_of(scan.results[1]))
 
 

@@ -99,7 +99,7 @@ def test_number_of_classes_does_not_grow_with_the_depth(kind: str) -> None:
 def test_weights_fold_over_the_layers_and_never_within_one(kind: str) -> None:
     num_layers, num_weights = 8, LAYERS[kind][1]
     trace = traced(kind, num_layers)
-    alike = folded(trace).alike_inputs
+    alike = folded(trace).equivalent_inputs
     groups: dict[int, list[str]] = {}
     for number, leaf in enumerate(trace.inputs):
         groups.setdefault(alike.get(number, number), []).append(leaf.name)
@@ -125,7 +125,7 @@ def test_marked_inputs_are_alike_only_inputs_with_the_same_mark() -> None:
     trace = traced("feed_forward", 8)
     names = [leaf.name for leaf in trace.inputs]
     marked = [names.index(f"state[0]['layers'][{layer}][0]") for layer in (2, 5)]
-    alike = folded(trace, input_marks=dict.fromkeys(marked, "constraint")).alike_inputs
+    alike = folded(trace, input_marks=dict.fromkeys(marked, "constraint")).equivalent_inputs
     assert marked[0] not in alike
     assert alike[marked[1]] == marked[0]
 
@@ -176,6 +176,6 @@ def test_what_has_one_reader_in_every_layer_is_not_kept_for_several(kind: str) -
     reads = Counter(v for eqn in jaxpr.eqns for v in jc.operands(eqn)) + Counter(
         v for v in jaxpr.outvars if isinstance(v, jc.Var)
     )
-    kept = {v: max(n for w, n in reads.items() if found.choices.alike.get(w, w) == v) for v in found.choices.stored}
+    kept = {v: max(n for w, n in reads.items() if found.choices.equivalent.get(w, w) == v) for v in found.choices.stored}
     assert kept
     assert min(kept.values()) > 1

@@ -104,11 +104,11 @@ def test_folded_layers_share_nodes_that_count_as_often_as_they_stand():
 def test_inputs_have_all_layouts_and_equations_all_strategies():
     found = plan_step(traced(lambda x, y: x @ y, X, Y), GRID)
     product = found.choices.equations[0]
-    assert product is not None and product.node is not None
+    assert product is not None and product.number is not None
     first = found.choices.arguments[0]
     assert first is not None
     assert first.layouts == all_layouts((64, 32), GRID)
-    assert len(product.strategies) == len(found.table.costs[product.node]) == 16
+    assert len(product.strategies) == len(found.table.costs[product.number]) == 16
     assert product.results[0] is not None
     assert product.results[0].layouts == tuple(strategy.results[0] for strategy in product.strategies)
 
@@ -132,5 +132,5 @@ def test_equal_equations_are_listed_once():
     first, second = found.choices.equations
     assert first is not None and second is not None
     assert first.strategies is second.strategies
-    assert first.node != second.node
-    np.testing.assert_array_equal(*(found.table.costs[each.node] for each in (first, second)))
+    assert first.number != second.number
+    np.testing.assert_array_equal(*(found.table.costs[each.number] for each in (first, second)))

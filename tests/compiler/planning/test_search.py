@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.compiler.costs.mesh_costs import cpu_figures
 from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
-from autopar.compiler.intra_op.plan_tasks import task_choices
+from autopar.compiler.intra_op.plan_tasks import task_graph
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
@@ -217,7 +217,7 @@ def test_the_cost_of_a_range_is_that_of_its_layers():
     graph = cut_stages(layers.prepared, StageCut.of(plan))
     tasks = tasks_of_stages(graph, plan.stages_on(0))
     stage = layer_class(graph, tasks)
-    whole = stage_cost(stage, task_choices(tasks, mesh, figures, stage.constraints).best({}), mesh, figures)
+    whole = stage_cost(stage, task_graph(tasks, mesh, figures, stage.constraints).best({}), mesh, figures)
     composed_s = 2 * sum(c.forward_s + c.backward_s for c in each) + sum(c.once_s for c in each)
     direct_s = 2 * (whole.forward_s + whole.backward_s) + whole.once_s
     assert direct_s <= composed_s * 1.001
