@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.intra_op.choice_graph import BlockGraph, NodeTable, Planner, build_graph, block_plan_of
+from autopar.compiler.intra_op.choice_graph import BlockGraph, NodeTable, Planner, block_plan_of, build_graph
 from autopar.compiler.intra_op.control_flow import enter
 from autopar.compiler.intra_op.fold_layers import fold, unfolded
 from autopar.compiler.intra_op.memory_rows import modelled_memory

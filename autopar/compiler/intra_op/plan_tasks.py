@@ -116,7 +116,9 @@ class TaskGraph:
         options = optimum.assignment
         return GroupPlan(
             layouts={n: None if c is None else c.layouts[options[c.number]] for n, c in self.values.items()},
-            tasks={task.name: block_plan_of(block, options) for task, block in zip(self.tasks, self.blocks, strict=True)},
+            tasks={
+                task.name: block_plan_of(block, options) for task, block in zip(self.tasks, self.blocks, strict=True)
+            },
             optimum=optimum,
         )
 

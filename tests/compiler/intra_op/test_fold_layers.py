@@ -176,6 +176,8 @@ def test_what_has_one_reader_in_every_layer_is_not_kept_for_several(kind: str) -
     reads = Counter(v for eqn in jaxpr.eqns for v in jc.operands(eqn)) + Counter(
         v for v in jaxpr.outvars if isinstance(v, jc.Var)
     )
-    kept = {v: max(n for w, n in reads.items() if found.choices.equivalent.get(w, w) == v) for v in found.choices.stored}
+    kept = {
+        v: max(n for w, n in reads.items() if found.choices.equivalent.get(w, w) == v) for v in found.choices.stored
+    }
     assert kept
     assert min(kept.values()) > 1
