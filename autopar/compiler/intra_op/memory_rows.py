@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.compiler.intra_op.choice_graph import BlockGraph, LayoutNode, NodeTable, EquationNode, chosen_layout
+from autopar.compiler.intra_op.choice_graph import BlockGraph, EquationNode, LayoutNode, NodeTable, chosen_layout
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.jaxprs.flops import aval_bytes

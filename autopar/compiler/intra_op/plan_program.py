@@ -1,6 +1,11 @@
-"""Plan a program on one logical mesh: rules, graph of choices, optimum, layouts.
+"""Plan a program on one logical mesh: rules, MRF problem, optimum, layouts.
 
-jaxpr, mesh, figures  ->  IntraOpPlan
+    jaxpr, mesh, figures  ->  IntraOpPlan
+
+`choice_graph` builds the problem and states the integer program. Within a memory budget, the bytes of an assignment are
+modelled by `memory_rows`, whose rows bound it while the solver searches, and estimated from the program that it means;
+the rows are tightened by what the estimate says more than they do. The model is not exact: `headroom`, which the
+compiled step may need beyond the modelled peak, is kept free.
 """
 
 from __future__ import annotations
@@ -12,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.intra_op.choice_graph import BlockGraph, NodeTable, Planner, block_plan_of, build_graph
+from autopar.compiler.intra_op.choice_graph import (
+    Alternatives,
+    BlockGraph,
+    NodeTable,
+    Planner,
+    block_plan_of,
+    build_graph,
+)
 from autopar.compiler.intra_op.control_flow import enter
 from autopar.compiler.intra_op.fold_layers import fold, unfolded
 from autopar.compiler.intra_op.memory_rows import modelled_memory
@@ -33,95 +45,18 @@ from autopar.compiler.spmd.block_plan import BlockPlan
 from autopar.compiler.spmd.local_program import local_block
 from autopar.errors import MemoryTooSmall
 
-# --- Search for the best plan that fits a device's memory, or say why there is none ---
-# The memory of a choice is modelled by `memory_rows`, whose rows bound it while the solver searches, and estimated from
-# the program that it means. The rows of a choice are tightened by what the estimate says more than they do. The
-# model is
-# not exact: what the compiled step may need beyond the modelled peak, `headroom`, is kept free.
-
-_NUM_NAMED = 4
-# The rows of one choice are no better than this for others.
-_MAX_GAP = 0.01
-# By this share of the budget the rows of a choice may be wrong about others.
-_ROW_ERROR = 0.02
-# By this share of the budget the model may differ from the estimate; beyond, the estimate is not looked at.
-_MODEL_ERROR = 0.1
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MemorySearch:
-    """A choice graph whose plans must fit `budget_bytes` on every device."""
-
-    choices: BlockGraph
-    table: NodeTable
-    budget_bytes: float
-    donated: Collection[int]
-    headroom: float = HEADROOM
-
-    def estimate(self, states: Sequence[int]) -> MemoryEstimate:
-        """The modelled memory of the plan that a solution means."""
-        block = local_block(self.choices.jaxpr, block_plan_of(self.choices, states), self.table.mesh)
-        return peak_memory(block, self.table.mesh, self.donated)
-
-    @property
-    def limit_bytes(self) -> float:
-        """What the modelled peak must not exceed."""
-        return self.budget_bytes / (1 + self.headroom)
-
-    def measure(self, states: Assignment) -> Measured:
-        """By how many bytes a solution exceeds the budget, and the rows of the moments when it does."""
-        limit = self.limit_bytes
-        memory = modelled_memory(self.choices, self.table, states, self.donated)
-        if memory.peak_bytes > (1 + _MODEL_ERROR) * limit:
-            return Measured(excess=memory.peak_bytes - limit, rows=memory.rows_above(limit))
-        peak_bytes = self.estimate(states).peak_bytes
-        if peak_bytes <= limit:
-            return Measured(excess=peak_bytes - limit, rows=())
-        tighter = limit - max(0.0, peak_bytes - memory.peak_bytes)
-        return Measured(excess=peak_bytes - limit, rows=memory.rows_above(min(tighter, memory.peak_bytes * (1 - 1e-6))))
-
-
-def solve_within_memory(search: MemorySearch, *, time_limit_s: float) -> Optimum:
-    """The best plan within the budget. Raises `MemoryTooSmall` if none is found."""
-    limit = search.limit_bytes
-    try:
-        return minimize_within_limits(
-            search.table.problem(),
-            search.measure,
-            time_limit_s=time_limit_s,
-            max_gap=_MAX_GAP,
-            hopeless_excess=_ROW_ERROR * limit,
-        )
-    except NoneWithin as none:
-        least = search.estimate(none.least.assignment)
-        raise MemoryTooSmall(_lesson(search, least, limit + none.least.bound)) from None
-
-
-def _lesson(search: MemorySearch, least: MemoryEstimate, bound_bytes: float) -> str:
-    named = "; ".join(f"{_size(nbytes)} for {what}" for what, nbytes in least.largest[:_NUM_NAMED])
-    needed = least.peak_bytes * (1 + search.headroom)
-    bound = min(needed, bound_bytes * (1 + search.headroom))
-    unsure = "" if bound > search.budget_bytes else "No plan was found, nor proof that there is none. "
-    return (
-        f"{unsure}The step needs at least {_size(bound)} per device on the mesh {search.table.mesh.shape}, and "
-        f"{_size(needed)} by the plan of least memory that was found, of which {_size(least.arguments_bytes)} are its "
-        f"arguments; the budget is {_size(search.budget_bytes)}. Most is taken at {least.at}: {named}. Give it more "
-        "devices, split the batch into more microbatches, recompute layers (jax.checkpoint), donate the state, or "
-        f"raise the budget to {_size(needed)}."
-    )
-
-
-def _size(nbytes: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes / 1024:.1f} KiB"
-
-
-# Latency of a collective of the update: XLA combines many into one.
-_SHARE_OF_LATENCY = 0.05
-# Below this many equations, planning every layer by itself takes a few seconds at most.
+SHARE_OF_LATENCY = 0.05
+"""Latency of a collective of the update as a share of one by itself: XLA combines many into one."""
 FOLD_FROM = 1500
+"""Equations below which planning every layer by itself takes a few seconds at most."""
+GAP_WITHIN_MEMORY = 0.01
+"""Gap up to which plans within a budget are proven: the rows of one assignment are no better than this for others."""
+ROW_ERROR = 0.02
+"""Share of the budget by which the rows of an assignment may be wrong about others."""
+MODEL_ERROR = 0.1
+"""Share of the budget by which the model may differ from the estimate; beyond, the estimate is not looked at."""
+NUM_NAMED = 4
+"""Arrays that an error names, the largest first."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,7 +96,7 @@ def plan_intra_op(
     time_limit_s: float = 60.0,
     cache_directory: Path | None = None,
 ) -> IntraOpPlan:
-    """The best layouts of a program's values. `state_outputs` maps results to the inputs that they replace.
+    """Return the best layouts of a program's values. `state_outputs` maps results to the inputs that they replace.
 
     Where the inputs have names, the layers of a program of at least `fold_from` equations are planned as one.
     `memory_budget` are bytes that a device may use, the inputs `donated` being overwritten, of which `memory_headroom`
@@ -183,7 +118,7 @@ def plan_intra_op(
             equation_mark=constraints.constraint_key,
         )
     choices = build_graph(
-        _planner(table, jaxpr, constraints),
+        planner_of(table, [jaxpr], constraints),
         jaxpr,
         inputs=inputs,
         results=[constraints.results.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.outvars)],
@@ -209,27 +144,35 @@ def plan_intra_op(
     return IntraOpPlan(plan=block_plan_of(choices, optimum.assignment), optimum=optimum, choices=choices, table=table)
 
 
-def _planner(table: NodeTable, jaxpr: jc.Jaxpr, constraints: Constraints) -> Planner:
+def planner_of(
+    table: NodeTable,
+    jaxprs: Sequence[jc.Jaxpr],
+    constraints: Constraints,
+    known: dict[Any, Alternatives] | None = None,
+) -> Planner:
+    """Return what the blocks of some programs share; `known` keeps what was listed of equations, for other programs."""
     return Planner(
         table=table,
-        rules=rules_of([jaxpr]),
+        rules=_rules_of(jaxprs),
         restrict=constraints.restrict,
         constraint_key=constraints.constraint_key,
         enter=enter,
+        known={} if known is None else known,
+        keep_split=constraints.keep_split,
     )
 
 
 def with_shared_latency(figures: MeshFigures) -> MeshFigures:
-    """Figures of the update, whose collectives share their latency."""
-    return dataclasses.replace(figures, combined_latency=_SHARE_OF_LATENCY)
+    """Return the figures of the update, whose collectives share their latency."""
+    return dataclasses.replace(figures, combined_latency=SHARE_OF_LATENCY)
 
 
 def _layouts(aval: Any, mesh: LogicalMesh) -> tuple[Layout, ...] | None:
     return None if is_small(aval) else all_layouts(tuple(aval.shape), mesh)
 
 
-def rules_of(jaxprs: Sequence[jc.Jaxpr]) -> Callable[[jc.JaxprEqn], Rule]:
-    """The rules of all equations of some programs at every depth, found together."""
+def _rules_of(jaxprs: Sequence[jc.Jaxpr]) -> Callable[[jc.JaxprEqn], Rule]:
+    """Return the rules of all equations of some programs at every depth, found together."""
     eqns = [eqn for jaxpr in jaxprs for eqn in _equations(jaxpr)]
     rules = dict(zip(map(equation_key, eqns), sharding_rules(eqns), strict=True))
     return lambda eqn: rules[equation_key(eqn)]
@@ -242,3 +185,73 @@ def _equations(jaxpr: Any) -> Iterator[jc.JaxprEqn]:
         else:
             for body in jc.subjaxprs(eqn):
                 yield from _equations(body)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MemorySearch:
+    """The graph of a program whose plans must fit `budget_bytes` on every device."""
+
+    choices: BlockGraph
+    table: NodeTable
+    budget_bytes: float
+    donated: Collection[int]
+    headroom: float = HEADROOM
+
+    def estimate(self, assignment: Sequence[int]) -> MemoryEstimate:
+        """Return the modelled memory of the plan that an assignment means."""
+        block = local_block(self.choices.jaxpr, block_plan_of(self.choices, assignment), self.table.mesh)
+        return peak_memory(block, self.table.mesh, self.donated)
+
+    @property
+    def limit_bytes(self) -> float:
+        """The bytes that the modelled peak must not exceed."""
+        return self.budget_bytes / (1 + self.headroom)
+
+    def measure(self, assignment: Assignment) -> Measured:
+        """Return by how many bytes an assignment exceeds the budget, and the rows of the moments when it does."""
+        limit = self.limit_bytes
+        memory = modelled_memory(self.choices, self.table, assignment, self.donated)
+        if memory.peak_bytes > (1 + MODEL_ERROR) * limit:
+            return Measured(excess=memory.peak_bytes - limit, rows=memory.rows_above(limit))
+        peak_bytes = self.estimate(assignment).peak_bytes
+        if peak_bytes <= limit:
+            return Measured(excess=peak_bytes - limit, rows=())
+        tighter = limit - max(0.0, peak_bytes - memory.peak_bytes)
+        return Measured(excess=peak_bytes - limit, rows=memory.rows_above(min(tighter, memory.peak_bytes * (1 - 1e-6))))
+
+
+def solve_within_memory(search: MemorySearch, *, time_limit_s: float) -> Optimum:
+    """Return the best plan within the budget; raise `MemoryTooSmall` if none is found."""
+    limit = search.limit_bytes
+    try:
+        return minimize_within_limits(
+            search.table.problem(),
+            search.measure,
+            time_limit_s=time_limit_s,
+            max_gap=GAP_WITHIN_MEMORY,
+            hopeless_excess=ROW_ERROR * limit,
+        )
+    except NoneWithin as none:
+        least = search.estimate(none.least.assignment)
+        raise MemoryTooSmall(_lesson(search, least, limit + none.least.bound)) from None
+
+
+def _lesson(search: MemorySearch, least: MemoryEstimate, bound_bytes: float) -> str:
+    named = "; ".join(f"{_size(nbytes)} for {what}" for what, nbytes in least.largest[:NUM_NAMED])
+    needed = least.peak_bytes * (1 + search.headroom)
+    bound = min(needed, bound_bytes * (1 + search.headroom))
+    unsure = "" if bound > search.budget_bytes else "No plan was found, nor proof that there is none. "
+    return (
+        f"{unsure}The step needs at least {_size(bound)} per device on the mesh {search.table.mesh.shape}, and "
+        f"{_size(needed)} by the plan of least memory that was found, of which {_size(least.arguments_bytes)} are its "
+        f"arguments; the budget is {_size(search.budget_bytes)}. Most is taken at {least.at}: {named}. Give it more "
+        "devices, split the batch into more microbatches, recompute layers (jax.checkpoint), donate the state, or "
+        f"raise the budget to {_size(needed)}."
+    )
+
+
+def _size(nbytes: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes / 1024:.1f} KiB"

@@ -30,9 +30,8 @@ from autopar.compiler.intra_op.choice_graph import (
     Planner,
     block_plan_of,
 )
-from autopar.compiler.intra_op.control_flow import enter
 from autopar.compiler.intra_op.fold_layers import Fold, fold, unfolded
-from autopar.compiler.intra_op.plan_program import FOLD_FROM, Constraints, rules_of, with_shared_latency
+from autopar.compiler.intra_op.plan_program import FOLD_FROM, Constraints, planner_of, with_shared_latency
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.sharding.free_values import is_small
@@ -141,15 +140,7 @@ def task_graph(
     table = NodeTable(mesh=mesh, figures=figures, update_figures=with_shared_latency(figures))
     group = _Group(table=table, constraints=constraints)
     bodies = [jc.open_jaxpr(task.jaxpr)[0] for task in tasks]
-    planner = Planner(
-        table=table,
-        rules=rules_of(bodies),
-        restrict=constraints.equations.restrict,
-        constraint_key=constraints.equations.constraint_key,
-        enter=enter,
-        known={} if known is None else known,
-        keep_split=constraints.equations.keep_split,
-    )
+    planner = planner_of(table, bodies, constraints.equations, known)
     folding = sum(len(body.eqns) for body in bodies) >= fold_from
     folds = [_folded(task, body, constraints) if folding else unfolded(task.jaxpr) for task, body in zip(tasks, bodies)]
     group.tie(tasks, folds)
