@@ -16,6 +16,18 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 MAX_FUNCTION_LINES = 60
 VAGUE_NAMES = {"utils", "core", "common", "helpers", "misc"}
 
+# Each may import only those before it. `compiler` and `runtime` do not know each other either, see below.
+PACKAGES = (
+    *("errors", "progress", "checks", "json_fields", "arguments", "hardware", "schedules", "ir", "methods"),
+    *("compiler.jaxprs", "compiler.frontend", "compiler.microbatch", "compiler.pipeline"),
+    *("compiler.sharding", "compiler.costs", "compiler.resharding", "compiler.spmd", "compiler.memory"),
+    *("compiler.solver", "compiler.inter_op", "compiler.intra_op", "compiler.lowering", "compiler.planning"),
+    *("compiler.analysis", "compiler.passes", "compiler.plan_within_memory"),
+    *("runtime", "runtime.transfer", "runtime.distributed"),
+    *("simulation", "session", "step_serialization", "verification", "aot", "api", "training", "doctor", "__main__"),
+)
+KNOWS_NO_JAX = ("compiler.solver", "compiler.inter_op")
+
 # What only these files may import.
 GATES = {
     "jax._src": ("compiler/jaxprs/compat.py", "runtime/executables.py"),
@@ -62,6 +74,36 @@ def lines_without_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef) ->
     docstring = function.body[0] if ast.get_docstring(function) is not None else None
     docstring_lines = docstring.end_lineno - docstring.lineno + 1 if docstring else 0
     return function.end_lineno - function.lineno + 1 - docstring_lines
+
+
+def package_of(module: str) -> str:
+    """The entry of `PACKAGES` that a module belongs to; empty for the package itself, which imports all."""
+    path = module.removeprefix("autopar").removeprefix(".")
+    return max((package for package in PACKAGES if f"{path}.".startswith(f"{package}.")), key=len, default="")
+
+
+@over_files
+def test_packages_import_only_those_before_them(path):
+    package = package_of(module_name(path))
+    allowed = PACKAGES[: PACKAGES.index(package) + 1] if package else PACKAGES
+    used = {package_of(name) for name in modules_used(path)} - {""}
+    assert used <= set(allowed)
+
+
+def test_every_module_has_its_place_in_the_order_of_packages():
+    unplaced = {module_name(path) for path in FILES if not package_of(module_name(path))}
+    assert unplaced == {"autopar", "autopar.compiler"}
+
+
+def test_solver_and_inter_operator_search_know_nothing_of_jax():
+    files = [path for path in FILES if package_of(module_name(path)) in KNOWS_NO_JAX]
+    assert files
+    assert not [
+        (path.name, name)
+        for path in files
+        for name in imported_names(TREES[path])
+        if f"{name}.".startswith(("jax.", "jaxlib."))
+    ]
 
 
 @over_files
