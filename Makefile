@@ -43,6 +43,7 @@ pictures: $(INSTALLED) ## draw the pictures of docs/ anew
 	$(VENV)/bin/python docs/draw_architecture.py
 
 sweep: $(INSTALLED) ## every long benchmark, before a release; SWEEP_ARGS=--list says which, and how long each takes
+	$(VENV)/bin/python -m pip install --quiet --editable '.[gpu-aot]'
 	$(VENV)/bin/python -m benchmarks.sweep $(SWEEP_ARGS)
 
 hooks: $(INSTALLED) ## have git run `make lint` before a commit and `make check` before a push

@@ -11,6 +11,7 @@ benchmark ends with an error; several end so if a promise is broken (a gap, a di
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 import time
@@ -18,16 +19,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OUT = Path(".cache") / "sweep"
+GPU_COMPILER = "jax_cuda12_plugin"
+"""XLA's GPU compiler, which autopar[gpu-aot] brings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A benchmark with its options; the minutes are those of 2 cores, None where nobody measured them."""
+    """A benchmark with its options.
+
+    The minutes are those of 2 cores: of a whole run, or summed over the rows that are kept; None where nobody measured
+    them.
+    """
 
     name: str
     words: tuple[str, ...]
     minutes: float | None
     shows: str
+    needs: str = ""
+    """A module without which it is skipped."""
 
 
 def _weak_scaling(family: str, gpus: str, methods: str, minutes: float) -> Sweep:
@@ -69,15 +78,30 @@ SWEEPS = (
         shows="modelled time and compiled bytes beside plans by hand",
     ),
     Sweep(
+        name="planned_vs_compiled_gpu",
+        words=("benchmarks.planned_vs_compiled", "--compilers", "h100:8", "h100:64"),
+        minutes=45,
+        shows="the same by XLA's GPU compiler",
+        needs=GPU_COMPILER,
+    ),
+    Sweep(
+        name="plan_quality_gpu",
+        words=("benchmarks.plan_quality", "--target", "h100", "--sizes", "large"),
+        minutes=None,
+        shows="beside plans by hand, by XLA's GPU compiler",
+        needs=GPU_COMPILER,
+    ),
+    Sweep(
         name="memory_model",
         words=("benchmarks.memory_model",),
-        minutes=10,
+        minutes=None,
         shows="modelled beside compiled peak memory",
+        needs=GPU_COMPILER,
     ),
     Sweep(
         name="plan_time",
         words=("benchmarks.plan_time",),
-        minutes=1,
+        minutes=2,
         shows="seconds to plan Llama steps on one mesh",
     ),
     Sweep(
@@ -89,19 +113,19 @@ SWEEPS = (
     Sweep(
         name="schedules",
         words=("benchmarks.schedules",),
-        minutes=None,
+        minutes=9,
         shows="schedules on the same degrees, simulated",
     ),
     Sweep(
         name="overhead",
         words=("benchmarks.overhead",),
-        minutes=None,
+        minutes=2,
         shows="what the front end costs where there is nothing to gain",
     ),
     Sweep(
         name="ray_runtime",
         words=("benchmarks.ray_runtime",),
-        minutes=None,
+        minutes=2,
         shows="the driver's time, overlap of stages in processes",
     ),
     Sweep(
@@ -131,9 +155,12 @@ def main() -> None:
         return
     failed: list[str] = []
     for sweep in chosen:
+        if sweep.needs and importlib.util.find_spec(sweep.needs) is None:
+            print(f"{sweep.name:24} SKIPPED: needs autopar[gpu-aot]", flush=True)
+            continue
         seconds, status = _run(sweep, options.out)
         print(
-            f"{sweep.name:22} {'passed' if status == 0 else f'FAILED ({status})':12} {seconds / 60:6.1f} min",
+            f"{sweep.name:24} {'passed' if status == 0 else f'FAILED ({status})':12} {seconds / 60:6.1f} min",
             flush=True,
         )
         if status:
@@ -146,7 +173,7 @@ def main() -> None:
 
 def _line(sweep: Sweep) -> str:
     minutes = "not measured" if sweep.minutes is None else f"{sweep.minutes:g} min"
-    return f"{sweep.name:22} {minutes:>12}  {sweep.shows}\n{'':36}python -m {' '.join(sweep.words)}"
+    return f"{sweep.name:24} {minutes:>12}  {sweep.shows}\n{'':38}python -m {' '.join(sweep.words)}"
 
 
 def _run(sweep: Sweep, out: Path) -> tuple[float, int]:

@@ -59,7 +59,7 @@ VALUES = (
 PASSES = (
     Pass(0, 1, "trace_step", "frontend"),
     Pass(1, 2, "prepare", "microbatch, pipeline"),
-    Pass(2, 3, "stage_graph", "pipeline"),
+    Pass(2, 3, "cut_stages", "pipeline"),
     Pass(3, 4, "layouts of a layer, by integer programming", "intra_op, costs, memory, solver", -150, -2),
     Pass(4, 5, "stages, by dynamic programming", "inter_op"),
     Pass(5, 6, "layouts of a stage, by integer programming", "planning, intra_op, costs, solver"),
