@@ -4,7 +4,7 @@ from autopar.api import Compiled, Lowered, Planned, Step, Traced, parallelize
 from autopar.compiler.sharding.declared_rules import sharding_rule
 from autopar.errors import (
     AutoparError,
-    CannotShip,
+    CannotSerialize,
     CheckpointFailed,
     ClusterFailed,
     DonatedBuffer,
@@ -45,7 +45,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Auto",
     "AutoparError",
-    "CannotShip",
+    "CannotSerialize",
     "CheckpointFailed",
     "Checkpoints",
     "Cluster",

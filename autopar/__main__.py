@@ -14,20 +14,25 @@ from autopar import doctor
 from autopar.errors import AutoparError
 from autopar.hardware import calibrate
 
-# Each has `add_arguments(parser)` and `run(arguments) -> exit status`; its module's first line says what it is for.
-COMMANDS = {"calibrate": calibrate, "doctor": doctor}
+# Of each: the module, whose first line describes the command, its options, and the function that returns the exit
+# status.
+COMMANDS = {
+    "calibrate": (calibrate, calibrate.add_calibrate_options, calibrate.run_calibrate),
+    "doctor": (doctor, doctor.add_doctor_options, doctor.run_doctor),
+}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command by its words, those of the process by default; returns the exit status."""
+    """Run a command by its words, by default those of the process; return the exit status."""
     parser = argparse.ArgumentParser(prog="autopar", description="Auto-parallelizing compiler for JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        says = (module.__doc__ or "").partition("\n")[0]
-        module.add_arguments(commands.add_parser(name, help=says, description=says))
+    for name, (module, add_options, _) in COMMANDS.items():
+        description = (module.__doc__ or "").partition("\n")[0]
+        add_options(commands.add_parser(name, help=description, description=description))
     arguments = parser.parse_args(words)
+    _, _, run = COMMANDS[arguments.command]
     try:
-        return COMMANDS[arguments.command].run(arguments)
+        return run(arguments)
     except (AutoparError, OSError) as error:
         print(f"autopar {arguments.command}: {error}", file=sys.stderr)
         return 1

@@ -34,11 +34,11 @@ from autopar.ir.program import Program
 from autopar.methods import Method
 from autopar.progress import search_progress
 from autopar.runtime.in_process import InProcess
-from autopar.runtime.interfaces import Loaded
+from autopar.runtime.interfaces import LoadedProgram
 from autopar.runtime.timeline import write_trace
 from autopar.session import current_session
 from autopar.simulation import SimulationReport, check_cluster, simulate_plan
-from autopar.step_serialization import ship
+from autopar.step_serialization import serialize_step
 from autopar.verification import NumberCheck, VerificationReport, compare_numbers, rounded_arguments
 
 Devices = Sequence[Any]
@@ -95,7 +95,7 @@ class Compiled:
     program: Program
     trace: Trace
     source: Source
-    loaded: Loaded
+    loaded: LoadedProgram
     """What runs it: flat arguments in, flat results out, not checked against `keys`."""
 
     @property
@@ -161,12 +161,14 @@ class Lowered:
         return self._compiled(loaded)
 
     def _on_cluster(self, session: Any) -> Compiled:
-        from autopar.runtime.distributed.driver import RayLoaded
+        from autopar.runtime.distributed.driver import ClusterProgram
 
-        shipped = ship(self.source.arguments, self.source.call, self.plan)
-        return self._compiled(RayLoaded(session, self.program, [leaf.name for leaf in self.trace.inputs], shipped))
+        make_program = serialize_step(self.source.arguments, self.source.call, self.plan)
+        return self._compiled(
+            ClusterProgram(session, self.program, [leaf.name for leaf in self.trace.inputs], make_program)
+        )
 
-    def _compiled(self, loaded: Loaded) -> Compiled:
+    def _compiled(self, loaded: LoadedProgram) -> Compiled:
         return Compiled(plan=self.plan, program=self.program, trace=self.trace, source=self.source, loaded=loaded)
 
     def __str__(self) -> str:

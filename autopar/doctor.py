@@ -38,7 +38,7 @@ class Finding:
     advice: str = ""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_doctor_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--ray", action="store_true", help="also start or join a Ray cluster and check its processes")
     parser.add_argument("--address", help="of a running Ray cluster, host:port (with --ray)")
@@ -46,12 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices-per-host", type=int, help="devices of each (with --ray)")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the findings as they come; 1 if one is bad."""
     table = Table("check", "", "found", "what to do", title="autopar doctor")
     findings: list[Finding] = []
     with Console(stderr=True).status("checking"):
-        for finding in [*check_machine(), *(check_cluster(arguments) if arguments.ray else ())]:
+        for finding in [*check_machine(), *(check_processes(arguments) if arguments.ray else ())]:
             findings.append(finding)
             table.add_row(finding.name, MARKS[finding.state], finding.found, finding.advice)
     Console(width=None if Console().is_terminal else 160).print(table)
@@ -82,7 +82,7 @@ def check_machine() -> Iterator[Finding]:
         )
 
 
-def check_cluster(arguments: argparse.Namespace) -> Iterator[Finding]:
+def check_processes(arguments: argparse.Namespace) -> Iterator[Finding]:
     """A cluster's processes: that they start, agree on releases, add up together, and reach each other."""
     from autopar import session
 

@@ -57,7 +57,7 @@ class StepFailed(ClusterFailed):
     """A step that raised in a process of a cluster; the message names the instruction."""
 
 
-class CannotShip(AutoparError, TypeError):
+class CannotSerialize(AutoparError, TypeError):
     """A step that cannot be sent to the processes of a cluster; the message names what in it."""
 
 

@@ -1,6 +1,6 @@
 """Send a step to other processes: what is sent is the step itself, its arguments' types, and the plan.
 
-    ship(fun, roles, call, plan)  ->  bytes  ->  in every process: trace, lower  ->  the same Program
+    serialize_step(fun, roles, call, plan)  ->  bytes  ->  in every process: trace, lower  ->  the same Program
 
 A jaxpr cannot be pickled and may hold callbacks, so each process traces anew; that all made the same program is
 checked by its fingerprint.
@@ -19,7 +19,7 @@ import jax
 from autopar.arguments import Arguments, Call, abstract
 from autopar.compiler import passes
 from autopar.compiler.frontend.trace import Leaf, Trace
-from autopar.errors import CannotShip
+from autopar.errors import CannotSerialize
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.runtime.distributed.ray_cluster import pickled, unpickled
@@ -52,7 +52,7 @@ _NAMED = 3  # how many things inside of a step the message follows down to the o
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShippedStep:
+class SerializedStep:
     """Makes the program of a step in another process; `payload` is pickled by value where needed."""
 
     payload: bytes
@@ -65,18 +65,21 @@ class ShippedStep:
         return program_of(Arguments(fun, roles), call, Plan.from_json(plan))
 
 
-def ship(arguments: Arguments, call: Call, plan: Plan) -> ShippedStep:
-    """What other processes need to make the step's program. Raises `CannotShip`, which names what cannot be sent."""
+def serialize_step(arguments: Arguments, call: Call, plan: Plan) -> SerializedStep:
+    """Return what other processes need to make the step's program.
+
+    Raises `CannotSerialize`, which names what cannot be sent.
+    """
     names = [name for name, _ in arguments.describe_leaves(call)]
     tree = jax.tree.unflatten(call.tree, call.without_values(names).leaves)
     payload = (arguments.fun, arguments.roles, tree, call.static, call.num_positional, plan.to_json())
     try:
         data = pickled(payload)
         unpickled(data)  # some objects can be pickled, and fail only here
-        return ShippedStep(payload=data)
+        return SerializedStep(payload=data)
     except Exception as error:
         culprit = _culprit(arguments.name, arguments.fun) or _culprit("its arguments", (tree, call.static))
-        raise CannotShip(
+        raise CannotSerialize(
             f"{arguments.name} cannot be sent to the processes of the cluster: {culprit or 'a part of it'} cannot be "
             f"pickled ({type(error).__name__}: {error}). Make it inside of the step, import it from a module that "
             "every host has, or pass what it holds as an argument."

@@ -31,7 +31,7 @@ def test_package_that_is_missing_is_found(monkeypatch):
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_cluster_of_two_processes_is_good():
     arguments = argparse.Namespace(ray=True, address=None, num_hosts=2, devices_per_host=1)
-    found = list(doctor.check_cluster(arguments))
+    found = list(doctor.check_processes(arguments))
     assert {finding.name: finding.state for finding in found} == {
         "process 0": "good",
         "process 1": "good",

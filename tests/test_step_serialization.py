@@ -8,8 +8,8 @@ import pytest
 
 import autopar
 from autopar.arguments import ArgumentRoles, Arguments
-from autopar.errors import CannotShip
-from autopar.step_serialization import program_of, ship, trace_call
+from autopar.errors import CannotSerialize
+from autopar.step_serialization import program_of, serialize_step, trace_call
 
 LOCK = threading.Lock()
 
@@ -19,16 +19,16 @@ def train_step(weight, batch):
     return weight - 0.1 * gradient, loss
 
 
-def shipped(fun, *args):
+def serialized(fun, *args):
     arguments = Arguments(fun, ArgumentRoles())
     call = arguments.split(args, {})
     plan = autopar.parallelize(fun, method=autopar.DataParallel()).trace(*args).plan().plan
     assert plan.fingerprint == trace_call(arguments, call).fingerprint
-    return ship(arguments, call, plan), program_of(arguments, call, plan)
+    return serialize_step(arguments, call, plan), program_of(arguments, call, plan)
 
 
 def test_the_program_made_from_what_was_sent_is_the_drivers():
-    sent, here = shipped(train_step, jnp.ones((4, 4)), jnp.ones((8, 4)))
+    sent, here = serialized(train_step, jnp.ones((4, 4)), jnp.ones((8, 4)))
     assert sent().fingerprint() == here.fingerprint()
     assert str(sent()) == str(here)
 
@@ -50,7 +50,7 @@ def test_functions_with_derivatives_of_their_own_are_sent():
         loss, gradient = jax.value_and_grad(lambda w: jnp.mean(square(cube(batch @ w))))(weight)
         return weight - 0.1 * gradient, loss
 
-    sent, here = shipped(step, jnp.ones((4, 4)), jnp.ones((8, 4)))
+    sent, here = serialized(step, jnp.ones((4, 4)), jnp.ones((8, 4)))
     assert sent().fingerprint() == here.fingerprint()
 
 
@@ -90,5 +90,5 @@ def with_default():
     ids=["variable", "default", "method"],
 )
 def test_what_cannot_be_sent_is_named(fun, named):
-    with pytest.raises(CannotShip, match=named):
-        shipped(fun, jnp.ones((4, 4)), jnp.ones((8, 4)))
+    with pytest.raises(CannotSerialize, match=named):
+        serialized(fun, jnp.ones((4, 4)), jnp.ones((8, 4)))

@@ -31,13 +31,13 @@ _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
     """What may follow `autopar calibrate`."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the machine to FILE, for autopar.Cluster.load")
     parser.add_argument("--quick", action="store_true", help="few sizes and short loops: seconds, and larger errors")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_calibrate(arguments: argparse.Namespace) -> int:
     """Measure, fit, print, and write."""
     if arguments.json is not None and not arguments.json.parent.is_dir():
         raise InvalidArgument(

@@ -24,7 +24,7 @@ from autopar.runtime.interfaces import Device
 KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
-def dtype_of(name: str) -> Any:
+def jax_dtype(name: str) -> Any:
     """The dtype that a program names: `float32`, or that of random keys, `key<fry>`."""
     if name not in KEY_IMPLEMENTATIONS:
         return jnp.dtype(name)
@@ -60,7 +60,7 @@ def compile_all(
 
 def _lowered(executable: Executable, mesh: Mesh) -> Any:
     arguments = [
-        jax.ShapeDtypeStruct(kind.shape, dtype_of(kind.dtype), sharding=sharding)
+        jax.ShapeDtypeStruct(kind.shape, jax_dtype(kind.dtype), sharding=sharding)
         for kind, sharding in zip(executable.inputs, _shardings(executable.inputs, mesh), strict=True)
     ]
     return _jitted(executable, mesh).lower(*arguments)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from autopar.ir.program import Free, Program, Recv, Run
 from autopar.runtime.executables import compile_all, mesh_of
 from autopar.runtime.inputs import placement
-from autopar.runtime.interfaces import Device, Loaded, Receiver, Sender
+from autopar.runtime.interfaces import Device, LoadedProgram, Receiver, Sender
 from autopar.runtime.interpreter import Environment, resolve
 from autopar.runtime.results import collection
 from autopar.runtime.timeline import InstructionTime, instruction_name
@@ -25,7 +25,7 @@ Queues = dict[tuple[int, int], deque[Sequence[jax.Array]]]  # (source, destinati
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfers:
+class InProcessChannel:
     """The channel of one mesh: arrays are laid out on the destination by the sender."""
 
     mesh: int
@@ -53,7 +53,7 @@ class InProcess:
 
     devices: Sequence[Device]
 
-    def load(self, program: Program, *, leaf_names: Sequence[str] = ()) -> Loaded:
+    def load(self, program: Program, *, leaf_names: Sequence[str] = ()) -> LoadedProgram:
         """Check the program, compile its executables, and look up everything that its instructions name."""
         program.verify()
         meshes = [mesh_of(mesh, self.devices) for mesh in program.meshes]
@@ -73,7 +73,7 @@ class InProcess:
                 slots=local[mesh],
                 functions=functions,
                 donated=donated,
-                channel=Transfers(mesh=mesh, layouts=layouts, queues=queues),
+                channel=InProcessChannel(mesh=mesh, layouts=layouts, queues=queues),
             )
             for mesh, instruction in program.linear_order()
         ]
@@ -111,11 +111,11 @@ class InProcess:
 
         whole = _whole_step(program)
         call = step if whole is None else _direct(functions[whole], step)
-        return LoadedHere(call=call, timed_call=timed)
+        return InProcessProgram(call=call, timed_call=timed)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedHere:
+class InProcessProgram:
     """A program that is loaded in this process."""
 
     call: Callable[[Sequence[Any]], list[Any]]

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from autopar.errors import DonatedBuffer, InvalidArgument
 from autopar.ir.program import Program, Window
-from autopar.runtime.executables import dtype_of
+from autopar.runtime.executables import jax_dtype
 from autopar.runtime.interfaces import Device
 
 # --- What the flat arguments of a program must be; every runtime takes them from here, and refuses others alike ---
@@ -95,7 +95,7 @@ def _type(program: Program, leaf: int, places: Sequence[int], leaf_names: Sequen
         # The windows of an argument cover it.
         shape[item.window.axis] = max(shape[item.window.axis], item.window.stop)
     name = f"'{leaf_names[leaf]}'" if leaf < len(leaf_names) else str(leaf)
-    return ArgumentType(name=name, shape=tuple(shape), dtype=dtype_of(kinds[0].dtype))
+    return ArgumentType(name=name, shape=tuple(shape), dtype=jax_dtype(kinds[0].dtype))
 
 
 def _check(argument: Any, wanted: ArgumentType) -> None:
@@ -119,7 +119,7 @@ Moves = list[tuple[int, Any, NamedSharding]]  # (place among the inputs, array, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
+class InputUse:
     """One input that an argument serves."""
 
     place: int
@@ -129,28 +129,28 @@ class Use:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Together:
+class JoinedWindows:
     """The windows of one mesh, if they follow each other: as one window, and how that is taken apart."""
 
-    use: Use
-    parts: tuple[Use, ...]
+    use: InputUse
+    parts: tuple[InputUse, ...]
     split: Callable[[Any], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaf:
+class ArgumentUses:
     """One argument: how large it is, and the inputs that it serves."""
 
     number: int
     shape: tuple[int, ...]
-    whole: tuple[Use, ...]
-    windows: tuple[Use, ...]
+    whole: tuple[InputUse, ...]
+    windows: tuple[InputUse, ...]
     split: Callable[[Any], list[Any]]
     # The same, and in the layouts wanted, for an argument that lies on the one mesh which reads it.
     reshard: Callable[[Any], list[Any]] | None
     mesh_devices: frozenset[Device]
     all_meshes: frozenset[frozenset[Device]]
-    together: tuple[Together, ...] | None
+    together: tuple[JoinedWindows, ...] | None
     # Per layout of the argument that was seen: the devices of every window, when all lie there already; the same for
     # the windows of a mesh together.
     local: dict[Sharding, list[list[Device]] | None] = field(default_factory=dict)
@@ -164,7 +164,7 @@ def placement(
     types = argument_types(program, leaf_names)
     meshes = frozenset(frozenset(layout.device_set) for layout in layouts)
     leaves = [
-        _leaf(number, types.types[number].shape, [_use(program, place, layouts[place]) for place in places], meshes)
+        _argument_uses(number, types.types[number].shape, [_use(program, i, layouts[i]) for i in places], meshes)
         for number, places in places_of(program).items()
     ]
     constants = [
@@ -190,7 +190,7 @@ def placement(
     return place
 
 
-def _place(leaf: Leaf, argument: Any, placed: list[Any], moves: Moves) -> None:
+def _place(leaf: ArgumentUses, argument: Any, placed: list[Any], moves: Moves) -> None:
     is_array = isinstance(argument, jax.Array)
     if not is_array:
         argument = np.asarray(argument)
@@ -208,7 +208,7 @@ def _lies(array: jax.Array, sharding: NamedSharding) -> bool:
     return (there == sharding or there.is_equivalent_to(sharding, array.ndim)) and array.committed
 
 
-def _place_windows(leaf: Leaf, argument: Any, is_array: bool, placed: list[Any], moves: Moves) -> None:
+def _place_windows(leaf: ArgumentUses, argument: Any, is_array: bool, placed: list[Any], moves: Moves) -> None:
     if not is_array:
         moves.extend((use.place, argument[_index(use.window)], use.sharding) for use in leaf.windows)
         return
@@ -236,7 +236,7 @@ def _place_windows(leaf: Leaf, argument: Any, is_array: bool, placed: list[Any],
         moves.extend((use.place, here[_index(use.window)], use.sharding) for use in leaf.windows)
 
 
-def _taken_over(argument: Any, uses: Sequence[Use], devices: Sequence[Sequence[Device]]) -> list[jax.Array]:
+def _taken_over(argument: Any, uses: Sequence[InputUse], devices: Sequence[Sequence[Device]]) -> list[jax.Array]:
     """The shards of an argument as the arrays that they are on these devices; no byte moves."""
     shards = {shard.device: shard.data for shard in argument.addressable_shards}
     return [
@@ -257,7 +257,7 @@ def _index(window: Window | None) -> tuple[slice, ...]:
     return (*(slice(None),) * window.axis, slice(window.start, window.stop))
 
 
-def _local_devices(uses: Sequence[Use], shape: tuple[int, ...], there: Sharding) -> list[list[Device]] | None:
+def _local_devices(uses: Sequence[InputUse], shape: tuple[int, ...], there: Sharding) -> list[list[Device]] | None:
     """The devices of each window's shards, if each holds just its shard of the window already."""
     held = there.devices_indices_map(shape)
     devices: list[list[Device]] = []
@@ -278,19 +278,21 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> list[tuple[int, int]]:
     return [part.indices(dim)[:2] for part, dim in zip(index, shape)]
 
 
-def _use(program: Program, place: int, sharding: NamedSharding) -> Use:
+def _use(program: Program, place: int, sharding: NamedSharding) -> InputUse:
     item = program.inputs[place]
     shape = program.meshes[item.mesh].values[item.value].shape
-    return Use(place=place, sharding=sharding, shape=shape, window=item.window)
+    return InputUse(place=place, sharding=sharding, shape=shape, window=item.window)
 
 
-def _leaf(number: int, shape: tuple[int, ...], uses: Sequence[Use], all_meshes: frozenset[frozenset[Device]]) -> Leaf:
+def _argument_uses(
+    number: int, shape: tuple[int, ...], uses: Sequence[InputUse], all_meshes: frozenset[frozenset[Device]]
+) -> ArgumentUses:
     # A window of everything would be a copy, and not the argument itself.
     whole = tuple(use for use in uses if use.window is None or use.shape == shape)
     windows = tuple(use for use in uses if use not in whole)
     split = _splitter([use.window for use in windows])
     meshes = {use.sharding.mesh for use in windows}
-    return Leaf(
+    return ArgumentUses(
         number=number,
         shape=shape,
         whole=whole,
@@ -303,12 +305,12 @@ def _leaf(number: int, shape: tuple[int, ...], uses: Sequence[Use], all_meshes: 
     )
 
 
-def _together(windows: Sequence[Use]) -> tuple[Together, ...] | None:
+def _together(windows: Sequence[InputUse]) -> tuple[JoinedWindows, ...] | None:
     """The windows by their meshes; None if those of a mesh do not follow each other, or differ in their layouts."""
-    by_mesh: dict[Any, list[Use]] = {}
+    by_mesh: dict[Any, list[InputUse]] = {}
     for use in windows:
         by_mesh.setdefault(use.sharding.mesh, []).append(use)
-    found: list[Together] = []
+    found: list[JoinedWindows] = []
     for parts in by_mesh.values():
         spans = [(use.window.start, use.window.stop) for use in parts if use.window is not None]
         axis = parts[0].window.axis if parts[0].window is not None else 0
@@ -326,7 +328,7 @@ def _together(windows: Sequence[Use]) -> tuple[Together, ...] | None:
         )
         split = _splitter([Window(axis=axis, start=a - start, stop=b - start) for a, b in spans])
         layouts = [use.sharding for use in parts]
-        found.append(Together(use=use, parts=tuple(parts), split=jax.jit(split, out_shardings=layouts)))
+        found.append(JoinedWindows(use=use, parts=tuple(parts), split=jax.jit(split, out_shardings=layouts)))
     return tuple(found)
 
 

@@ -13,7 +13,7 @@ Sender = Callable[[Sequence[jax.Array]], None]
 Receiver = Callable[[], Sequence[jax.Array]]
 
 
-class Loaded(Protocol):
+class LoadedProgram(Protocol):
     """A program whose executables are on their devices: flat arguments in, flat results out."""
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from autopar.ir.program import Free, Instruction, Recv, Run, Send
 from autopar.runtime.interfaces import Channel, Receiver, Sender
 
 Environment = list[Any]
-Step = Callable[[Environment], None]
+ResolvedInstruction = Callable[[Environment], None]
 
 
 def resolve(
@@ -24,7 +24,7 @@ def resolve(
     functions: Mapping[str, Callable[..., Sequence[Any]]],
     donated: Mapping[str, tuple[int, ...]],
     channel: Channel,
-) -> Step:
+) -> ResolvedInstruction:
     """The instruction as a function of an environment whose values have these slots."""
     match instruction:
         case Run():
@@ -53,7 +53,7 @@ def _run(
     inputs: Sequence[int],
     donated: Sequence[int],
     outputs: Sequence[int],
-) -> Step:
+) -> ResolvedInstruction:
     def step(env: Environment) -> None:
         results = function(*[env[slot] for slot in inputs])
         for slot in donated:
@@ -64,14 +64,14 @@ def _run(
     return step
 
 
-def _send(sender: Sender, slots: Sequence[int]) -> Step:
+def _send(sender: Sender, slots: Sequence[int]) -> ResolvedInstruction:
     def step(env: Environment) -> None:
         sender([env[slot] for slot in slots])
 
     return step
 
 
-def _receive(receiver: Receiver, slots: Sequence[int]) -> Step:
+def _receive(receiver: Receiver, slots: Sequence[int]) -> ResolvedInstruction:
     def step(env: Environment) -> None:
         for slot, array in zip(slots, receiver()):
             env[slot] = array
@@ -79,7 +79,7 @@ def _receive(receiver: Receiver, slots: Sequence[int]) -> Step:
     return step
 
 
-def _free(slots: Sequence[int]) -> Step:
+def _free(slots: Sequence[int]) -> ResolvedInstruction:
     def step(env: Environment) -> None:
         for slot in slots:
             env[slot] = None

@@ -20,16 +20,16 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.ir.instructions import spec_axes
 from autopar.ir.program import Output, Program
+from autopar.runtime.interpreter import Environment
 
-Environment = list[Any]
-Result = Callable[[Environment], Any]
+ReadResult = Callable[[Environment], Any]
 Layouts = Mapping[tuple[int, str], NamedSharding]  # of (mesh, value)
 
 
-def collection(program: Program, slots: Mapping[tuple[int, str], int], layouts: Layouts) -> list[Result]:
+def collection(program: Program, slots: Mapping[tuple[int, str], int], layouts: Layouts) -> list[ReadResult]:
     """One function of the final environment per leaf of the result, in order."""
     given: set[int] = set()
-    results: list[Result] = []
+    results: list[ReadResult] = []
     for output in sorted(program.outputs, key=lambda output: output.leaf):
         places = [slots[part] for part in output.parts]
         results.append(_result(output, places, program, layouts, again=len(places) == 1 and places[0] in given))
@@ -37,12 +37,12 @@ def collection(program: Program, slots: Mapping[tuple[int, str], int], layouts: 
     return results
 
 
-def _result(output: Output, places: list[int], program: Program, layouts: Layouts, *, again: bool) -> Result:
+def _result(output: Output, places: list[int], program: Program, layouts: Layouts, *, again: bool) -> ReadResult:
     if not places:
         # A new array each time, because the caller may donate it.
         return lambda env: jax.device_put(np.asarray(output.literal))
     if len(places) == 1:
-        result: Result = itemgetter(places[0])
+        result: ReadResult = itemgetter(places[0])
     else:
         shapes = [program.meshes[mesh].values[value].shape for mesh, value in output.parts]
         result = _stacked(places, shapes, [layouts[part] for part in output.parts])
@@ -53,7 +53,7 @@ def _result(output: Output, places: list[int], program: Program, layouts: Layout
     return result
 
 
-def _stacked(places: list[int], shapes: list[tuple[int, ...]], layouts: list[NamedSharding]) -> Result:
+def _stacked(places: list[int], shapes: list[tuple[int, ...]], layouts: list[NamedSharding]) -> ReadResult:
     groups = [list(group) for _, group in groupby(range(len(places)), key=lambda i: layouts[i].mesh)]
     concatenate = [_concatenate(layouts[group[0]]) for group in groups]
     total = (sum(shape[0] for shape in shapes), *shapes[0][1:])

@@ -27,11 +27,11 @@ from autopar.runtime.distributed.pieces import Piece, Placed
 from autopar.runtime.executables import mesh_of
 from autopar.runtime.inputs import places_of
 from autopar.runtime.results import over_all
-from autopar.runtime.transfer.tiles import Layout
+from autopar.runtime.transfer.tiles import DeviceLayout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class PlacedRange:
     """A range of an argument on one mesh; `window` of None: all of it."""
 
     mesh: int
@@ -40,33 +40,35 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class LeafPlacement:
     """An argument and its place: `parts` together are all of it, each range once; `copies` are on further meshes."""
 
     name: str
     kind: ArrayType
-    parts: tuple[Part, ...]
-    copies: tuple[Part, ...] = ()
+    parts: tuple[PlacedRange, ...]
+    copies: tuple[PlacedRange, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrangement:
+class ArgumentPlacement:
     """The places of some arguments, and the meshes that they name."""
 
     meshes: tuple[MeshProgram, ...]
-    places: tuple[Place, ...]
+    places: tuple[LeafPlacement, ...]
 
-    def placed(self, place: Place, *, with_copies: bool = False) -> Placed:
+    def placed(self, place: LeafPlacement, *, with_copies: bool = False) -> Placed:
         """The place by ordinals of devices."""
         parts = (*place.parts, *place.copies) if with_copies else place.parts
         pieces = tuple(Piece(layout=self._layout(part), shape=part.kind.shape, window=part.window) for part in parts)
         return Placed(shape=place.kind.shape, dtype=place.kind.dtype, pieces=pieces)
 
-    def _layout(self, part: Part) -> Layout:
+    def _layout(self, part: PlacedRange) -> DeviceLayout:
         mesh = self.meshes[part.mesh]
-        return Layout(devices=mesh.devices, mesh_shape=mesh.shape, axis_names=mesh.axis_names, spec=part.kind.spec)
+        return DeviceLayout(
+            devices=mesh.devices, mesh_shape=mesh.shape, axis_names=mesh.axis_names, spec=part.kind.spec
+        )
 
-    def sharding(self, place: Place, devices: Sequence[Any]) -> NamedSharding:
+    def sharding(self, place: LeafPlacement, devices: Sequence[Any]) -> NamedSharding:
         """The place on live devices as one array: parts that are alike are its stages, others lie on the first mesh."""
         groups = [list(parts) for _, parts in groupby(place.parts, key=lambda part: part.mesh)]
         firsts = [group[0] for group in groups]
@@ -78,7 +80,7 @@ class Arrangement:
         return layouts[0] if whole is None else whole
 
 
-def argument_arrangement(compiled: Compiled, number: int) -> tuple[Arrangement, Any]:
+def argument_placement(compiled: Compiled, number: int) -> tuple[ArgumentPlacement, Any]:
     """Where a step wants one argument (0 is its state), and the structure of that argument.
 
     Raises `InvalidArgument` for an argument that is static or missing.
@@ -101,10 +103,10 @@ def argument_arrangement(compiled: Compiled, number: int) -> tuple[Arrangement, 
         _place(trace.inputs[i], uses.get(i, ()), program, outputs.get(returned.get(i, -1), set())) for i in numbers
     ]
     meshes = tuple(replace(mesh, values={}, instructions=()) for mesh in program.meshes)
-    return Arrangement(meshes=meshes, places=tuple(places)), jax.tree.structure(argument)
+    return ArgumentPlacement(meshes=meshes, places=tuple(places)), jax.tree.structure(argument)
 
 
-def _place(leaf: Leaf, uses: Iterable[Input], program: Program, returned_on: set[int]) -> Place:
+def _place(leaf: Leaf, uses: Iterable[Input], program: Program, returned_on: set[int]) -> LeafPlacement:
     kind = ArrayType(shape=tuple(leaf.aval.shape), dtype=str(leaf.aval.dtype))
     # Where the step leaves the state, there it finds it next time; then the first mesh.
     wanted = sorted(uses, key=lambda use: (use.mesh not in returned_on, use.mesh))
@@ -112,25 +114,25 @@ def _place(leaf: Leaf, uses: Iterable[Input], program: Program, returned_on: set
     chosen = _cover(parts, kind.shape)
     if chosen is None:  # Nobody reads it, or only windows of which none can be a result.
         mesh = parts[0].mesh if parts else 0
-        chosen = [Part(mesh=mesh, kind=replace(kind, spec=PartitionSpec()))]
+        chosen = [PlacedRange(mesh=mesh, kind=replace(kind, spec=PartitionSpec()))]
     copies = tuple(part for part in parts if part not in chosen)
-    return Place(name=leaf.name, kind=replace(kind, spec=PartitionSpec()), parts=tuple(chosen), copies=copies)
+    return LeafPlacement(name=leaf.name, kind=replace(kind, spec=PartitionSpec()), parts=tuple(chosen), copies=copies)
 
 
-def _part(use: Input, program: Program) -> Part:
-    return Part(mesh=use.mesh, kind=program.meshes[use.mesh].values[use.value], window=use.window)
+def _part(use: Input, program: Program) -> PlacedRange:
+    return PlacedRange(mesh=use.mesh, kind=program.meshes[use.mesh].values[use.value], window=use.window)
 
 
-def _cover(parts: Sequence[Part], shape: tuple[int, ...]) -> list[Part] | None:
+def _cover(parts: Sequence[PlacedRange], shape: tuple[int, ...]) -> list[PlacedRange] | None:
     """One whole part, or windows of axis 0 that follow each other from the first row to the last; else None."""
     for part in parts:
         if part.kind.shape == shape:
             return [replace(part, window=None)]
-    rows: dict[int, Part] = {}
+    rows: dict[int, PlacedRange] = {}
     for part in parts:
         if part.window is not None and part.window.axis == 0:
             rows.setdefault(part.window.start, part)
-    chosen: list[Part] = []
+    chosen: list[PlacedRange] = []
     reached = 0
     while reached in rows and rows[reached].window is not None:
         chosen.append(rows[reached])
@@ -161,14 +163,14 @@ def compiled_like(like: Any, number: int, value: Any) -> Compiled:
 
 def _takes(compiled: Compiled, number: int, value: Any) -> bool:
     try:
-        arrangement, tree = argument_arrangement(compiled, number)
+        arrangement, tree = argument_placement(compiled, number)
         check_argument(value, arrangement, tree, "", "")
     except InvalidArgument:
         return False
     return True
 
 
-def check_argument(value: Any, to: Arrangement, tree: Any, found: str, step: str) -> None:
+def check_argument(value: Any, to: ArgumentPlacement, tree: Any, found: str, step: str) -> None:
     """Raise `InvalidArgument`, which names the first leaf that differs, unless `value` is what the step takes there.
 
     A leaf may be a function that loads it: its shape is seen later.

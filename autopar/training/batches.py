@@ -20,7 +20,13 @@ from autopar.aot import Compiled
 from autopar.api import Step
 from autopar.errors import InvalidArgument
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS
-from autopar.training.array_placement import Arrangement, Place, argument_arrangement, check_argument, compiled_like
+from autopar.training.array_placement import (
+    ArgumentPlacement,
+    LeafPlacement,
+    argument_placement,
+    check_argument,
+    compiled_like,
+)
 
 _END = object()
 
@@ -37,7 +43,7 @@ def shard_batch(batch: Any, *, like: Step | Compiled, argnum: int | None = None)
     """
     number = _argnum(like, argnum)
     found = compiled_like(like, number, batch)
-    arrangement, tree = argument_arrangement(found, number)
+    arrangement, tree = argument_placement(found, number)
     check_argument(batch, arrangement, tree, "The batch has", found.trace.name)
     leaves = list(zip(arrangement.places, jax.tree.leaves(batch), strict=True))
     session = found.source.target.session
@@ -77,7 +83,7 @@ def _argnum(like: Step | Compiled, argnum: int | None) -> int:
     return min(arguments.batch, default=1) if arguments is not None else 1
 
 
-def _here(place: Place, leaf: Any, arrangement: Arrangement, devices: Any) -> jax.Array:
+def _here(place: LeafPlacement, leaf: Any, arrangement: ArgumentPlacement, devices: Any) -> jax.Array:
     sharding = arrangement.sharding(place, devices)
     if not callable(leaf):
         return jax.device_put(leaf if isinstance(leaf, jax.Array) else np.asarray(leaf), sharding)
@@ -91,7 +97,7 @@ def _here(place: Place, leaf: Any, arrangement: Arrangement, devices: Any) -> ja
     return jax.make_array_from_callback(place.kind.shape, sharding, load)
 
 
-def _on_cluster(session: Any, arrangement: Arrangement, leaves: list[tuple[Place, Any]]) -> list[Any]:
+def _on_cluster(session: Any, arrangement: ArgumentPlacement, leaves: list[tuple[LeafPlacement, Any]]) -> list[Any]:
     from autopar.runtime.distributed.array import DistributedArray
     from autopar.runtime.distributed.host_batches import bring
 
@@ -105,7 +111,7 @@ def _on_cluster(session: Any, arrangement: Arrangement, leaves: list[tuple[Place
     return [leaf if there else next(fresh) for there, (_, leaf) in zip(lie, leaves)]
 
 
-def _words(leaf: Any, place: Place) -> np.ndarray[Any, Any]:
+def _words(leaf: Any, place: LeafPlacement) -> np.ndarray[Any, Any]:
     if place.kind.dtype in KEY_IMPLEMENTATIONS:
         return np.asarray(jax.random.key_data(leaf))
     return np.asarray(leaf, dtype=jax.numpy.dtype(place.kind.dtype))

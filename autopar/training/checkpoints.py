@@ -19,7 +19,7 @@ from autopar.errors import AutoparError, CheckpointFailed, ClusterFailed, Invali
 from autopar.runtime.distributed.array import DistributedArray
 from autopar.runtime.distributed.pieces import Placed
 from autopar.session import current_session
-from autopar.training.array_placement import argument_arrangement, compiled_like
+from autopar.training.array_placement import argument_placement, compiled_like
 
 # --- Write a state as a checkpoint: on the threads of this process, or each process of a cluster its own shards ---
 
@@ -72,15 +72,15 @@ class ClusterSave:
         """Ask the processes until all are done, or one has failed."""
         from autopar.runtime.distributed.host_checkpoint import save_status
 
-        answers = self._session.answers
+        replies = self._session.replies
         waiting = list(range(len(self._session.hosts.actors)))
         while waiting:
             found = self._session.run_on(waiting, save_status, self._number)
             for process, status in zip(waiting, found, strict=True):
                 if status.error is not None:
-                    answers.blame_the_dead("saving a checkpoint")
-                    text = f"{answers.describe(process)}: {status.error}"
-                    raise answers.fail(StepFailed(f"Saving failed: {text}")) if status.lost else CheckpointFailed(text)
+                    replies.blame_the_dead("saving a checkpoint")
+                    text = f"{replies.describe(process)}: {status.error}"
+                    raise replies.fail(StepFailed(f"Saving failed: {text}")) if status.lost else CheckpointFailed(text)
             waiting = [process for process, status in zip(waiting, found, strict=True) if not status.done]
             if waiting:
                 time.sleep(_POLL_S)
@@ -103,14 +103,14 @@ def _as_one_array(session: Any, leaves: Sequence[Any]) -> list[Any]:
 
 def moved(session: Any, leaves: Sequence[Any], places: Sequence[Placed | None]) -> list[Any]:
     """The leaves, with those on the cluster moved that lie elsewhere than in these places."""
-    from autopar.runtime.distributed.driver import RayLoaded
+    from autopar.runtime.distributed.driver import ClusterProgram
     from autopar.runtime.distributed.whole_arrays import Moving
 
     found = list(leaves)
     away = {i: place for i, place in enumerate(places) if place is not None and leaves[i].placed != place}
     if away:
         moving = Moving(to=tuple(away.values()))
-        move = RayLoaded(session, moving(), [], moving)
+        move = ClusterProgram(session, moving(), [], moving)
         for i, leaf in zip(away, move.once([leaves[i] for i in away]), strict=True):
             found[i] = leaf
     return found
@@ -134,7 +134,7 @@ def _item(leaf: Any) -> Any:
     return Sent(words=words, shape=words.shape, dtype=str(words.dtype))
 
 
-class Target(Protocol):
+class RestoreTarget(Protocol):
     """What is to be read, and where it is to lie."""
 
     abstract: Any
@@ -197,11 +197,11 @@ class _Number:
         self.number = number
 
 
-def target_of(like: Any) -> Target:
+def restore_target(like: Any) -> RestoreTarget:
     """Where `like`, a step or a state, has its state."""
     if isinstance(like, Step | Compiled):
         compiled = compiled_like(like, 0, None)
-        arrangement, tree = argument_arrangement(compiled, 0)
+        arrangement, tree = argument_placement(compiled, 0)
         source = compiled.source.target
         kinds = [leaf.aval for leaf in compiled.trace.inputs if leaf.argument == 0]
         if source.session is not None:
@@ -234,7 +234,7 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=sharding)
 
 
-def check_stored(path: Path, target: Target) -> None:
+def check_stored(path: Path, target: RestoreTarget) -> None:
     """Raise unless the checkpoint holds such a state: `CheckpointFailed` if that cannot be read from it."""
     stored = _stored(path)
     paths = jax.tree_util.tree_leaves_with_path(plain_tree(target.abstract))
@@ -376,7 +376,7 @@ class Checkpoints:
         candidates = self.steps()[::-1] if step is None else [step]
         if not candidates:
             raise InvalidArgument(f"There is no complete checkpoint in {self.directory}. Save one first.")
-        target = target_of(like)
+        target = restore_target(like)
         for number, candidate in enumerate(candidates):
             try:
                 return candidate, self._restore(candidate, target)
@@ -386,7 +386,7 @@ class Checkpoints:
                 warnings.warn(f"{error} Its predecessor is used.", stacklevel=2)
         raise AssertionError
 
-    def _restore(self, step: int, target: Target) -> Any:
+    def _restore(self, step: int, target: RestoreTarget) -> Any:
         path = self.directory / str(step)
         check_stored(path, target)
         return target.read(path)

@@ -17,11 +17,11 @@ from autopar.aot import Compiled
 from autopar.api import Step
 from autopar.arguments import abstract
 from autopar.compiler.lowering.initial_state import placed_results
-from autopar.errors import CannotShip
+from autopar.errors import CannotSerialize
 from autopar.ir.program import Program
 from autopar.runtime.distributed.ray_cluster import pickled, unpickled
 from autopar.runtime.in_process import InProcess
-from autopar.training.array_placement import Arrangement, argument_arrangement, check_argument, compiled_like
+from autopar.training.array_placement import ArgumentPlacement, argument_placement, check_argument, compiled_like
 
 
 def create_state(
@@ -48,7 +48,7 @@ def create_state(
         compiled = like.compiled_for(like.arguments.split((shapes, batch, *further), {}))
     else:
         compiled = compiled_like(like, 0, shapes)
-    arrangement, tree = argument_arrangement(compiled, 0)
+    arrangement, tree = argument_placement(compiled, 0)
     check_argument(shapes, arrangement, tree, f"{_name(init_fn)} returns", compiled.trace.name)
     recipe = InitRecipe(init_fn=init_fn, args=jax.tree.unflatten(jax.tree.structure(args), avals), to=arrangement)
     program = recipe.program()
@@ -57,9 +57,9 @@ def create_state(
     if session is None:
         made = InProcess(compiled.source.target.live_devices()).load(program, leaf_names=names)(leaves)
     else:
-        from autopar.runtime.distributed.driver import RayLoaded
+        from autopar.runtime.distributed.driver import ClusterProgram
 
-        made = RayLoaded(session, program, names, ship_recipe(recipe)).once(leaves)
+        made = ClusterProgram(session, program, names, serialize_init(recipe)).once(leaves)
     return jax.tree.unflatten(tree, made)
 
 
@@ -69,7 +69,7 @@ class InitRecipe:
 
     init_fn: Callable[..., Any]
     args: tuple[Any, ...]
-    to: Arrangement
+    to: ArgumentPlacement
 
     def program(self) -> Program:
         """One executable per mesh, for the leaves that it holds."""
@@ -83,7 +83,7 @@ class InitRecipe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShippedInit:
+class SerializedInit:
     """Makes the program of an initialisation in another process."""
 
     payload: bytes
@@ -94,12 +94,12 @@ class ShippedInit:
         return recipe.program()
 
 
-def ship_recipe(recipe: InitRecipe) -> ShippedInit:
-    """What other processes need to make the program. Raises `CannotShip`."""
+def serialize_init(recipe: InitRecipe) -> SerializedInit:
+    """What other processes need to make the program. Raises `CannotSerialize`."""
     try:
-        return ShippedInit(payload=pickled(recipe))
+        return SerializedInit(payload=pickled(recipe))
     except Exception as error:
-        raise CannotShip(
+        raise CannotSerialize(
             f"{_name(recipe.init_fn)} cannot be sent to the processes of the cluster: something in it cannot be "
             f"pickled ({type(error).__name__}: {error}). Make that inside of the function, import it from a module "
             "that every host has, or pass it as an argument."

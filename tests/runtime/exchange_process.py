@@ -21,11 +21,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar.ir.instructions import KEY_BYTES, item_bytes
-from autopar.runtime.executables import KEY_IMPLEMENTATIONS, dtype_of
+from autopar.runtime.executables import KEY_IMPLEMENTATIONS, jax_dtype
 from autopar.runtime.transfer.exchange import Exchange
 from autopar.runtime.transfer.jax_transfer import TransferServer
 from autopar.runtime.transfer.nccl import Nccl
-from autopar.runtime.transfer.tiles import Layout, TransferPlan, plan_transfer, scattered
+from autopar.runtime.transfer.tiles import DeviceLayout, TransferPlan, plan_transfer, scattered
 from tests.runtime.random_layouts import random_layout, random_shape, some
 
 DTYPES = ("float32", "bfloat16", "bool", "int8", "float16", "complex64", "float8_e4m3fn", "key<fry>", "key<rbg>")
@@ -60,10 +60,10 @@ def drawn_value(rng: np.random.Generator, ends: list[list[int]], process_of: Seq
     plan = plan_transfer(shape, item_bytes(dtype), source, destination, process_of, dtype=dtype)
     if dtype in KEY_BYTES:
         return Moved(whole=rng.integers(0, 2**32, (*shape, KEY_BYTES[dtype] // 4), np.uint32), plan=plan)
-    return Moved(whole=np.asarray(rng.integers(-9, 9, shape)).astype(dtype_of(dtype)), plan=plan)
+    return Moved(whole=np.asarray(rng.integers(-9, 9, shape)).astype(jax_dtype(dtype)), plan=plan)
 
 
-def sharding_of(layout: Layout) -> NamedSharding:
+def sharding_of(layout: DeviceLayout) -> NamedSharding:
     grid = np.array([jax.devices()[ordinal] for ordinal in layout.devices]).reshape(layout.mesh_shape)
     return NamedSharding(Mesh(grid, layout.axis_names), layout.spec)
 
@@ -80,7 +80,7 @@ def array_of(moved: Moved) -> jax.Array:
 
 def is_right(array: jax.Array, moved: Moved) -> bool:
     """Whether the shards here are bit for bit those of the destination's layout."""
-    same = array.dtype == dtype_of(moved.plan.dtype) and array.shape == moved.plan.shape
+    same = array.dtype == jax_dtype(moved.plan.dtype) and array.shape == moved.plan.shape
     for shard in array.addressable_shards:
         words = jax.random.key_data(shard.data) if moved.plan.dtype in KEY_BYTES else shard.data
         wanted = moved.whole[shard.index]
@@ -116,7 +116,7 @@ def carried_out(exchange: Exchange, messages: list[list[Moved]], steps: int) -> 
 
 def donated_is_received(exchange: Exchange, message: int) -> bool:
     """What process 0 sent before it was computed, and then donated, arrives; the receiver begins when that is done."""
-    source, destination = (Layout(devices=(d,), mesh_shape=(1,), axis_names=("x",), spec=P()) for d in (0, 2))
+    source, destination = (DeviceLayout(devices=(d,), mesh_shape=(1,), axis_names=("x",), spec=P()) for d in (0, 2))
     plan = plan_transfer((1 << 16,), 4, source, destination, exchange.process_of, dtype="float32")
     compute = jax.jit(lambda x: jax.lax.fori_loop(0, 4000, lambda _, y: -y, x))
     overwrite = jax.jit(lambda x: -x, donate_argnums=0)
@@ -135,8 +135,8 @@ def donated_is_received(exchange: Exchange, message: int) -> bool:
 
 def scattered_is_gathered(exchange: Exchange, message: int) -> bool:
     """Two processes that want the same all receive a half each, and gather the other one."""
-    source = Layout(devices=(0, 1), mesh_shape=(2,), axis_names=("x",), spec=P("x"))
-    wanted = Layout(devices=(2, 3, 4, 5), mesh_shape=(2, 2), axis_names=("x", "y"), spec=P("y"))
+    source = DeviceLayout(devices=(0, 1), mesh_shape=(2,), axis_names=("x",), spec=P("x"))
+    wanted = DeviceLayout(devices=(2, 3, 4, 5), mesh_shape=(2, 2), axis_names=("x", "y"), spec=P("y"))
     spread = scattered(wanted, (8, 6), exchange.process_of)
     assert spread is not None
     plan = plan_transfer((8, 6), 4, source, spread, exchange.process_of, dtype="float32")

@@ -5,12 +5,12 @@ import math
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from autopar.runtime.transfer.tiles import Layout
+from autopar.runtime.transfer.tiles import DeviceLayout
 
 AXES = ("x", "y", "z")
 
 
-def random_layout(rng: np.random.Generator, ordinals: list[int], rank: int) -> Layout:
+def random_layout(rng: np.random.Generator, ordinals: list[int], rank: int) -> DeviceLayout:
     """The ordinals in any order as a mesh of up to three axes, each on some dimension or on none."""
     devices = rng.permutation(ordinals).tolist()
     shape: list[int] = []
@@ -25,10 +25,10 @@ def random_layout(rng: np.random.Generator, ordinals: list[int], rank: int) -> L
         if place >= 0:
             entries[place].append(axis)
     spec = PartitionSpec(*(tuple(e) if len(e) > 1 else (e[0] if e else None) for e in entries))
-    return Layout(devices=tuple(devices), mesh_shape=tuple(shape), axis_names=AXES[: len(shape)], spec=spec)
+    return DeviceLayout(devices=tuple(devices), mesh_shape=tuple(shape), axis_names=AXES[: len(shape)], spec=spec)
 
 
-def random_shape(rng: np.random.Generator, layouts: list[Layout], rank: int) -> tuple[int, ...]:
+def random_shape(rng: np.random.Generator, layouts: list[DeviceLayout], rank: int) -> tuple[int, ...]:
     """A shape that every layout can cut, of any size, now and then zero."""
     counts = [layout.parts((0,) * rank) for layout in layouts]
     return tuple(

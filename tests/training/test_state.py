@@ -11,14 +11,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.errors import CannotShip, InvalidArgument
+from autopar.errors import CannotSerialize, InvalidArgument
 from autopar.ir.program import ArrayType, Input, MeshProgram, Output, Program, Window
-from autopar.runtime.distributed.input_routing import arrive
+from autopar.runtime.distributed.input_routing import route_inputs
 from autopar.runtime.distributed.pieces import Piece, Placed
-from autopar.runtime.transfer.tiles import Layout
-from autopar.training.array_placement import argument_arrangement
+from autopar.runtime.transfer.tiles import DeviceLayout
+from autopar.training.array_placement import argument_placement
 from autopar.training.batches import prefetch, shard_batch
-from autopar.training.create_state import InitRecipe, create_state, ship_recipe
+from autopar.training.create_state import InitRecipe, create_state, serialize_init
 
 LAYERS, WIDTH, ROWS = 4, 16, 16
 OPTIMIZER = optax.adam(1e-2, eps=1e-4)
@@ -89,12 +89,12 @@ def arrivals_without_a_move(compiled: autopar.Compiled, state: Any, batch: Any) 
     """What a call would have to move, by the places that were asked for."""
     places: list[Any] = [None] * len(compiled.trace.inputs)
     for number, value in ((0, state), (1, batch)):
-        arrangement, _ = argument_arrangement(compiled, number)
+        arrangement, _ = argument_placement(compiled, number)
         leaves = [i for i, leaf in enumerate(compiled.trace.inputs) if leaf.argument == number]
         assert len(leaves) == len(jax.tree.leaves(value))
         for i, place in zip(leaves, arrangement.places, strict=True):
             places[i] = arrangement.placed(place, with_copies=True)
-    return arrive(compiled.program, places)
+    return route_inputs(compiled.program, places)
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
@@ -106,8 +106,8 @@ def test_created_state_equals_that_of_plain_jax_to_the_bit_and_trains_alike(meth
     assert_same(state, expected)
     (compiled,) = step.all_compiled()
     wanted = arrivals_without_a_move(compiled, state, BATCH)
-    assert not wanted.moved
-    assert not wanted.given
+    assert not wanted.from_devices
+    assert not wanted.from_driver
     state, metrics = step(state, shard_batch(draw_batch(0), like=step))
     expected, expected_metrics = jax.jit(train_step)(expected, draw_batch(0))
     np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-5)
@@ -186,7 +186,7 @@ def test_batches_are_placed_and_may_load_themselves_by_their_ranges():
     placed = shard_batch({"x": load, "y": batch["y"]}, like=step)
     assert_same(placed, jax.tree.map(jnp.asarray, batch))
     (compiled,) = step.all_compiled()
-    arrangement, _ = argument_arrangement(compiled, 1)
+    arrangement, _ = argument_placement(compiled, 1)
     assert placed["x"].sharding == arrangement.sharding(arrangement.places[0], jax.devices())
     assert {(part.start, part.stop) for part, _ in asked} == {(i, i + 4) for i in range(0, ROWS, 4)}
 
@@ -234,14 +234,14 @@ def test_an_initialisation_that_cannot_be_sent_says_so():
 
     step = autopar.parallelize(train_step)
     create_state(init_fn, jax.random.key(0), like=step, batch=BATCH)
-    arrangement, _ = argument_arrangement(step.all_compiled()[0], 0)
-    with pytest.raises(CannotShip, match="locked cannot be sent"):
-        ship_recipe(InitRecipe(init_fn=locked, args=(), to=arrangement))
+    arrangement, _ = argument_placement(step.all_compiled()[0], 0)
+    with pytest.raises(CannotSerialize, match="locked cannot be sent"):
+        serialize_init(InitRecipe(init_fn=locked, args=(), to=arrangement))
 
 
 def test_copies_of_a_batch_on_further_meshes_are_not_moved_as_well():
     def piece(devices: tuple[int, ...], start: int, stop: int) -> Piece:
-        layout = Layout(devices=devices, mesh_shape=(2,), axis_names=("data",), spec=PartitionSpec())
+        layout = DeviceLayout(devices=devices, mesh_shape=(2,), axis_names=("data",), spec=PartitionSpec())
         return Piece(layout=layout, shape=(stop - start, 3), window=Window(axis=0, start=start, stop=stop))
 
     pieces = (piece((0, 1), 0, 4), piece((0, 1), 4, 8), piece((2, 3), 0, 8), piece((2, 3), 2, 6))
@@ -254,5 +254,5 @@ def test_copies_of_a_batch_on_further_meshes_are_not_moved_as_well():
         inputs=(Input(leaf=0, mesh=0, value="x"),),
         outputs=(Output(leaf=0, parts=((0, "x"),)),),
     )
-    (moved,) = arrive(program, [Placed(shape=(8, 3), dtype="float32", pieces=pieces)]).moved
+    (moved,) = route_inputs(program, [Placed(shape=(8, 3), dtype="float32", pieces=pieces)]).from_devices
     assert [(part.piece, part.shape) for part in moved.parts] == [(0, (4, 3)), (1, (4, 3))]

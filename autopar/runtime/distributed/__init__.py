@@ -2,21 +2,19 @@
 
 Where values lie, as plain data that all processes agree on:
 
-    placed             where a value lies on the cluster
-    arrivals           how the arguments of a step come to be where it wants them; made once per way they lie
-    shards             which shards are the whole value, and the value from them
+    pieces             where a value lies on the cluster
+    input_routing      how the arguments of a step come to be where it wants them; made once per way they lie
     whole_arrays       a value as one array, and the program that moves values
 
 The driver, from the user's call to the processes:
 
-    distributed_array  what the driver holds of a value
-    ray_runtime        a loaded program: one call is one step
-    ray_session        one message per process and step; values by number
-    answers            what the processes answer, or the one reason why they do not
-    process_watch      a thread that sees processes die, fall silent, or fail
+    array              what the driver holds of a value
+    driver             a loaded program: one call is one step
+    session            one message per process and step; values by number; values from their shards
+    replies            what the processes reply, or the one reason why they do not
+    watchdog           a thread that sees processes die, fall silent, or fail
     ray_cluster        the processes, by Ray
     messages           what the driver and the processes say to each other
-    versions           the releases that all must have in common
 
 A process, from the message to the devices:
 

@@ -20,7 +20,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from autopar.errors import DonatedBuffer
 from autopar.runtime.distributed.pieces import Placed
-from autopar.runtime.executables import KEY_IMPLEMENTATIONS, dtype_of
+from autopar.runtime.executables import KEY_IMPLEMENTATIONS, jax_dtype
 
 
 class Owner(Protocol):
@@ -54,7 +54,7 @@ class DistributedArray(NDArrayOperatorsMixin):
         self.placed = placed
         self.layout = layout
         """The owner's number of `placed`: equal for values that lie alike."""
-        self.dtype = dtype_of(placed.dtype)
+        self.dtype = jax_dtype(placed.dtype)
         self._deleted = False
         self._fetched: np.ndarray[Any, Any] | None = None
         self._finalizer = weakref.finalize(self, owner.forget, identity)

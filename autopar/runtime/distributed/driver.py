@@ -14,15 +14,15 @@ import numpy as np
 from autopar.errors import InvalidArgument
 from autopar.ir.program import Program, Run
 from autopar.runtime.distributed.array import DistributedArray
-from autopar.runtime.distributed.input_routing import Arrival, arrive
+from autopar.runtime.distributed.input_routing import InputRouting, route_inputs
 from autopar.runtime.distributed.messages import StepMessage
-from autopar.runtime.distributed.pieces import layouts_of, placed_output
+from autopar.runtime.distributed.pieces import placed_output, value_layouts
 from autopar.runtime.distributed.session import RaySession
 from autopar.runtime.inputs import ArgumentType, argument_types
 from autopar.runtime.timeline import InstructionTime
 
 
-class RayLoaded:
+class ClusterProgram:
     """A program on a cluster: called like every loaded program; its results stay on the cluster.
 
     The processes forget the program when the last reference is dropped.
@@ -37,14 +37,14 @@ class RayLoaded:
         self._finalizer = weakref.finalize(self, session.forget_program, self.number)
         self._finalizer.atexit = False
         self.arguments = argument_types(program, leaf_names)
-        layouts = layouts_of(program)
+        layouts = value_layouts(program)
         outputs = sorted(program.outputs, key=lambda output: output.leaf)
         self.results = [placed_output(program, output, layouts) if output.parts else None for output in outputs]
         self.literals = [output.literal for output in outputs]
         self.result_layouts = [None if placed is None else session.number_of_layout(placed) for placed in self.results]
         self.donated = _donated_leaves(program)
-        self._arrivals: dict[tuple[int, ...], tuple[int, Arrival, list[tuple[Any, ...]]]] = {}
-        self._shipped: set[int] = set()
+        self._routings: dict[tuple[int, ...], tuple[int, InputRouting, list[tuple[Any, ...]]]] = {}
+        self._routings_sent: set[int] = set()
         self.ordinals = [
             frozenset(o for o, process in enumerate(session.process_of) if process == number)
             for number in range(len(session.hosts.actors))
@@ -70,10 +70,12 @@ class RayLoaded:
     def step(self, leaves: Sequence[Any], *, timed: bool = False) -> list[Any]:
         """One step; `timed` makes the processes wait for every instruction and report when it ran."""
         self._check(leaves)
-        number, arrival, sent_to = self._arrival(leaves)
+        number, routing, sent_to = self._routing(leaves)
         session = self.session
         session.make_room()  # first: who is interrupted here has lost nothing
-        host_arrays = {item.leaf: _words(leaves[item.leaf], self.arguments.types[item.leaf]) for item in arrival.given}
+        host_arrays = {
+            item.leaf: _words(leaves[item.leaf], self.arguments.types[item.leaf]) for item in routing.from_driver
+        }
         count = sum(placed is not None for placed in self.results)
         fresh = iter(session.next_numbers(count))
         results = [None if placed is None else next(fresh) for placed in self.results]
@@ -82,8 +84,8 @@ class RayLoaded:
         message = StepMessage(
             step=session.next_step(),
             program=self.number,
-            arrival=number,
-            new_arrival=None if number in self._shipped else arrival,
+            routing=number,
+            new_routing=None if number in self._routings_sent else routing,
             arguments=identities,
             results=results,
             donated=[leaf.identity for leaf in donated],
@@ -92,7 +94,7 @@ class RayLoaded:
         )
         messages = [replace(message, sent=[host_arrays[leaf][index] for leaf, index in boxes]) for boxes in sent_to]
         session.submit(messages)
-        self._shipped.add(number)
+        self._routings_sent.add(number)
         for leaf in donated:
             leaf.mark_donated()
         return [
@@ -102,17 +104,17 @@ class RayLoaded:
             for placed, identity, layout, literal in zip(self.results, results, self.result_layouts, self.literals)
         ]
 
-    def _arrival(self, leaves: Sequence[Any]) -> tuple[int, Arrival, list[tuple[Any, ...]]]:
+    def _routing(self, leaves: Sequence[Any]) -> tuple[int, InputRouting, list[tuple[Any, ...]]]:
         key = tuple(leaf.layout if isinstance(leaf, DistributedArray) else -1 for leaf in leaves)
-        known = self._arrivals.get(key)
+        known = self._routings.get(key)
         if known is None:
             placed = [leaf.placed if isinstance(leaf, DistributedArray) else None for leaf in leaves]
-            arrival = arrive(self.program, placed)
+            routing = route_inputs(self.program, placed)
             sent_to = [
-                tuple((leaf, tuple(slice(*part) for part in box)) for leaf, box in arrival.sent_to(ordinals))
+                tuple((leaf, tuple(slice(*part) for part in box)) for leaf, box in routing.sent_to(ordinals))
                 for ordinals in self.ordinals
             ]
-            known = self._arrivals[key] = (len(self._arrivals), arrival, sent_to)
+            known = self._routings[key] = (len(self._routings), routing, sent_to)
         return known
 
     def _check(self, leaves: Sequence[Any]) -> None:

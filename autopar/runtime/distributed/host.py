@@ -34,9 +34,9 @@ from autopar.runtime.distributed.messages import (
     StepMessage,
     StepReport,
     WorldSpec,
+    installed_versions,
     unpacked,
 )
-from autopar.runtime.distributed.versions import versions
 from autopar.runtime.distributed.world import World
 from autopar.runtime.timeline import InstructionTime, instruction_name
 from autopar.runtime.transfer.exchange import Exchange
@@ -111,7 +111,7 @@ class Host:
             ),
         )
         return HostReport(
-            versions=versions(),
+            versions=installed_versions(),
             node=platform.node(),
             pid=os.getpid(),
             device_kind=local[0].device_kind,
@@ -179,15 +179,15 @@ class Host:
 
     def _start(self, message: StepMessage) -> StepReport:
         program, world = self.programs[message.program], self.world
-        if message.new_arrival is not None:
-            program.expect(message.arrival, message.new_arrival)
+        if message.new_routing is not None:
+            program.expect(message.routing, message.new_routing)
         world.exchange.begin_step(message.step)
         arguments = [None if n is None else self.pieces(n) for n in message.arguments]
         for number in message.donated:
             del self._values[number]
         clock: list[tuple[float, float]] | None = [] if message.timed else None
         start_s = time.perf_counter()
-        results = program.run(message.arrival, arguments, message.sent, clock)
+        results = program.run(message.routing, arguments, message.sent, clock)
         self.dispatch_s.append(time.perf_counter() - start_s)
         for number, pieces in zip(message.results, results, strict=True):
             if number is not None:

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.errors import InvalidArgument
 from autopar.runtime.distributed.array import DistributedArray
 from autopar.runtime.distributed.host import Host
-from autopar.runtime.distributed.host_inputs import Values, assembled, sharding_of
+from autopar.runtime.distributed.host_inputs import Values, assembled, sharding_on
 from autopar.runtime.distributed.pieces import Placed
 from autopar.runtime.distributed.session import RaySession
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS
@@ -78,7 +78,7 @@ def _pieces(host: Host, item: Brought) -> Values:
         for box in own.values():
             if box not in known:
                 known[box] = _box(item, box)
-        sharding = sharding_of(piece.layout, world.devices)
+        sharding = sharding_on(piece.layout, world.devices)
         devices = [world.devices[o] for o in own]
         parts = [known[box] for box in own.values()]
         pieces.append(assembled(piece.shape, item.placed.dtype, sharding, parts, devices))

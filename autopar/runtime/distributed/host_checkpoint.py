@@ -22,10 +22,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import CheckpointFailed
 from autopar.runtime.distributed.host import Host
-from autopar.runtime.distributed.host_inputs import Values, assembled, sharding_of
+from autopar.runtime.distributed.host_inputs import Values, assembled, sharding_on
 from autopar.runtime.distributed.pieces import Placed
 from autopar.runtime.distributed.whole_arrays import whole_sharding
-from autopar.runtime.executables import KEY_IMPLEMENTATIONS, dtype_of
+from autopar.runtime.executables import KEY_IMPLEMENTATIONS, jax_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ def _shown(host: Host, item: Kept | Sent) -> Any:
         if device in here:
             shards.append(Shard(index=index, data=here[device], replica_id=copies[str(index)]))
         copies[str(index)] += 1
-    dtype = dtype_of(placed.dtype)
+    dtype = jax_dtype(placed.dtype)
     if not shards:
         nothing = np.broadcast_to(np.zeros((), dtype), sharding.shard_shape(placed.shape))
         index = tuple(slice(0, size) for size in nothing.shape)
@@ -194,7 +194,7 @@ def restore_values(host: Host, path: str, tree: Any, items: Sequence[Kept]) -> N
     world = host.world
     shardings = [whole_sharding(item.placed, world.devices) for item in items]
     wanted = [
-        jax.ShapeDtypeStruct(item.placed.shape, dtype_of(item.placed.dtype), sharding=sharding)
+        jax.ShapeDtypeStruct(item.placed.shape, jax_dtype(item.placed.dtype), sharding=sharding)
         if sharding.addressable_devices
         else ocp.PLACEHOLDER
         for item, sharding in zip(items, shardings, strict=True)
@@ -235,7 +235,7 @@ def _pieces(host: Host, placed: Placed, array: Any) -> Values:
     shards = {shard.device: shard.data for shard in array.addressable_shards}
     pieces: Values = []
     for piece in placed.pieces:
-        sharding = sharding_of(piece.layout, host.world.devices)
+        sharding = sharding_on(piece.layout, host.world.devices)
         own = [shards[device] for device in sharding.addressable_devices_indices_map(piece.shape)]
         whole = jax.make_array_from_single_device_arrays(piece.shape, sharding, own) if own else None
         pieces.append(whole)

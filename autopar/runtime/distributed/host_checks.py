@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.runtime.distributed.host import Host
-from autopar.runtime.distributed.host_inputs import sharding_of
-from autopar.runtime.transfer.tiles import Layout, plan_transfer
+from autopar.runtime.distributed.host_inputs import sharding_on
+from autopar.runtime.transfer.tiles import DeviceLayout, plan_transfer
 
 
 def add_up_over_all_devices(host: Host) -> tuple[bool, float]:
@@ -35,13 +35,13 @@ def send_between(host: Host, source: int, destination: int, num_bytes: int, step
     world = host.world
     first = {process: world.process_of.index(process) for process in (source, destination)}
     layouts = [
-        Layout(devices=(first[p],), mesh_shape=(1,), axis_names=("x",), spec=PartitionSpec())
+        DeviceLayout(devices=(first[p],), mesh_shape=(1,), axis_names=("x",), spec=PartitionSpec())
         for p in (source, destination)
     ]
     shape = (num_bytes // 4,)
     plan = plan_transfer(shape, 4, layouts[0], layouts[1], world.process_of, dtype="float32")
     exchange, expected, messages = world.exchange, np.arange(shape[0], dtype=np.float32), range(2)
-    here, there = (sharding_of(layout, world.devices) for layout in layouts)
+    here, there = (sharding_on(layout, world.devices) for layout in layouts)
     sends = [exchange.sender([plan], message) for message in messages] if world.process == source else []
     receives = (
         [exchange.receiver([plan], message, [there]) for message in messages] if world.process == destination else []

@@ -13,19 +13,19 @@ from jax.sharding import NamedSharding
 
 from autopar.ir.instructions import item_bytes
 from autopar.ir.program import MeshProgram, Program
-from autopar.runtime.distributed.input_routing import Arrival, Given, Moved, Part, Taken
+from autopar.runtime.distributed.input_routing import FromDevices, FromDriver, InPlace, InputRouting, RoutedPart
 from autopar.runtime.distributed.world import World
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS, mesh_of
 from autopar.runtime.interfaces import Device
 from autopar.runtime.interpreter import Environment
-from autopar.runtime.transfer.tiles import Layout, plan_transfer
+from autopar.runtime.transfer.tiles import DeviceLayout, plan_transfer
 
 Values = list[Any]  # the pieces of one value: an array, or None for a piece that has no device here
 # (slots, the arguments that lie here, what the driver sent)
 Bring = Callable[[Environment, Sequence[Values | None], Sequence[np.ndarray[Any, Any]]], None]
 
 
-def sharding_of(layout: Layout, devices: Sequence[Device]) -> NamedSharding:
+def sharding_on(layout: DeviceLayout, devices: Sequence[Device]) -> NamedSharding:
     """The layout on live devices; pieces that lie alike have equal shardings."""
     mesh = MeshProgram(
         devices=tuple(layout.devices),
@@ -60,26 +60,26 @@ class HostInputs:
             if item.constant is not None and slot is not None and sharding is not None
         ]
 
-    def bringing(self, arrival: Arrival) -> Bring:
+    def bringing(self, routing: InputRouting) -> Bring:
         """A function that puts every input into its slot. All processes make it together, for it opens transfers."""
-        firsts = itertools.accumulate((len(item.parts) for item in arrival.moved), initial=self.first_message)
-        moves = [self._mover(item, first) for item, first in zip(arrival.moved, firsts)]
+        firsts = itertools.accumulate((len(item.parts) for item in routing.from_devices), initial=self.first_message)
+        moves = [self._mover(item, first) for item, first in zip(routing.from_devices, firsts)]
         self.world.exchange.open()
-        boxes = {box: n for n, box in enumerate(arrival.sent_to(self.world.ordinals))}
+        boxes = {box: n for n, box in enumerate(routing.sent_to(self.world.ordinals))}
 
         def bring(env: Environment, arguments: Sequence[Values | None], sent: Sequence[np.ndarray[Any, Any]]) -> None:
             for slot, constant in self.constants:
                 env[slot] = constant
-            for item in arrival.taken:
+            for item in routing.in_place:
                 self._take(env, item, arguments)
-            for item in arrival.given:
+            for item in routing.from_driver:
                 self._give(env, item, sent, boxes)
             for move in moves:
                 move(env, arguments)
 
         return bring
 
-    def _take(self, env: Environment, item: Taken, arguments: Sequence[Values | None]) -> None:
+    def _take(self, env: Environment, item: InPlace, arguments: Sequence[Values | None]) -> None:
         slot = self.slots[item.place]
         if slot is None:
             return
@@ -94,7 +94,7 @@ class HostInputs:
         env[slot] = array
 
     def _give(
-        self, env: Environment, item: Given, sent: Sequence[np.ndarray[Any, Any]], boxes: Mapping[Any, int]
+        self, env: Environment, item: FromDriver, sent: Sequence[np.ndarray[Any, Any]], boxes: Mapping[Any, int]
     ) -> None:
         slot, sharding = self.slots[item.place], self.shardings[item.place]
         if slot is None or sharding is None:
@@ -107,7 +107,7 @@ class HostInputs:
         devices = [d for d in sharding.mesh.devices.flat if d.process_index == jax.process_index()]  # type: ignore[union-attr]
         return assembled((), "int32", sharding, [np.asarray(value)] * len(devices), devices)
 
-    def _mover(self, item: Moved, message: int) -> Callable[[Environment, Sequence[Values | None]], None]:
+    def _mover(self, item: FromDevices, message: int) -> Callable[[Environment, Sequence[Values | None]], None]:
         """Cut, send, receive and put together; on a process that has no part in it, nothing."""
         steps = [self._part_mover(item, part, message + n) for n, part in enumerate(item.parts)]
         slot, sharding = self.slots[item.place], self.shardings[item.place]
@@ -121,17 +121,17 @@ class HostInputs:
 
         return move
 
-    def _part_mover(self, item: Moved, part: Part, message: int) -> Callable[[Values | None], Any]:
+    def _part_mover(self, item: FromDevices, part: RoutedPart, message: int) -> Callable[[Values | None], Any]:
         exchange, process_of = self.world.exchange, self.world.process_of
         plan = plan_transfer(part.shape, item_bytes(item.dtype), part.source, part.target, process_of, dtype=item.dtype)
         sends, receives = self.world.is_here(part.source.devices), self.world.is_here(part.target.devices)
         cut: Callable[[Any], Any] | None = None
         if sends and part.cut is not None:
-            cut = _cut(part, sharding_of(part.source, self.world.devices))
+            cut = _cut(part, sharding_on(part.source, self.world.devices))
         send = exchange.sender([plan], message) if sends else None
         receive = None
         if receives:
-            receive = exchange.receiver([plan], message, [sharding_of(part.target, self.world.devices)])
+            receive = exchange.receiver([plan], message, [sharding_on(part.target, self.world.devices)])
 
         def step(pieces: Values | None) -> Any:
             if send is not None:
@@ -143,7 +143,7 @@ class HostInputs:
         return step
 
 
-def _cut(part: Part, sharding: NamedSharding) -> Callable[[Any], Any]:
+def _cut(part: RoutedPart, sharding: NamedSharding) -> Callable[[Any], Any]:
     assert part.cut is not None
     window = part.cut
     index = (*(slice(None),) * window.axis, slice(window.start, window.stop))

@@ -20,14 +20,14 @@ from autopar.errors import StepFailed
 from autopar.ir.instructions import item_bytes
 from autopar.ir.program import Free, Instruction, Program, Recv, Run, Send
 from autopar.runtime.distributed.host_inputs import Bring, HostInputs, Values
-from autopar.runtime.distributed.input_routing import Arrival
-from autopar.runtime.distributed.pieces import layout_of
+from autopar.runtime.distributed.input_routing import InputRouting
+from autopar.runtime.distributed.pieces import value_layout
 from autopar.runtime.distributed.world import World
 from autopar.runtime.executables import compile_all, mesh_of
 from autopar.runtime.interfaces import Receiver, Sender
-from autopar.runtime.interpreter import Environment, Step, resolve
+from autopar.runtime.interpreter import Environment, ResolvedInstruction, resolve
 from autopar.runtime.transfer.exchange import lasting_values
-from autopar.runtime.transfer.tiles import Layout, TransferPlan, plan_transfer, scattered
+from autopar.runtime.transfer.tiles import DeviceLayout, TransferPlan, plan_transfer, scattered
 
 # Gloo hangs when more than 32 executions with collectives between processes are under way with two devices each
 # (measured on jaxlib 0.10); so a process waits for its work after every so many.
@@ -35,7 +35,7 @@ RUNS_IN_FLIGHT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfers:
+class HostChannel:
     """The channel of one mesh: messages are numbered in the program's linear order."""
 
     mesh: int
@@ -71,7 +71,7 @@ def transfer_plans(program: Program, values: Sequence[str], source: int, to: int
     plans: list[TransferPlan] = []
     for value in values:
         kind = program.meshes[to].values[value]
-        there, here = layout_of(program, source, value), layout_of(program, to, value)
+        there, here = value_layout(program, source, value), value_layout(program, to, value)
         plans.append(
             plan_transfer(
                 kind.shape,
@@ -87,8 +87,8 @@ def transfer_plans(program: Program, values: Sequence[str], source: int, to: int
 
 
 def sent_layout(
-    source: Layout, target: Layout, shape: Sequence[int], process_of: Sequence[int], node_of: Sequence[str]
-) -> Layout:
+    source: DeviceLayout, target: DeviceLayout, shape: Sequence[int], process_of: Sequence[int], node_of: Sequence[str]
+) -> DeviceLayout:
     """The layout to send to: the target, or a finer one of which the processes of one node gather the target.
 
     That is cheaper where several processes of a node want the same from another node: each byte crosses between the
@@ -140,11 +140,11 @@ class HostProgram:
         self._brings: dict[int, Bring] = {}
         world.exchange.open()
 
-    def expect(self, number: int, arrival: Arrival) -> None:
+    def expect(self, number: int, routing: InputRouting) -> None:
         """Prepare for arguments that arrive so; `run` is told the number."""
-        self._brings[number] = self.inputs.bringing(arrival)
+        self._brings[number] = self.inputs.bringing(routing)
 
-    def _resolved(self, meshes: Mapping[int, Mesh]) -> list[Step]:
+    def _resolved(self, meshes: Mapping[int, Mesh]) -> list[ResolvedInstruction]:
         executables = [e for e in self.program.executables.values() if e.mesh in meshes]
         functions = compile_all(executables, meshes)
         donated = {e.name: e.donated for e in executables}
@@ -154,10 +154,10 @@ class HostProgram:
         throttled = {number for number in meshes if self._uses_gloo(number)}
         lasting = lasting_values(self.program)
         plans: dict[Any, list[TransferPlan]] = {}
-        steps: list[Step] = []
+        steps: list[ResolvedInstruction] = []
         runs = 0
         for mesh, instruction, message in self.instructions:
-            channel = Transfers(
+            channel = HostChannel(
                 mesh=mesh,
                 program=self.program,
                 world=self.world,
@@ -193,7 +193,7 @@ class HostProgram:
 
     def run(
         self,
-        arrival: int,
+        routing: int,
         arguments: Sequence[Values | None],
         sent: Sequence[np.ndarray[Any, Any]],
         clock: list[tuple[float, float]] | None = None,
@@ -206,7 +206,7 @@ class HostProgram:
         env: Environment = [None] * len(self.slots)
         number = -1
         try:
-            self._brings[arrival](env, arguments, sent)
+            self._brings[routing](env, arguments, sent)
             for number, step in enumerate(self.steps):
                 if clock is None:
                     step(env)
@@ -220,7 +220,9 @@ class HostProgram:
                 "correct what the message says, and start again from the last checkpoint."
             ) from error
 
-    def _run_timed(self, step: Step, number: int, env: Environment, clock: list[tuple[float, float]]) -> None:
+    def _run_timed(
+        self, step: ResolvedInstruction, number: int, env: Environment, clock: list[tuple[float, float]]
+    ) -> None:
         start_s = time.time()
         step(env)
         mesh, instruction, _ = self.instructions[number]
@@ -247,7 +249,7 @@ def _result(env: Environment, part: tuple[int, bool] | None) -> jax.Array | None
     return env[slot].copy() if copied else env[slot]
 
 
-def _and_wait(step: Step, outputs: Sequence[int]) -> Step:
+def _and_wait(step: ResolvedInstruction, outputs: Sequence[int]) -> ResolvedInstruction:
     def run(env: Environment) -> None:
         step(env)
         jax.block_until_ready([env[slot] for slot in outputs])

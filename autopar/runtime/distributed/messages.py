@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
-from autopar.runtime.distributed.input_routing import Arrival
+from autopar.runtime.distributed.input_routing import InputRouting
 from autopar.runtime.timeline import InstructionTime
 
 
@@ -51,8 +53,8 @@ class StepMessage:
 
     step: int
     program: int
-    arrival: int
-    new_arrival: Arrival | None = None
+    routing: int
+    new_routing: InputRouting | None = None
     """Sent with the first step that uses it."""
     arguments: Sequence[int | None] = ()
     """Value numbers per argument; None for one that the driver holds."""
@@ -80,6 +82,15 @@ class StepReport:
 
     times: tuple[InstructionTime, ...] = ()
     """When each instruction ran, of a timed step."""
+
+
+# The driver and every process make each program, so that they must have these releases in common.
+COMMON_PACKAGES = ("jax", "jaxlib", "numpy", "autopar")
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the releases here of Python and of the packages that driver and processes must have in common."""
+    return {"python": platform.python_version().rpartition(".")[0]} | {name: version(name) for name in COMMON_PACKAGES}
 
 
 # Ray sends bytes in half the time of an object; but it shares the memory of large arrays, which bytes would copy.

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.ir.program import Output, Program, Window
-from autopar.runtime.transfer.tiles import Box, Layout
+from autopar.runtime.transfer.tiles import Box, DeviceLayout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A range of a value on one mesh; `window` of None: all of it."""
 
-    layout: Layout
+    layout: DeviceLayout
     shape: tuple[int, ...]
     window: Window | None = None
 
@@ -49,24 +49,24 @@ class Placed:
         return frozenset(ordinal for piece in self.pieces for ordinal in piece.layout.devices)
 
 
-def layout_of(program: Program, mesh: int, value: str) -> Layout:
+def value_layout(program: Program, mesh: int, value: str) -> DeviceLayout:
     """The layout of one value of a program."""
     there = program.meshes[mesh]
-    return Layout(
+    return DeviceLayout(
         devices=there.devices, mesh_shape=there.shape, axis_names=there.axis_names, spec=there.values[value].spec
     )
 
 
-def layouts_of(program: Program) -> Mapping[tuple[int, str], Layout]:
+def value_layouts(program: Program) -> Mapping[tuple[int, str], DeviceLayout]:
     """The layout of every value of a program, by mesh and name."""
     return {
-        (number, value): layout_of(program, number, value)
+        (number, value): value_layout(program, number, value)
         for number, mesh in enumerate(program.meshes)
         for value in mesh.values
     }
 
 
-def placed_output(program: Program, output: Output, layouts: Mapping[tuple[int, str], Layout]) -> Placed:
+def placed_output(program: Program, output: Output, layouts: Mapping[tuple[int, str], DeviceLayout]) -> Placed:
     """Where a result of a program lies; its parts are stacked along axis 0."""
     types = [program.meshes[mesh].values[value] for mesh, value in output.parts]
     if len(types) == 1:

@@ -25,7 +25,7 @@ from autopar.runtime.distributed.watchdog import ProcessWatch
 _WAIT_S = 0.25
 _AGAIN = "Start again from the last checkpoint, or train with autopar.fit, which does."
 
-Refs = Mapping[Any, int]  # what will hold an answer -> the process that gives it
+Refs = Mapping[Any, int]  # what will hold a reply -> the process that gives it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class _Pending:
     sent_at: float
 
 
-class Answers:
-    """The answers of the processes of one world. May be asked for on any thread, but steps on one only."""
+class Replies:
+    """The replies of the processes of one world. May be asked for on any thread, but steps on one only."""
 
     def __init__(self, hosts: RayHosts) -> None:
         self.hosts = hosts
@@ -66,7 +66,7 @@ class Answers:
             raise self.failure
 
     def get(self, refs: Refs, timeout_s: float | None, doing: str, *, since: float | None = None) -> list[Any]:
-        """All answers, in the order of `refs`. `timeout_s` counts from now, or from `since` of the monotonic clock."""
+        """Return all replies, in the order of `refs`; `timeout_s` counts from now, or from `since` (monotonic)."""
         deadline = None if timeout_s is None else (time.monotonic() if since is None else since) + timeout_s
         waiting = list(refs)
         while waiting:
@@ -89,7 +89,7 @@ class Answers:
         return self._ray.get(list(refs))
 
     def expect(self, step: int, refs: Refs) -> None:
-        """A step was sent: its answers are waited for by `settle`."""
+        """A step was sent: its replies are waited for by `settle`."""
         with self._lock:
             self._pending.append(_Pending(step=step, refs=refs, sent_at=time.monotonic()))
 
@@ -104,7 +104,7 @@ class Answers:
         return reports
 
     def unread(self) -> list[Any]:
-        """The answers of steps that nobody has waited for yet."""
+        """The replies of steps that nobody has waited for yet."""
         with self._lock:
             return [ref for pending in self._pending for ref in pending.refs]
 

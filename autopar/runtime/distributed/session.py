@@ -1,6 +1,6 @@
 """The driver of a cluster of processes: one message per process and step, and values by number.
 
-    load     the program is made anew in every process from what is shipped, and compiled there
+    load     the program is made anew in every process from the step, and compiled there
     submit   one message per process; returns as soon as they are sent
     fetch    the bytes of values, when somebody reads them
     run      a function in the processes: for batches, checkpoints and checks
@@ -11,50 +11,32 @@ Threads: the user's, one that places batches ahead of the step, and one that wat
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from autopar.errors import AutoparError, InvalidArgument
+from autopar.errors import AutoparError, InvalidArgument, PlanMismatch
 from autopar.hardware.cluster import Cluster
 from autopar.ir.program import Program
 from autopar.runtime.distributed.array import DistributedArray
-from autopar.runtime.distributed.messages import HostReport, ShardRequest, StepMessage, WorldSpec, packed
+from autopar.runtime.distributed.messages import (
+    HostReport,
+    ShardRequest,
+    StepMessage,
+    WorldSpec,
+    installed_versions,
+    packed,
+)
 from autopar.runtime.distributed.pieces import Placed
 from autopar.runtime.distributed.ray_cluster import RayHosts
-from autopar.runtime.distributed.replies import Answers
-from autopar.runtime.distributed.versions import check_versions, versions
+from autopar.runtime.distributed.replies import Replies
 from autopar.runtime.transfer.tiles import Box
-
-# --- Read a value back from its shards: which to ask of which process, and the whole that they make ---
-
-
-def cover(placed: Placed, process_of: Sequence[int]) -> dict[int, list[tuple[ShardRequest, Box]]]:
-    """By process: the shards that together are the whole value, each once, with their boxes of the whole."""
-    plan: dict[int, list[tuple[ShardRequest, Box]]] = {}
-    seen: set[Box] = set()
-    for number, piece in enumerate(placed.pieces):
-        for ordinal, box in piece.device_boxes().items():
-            if box not in seen:
-                seen.add(box)
-                plan.setdefault(process_of[ordinal], []).append((ShardRequest(piece=number, ordinal=ordinal), box))
-    return plan
-
-
-def assemble(value: DistributedArray, shards: Sequence[tuple[Box, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
-    """The whole value from its shards and their boxes; of random keys, their words."""
-    if len(shards) == 1:
-        return np.array(shards[0][1])
-    words = shards[0][1].shape[value.ndim :]
-    whole = np.empty((*value.shape, *words), shards[0][1].dtype)
-    for box, shard in shards:
-        whole[tuple(slice(*part) for part in box)] = shard
-    return whole
-
 
 STEPS_IN_FLIGHT = 3  # messages that a process may not have answered yet
 JOIN_TIMEOUT_S = 120.0
@@ -80,7 +62,7 @@ class RaySession:
     def __init__(self, hosts: RayHosts, *, step_timeout_s: float, described_by: Cluster | None = None) -> None:
         self.hosts = hosts
         self.step_timeout_s = step_timeout_s
-        self.answers = Answers(hosts)
+        self.replies = Replies(hosts)
         self._ray = hosts.ray
         self._numbers = itertools.count(1)
         self._steps = itertools.count(1)
@@ -93,19 +75,19 @@ class RaySession:
         self.process_of = self.reports[0].process_of
         self.described_by = described_by
         self.cluster = _cluster(self.reports, described_by)
-        self.answers.watch()
+        self.replies.watch()
 
     def _join(self) -> list[HostReport]:
         hosts = self.hosts
-        [port] = self.answers.get({hosts.actors[0].free_port.remote(): 0}, JOIN_TIMEOUT_S, "looking for a free port")
+        [port] = self.replies.get({hosts.actors[0].free_port.remote(): 0}, JOIN_TIMEOUT_S, "looking for a free port")
         coordinator = f"{hosts.nodes[0]}:{port}" if len(hosts.actors) > 1 else None
         specs = [self._spec(number, coordinator) for number in range(len(hosts.actors))]
         refs = {actor.join.remote(spec): n for n, (actor, spec) in enumerate(zip(hosts.actors, specs))}
-        reports: list[HostReport] = self.answers.get(refs, JOIN_TIMEOUT_S, "joining the cluster")
-        check_versions(versions(), [report.versions for report in reports])
+        reports: list[HostReport] = self.replies.get(refs, JOIN_TIMEOUT_S, "joining the cluster")
+        check_versions(installed_versions(), [report.versions for report in reports])
         addresses = {number: report.address for number, report in enumerate(reports)}
         refs = {actor.connect.remote(addresses): n for n, actor in enumerate(hosts.actors)}
-        self.answers.get(refs, JOIN_TIMEOUT_S, "connecting")
+        self.replies.get(refs, JOIN_TIMEOUT_S, "connecting")
         return reports
 
     def _spec(self, number: int, coordinator: str | None) -> WorldSpec:
@@ -128,7 +110,7 @@ class RaySession:
     @property
     def failure(self) -> AutoparError | None:
         """Why the cluster is lost; None while it is not."""
-        return self.answers.failure
+        return self.replies.failure
 
     def close(self) -> None:
         """End the processes and give back what was started."""
@@ -137,7 +119,7 @@ class RaySession:
 
     def abandon(self) -> None:
         """Stop watching the processes; every later call raises."""
-        self.answers.end(
+        self.replies.end(
             InvalidArgument(
                 "The cluster was shut down, and its values with it. Call autopar.init again, and restore a checkpoint."
             )
@@ -145,19 +127,19 @@ class RaySession:
 
     def load(self, program: Program, make_program: Callable[[], Program]) -> int:
         """Ship a program to every process; its number. Raises what a process raised, `PlanMismatch` for another."""
-        self.answers.check()
+        self.replies.check()
         self._unload_dropped()
         number = next(self._programs)
         arguments = (program.fingerprint(), _settings())
         shared = self._ray.put(make_program)  # one copy per node, and not one per process
         refs = {actor.load.remote(number, shared, *arguments): n for n, actor in enumerate(self.hosts.actors)}
         try:
-            meshes = self.answers.get(refs, None, f"loading {program.name}")
+            meshes = self.replies.get(refs, None, f"loading {program.name}")
         except BaseException:
             self.forget_program(number)  # some have it
             raise
         if program.executables:  # others only move values
-            self.answers.meshes_of = dict(enumerate(meshes))
+            self.replies.meshes_of = dict(enumerate(meshes))
         return number
 
     def unload(self, number: int) -> None:
@@ -184,16 +166,16 @@ class RaySession:
 
     def make_room(self) -> None:
         """Wait until a step may be sent: not too many are under way."""
-        self.answers.check()
-        self.answers.settle(STEPS_IN_FLIGHT - 1, self.step_timeout_s)
+        self.replies.check()
+        self.replies.settle(STEPS_IN_FLIGHT - 1, self.step_timeout_s)
 
     def submit(self, messages: Sequence[StepMessage]) -> None:
         """Send one step's messages, one per process, and do not wait."""
-        self.answers.check()
+        self.replies.check()
         self._unload_dropped()
         sent = [packed(message) for message in messages]  # all, before the first process begins
         refs = {actor.step.remote(m): n for n, (actor, m) in enumerate(zip(self.hosts.actors, sent, strict=True))}
-        self.answers.expect(messages[0].step, refs)
+        self.replies.expect(messages[0].step, refs)
 
     def next_step(self) -> int:
         """The number of a new step; they count over all programs."""
@@ -208,12 +190,12 @@ class RaySession:
 
     def settle(self) -> list[Any]:
         """Wait until every process has answered every step; the reports of the last one."""
-        self.answers.check()
-        return self.answers.settle(0, self.step_timeout_s)
+        self.replies.check()
+        return self.replies.settle(0, self.step_timeout_s)
 
     def fetch(self, values: Sequence[DistributedArray]) -> list[np.ndarray[Any, Any]]:
         """The bytes of values: each shard from one process that holds it."""
-        self.answers.check()
+        self.replies.check()
         plans = [cover(value.placed, self.process_of) for value in values]
         by_process: dict[int, list[tuple[int, list[ShardRequest]]]] = {}
         for number, plan in enumerate(plans):
@@ -225,10 +207,10 @@ class RaySession:
             ): process
             for process, wanted in by_process.items()
         }
-        answers = self.answers.get(refs, self.step_timeout_s, "fetching values")
+        replies = self.replies.get(refs, self.step_timeout_s, "fetching values")
         shards: dict[tuple[int, int], list[Any]] = {}
-        for (process, wanted), answer in zip(by_process.items(), answers):
-            for (number, _), arrays in zip(wanted, answer):
+        for (process, wanted), reply in zip(by_process.items(), replies):
+            for (number, _), arrays in zip(wanted, reply):
                 shards[number, process] = arrays
         return [
             assemble(value, [(box, a) for p, r in plan.items() for (_, box), a in zip(r, shards[n, p])])
@@ -237,11 +219,11 @@ class RaySession:
 
     def wait(self, values: Sequence[DistributedArray]) -> None:
         """Return when values have been computed."""
-        self.answers.check()
+        self.replies.check()
         holders = {self.process_of[ordinal] for value in values for ordinal in value.placed.devices}
         numbers = [value.identity for value in values]
         refs = {self.hosts.actors[process].wait.remote(numbers): process for process in sorted(holders)}
-        self.answers.get(refs, self.step_timeout_s, "waiting for values")
+        self.replies.get(refs, self.step_timeout_s, "waiting for values")
 
     def forget(self, identity: int) -> None:
         """Free a value with the next message."""
@@ -261,16 +243,28 @@ class RaySession:
         May be called on any thread if no process waits for another one in it: two threads may reach the processes in
         different orders.
         """
-        self.answers.check()
+        self.replies.check()
         calls = enumerate(zip(self.hosts.actors, arguments, strict=True))
         refs = {actor.run.remote(function, *own): process for process, (actor, own) in calls}
-        return self.answers.get(refs, timeout_s, _calling(function))
+        return self.replies.get(refs, timeout_s, _calling(function))
 
     def run_on(self, processes: Sequence[int], function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The same in some processes."""
-        self.answers.check()
+        self.replies.check()
         refs = {self.hosts.actors[process].run.remote(function, *arguments): process for process in processes}
-        return self.answers.get(refs, None, _calling(function))
+        return self.replies.get(refs, None, _calling(function))
+
+
+def check_versions(driver: Mapping[str, str], processes: Sequence[Mapping[str, str]]) -> None:
+    """Raise `PlanMismatch` unless every process has the driver's releases, naming the package and both."""
+    for number, found in enumerate(processes):
+        different = [name for name in driver if found.get(name) != driver[name]]
+        if different:
+            name = different[0]
+            raise PlanMismatch(
+                f"Process {number} has {name} {found.get(name)}, the driver {driver[name]}. Programs are made in every "
+                "process, so all need the same releases: install the same packages on every host."
+            )
 
 
 def _cluster(reports: Sequence[HostReport], described_by: Cluster | None) -> Cluster:
@@ -285,6 +279,29 @@ def _cluster(reports: Sequence[HostReport], described_by: Cluster | None) -> Clu
     return described_by
 
 
+def cover(placed: Placed, process_of: Sequence[int]) -> dict[int, list[tuple[ShardRequest, Box]]]:
+    """By process: the shards that together are the whole value, each once, with their boxes of the whole."""
+    plan: dict[int, list[tuple[ShardRequest, Box]]] = {}
+    seen: set[Box] = set()
+    for number, piece in enumerate(placed.pieces):
+        for ordinal, box in piece.device_boxes().items():
+            if box not in seen:
+                seen.add(box)
+                plan.setdefault(process_of[ordinal], []).append((ShardRequest(piece=number, ordinal=ordinal), box))
+    return plan
+
+
+def assemble(value: DistributedArray, shards: Sequence[tuple[Box, np.ndarray[Any, Any]]]) -> np.ndarray[Any, Any]:
+    """The whole value from its shards and their boxes; of random keys, their words."""
+    if len(shards) == 1:
+        return np.array(shards[0][1])
+    words = shards[0][1].shape[value.ndim :]
+    whole = np.empty((*value.shape, *words), shards[0][1].dtype)
+    for box, shard in shards:
+        whole[tuple(slice(*part) for part in box)] = shard
+    return whole
+
+
 def _calling(function: Callable[..., Any]) -> str:
     return f"calling {getattr(function, '__name__', type(function).__name__)}"
 
@@ -294,7 +311,4 @@ def _settings() -> dict[str, Any]:
 
 
 def _search_path() -> tuple[str, ...]:
-    import os
-    import sys
-
     return tuple(os.path.abspath(path) for path in sys.path)

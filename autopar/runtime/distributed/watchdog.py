@@ -46,17 +46,17 @@ class Watched(Protocol):
         ...
 
     def unread(self) -> Iterable[Any]:
-        """The answers of steps that nobody has waited for yet."""
+        """The replies of steps that nobody has waited for yet."""
         ...
 
 
 class ProcessWatch:
     """Looks after the processes until it is stopped, or one of them is lost."""
 
-    def __init__(self, answers: Watched) -> None:
-        self._answers = answers
-        self._ray = answers.hosts.ray
-        self._stays = {actor.stay_alive.remote(): n for n, actor in enumerate(answers.hosts.actors)}
+    def __init__(self, replies: Watched) -> None:
+        self._replies = replies
+        self._ray = replies.hosts.ray
+        self._stays = {actor.stay_alive.remote(): n for n, actor in enumerate(replies.hosts.actors)}
         self._pings: dict[Any, int] = {}
         self._answered_at: dict[int, float] = {}
         self._silent_s: dict[int, float] = {}
@@ -81,14 +81,14 @@ class ProcessWatch:
         return (self._stays[ended[0]], self._reason(ended[0])) if ended else None
 
     def _look(self) -> None:
-        while not self._stop.is_set() and self._answers.failure is None:
+        while not self._stop.is_set() and self._replies.failure is None:
             try:
                 self._look_once()
             except AutoparError:
                 continue  # whoever asks for the answer is told; if it ended the cluster, there is nothing to watch
             except Exception as error:
                 if not self._stop.is_set() and self._ray.is_initialized():
-                    self._answers.fail(
+                    self._replies.fail(
                         HostLost(
                             f"The processes of the cluster cannot be watched any more: {type(error).__name__}: "
                             f"{error}. All were ended. Start again from the last checkpoint, or train with "
@@ -98,7 +98,7 @@ class ProcessWatch:
                 return
 
     def _look_once(self) -> None:
-        unread = list(self._answers.unread())
+        unread = list(self._replies.unread())
         self._checked &= set(unread)
         steps = [ref for ref in unread if ref not in self._checked]
         # What is ready is looked at once: waiting for it again would never wait.
@@ -107,12 +107,12 @@ class ProcessWatch:
         ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=0)
         for ref in ready:
             if ref in self._stays:
-                raise self._answers.fail(self._answers.lost(self._stays[ref], "training", self._reason(ref)))
+                raise self._replies.fail(self._replies.lost(self._stays[ref], "training", self._reason(ref)))
             if ref in self._pings:
                 self._answered_at[self._pings.pop(ref)] = time.monotonic()
             else:
                 self._checked.add(ref)
-            self._answers.check_answer(ref, "a step")
+            self._replies.check_answer(ref, "a step")
         self._ping()
 
     def _ping(self) -> None:
@@ -120,7 +120,7 @@ class ProcessWatch:
         # While this process was held up itself (a debugger, a full machine) it could hear of nobody.
         passed_s = min(now - self._looked_at, PING_EVERY_S)
         self._looked_at = now
-        for number, actor in enumerate(self._answers.hosts.actors):
+        for number, actor in enumerate(self._replies.hosts.actors):
             if number in self._pings.values():
                 self._silent_s[number] += passed_s
             elif now - self._answered_at.get(number, 0.0) > PING_EVERY_S:
@@ -128,9 +128,9 @@ class ProcessWatch:
                 self._silent_s[number] = 0.0
         for number in self._pings.values():
             if self._silent_s[number] > ANSWER_PING_S:
-                raise self._answers.fail(
+                raise self._replies.fail(
                     HostLost(
-                        f"Lost {self._answers.describe(number)}: it has not answered for {ANSWER_PING_S:.0f} s, so it "
+                        f"Lost {self._replies.describe(number)}: it has not answered for {ANSWER_PING_S:.0f} s, so it "
                         "hangs or was stopped, or its host is cut off. All processes were ended. Start again from the "
                         "last checkpoint, or train with autopar.fit, which does."
                     )

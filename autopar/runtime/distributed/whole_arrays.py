@@ -14,12 +14,12 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from autopar.ir.program import ArrayType, Input, MeshProgram, Output, Program
-from autopar.runtime.distributed.host_inputs import sharding_of
+from autopar.runtime.distributed.host_inputs import sharding_on
 from autopar.runtime.distributed.input_routing import dividing
 from autopar.runtime.distributed.pieces import Piece, Placed
 from autopar.runtime.interfaces import Device
 from autopar.runtime.results import over_all
-from autopar.runtime.transfer.tiles import Layout
+from autopar.runtime.transfer.tiles import DeviceLayout
 
 
 def is_one_array(placed: Placed) -> bool:
@@ -42,7 +42,7 @@ def in_one_piece(placed: Placed) -> Placed:
 
 def whole_sharding(placed: Placed, devices: Sequence[Device]) -> NamedSharding:
     """The layout of the one array on live devices."""
-    layouts = [sharding_of(piece.layout, devices) for piece in placed.pieces]
+    layouts = [sharding_on(piece.layout, devices) for piece in placed.pieces]
     whole = layouts[0] if len(layouts) == 1 else over_all(layouts)
     assert whole is not None
     return whole
@@ -84,5 +84,5 @@ class Moving:
         return MeshProgram(devices=devices, shape=shape, axis_names=axis_names, values=values, instructions=())
 
 
-def _mesh_key(layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
+def _mesh_key(layout: DeviceLayout) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
     return layout.devices, layout.mesh_shape, layout.axis_names

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.instructions import KEY_BYTES
-from autopar.runtime.executables import dtype_of
+from autopar.runtime.executables import jax_dtype
 from autopar.runtime.interfaces import Parcel
 from autopar.runtime.transfer.tiles import Box, Tile, TransferPlan
 
@@ -25,7 +25,7 @@ WORD_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class ShardCut:
     """A range of the input-th shard, or a copy of all of it; random keys become words."""
 
     input: int
@@ -34,7 +34,7 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Join:
+class ShardJoin:
     """A shard from tiles, each with its range in the shard; words become random keys."""
 
     boxes: tuple[Box, ...]
@@ -55,7 +55,9 @@ class Outgoing:
     """What a process does with the values that it sends."""
 
     shards: tuple[tuple[int, int, int], ...]  # value, which of its shards here, device
-    cuts: tuple[tuple[tuple[int, ...], tuple[Cut, ...]], ...]  # per device: places of the shards, what is made of them
+    cuts: tuple[
+        tuple[tuple[int, ...], tuple[ShardCut, ...]], ...
+    ]  # per device: places of the shards, what is made of them
     posts: tuple[tuple[int, tuple[Parcel, ...], tuple[int, ...]], ...]  # process, parcels and their places
     moves: tuple[tuple[int, int], ...]  # place, device here
 
@@ -66,7 +68,9 @@ class Incoming:
 
     moves: int  # how many tiles come from here
     pulls: tuple[tuple[int, tuple[Parcel, ...]], ...]
-    joins: tuple[tuple[tuple[int, ...], tuple[Join, ...]], ...]  # per device: places of the tiles, what they become
+    joins: tuple[
+        tuple[tuple[int, ...], tuple[ShardJoin, ...]], ...
+    ]  # per device: places of the tiles, what they become
     copies: tuple[tuple[int, int], ...]  # place, device
     empties: tuple[Empty, ...]
     shards: tuple[tuple[int, ...], ...]  # per value: the places of its shards here
@@ -85,10 +89,10 @@ def outgoing(
             by_device[tile.source][value, cut.box] = None
     place = len(shards)
     places: dict[tuple[int, int, Box | None], int] = {}
-    cuts: list[tuple[tuple[int, ...], tuple[Cut, ...]]] = []
+    cuts: list[tuple[tuple[int, ...], tuple[ShardCut, ...]]] = []
     for device, pieces in by_device.items():
         values = list(dict.fromkeys(value for value, _ in pieces))
-        made = [Cut(input=values.index(v), box=box, is_key=plans[v].dtype in KEY_BYTES) for v, box in pieces]
+        made = [ShardCut(input=values.index(v), box=box, is_key=plans[v].dtype in KEY_BYTES) for v, box in pieces]
         cuts.append((tuple(shards[value, device] for value in values), tuple(made)))
         for value, box in pieces:
             places[value, device, box] = place
@@ -152,23 +156,25 @@ def incoming(plans: Sequence[TransferPlan], process: int, process_of: ProcessOf)
 
 def _joined(
     plans: Sequence[TransferPlan], tiles: Sequence[tuple[int, Tile]]
-) -> tuple[dict[tuple[int, int], int], list[tuple[tuple[int, ...], tuple[Join, ...]]]]:
+) -> tuple[dict[tuple[int, int], int], list[tuple[tuple[int, ...], tuple[ShardJoin, ...]]]]:
     """The places of the shards that tiles make, by (value, device), and the joins that those of several tiles need."""
     parts: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # device -> value -> places
     for place, (value, tile) in enumerate(tiles):
         parts[tile.destination][value].append(place)
     shards: dict[tuple[int, int], int] = {}
-    joins: list[tuple[tuple[int, ...], tuple[Join, ...]]] = []
+    joins: list[tuple[tuple[int, ...], tuple[ShardJoin, ...]]] = []
     place = len(tiles)
     for device, values in parts.items():
         inputs: list[int] = []
-        made: list[Join] = []
+        made: list[ShardJoin] = []
         for value, places in values.items():
             if len(places) == 1 and plans[value].dtype not in KEY_BYTES:
                 shards[value, device] = places[0]
                 continue
             whole = plans[value].destination_boxes[device]
-            made.append(Join(boxes=tuple(_within(tiles[p][1].box, whole) for p in places), dtype=plans[value].dtype))
+            made.append(
+                ShardJoin(boxes=tuple(_within(tiles[p][1].box, whole) for p in places), dtype=plans[value].dtype)
+            )
             inputs += places
             shards[value, device] = place
             place += 1
@@ -177,18 +183,18 @@ def _joined(
     return shards, joins
 
 
-def _cut(plan: TransferPlan, value: int, tile: Tile, stays: bool, lasting: Collection[int]) -> Cut | None:
+def _cut(plan: TransferPlan, value: int, tile: Tile, stays: bool, lasting: Collection[int]) -> ShardCut | None:
     """What is made of a shard for a tile; None if the shard itself is sent."""
     whole = plan.source_boxes[tile.source]
     is_key = plan.dtype in KEY_BYTES
     box = None if tile.box == whole else _within(tile.box, whole)
     shared = tile.source == tile.destination if stays else value not in lasting
-    return Cut(input=0, box=box, is_key=is_key) if box is not None or is_key or shared else None
+    return ShardCut(input=0, box=box, is_key=is_key) if box is not None or is_key or shared else None
 
 
 def _parcel(plan: TransferPlan, tile: Tile) -> Parcel:
     shape = tuple(stop - start for start, stop in tile.box)
-    dtype: Any = dtype_of(plan.dtype)
+    dtype: Any = jax_dtype(plan.dtype)
     if plan.dtype in KEY_BYTES:
         shape, dtype = (*shape, KEY_BYTES[plan.dtype] // WORD_BYTES), np.dtype(np.uint32)
     return Parcel(source=tile.source, destination=tile.destination, shape=shape, dtype=dtype)

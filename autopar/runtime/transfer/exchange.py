@@ -26,9 +26,9 @@ from jax.sharding import NamedSharding
 
 from autopar.ir.instructions import KEY_BYTES
 from autopar.ir.program import Program, Run, Send
-from autopar.runtime.executables import KEY_IMPLEMENTATIONS, dtype_of
+from autopar.runtime.executables import KEY_IMPLEMENTATIONS, jax_dtype
 from autopar.runtime.interfaces import Device, Endpoint, Receiver, Sender
-from autopar.runtime.transfer.endpoints import WORD_BYTES, Cut, Empty, Join, ProcessOf, incoming, outgoing
+from autopar.runtime.transfer.endpoints import WORD_BYTES, Empty, ProcessOf, ShardCut, ShardJoin, incoming, outgoing
 from autopar.runtime.transfer.tiles import Box, TransferPlan
 
 STEP_BITS, MESSAGE_BITS, PROCESS_BITS = 26, 22, 14
@@ -68,7 +68,7 @@ class Exchange:
         self.wire_bytes_sent = 0
         self._step = 0
         self._moved: dict[int, deque[Arrays]] = defaultdict(deque)  # message -> tiles from this process to itself
-        self._compiled: dict[tuple[Cut | Join, ...], Callable[..., Arrays]] = {}
+        self._compiled: dict[tuple[ShardCut | ShardJoin, ...], Callable[..., Arrays]] = {}
 
     def begin_step(self, step: int) -> None:
         """Number the messages from now on; what a step before left behind is not found any more."""
@@ -152,19 +152,19 @@ class Exchange:
         return self._compiled[key]
 
 
-def _cut_all(cuts: Sequence[Cut]) -> Callable[..., Arrays]:
+def _cut_all(cuts: Sequence[ShardCut]) -> Callable[..., Arrays]:
     def cut(*shards: jax.Array) -> Arrays:
         return [_cut(shards[cut.input], cut) for cut in cuts]
 
     return cut
 
 
-def _cut(shard: jax.Array, cut: Cut) -> jax.Array:
+def _cut(shard: jax.Array, cut: ShardCut) -> jax.Array:
     words = jax.random.key_data(shard) if cut.is_key else shard
     return jnp.copy(words) if cut.box is None else words[tuple(slice(*limits) for limits in cut.box)]
 
 
-def _join_all(joins: Sequence[Join]) -> Callable[..., Arrays]:
+def _join_all(joins: Sequence[ShardJoin]) -> Callable[..., Arrays]:
     def join(*tiles: jax.Array) -> Arrays:
         left = iter(tiles)
         wholes = [_joined([(box, next(left)) for box in join.boxes]) for join in joins]
@@ -189,7 +189,7 @@ def _joined(tiles: Sequence[tuple[Box, jax.Array]]) -> jax.Array:
 def _empty(empty: Empty, device: Device) -> Callable[[], jax.Array]:
     # A new one each time, because it may be donated.
     if empty.dtype not in KEY_BYTES:
-        return lambda: jax.device_put(np.zeros(empty.shape, dtype_of(empty.dtype)), device)
+        return lambda: jax.device_put(np.zeros(empty.shape, jax_dtype(empty.dtype)), device)
     words = np.zeros((*empty.shape, KEY_BYTES[empty.dtype] // WORD_BYTES), np.uint32)
     implementation = KEY_IMPLEMENTATIONS[empty.dtype]
     return lambda: jax.random.wrap_key_data(jax.device_put(words, device), impl=implementation)

@@ -33,7 +33,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class DeviceLayout:
     """How a value lies over a mesh: ordinals of devices, row-major over `mesh_shape`, and a spec."""
 
     devices: tuple[int, ...]
@@ -95,8 +95,8 @@ class TransferPlan:
 
     shape: tuple[int, ...]
     dtype: str
-    source: Layout
-    destination: Layout
+    source: DeviceLayout
+    destination: DeviceLayout
     tiles: tuple[Tile, ...]
     copies: tuple[Copy, ...]
     # Bytes from process to process, other than within one.
@@ -121,8 +121,8 @@ class TransferPlan:
 def plan_transfer(
     shape: Sequence[int],
     item_bytes: int,
-    source: Layout,
-    destination: Layout,
+    source: DeviceLayout,
+    destination: DeviceLayout,
     process_of: Mapping[int, int] | Sequence[int],
     *,
     dtype: str,
@@ -161,7 +161,9 @@ def plan_transfer(
     )
 
 
-def scattered(layout: Layout, shape: Sequence[int], process_of: Mapping[int, int] | Sequence[int]) -> Layout | None:
+def scattered(
+    layout: DeviceLayout, shape: Sequence[int], process_of: Mapping[int, int] | Sequence[int]
+) -> DeviceLayout | None:
     """The layout with the axes over which processes hold the same boxes laid onto dimensions; None if there are none.
 
     An all-gather over these axes makes `layout` of it. A dimension takes an axis that divides what is left of it, the
@@ -184,7 +186,7 @@ def scattered(layout: Layout, shape: Sequence[int], process_of: Mapping[int, int
     return None if changed.parts(shape) == layout.parts(shape) else changed
 
 
-def _by_box(layout: Layout, shape: tuple[int, ...]) -> Mapping[Box, list[int]]:
+def _by_box(layout: DeviceLayout, shape: tuple[int, ...]) -> Mapping[Box, list[int]]:
     groups: dict[Box, list[int]] = defaultdict(list)
     for ordinal, box in zip(layout.devices, layout.boxes(shape), strict=True):
         groups[box].append(ordinal)
@@ -198,7 +200,7 @@ def _by_process(ordinals: Sequence[int], process_of: Mapping[int, int] | Sequenc
     return groups
 
 
-def _overlaps(wanted: Box, source: Layout, shape: tuple[int, ...]) -> Iterator[Box]:
+def _overlaps(wanted: Box, source: DeviceLayout, shape: tuple[int, ...]) -> Iterator[Box]:
     """The boxes of the source that share elements with the wanted one; none if that is empty."""
     if not _size(wanted):
         return iter(())
@@ -231,7 +233,7 @@ def _sender(
     return min(holders, key=cost)
 
 
-def _crosses_processes(layout: Layout, axis: str, process_of: Mapping[int, int] | Sequence[int]) -> bool:
+def _crosses_processes(layout: DeviceLayout, axis: str, process_of: Mapping[int, int] | Sequence[int]) -> bool:
     grid = np.array([process_of[ordinal] for ordinal in layout.devices]).reshape(layout.mesh_shape)
     along = np.moveaxis(grid, layout.axis_names.index(axis), 0)
     return bool((along != along[0]).any())

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 from autopar.errors import StepFailed
 from autopar.ir.program import Input, Output
 from autopar.runtime.distributed.host_program import HostProgram
-from autopar.runtime.distributed.input_routing import arrive
-from autopar.runtime.distributed.pieces import Piece, Placed, layouts_of, placed_output
+from autopar.runtime.distributed.input_routing import route_inputs
+from autopar.runtime.distributed.pieces import Piece, Placed, placed_output, value_layouts
 from autopar.runtime.distributed.world import World
 from autopar.runtime.transfer.exchange import Exchange
-from autopar.runtime.transfer.tiles import Layout
+from autopar.runtime.transfer.tiles import DeviceLayout
 from tests.runtime.test_in_process import (
     ROUNDING,
     array,
@@ -38,9 +38,9 @@ def world() -> World:
     return World(process=0, devices=devices, process_of=process_of, node_of=("here",), exchange=exchange)
 
 
-def sent_to_all(arrival: Any, arguments: Any, world: World) -> list[np.ndarray[Any, Any]]:
+def sent_to_all(routing: Any, arguments: Any, world: World) -> list[np.ndarray[Any, Any]]:
     """What the driver sends."""
-    boxes = arrival.sent_to(world.ordinals)
+    boxes = routing.sent_to(world.ordinals)
     return [np.asarray(arguments[leaf])[tuple(slice(*part) for part in box)] for leaf, box in boxes]
 
 
@@ -53,27 +53,31 @@ def assert_close(results: list[list[Any]], expected: Any) -> None:
 
 
 def test_arguments_that_are_sent_that_lie_there_and_that_are_moved_give_the_same_step(world):
-    program, layouts = pipeline(), layouts_of(pipeline())
+    program, layouts = pipeline(), value_layouts(pipeline())
     loaded = HostProgram(program, world)
     w, v, x = pipeline_arguments()
-    elsewhere = Layout(devices=(7,), mesh_shape=(1,), axis_names=("z",), spec=P())
+    elsewhere = DeviceLayout(devices=(7,), mesh_shape=(1,), axis_names=("z",), spec=P())
     moved = Placed(shape=(8, 8), dtype="float32", pieces=(Piece(layout=elsewhere, shape=(8, 8)),))
     outputs = sorted(program.outputs, key=lambda output: output.leaf)
     there = [placed_output(program, outputs[leaf], layouts) for leaf in (2, 0)]
-    arrivals = [arrive(program, places) for places in ([None] * 3, [*there, None], [moved, None, moved])]
-    assert [(len(a.taken), len(a.given), len(a.moved)) for a in arrivals] == [(0, 4, 0), (2, 2, 0), (0, 1, 3)]
-    for number, arrival in enumerate(arrivals):
-        loaded.expect(number, arrival)
+    routings = [route_inputs(program, places) for places in ([None] * 3, [*there, None], [moved, None, moved])]
+    assert [(len(a.in_place), len(a.from_driver), len(a.from_devices)) for a in routings] == [
+        (0, 4, 0),
+        (2, 2, 0),
+        (0, 1, 3),
+    ]
+    for number, routing in enumerate(routings):
+        loaded.expect(number, routing)
 
-    first = loaded.run(0, [None] * 3, sent_to_all(arrivals[0], (w, v, x), world))
+    first = loaded.run(0, [None] * 3, sent_to_all(routings[0], (w, v, x), world))
     expected = pipeline_oracle(w, v, x)
     assert_close(first, expected)
     [new_v], [again] = first[0], first[4]
-    second = loaded.run(1, [first[2], first[0], None], sent_to_all(arrivals[1], (w, v, x), world))
+    second = loaded.run(1, [first[2], first[0], None], sent_to_all(routings[1], (w, v, x), world))
     assert_close(second, pipeline_oracle(w, expected[0], x))
     assert new_v.is_deleted() and not again.is_deleted()
     on_seven = [[jax.device_put(a, jax.devices()[7])] for a in (w, x)]
-    third = loaded.run(2, [on_seven[0], None, on_seven[1]], sent_to_all(arrivals[2], (w, v, x), world))
+    third = loaded.run(2, [on_seven[0], None, on_seven[1]], sent_to_all(routings[2], (w, v, x), world))
     assert_close(third, expected)
 
 
@@ -95,10 +99,10 @@ def test_a_step_that_fails_says_where(world):
     # On one device: where several compute together, the others would wait for the one that failed.
     program = replace(program, meshes=(replace(program.meshes[0], devices=(0,), shape=(1,)),))
     loaded = HostProgram(program, world)
-    arrival = arrive(program, [None])
-    loaded.expect(0, arrival)
+    routing = route_inputs(program, [None])
+    loaded.expect(0, routing)
     with pytest.raises(StepFailed, match=r"^Bringing the arguments into process 0 failed: IndexError"):
         loaded.run(0, [None], [])
-    sent = sent_to_all(arrival, [np.ones(4, np.float32)], world)
+    sent = sent_to_all(routing, [np.ones(4, np.float32)], world)
     with pytest.raises(StepFailed, match=r"^On mesh 0 in process 0, task F0\.m3 failed: (.|\n)*not this number"):
         loaded.run(0, [None], sent, clock=[])

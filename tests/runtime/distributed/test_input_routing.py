@@ -6,15 +6,15 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.ir.program import ArrayType, Executable, Input, MeshProgram, Output, Program, Window
 from autopar.runtime.distributed.host_program import sent_layout
-from autopar.runtime.distributed.input_routing import arrive, dividing
-from autopar.runtime.distributed.pieces import Piece, Placed, layout_of, placed_output
-from autopar.runtime.transfer.tiles import Layout, plan_transfer
+from autopar.runtime.distributed.input_routing import dividing, route_inputs
+from autopar.runtime.distributed.pieces import Piece, Placed, placed_output, value_layout
+from autopar.runtime.transfer.tiles import DeviceLayout, plan_transfer
 
 ROWS, COLUMNS = P("data"), P(None, "data")
 
 
 def layout(devices, spec):
-    return Layout(devices=devices, mesh_shape=(len(devices),), axis_names=("data",), spec=spec)
+    return DeviceLayout(devices=devices, mesh_shape=(len(devices),), axis_names=("data",), spec=spec)
 
 
 def program(*inputs, shape=(8, 4)):
@@ -49,24 +49,24 @@ def test_argument_that_lies_there_is_taken():
         dtype="float32",
         pieces=(Piece(layout=layout((2, 3), COLUMNS), shape=(8, 4)),),
     )
-    arrival = arrive(wanted, [there])
-    assert [(item.place, item.piece) for item in arrival.taken] == [(1, 0)]
-    assert [item.place for item in arrival.moved] == [0]
-    assert not arrival.given
+    routing = route_inputs(wanted, [there])
+    assert [(item.place, item.piece) for item in routing.in_place] == [(1, 0)]
+    assert [item.place for item in routing.from_devices] == [0]
+    assert not routing.from_driver
 
 
 @pytest.mark.parametrize("spec", [P("data"), P("data", None), P(("data",))])
 def test_spellings_of_one_layout_are_the_same_place(spec):
     there = Placed(shape=(8, 4), dtype="float32", pieces=(Piece(layout=layout((0, 1), spec), shape=(8, 4)),))
-    assert arrive(program((0, None, ROWS)), [there]).taken
+    assert route_inputs(program((0, None, ROWS)), [there]).in_place
 
 
 def test_driver_sends_every_process_its_boxes_once():
     wanted = program((0, rows(0, 4), ROWS), (0, rows(4, 8), ROWS), (1, None, P()), (1, rows(0, 4), P()))
-    arrival = arrive(wanted, [None])
-    assert not arrival.taken and not arrival.moved
-    assert arrival.sent_to(frozenset({0})) == ((0, ((0, 2), (0, 4))), (0, ((4, 6), (0, 4))))
-    assert arrival.sent_to(frozenset({2, 3})) == ((0, ((0, 8), (0, 4))), (0, ((0, 4), (0, 4))))
+    routing = route_inputs(wanted, [None])
+    assert not routing.in_place and not routing.from_devices
+    assert routing.sent_to(frozenset({0})) == ((0, ((0, 2), (0, 4))), (0, ((4, 6), (0, 4))))
+    assert routing.sent_to(frozenset({2, 3})) == ((0, ((0, 8), (0, 4))), (0, ((0, 4), (0, 4))))
 
 
 def test_stacked_value_is_put_together_from_its_pieces():
@@ -74,7 +74,7 @@ def test_stacked_value_is_put_together_from_its_pieces():
         Piece(layout=layout((2 * n, 2 * n + 1), ROWS), shape=(4, 4), window=rows(4 * n, 4 * n + 4)) for n in (0, 1)
     )
     there = Placed(shape=(8, 4), dtype="float32", pieces=pieces)
-    whole, third = arrive(program((1, None, COLUMNS), (0, rows(2, 6), ROWS)), [there]).moved
+    whole, third = route_inputs(program((1, None, COLUMNS), (0, rows(2, 6), ROWS)), [there]).from_devices
     assert [(part.piece, part.cut, part.shape) for part in whole.parts] == [(0, None, (4, 4)), (1, None, (4, 4))]
     assert [(part.piece, part.cut) for part in third.parts] == [(0, rows(2, 4)), (1, rows(0, 2))]
     # A part of two rows is still cut over two devices.
@@ -89,7 +89,7 @@ def test_parts_that_do_not_divide_are_replicated():
 def test_scalars_move_whole():
     wanted = program((0, None, P()), shape=(1,))
     there = Placed(shape=(1,), dtype="float32", pieces=(Piece(layout=layout((3,), P()), shape=(1,)),))
-    [moved] = arrive(wanted, [there]).moved
+    [moved] = route_inputs(wanted, [there]).from_devices
     assert [(part.cut, part.shape) for part in moved.parts] == [(None, (1,))]
 
 
@@ -99,7 +99,7 @@ def test_results_of_several_parts_are_stacked_in_their_order():
     other = MeshProgram(devices=(2, 3), shape=(2,), axis_names=("data",), values={"b": kind}, instructions=())
     output = Output(leaf=0, parts=((1, "b"), (0, "a")))
     stacked = Program(name="step", meshes=(mesh, other), executables={}, inputs=(), outputs=(output,))
-    layouts = {(0, "a"): layout_of(stacked, 0, "a"), (1, "b"): layout_of(stacked, 1, "b")}
+    layouts = {(0, "a"): value_layout(stacked, 0, "a"), (1, "b"): value_layout(stacked, 1, "b")}
     placed = placed_output(stacked, output, layouts)
     assert placed.shape == (4, 4) and placed.devices == frozenset(range(4))
     assert [(piece.layout.devices, piece.window) for piece in placed.pieces] == [
@@ -121,10 +121,10 @@ def test_fingerprints_tell_programs_apart():
 
 
 def test_boxes_of_what_is_sent_cover_the_argument():
-    arrival = arrive(program((0, None, ROWS), (1, None, COLUMNS)), [None])
+    routing = route_inputs(program((0, None, ROWS), (1, None, COLUMNS)), [None])
     counted = np.zeros((8, 4), int)
     for ordinals in (frozenset({0, 1}), frozenset({2, 3})):
-        for _, box in arrival.sent_to(ordinals):
+        for _, box in routing.sent_to(ordinals):
             counted[tuple(slice(*limits) for limits in box)] += 1
     assert (counted == 2).all()
 

@@ -16,7 +16,7 @@ import pytest
 import autopar
 from autopar import session
 from autopar.errors import (
-    CannotShip,
+    CannotSerialize,
     DonatedBuffer,
     HostLost,
     InvalidArgument,
@@ -27,7 +27,7 @@ from autopar.errors import (
 )
 from autopar.runtime.distributed.host import Host
 from autopar.runtime.distributed.ray_cluster import RayOptions, check_answers, start_hosts
-from autopar.runtime.distributed.versions import check_versions
+from autopar.runtime.distributed.session import check_versions
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.weak_scaling_local import timed
 from tests.equivalence import Configuration, compare
@@ -225,7 +225,7 @@ def test_step_that_cannot_be_shipped_names_what_in_it(cluster):
         with lock:
             return train_step(state, batch)
 
-    with pytest.raises(CannotShip, match="'lock'"):
+    with pytest.raises(CannotSerialize, match="'lock'"):
         pipelined(step)(*made())
 
 
@@ -320,7 +320,7 @@ def test_answer_that_is_lost_ends_the_cluster_with_what_ray_says(cluster):
     lost = actor.run.remote(pause)  # waits behind the first
     cluster().hosts.ray.cancel(lost)
     with pytest.raises(HostLost, match=r"Lost an answer .* during fetching values; Ray says: TaskCancelledError"):
-        cluster().answers.get({lost: 0}, 60.0, "fetching values")
+        cluster().replies.get({lost: 0}, 60.0, "fetching values")
     with pytest.raises(HostLost, match="Lost an answer"):
         pipelined()(*made())
     session.restart()

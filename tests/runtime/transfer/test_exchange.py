@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from autopar.ir.instructions import ArrayType, Executable, Free, Input, MeshProgram, Output, Recv, Run, Send, Task
 from autopar.ir.program import Program
 from autopar.runtime.transfer.exchange import Exchange, lasting_values
-from autopar.runtime.transfer.tiles import Layout, plan_transfer
+from autopar.runtime.transfer.tiles import DeviceLayout, plan_transfer
 from tests.runtime.exchange_process import (
     DEVICES_EACH,
     array_of,
@@ -73,7 +73,7 @@ def test_in_one_process_values_arrive_without_an_endpoint(alone):
 @pytest.mark.parametrize("specs", [(P("x"), P("x")), (P(), P()), (P("x"), P()), (P(), P("x"))], ids=str)
 def test_what_arrives_shares_no_buffer_with_what_was_sent(alone, destination, specs):
     ends = [
-        Layout(devices=devices, mesh_shape=(2,), axis_names=("x",), spec=spec)
+        DeviceLayout(devices=devices, mesh_shape=(2,), axis_names=("x",), spec=spec)
         for devices, spec in zip([(0, 1), destination], specs)
     ]
     plan = plan_transfer((8,), 4, *ends, [0] * 8, dtype="float32")

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar.errors import InvalidArgument
-from autopar.runtime.transfer.tiles import Box, Layout, TransferPlan, plan_transfer, scattered
+from autopar.runtime.transfer.tiles import Box, DeviceLayout, TransferPlan, plan_transfer, scattered
 from tests.runtime.random_layouts import random_layout, random_shape, some
 
 
@@ -79,8 +79,8 @@ def test_boxes_are_those_of_jax(seed):
             assert tuple(s.indices(dim)[:2] for s, dim in zip(indices[jax.devices()[ordinal]], shape)) == box
 
 
-def line(first: int, count: int, spec: P) -> Layout:
-    return Layout(devices=tuple(range(first, first + count)), mesh_shape=(count,), axis_names=("x",), spec=spec)
+def line(first: int, count: int, spec: P) -> DeviceLayout:
+    return DeviceLayout(devices=tuple(range(first, first + count)), mesh_shape=(count,), axis_names=("x",), spec=spec)
 
 
 def test_replicas_of_the_source_share_the_work_of_sending():
