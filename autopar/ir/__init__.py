@@ -1,1 +1,1 @@
-"""What is handed over, as values: the plan, all that is decided, and the program, all that is done."""
+"""The values that are handed over: the plan, all that is decided, and the program, all that is done."""

@@ -1,7 +1,7 @@
 """The words of a program: array types, executables, and the instructions run, send, receive and free.
 
-A value has a name and lives on one mesh; a mesh is a number; nothing here is a live handle. `autopar.program`
-says what the words mean together, and is where to import them from.
+A value has a name and lives on one mesh; a mesh is a number; nothing here is a live handle. `autopar.ir.program`
+tells what the words mean together.
 """
 
 import itertools
@@ -66,7 +66,7 @@ class Executable:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a Run is for."""
+    """The work that a Run does."""
 
     # F forward, B backward, W weight gradient, U update, P prologue, Z zero accumulators, C concatenate
     kind: str
@@ -151,7 +151,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """Where a value comes from before the first instruction: a leaf of the arguments, or a constant."""
+    """The source of a value before the first instruction: a leaf of the arguments, or a constant."""
 
     leaf: int | None  # index in the flat arguments; None: the constant below
     mesh: int
@@ -169,7 +169,7 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Where a leaf of the result lies after the last instruction; several parts are stacked along axis 0."""
+    """The place of a leaf of the result after the last instruction; several parts are stacked along axis 0."""
 
     leaf: int
     parts: tuple[tuple[int, str], ...]  # (mesh, value)

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, get_origin
+from typing import Any, TypeVar, cast, get_origin
 
 from jax.sharding import PartitionSpec
 from rich import box
@@ -42,7 +42,7 @@ from autopar.errors import InvalidArgument, PlanMismatch
 from autopar.ir.plan_sharding import Certificate, MeshSharding, PlannedCollective, ShardingPlan, collectives_table
 from autopar.json_fields import fields_of, json_of
 
-FORMAT = 3
+PLAN_FORMAT = 3
 
 T = TypeVar("T")
 
@@ -158,7 +158,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON with sorted keys; a spec is a list of null, an axis name, or a list of names."""
-        fields = dataclasses.asdict(self) | {"format": FORMAT}
+        fields = dataclasses.asdict(self) | {"format": PLAN_FORMAT}
         for key in ("input_specs", "cut_specs"):
             specs: Mapping[str, PartitionSpec] = getattr(self, key)
             fields[key] = {name: list(spec) for name, spec in specs.items()}
@@ -171,9 +171,9 @@ class Plan:
         """The plan that `to_json` wrote; `PlanMismatch` if it is not JSON, or of another format or keys."""
         raw = json_of("The plan", text, error=PlanMismatch)
         given = cast(dict[str, Any], raw).get("format") if isinstance(raw, dict) else None
-        if given != FORMAT:
+        if given != PLAN_FORMAT:
             raise PlanMismatch(
-                f"The plan has format {given}, this version of autopar reads format {FORMAT}. "
+                f"The plan has format {given}, this version of autopar reads format {PLAN_FORMAT}. "
                 f"Make the plan again with this version, or install the version that wrote it."
             )
         keys = ("format", *(field.name for field in dataclasses.fields(Plan)))
@@ -209,11 +209,11 @@ class Plan:
         return step.trace(*args).plan(self).verify(*args, target=target)
 
     def explain(self, name: str, step: Any, args: Sequence[Any]) -> Any:
-        """What every layout of one input would cost: `Planned.explain` of `step` on `args`."""
+        """Return the cost of every layout of one input: `Planned.explain` of `step` on `args`."""
         return step.trace(*args).plan(self).explain(name)
 
     def simulate(self, step: Any, args: Sequence[Any], *, cluster: Any = None) -> Any:
-        """What a step of the plan will take on a cluster: `Planned.simulate` of `step` on `args`."""
+        """Return the modelled time of a step on a cluster: `Planned.simulate` of `step` on `args`."""
         return step.trace(*args).plan(self).simulate(cluster)
 
     def collectives(self) -> Table:
@@ -221,14 +221,14 @@ class Plan:
         return collectives_table(self.planned_collectives)
 
     def remat_policy(self) -> str:
-        """Which layers the plan computes again in the backward pass, and so where `jax.checkpoint` would have to be."""
+        """Return the layers that the plan computes again in the backward pass, as `jax.checkpoint` would."""
         if self.sharding is None:
             stages = [str(number) for number, stage in enumerate(self.stages) if stage.remat]
             return f"The stages {', '.join(stages)} are computed again." if stages else "No stage is computed again."
         return self.sharding.remat_policy()
 
     def diff(self, other: Plan) -> str:
-        """What differs from another plan: the lines of its JSON that are not in both; empty for equal plans."""
+        """Return the lines of JSON that differ from another plan; empty for equal plans."""
         mine, theirs = (plan.to_json().splitlines() for plan in (self, other))
         return "\n".join(difflib.unified_diff(mine, theirs, "this plan", "other plan", lineterm="", n=0))
 
@@ -247,14 +247,14 @@ class Plan:
         for found in (self.certificate, self.sharding):
             if found is not None:
                 yield Text(str(found))
-        yield stage_table(self.stages, self.meshes)
+        yield _stage_table(self.stages, self.meshes)
         for title, specs in (("inputs", self.input_specs), ("values between stages", self.cut_specs)):
             sharded = {name: spec for name, spec in specs.items() if any(spec)}
             yield Text(
                 f"{title}: {len(sharded)} sharded, " + ("all others replicated" if sharded else "all replicated")
             )
             if sharded:
-                yield spec_table(sharded)
+                yield _spec_table(sharded)
 
 
 def _check_cuts(cuts: tuple[int, ...]) -> None:
@@ -360,29 +360,8 @@ def _specs_from_json(what: str, raw: Any) -> dict[str, PartitionSpec]:
     return specs
 
 
-# --- Plans as tables: one row for each stage, and one for all specs that differ in the numbers of their names only ---
-
-
-class _Mesh(Protocol):
-    @property
-    def devices(self) -> tuple[int, ...]: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def axis_names(self) -> tuple[str, ...]: ...
-
-
-class _Stage(Protocol):
-    @property
-    def layers(self) -> tuple[int, int]: ...
-    @property
-    def mesh(self) -> int: ...
-    @property
-    def remat(self) -> bool: ...
-
-
-def stage_table(stages: Sequence[_Stage], meshes: Sequence[_Mesh]) -> Table:
-    """One row per stage."""
+def _stage_table(stages: Sequence[StagePlan], meshes: Sequence[MeshPlan]) -> Table:
+    """Return a table with one row per stage."""
     table = Table("stage", "layers", "mesh", "devices", "mesh shape", "remat", box=box.SIMPLE_HEAD)
     for number, stage in enumerate(stages):
         mesh = meshes[stage.mesh]
@@ -404,8 +383,8 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def spec_table(specs: Mapping[str, PartitionSpec]) -> Table:
-    """One row per spec and name; names that differ in their numbers only share a row."""
+def _spec_table(specs: Mapping[str, PartitionSpec]) -> Table:
+    """Return a table with one row per spec and name; names that differ in their numbers only share a row."""
     table = Table("name", "spec", "count", box=None, padding=(0, 2))
     rows: dict[tuple[str, PartitionSpec], list[str]] = {}
     for name, spec in specs.items():

@@ -1,6 +1,6 @@
-"""The part of a plan that a search decided: layouts inside of a program, the collectives they mean, and their price.
+"""The part of a plan that a search decided: layouts inside of a program, the collectives they mean, and their time.
 
-`layouts` is JSON data that `compiler/intra_op/block_plan.py` writes and reads: for every equation the mesh axes that
+`layouts` is JSON data that `compiler/spmd/block_plan.py` writes and reads: for every equation the mesh axes that
 split its operands and results. Everything else here is for the reader, and for checks against what was compiled.
 """
 
@@ -78,7 +78,7 @@ class ShardingPlan:
         return f"; {len(self.recomputed)} of {self.num_layers} layers computed again: {named}"
 
     def remat_policy(self) -> str:
-        """Where `jax.checkpoint` would have to stand in the model for what the plan does without it."""
+        """Return the places in the model where `jax.checkpoint` would do what the plan does without it."""
         if not self.recomputed:
             return "No layer is computed again: the model needs no jax.checkpoint."
         lines = (f"  {name}" for name in self.recomputed)
@@ -122,8 +122,8 @@ class TaskTimes:
 class MeshSharding:
     """Layouts of everything on the mesh of some stages. Seconds of one step, but `times` of one run of a task.
 
-    `layouts` is JSON data that `compiler/stage_sharding.py` writes and reads: those of the values between tasks, and
-    for every task those of its equations.
+    `layouts` is JSON data that `compiler/planning/mesh_sharding.py` writes and `compiler/lowering/stage_programs.py`
+    reads: those of the values between tasks, and for every task those of its equations.
     """
 
     layouts: Mapping[str, Any] = field(hash=False)
@@ -160,11 +160,11 @@ class MeshSharding:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """How good the stages of a plan are: the time of a step with its schedule played through, and a bound on it.
+    """A bound on how good the stages of a plan are: the simulated time of a step, and a time that none can undercut.
 
     The bound is for every cut of the step's layers into stages on the submeshes of the cluster, for the numbers of
     microbatches in `tried`, with layers as fast as the intra-operator pass makes each of them, by the formulas of the
-    schedules that were tried. Played through, unequal stages can take less than a formula says.
+    schedules that were tried. When simulated, unequal stages can take less than a formula says.
     """
 
     step_time_s: float
@@ -196,7 +196,7 @@ class Certificate:
 
     @staticmethod
     def from_data(raw: Any) -> Certificate:
-        """What `dataclasses.asdict` made of it; `PlanMismatch` if it is something else."""
+        """Return the certificate of which `dataclasses.asdict` made `raw`; `PlanMismatch` if it is something else."""
         try:
             fields = dict(cast(Mapping[str, Any], raw))
             runners_up = tuple((str(words), float(seconds)) for words, seconds in fields["runners_up"])

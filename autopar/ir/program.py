@@ -29,7 +29,7 @@ from autopar.ir.instructions import (
     Window,
     listed,
 )
-from autopar.ir.verification import check_pieces, check_values, steps_in_order
+from autopar.ir.verification import check_pieces, check_values, instructions_in_order
 
 __all__ = [
     "ArrayType",
@@ -66,7 +66,7 @@ class Program:
 
     def linear_order(self) -> tuple[tuple[int, Instruction], ...]:
         """(mesh, instruction) in one global order in which no Recv waits; one Run per mesh and round."""
-        return tuple((step.mesh, step.instruction) for step in steps_in_order(self.meshes))
+        return tuple((step.mesh, step.instruction) for step in instructions_in_order(self.meshes))
 
     def fingerprint(self) -> str:
         """Equal in every process that made this program from the same step, plan and releases."""

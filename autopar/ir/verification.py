@@ -32,7 +32,7 @@ Channels = dict[tuple[int, int], deque[tuple[str, ...]]]  # (source, destination
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class PlacedInstruction:
     """One instruction at its place."""
 
     mesh: int
@@ -43,7 +43,7 @@ class Step:
         return f"Mesh {self.mesh}, instruction {self.position} ({str(self.instruction).strip()})"
 
 
-def steps_in_order(meshes: Sequence[MeshProgram]) -> Iterator[Step]:
+def instructions_in_order(meshes: Sequence[MeshProgram]) -> Iterator[PlacedInstruction]:
     """Every instruction in an order in which no Recv waits; InvalidProgram when there is none."""
     channels: Channels = defaultdict(deque)
     positions = [0] * len(meshes)
@@ -58,10 +58,10 @@ def steps_in_order(meshes: Sequence[MeshProgram]) -> Iterator[Step]:
     _check_finished(meshes, positions, channels)
 
 
-def _until_run(number: int, mesh: MeshProgram, start: int, channels: Channels) -> Iterator[Step]:
+def _until_run(number: int, mesh: MeshProgram, start: int, channels: Channels) -> Iterator[PlacedInstruction]:
     for position in range(start, len(mesh.instructions)):
         instruction = mesh.instructions[position]
-        step = Step(mesh=number, position=position, instruction=instruction)
+        step = PlacedInstruction(mesh=number, position=position, instruction=instruction)
         if isinstance(instruction, Recv) and not _arrived(step, instruction, channels):
             return
         if isinstance(instruction, Send):
@@ -71,7 +71,7 @@ def _until_run(number: int, mesh: MeshProgram, start: int, channels: Channels) -
             return
 
 
-def _arrived(step: Step, recv: Recv, channels: Channels) -> bool:
+def _arrived(step: PlacedInstruction, recv: Recv, channels: Channels) -> bool:
     on_the_way = channels[recv.source, step.mesh]
     if not on_the_way:
         return False
@@ -86,7 +86,7 @@ def _arrived(step: Step, recv: Recv, channels: Channels) -> bool:
 
 def _check_finished(meshes: Sequence[MeshProgram], positions: Sequence[int], channels: Channels) -> None:
     waiting = [
-        Step(mesh=number, position=position, instruction=mesh.instructions[position])
+        PlacedInstruction(mesh=number, position=position, instruction=mesh.instructions[position])
         for number, (mesh, position) in enumerate(zip(meshes, positions, strict=True))
         if position < len(mesh.instructions)
     ]
@@ -109,12 +109,12 @@ def check_pieces(
     inputs: Sequence[Input],
     outputs: Sequence[Output],
 ) -> None:
-    """What each part promises by itself: devices, specs, calls, windows and results."""
+    """Check what each part promises by itself: devices, specs, calls, windows and results."""
     owners: dict[int, int] = {}
     for number, mesh in enumerate(meshes):
         _check_mesh(number, mesh, owners)
         for position, instruction in enumerate(mesh.instructions):
-            step = Step(mesh=number, position=position, instruction=instruction)
+            step = PlacedInstruction(mesh=number, position=position, instruction=instruction)
             _check_declared(step, mesh)
             if isinstance(instruction, Run):
                 _check_call(step, instruction, mesh, executables)
@@ -162,13 +162,13 @@ def _fits(kind: ArrayType, mesh: MeshProgram) -> bool:
     return all(dim % parts == 0 for dim, parts in zip(kind.shape, spec_parts(kind.spec, sizes)))
 
 
-def _check_declared(step: Step, mesh: MeshProgram) -> None:
+def _check_declared(step: PlacedInstruction, mesh: MeshProgram) -> None:
     for name in (*_reads(step.instruction), *_writes(step.instruction)):
         if name not in mesh.values:
             raise InvalidProgram(f"{step} names '{name}', which has no type there. Declare it in the mesh's values.")
 
 
-def _check_call(step: Step, run: Run, mesh: MeshProgram, executables: Mapping[str, Executable]) -> None:
+def _check_call(step: PlacedInstruction, run: Run, mesh: MeshProgram, executables: Mapping[str, Executable]) -> None:
     executable = executables.get(run.executable)
     if executable is None or executable.mesh != step.mesh or executable.name != run.executable:
         known = ", ".join(name for name, e in executables.items() if e.mesh == step.mesh)
@@ -213,7 +213,7 @@ def _layout(kind: ArrayType, mesh: MeshProgram) -> tuple[tuple[str, ...], ...]:
     return tuple(entries + [()] * (len(kind.shape) - len(entries)))
 
 
-def _check_transfer(step: Step, recv: Recv, meshes: Sequence[MeshProgram]) -> None:
+def _check_transfer(step: PlacedInstruction, recv: Recv, meshes: Sequence[MeshProgram]) -> None:
     if recv.source == step.mesh or recv.source not in range(len(meshes)):
         raise InvalidProgram(
             f"{step} receives from mesh {recv.source}; it must be another of the {len(meshes)} meshes."
@@ -279,7 +279,7 @@ def check_values(
         if item.constant is not None:
             constants[item.mesh].add(item.value)
         live[item.mesh].add(item.value)
-    for step in steps_in_order(meshes):
+    for step in instructions_in_order(meshes):
         _check_constants(step, constants[step.mesh], executables)
         _apply(step, live[step.mesh], gone[step.mesh], executables)
     results = {(mesh, value) for output in outputs for mesh, value in output.parts}
@@ -299,7 +299,7 @@ def check_values(
             )
 
 
-def _check_constants(step: Step, constants: set[str], executables: Mapping[str, Executable]) -> None:
+def _check_constants(step: PlacedInstruction, constants: set[str], executables: Mapping[str, Executable]) -> None:
     if not isinstance(step.instruction, Run):
         return
     for position in executables[step.instruction.executable].donated:
@@ -311,7 +311,9 @@ def _check_constants(step: Step, constants: set[str], executables: Mapping[str, 
             )
 
 
-def _apply(step: Step, live: set[str], gone: dict[str, str], executables: Mapping[str, Executable]) -> None:
+def _apply(
+    step: PlacedInstruction, live: set[str], gone: dict[str, str], executables: Mapping[str, Executable]
+) -> None:
     for name in _reads(step.instruction):
         if name not in live:
             raise InvalidProgram(

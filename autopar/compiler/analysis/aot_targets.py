@@ -24,7 +24,7 @@ from jax.experimental import topologies
 
 from autopar.errors import InvalidArgument
 
-Device = Any  # a jax.Device, which the type checker does not know
+_Device = Any  # a jax.Device, which the type checker does not know
 
 DEVICES_PER_HOST = 8
 _TARGETS = files("autopar.compiler.analysis") / "gpu_targets"
@@ -38,7 +38,7 @@ def gpu_targets() -> tuple[str, ...]:
 
 
 @functools.cache
-def gpu_devices(target: str, num_devices: int) -> tuple[Device, ...]:
+def gpu_devices(target: str, num_devices: int) -> tuple[_Device, ...]:
     """Abstract devices to build a mesh of and to compile for; equal arguments give the same devices.
 
     More than eight stand in hosts of eight, each a process. Raises `InvalidArgument` for a target whose figures are not
@@ -59,7 +59,7 @@ def gpu_devices(target: str, num_devices: int) -> tuple[Device, ...]:
     return _devices(target, topology, (_TARGETS / f"{target}.txtpb").read_text(encoding="utf-8"))
 
 
-def _devices(target: str, topology: str, figures: str) -> tuple[Device, ...]:
+def _devices(target: str, topology: str, figures: str) -> tuple[_Device, ...]:
     try:
         return tuple(topologies.get_topology_desc(target, "cuda", topology=topology, target_config=figures).devices)
     except NotImplementedError:  # JAX has no plug-in for CUDA; afterwards it has

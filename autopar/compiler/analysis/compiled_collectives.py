@@ -1,4 +1,7 @@
-"""Read the collectives of a compiled program from its HLO text: what each moves, among how many, how often.
+"""Check a plan against its compiled program: the collectives in the program's HLO text are the planned ones.
+
+    HLO text                          ->  CompiledCollective, ...   what each moves, among how many, how often
+    Plan, Program, devices or target  ->  CollectiveCheck           planned and compiled bytes by kind of collective
 
 XLA prints one computation after the other, the called before the calling one, one instruction to a line:
 
@@ -174,12 +177,12 @@ def _operation(opcode: str) -> str | None:
 
 
 def _type_end(line: str, start: int) -> int:
-    """Where the type that begins at `start` ends: a tuple `(f32[8]{0}, s32[])` contains blanks, an array does not."""
+    """Return the end of the type that begins at `start`; a tuple `(f32[8]{0}, s32[])` has blanks, an array has not."""
     return _closing(line, start + 1, depth=1) + 1 if line[start] == "(" else line.index(" ", start)
 
 
 def _closing(text: str, start: int, depth: int) -> int:
-    """Where the parenthesis closes that is `depth` deep at `start`."""
+    """Return the position where the parenthesis closes that is `depth` deep at `start`."""
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match[0] == "(" else -1
         if depth == 0:
@@ -195,7 +198,7 @@ def _operand_names(text: str) -> tuple[str, ...]:
 
 
 def _executions(module: _Module) -> dict[str, float]:
-    """How often each computation runs in one execution of the program."""
+    """Return the times that each computation runs in one execution of the program."""
     times = defaultdict[str, float](float)
     for computation in reversed(module.computations):  # the calling before the called
         if computation.is_entry:
@@ -210,7 +213,7 @@ def _executions(module: _Module) -> dict[str, float]:
 
 
 def _trip_count(instruction: _Instruction) -> int:
-    """How often the computations that an instruction names run: once, but for the body of a counted loop."""
+    """Return the times that the computations of an instruction run: once, but for the body of a counted loop."""
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
     return int(known[1]) if known and instruction.opcode == "while" else 1
 
@@ -286,9 +289,6 @@ def _longest_chain(pairs: Sequence[tuple[int, int]]) -> int:
     return max((length(device) for device in firsts or target), default=1)
 
 
-# --- Hold a plan against what a compiler made of it: the collectives of the compiled program are the planned ones ---
-# Plan, Program, devices or GPU target  ->  CollectiveCheck
-
 _Collective = TypeVar("_Collective", PlannedCollective, CompiledCollective)
 
 TOLERANCE = 0.005
@@ -311,7 +311,7 @@ class KindCheck:
 
     @property
     def holds(self) -> bool:
-        """Whether the compiled bytes are the planned ones. What is repeated on purpose may have been merged."""
+        """True if the compiled bytes are the planned ones, of which repeated ones may have been merged."""
         most = self.planned_bytes * (1 + TOLERANCE)
         least = (self.planned_bytes - self.repeated_bytes) * (1 - TOLERANCE)
         return least <= self.compiled_bytes <= most

@@ -1,4 +1,4 @@
-"""Say why an input is laid out as it is: what every other layout of it would cost, all else chosen anew.
+"""Explain the layout of an input: the time and memory of every other layout of it, all else chosen anew.
 
 Trace, Plan, name  ->  Explanation
 """
@@ -23,7 +23,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.planning.constraints import key_path
-from autopar.compiler.planning.one_mesh import Searched, search_on
+from autopar.compiler.planning.one_mesh import MeshSearchResult, search_on
 from autopar.compiler.sharding.layout import to_spec
 from autopar.compiler.solver.problem import Infeasible
 from autopar.compiler.solver.solve import solve
@@ -137,7 +137,7 @@ def _find(trace: Trace, name: str) -> int:
     )
 
 
-def _price(trace: Trace, searched: Searched, node: int, state: int, spec: PartitionSpec) -> Alternative | None:
+def _price(trace: Trace, searched: MeshSearchResult, node: int, state: int, spec: PartitionSpec) -> Alternative | None:
     """The best plan with one layout fixed; None where there is none."""
     table, mesh = searched.found.table, searched.mesh
     costs: list[np.ndarray] = list(table.costs)

@@ -1,4 +1,4 @@
-"""What a step is to compute, however it is planned: its FLOPs, its examples and its tokens.
+"""Count the work of a step, however it is planned: its FLOPs, its examples and its tokens.
 
     Trace  ->  StepWork
 

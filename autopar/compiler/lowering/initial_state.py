@@ -32,8 +32,8 @@ from autopar.ir.program import (
 )
 
 
-class Part(Protocol):
-    """What of a result lies on a mesh, and how."""
+class ResultPart(Protocol):
+    """A part of a result that lies on a mesh."""
 
     @property
     def mesh(self) -> int:
@@ -47,14 +47,14 @@ class Part(Protocol):
 
     @property
     def window(self) -> Window | None:
-        """Which rows; None: all of it."""
+        """The rows; None for all of the result."""
         ...
 
 
 def placed_results(
     function: Any,
     avals: Sequence[Any],
-    results: Sequence[Sequence[Part]],
+    results: Sequence[Sequence[ResultPart]],
     meshes: Sequence[MeshProgram],
     *,
     name: str,
@@ -92,7 +92,9 @@ def _value(leaf: int, piece: int) -> str:
     return f"result{leaf}.{piece}"
 
 
-def _executable(traced: jc.ClosedJaxpr, items: Sequence[tuple[int, int, Part]], name: str, mesh: int) -> Executable:
+def _executable(
+    traced: jc.ClosedJaxpr, items: Sequence[tuple[int, int, ResultPart]], name: str, mesh: int
+) -> Executable:
     function = jc.jaxpr_as_fun(traced)
 
     def run(*arguments: Any) -> list[Any]:
@@ -113,7 +115,7 @@ def _executable(traced: jc.ClosedJaxpr, items: Sequence[tuple[int, int, Part]], 
     )
 
 
-def _cut(value: Any, part: Part) -> Any:
+def _cut(value: Any, part: ResultPart) -> Any:
     array = jax.numpy.asarray(value)
     if not jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.lax.convert_element_type(array, array.dtype)  # no weak type: a result has a dtype of its own

@@ -26,7 +26,7 @@ from autopar.compiler.lowering.task_executables import (
     task_of,
 )
 from autopar.compiler.lowering.user_constraints import on_mesh
-from autopar.compiler.lowering.value_types import value_types
+from autopar.compiler.lowering.value_types import infer_value_types
 from autopar.compiler.pipeline.schedules import schedule_tasks
 from autopar.compiler.pipeline.stage_graph import GraphInput, StageGraph
 from autopar.ir.plan import Plan
@@ -67,7 +67,7 @@ def lower(graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donat
     lent = {(i.mesh, i.value) for i in inputs} - overwritable
     outputs = [replace(out, copied=not lent.isdisjoint(out.parts)) for out in _program_outputs(graph, meshes)]
     sharded = [None if m.sharding is None else sharded_mesh(graph, plan, n) for n, m in enumerate(plan.meshes)]
-    propagated = value_types(graph, plan) if None in sharded else {}
+    propagated = infer_value_types(graph, plan) if None in sharded else {}
     instructions = _with_transfers(calls, inputs)
     kept = {part for output in outputs for part in output.parts}
     executables: dict[str, Executable] = {}

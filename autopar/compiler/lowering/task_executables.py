@@ -206,8 +206,9 @@ def executable_name(emitted: EmittedTask) -> str:
 
 
 def task_of(emitted: EmittedTask, microbatch: int | None) -> Task:
-    """What a run of the task is for. Updates of group 0 come before all rounds, those of group g belong to round g -
-    1.
+    """Return the name of a run of the task.
+
+    Updates of group 0 come before all rounds, those of group g belong to round g - 1.
     """
     task = emitted.task
     kind, round_number = task.kind, task.round

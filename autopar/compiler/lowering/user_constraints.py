@@ -38,7 +38,7 @@ def check_callbacks(trace: Trace, plan: Plan) -> None:
 
 
 def has_constraints(closed: jc.ClosedJaxpr) -> bool:
-    """Whether the program holds any sharding constraint of the user."""
+    """True if the program holds any sharding constraint of the user."""
     return any(eqn.primitive.name == "sharding_constraint" for eqn in jc.all_equations(closed))
 
 

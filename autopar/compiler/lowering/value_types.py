@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.elementwise import Classes, joined_values
-from autopar.compiler.pipeline.stage_graph import StageGraph, StageTask, Value
+from autopar.compiler.pipeline.stage_graph import GraphValue, StageGraph, StageTask
 from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.program import ArrayType
 
@@ -30,7 +30,7 @@ def batch_spec(shape: Sequence[int], axis: int | None, mesh: MeshPlan) -> Partit
     return PartitionSpec(*[None] * axis, DATA)
 
 
-def rows_axis(value: Value, rows: int) -> int | None:
+def rows_axis(value: GraphValue, rows: int) -> int | None:
     """The axis of a microbatch's value that holds its examples: the first one as long as the microbatch.
 
     A guess by size decides only where the value is laid out, never what it is.
@@ -40,7 +40,7 @@ def rows_axis(value: Value, rows: int) -> int | None:
     return next((axis for axis, size in enumerate(value.shape) if size == rows), None)
 
 
-def value_types(graph: StageGraph, plan: Plan) -> dict[str, ArrayType]:
+def infer_value_types(graph: StageGraph, plan: Plan) -> dict[str, ArrayType]:
     """The type of every value, by its name without the microbatch."""
     mesh = plan.meshes[plan.stages[0].mesh]
     specs = dict(_state_specs(graph, plan))

@@ -23,9 +23,9 @@ from autopar.compiler.pipeline.stage_graph import (
     Accumulation,
     GraphInput,
     GraphOutput,
+    GraphValue,
     StageGraph,
     StageTask,
-    Value,
 )
 from autopar.compiler.pipeline.tasks import ORDER, TaskEquations, TaskKey, find_task_equations
 from autopar.compiler.pipeline.update_tasks import UpdateRounds, ValueKey, floating_key, unplaced_key
@@ -72,7 +72,7 @@ class _Builder:
         self.names: dict[ValueKey, str] = {(v, None): n for v, n in zip(self.jaxpr.invars, input_names, strict=True)}
         specs = zip(self.jaxpr.invars, self.step.inputs, strict=True)
         self.of_microbatch = {v for v, spec in specs if spec.kind != "whole"}
-        self.values: dict[str, Value] = {}
+        self.values: dict[str, GraphValue] = {}
 
     # --- values ---------------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class _Builder:
         name = self.names[key]
         if name not in self.values:
             aval: Any = key[0].aval
-            self.values[name] = Value(
+            self.values[name] = GraphValue(
                 name=name, shape=tuple(aval.shape), dtype=aval.dtype, per_microbatch=per_microbatch
             )
         return name

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from autopar.compiler.pipeline.build_stage_graph import build_stage_graph
-from autopar.compiler.pipeline.placement import layer_order, place
+from autopar.compiler.pipeline.placement import layer_order, place_equations
 from autopar.compiler.pipeline.prepare import PreparedStep
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.errors import PlanMismatch
@@ -18,7 +18,7 @@ from autopar.ir.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class StageCut:
-    """Where a step is cut into stages, and which of them compute or order their backward pass in another way."""
+    """The places at which a step is cut into stages, and how the tasks of their backward pass are made."""
 
     cuts: tuple[int, ...]
     """The forward equations at which layers 1, 2, ... begin."""
@@ -56,7 +56,7 @@ def cut_stages(prepared: PreparedStep, cut: StageCut) -> StageGraph:
         )
     layer_stage = {i: stage_of_layer[bisect_right(cut.cuts, p)] for p, i in enumerate(order)}
     return build_stage_graph(
-        place(prepared.phases, layer_stage=layer_stage, num_stages=len(cut.stages)),
+        place_equations(prepared.phases, layer_stage=layer_stage, num_stages=len(cut.stages)),
         name=prepared.trace.name,
         inputs=prepared.inputs,
         outputs=prepared.outputs,

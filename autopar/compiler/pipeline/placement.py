@@ -30,7 +30,7 @@ _LINEAR = {"add_any", "convert_element_type", "transpose", "reshape", "copy", "n
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
-    """Where equations and values live. Equations by index in `phases.equations`."""
+    """The stages of equations and values. Equations by index in `phases.equations`."""
 
     phases: Phases
     num_stages: int
@@ -51,7 +51,7 @@ def layer_order(phases: Phases) -> list[int]:
     ]
 
 
-def place(phases: Phases, *, layer_stage: Mapping[int, int], num_stages: int) -> Placement:
+def place_equations(phases: Phases, *, layer_stage: Mapping[int, int], num_stages: int) -> Placement:
     """Place every equation. `layer_stage` gives the stage of each equation of `layer_order`."""
     placer = _Placer(phases, num_stages, dict(layer_stage))
     for round_number in range(phases.num_rounds):
@@ -69,7 +69,7 @@ def place(phases: Phases, *, layer_stage: Mapping[int, int], num_stages: int) ->
 
 
 class _Placer:
-    """The sweeps of `place`, over shared tables."""
+    """The sweeps of `place_equations`, over shared tables."""
 
     def __init__(self, phases: Phases, num_stages: int, layer_stage: dict[int, int]) -> None:
         self.phases = phases
@@ -230,7 +230,7 @@ class _Placer:
             self._settle_orphans(todo)
 
     def _follow_parameters(self, todo: Sequence[int]) -> None:
-        """What is joined elementwise with a parameter lives where it lives, wherever its gradient is made."""
+        """Place equations that are joined elementwise with a parameter on its stage, wherever its gradient is made."""
         joined = Classes()
         for i in todo:
             for operand, result in joined_values(self.eqns[i]):
@@ -285,7 +285,7 @@ class _Placer:
         return Phase.STEP in self.phases.of[index] or index in self.deferred
 
     def _orphan(self, eqn: jc.JaxprEqn) -> bool:
-        """Whether the equation reads a tensor that has a home to be found (an optimizer's moment, say)."""
+        """True if the equation reads a tensor that has a home to be found (an optimizer's moment, for example)."""
         return any(v in self.inputs or self._made_of_orphans(v) for v in jc.operands(eqn))
 
     def _made_of_orphans(self, v: jc.Var) -> bool:

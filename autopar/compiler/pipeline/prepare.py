@@ -37,7 +37,7 @@ class PreparedStep:
 
 
 def loop_pieces_for(trace: Trace, num_layers: int) -> int:
-    """Into how many pieces scans over layers are split, to be cut into `num_layers`; 1 if there are none."""
+    """Return the number of pieces that scans over layers are split into for `num_layers`; 1 if there are none."""
     closed = inline_regions(trace.jaxpr, find_wide_regions(trace.jaxpr, num_layers=num_layers))
     return num_layers if has_layer_loops(closed, batch_inputs=trace.batch_inputs) else 1
 
@@ -108,8 +108,7 @@ def _doubled(trace: Trace, num_microbatches: int, loop_pieces: int, wide: frozen
     if trace.doubled is None:
         raise NotSplittable(
             f"{num_microbatches} microbatches need a step that accepts other batch sizes, but "
-            f"{trace.not_doubled_because}. "
-            "Take sizes from the arguments' shapes in the model, or use one microbatch."
+            f"{trace.not_doubled_because}. Take sizes from the arguments' shapes in the model, or use one microbatch."
         )
     return _split_loops(trace, inline_regions(trace.doubled, wide), loop_pieces)[0]
 

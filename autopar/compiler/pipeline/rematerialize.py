@@ -1,10 +1,13 @@
-"""Say what a layer of a step computes again in the backward pass if it keeps nothing of its forward pass.
+"""Compute layers of the forward pass again in the backward pass, instead of keeping what they made until then.
 
-    Trace, layers  ->  for each of them the equations of its region
+    Trace, layers  ->  Trace          as if each of these layers stood in `jax.checkpoint`
 
-A region holds what computes a layer's residuals from its inputs, and the backward equations that read them. Backward
-equations belong to the lowest layer among their activations, so no region waits for one of a lower layer. What is not
-computed again:
+    forward    h_1 = block(w_1, h_0);  h_2 = block(w_2, h_1)
+    backward   g_1, dw_2 = region[again block, then transposed](w_2, h_1, g_2)
+
+A region is one equation (`remat2`), which XLA does not join with the equal work in the forward pass. It holds what
+computes a layer's residuals from its inputs, and the backward equations that read them. Backward equations belong to
+the lowest layer among their activations, so no region waits for one of a lower layer. These are not computed again:
 
 - what the layer above, or a backward equation outside of regions, has kept alive until then
 - numbers of the batch that need no parameters (how many rows count): a region could not complete such sums if the batch
@@ -36,6 +39,73 @@ from autopar.compiler.pipeline.placement import layer_order
 from autopar.errors import InvalidArgument
 
 _OUTSIDE = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """The layers of a step that can be computed again, by number, those first for which it is worth most."""
+
+    num_layers: int
+    layers: tuple[int, ...]
+    names: tuple[str, ...]
+    """Of all layers, for the reader."""
+
+
+def offered_layers(trace: Trace) -> Offer:
+    """The layers of a step that can be rematerialised, those first that keep most bytes for the FLOPs that made them.
+
+    The last layer is never among them: its backward pass begins where its forward pass ends. Layers that the user
+    rematerialises are not either, nor a scan over layers, whose body needs a `jax.checkpoint` of the user's.
+    """
+    step = LayeredStep(trace)
+    if not step.order:
+        return Offer(num_layers=1, layers=(), names=("the step",))
+    num_layers = count_layers(step.phases)
+    found = step.recomputed(range(num_layers - 1), num_layers)
+    worth = {layer: step.saved_bytes(region) / max(step.repeated_flops(region), 1.0) for layer, region in found.items()}
+    return Offer(
+        num_layers=num_layers,
+        layers=tuple(sorted(found, key=lambda layer: (-worth[layer], layer))),
+        names=step.names(num_layers),
+    )
+
+
+def rematerialize(trace: Trace, layers: Collection[int], num_layers: int) -> Trace:
+    """The same step, with equal results, that does not keep what these of its `num_layers` layers made.
+
+    Plans name the step as it was traced, so the fingerprint stays. Raises `InvalidArgument` for layers that there are
+    not.
+    """
+    if not layers:
+        return trace
+    if not 0 <= min(layers) <= max(layers) < num_layers:
+        raise InvalidArgument(
+            f"The layers {sorted(layers)} are to be computed again, {trace.name} is cut into {num_layers} layers. Give "
+            f"numbers from 0 to {num_layers - 1}."
+        )
+    step = LayeredStep(trace)
+    units = _in_order(step, list(step.recomputed(layers, num_layers).values()))
+    same: dict[str, Any] = {field.name: getattr(trace, field.name) for field in fields(trace)}
+    changed: dict[str, Any] = {"jaxpr": _emitted(trace.jaxpr, units), "step": step, "units": tuple(units)}
+    return _RematerializedTrace(**same | changed)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _RematerializedTrace(Trace):
+    """A step some of whose layers are recomputed."""
+
+    step: LayeredStep
+    units: tuple[int | Recomputed, ...]
+
+    @cached_property
+    def doubled(self) -> jc.ClosedJaxpr | None:
+        """The same step at twice the batch, with the same layers recomputed."""
+        return None if self.step.doubled is None else _emitted(self.step.doubled, self.units)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """That of the step as it was traced, which is what plans name."""
+        return self.step.trace.fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +175,7 @@ class LayeredStep:
         return self.trace.doubled if _alike(self.trace.jaxpr, self.trace.doubled) else None
 
     def operands(self, region: Recomputed) -> set[jc.Var]:
-        """What a region reads."""
+        """Return the values that a region reads."""
         read = {v for i in region.equations for v in jc.operands(self.eqns[i])}
         return {v for v in read if self.producer.get(v) not in region.equations}
 
@@ -176,7 +246,7 @@ class LayeredStep:
     # --- what is in a region --------------------------------------------------------------------------------------
 
     def _stays(self, forward: set[int], backward: set[int]) -> bool:
-        """Whether a layer is left as it is: rematerialised by the user, a loop over layers, or with side effects."""
+        """True for a layer that stays as it is: rematerialised by the user, a loop over layers, with side effects."""
         special = any(self.eqns[i].primitive.name in REMAT or self.eqns[i].effects for i in backward)
         return special or not self.loops.isdisjoint(forward | backward)
 
@@ -184,7 +254,7 @@ class LayeredStep:
         self, layer: int, forward: set[int], backward: set[int], readers: Mapping[jc.Var, set[int]]
     ) -> Recomputed | None:
         def kept(v: jc.Var) -> bool:
-            """Whether a value is alive until the region runs, or just before, for another reader."""
+            """True if a value is alive until the region runs, or just before, for another reader."""
             return any(other < layer or other == layer + 1 for other in readers.get(v, ()))
 
         def runs_again(v: jc.Var) -> bool:
@@ -239,7 +309,7 @@ class LayeredStep:
 
 
 def _alike(closed: jc.ClosedJaxpr, twin: jc.ClosedJaxpr | None) -> bool:
-    """Whether the step at twice the batch has the same equations."""
+    """True if the step at twice the batch has the same equations."""
     if twin is None:
         return False
     return [eqn.primitive for eqn in closed.jaxpr.eqns] == [eqn.primitive for eqn in twin.jaxpr.eqns]
@@ -247,82 +317,6 @@ def _alike(closed: jc.ClosedJaxpr, twin: jc.ClosedJaxpr | None) -> bool:
 
 def _grows(var: Any, twin: Any) -> bool:
     return var.aval.shape != twin.aval.shape
-
-
-# --- Compute layers of the forward pass again in the backward pass, instead of keeping what they made until then ---
-# Trace, layers  ->  Trace                as if each of these layers stood in `jax.checkpoint`
-#
-#     forward    h_1 = block(w_1, h_0);  h_2 = block(w_2, h_1)
-#     backward   g_1, dw_2 = region[again block, then transposed](w_2, h_1, g_2)
-#
-# A region is one equation (`remat2`), which XLA does not join with the equal work in the forward pass.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Offer:
-    """What of a step can be computed again: layers by number, in the order in which it is worth most."""
-
-    num_layers: int
-    layers: tuple[int, ...]
-    names: tuple[str, ...]
-    """Of all layers, for the reader."""
-
-
-def offered_layers(trace: Trace) -> Offer:
-    """The layers of a step that can be rematerialised, those first that keep most bytes for the FLOPs that made them.
-
-    The last layer is never among them: its backward pass begins where its forward pass ends. Layers that the user
-    rematerialises are not either, nor a scan over layers, whose body needs a `jax.checkpoint` of the user's.
-    """
-    step = LayeredStep(trace)
-    if not step.order:
-        return Offer(num_layers=1, layers=(), names=("the step",))
-    num_layers = count_layers(step.phases)
-    found = step.recomputed(range(num_layers - 1), num_layers)
-    worth = {layer: step.saved_bytes(region) / max(step.repeated_flops(region), 1.0) for layer, region in found.items()}
-    return Offer(
-        num_layers=num_layers,
-        layers=tuple(sorted(found, key=lambda layer: (-worth[layer], layer))),
-        names=step.names(num_layers),
-    )
-
-
-def rematerialize(trace: Trace, layers: Collection[int], num_layers: int) -> Trace:
-    """The same step, with equal results, that does not keep what these of its `num_layers` layers made.
-
-    Plans name the step as it was traced, so the fingerprint stays. Raises `InvalidArgument` for layers that there are
-    not.
-    """
-    if not layers:
-        return trace
-    if not 0 <= min(layers) <= max(layers) < num_layers:
-        raise InvalidArgument(
-            f"The layers {sorted(layers)} are to be computed again, {trace.name} is cut into {num_layers} layers. Give "
-            f"numbers from 0 to {num_layers - 1}."
-        )
-    step = LayeredStep(trace)
-    units = _in_order(step, list(step.recomputed(layers, num_layers).values()))
-    same: dict[str, Any] = {field.name: getattr(trace, field.name) for field in fields(trace)}
-    changed: dict[str, Any] = {"jaxpr": _emitted(trace.jaxpr, units), "step": step, "units": tuple(units)}
-    return _RematerializedTrace(**same | changed)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _RematerializedTrace(Trace):
-    """A step some of whose layers are recomputed."""
-
-    step: LayeredStep
-    units: tuple[int | Recomputed, ...]
-
-    @cached_property
-    def doubled(self) -> jc.ClosedJaxpr | None:
-        """The same step at twice the batch, with the same layers recomputed."""
-        return None if self.step.doubled is None else _emitted(self.step.doubled, self.units)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """That of the step as it was traced, which is what plans name."""
-        return self.step.trace.fingerprint
 
 
 # --- the order of equations and regions ---------------------------------------------------------------------------
@@ -387,7 +381,7 @@ def _emitted(closed: jc.ClosedJaxpr, units: Sequence[int | Recomputed]) -> jc.Cl
 
 
 def _results(jaxpr: jc.Jaxpr, region: Recomputed) -> list[jc.Var]:
-    """What of a region's backward equations is read outside of it."""
+    """Return the results of a region's backward equations that are read outside of it."""
     read = {v for i, eqn in enumerate(jaxpr.eqns) if i not in region.backward for v in jc.operands(eqn)}
     read.update(v for v in jaxpr.outvars if isinstance(v, jc.Var))
     return [v for i in sorted(region.backward) for v in jaxpr.eqns[i].outvars if v in read]

@@ -23,7 +23,7 @@ from autopar.compiler.microbatch.accumulate import combine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Value:
+class GraphValue:
     """A value that crosses from one task to another. Shape in elements, of one microbatch if `per_microbatch`."""
 
     name: str
@@ -44,7 +44,7 @@ class Accumulation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageTask:
-    """What one stage does: F, B or W of a microbatch, or U once per step. Inputs and outputs are value names."""
+    """The work of one stage: F, B or W of a microbatch, or U once per step. Inputs and outputs are value names."""
 
     kind: str
     stage: int
@@ -98,7 +98,7 @@ class StageGraph:
     num_rounds: int
     num_microbatches: int
     tasks: tuple[StageTask, ...]
-    values: Mapping[str, Value]
+    values: Mapping[str, GraphValue]
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
 

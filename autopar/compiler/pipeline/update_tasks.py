@@ -71,7 +71,7 @@ class UpdateRounds:
         return groups
 
     def _is_alias(self, index: int) -> bool:
-        """Whether an accumulation only names the result of a deferred sum."""
+        """True if an accumulation only names the result of a deferred sum."""
         (operand,) = self.eqns[index].invars
         return isinstance(operand, jc.Var) and self.producer.get(operand) in self.placement.deferred
 
@@ -211,7 +211,7 @@ class UpdateRounds:
         return floating_key(v, stage) if self._floating(i) else (v, None)
 
     def interface(self, key: tuple[int, int, int]) -> tuple[list[ValueKey], list[ValueKey]]:
-        """What a task reads and what it makes for others, in order of appearance."""
+        """Return the values that a task reads, and those that it makes for others, in order of appearance."""
         _, _, stage = key
         steps = self.equations(key)
         made = dict.fromkeys(k for i in steps for k in self._made(i, stage))
@@ -251,7 +251,7 @@ class UpdateRounds:
         return readers
 
     def _reads_of(self, key: tuple[int, int, int]) -> frozenset[ValueKey]:
-        """What a task's equations read."""
+        """Return the values that a task's equations read."""
         steps = self.equations(key)
         return frozenset(self.source(v, i, key[2]) for i in steps for v in jc.operands(self.eqns[i]))
 

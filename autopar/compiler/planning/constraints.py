@@ -1,8 +1,8 @@
-"""Turn what a user fixed into restrictions of the search: pins, constraints in the model, kinds of parallelism.
+"""Turn what a user fixed into constraints of the search: pins, constraints in the model, forms of parallelism.
 
 pins            the inputs that a pattern finds have one layout
 constraints     `with_sharding_constraint` in the model has one strategy, by the names of the mesh axes
-Zero, ...       inputs have the layouts of the kind; equations of the model split along the dimensions of the kind
+Zero, ...       inputs and equations of the model have the layouts of that form of parallelism
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def key_path(name: str) -> str:
 
 
 def constraints_of(trace: Trace, closed: jc.ClosedJaxpr, method: SearchMethod, mesh: LogicalMesh) -> Constraints:
-    """The restrictions of a method. Raises `InvalidArgument` for those that the mesh or the program cannot keep."""
+    """Return the constraints of a method. Raises `InvalidArgument` for those that mesh or program cannot keep."""
     if not isinstance(method, Auto):
         return parallelism_constraints(trace, closed, method, mesh)
     pinned = {i: (layout,) for i, layout in pinned_inputs(trace, method.pins, mesh).items()}
@@ -93,10 +93,10 @@ def _matches(pattern: str, leaf: Leaf) -> bool:
 
 
 def _pinned_layout(leaf: Leaf, pattern: str, spec: PartitionSpec, mesh: LogicalMesh) -> Layout:
-    return layout_of(f"The pin {pattern!r} of {key_path(leaf.name)}", spec, tuple(leaf.aval.shape), mesh)
+    return layout_from_user(f"The pin {pattern!r} of {key_path(leaf.name)}", spec, tuple(leaf.aval.shape), mesh)
 
 
-def layout_of(what: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
+def layout_from_user(what: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
     """The layout that a spec means for an array of this shape; `InvalidArgument` if it means none."""
     if len(spec) > len(shape):
         raise InvalidArgument(
@@ -137,14 +137,14 @@ def _jit_layouts(
 
 
 def equation_constraints(method: Auto, mesh: LogicalMesh) -> Constraints:
-    """What the user asks for inside of the model."""
+    """Return the constraints that the user wrote into the model."""
     if method.ignore_user_shardings:
         return Constraints()
     return Constraints(restrict=lambda eqn, every: constrained(eqn, every, mesh), constraint_key=constraint_of)
 
 
 def constraint_of(eqn: jc.JaxprEqn) -> Hashable:
-    """What the user asks for here: by a sharding constraint, or by the types of a mesh with Explicit axes."""
+    """Return the user's constraint on an equation: a sharding constraint, or types of a mesh with Explicit axes."""
     if eqn.primitive.name in _CONSTRAINTS:
         return str(_wanted_spec(eqn))
     typed = tuple(jc.explicit_spec(v) for v in eqn.outvars)
@@ -186,4 +186,4 @@ def _asked_layout(eqn: jc.JaxprEqn, spec: PartitionSpec, v: Any, mesh: LogicalMe
             f"{list(mesh.axis_names)}. Name them alike with axis_names=, or use ignore_user_shardings=True."
         )
     shape: tuple[int, ...] = tuple(getattr(v.aval, "shape", ()))
-    return layout_of(f"The sharding constraint {jc.describe(eqn)}", spec, shape, mesh)
+    return layout_from_user(f"The sharding constraint {jc.describe(eqn)}", spec, shape, mesh)

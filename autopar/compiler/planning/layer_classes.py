@@ -1,4 +1,4 @@
-"""Cut a step into layers, each a stage of its own, and tell which layers are alike.
+"""Cut a step into layers, each a stage of its own, and find which layers are equivalent.
 
     Trace, number of layers, microbatches  ->  Layers
 
@@ -43,7 +43,7 @@ _LEAST_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerClass:
-    """What all layers of a class have in common: the tasks of one of them, and what is asked of their values."""
+    """A class of equivalent layers: the tasks of one of them, and the constraints on their values."""
 
     tasks: tuple[GroupTask, ...]
     constraints: GroupConstraints
@@ -56,7 +56,7 @@ class LayerClass:
     fed: frozenset[str]
     """Examples of a microbatch, which are there from the start of the step."""
     pins: Mapping[str, PartitionSpec]
-    """What the user fixed of its inputs."""
+    """The specs that the user fixed for its inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,7 +74,7 @@ class Layers:
 
 
 def count_step_layers(trace: Trace, **options: str) -> tuple[int, int]:
-    """How many layers a step is cut into, and into how many pieces its scans over layers."""
+    """Return the number of layers that a step is cut into, and of pieces of its scans over layers."""
     whole = prepare(trace, num_layers=1, num_microbatches=1, loop_pieces=1, **_exact(options))
     loops = [
         jp.scan_of(eqn).length
@@ -171,7 +171,7 @@ def worthwhile_cuts(phases: Phases, cuts: Sequence[int]) -> tuple[int, ...]:
 def layer_class(
     graph: StageGraph, tasks: Sequence[GroupTask], pins: Mapping[str, PartitionSpec] | None = None
 ) -> LayerClass:
-    """What is to know of the tasks of a layer, or of a stage."""
+    """Return the class of a layer, or of a stage, from its tasks."""
     rows = microbatch_rows(graph)
     read = {name for task in tasks for name in task.inputs}
     made = {name for task in tasks for name in task.outputs}
@@ -205,7 +205,7 @@ def _pinned(names: Sequence[str], pins: Mapping[str, PartitionSpec]) -> dict[str
     return found
 
 
-def value_numbers(layer: LayerClass) -> dict[str, int]:
+def layer_value_numbers(layer: LayerClass) -> dict[str, int]:
     """The values of the tasks of a layer by the order in which they are met."""
     names = dict.fromkeys(name for task in layer.tasks for name in (*task.inputs, *task.outputs))
     return {name: number for number, name in enumerate(names)}
@@ -213,7 +213,7 @@ def value_numbers(layer: LayerClass) -> dict[str, int]:
 
 def class_key(layer: LayerClass) -> Hashable:
     """Equal for layers that compute the same from values in the same places."""
-    numbers = value_numbers(layer)
+    numbers = layer_value_numbers(layer)
 
     def numbered(names: Any) -> tuple[int, ...]:
         return tuple(sorted(numbers[name] for name in names if name in numbers))

@@ -21,7 +21,7 @@ from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, PricedTas
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.memory.estimate import peak_memory
-from autopar.compiler.planning.constraints import equation_constraints, layout_of
+from autopar.compiler.planning.constraints import equation_constraints, layout_from_user
 from autopar.compiler.planning.layer_classes import LayerClass
 from autopar.compiler.planning.mesh_sharding import local_blocks
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
@@ -183,7 +183,7 @@ def pinned_layouts(layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layo
     for name, spec in layer.pins.items():
         check_spec(f"{name}, which a pin fixes,", spec, (mesh.axis_names,))
     return {
-        name: (layout_of(f"The pin of {name}", spec, tuple(types[name].shape), mesh),)
+        name: (layout_from_user(f"The pin of {name}", spec, tuple(types[name].shape), mesh),)
         for name, spec in layer.pins.items()
         if name in types
     }

@@ -40,8 +40,7 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, num_devices: int) -> Plan:
             if not trace.differentiates:
                 warnings.warn(
                     f"{trace.name} takes no gradient, so there is no backward pass to pipeline and it runs as one "
-                    "stage, "
-                    f"sharded over all {num_devices} devices. Use ShardParallel or DataParallel to say so.",
+                    f"stage, sharded over all {num_devices} devices. Use ShardParallel or DataParallel to say so.",
                     stacklevel=2,
                 )
                 return _one_stage(trace, method, (num_devices,), ("data",), {})
@@ -123,8 +122,7 @@ def _stage_meshes(method: PipelineParallel, num_devices: int) -> tuple[MeshPlan,
     if num_devices % method.num_stages:
         raise InvalidArgument(
             f"{num_devices} devices do not divide into {method.num_stages} stages of equal size. Use a number of "
-            "stages "
-            f"that divides {num_devices}, or pass `devices=` with a multiple of {method.num_stages}."
+            f"stages that divides {num_devices}, or pass `devices=` with a multiple of {method.num_stages}."
         )
     each = num_devices // method.num_stages
     shape = method.mesh_shape or (each,)

@@ -28,7 +28,13 @@ from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_numbered_layers, layer_cuts, layer_names
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.planning.layer_classes import LayerClass, class_key, count_step_layers, layer_class, value_numbers
+from autopar.compiler.planning.layer_classes import (
+    LayerClass,
+    class_key,
+    count_step_layers,
+    layer_class,
+    layer_value_numbers,
+)
 from autopar.compiler.planning.mesh_sharding import mesh_sharding
 from autopar.compiler.planning.parallelism import StageValues, stage_constraints, stage_values, value_layouts
 from autopar.compiler.planning.stage_layouts import SolvedStage, received_seconds
@@ -41,7 +47,7 @@ from autopar.methods import Megatron
 def plan_megatron(
     trace: Trace, method: Megatron, *, num_devices: int, kind: str | Machine, cache_directory: Path | None = None
 ) -> Plan:
-    """The plan of the degrees on devices of a kind; solved problems are kept on disk.
+    """Return the plan of the degrees on devices of a kind; solved problems are kept on disk.
 
     Raises `InvalidArgument` for degrees that the devices, the batch, the layers or the weights do not divide into, and
     `Unsupported` for a step without a gradient, or one whose examples cannot be found.
@@ -74,7 +80,7 @@ def plan_megatron(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Problem:
-    """What stays the same for all stages; `other` is the graph with other microbatches."""
+    """Everything that is the same for all stages; `other` is the graph with other microbatches."""
 
     trace: Trace
     method: Megatron
@@ -126,7 +132,7 @@ def _check_step(trace: Trace, method: Megatron, data: int, tensor: int) -> None:
 
 
 def _pieces(trace: Trace, method: Megatron) -> tuple[int, int]:
-    """Into how many layers the step is cut, and into how many pieces its scans over layers.
+    """Return the number of layers that the step is cut into, and of pieces of its scans over layers.
 
     One stage is one layer, no part of which is computed again but what the step says.
     """
@@ -168,7 +174,7 @@ def _other_step(trace: Trace, method: Megatron, pieces: tuple[int, int]) -> Prep
 
 
 def even_layers(prepared: PreparedStep, num_layers: int, num_stages: int) -> tuple[tuple[int, ...], list[int]]:
-    """Where layers begin, and where stages do among these: numbered layers in even numbers, with what is around them.
+    """Return where layers begin, and where stages do among them: numbered layers in even numbers, with what is around.
 
     Raises `InvalidArgument` for more stages than layers.
     """
@@ -189,7 +195,7 @@ def even_layers(prepared: PreparedStep, num_layers: int, num_stages: int) -> tup
 def _bare_plan(
     trace: Trace, method: Megatron, prepared: PreparedStep, pieces: tuple[int, int], degrees: tuple[int, int, int]
 ) -> Plan:
-    """The plan without layouts."""
+    """Return the plan without layouts."""
     data, tensor, pipeline = degrees
     num_stages = pipeline * method.stages_per_mesh
     if num_stages == 1:
@@ -247,7 +253,7 @@ def _asked(problem: _Problem, values: StageValues, number: int) -> _Asked:
 
 def _key(asked: _Asked) -> Hashable:
     """Equal for stages whose layouts are the same."""
-    numbers, constraints = value_numbers(asked.layer), asked.constraints
+    numbers, constraints = layer_value_numbers(asked.layer), asked.constraints
     return (
         class_key(asked.layer),
         tuple(numbers.get(constraints.alike.get(name, name), -1) for name in numbers),

@@ -27,7 +27,7 @@ from autopar.ir.plan_sharding import MeshSharding, PlannedCollective, TaskTimes
 
 
 def mesh_constraints(graph: StageGraph, tasks: list[GroupTask]) -> GroupConstraints:
-    """What follows from the graph: new state lies where the old did; only totals that stay here may stay sums."""
+    """Return what the graph asks for: new state lies where the old did; only totals that stay here may stay sums."""
     shown = {out.value for out in graph.outputs} | set(graph.crossing)
     totals = {a.result for task in graph.tasks for a in task.accumulations if a.kind in ("sum", "mean")}
     updates = {name for task in tasks if task.phase == "update" for name in task.inputs}
@@ -128,7 +128,7 @@ def mesh_sharding_like(
 
 
 def local_blocks(tasks: Sequence[GroupTask], found: GroupPlan, mesh: LogicalMesh) -> dict[str, LocalBlock]:
-    """What every device does in each task of a solution."""
+    """Return the program of one device for each task of a solution."""
     return {
         task.name: local_block(jc.open_jaxpr(task.jaxpr)[0], found.tasks[task.name], mesh, phase=task.phase)
         for task in tasks

@@ -32,7 +32,7 @@ from autopar.progress import tell
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Searched:
+class MeshSearchResult:
     """A search's result on one mesh, and what it was made from."""
 
     closed: jc.ClosedJaxpr
@@ -61,7 +61,7 @@ def plan_by_search(
     `MemoryTooSmall` where no plan fits.
     """
     offered = cache(lambda: offered_layers(trace))  # found when it is first asked for
-    fitting: list[Searched] = []
+    fitting: list[MeshSearchResult] = []
     too_small: list[MemoryTooSmall] = []
     for mesh in _meshes(search_of(method), num_devices):
         try:
@@ -78,13 +78,13 @@ def plan_by_search(
 def _search_layers(
     trace: Trace,
     method: SearchMethod,
-    search_on_mesh: Callable[..., Searched],
+    search_on_mesh: Callable[..., MeshSearchResult],
     offered: Callable[[], Offer],
     budget: float,
-) -> Searched:
+) -> MeshSearchResult:
     """Search on one mesh with the layers recomputed that the method asks for, or as few as make it fit into memory."""
 
-    def search(count: int, within: SearchMethod = method) -> Searched:
+    def search(count: int, within: SearchMethod = method) -> MeshSearchResult:
         recomputed = tuple(sorted(offered().layers[:count])) if count else ()
         num_layers = offered().num_layers if count else 1
         return search_on_mesh(trace, within, recomputed_layers=recomputed, num_layers=num_layers)
@@ -99,12 +99,12 @@ def _search_layers(
             raise
     unlimited = replace(method, memory="off")
 
-    def fastest(count: int) -> Searched | None:
+    def fastest(count: int) -> MeshSearchResult | None:
         """The plan for the fastest layouts of all, if it fits."""
         found = search(count, unlimited)
         return found if found.peak_bytes <= budget else None
 
-    def within_budget(count: int) -> Searched | None:
+    def within_budget(count: int) -> MeshSearchResult | None:
         try:
             return search(count)
         except MemoryTooSmall:
@@ -119,8 +119,8 @@ def _search_layers(
     return found
 
 
-def _fewest(search: Callable[[int], Searched | None], most: int) -> Searched | None:
-    """What the search finds for the least count up to `most` for which it finds anything; for 0 it does not."""
+def _fewest(search: Callable[[int], MeshSearchResult | None], most: int) -> MeshSearchResult | None:
+    """Return the result for the least count up to `most` for which the search has one; for 0 it has none."""
     found = search(most)
     least, too_few = most, 0
     while found is not None and least - too_few > 1:
@@ -133,7 +133,7 @@ def _fewest(search: Callable[[int], Searched | None], most: int) -> Searched | N
     return found
 
 
-def _step_time_s(searched: Searched) -> float:
+def _step_time_s(searched: MeshSearchResult) -> float:
     return searched.found.optimum.value
 
 
@@ -152,7 +152,7 @@ def search_on(
     num_layers: int = 1,
     checked: bool = False,
     cache_directory: Path | None = None,
-) -> Searched:
+) -> MeshSearchResult:
     """Search on one logical mesh, with these of the step's layers recomputed."""
     recomputed = f", {len(recomputed_layers)} layers recomputed" if recomputed_layers else ""
     tell(f"layouts on {'x'.join(map(str, mesh.shape))}{recomputed}")
@@ -180,7 +180,7 @@ def search_on(
         cache_directory=cache_directory,
     )
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, mesh)
-    return Searched(
+    return MeshSearchResult(
         closed=closed,
         mesh=mesh,
         figures=figures,
@@ -191,7 +191,7 @@ def search_on(
     )
 
 
-def plan_of(trace: Trace, method: SearchMethod, searched: Searched, offered: Callable[[], Offer]) -> Plan:
+def plan_of(trace: Trace, method: SearchMethod, searched: MeshSearchResult, offered: Callable[[], Offer]) -> Plan:
     """A search's result as a plan."""
     auto, mesh, block = search_of(method), searched.mesh, searched.block
     recomputed = searched.recomputed_layers
@@ -223,7 +223,7 @@ def plan_of(trace: Trace, method: SearchMethod, searched: Searched, offered: Cal
     )
 
 
-def _collectives(searched: Searched) -> Sequence[PlannedCollective]:
+def _collectives(searched: MeshSearchResult) -> Sequence[PlannedCollective]:
     mesh, figures = searched.mesh, searched.figures
     return [
         PlannedCollective(

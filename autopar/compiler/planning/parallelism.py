@@ -109,7 +109,7 @@ def _with_experts(
     restrict: Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]],
     method: Zero | TensorParallel | ExpertParallel,
 ) -> Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]]:
-    """For experts: products split along their batch dimensions, or along rows of the batch, and not otherwise."""
+    """For experts, split products along their batch dimensions or along rows of the batch only."""
     if not isinstance(method, ExpertParallel):
         return restrict
 
@@ -217,7 +217,7 @@ def _is_made(name: str, tasks: Sequence[GroupTask]) -> bool:
 
 
 def _divided(name: str, values: StageValues, zero: int) -> bool:
-    """Whether a ZeRO stage divides a value over the replicas."""
+    """True if a ZeRO stage divides a value over the replicas."""
     if name in values.optimizer_state:
         return zero >= 1
     return zero >= (2 if name in values.gradients else 3)
@@ -282,7 +282,7 @@ def stage_constraints(
 
 
 def _splits_examples(strategy: Strategy, dims: BatchDims, data: int | None) -> bool:
-    """Whether every replica works on examples of its own."""
+    """True if every replica works on examples of its own."""
     return all(data in _axes_of(layout, batch) for layout, batch in zip(_layouts(strategy), dims, strict=True) if batch)
 
 

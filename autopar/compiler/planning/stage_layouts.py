@@ -19,7 +19,7 @@ from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.constraints import equation_constraints
-from autopar.compiler.planning.layer_classes import LayerClass, Layers, class_key, layer_class, value_numbers
+from autopar.compiler.planning.layer_classes import LayerClass, Layers, class_key, layer_class, layer_value_numbers
 from autopar.compiler.planning.layer_costs import PRICES, pinned_layouts, prices, stage_cost
 from autopar.compiler.planning.mesh_sharding import local_blocks, mesh_sharding, mesh_sharding_like
 from autopar.compiler.planning.stage_costs import StageProblem
@@ -58,7 +58,7 @@ class SolvedStage:
 
     def for_layer(self, layer: LayerClass) -> GroupPlan | None:
         """The solution for another stage of the same key; None if it says more than their tasks have in common."""
-        names = dict(zip(value_numbers(self.layer), value_numbers(layer), strict=True))
+        names = dict(zip(layer_value_numbers(self.layer), layer_value_numbers(layer), strict=True))
         if not self.plan.layouts.keys() <= names.keys():
             return None
         pairs = zip(self.layer.tasks, layer.tasks, strict=True)
@@ -118,7 +118,7 @@ def _asked(problem: StageProblem, graph: StageGraph, plan: Plan, number: int, st
 
 def _key(asked: _Asked) -> Hashable:
     """Equal for stages of the same classes of layers whose layouts are the same."""
-    numbers = value_numbers(asked.layer)
+    numbers = layer_value_numbers(asked.layer)
     alike, constraint_key = asked.constraints.alike, asked.constraints.equations.constraint_key
     return (
         asked.mesh.shape,

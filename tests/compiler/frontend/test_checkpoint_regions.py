@@ -27,7 +27,7 @@ from autopar.compiler.pipeline.build_stage_graph import build_stage_graph
 from autopar.compiler.pipeline.cuts_outside_regions import cut_allowed
 from autopar.compiler.pipeline.layers import cut_forward
 from autopar.compiler.pipeline.phases import Phases, find_phases
-from autopar.compiler.pipeline.placement import layer_order, place
+from autopar.compiler.pipeline.placement import layer_order, place_equations
 from autopar.compiler.pipeline.stage_graph import evaluate
 from tests.zoo import ZOO
 from tests.zoo.gpt_linen import GPT, VOCABULARY, WIDTH, Block
@@ -313,7 +313,7 @@ def test_stages_that_recompute_their_forward_give_the_dissolved_steps_values(mod
     layer_stage = {i: int(p >= cut) for p, i in enumerate(layer_order(phases))}
     names = [f"input_{spec.leaf}{'' if i < num_inputs else '/whole'}" for i, spec in enumerate(step.inputs)]
     graph = build_stage_graph(
-        place(phases, layer_stage=layer_stage, num_stages=2),
+        place_equations(phases, layer_stage=layer_stage, num_stages=2),
         name=model,
         inputs=[Piece(leaf=i) for i in range(num_inputs)],
         outputs=[Piece(leaf=i) for i in range(num_outputs)],
