@@ -11,7 +11,7 @@ import pytest
 from autopar.compiler.intra_op.plan_program import Constraints, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
-from autopar.compiler.solver.problem import choice_value
+from autopar.compiler.solver.problem import assignment_cost
 from tests.compiler.planned_steps import GRID, LINE, collectives, figures, plan_step, traced
 
 MESHES = pytest.mark.parametrize("mesh", [LINE, GRID], ids=["8", "2x4"])
@@ -184,7 +184,7 @@ def test_plan_of_a_small_program_is_the_best_of_all(seed, state):
     if math.prod(cost.size for cost in problem.costs) > 3e6 or len(problem.costs) > 30:
         pytest.skip("too many choices to try all")
     assert found.optimum.value == pytest.approx(best_value(problem), rel=1e-9)
-    assert found.optimum.value == pytest.approx(choice_value(problem, found.optimum.states), rel=1e-9)
+    assert found.optimum.value == pytest.approx(assignment_cost(problem, found.optimum.states), rel=1e-9)
     assert found.optimum.gap < 1e-9
 
 
