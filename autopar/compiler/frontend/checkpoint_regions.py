@@ -21,9 +21,10 @@ from typing import Any
 
 from autopar.compiler.frontend.dedup_recomputation import join_recomputed
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.dead_code import eliminate_dead
 from autopar.compiler.jaxprs.equation_keys import REMAT
+from autopar.compiler.jaxprs.evaluate import evaluate, rewrite
 from autopar.compiler.jaxprs.flops import equation_flops
-from autopar.compiler.jaxprs.normalize import eliminate_dead
 
 WIDE = 1.5
 """A region is wide if its FLOPs are more than this times an even layer's share of the backward.
@@ -74,43 +75,34 @@ def inline_regions(closed: jc.ClosedJaxpr, regions: Collection[Path]) -> jc.Clos
 
 def _flattened(closed: jc.ClosedJaxpr, regions: Collection[Path]) -> jc.ClosedJaxpr:
     """The regions' equations in their place; the forward keeps no region at any depth: only a backward recomputes."""
-    jaxpr, consts = jc.open_jaxpr(closed)
 
-    def run(*args: Any) -> list[Any]:
-        return _evaluate(jaxpr, consts, args, (), regions)
+    def inlined(number: int, eqn: jc.JaxprEqn, values: list[Any]) -> list[Any]:
+        if jc.ad_phase(eqn) != "backward":
+            return _forward(number, eqn, values)
+        return _backward(eqn, values, (number,), regions)
 
-    return jc.trace(run, [v.aval for v in jaxpr.invars])
+    return rewrite(closed, inlined)
 
 
-def _evaluate(
-    jaxpr: jc.Jaxpr, consts: Sequence[Any], args: Sequence[Any], path: Path, regions: Collection[Path] | None
-) -> list[Any]:
-    """Evaluate with these regions inlined; None: all of them, as this is the forward."""
-    env: dict[jc.Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+def _backward(eqn: jc.JaxprEqn, values: Sequence[Any], path: Path, regions: Collection[Path]) -> list[Any]:
+    """Evaluate an equation of the backward with these regions inlined."""
+    if eqn.primitive.name not in REMAT or path not in regions:
+        return jc.bind_equation(eqn, values)
+    with jc.under_scope_of(eqn):
+        return evaluate(
+            _body(eqn), (), values, lambda number, inner, inputs: _backward(inner, inputs, (*path, number), regions)
+        )
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jc.Literal) else env[atom]
 
-    for i, eqn in enumerate(jaxpr.eqns):
-        values = [read(atom) for atom in eqn.invars]
-        forward = regions is None or (not path and jc.ad_phase(eqn) != "backward")
-        inlined = forward or (*path, i) in (regions or ())
-        if eqn.primitive.name in REMAT and inlined:
-            with jc.under_scope_of(eqn):
-                results = _evaluate(_body(eqn), (), values, (*path, i), None if forward else regions)
-        else:
-            loop = forward and eqn.primitive.name in ("scan", "while", "cond")
-            params = jc.map_subjaxprs(eqn, _without_regions) if loop else None
-            results = jc.bind_equation(eqn, values, params)
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def _forward(_: int, eqn: jc.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Evaluate an equation of the forward with all regions inlined."""
+    if eqn.primitive.name in REMAT:
+        with jc.under_scope_of(eqn):
+            return evaluate(_body(eqn), (), values, _forward)
+    enters = eqn.primitive.name in ("scan", "while", "cond")
+    return jc.bind_equation(eqn, values, jc.map_subjaxprs(eqn, _without_regions) if enters else None)
 
 
 def _without_regions(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
     """A loop body or branch of the forward without regions."""
-    jaxpr, consts = jc.open_jaxpr(closed)
-
-    def run(*args: Any) -> list[Any]:
-        return _evaluate(jaxpr, consts, args, (), None)
-
-    return jc.trace(run, [v.aval for v in jaxpr.invars])
+    return rewrite(closed, _forward)

@@ -47,6 +47,7 @@ from autopar.compiler.jaxprs.compat import (
     trace,
     under_scope_of,
 )
+from autopar.compiler.jaxprs.evaluate import evaluate
 
 __all__ = ["Piece", "SplitLoops", "find_layer_loops", "has_layer_loops", "split_layer_loops"]
 
@@ -101,9 +102,7 @@ def split_layer_loops(
     def split_step(*flat: Any) -> list[Any]:
         remaining = iter(flat)
         args = [_take(remaining, bounds) for bounds in inputs]
-        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
-        _evaluate(jaxpr.eqns, cuts, env)
-        return _results(jaxpr, outputs, env)
+        return _results(jaxpr, outputs, evaluate(jaxpr, consts, args, cuts.evaluate))
 
     avals = [aval for v, bounds in zip(jaxpr.invars, inputs) for aval in _avals(v.aval, bounds)]
     return SplitLoops(
@@ -164,6 +163,15 @@ class _Cuts:
         rule = self.rules[i]
         lengths = rule.lengths if rule else ()
         return [(0, *sorted(self.points.get((i, a), ())), n) if n else () for a, n in enumerate(lengths)]
+
+    def evaluate(self, i: int, eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+        """Run equation `i`, on pieces if one of its axes or operands is cut."""
+        rule, bounds = self.rules[i], self.of_axes(i)
+        if rule and (any(isinstance(x, Pieces) for x in values) or any(len(b) > 2 for b in bounds)):
+            return rule.apply(values, bounds)
+        with under_scope_of(eqn):
+            values = [whole(x) for x in values]
+        return bind_equation(eqn, values)
 
 
 def _find_cuts(jaxpr: Jaxpr, num_pieces: int, batch_inputs: Collection[int], state_outputs: Mapping[int, int]) -> _Cuts:
@@ -253,36 +261,22 @@ def _on_axis(link: Link, points: Collection[int]) -> list[int]:
 # The step on pieces
 
 
-def _evaluate(eqns: Sequence[JaxprEqn], cuts: _Cuts, env: dict[Any, Any]) -> None:
-    """Run the equations, each on pieces if one of its axes is cut, and put the results into `env`."""
-    for i, eqn in enumerate(eqns):
-        args = [env[v] if isinstance(v, Var) else v.val for v in eqn.invars]
-        rule, bounds = cuts.rules[i], cuts.of_axes(i)
-        if rule and (any(isinstance(x, Pieces) for x in args) or any(len(b) > 2 for b in bounds)):
-            results = rule.apply(args, bounds)
-        else:
-            with under_scope_of(eqn):
-                args = [whole(x) for x in args]
-            results = bind_equation(eqn, args)
-        env.update(zip(eqn.outvars, results))
-
-
 def _take(flat: Iterator[Any], bounds: Bounds | None) -> Any:
     if bounds is None:
         return next(flat)
     return Pieces(bounds=bounds, values=tuple(next(flat) for _ in bounds[1:]))
 
 
-def _results(jaxpr: Jaxpr, outputs: Sequence[Bounds | None], env: Mapping[Any, Any]) -> list[Any]:
+def _results(jaxpr: Jaxpr, outputs: Sequence[Bounds | None], results: Sequence[Any]) -> list[Any]:
     """The outputs in their pieces; cutting or joining one for that counts to the equation that made it."""
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     flat: list[Any] = []
-    for v, bounds in zip(jaxpr.outvars, outputs):
+    for v, bounds, value in zip(jaxpr.outvars, outputs, results, strict=True):
         if not isinstance(v, Var):
-            flat.append(v.val)
+            flat.append(value)
             continue
         with under_scope_of(makers[v]) if v in makers else nullcontext():
-            flat += [whole(env[v])] if bounds is None else [filled(rows(env[v], *s)) for s in pairwise(bounds)]
+            flat += [whole(value)] if bounds is None else [filled(rows(value, *s)) for s in pairwise(bounds)]
     return flat
 
 

@@ -5,11 +5,12 @@ Remat regions and whatever has side effects stay as they are: a remat region rep
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
+from autopar.compiler.jaxprs.evaluate import rewrite
 
 _ENTERED = frozenset({"scan", "while", "cond"})
 _CONSTRAINTS = frozenset({"sharding_constraint", "layout_constraint", "reshard"})
@@ -21,7 +22,7 @@ def merge_common_subexpressions(closed: jc.ClosedJaxpr, like: jc.ClosedJaxpr | N
 
     `like` is the same program at another batch size: merged is then what is equal there, so that both stay alike.
     """
-    jaxpr, consts = jc.open_jaxpr(closed)
+    jaxpr, _ = jc.open_jaxpr(closed)
     model = jaxpr if like is None else jc.open_jaxpr(like)[0]
     first = _first_equals(model)
     loops = {
@@ -32,18 +33,14 @@ def merge_common_subexpressions(closed: jc.ClosedJaxpr, like: jc.ClosedJaxpr | N
     if all(original == number for number, original in enumerate(first)) and not loops:
         return closed
 
-    def run(*args: Any) -> list[Any]:
-        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        for number, eqn in enumerate(jaxpr.eqns):
-            if first[number] == number:
-                values = [a.val if isinstance(a, jc.Literal) else env[a] for a in eqn.invars]
-                results = jc.bind_equation(eqn, values, loops.get(number))
-            else:
-                results = [env[v] for v in jaxpr.eqns[first[number]].outvars]
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [a.val if isinstance(a, jc.Literal) else env[a] for a in jaxpr.outvars]
+    made: list[Sequence[Any]] = []
 
-    return jc.trace(run, [v.aval for v in jaxpr.invars])
+    def once(number: int, eqn: jc.JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        again = first[number] < number
+        made.append(made[first[number]] if again else jc.bind_equation(eqn, values, loops.get(number)))
+        return made[-1]
+
+    return rewrite(closed, once)
 
 
 def _merged_bodies(eqn: jc.JaxprEqn, like: jc.JaxprEqn) -> dict[str, Any]:

@@ -16,6 +16,7 @@ masks, random bits, and what only moves the entries of a parameter. A cast to fe
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from jax import lax
 
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.evaluate import evaluate_equations, read
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.microbatch.accumulate import accumulate_p, accumulation_axis, accumulation_kind, combine
@@ -256,13 +258,11 @@ def loop_over(step: MicrobatchedStep, avals: Sequence[Any]) -> jc.ClosedJaxpr:
     def run(*leaves: Any) -> list[Any]:
         values = _given(step, leaves)
         for number, indices in enumerate(rounds.once):
-            for i in indices:
-                eqn = rounds.equations[i]
-                values.once.update(zip(eqn.outvars, jc.bind_equation(eqn, _read_all(eqn, values.once)), strict=True))
+            evaluate_equations([rounds.equations[i] for i in indices], values.once)
             if number < len(rounds.each):
                 kept = [v for v, home in leaving.items() if home == number]
                 _run_round([rounds.equations[i] for i in rounds.each[number]], kept, values, step.num_microbatches)
-        return [_read(atom, values.once) for atom in step.jaxpr.jaxpr.outvars]
+        return [read(atom, values.once) for atom in step.jaxpr.jaxpr.outvars]
 
     return normalize(jc.trace(run, avals))
 
@@ -303,16 +303,6 @@ def _joined(parts: Any, axis: int) -> Any:
     return lax.reshape(apart, (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :]))
 
 
-def _read(atom: Any, *known: Mapping[jc.Var, Any]) -> Any:
-    if isinstance(atom, jc.Literal):
-        return atom.val
-    return next(values[atom] for values in known if atom in values)
-
-
-def _read_all(eqn: jc.JaxprEqn, *known: Mapping[jc.Var, Any]) -> list[Any]:
-    return [_read(atom, *known) for atom in eqn.invars]
-
-
 def _run_round(body: Sequence[jc.JaxprEqn], kept: Sequence[jc.Var], values: _Values, count: int) -> None:
     """Loop over the microbatches; enter the completed values, and the values that are kept of each microbatch."""
     bound = [eqn for eqn in body if eqn.primitive is not accumulate_p]
@@ -323,10 +313,9 @@ def _run_round(body: Sequence[jc.JaxprEqn], kept: Sequence[jc.Var], values: _Val
     sliced = {v: values.stacked[v] for v in reads if v in values.stacked}
 
     def one(totals: list[Any], rows: Mapping[jc.Var, Any]) -> tuple[list[Any], list[Any]]:
-        known = dict(rows)
-        for eqn in bound:
-            known.update(zip(eqn.outvars, jc.bind_equation(eqn, _read_all(eqn, known, values.once)), strict=True))
-        parts = [_read(eqn.invars[0], known, values.once) for eqn in added]
+        known = ChainMap(dict(rows), values.once)
+        evaluate_equations(bound, known)
+        parts = [read(eqn.invars[0], known) for eqn in added]
         return [_add(*each) for each in zip(added, totals, parts, strict=True)], [known[v] for v in kept]
 
     names = list(sliced)
@@ -351,7 +340,7 @@ def _concatenated(eqn: jc.JaxprEqn, values: _Values, count: int) -> Any:
         if operand in values.stacked:
             return _joined(values.stacked[operand], accumulation_axis(eqn))
         # Rows that are the same for every microbatch: zeros, or a broadcast parameter.
-        return _joined(_lax.broadcast(jnp.asarray(_read(operand, values.once)), (count,)), accumulation_axis(eqn))
+        return _joined(_lax.broadcast(jnp.asarray(read(operand, values.once)), (count,)), accumulation_axis(eqn))
 
 
 def _start(eqn: jc.JaxprEqn) -> Any:

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.evaluate import rewrite
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.ir.instructions import spec_axes, spec_parts
 from autopar.ir.plan import MeshPlan, Plan
@@ -54,22 +55,13 @@ def on_mesh(closed: jc.ClosedJaxpr, mesh: MeshPlan) -> jc.ClosedJaxpr:
 
 
 def _moved(closed: Any, target: AbstractMesh) -> jc.ClosedJaxpr:
-    jaxpr, consts = jc.open_jaxpr(closed)
+    def on_target(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> list[Any]:
+        if eqn.primitive.name != "sharding_constraint":
+            return jc.bind_equation(eqn, values, jc.map_subjaxprs(eqn, lambda sub: _moved(sub, target)))
+        with jc.under_scope_of(eqn):
+            return [jax.lax.with_sharding_constraint(values[0], _on_target(eqn, target))]
 
-    def run(*args: Any) -> list[Any]:
-        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        for eqn in jaxpr.eqns:
-            values = [a.val if isinstance(a, jc.Literal) else env[a] for a in eqn.invars]
-            if eqn.primitive.name == "sharding_constraint":
-                with jc.under_scope_of(eqn):
-                    results = [jax.lax.with_sharding_constraint(values[0], _on_target(eqn, target))]
-            else:
-                params = jc.map_subjaxprs(eqn, lambda sub: _moved(sub, target))
-                results = jc.bind_equation(eqn, values, params)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [a.val if isinstance(a, jc.Literal) else env[a] for a in jaxpr.outvars]
-
-    return jc.trace(run, [v.aval for v in jaxpr.invars])
+    return rewrite(closed, on_target)
 
 
 def _on_target(eqn: jc.JaxprEqn, target: AbstractMesh) -> NamedSharding:

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.normalize import eliminate_dead
+from autopar.compiler.jaxprs.dead_code import eliminate_dead
+from autopar.compiler.jaxprs.evaluate import evaluate
 from autopar.compiler.microbatch.accumulate import accumulate_p, accumulation_axis, accumulation_kind, combine
 from autopar.compiler.microbatch.analysis import analyse, input_states
 from autopar.compiler.microbatch.emit import Microbatch, emit
@@ -152,21 +153,32 @@ def _without_unused(closed: jc.ClosedJaxpr, inputs: Sequence[StepInput], num_mic
     )
 
 
+@dataclass(frozen=True)
+class _Each:
+    """What the microbatches have of a value."""
+
+    values: tuple[Any, ...]
+
+
 def evaluate_microbatched(step: MicrobatchedStep, leaves: Sequence[Any]) -> list[Any]:
     """The step's results, by plain loops over the microbatches: what every other way to run it must equal."""
-    jaxpr, consts = jc.open_jaxpr(step.jaxpr)
     count = step.num_microbatches
-    once: dict[jc.Var, Any] = dict(zip(jaxpr.constvars, consts))
-    each: list[dict[jc.Var, Any]] = [{} for _ in range(count)]
-    for var, given in zip(jaxpr.invars, step.inputs, strict=True):
-        if given.kind == "whole":
-            once[var] = leaves[_leaf(given)]
-            continue
-        for m, env in enumerate(each):
-            env[var] = _given(given, leaves, m, count)
-    for eqn in jaxpr.eqns:
-        _evaluate(eqn, once, each)
-    return [a.val if isinstance(a, jc.Literal) else once[a] for a in jaxpr.outvars]
+
+    def equation(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> list[Any]:
+        each = [[v.values[m] if isinstance(v, _Each) else v for v in values] for m in range(count)]
+        if eqn.primitive is accumulate_p:
+            return [combine(accumulation_kind(eqn), accumulation_axis(eqn), [parts[0] for parts in each])]
+        if not any(isinstance(v, _Each) for v in values):
+            return jc.bind_equation(eqn, values)
+        return [_Each(results) for results in zip(*(jc.bind_equation(eqn, own) for own in each), strict=True)]
+
+    args = [
+        leaves[_leaf(given)]
+        if given.kind == "whole"
+        else _Each(tuple(_given(given, leaves, m, count) for m in range(count)))
+        for given in step.inputs
+    ]
+    return evaluate(*jc.open_jaxpr(step.jaxpr), args, equation)
 
 
 def _leaf(given: StepInput) -> int:
@@ -180,18 +192,3 @@ def _given(given: StepInput, leaves: Sequence[Any], m: int, count: int) -> Any:
     leaf = leaves[_leaf(given)]
     size = leaf.shape[given.axis] // count
     return leaf[tuple(slice(m * size, (m + 1) * size) if i == given.axis else slice(None) for i in range(leaf.ndim))]
-
-
-def _evaluate(eqn: jc.JaxprEqn, once: dict[jc.Var, Any], each: list[dict[jc.Var, Any]]) -> None:
-    """Evaluate an equation for every microbatch, or once if nothing in it depends on the microbatch."""
-
-    def values(env: dict[jc.Var, Any]) -> list[Any]:
-        return [a.val if isinstance(a, jc.Literal) else env[a] if a in env else once[a] for a in eqn.invars]
-
-    if eqn.primitive is accumulate_p:
-        parts = [values(env)[0] for env in each]
-        once[eqn.outvars[0]] = combine(accumulation_kind(eqn), accumulation_axis(eqn), parts)
-        return
-    varies = any(isinstance(a, jc.Var) and a in each[0] for a in eqn.invars)
-    for env in each if varies else [once]:
-        env.update(zip(eqn.outvars, jc.bind_equation(eqn, values(env)), strict=True))

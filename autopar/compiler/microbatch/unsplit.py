@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.evaluate import evaluate
 from autopar.compiler.microbatch.accumulate import accumulate
 from autopar.compiler.microbatch.split import MicrobatchedStep, StepInput
 
@@ -21,12 +22,9 @@ def whole_batch(closed: jc.ClosedJaxpr, *, batch_inputs: Sequence[int]) -> Micro
     """The step with every value that leaves the differentiated part completed at once."""
     avals = [v.aval for v in closed.jaxpr.invars]
 
-    def run(*args: Any) -> list[Any]:
-        return _Completion(closed, args, batch_inputs).run()
-
-    kinds = ["microbatch" if i in batch_inputs else "whole" for i in range(len(avals))]
+    kinds = ["microbatch" if i in batch_inputs else "whole" for i in range(len(closed.jaxpr.invars))]
     return MicrobatchedStep(
-        jaxpr=jc.trace(run, avals),
+        jaxpr=jc.trace(lambda *args: _Completion(closed, batch_inputs).run(args), avals),
         inputs=tuple(StepInput(kind=kind, leaf=i) for i, kind in enumerate(kinds)),
         num_microbatches=1,
     )
@@ -35,41 +33,42 @@ def whole_batch(closed: jc.ClosedJaxpr, *, batch_inputs: Sequence[int]) -> Micro
 class _Completion:
     """One evaluation of the step that completes values on their way out."""
 
-    def __init__(self, closed: jc.ClosedJaxpr, args: Sequence[Any], batch_inputs: Sequence[int]) -> None:
-        self.jaxpr = closed.jaxpr
-        self.env: dict[jc.Var, Any] = dict(zip(self.jaxpr.invars, args, strict=True))
-        self.env.update(zip(self.jaxpr.constvars, closed.consts, strict=True))
+    def __init__(self, closed: jc.ClosedJaxpr, batch_inputs: Sequence[int]) -> None:
+        self.jaxpr, self.consts = jc.open_jaxpr(closed)
         self.completed: dict[jc.Var, Any] = {}
         self.differentiated: dict[jc.Var, str] = {}
         self.of_batch = {self.jaxpr.invars[i] for i in batch_inputs}  # depends on the batch, before any completion
         self.late: set[jc.Var] = set()  # depends on a completed value
 
-    def run(self) -> list[Any]:
-        for eqn in self.jaxpr.eqns:
-            operands = [v for v in eqn.invars if isinstance(v, jc.Var)]
-            phase = jc.ad_phase(eqn)
-            outside = phase is None
-            late = any(v in self.late or self._leaves(v, phase) for v in operands)
-            values = [self._read(a, complete=self._leaves(a, phase) or (outside and late)) for a in eqn.invars]
-            self.env.update(zip(eqn.outvars, jc.bind_equation(eqn, values), strict=True))
-            if phase is not None:
-                self.differentiated.update((v, phase) for v in eqn.outvars)
-            if outside and late:
-                self.late.update(eqn.outvars)
-            elif any(v in self.of_batch for v in operands):
-                self.of_batch.update(eqn.outvars)
-        return [self._read(a, complete=True) for a in self.jaxpr.outvars]
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        results = evaluate(self.jaxpr, self.consts, args, self._equation)
+        return [self._complete(a, value) for a, value in zip(self.jaxpr.outvars, results, strict=True)]
+
+    def _equation(self, _: int, eqn: jc.JaxprEqn, values: list[Any]) -> list[Any]:
+        operands, phase = jc.operands(eqn), jc.ad_phase(eqn)
+        outside = phase is None
+        late = any(v in self.late or self._leaves(v, phase) for v in operands)
+        values = [
+            self._complete(a, value) if self._leaves(a, phase) or (outside and late) else value
+            for a, value in zip(eqn.invars, values, strict=True)
+        ]
+        if phase is not None:
+            self.differentiated.update((v, phase) for v in eqn.outvars)
+        if outside and late:
+            self.late.update(eqn.outvars)
+        elif any(v in self.of_batch for v in operands):
+            self.of_batch.update(eqn.outvars)
+        return jc.bind_equation(eqn, values)
 
     def _leaves(self, atom: Any, phase: str | None) -> bool:
         """Whether a value leaves the gradient that made it: read outside, or by the forward pass of a next one."""
         made = self.differentiated.get(atom) if isinstance(atom, jc.Var) else None
         return made is not None and (phase is None or (made == "backward" and phase == "forward"))
 
-    def _read(self, atom: Any, *, complete: bool) -> Any:
-        if isinstance(atom, jc.Literal):
-            return atom.val
-        if not complete or (atom not in self.differentiated and atom not in self.of_batch):
-            return self.env[atom]
+    def _complete(self, atom: Any, value: Any) -> Any:
+        """The value, completed once if it is one of the gradient or of the batch."""
+        if isinstance(atom, jc.Literal) or (atom not in self.differentiated and atom not in self.of_batch):
+            return value
         if atom not in self.completed:
-            self.completed[atom] = accumulate(self.env[atom], kind="sum", num_microbatches=1)
+            self.completed[atom] = accumulate(value, kind="sum", num_microbatches=1)
         return self.completed[atom]

@@ -16,6 +16,7 @@ from typing import Any
 
 from autopar.compiler.frontend.layer_scans import Piece
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.evaluate import evaluate_equations
 from autopar.compiler.microbatch.accumulate import accumulation_axis, accumulation_kind
 from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.placement import Placement
@@ -227,12 +228,9 @@ class _Builder:
 
     def _program(self, indices: Sequence[int], reads: Sequence[jc.Var], results: Sequence[jc.Var]) -> jc.ClosedJaxpr:
         def run(*args: Any) -> list[Any]:
-            env: dict[jc.Var, Any] = {**self.consts, **dict(zip(reads, args, strict=True))}
-            for i in indices:
-                eqn = self.eqns[i]
-                values = [a.val if isinstance(a, jc.Literal) else env[a] for a in eqn.invars]
-                env.update(zip(eqn.outvars, jc.bind_equation(eqn, values), strict=True))
-            return [env[v] for v in results]
+            values: dict[jc.Var, Any] = {**self.consts, **dict(zip(reads, args, strict=True))}
+            evaluate_equations([self.eqns[i] for i in indices], values)
+            return [values[v] for v in results]
 
         return jc.trace(run, [v.aval for v in reads])
 

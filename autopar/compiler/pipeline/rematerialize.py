@@ -29,9 +29,10 @@ from typing import Any
 from autopar.compiler.frontend.layer_scans import find_layer_loops
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.dead_code import eliminate_dead
 from autopar.compiler.jaxprs.equation_keys import REMAT
+from autopar.compiler.jaxprs.evaluate import evaluate_equations, read
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
-from autopar.compiler.jaxprs.normalize import eliminate_dead
 from autopar.compiler.microbatch.unsplit import whole_batch
 from autopar.compiler.pipeline.layers import count_layers, layer_cuts, layer_names
 from autopar.compiler.pipeline.phases import Phase, find_phases
@@ -369,13 +370,13 @@ def _emitted(closed: jc.ClosedJaxpr, units: Sequence[int | Recomputed]) -> jc.Cl
     results = {region: _results(jaxpr, region) for region in regions}
 
     def run(*args: Any) -> list[Any]:
-        env: dict[jc.Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        values: dict[jc.Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         for unit in units:
             if isinstance(unit, int):
-                _evaluate(jaxpr.eqns[unit], env)
+                evaluate_equations([jaxpr.eqns[unit]], values)
             else:
-                _evaluate_region(jaxpr, unit, results[unit], env)
-        return [_read(atom, env) for atom in jaxpr.outvars]
+                _evaluate_region(jaxpr, unit, results[unit], values)
+        return [read(atom, values) for atom in jaxpr.outvars]
 
     return eliminate_dead(jc.trace(run, [v.aval for v in jaxpr.invars]))
 
@@ -387,27 +388,16 @@ def _results(jaxpr: jc.Jaxpr, region: Recomputed) -> list[jc.Var]:
     return [v for i in sorted(region.backward) for v in jaxpr.eqns[i].outvars if v in read]
 
 
-def _evaluate_region(jaxpr: jc.Jaxpr, region: Recomputed, results: Sequence[jc.Var], env: dict[jc.Var, Any]) -> None:
+def _evaluate_region(jaxpr: jc.Jaxpr, region: Recomputed, results: Sequence[jc.Var], values: dict[jc.Var, Any]) -> None:
     backward = [jaxpr.eqns[i] for i in sorted(region.backward)]
     eqns = [*(jaxpr.eqns[i] for i in sorted(region.again)), *backward]
     made = {v for eqn in eqns for v in eqn.outvars}
-    read = dict.fromkeys(v for eqn in eqns for v in jc.operands(eqn))
-    operands = [v for v in read if v not in made]
+    operands = [v for v in dict.fromkeys(v for eqn in eqns for v in jc.operands(eqn)) if v not in made]
 
     def run(*args: Any) -> list[Any]:
         inside: dict[jc.Var, Any] = dict(zip(operands, args, strict=True))
-        for eqn in eqns:
-            _evaluate(eqn, inside)
+        evaluate_equations(eqns, inside)
         return [inside[v] for v in results]
 
     with jc.common_scope(backward):
-        env.update(zip(results, jc.bind_recomputation(run, [env[v] for v in operands]), strict=True))
-
-
-def _evaluate(eqn: jc.JaxprEqn, env: dict[jc.Var, Any]) -> None:
-    values = [_read(atom, env) for atom in eqn.invars]
-    env.update(zip(eqn.outvars, jc.bind_equation(eqn, values), strict=True))
-
-
-def _read(atom: Any, env: Mapping[jc.Var, Any]) -> Any:
-    return atom.val if isinstance(atom, jc.Literal) else env[atom]
+        values.update(zip(results, jc.bind_recomputation(run, [values[v] for v in operands]), strict=True))

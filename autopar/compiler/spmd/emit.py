@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.evaluate import bind_bodies
 from autopar.compiler.resharding.costs import apply_steps
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated, to_spec
 from autopar.compiler.spmd.emit_equation import evaluate_locally
@@ -127,81 +128,9 @@ def _reshard(action: Reshard, frame: _Frame) -> Any:
 
 def _enter(action: Enter, frame: _Frame) -> list[Any]:
     args = [frame.read(value) for value in action.operands]
-    with jc.under_scope_of(action.eqn):
-        match action.eqn.primitive.name:
-            case "scan":
-                return _scan(action, args, frame.mesh)
-            case "while":
-                return _while(action, args, frame.mesh)
-            case "cond":
-                return _cond(action, args, frame.mesh)
-            case _:
-                return _remat(action, args, frame.mesh)
-
-
-def _scan(action: Enter, args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
-    loop = jp.scan_of(action.eqn)
-    (body,) = action.bodies
-    body_consts = jc.open_jaxpr(loop.body)[1]
-    consts, rest = args[: loop.num_consts], args[loop.num_consts :]
-    carry, xs = rest[: loop.num_carry], rest[loop.num_carry :]
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = _run(body, body_consts, [*consts, *carry, *x], mesh)
-        return _like(results[: loop.num_carry], carry), results[loop.num_carry :]
-
-    final, ys = _lax.scan(
-        step, _typed(carry, body.inputs[loop.num_consts :]), list(xs), loop.length, loop.reverse, loop.unroll
+    consts = [jc.open_jaxpr(body)[1] for body in jp.bodies_of(action.eqn)]
+    return bind_bodies(
+        action.eqn,
+        args,
+        lambda number, inputs: _run(action.bodies[number], consts[number], inputs, frame.mesh),
     )
-    return [*final, *ys]
-
-
-def _while(action: Enter, args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
-    loop = jp.while_of(action.eqn)
-    cond, body = action.bodies
-    first = loop.cond_consts + loop.body_consts
-    cond_args, body_args, carry = args[: loop.cond_consts], args[loop.cond_consts : first], args[first:]
-
-    def go_on(carry: list[Any]) -> Any:
-        return _run(cond, jc.open_jaxpr(loop.cond)[1], [*cond_args, *carry], mesh)[0]
-
-    def step(carry: list[Any]) -> list[Any]:
-        return _like(_run(body, jc.open_jaxpr(loop.body)[1], [*body_args, *carry], mesh), carry)
-
-    return list(_lax.while_loop(go_on, step, _typed(carry, body.inputs[loop.body_consts :])))
-
-
-def _cond(action: Enter, args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
-    index, *operands = args
-    types = [v.aval for v in action.eqn.outvars]
-
-    def taken(number: int) -> Any:
-        consts = jc.open_jaxpr(jp.branches_of(action.eqn)[number])[1]
-        return lambda *xs: [
-            _as(x, t) for x, t in zip(_run(action.bodies[number], consts, xs, mesh), types, strict=True)
-        ]
-
-    return list(_lax.switch(index, [taken(number) for number in range(len(action.bodies))], *operands))
-
-
-def _remat(action: Enter, args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
-    """Bound as it stands, so that what makes XLA keep the recomputation apart is kept too."""
-    (body,) = action.bodies
-    body_consts = jc.open_jaxpr(next(jc.subjaxprs(action.eqn)))[1]
-    args = [jax.numpy.asarray(x) if not hasattr(x, "aval") else x for x in args]
-    traced = jc.trace(lambda *xs: _run(body, body_consts, xs, mesh), [jax.typeof(x) for x in args])
-    region, consts = jc.consts_as_inputs(traced)
-    return jc.bind_equation(action.eqn, [*consts, *args], {"jaxpr": region})
-
-
-def _typed(values: Sequence[Any], like: Sequence[Value]) -> list[Any]:
-    """Literals among a loop's first carry get the type that the body expects."""
-    return [_as(x, value.variable.aval) for x, value in zip(values, like, strict=False)]
-
-
-def _like(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-    return [_as(x, y) for x, y in zip(values, like, strict=True)]
-
-
-def _as(x: Any, like: Any) -> Any:
-    return x if getattr(x, "dtype", None) == like.dtype else jax.numpy.asarray(x, like.dtype)
