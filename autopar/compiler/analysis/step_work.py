@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import flops_where, runs_jaxprs
+from autopar.compiler.jaxprs.primitives import PRODUCTS
 
-_PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
 # The scope that `jax.checkpoint` puts around what it computes again.
 _AGAIN = "rematted_computation"
 
@@ -58,7 +58,7 @@ def _first_time(eqn: jc.JaxprEqn) -> bool:
 
 
 def _dtype_of_products(trace: Trace) -> str:
-    products = (eqn for eqn in jc.all_equations(trace.jaxpr) if eqn.primitive.name in _PRODUCTS)
+    products = (eqn for eqn in jc.all_equations(trace.jaxpr) if eqn.primitive.name in PRODUCTS)
     found = sorted({_dtype(eqn) for eqn in products})
     flops = {dtype: flops_where(trace.jaxpr, partial(_product_of, dtype)) for dtype in found}
     return max(found, key=flops.__getitem__, default="float32")
@@ -67,7 +67,7 @@ def _dtype_of_products(trace: Trace) -> str:
 def _product_of(dtype: str, eqn: jc.JaxprEqn) -> bool:
     if not _first_time(eqn):
         return False
-    return runs_jaxprs(eqn) or (eqn.primitive.name in _PRODUCTS and _dtype(eqn) == dtype)
+    return runs_jaxprs(eqn) or (eqn.primitive.name in PRODUCTS and _dtype(eqn) == dtype)
 
 
 def _dtype(eqn: jc.JaxprEqn) -> str:

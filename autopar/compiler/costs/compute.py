@@ -12,26 +12,13 @@ from typing import Any, cast
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
+from autopar.compiler.jaxprs.primitives import COPIES, DRAWS, LABELS, PRODUCTS, RESHAPES
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.sharding.strategies import Strategy
 
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
-_MOVES = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "expand_dims",
-        "iota",
-        "reshape",
-        "sharding_constraint",
-        "slice",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    }
-)
-_SHARE_OF_MOVES = 0.05
+# XLA fuses them into what reads the result. Other moves are computed where they stand more often than not.
+_FUSED = LABELS | COPIES | RESHAPES | {"broadcast_in_dim", "convert_element_type", "iota", "slice", "transpose"}
+_SHARE_OF_FUSED = 0.05
 # Threefry takes about 100 integer operations for 4 bytes.
 _FLOPS_PER_RANDOM_WORD = 100
 
@@ -45,13 +32,13 @@ def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh, figures:
 
 def _compute_s(eqn: jc.JaxprEqn, strategy: Strategy, read: float, written: float, figures: MeshFigures) -> float:
     name = eqn.primitive.name
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         dtype = cast(Any, eqn.invars[0].aval).dtype
         flops = equation_flops(eqn) / strategy.devices
         return figures.product_s(flops, read + written, dtype.name, dtype.itemsize)
-    if name in _MOVES:
-        return _SHARE_OF_MOVES * written / figures.memory_bandwidth
-    if name in ("random_bits", "threefry2x32"):
+    if name in _FUSED:
+        return _SHARE_OF_FUSED * written / figures.memory_bandwidth
+    if name in DRAWS:
         return figures.vector_s(written / 4 * _FLOPS_PER_RANDOM_WORD)
     if name.startswith(("gather", "scatter", "dynamic")):
         # They touch the rows that they move, not the whole table.

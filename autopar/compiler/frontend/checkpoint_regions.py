@@ -22,9 +22,9 @@ from typing import Any
 from autopar.compiler.frontend.dedup_recomputation import join_recomputed
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.dead_code import eliminate_dead
-from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.jaxprs.evaluate import evaluate, rewrite
 from autopar.compiler.jaxprs.flops import equation_flops
+from autopar.compiler.jaxprs.primitives import CONTROL_FLOW, REMAT
 
 WIDE = 1.5
 """A region is wide if its FLOPs are more than this times an even layer's share of the backward.
@@ -99,7 +99,7 @@ def _forward(_: int, eqn: jc.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     if eqn.primitive.name in REMAT:
         with jc.under_scope_of(eqn):
             return evaluate(_body(eqn), (), values, _forward)
-    enters = eqn.primitive.name in ("scan", "while", "cond")
+    enters = eqn.primitive.name in CONTROL_FLOW
     return jc.bind_equation(eqn, values, jc.map_subjaxprs(eqn, _without_regions) if enters else None)
 
 

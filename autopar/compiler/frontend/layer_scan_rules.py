@@ -14,6 +14,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs import primitives
 from autopar.compiler.jaxprs.compat import JaxprEqn, Literal, bind_equation, under_scope_of
 
 # --- A value held in consecutive pieces along axis 0, so that every pipeline stage can own its layers' piece ---
@@ -152,7 +153,7 @@ def _run(eqn: JaxprEqn, carries: Sequence[bool], args: Sequence[Any], start: int
     """The equation on the rows `[start, stop)` of what carries its axis."""
     with under_scope_of(eqn):
         cut = [rows(x, start, stop) if carried else whole(x) for x, carried in zip(args, carries)]
-        if eqn.primitive.name in ("add", "add_any") and all(carries):
+        if eqn.primitive.name in primitives.ADDITIONS and all(carries):
             terms = [x for x in cut if not isinstance(x, Zeros)]
             if len(terms) < len(cut):
                 return terms or [cut[0]]
@@ -387,21 +388,9 @@ def loop(eqn: JaxprEqn) -> Rule:
 # What has no entry here reads whole values, which is always right.
 
 
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
-    cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv
-    erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log
-    log1p logistic lt max min mul mulhi name ne neg nextafter not or polygamma population_count pow real
-    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta
-    """.split()  # noqa: SIM905 — as words it fits on a screen
-)
 # They mix some axes; the others are independent.
-MIXED_AXES = frozenset(
-    ["argmax", "argmin", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "rev", "sort", "squeeze"]
-)
-REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+_MIXING = primitives.ARGUMENT_REDUCTIONS | primitives.CUMULATIVE | {"rev", "sort", "squeeze"}
+_COMBINED_BY: dict[str, Callable[[Any, Any], Any]] = {
     "reduce_and": lax.bitwise_and,
     "reduce_max": lax.max,
     "reduce_min": lax.min,
@@ -410,21 +399,19 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "reduce_sum": lax.add,
     "reduce_xor": lax.bitwise_xor,
 }
-# Leading axes of their operands are batch axes.
-MATRIX_FUNCTIONS = frozenset(["cholesky", "eigh", "householder_product", "lu", "qr", "svd", "triangular_solve"])
 
 
 def rule_of(eqn: JaxprEqn) -> Rule | None:
     """What the equation does with axis 0; None if it has to read whole values."""
     name = eqn.primitive.name
-    if name in ELEMENTWISE:
+    if name in primitives.ELEMENTWISE | primitives.COPIES | {"name"}:
         # Scalars, and axes of length one, are broadcast.
         return independent(eqn, [size_of(v) == size_of(eqn.outvars[0]) for v in eqn.invars])
-    if name in MIXED_AXES:
+    if name in _MIXING:
         return None if 0 in jp.dimensions_of(eqn) else independent(eqn)
-    if name in REDUCTIONS:
-        return reduction(eqn, REDUCTIONS[name]) if 0 in jp.dimensions_of(eqn) else independent(eqn)
-    if name in MATRIX_FUNCTIONS:
+    if name in _COMBINED_BY:
+        return reduction(eqn, _COMBINED_BY[name]) if 0 in jp.dimensions_of(eqn) else independent(eqn)
+    if name in primitives.FACTORIZATIONS:
         return independent(eqn) if all(len(shape_of(v)) > 2 for v in eqn.invars) else None
     return _OTHERS[name](eqn) if name in _OTHERS else None
 

@@ -38,7 +38,8 @@ import numpy as np
 from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshFigures
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
+from autopar.compiler.jaxprs.equation_keys import equation_key
+from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.resharding.costs import reshard_matrix
 from autopar.compiler.sharding.free_values import free_results
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes

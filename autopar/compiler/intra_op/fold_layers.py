@@ -27,7 +27,8 @@ import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
-from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key, literal_key
+from autopar.compiler.jaxprs.equation_keys import equation_key, literal_key
+from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.sharding.free_values import free_results
 
 _LARGE = 1 / 2

@@ -16,8 +16,8 @@ import numpy as np
 
 from autopar.compiler.intra_op.choice_graph import BlockGraph, EquationNode, LayoutNode, NodeTable, chosen_layout
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.jaxprs.flops import aval_bytes
+from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.memory.allocation import (
     Border,
     MemoryProgram,

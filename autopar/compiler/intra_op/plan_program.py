@@ -29,7 +29,8 @@ from autopar.compiler.intra_op.control_flow import enter
 from autopar.compiler.intra_op.fold_layers import fold, unfolded
 from autopar.compiler.intra_op.memory_rows import modelled_memory
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
+from autopar.compiler.jaxprs.equation_keys import equation_key
+from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.memory.estimate import HEADROOM, MemoryEstimate, peak_memory
 from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts

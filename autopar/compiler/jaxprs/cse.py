@@ -9,12 +9,9 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
+from autopar.compiler.jaxprs.equation_keys import equation_key
 from autopar.compiler.jaxprs.evaluate import rewrite
-
-_ENTERED = frozenset({"scan", "while", "cond"})
-_CONSTRAINTS = frozenset({"sharding_constraint", "layout_constraint", "reshard"})
-"""Two of them on one value may ask for different things."""
+from autopar.compiler.jaxprs.primitives import CONSTRAINTS, CONTROL_FLOW, NESTED
 
 
 def merge_common_subexpressions(closed: jc.ClosedJaxpr, like: jc.ClosedJaxpr | None = None) -> jc.ClosedJaxpr:
@@ -28,7 +25,7 @@ def merge_common_subexpressions(closed: jc.ClosedJaxpr, like: jc.ClosedJaxpr | N
     loops = {
         number: _merged_bodies(eqn, model.eqns[number])
         for number, eqn in enumerate(jaxpr.eqns)
-        if eqn.primitive.name in _ENTERED
+        if eqn.primitive.name in CONTROL_FLOW
     }
     if all(original == number for number, original in enumerate(first)) and not loops:
         return closed
@@ -64,7 +61,8 @@ def _first_equals(jaxpr: jc.Jaxpr) -> list[int]:
 
 def _key(eqn: jc.JaxprEqn, numbers: dict[Any, Hashable]) -> Hashable | None:
     """What an equation computes; None for what must not be merged."""
-    if eqn.effects or eqn.primitive.name in NESTED | _CONSTRAINTS or any(True for _ in jc.subjaxprs(eqn)):
+    # Two constraints on one value may ask for different things.
+    if eqn.effects or eqn.primitive.name in NESTED | CONSTRAINTS or any(True for _ in jc.subjaxprs(eqn)):
         return None
     operands = tuple(_token(a) if isinstance(a, jc.Literal) else numbers[a] for a in eqn.invars)
     return (equation_key(eqn), operands)

@@ -9,11 +9,14 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import primitives
 
 # Results of the shape of an operand whose axes are not the operand's.
-_MOVES_AXES = {
-    "transpose", "dot_general", "gather", "scatter", "sort", "scan", "while", "cond", "reshape", "concatenate", "rev",
-}  # fmt: skip
+_MOVES_AXES = (
+    primitives.CONTROL_FLOW
+    | primitives.REORDERINGS
+    | {"concatenate", "dot_general", "gather", "reshape", "scatter", "sort"}
+)
 
 
 class Classes:

@@ -10,12 +10,6 @@ import numpy as np
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 
-REMAT = frozenset({"remat2", "checkpoint", "remat"})
-"""Names of the rematerialised region, by release of JAX."""
-
-NESTED = frozenset({"scan", "while", "cond"}) | REMAT
-"""Equations whose bodies are planned, not the equation itself."""
-
 _PLACEMENT = frozenset({"copy_semantics", "devices", "out_sharding", "out_shardings", "sharding", "srcs"})
 """Parameters that say where an equation runs, not what it computes."""
 

@@ -31,27 +31,33 @@ import numpy as np
 
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.compat import JaxprEqn, open_jaxpr, subjaxprs
+from autopar.compiler.jaxprs.primitives import (
+    ARGUMENT_REDUCTIONS,
+    CALLBACKS,
+    CUMULATIVE,
+    JOINS,
+    LABELS,
+    MATRIX_PRODUCTS,
+    REARRANGEMENTS,
+    REDUCTIONS,
+    RESHAPES,
+    SCATTERS,
+    WINDOWS,
+    names,
+)
 from autopar.compiler.jaxprs.trip_counts import trip_count
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_RENAMES = _names(
-    "reshape squeeze expand_dims stop_gradient optimization_barrier name pvary pcast sharding_constraint "
-    "layout_constraint reshard random_wrap random_unwrap bitcast_convert_type"
+_RENAMES = LABELS | RESHAPES | names("optimization_barrier random_wrap random_unwrap bitcast_convert_type")
+_MOVES = (
+    REARRANGEMENTS
+    | CALLBACKS
+    | JOINS
+    | _RENAMES
+    | names(
+        "pad iota convert_element_type get swap empty gather dynamic_update_slice all_gather all_gather_invariant "
+        "all_to_all ppermute axis_index program_id num_programs device_put"
+    )
 )
-_MOVES = _RENAMES | _names(
-    "broadcast_in_dim transpose concatenate pad rev iota convert_element_type copy split tile get swap empty "
-    "gather slice dynamic_slice dynamic_update_slice all_gather all_gather_invariant all_to_all ppermute "
-    "axis_index program_id num_programs debug_callback debug_print pure_callback io_callback device_put"
-)
-_REDUCTIONS = _names(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin "
-    "cumsum cumprod cummax cummin cumlogsumexp"
-)
-_WINDOWS = _names("reduce_window reduce_window_sum reduce_window_max reduce_window_min")
 # Leading terms for matrices of m rows and n columns, m ≥ n (Golub and Van Loan).
 _FACTORIZATIONS: dict[str, Callable[[int, int], float]] = {
     "cholesky": lambda m, n: n**3 / 3,
@@ -92,9 +98,9 @@ def runs_jaxprs(eqn: JaxprEqn) -> bool:
 def equation_flops(eqn: JaxprEqn) -> float:
     """FLOPs of one equation, as counted by the table above."""
     match eqn.primitive.name:
-        case "dot_general" | "ragged_dot" | "ragged_dot_general":
+        case name if name in MATRIX_PRODUCTS:
             return _dot_flops(eqn)
-        case "scatter" | "scatter-add" | "scatter-sub" | "scatter-mul" | "scatter-min" | "scatter-max":
+        case name if name in SCATTERS:
             return _scatter_flops(eqn)
         case "conv_general_dilated":
             return _convolution_flops(eqn)
@@ -176,9 +182,9 @@ def _simple_flops(eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
     if name in _MOVES:
         return 0.0
-    if name in _REDUCTIONS:
+    if name in REDUCTIONS | ARGUMENT_REDUCTIONS | CUMULATIVE:
         return _size(eqn.invars[0])
-    if name in _WINDOWS:
+    if name in WINDOWS:
         each = jaxpr_flops(next(subjaxprs(eqn))) if name == "reduce_window" else 1
         return _size(eqn.outvars[0]) * math.prod(jp.window_of(eqn).sizes) * each
     if name in _FACTORIZATIONS:
@@ -243,7 +249,7 @@ def _fft_flops(eqn: JaxprEqn) -> float:
 
 
 def _calls(eqn: JaxprEqn) -> bool:
-    return any(True for _ in subjaxprs(eqn)) and eqn.primitive.name not in _WINDOWS | {"reduce"}
+    return any(True for _ in subjaxprs(eqn)) and eqn.primitive.name not in WINDOWS | {"reduce"}
 
 
 def _called(eqn: JaxprEqn, count: Callable[[Any], float]) -> float:

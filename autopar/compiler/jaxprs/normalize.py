@@ -17,6 +17,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.dead_code import eliminate_dead
 from autopar.compiler.jaxprs.evaluate import evaluate, rewrite
+from autopar.compiler.jaxprs.primitives import NESTED
 
 # The scopes of constraints that were arguments of `jax.jit`.
 IN_SHARDINGS, OUT_SHARDINGS = "in_shardings", "out_shardings"
@@ -49,6 +50,6 @@ def _constrained(values: Sequence[Any], shardings: Sequence[Any], scope: str) ->
 
 def _with_inlined_bodies(eqn: jc.JaxprEqn) -> dict[str, Any] | None:
     """The equation's parameters with normalised loop bodies and branches; None where there are none."""
-    if eqn.primitive.name not in ("scan", "while", "cond", "remat2", "checkpoint", "remat"):
+    if eqn.primitive.name not in NESTED:
         return None
     return jc.map_subjaxprs(eqn, normalize)

@@ -29,24 +29,13 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.evaluate import evaluate_equations, read
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.jaxprs.normalize import normalize
+from autopar.compiler.jaxprs.primitives import COPIES, REORDERINGS, RESHAPES, SLICINGS, SPREADINGS
 from autopar.compiler.microbatch.accumulate import accumulate_p, accumulation_axis, accumulation_kind, combine
 from autopar.compiler.microbatch.split import MicrobatchedStep
 from autopar.compiler.pipeline.prepare import prepare
 
-_MOVES = frozenset(
-    {
-        "broadcast_in_dim",
-        "copy",
-        "dynamic_slice",
-        "expand_dims",
-        "reshape",
-        "rev",
-        "slice",
-        "split",
-        "squeeze",
-        "transpose",
-    }
-)
+# What they make is cheaper to make again than to keep.
+_MOVES = COPIES | RESHAPES | REORDERINGS | SLICINGS | SPREADINGS
 _ONCE = frozenset({"random_seed", "random_split", "random_fold_in", "pure_callback"})
 """Never repeated: keys take no memory, and the user may count the calls of a callback."""
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.equation_keys import REMAT, literal_key
+from autopar.compiler.jaxprs.equation_keys import literal_key
 from autopar.compiler.jaxprs.flops import aval_bytes
+from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.memory.allocation import (
     Border,
     MemoryProgram,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.equation_keys import NESTED
+from autopar.compiler.jaxprs.primitives import NESTED
 
 Key = Hashable
 Kind = Literal["constant", "view", "form", "fused", "reduction", "apart"]

@@ -20,14 +20,13 @@ from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs import primitives
 from autopar.compiler.microbatch.equations import Scope, flat_step, make_step, sliced_state
 from autopar.compiler.microbatch.states import (
     CALLS,
     COMPLETE,
     KEEP,
-    LOOPS,
     NESTED,
-    REMATS,
     SPLIT,
     WHOLE,
     Batched,
@@ -65,7 +64,7 @@ Enter = Callable[[object, Any, Any, Sequence[State], Sequence[Any]], Block]
 
 def has_bodies(eqn: jc.JaxprEqn) -> bool:
     """Whether the equation is one of those whose bodies are entered."""
-    return eqn.primitive.name in ("cond", *LOOPS, *REMATS, *CALLS)
+    return eqn.primitive.name in primitives.NESTED.union(CALLS)
 
 
 def body_avals_differ(eqn: jc.JaxprEqn, doubled: jc.JaxprEqn) -> bool:
@@ -369,7 +368,7 @@ def _nested(
     """Enter the bodies of a loop, condition or rematerialised region."""
 
     def enter(role: object, body: Any, twin: Any, inputs: Sequence[State], atoms: Sequence[Any]) -> Block:
-        straight = scope.straight and eqn.primitive.name not in LOOPS
+        straight = scope.straight and eqn.primitive.name not in primitives.LOOPS
         inner = scope.inside((*place, role), straight, jc.open_jaxpr(body)[0].invars, atoms)
         return _block(ledger, inner, body, twin, inputs)
 

@@ -15,6 +15,16 @@ import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.primitives import (
+    COPIES,
+    CUMULATIVE,
+    ELEMENTWISE,
+    FACTORIZATIONS,
+    KEYS,
+    LABELS,
+    SELECTIONS,
+    WINDOWS,
+)
 from autopar.compiler.microbatch.states import SUM, Reduced, Rows, Site, Verdict, batch_axes, refuse, shape_of
 from autopar.errors import Unsupported
 
@@ -298,26 +308,17 @@ def _window(site: Site) -> Verdict:
     return Rows()
 
 
-def names(text: str) -> tuple[str, ...]:
-    """A table's words."""
-    return tuple(text.split())
-
-
-_ELEMENTWISE = names("""
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p copysign
-    cos cosh debug_callback debug_print digamma div eq erf erf_inv erfc exp exp2 expm1 eq_to floor
-    ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2
-    logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma
-    polynomial population_count pow real reduce_precision regularized_incomplete_beta rem round
-    rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign
-    sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta zeros_like
-    layout_constraint optimization_barrier broadcast_in_dim squeeze expand_dims transpose
-    random_bits random_clone random_fold_in random_seed random_split random_unwrap random_wrap
-""")
+_APART = (
+    ELEMENTWISE
+    | LABELS
+    | COPIES
+    | KEYS
+    | {"broadcast_in_dim", "debug_callback", "debug_print", "expand_dims", "optimization_barrier", "random_bits"}
+    | {"squeeze", "threefry2x32", "transpose"}
+)
 
 ROW_RULES: dict[str, Callable[[Site], Verdict]] = {
-    **dict.fromkeys(_ELEMENTWISE, _apart),
+    **dict.fromkeys(_APART, _apart),
     "reduce_sum": _reduces(SUM),
     "reduce_max": _reduces("max"),
     "reduce_min": _reduces("min"),
@@ -328,7 +329,7 @@ ROW_RULES: dict[str, Callable[[Site], Verdict]] = {
     "reduce": _not_along("reduces with a function of its own over"),
     "argmax": _not_along("looks for the largest of"),
     "argmin": _not_along("looks for the smallest of"),
-    **{name: _not_along("accumulates along") for name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")},
+    **dict.fromkeys(CUMULATIVE, _not_along("accumulates along")),
     "sort": _not_along("sorts"),
     "top_k": _not_along("looks for the largest of"),
     "rev": _not_along("reverses"),
@@ -344,17 +345,7 @@ ROW_RULES: dict[str, Callable[[Site], Verdict]] = {
     "pad": _pad,
     "dot_general": _dot_general,
     "conv_general_dilated": _conv,
-    **dict.fromkeys(
-        (
-            "reduce_window",
-            "reduce_window_sum",
-            "reduce_window_max",
-            "reduce_window_min",
-            "select_and_scatter_add",
-            "select_and_gather_add",
-        ),
-        _window,
-    ),
+    **dict.fromkeys(WINDOWS | SELECTIONS, _window),
     "gather": gather,
     "scatter": scatter(None),
     "scatter-mul": scatter(None),
@@ -362,19 +353,7 @@ ROW_RULES: dict[str, Callable[[Site], Verdict]] = {
     "scatter-sub": scatter(SUM),
     "scatter-max": scatter("max"),
     "scatter-min": scatter("min"),
-    **{
-        name: _not_in_last(lambda _: 2, "factorizes along")
-        for name in (
-            "cholesky",
-            "triangular_solve",
-            "lu",
-            "qr",
-            "eigh",
-            "svd",
-            "householder_product",
-            "geqrf",
-        )
-    },
+    **dict.fromkeys(FACTORIZATIONS, _not_in_last(lambda _: 2, "factorizes along")),
     "lu_pivots_to_permutation": _not_in_last(lambda _: 1, "permutes"),
     "fft": _not_in_last(lambda eqn: len(jp.fft_points(eqn)), "transforms along"),
 }

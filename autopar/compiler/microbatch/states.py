@@ -17,6 +17,7 @@ from functools import reduce
 from typing import Any, NoReturn
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import primitives
 from autopar.errors import NotSplittable
 
 SUM = "sum"
@@ -198,8 +199,6 @@ SPLIT, SOURCE, DRAW, WHOLE, NESTED = "split", "source", "draw", "whole", "nested
 """How an equation is evaluated: at the microbatch's shape; at the full shape, then sliced; random bits at the
 microbatch's shape; on the whole batch, before the microbatches; with its bodies rewritten."""
 
-LOOPS = ("scan", "while")
-REMATS = ("remat2", "remat", "checkpoint")
 CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr")
 """Equations with bodies, beside `cond`. Calls are left only where constants keep them from being inlined."""
 
@@ -259,7 +258,7 @@ def needed_whole(
 
 def straight_bodies(step: Step) -> list[tuple[Block, int]]:
     """Bodies that run once, so that what they need whole is computed outside; the operands before theirs."""
-    if step.mode != NESTED or step.eqn.primitive.name in LOOPS:
+    if step.mode != NESTED or step.eqn.primitive.name in primitives.LOOPS:
         return []
     return [(body, 1 if step.eqn.primitive.name == "cond" else 0) for body in step.bodies]
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.equation_keys import REMAT
+from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.pipeline.phases import Phase, Phases
 
 

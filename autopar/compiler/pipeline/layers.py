@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
+from autopar.compiler.jaxprs.primitives import PRODUCTS
 from autopar.compiler.pipeline.cuts_outside_regions import cut_allowed
 from autopar.compiler.pipeline.phases import Phase, Phases
 from autopar.compiler.pipeline.placement import layer_order
@@ -44,7 +45,6 @@ _MOST_BY_FLOPS = 16
 _PRODUCTS_PER_LAYER = 4
 # Scopes of fewer products than this are one layer with the next: single products with a norm, an activation.
 _ENOUGH_PRODUCTS = 2
-_PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 
 _Scope = tuple[str, ...]
 _Floats = NDArray[np.float64]
@@ -60,7 +60,7 @@ def count_layers(phases: Phases) -> int:
     if scopes:
         return len(scopes)
     order = layer_order(phases)
-    products = sum(phases.equations[i].primitive.name in _PRODUCTS for i in order)
+    products = sum(phases.equations[i].primitive.name in PRODUCTS for i in order)
     return min(_MOST_BY_FLOPS, max(2, products // _PRODUCTS_PER_LAYER), len(order))
 
 
@@ -106,7 +106,7 @@ def _numbered_layers(phases: Phases) -> list[tuple[str, int]]:
             found.append((name, position))
             products = 0
         current = number
-        products += eqns[position].primitive.name in _PRODUCTS
+        products += eqns[position].primitive.name in PRODUCTS
     before = [("start", 0)] if inside[0] > 0 else []
     after = [("end", inside[-1] + 1)] if inside[-1] + 1 < len(eqns) else []
     return [*before, *found, *after] if len(found) > 1 else []

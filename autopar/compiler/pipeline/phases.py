@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import primitives
 from autopar.compiler.microbatch.accumulate import accumulate_p
 from autopar.compiler.microbatch.split import MicrobatchedStep
 
@@ -41,13 +42,10 @@ class Phase(StrEnum):
 
 
 # Primitives whose work or randomness one does not want to repeat in the backward task.
-_RANDOM = {"random_bits", "random_gamma", "rng_bit_generator", "threefry2x32"}
-_COSTLY = _RANDOM | {
-    "dot_general", "ragged_dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "cumsum",
-    "cumlogsumexp",
-    "fft", "cholesky", "eigh", "svd", "qr",
-    "triangular_solve", "pure_callback", "custom_call", "ffi_call", "remat2", "checkpoint",
-}  # fmt: skip
+_COSTLY = (
+    primitives.DRAWS | primitives.PRODUCTS | primitives.NESTED | primitives.CUMULATIVE | primitives.FACTORIZATIONS
+    | primitives.FOREIGN | {"fft", "pure_callback", "sort"}
+)  # fmt: skip
 
 _SCALAR_ELEMENTS = 16
 """Inputs of at most this many elements (counters, keys, learning rates) have no owner: every stage that reads one gets
@@ -145,7 +143,7 @@ def _sweep(eqn: jc.JaxprEqn, facts: _Facts) -> int:
         return ready
     facts.ready.update((v, ready) for v in outs)
     parameter = any(v in facts.parameter for v in operands)
-    noise = any(v in facts.noise for v in operands) or eqn.primitive.name in _RANDOM
+    noise = any(v in facts.noise for v in operands) or eqn.primitive.name in primitives.DRAWS
     # A generator's noise enters the model as a batch does, also where it does not depend on the microbatch.
     enters = noise and jc.ad_phase(eqn) is not None and (parameter or ready > 0)
     micro = enters or any(v in facts.micro for v in operands)
@@ -163,7 +161,7 @@ def _sweep(eqn: jc.JaxprEqn, facts: _Facts) -> int:
     if micro and (
         parameter
         or any(v in facts.activation or facts.ready.get(v, 0) for v in operands)
-        or eqn.primitive.name in _COSTLY - _RANDOM
+        or eqn.primitive.name in _COSTLY - primitives.DRAWS
     ):
         facts.activation.update(outs)
     if jc.ad_phase(eqn) == "backward" or (

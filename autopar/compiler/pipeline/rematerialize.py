@@ -30,9 +30,9 @@ from autopar.compiler.frontend.layer_scans import find_layer_loops
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.dead_code import eliminate_dead
-from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.jaxprs.evaluate import evaluate_equations, read
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
+from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.microbatch.unsplit import whole_batch
 from autopar.compiler.pipeline.layers import count_layers, layer_cuts, layer_names
 from autopar.compiler.pipeline.phases import Phase, find_phases

@@ -19,13 +19,15 @@ from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.normalize import IN_SHARDINGS, OUT_SHARDINGS
+from autopar.compiler.jaxprs.primitives import CONSTRAINTS
 from autopar.compiler.planning.parallelism import parallelism_constraints
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, fits, from_spec
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import InvalidArgument
 from autopar.methods import Auto, SearchMethod
 
-_CONSTRAINTS = ("sharding_constraint", "reshard")
+_CONSTRAINTS = CONSTRAINTS - {"layout_constraint"}
+"""Those that ask for a sharding."""
 
 
 def key_path(name: str) -> str:

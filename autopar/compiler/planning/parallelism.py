@@ -29,6 +29,7 @@ from autopar.compiler.intra_op.plan_tasks import GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
+from autopar.compiler.jaxprs.primitives import PRODUCTS
 from autopar.compiler.lowering.microbatch_loop import microbatch_loop
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharding.free_values import is_small
@@ -40,7 +41,6 @@ from autopar.methods import ExpertParallel, TensorParallel, Zero
 BatchDims = tuple[tuple[int, ...], ...]
 """The dimensions of each operand and result of an equation that carry the batch."""
 
-_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 _UPDATE = "update"
 
 
@@ -269,7 +269,7 @@ def stage_constraints(
         kept = _allowed(every, lambda s: _separates_axes(s, dims, own_data_axes, model_axes))
         kept = _preferred(kept, lambda s: _splits_examples(s, dims, data))
         weights = [number for number, each in enumerate(dims) if not each]
-        if eqn.primitive.name not in _PRODUCTS or len(weights) in (0, len(dims)):
+        if eqn.primitive.name not in PRODUCTS or len(weights) in (0, len(dims)):
             return kept
         return _preferred(kept, lambda s: any(model in used_axes(_layouts(s)[number]) for number in weights))
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
-from autopar.compiler.jaxprs.equation_keys import NESTED
 from autopar.compiler.jaxprs.flops import equation_flops
+from autopar.compiler.jaxprs.primitives import DRAWS, NESTED, PRODUCTS, SORTS
 
 SMALL = 64
 """Arrays of at most so many elements are never split."""
 
-_EXPENSIVE = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "sort", "dot_general"})
+_EXPENSIVE = DRAWS | PRODUCTS | SORTS
 
 
 def is_small(aval: Any) -> bool:

@@ -11,6 +11,16 @@ from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.primitives import (
+    COPIES,
+    CUMULATIVE,
+    FACTORIZATIONS,
+    SCATTERS,
+    SELECTIONS,
+    SORTS,
+    WINDOWS,
+    names,
+)
 from autopar.compiler.sharding.declared_rules import declared_rule
 from autopar.compiler.sharding.rule import Label, Rule, adds_up, blocked_rule, reshaped, rule_of_labels, shapes_of
 
@@ -250,33 +260,22 @@ _RULES: dict[str, Callable[[jc.JaxprEqn], Rule]] = {
         elementwise,
     ),
     **dict.fromkeys(
-        (
-            "copy", "copy_p", "device_put", "layout_constraint", "name", "optimization_barrier", "sharding_constraint",
-        ),
+        COPIES | names("device_put layout_constraint name optimization_barrier sharding_constraint"),
         _each_apart,
     ),
     **dict.fromkeys(
-        (
-            "approx_top_k", "concatenate", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "rev", "sort",
-            "split", "top_k",
-        ),
+        CUMULATIVE | SORTS | {"concatenate", "rev", "split"},
         _mixed,
     ),
     "fft": _transformed,
     **dict.fromkeys(("dynamic_slice", "dynamic_update_slice", "slice"), elementwise),
     "pad": _padded,
     **dict.fromkeys(
-        (
-            "reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_gather_add",
-            "select_and_scatter", "select_and_scatter_add",
-        ),
+        WINDOWS | SELECTIONS,
         _windows,
     ),
     **dict.fromkeys(
-        (
-            "cholesky", "cholesky_update", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu",
-            "ormqr", "qr", "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal",
-        ),
+        FACTORIZATIONS,
         _each_matrix(2),
     ),
     **dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"), _each_matrix(1)),
@@ -291,9 +290,7 @@ _RULES: dict[str, Callable[[jc.JaxprEqn], Rule]] = {
     "declared_rule": declared_rule,
     "reshape": reshaped,
     "gather": gather,
-    **dict.fromkeys(
-        ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), scatter
-    ),
+    **dict.fromkeys(SCATTERS, scatter),
     "conv_general_dilated": convolution,
     "ragged_dot_general": ragged_dot,
 }  # fmt: skip

@@ -19,7 +19,8 @@ import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
-from autopar.compiler.jaxprs.equation_keys import NESTED, equation_key
+from autopar.compiler.jaxprs.equation_keys import equation_key
+from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.sharding.primitive_rules import rule_by_hand
 from autopar.compiler.sharding.rule import FactorRule, Rule, adds_up, blocked_rule, compose, rule_of_labels, shapes_of
 from autopar.compiler.sharding.shardy import lowered_functions

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.linearity import EXACT_IN_FIRST, linear_operands
+from autopar.compiler.jaxprs.primitives import ADDITIONS, VISIBLE
 from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, replicated
 from autopar.compiler.sharding.rule import Rule, shapes_of
 
@@ -27,74 +29,34 @@ from autopar.compiler.sharding.rule import Rule, shapes_of
 # summands of these operands computes a summand of the result, and the reduction can wait: one all-reduce for the sum of
 # three gradients instead of three, one for all microbatches instead of one for each.
 
-# Linear in their first operand, whatever the others are (sizes, indices).
-_IN_FIRST = frozenset(
-    {
-        "broadcast_in_dim",
-        "copy",
-        "copy_p",
-        "dynamic_slice",
-        "expand_dims",
-        "neg",
-        "reshape",
-        "rev",
-        "slice",
-        "squeeze",
-        "transpose",
-    }
-)
-_ARITHMETIC_IN_FIRST = frozenset({"cumsum", "div", "reduce_sum", "reduce_window_sum"})
 # Arithmetic on summands rounds each of them: in 16 bits that would be seen in the sum.
 _LEAST_BYTES = 4
-# Additions are rounded in any order, and no more often in this one: gradients of microbatches are summed up so.
-_ADDITIONS = frozenset({"add", "add_any"})
-_IN_BOTH = _ADDITIONS | {"sub"}
-_IN_EITHER = frozenset({"mul", "dot_general", "conv_general_dilated"})
 
 
-def linear_operands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
-    """The sets of operands that an equation is linear in; none if it is not linear, or sums in fewer bits."""
+def summands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
+    """The sets of operands that may be summands; none if the equation is not linear, or sums in fewer bits."""
     types = [getattr(v.aval, "dtype", None) for v in eqn.outvars]
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in types if dtype is not None):
         return ()
-    name = eqn.primitive.name
-    if name in _IN_FIRST:
-        return ((0,),)
-    if name in _ADDITIONS:
-        return ((0, 1),)
-    if any(dtype.itemsize < _LEAST_BYTES for dtype in types if dtype is not None):
+    name, linear = eqn.primitive.name, linear_operands(eqn)
+    # Additions are rounded in any order, and no more often in this one: gradients of microbatches are summed up so.
+    exact = name in ADDITIONS or (name in EXACT_IN_FIRST and name != "gather")
+    if not exact and any(dtype.itemsize < _LEAST_BYTES for dtype in types if dtype is not None):
         return ()
-    if name in _ARITHMETIC_IN_FIRST:
-        return ((0,),)
-    if name in _IN_BOTH:
-        return ((0, 1),)
-    if name in _IN_EITHER:
-        return ((0,), (1,))
-    return _others(eqn)
-
-
-def _others(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
-    everything = tuple(range(len(eqn.invars)))
-    match eqn.primitive.name:
+    match name:
         case "convert_element_type":
             # Rounding summands to fewer bits loses what rounding their sum keeps.
             source, target = (_bits(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
-            return ((0,),) if 0 < source <= target else ()
+            return linear if 0 < source <= target else ()
+        case "reduce_precision":
+            return ()
         case "gather":
             # A sum of what fills the places outside would be another number, unless that is none.
-            return ((0,),) if jp.gather_of(eqn).fill_value in (None, 0) else ()
-        case "concatenate":
-            return (everything,)
-        case "select_n":
-            return (everything[1:],)
+            return linear if jp.gather_of(eqn).fill_value in (None, 0) else ()
         case "pad":
             return ((0,),) if _is_zero(eqn.invars[1]) else ()
-        case "dynamic_update_slice":
-            return ((0, 1),)
-        case "scatter-add":
-            return ((0, 2),)
         case _:
-            return ()
+            return linear
 
 
 def _bits(aval: Any) -> int:
@@ -103,10 +65,6 @@ def _bits(aval: Any) -> int:
 
 def _is_zero(atom: Any) -> bool:
     return isinstance(atom, jc.Literal) and not atom.val
-
-
-RUN_ONCE = frozenset({"debug_callback", "debug_print", "io_callback"})
-"""What a user sees: on the first device only, whose results are those of all."""
 
 
 class Strategy(NamedTuple):
@@ -123,10 +81,11 @@ def strategies(
     eqn: jc.JaxprEqn, rule: Rule, mesh: LogicalMesh, *, maybe_partial: Collection[int] = ()
 ) -> tuple[Strategy, ...]:
     """Every strategy, the one that splits nothing first; `maybe_partial` are operands that may arrive as sums."""
-    if eqn.primitive.name in RUN_ONCE:
+    # On the first device only, whose results are those of all.
+    if eqn.primitive.name in VISIBLE:
         return (_on_one_device(eqn, mesh),)
     free = [f for f in range(len(rule.sizes)) if f not in rule.blocked]
-    linear = [o for o in linear_operands(eqn) if not set(o).isdisjoint(maybe_partial)]
+    linear = [o for o in summands(eqn) if not set(o).isdisjoint(maybe_partial)]
     found: dict[Strategy, None] = {}
     for owners in itertools.product((None, *free, *linear), repeat=len(mesh.shape)):
         factors = {f: tuple(a for a, o in enumerate(owners) if o == f) for f in owners if isinstance(f, int)}

@@ -18,8 +18,9 @@ from jax import lax
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.primitives import CONSTRAINTS, VISIBLE
 from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, local_shape
-from autopar.compiler.sharding.strategies import RUN_ONCE, Strategy
+from autopar.compiler.sharding.strategies import Strategy
 
 _lax: Any = lax
 _jnp: Any = jnp
@@ -153,7 +154,7 @@ def evaluate_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, 
     """The parts of the results; `args` are parts laid out as `strategy.operands` says."""
     with jc.under_scope_of(eqn):
         match eqn.primitive.name:
-            case "sharding_constraint" | "layout_constraint" | "reshard":
+            case name if name in CONSTRAINTS:
                 return [args[0]]
             case "iota":
                 return [_iota(eqn, strategy, mesh)]
@@ -163,7 +164,7 @@ def evaluate_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, 
                 return [gather_locally(eqn, args, strategy, mesh)]
             case name if name.startswith("scatter"):
                 return [scatter_locally(eqn, args, strategy, mesh)]
-            case name if name in RUN_ONCE:
+            case name if name in VISIBLE:
                 return _on_one_device(eqn, args, mesh)
             case _:
                 results = jc.bind_equation(eqn, args, _local_params(eqn, strategy, mesh))

@@ -20,8 +20,8 @@ from autopar.compiler.frontend.checkpoint_regions import (
 )
 from autopar.compiler.frontend.layer_scans import Piece
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.equation_keys import REMAT
 from autopar.compiler.jaxprs.normalize import normalize
+from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.microbatch.unsplit import whole_batch
 from autopar.compiler.pipeline.build_stage_graph import build_stage_graph
 from autopar.compiler.pipeline.cuts_outside_regions import cut_allowed

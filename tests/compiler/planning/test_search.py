@@ -13,7 +13,7 @@ from autopar.compiler.costs.mesh_costs import cpu_figures
 from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
 from autopar.compiler.intra_op.plan_tasks import task_graph
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.equation_keys import REMAT
+from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.passes import cut_step
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages

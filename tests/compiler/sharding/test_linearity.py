@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.sharding.strategies import linear_operands
+from autopar.compiler.sharding.strategies import summands
 from tests.compiler.equations import EQUATIONS, equation, real, whole
 
 MATRIX = real(8, 16)
@@ -37,14 +37,14 @@ MATRIX = real(8, 16)
 )
 def test_an_equation_is_linear_in(primitive, function, args, expected):
     eqn, _ = equation(primitive, function, args)
-    assert linear_operands(eqn) == expected
+    assert summands(eqn) == expected
 
 
 @pytest.mark.parametrize("name", EQUATIONS)
 def test_what_is_said_to_be_linear_adds_up(name):
     eqn, operands = equation(*EQUATIONS[name])
     random = np.random.default_rng(2)
-    for together in linear_operands(eqn):
+    for together in summands(eqn):
         first = {o: jnp.asarray(random.normal(size=operands[o].shape), operands[o].dtype) for o in together}
         rest = {o: operands[o] - first[o] for o in together}
         parts = [jc.bind_equation(eqn, [part.get(o, x) for o, x in enumerate(operands)]) for part in (first, rest)]
