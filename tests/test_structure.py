@@ -38,6 +38,14 @@ GATES = {
     "highspy": ("compiler/solver/linear_program.py",),
 }
 
+# Only these read the parameters of equations: the gate, and the files that define a primitive of ours.
+PARAMETER_GATES = (
+    "compiler/jaxprs/compat.py",
+    "compiler/jaxprs/params.py",
+    "compiler/microbatch/accumulate.py",
+    "compiler/sharding/declared_rules.py",
+)
+
 over_files = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 
 
@@ -129,6 +137,13 @@ def test_private_parts_of_jax_are_not_reached_by_attribute_either(path):
     attributes = {node.attr for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute)}
     place = path.relative_to(PACKAGE).as_posix()
     assert "_src" not in attributes or place in GATES["jax._src"]
+
+
+@over_files
+def test_parameters_of_equations_are_read_at_their_gate_only(path):
+    place = path.relative_to(PACKAGE).as_posix()
+    read = [node.lineno for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute) and node.attr == "params"]
+    assert not read or place in PARAMETER_GATES
 
 
 @over_files

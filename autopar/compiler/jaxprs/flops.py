@@ -95,8 +95,23 @@ def runs_jaxprs(eqn: JaxprEqn) -> bool:
     return _calls(eqn) and not eqn.primitive.name.startswith("scatter")
 
 
+_registered: dict[str, Callable[[JaxprEqn], float]] = {}
+
+
+def register_flops(*primitives: str) -> Callable[[Callable[[JaxprEqn], float]], Callable[[JaxprEqn], float]]:
+    """Make a function of an equation the FLOP count of primitives that the table above does not know, by name."""
+
+    def register(count: Callable[[JaxprEqn], float]) -> Callable[[JaxprEqn], float]:
+        _registered.update(dict.fromkeys(primitives, count))
+        return count
+
+    return register
+
+
 def equation_flops(eqn: JaxprEqn) -> float:
     """FLOPs of one equation, as counted by the table above."""
+    if (count := _registered.get(eqn.primitive.name)) is not None:
+        return count(eqn)
     match eqn.primitive.name:
         case name if name in MATRIX_PRODUCTS:
             return _dot_flops(eqn)

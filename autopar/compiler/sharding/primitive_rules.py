@@ -24,7 +24,32 @@ from autopar.compiler.jaxprs.primitives import (
 from autopar.compiler.sharding.declared_rules import declared_rule
 from autopar.compiler.sharding.rule import Label, Rule, adds_up, blocked_rule, reshaped, rule_of_labels, shapes_of
 
-# --- Sharding rules of gather and scatter ---
+MakeRule = Callable[[jc.JaxprEqn], Rule]
+_RULES: dict[str, MakeRule] = {}
+
+
+def register_rule(*primitives: str) -> Callable[[MakeRule], MakeRule]:
+    """Make a function of an equation the rule of these primitives, by name: `@register_rule("gather")`.
+
+    A program of one's own does so for primitives of one's own, before the first step that has them is planned.
+    """
+
+    def register(make: MakeRule) -> MakeRule:
+        assert not (known := _RULES.keys() & set(primitives)), f"{sorted(known)} have a sharding rule already"
+        _RULES.update(dict.fromkeys(primitives, make))
+        return make
+
+    return register
+
+
+def rule_by_hand(eqn: jc.JaxprEqn) -> Rule | None:
+    """The rule of an equation whose primitive has one registered; None for the others."""
+    make = _RULES.get(eqn.primitive.name)
+    return make(eqn) if make else None
+
+
+# Gather and scatter
+#
 # Three kinds of dimensions can be split. A window that covers a dimension of the array goes along with it. A dimension
 # of the indices is one of the result of a gather, or of a scatter's updates. An array that is split along a dimension
 # that the indices name has the rows wanted here and there:
@@ -33,7 +58,8 @@ from autopar.compiler.sharding.rule import Label, Rule, adds_up, blocked_rule, r
 #     scatter-add   wi,jx,ji->wi sum(j)  a device drops the updates for rows of others, and adds those that it has
 
 
-def gather(eqn: jc.JaxprEqn) -> Rule:
+@register_rule("gather")
+def _gather(eqn: jc.JaxprEqn) -> Rule:
     """Slices of an array at indices."""
     array, indices = shapes_of(eqn.invars)
     (result,) = shapes_of(eqn.outvars)
@@ -58,7 +84,8 @@ def gather(eqn: jc.JaxprEqn) -> Rule:
     )
 
 
-def scatter(eqn: jc.JaxprEqn) -> Rule:
+@register_rule(*SCATTERS)
+def _scatter(eqn: jc.JaxprEqn) -> Rule:
     """An array with updates written, or added, to slices of it; only what is added may come from several devices."""
     array, indices, updates = shapes_of(eqn.invars)
     numbers = jp.scatter_of(eqn).numbers
@@ -102,13 +129,15 @@ def _outside(rank: int, *dims: Any) -> list[int]:
     return [d for d in range(rank) if d not in inside]
 
 
-# --- Sharding rules of convolutions, and of products of matrices in ragged groups ---
+# Convolutions, and products of matrices in ragged groups
+#
 # convolution    ij..,kj..->ik.. sum(j)            batch, features in, features out; the window never
 # in g groups    i(gj)..,(gk)j..->i(gk)..          whole groups of features
 # ragged_dot     mk,gkn,g->mn sum(k)               rows belong to one group after the other: m and g never
 
 
-def convolution(eqn: jc.JaxprEqn) -> Rule:
+@register_rule("conv_general_dilated")
+def _convolution(eqn: jc.JaxprEqn) -> Rule:
     """Batch and features of a convolution; groups are split as a whole, their numbers made local."""
     conv = jp.convolution_of(eqn)
     left, right = shapes_of(eqn.invars)
@@ -146,7 +175,8 @@ def _placed(spec: Any, first: Label, second: Label, rank: int) -> list[Label]:
     return labels
 
 
-def ragged_dot(eqn: jc.JaxprEqn) -> Rule:
+@register_rule("ragged_dot_general")
+def _ragged_dot(eqn: jc.JaxprEqn) -> Rule:
     """Everything but the ragged dimension, the groups and the batch."""
     (left_sum, right_sum), (left_batch, right_batch) = jp.dot_dimensions(eqn)
     ragged, by_group = jp.ragged_dimensions(eqn)
@@ -175,14 +205,18 @@ def ragged_dot(eqn: jc.JaxprEqn) -> Rule:
     )
 
 
-def rule_by_hand(eqn: jc.JaxprEqn) -> Rule | None:
-    """The rule of an equation whose primitive has one written here."""
-    make = _RULES.get(eqn.primitive.name)
-    return make(eqn) if make else None
+# Dimensions that stand at the same place in all arrays
 
 
-def elementwise(eqn: jc.JaxprEqn) -> Rule:
-    """Operands and results of one shape; scalars go with every element."""
+@register_rule(
+    *names(
+        "bessel_i0e bessel_i1e digamma dynamic_slice dynamic_update_slice igamma igammac igamma_grad_a lgamma "
+        "philox2x32 philox4x32 polygamma random_gamma_grad regularized_incomplete_beta slice threefry2x32 "
+        "threefry4x32 zeta"
+    )
+)
+def _elementwise(eqn: jc.JaxprEqn) -> Rule:
+    """Operands and results of one shape, where they are cut to no less; scalars go with every element."""
     return _along_dimensions(eqn, ())
 
 
@@ -201,25 +235,30 @@ def _along_dimensions(eqn: jc.JaxprEqn, touched: Collection[int]) -> Rule:
     return rule_of_labels(eqn, operands, results)
 
 
+@register_rule(*CUMULATIVE, *SORTS, "concatenate", "rev", "split")
 def _mixed(eqn: jc.JaxprEqn) -> Rule:
     """Mixes the dimensions along which it works."""
     return _along_dimensions(eqn, jp.dimensions_of(eqn))
 
 
+@register_rule("pad")
 def _padded(eqn: jc.JaxprEqn) -> Rule:
     return _along_dimensions(eqn, [d for d, padding in enumerate(jp.padding_of(eqn)) if any(padding)])
 
 
+@register_rule(*WINDOWS, *SELECTIONS)
 def _windows(eqn: jc.JaxprEqn) -> Rule:
     """Reductions over windows: a dimension whose windows are single elements, each in its place, is left alone."""
     window = jp.window_of(eqn)
     return _along_dimensions(eqn, [d for d in range(len(window.sizes)) if window.slides_along(d)])
 
 
+@register_rule("fft")
 def _transformed(eqn: jc.JaxprEqn) -> Rule:
     return _along_dimensions(eqn, range(-len(jp.fft_points(eqn)), 0))
 
 
+@register_rule(*COPIES, *names("device_put layout_constraint name optimization_barrier sharding_constraint"))
 def _each_apart(eqn: jc.JaxprEqn) -> Rule:
     """Result i is operand i."""
     operands = [[f"{i}.{d}" for d in range(len(shape))] for i, shape in enumerate(shapes_of(eqn.invars))]
@@ -241,56 +280,25 @@ def _each_matrix(core: int) -> Callable[[jc.JaxprEqn], Rule]:
     return rule
 
 
+register_rule(*FACTORIZATIONS)(_each_matrix(2))
+register_rule("lu_pivots_to_permutation", "tridiagonal_solve")(_each_matrix(1))
+
+
+@register_rule("iota", "random_bits")
 def _iota(eqn: jc.JaxprEqn) -> Rule:
     operands, results = shapes_of(eqn.invars), shapes_of(eqn.outvars)
     return rule_of_labels(eqn, [(None,) * len(s) for s in operands], [range(len(s)) for s in results], creates=True)
 
 
+@register_rule(
+    *names(
+        "random_clone random_fold_in random_gamma random_seed random_split random_unwrap random_wrap rng_bit_generator "
+        "rng_uniform sharding_constraint_in_manual"
+    )
+)
 def _replicated(eqn: jc.JaxprEqn) -> Rule:
     return blocked_rule(eqn, "by hand")
 
 
-_RULES: dict[str, Callable[[jc.JaxprEqn], Rule]] = {
-    **dict.fromkeys(
-        (
-            "bessel_i0e", "bessel_i1e", "digamma", "igamma", "igammac", "igamma_grad_a", "lgamma", "philox2x32",
-            "philox4x32", "polygamma", "random_gamma_grad", "regularized_incomplete_beta", "threefry2x32",
-            "threefry4x32", "zeta",
-        ),
-        elementwise,
-    ),
-    **dict.fromkeys(
-        COPIES | names("device_put layout_constraint name optimization_barrier sharding_constraint"),
-        _each_apart,
-    ),
-    **dict.fromkeys(
-        CUMULATIVE | SORTS | {"concatenate", "rev", "split"},
-        _mixed,
-    ),
-    "fft": _transformed,
-    **dict.fromkeys(("dynamic_slice", "dynamic_update_slice", "slice"), elementwise),
-    "pad": _padded,
-    **dict.fromkeys(
-        WINDOWS | SELECTIONS,
-        _windows,
-    ),
-    **dict.fromkeys(
-        FACTORIZATIONS,
-        _each_matrix(2),
-    ),
-    **dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"), _each_matrix(1)),
-    **dict.fromkeys(("iota", "random_bits"), _iota),
-    **dict.fromkeys(
-        (
-            "random_clone", "random_fold_in", "random_gamma", "random_seed", "random_split", "random_unwrap",
-            "random_wrap", "rng_bit_generator", "rng_uniform", "sharding_constraint_in_manual",
-        ),
-        _replicated,
-    ),
-    "declared_rule": declared_rule,
-    "reshape": reshaped,
-    "gather": gather,
-    **dict.fromkeys(SCATTERS, scatter),
-    "conv_general_dilated": convolution,
-    "ragged_dot_general": ragged_dot,
-}  # fmt: skip
+register_rule("declared_rule")(declared_rule)
+register_rule("reshape")(reshaped)
