@@ -77,10 +77,18 @@ def test_rule_and_count_are_found():
     assert equation_flops(eqn) == 2 * 4 * 8 * 6
 
 
-@pytest.mark.parametrize("mesh_shape", [(8,), (2, 4)])
-def test_step_with_the_primitive_is_searched_simulated_and_run(mesh_shape):
+@pytest.mark.parametrize(
+    "method",
+    [
+        autopar.Auto(mesh_shape=(8,)),
+        autopar.Auto(mesh_shape=(2, 4)),
+        autopar.Auto(mesh_shape=(2, 4), num_stages=1, num_microbatches=4),
+    ],
+    ids=["one axis", "two axes", "microbatches"],
+)
+def test_step_with_the_primitive_is_searched_simulated_and_run(method):
     params, x = arguments(rows=256)
-    step = autopar.parallelize(train_step, method=autopar.Auto(mesh_shape=mesh_shape), batch_argnums=(1,))
+    step = autopar.parallelize(train_step, method=method, batch_argnums=(1,))
     planned = step.trace(params, x).plan()
     assert planned.simulate().step_time_s > 0
     expected, loss = jax.jit(train_step)(params, x)

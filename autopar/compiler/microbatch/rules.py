@@ -26,6 +26,8 @@ from autopar.compiler.jaxprs.primitives import (
     WINDOWS,
 )
 from autopar.compiler.microbatch.states import SUM, Reduced, Rows, Site, Verdict, batch_axes, refuse, shape_of
+from autopar.compiler.sharding.primitive_rules import rule_by_hand
+from autopar.compiler.sharding.rule import Rule
 from autopar.errors import Unsupported
 
 # --- Recognize indices that name each row's own position, as `arange(B)` does in `logits[arange(B), labels]` ---
@@ -204,13 +206,26 @@ def _picks_examples(site: Site) -> NoReturn:
 def row_verdict(site: Site) -> Verdict:
     """What the equation does to the rows of its batched operands."""
     rule = ROW_RULES.get(site.eqn.primitive.name)
-    if rule is None:
+    if rule is not None:
+        return rule(site)
+    sharding_rule = rule_by_hand(site.eqn)
+    if sharding_rule is None:
         raise Unsupported(
             f"{jc.describe(site.eqn)} has batched operands, and no rule says whether "
             f"`{site.eqn.primitive.name}` keeps the examples apart. Write it with other operations, or train "
             "without microbatches (num_microbatches=1)."
         )
-    return rule(site)
+    return _of_sharding_rule(site, sharding_rule)
+
+
+def _of_sharding_rule(site: Site, rule: Rule) -> Verdict:
+    """A microbatch is a shard: the batch must be one factor, of all operands alike, that may be split."""
+    dims = [operand[axis] for operand, axis in zip(rule.operands, site.axes, strict=True) if axis is not None]
+    factor = dims[0][0]
+    everywhere = [axis for operand in rule.operands for axis in operand if factor in axis]
+    if everywhere != dims or any(axis != (factor,) for axis in dims) or factor in rule.blocked:
+        refuse(site.eqn, "mixes the batch's examples, by its sharding rule")
+    return Reduced(kind=rule.reductions[factor]) if factor in rule.reductions else Rows()
 
 
 def _apart(site: Site) -> Verdict:
