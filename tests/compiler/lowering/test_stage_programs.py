@@ -18,7 +18,7 @@ from tests.equivalence import Configuration
 from tests.zoo import ZOO
 
 DEAR = dataclasses.replace(
-    QUICK, latency_s=(1e-3, 1e-3), matmul_flops=1e5, vector_flops=1e12, memory_bandwidth=1e13, combines=()
+    QUICK, latency_s=(1e-3, 1e-3), matmul_flops=1e5, vector_flops=1e12, memory_bandwidth=1e13, combined_latency=1.0
 )
 """Work is slow enough to be split, and collectives dear enough to be run once per step, not once per microbatch."""
 
