@@ -1,4 +1,4 @@
-"""Send a step to other processes: what is sent is the step itself, its arguments' types, and the plan.
+"""Serialize a step for other processes: the step itself, its arguments' types, and the plan.
 
     serialize_step(fun, roles, call, plan)  ->  bytes  ->  in every process: trace, lower  ->  the same Program
 
@@ -24,7 +24,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.runtime.distributed.ray_cluster import pickled, unpickled
 
-# --- From a call of a step to its trace, and with a plan to its program: the same in every process that does it ---
+_NAMED_DEPTH = 3  # how many things inside of a step the message follows down to the one that cannot be sent
 
 
 def trace_call(arguments: Arguments, call: Call) -> Trace:
@@ -48,23 +48,6 @@ def program_of(arguments: Arguments, call: Call, plan: Plan) -> Program:
     return passes.lower_step(trace_call(arguments, call), plan)
 
 
-_NAMED = 3  # how many things inside of a step the message follows down to the one that cannot be sent
-
-
-@dataclass(frozen=True, kw_only=True)
-class SerializedStep:
-    """Makes the program of a step in another process; `payload` is pickled by value where needed."""
-
-    payload: bytes
-
-    def __call__(self) -> Program:
-        """Trace the step and lower it as planned."""
-        fun, roles, (traced_args, traced_kwargs), static, num_positional, plan = unpickled(self.payload)
-        leaves, tree = jax.tree.flatten((traced_args, traced_kwargs))
-        call = Call(leaves=leaves, tree=tree, static=static, num_positional=num_positional)
-        return program_of(Arguments(fun, roles), call, Plan.from_json(plan))
-
-
 def serialize_step(arguments: Arguments, call: Call, plan: Plan) -> SerializedStep:
     """Return what other processes need to make the step's program.
 
@@ -86,11 +69,25 @@ def serialize_step(arguments: Arguments, call: Call, plan: Plan) -> SerializedSt
         ) from error
 
 
+@dataclass(frozen=True, kw_only=True)
+class SerializedStep:
+    """Makes the program of a step in another process; `payload` is pickled by value where needed."""
+
+    payload: bytes
+
+    def __call__(self) -> Program:
+        """Trace the step and lower it as planned."""
+        fun, roles, (traced_args, traced_kwargs), static, num_positional, plan = unpickled(self.payload)
+        leaves, tree = jax.tree.flatten((traced_args, traced_kwargs))
+        call = Call(leaves=leaves, tree=tree, static=static, num_positional=num_positional)
+        return program_of(Arguments(fun, roles), call, Plan.from_json(plan))
+
+
 def _culprit(name: str, value: Any, depth: int = 0) -> str | None:
     """The name of the innermost thing in `value` that cannot be pickled; None if all can."""
     if _pickles(value):
         return None
-    if depth < _NAMED:
+    if depth < _NAMED_DEPTH:
         for inner, part in _parts(value):
             found = _culprit(f"{inner} in {name}", part, depth + 1)
             if found is not None:

@@ -6,6 +6,9 @@ and a piece whose shards lie on its mesh takes over those shards; so what an exe
 user's own buffer. That is right: a program donates inputs of donated arguments only. Several pieces of one mesh
 are taken apart there. All that does have to move goes in one `device_put`.
 
+`argument_types` says what the flat arguments of a program must be; every runtime takes them from there, and refuses
+others alike. An argument is as large as the input that is all of it, or as its windows reach.
+
 No program here runs on the devices of several meshes: it would wait for all of them inside of a collective, while
 they wait for each other.
 """
@@ -27,9 +30,7 @@ from autopar.ir.program import Program, Window
 from autopar.runtime.executables import jax_dtype
 from autopar.runtime.interfaces import Device
 
-# --- What the flat arguments of a program must be; every runtime takes them from here, and refuses others alike ---
-# input of the program    all of an argument, or a window of it: a microbatch, or a piece of a stacked parameter
-# argument                as large as the input that is all of it, else as its windows reach
+Moves = list[tuple[int, Any, NamedSharding]]  # (place among the inputs, array, layout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +114,6 @@ def _check(argument: Any, wanted: ArgumentType) -> None:
             f"Argument {wanted.name} is {dtype}{list(shape)}; the program was compiled for "
             f"{wanted.dtype}{list(wanted.shape)}. Pass that, or compile for the new shape."
         )
-
-
-Moves = list[tuple[int, Any, NamedSharding]]  # (place among the inputs, array, layout)
 
 
 @dataclass(frozen=True, kw_only=True)

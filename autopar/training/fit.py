@@ -31,10 +31,12 @@ from autopar.session import current_session, restart
 from autopar.training.checkpoints import Checkpoints
 
 ON_FAILURE = ("raise", "restart", "replan")
+_END = object()
 _UNREAD = 2  # so many steps are under way before the metrics of the first of them are waited for
 
 _log = logging.getLogger("autopar")
 
+Batches = Iterable[Any] | Callable[[int], Any]
 OnStep = Callable[[int, Any], None]
 
 
@@ -322,17 +324,12 @@ def _progress() -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-# --- Batches by the number of their step, so that a step can be trained again ---
-# iterable     batch i is its element i; those that may be asked for again are kept
-# function     batch i is f(i)
-
-Batches = Iterable[Any] | Callable[[int], Any]
-
-_END = object()
-
-
 class NumberedBatches:
-    """The batches from number `first` on; `replays` keeps those that were given until `forget_before`."""
+    """Batches by the number of their step, so that a step can be trained again; from number `first` on.
+
+    Of an iterable, batch i is its element i, and `replays` keeps those that were given until `forget_before`; of a
+    function, batch i is f(i).
+    """
 
     def __init__(self, source: Batches, first: int, *, replays: bool) -> None:
         self._source = source

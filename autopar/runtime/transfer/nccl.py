@@ -12,6 +12,8 @@ There is a communicator per *direction*, because a pair of processes sends and r
 Within one direction both ends have the messages in the same order (that of the Sends of two meshes) and the tiles of
 a message in the order of the plan, so the k-th send meets the k-th receive; `sequence` says it as a value. The host
 never waits, but to open communicators, which `open` does in one order of all pairs, so that it cannot wait in a circle.
+Of two processes that open one, the sender draws the number that both must know, and the receiver fetches it from the
+sender's `Rendezvous`.
 
 Bytes are sent as bytes, whatever the dtype. JAX copies what arrived, because a buffer of CuPy must neither be donated
 to an executable nor go back to CuPy's pool while JAX's stream may still read it; CuPy's is kept until the copy is made.
@@ -21,6 +23,8 @@ at first there: waiting kernels of NCCL hold a few multiprocessors each, beside 
 streams to 8 hardware queues (`CUDA_DEVICE_MAX_CONNECTIONS=32` gives more), and a stream that waits in a queue holds up
 those behind it; and CuPy takes memory beside JAX's (`XLA_PYTHON_CLIENT_MEM_FRACTION`).
 """
+
+from __future__ import annotations
 
 import threading
 from collections import deque
@@ -39,149 +43,12 @@ from autopar.errors import HostLost, Unsupported
 from autopar.runtime.interfaces import Device, Parcel, Post, Pull
 from autopar.runtime.transfer.endpoints import ProcessOf
 
-# --- Give short texts to other processes by name: who asks before the text is there waits for it ---
-# NCCL needs it: of two processes that open a communicator, one draws the number that both must know. Any process may
-# ask; a text is no secret, and a question is nothing but the name.
-
 WAIT_S = 60.0
+"""How long a process waits for the number of a communicator."""
 
-
-class Rendezvous:
-    """The texts of this process; `host` is where others reach it."""
-
-    def __init__(self, host: str = "127.0.0.1", *, wait_s: float = WAIT_S) -> None:
-        self._wait_s = wait_s
-        self._listener = Listener((host, 0), backlog=128)
-        self._texts: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-        self._closed = False
-        self._accepting = _in_background(self._accept)
-
-    def address(self) -> str:
-        """Host and port."""
-        host, port = self._listener.address
-        return f"{host}:{port}"
-
-    def publish(self, name: str, text: bytes) -> None:
-        """Answer with the text whoever asks for the name, before or after."""
-        with self._changed:
-            self._texts[name] = text
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Answer no more."""
-        self._closed = True
-        # The accepting thread does not notice that its socket is closed, but that somebody comes.
-        Client(self._listener.address).close()
-        self._accepting.join()
-
-    def _accept(self) -> None:
-        with self._listener:
-            while True:
-                connection = self._listener.accept()
-                if self._closed:
-                    connection.close()
-                    return
-                _in_background(lambda asked=connection: self._answer(asked))
-
-    def _answer(self, connection: Connection) -> None:
-        with suppress(OSError, EOFError), connection:  # of who has gone, or came for something else
-            name = connection.recv_bytes().decode()
-            with self._changed:
-                self._changed.wait_for(lambda: name in self._texts, timeout=self._wait_s)
-                connection.send_bytes(self._texts.get(name, b""))
-
-
-def fetch(address: str, name: str) -> bytes:
-    """The text that the process at the address publishes under the name; waits for it."""
-    host, _, port = address.rpartition(":")
-    try:
-        with Client((host, int(port))) as connection:
-            connection.send_bytes(name.encode())
-            text = connection.recv_bytes()
-    except (OSError, EOFError) as error:
-        raise HostLost(
-            f"The process at {address} was asked for '{name}' and did not answer: {error!r}. "
-            "See whether it is still there, and whether its host can be reached from here."
-        ) from error
-    if not text:
-        raise HostLost(
-            f"The process at {address} has not made '{name}' in time. "
-            "All processes must load the same programs; look for an error in that one."
-        )
-    return text
-
-
-def _in_background(work: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
-
-
-PACKED = {"int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
+PACKED_DTYPES = {"int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
 
 Pair = tuple[int, int]  # source device, destination device
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transmission:
-    """One send and its receive: so many bytes, in the queue of the pair."""
-
-    pair: Pair
-    num_bytes: int
-
-
-def sequence(parcels: Sequence[Parcel]) -> tuple[Transmission, ...]:
-    """What a message puts into the queues of its pairs, in order; the same at both ends."""
-    packed = sorted({np.dtype(p.dtype).name for p in parcels} & PACKED)
-    if packed:
-        raise Unsupported(
-            f"Values of {packed[0]} have less than a byte per element, and GPUs pack them; NCCL is given whole bytes. "
-            "Convert them to int8 before they leave their stage, or use the transfer server."
-        )
-    return tuple(Transmission(pair=(p.source, p.destination), num_bytes=_num_bytes(p)) for p in parcels)
-
-
-def opening_order(pairs: Sequence[Pair], process: int, process_of: ProcessOf) -> tuple[Pair, ...]:
-    """The pairs that a process opens, sorted: the least pair that is not open yet is next at both of its ends."""
-    return tuple(sorted(p for p in set(pairs) if process in (process_of[p[0]], process_of[p[1]])))
-
-
-def from_bytes(raw: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """The array of these bytes, in memory of its own; compiled by the caller."""
-    dtype = np.dtype(dtype)
-    if dtype == np.bool_:
-        return raw.reshape(shape) != 0
-    if dtype.kind == "c":
-        real, imaginary = jnp.moveaxis(from_bytes(raw, (*shape, 2), np.dtype(f"f{dtype.itemsize // 2}")), -1, 0)
-        return jax.lax.complex(real, imaginary)
-    if dtype.itemsize == 1:
-        return jnp.copy(jax.lax.bitcast_convert_type(raw, dtype).reshape(shape))
-    return jax.lax.bitcast_convert_type(raw.reshape(*shape, dtype.itemsize), dtype)
-
-
-def taking(parcel: Parcel, device: Device) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """From bytes on the device to the parcel's array, and a scalar that is ready when they have been copied.
-
-    The array itself cannot tell: it may be donated before anybody asks.
-    """
-
-    def take(raw: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return from_bytes(raw, parcel.shape, parcel.dtype), raw[0]
-
-    # The bytes come uncommitted; the layout says that they stay where they are.
-    return jax.jit(take, out_shardings=SingleDeviceSharding(device))
-
-
-@dataclass(kw_only=True)
-class _Line:
-    """An open pair at one of its ends: what is under way must not be freed."""
-
-    communicator: Any
-    device: Any
-    stream: Any
-    peer: int
-    kept: deque[tuple[Any, ...]] = field(default_factory=deque[tuple[Any, ...]])
 
 
 class Nccl:
@@ -314,8 +181,144 @@ class Nccl:
         return array
 
 
+@dataclass(kw_only=True)
+class _Line:
+    """An open pair at one of its ends: what is under way must not be freed."""
+
+    communicator: Any
+    device: Any
+    stream: Any
+    peer: int
+    kept: deque[tuple[Any, ...]] = field(default_factory=deque[tuple[Any, ...]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transmission:
+    """One send and its receive: so many bytes, in the queue of the pair."""
+
+    pair: Pair
+    num_bytes: int
+
+
+def sequence(parcels: Sequence[Parcel]) -> tuple[Transmission, ...]:
+    """What a message puts into the queues of its pairs, in order; the same at both ends."""
+    packed = sorted({np.dtype(p.dtype).name for p in parcels} & PACKED_DTYPES)
+    if packed:
+        raise Unsupported(
+            f"Values of {packed[0]} have less than a byte per element, and GPUs pack them; NCCL is given whole bytes. "
+            "Convert them to int8 before they leave their stage, or use the transfer server."
+        )
+    return tuple(Transmission(pair=(p.source, p.destination), num_bytes=_num_bytes(p)) for p in parcels)
+
+
+def opening_order(pairs: Sequence[Pair], process: int, process_of: ProcessOf) -> tuple[Pair, ...]:
+    """The pairs that a process opens, sorted: the least pair that is not open yet is next at both of its ends."""
+    return tuple(sorted(p for p in set(pairs) if process in (process_of[p[0]], process_of[p[1]])))
+
+
+def from_bytes(raw: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """The array of these bytes, in memory of its own; compiled by the caller."""
+    dtype = np.dtype(dtype)
+    if dtype == np.bool_:
+        return raw.reshape(shape) != 0
+    if dtype.kind == "c":
+        real, imaginary = jnp.moveaxis(from_bytes(raw, (*shape, 2), np.dtype(f"f{dtype.itemsize // 2}")), -1, 0)
+        return jax.lax.complex(real, imaginary)
+    if dtype.itemsize == 1:
+        return jnp.copy(jax.lax.bitcast_convert_type(raw, dtype).reshape(shape))
+    return jax.lax.bitcast_convert_type(raw.reshape(*shape, dtype.itemsize), dtype)
+
+
+def taking(parcel: Parcel, device: Device) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    """From bytes on the device to the parcel's array, and a scalar that is ready when they have been copied.
+
+    The array itself cannot tell: it may be donated before anybody asks.
+    """
+
+    def take(raw: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return from_bytes(raw, parcel.shape, parcel.dtype), raw[0]
+
+    # The bytes come uncommitted; the layout says that they stay where they are.
+    return jax.jit(take, out_shardings=SingleDeviceSharding(device))
+
+
 def _num_bytes(parcel: Parcel) -> int:
     return int(np.prod(parcel.shape, dtype=np.int64)) * np.dtype(parcel.dtype).itemsize
+
+
+class Rendezvous:
+    """Gives short texts of this process to others, by name: who asks before the text is there waits for it.
+
+    `host` is where others reach it. Any process may ask; a text is no secret, and a question is nothing but the name.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", *, wait_s: float = WAIT_S) -> None:
+        self._wait_s = wait_s
+        self._listener = Listener((host, 0), backlog=128)
+        self._texts: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._accepting = _in_background(self._accept)
+
+    def address(self) -> str:
+        """Host and port."""
+        host, port = self._listener.address
+        return f"{host}:{port}"
+
+    def publish(self, name: str, text: bytes) -> None:
+        """Answer with the text whoever asks for the name, before or after."""
+        with self._changed:
+            self._texts[name] = text
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._closed = True
+        # The accepting thread does not notice that its socket is closed, but that somebody comes.
+        Client(self._listener.address).close()
+        self._accepting.join()
+
+    def _accept(self) -> None:
+        with self._listener:
+            while True:
+                connection = self._listener.accept()
+                if self._closed:
+                    connection.close()
+                    return
+                _in_background(lambda asked=connection: self._answer(asked))
+
+    def _answer(self, connection: Connection) -> None:
+        with suppress(OSError, EOFError), connection:  # of who has gone, or came for something else
+            name = connection.recv_bytes().decode()
+            with self._changed:
+                self._changed.wait_for(lambda: name in self._texts, timeout=self._wait_s)
+                connection.send_bytes(self._texts.get(name, b""))
+
+
+def fetch(address: str, name: str) -> bytes:
+    """The text that the process at the address publishes under the name; waits for it."""
+    host, _, port = address.rpartition(":")
+    try:
+        with Client((host, int(port))) as connection:
+            connection.send_bytes(name.encode())
+            text = connection.recv_bytes()
+    except (OSError, EOFError) as error:
+        raise HostLost(
+            f"The process at {address} was asked for '{name}' and did not answer: {error!r}. "
+            "See whether it is still there, and whether its host can be reached from here."
+        ) from error
+    if not text:
+        raise HostLost(
+            f"The process at {address} has not made '{name}' in time. "
+            "All processes must load the same programs; look for an error in that one."
+        )
+    return text
+
+
+def _in_background(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
 
 
 def nccl_version(devices: Sequence[Device]) -> int:
