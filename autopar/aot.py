@@ -1,4 +1,4 @@
-"""The rungs from a step to its result, like the ladder of `jax.stages`; each is a value that prints.
+"""Ahead of time, from a step to what runs: four values, like those of `jax.stages`, each of which prints.
 
 step.trace(state, batch)   Traced      the jaxpr
     .plan()                Planned     every decision
@@ -46,7 +46,7 @@ Devices = Sequence[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """How and where a step is to run. `devices` of None: all of `jax.devices()`, asked for when needed.
+    """Method and place of a step. `devices` of None: all of `jax.devices()`, asked for when needed.
 
     The session is the one in which the step was traced; None: this process.
     """
@@ -57,29 +57,32 @@ class Target:
     session: Any = None
 
     def in_current_session(self) -> Target:
-        """The same for a step that is traced now: devices or a cluster that were named stand."""
+        """Return the target of a step that is traced now: devices or a cluster that the user named stand."""
         named = self.devices is not None or self.cluster is not None
         return replace(self, session=None if named else current_session())
 
     def planned_for(self) -> Cluster | None:
-        """The cluster that plans are for; None: devices of this process."""
+        """Return the cluster that plans are for; None: devices of this process."""
         return self.session.cluster if self.session is not None else self.cluster
 
     def num_devices(self) -> int:
+        """Return the number of devices that plans are for."""
         cluster = self.planned_for()
         return len(self.live_devices()) if cluster is None else cluster.num_devices
 
-    def kind(self) -> str | Machine:
+    def machine(self) -> str | Machine:
+        """Return the machine that plans are for, or its name."""
         cluster = self.planned_for()
         return Cluster.from_devices(self.live_devices()).kind if cluster is None else cluster.described_by
 
     def live_devices(self) -> Devices:
+        """Return the devices of this process; asks JAX for them."""
         return jax.devices() if self.devices is None else self.devices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What a rung was made from: the step, its arguments without their values, and the calls that it serves."""
+    """The origin of such a value: the step, its arguments without their values, and the calls that it serves."""
 
     arguments: Arguments
     call: Call
@@ -96,7 +99,7 @@ class Compiled:
     trace: Trace
     source: Source
     loaded: LoadedProgram
-    """What runs it: flat arguments in, flat results out, not checked against `keys`."""
+    """Runs the step: flat arguments in, flat results out, not checked against `keys`."""
 
     @property
     def keys(self) -> frozenset[Hashable]:
@@ -154,8 +157,7 @@ class Lowered:
         if self.plan.num_devices > len(devices):
             raise InvalidArgument(
                 f"The plan needs {self.plan.num_devices} devices, this process has {len(devices)}. Plan for these "
-                "devices, "
-                "or run where there are enough."
+                "devices, or run where there are enough."
             )
         loaded = InProcess(devices).load(self.program, leaf_names=[leaf.name for leaf in self.trace.inputs])
         return self._compiled(loaded)
@@ -189,7 +191,7 @@ class Planned:
         return Lowered(plan=self.plan, program=program, trace=self.trace, source=self.source)
 
     def verify(self, *args: Any, target: str | None = None, **kwargs: Any) -> VerificationReport:
-        """Compile, and compare: the collectives with the planned ones, the results with those of plain `jax.jit`.
+        """Compile, and compare the collectives with the planned ones, the results with those of plain `jax.jit`.
 
         `args` are the step's arguments, to run it once on; without them, or for a GPU `target` such as "h100" (which
         compiles with XLA's GPU compiler and needs no GPU), only the collectives are compared. Raises `InvalidArgument`
@@ -206,14 +208,14 @@ class Planned:
         return VerificationReport(collectives=collectives, numbers=numbers)
 
     def explain(self, name: str) -> Explanation:
-        """What every layout of one input would cost: `name` is its key path, for example `params/block_3/mlp/kernel`.
+        """Return the cost of every layout of one input: `name` is its key path, as in `params/block_3/mlp/kernel`.
 
         Raises `InvalidArgument` for a name that finds no input, and for a plan that leaves the layouts to XLA.
         """
-        return explain_plan(self.trace, self.plan, name, kind=self.source.target.kind())
+        return explain_plan(self.trace, self.plan, name, kind=self.source.target.machine())
 
     def simulate(self, cluster: Cluster | None = None) -> SimulationReport:
-        """What a step will take on a cluster, by default the step's own: time, idle time, memory and a timeline.
+        """Return time, idle time, memory and a timeline of a step on a cluster, by default the step's own.
 
         No device is needed. The times within a stage are the plan's, so that the cluster must be of the machine that
         it was made for. Raises `InvalidArgument` if it is of another, `PlanMismatch` if it has too few devices, and
@@ -243,10 +245,10 @@ class Planned:
         plain = jax.jit(self.source.arguments.call_flat(call))
         expected = jax.tree.leaves(plain(*anywhere))
         copies = [jnp.array(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in call.leaves]
-        found = jax.tree.leaves(self.lower().compile().run(replace(call, leaves=copies)))
+        results = jax.tree.leaves(self.lower().compile().run(replace(call, leaves=copies)))
         names = [leaf.name for leaf in self.trace.outputs]
         return compare_numbers(
-            names, expected, found, rounded=lambda: jax.tree.leaves(plain(*rounded_arguments(anywhere)))
+            names, expected, results, rounded=lambda: jax.tree.leaves(plain(*rounded_arguments(anywhere)))
         )
 
     def __str__(self) -> str:
@@ -271,7 +273,7 @@ class Traced:
                 self.trace,
                 target.method if method is None else method,
                 num_devices=target.num_devices(),
-                kind=target.kind(),
+                kind=target.machine(),
                 devices=target.live_devices() if target.planned_for() is None else None,
                 cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
             )

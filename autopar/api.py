@@ -1,9 +1,9 @@
-"""`autopar.parallelize`: from a train step to a step that runs on all devices, in one line or rung by rung.
+"""`autopar.parallelize`: from a train step to a step that runs on all devices, at once or one stage at a time.
 
 step = autopar.parallelize(train_step, method=autopar.PipelineParallel(num_stages=2, num_microbatches=4))
 state, metrics = step(state, batch)
 
-step.trace(state, batch)   Traced      the jaxpr            (like the ladder of `jax.stages`)
+step.trace(state, batch)   Traced      the jaxpr            (like the stages of `jax.stages`)
     .plan()                Planned     every decision
     .lower()               Lowered     instructions per mesh
     .compile()             Compiled    runs
@@ -45,11 +45,11 @@ class Step:
 
     @property
     def arguments(self) -> Arguments:
-        """What sorts the arguments of its calls."""
+        """The roles of its arguments, by which calls are sorted."""
         return self._arguments
 
     def compiled_for(self, call: Call, plan: Plan | None = None) -> Compiled:
-        """The compiled step of such calls in the current session; `plan`, if given, instead of the method's own."""
+        """Return the compiled step of such calls in the current session, by `plan` if one is given."""
         compiled = self._in_session().get(call.key())
         if compiled is None:
             compiled = self._trace(call).plan(plan).lower().compile()
@@ -57,7 +57,7 @@ class Step:
         return compiled
 
     def all_compiled(self) -> list[Compiled]:
-        """All that was compiled in the current session, in this order."""
+        """Return all that was compiled in the current session, in this order."""
         return list(dict.fromkeys(self._in_session().values()))
 
     def _in_session(self) -> dict[Hashable, Compiled]:
@@ -177,8 +177,7 @@ def _with_microbatches(method: Any, num_microbatches: int | None) -> Method | Pl
         if method.num_microbatches != num_microbatches:
             raise InvalidArgument(
                 f"num_microbatches is {num_microbatches}, the plan has {method.num_microbatches}. A plan is obeyed as "
-                "it "
-                "is: leave num_microbatches out, or make another plan."
+                "it is: leave num_microbatches out, or make another plan."
             )
         return method
     return replace(method, num_microbatches=num_microbatches)

@@ -20,7 +20,7 @@ from autopar.errors import InvalidArgument
 
 @dataclass(frozen=True, kw_only=True)
 class ArgumentRoles:
-    """What the user said of the arguments of a step."""
+    """The user's words on the arguments of a step."""
 
     batch_argnums: tuple[int, ...] | None = None
     static_argnums: tuple[int, ...] = ()
@@ -38,12 +38,12 @@ class Call:
     num_positional: int
 
     def without_values(self, names: Sequence[str]) -> Call:
-        """The same call of shapes and dtypes alone; `names` of the leaves are for messages."""
+        """Return the same call of shapes and dtypes alone; `names` of the leaves are for messages."""
         shapes: list[Any] = [abstract(leaf, name) for leaf, name in zip(self.leaves, names, strict=True)]
         return Call(leaves=shapes, tree=self.tree, static=self.static, num_positional=self.num_positional)
 
     def key(self) -> Hashable:
-        """Equal for calls that one compiled step serves."""
+        """Return a value that is equal for calls that one compiled step serves."""
         return (self.static, self.num_positional, self.tree, tuple(map(leaf_type, self.leaves)))
 
     def key_of_successor(self, state: Collection[int]) -> Hashable:
@@ -80,7 +80,7 @@ class Arguments:
             )
 
     def _positions(self, option: str, numbers: Sequence[int] | int) -> frozenset[int]:
-        found: set[int] = set()
+        positions: set[int] = set()
         for number in (numbers,) if isinstance(numbers, int) else numbers:
             count = len(self.positional)
             position = number + count if number < 0 else number
@@ -89,8 +89,8 @@ class Arguments:
                     f"{option} names argument {number}, but {self.name} takes {count} positional arguments "
                     f"({', '.join(self.positional)}). Count them from 0."
                 )
-            found.add(position)
-        return frozenset(found)
+            positions.add(position)
+        return frozenset(positions)
 
     def _check_names(self, names: Sequence[str]) -> None:
         taken = _names(self.fun)
@@ -130,7 +130,7 @@ class Arguments:
         return value
 
     def call_flat(self, call: Call) -> Callable[..., Any]:
-        """The function of the traced leaves alone."""
+        """Return the function of the traced leaves alone."""
 
         def flat(*leaves: Any) -> Any:
             traced_args, kwargs = jax.tree.unflatten(call.tree, leaves)
@@ -141,18 +141,18 @@ class Arguments:
         return flat
 
     def describe_leaves(self, call: Call) -> list[tuple[str, int | None]]:
-        """For every leaf: its name in messages and plans, and the position of its argument (None: by keyword only)."""
-        found: list[tuple[str, int | None]] = []
+        """Return of every leaf its name in messages and plans, and its argument's position (None: by keyword only)."""
+        described: list[tuple[str, int | None]] = []
         traced_args, traced_kwargs = jax.tree.unflatten(call.tree, call.leaves)
         for i in traced_args:
             name = self.positional[i] if i < len(self.positional) else f"args[{i}]"
             paths = jax.tree_util.tree_leaves_with_path(traced_args[i])
-            found += [(name + jax.tree_util.keystr(path), i) for path, _ in paths]
+            described += [(name + jax.tree_util.keystr(path), i) for path, _ in paths]
         for name in sorted(traced_kwargs):
             position = self.positional.index(name) if name in self.positional else None
             paths = jax.tree_util.tree_leaves_with_path(traced_kwargs[name])
-            found += [(name + jax.tree_util.keystr(path), position) for path, _ in paths]
-        return found
+            described += [(name + jax.tree_util.keystr(path), position) for path, _ in paths]
+        return described
 
 
 def _positional_names(fun: Callable[..., Any]) -> tuple[str, ...]:
@@ -165,7 +165,7 @@ def _positional_names(fun: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _names(fun: Callable[..., Any]) -> tuple[str, ...] | None:
-    """The arguments that may be passed by name; None if any may."""
+    """Return the arguments that may be passed by name; None if any may."""
     try:
         parameters = inspect.signature(fun).parameters
     except (TypeError, ValueError):
@@ -182,7 +182,7 @@ def _takes_any(fun: Callable[..., Any]) -> bool:
 
 
 def leaf_type(leaf: Any) -> tuple[Any, Any, bool]:
-    """What a compiled step depends on of an argument: shape, dtype, and whether the dtype is a Python number's."""
+    """Return what a compiled step depends on: shape, dtype, and whether the dtype is a Python number's."""
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or _on_cluster(leaf):
         return (leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False))
     try:
@@ -193,12 +193,12 @@ def leaf_type(leaf: Any) -> tuple[Any, Any, bool]:
 
 
 def _on_cluster(leaf: Any) -> bool:
-    """Whether it stands for a value elsewhere, which must not be fetched to learn its type."""
+    """Return True for a value of a cluster, which must not be fetched to learn its type."""
     return isinstance(getattr(leaf, "aval", None), jax.ShapeDtypeStruct)
 
 
 def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an argument, as JAX will see it. Raises `InvalidArgument` for what is no array."""
+    """Return the shape and dtype of an argument, as JAX will see it. Raises `InvalidArgument` for what is no array."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if _on_cluster(leaf):

@@ -1,4 +1,4 @@
-"""Show what a long search is at, how long it has taken, and the best that it has found.
+"""Show the progress of a long search: its subject, its time, and the best plan so far; pause the collector.
 
     with search_progress("planning train_step"):
         tell("128 microbatches: layers on 1x8")
@@ -7,6 +7,10 @@
     planning train_step ━━━━━━━━━━━ 0:00:12  best so far 810 ms  128 microbatches: layers on 1x8
 
 Nothing is shown where standard error is no terminal. Passes tell without knowing whom.
+
+Tracing and planning make millions of small objects that stay. Python's collector of cycles goes through all that are
+there each time their number has grown by a share: a fifth of the time of planning a large model, for next to nothing
+collected. So passes pause it.
 """
 
 from __future__ import annotations
@@ -44,12 +48,12 @@ def search_progress(description: str, console: Console | None = None) -> Generat
 
 
 def tell(what: str) -> None:
-    """Say what the search turns to."""
+    """Show the subject that the search turns to."""
     _update(what=what)
 
 
 def tell_best(step_time_s: float) -> None:
-    """Say how long a step takes by the best plan so far."""
+    """Show the time of a step by the best plan so far."""
     _update(best=f"best so far {1e3 * step_time_s:.4g} ms")
 
 
@@ -59,16 +63,9 @@ def _update(**fields: Any) -> None:
         shown.update(shown.task_ids[0], **fields)
 
 
-# --- Pause Python's collector of cycles while a pass makes many objects that stay ---
-# Tracing and planning make millions of small objects. The collector goes through all that are there each time their
-# number has grown by a share: a fifth of the time it takes to plan a large model, for next to nothing that is found.
-
-
 @contextmanager
 def collector_paused() -> Generator[None]:
-    """Collect no cycles inside; `with` and decorator, also one within another. Other threads are not collected for
-    either, in the meantime.
-    """
+    """Collect no cycles inside, not for other threads either; `with` and decorator, also one within another."""
     if not gc.isenabled():
         yield
         return

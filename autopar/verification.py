@@ -1,4 +1,4 @@
-"""What `verify` found out about a plan: its collectives as compiled, its numbers beside those of plain `jax.jit`."""
+"""The report of `verify` on a plan: its collectives as compiled, its numbers beside those of plain `jax.jit`."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ class VerificationReport:
 def compare_numbers(
     names: Sequence[str],
     expected: Sequence[Any],
-    found: Sequence[Any],
+    results: Sequence[Any],
     *,
     rounded: Callable[[], Sequence[Any]] | None = None,
 ) -> NumberCheck:
-    """The worst leaf of two results. Allowed is ten times the square root of the leaf's rounding error.
+    """Return the leaf that differs most. Allowed is ten times the square root of the leaf's rounding error.
 
     An optimizer may divide by the root of a number that is zero but for rounding, which keeps half of the digits, or
     none: Adam's first step is the sign of the gradient. So a leaf may also differ by what moves it in `rounded`, the
     results of the expected step for `rounded_arguments`; few entries in a leaf of many, then.
     """
-    leaves = list(zip(names, expected, found, strict=True))
+    leaves = list(zip(names, expected, results, strict=True))
     checks = [_compare(*leaf) for leaf in leaves]
     if rounded is not None and not all(checks):
         checks = [
@@ -90,7 +90,7 @@ def compare_numbers(
 
 
 def rounded_arguments(leaves: Sequence[Any]) -> list[Any]:
-    """The arguments with every floating number moved up or down by some times its rounding error."""
+    """Return the arguments with every floating number moved up or down by some times its rounding error."""
     rng = np.random.default_rng(0)
     return [_rounded(leaf, rng) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf for leaf in leaves]
 
@@ -101,20 +101,20 @@ def _rounded(leaf: Any, rng: np.random.Generator) -> Any:
     return np.asarray(leaf * np.where(up, 1 + share, 1 - share), leaf.dtype)
 
 
-def _compare(name: str, expected: Any, found: Any) -> NumberCheck:
+def _compare(name: str, expected: Any, result: Any) -> NumberCheck:
     exact = not jnp.issubdtype(expected.dtype, np.inexact)
     tolerance = 1e-30 if exact else 10 * float(jnp.finfo(expected.dtype).eps) ** 0.5
-    x, y = _wide(expected), _wide(found)
+    x, y = _wide(expected), _wide(result)
     scale = max(float(np.max(np.abs(x), initial=0.0)), 1e-3)
     difference = float(np.max(np.abs(x - y), initial=0.0)) / scale
     return NumberCheck(leaf=name, difference=float("inf") if np.isnan(difference) else difference, tolerance=tolerance)
 
 
-def _compare_as_a_whole(check: NumberCheck, expected: Any, found: Any, moved: Any) -> NumberCheck:
-    """The check of a leaf beside what rounding does to it; the one before, if it differs by more."""
+def _compare_as_a_whole(check: NumberCheck, expected: Any, result: Any, moved: Any) -> NumberCheck:
+    """Return the check of a leaf beside what rounding does to it; the one before, if it differs by more."""
     x = _wide(expected)
     size = max(float(np.linalg.norm(x)), 1e-30)
-    difference, allowed = (float(np.linalg.norm(x - _wide(other))) / size for other in (found, moved))
+    difference, allowed = (float(np.linalg.norm(x - _wide(other))) / size for other in (result, moved))
     whole = NumberCheck(leaf=check.leaf, difference=difference, tolerance=_TIMES_ROUNDING * allowed)
     return whole if whole else check
 

@@ -35,7 +35,7 @@ Moves = list[tuple[int, Any, NamedSharding]]  # (place among the inputs, array, 
 
 @dataclass(frozen=True, kw_only=True)
 class ArgumentType:
-    """What one flat argument must be, and its name for error messages."""
+    """The type of one flat argument, and its name for error messages."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class ArgumentTypes:
     count: int
     """So many are taken; those that the program does not read are among them."""
     exactly: bool
-    """Whether more are refused: they are not where nobody named the arguments."""
+    """More are refused; not so where nobody named the arguments."""
     types: Mapping[int, ArgumentType]
     """Of those that the program reads."""
 

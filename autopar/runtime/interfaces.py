@@ -1,4 +1,4 @@
-"""What a runtime gives and needs: a loaded program is called once per step; channels and endpoints carry values."""
+"""The interfaces of a runtime: a loaded program is called once per step; channels and endpoints carry values."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class Endpoint(Protocol):
     """
 
     def address(self) -> str:
-        """What the other processes need to know to reach this one."""
+        """Return the address at which the other processes reach this one."""
         ...
 
     def connect(self, addresses: Mapping[int, str]) -> None:

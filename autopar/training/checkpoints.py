@@ -258,7 +258,7 @@ def _item(leaf: Any) -> Any:
 
 
 class RestoreTarget(Protocol):
-    """What is to be read, and where it is to lie."""
+    """A state to be read, and the place where it is to lie."""
 
     abstract: Any
     """The state as `jax.ShapeDtypeStruct`s."""
@@ -404,5 +404,5 @@ def _stored(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether Orbax has completed the checkpoint in a directory."""
+    """Return True if Orbax has completed the checkpoint in a directory."""
     return (path / "_CHECKPOINT_METADATA").is_file() and (path / "_METADATA").is_file()

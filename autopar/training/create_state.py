@@ -65,7 +65,7 @@ def create_state(
 
 @dataclass(frozen=True, kw_only=True)
 class InitRecipe:
-    """What makes the program of an initialisation, in any process: the function, its arguments' types, the places."""
+    """Makes the program of an initialisation, from the function, its arguments' types and the places."""
 
     init_fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -95,7 +95,7 @@ class SerializedInit:
 
 
 def serialize_init(recipe: InitRecipe) -> SerializedInit:
-    """What other processes need to make the program. Raises `CannotSerialize`."""
+    """Return what other processes need to make the program. Raises `CannotSerialize`."""
     try:
         return SerializedInit(payload=pickled(recipe))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the driver holds of a value on the cluster: its shape, and where it lies. Its bytes are fetched when read.
+"""A value on the cluster as the driver holds it: its shape, and where it lies. Its bytes are fetched when read.
 
     metrics["loss"]           no byte moves
     float(metrics["loss"])    waits for the step, and fetches four bytes
@@ -91,7 +91,7 @@ class DistributedArray(NDArrayOperatorsMixin):
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
     def is_deleted(self) -> bool:
-        """Whether the value was deleted, or donated to a step."""
+        """Return True if the value was deleted, or donated to a step."""
         return self._deleted
 
     def delete(self) -> None:

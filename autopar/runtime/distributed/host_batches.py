@@ -92,7 +92,7 @@ def _box(item: Brought, box: Box) -> np.ndarray[Any, Any]:
 
 
 def loaded(load: Load, index: tuple[slice, ...], shape: tuple[int, ...], dtype: str, name: str) -> np.ndarray[Any, Any]:
-    """What a user's function loads for a range, as the step takes it. Raises `InvalidArgument` for another shape."""
+    """Return the range that a function loads, as the step takes it. Raises `InvalidArgument` for another shape."""
     try:
         array = np.asarray(load(index))
     except Exception as error:

@@ -47,7 +47,7 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What Orbax reads of a shard."""
+    """A shard as Orbax reads it."""
 
     index: tuple[slice, ...]
     data: Any
@@ -56,7 +56,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What Orbax reads of an array."""
+    """An array as Orbax reads it."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -86,7 +86,7 @@ class Shown:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveStatus:
-    """Whether a save goes on in a process, or what went wrong; `lost`: with the other processes."""
+    """The state of a save in a process, and what went wrong; `lost`: with the other processes."""
 
     done: bool
     error: str | None = None

@@ -1,4 +1,4 @@
-"""What the driver and the processes say to each other: plain data, one message per process and step."""
+"""The messages between the driver and the processes: plain data, one per process and step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.runtime.timeline import InstructionTime
 
 @dataclass(frozen=True, kw_only=True)
 class WorldSpec:
-    """What a process needs to join: its number among how many, where they meet, and the driver's settings."""
+    """A world to join: the number of the process among how many, where they meet, and the driver's settings."""
 
     process: int
     num_processes: int
@@ -33,7 +33,7 @@ class WorldSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class HostReport:
-    """What a process says of itself when it has joined."""
+    """A process as it describes itself when it has joined."""
 
     versions: Mapping[str, str]
     node: str
@@ -78,7 +78,7 @@ class ShardRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a process says after it has started all work of a step."""
+    """The reply of a process that has started all work of a step."""
 
     times: tuple[InstructionTime, ...] = ()
     """When each instruction ran, of a timed step."""

@@ -25,7 +25,7 @@ ANSWER_S = 60.0  # how long a new process may take to start: a busy machine impo
 
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:
-    """What the user says of the cluster; None is chosen."""
+    """The user's options for the cluster; None leaves one open."""
 
     address: str | None = None
     num_hosts: int | None = None
@@ -100,12 +100,12 @@ def import_ray() -> Any:
 
 
 def pickled(value: Any) -> bytes:
-    """As Ray sends it: functions of the main script by value, those of modules by name."""
+    """Return a value as Ray sends it: functions of the main script by value, those of modules by name."""
     return import_ray().cloudpickle.dumps(value)
 
 
 def unpickled(data: bytes) -> Any:
-    """What `pickled` was given."""
+    """Return the value that `pickled` was given."""
     return import_ray().cloudpickle.loads(data)
 
 

@@ -24,7 +24,7 @@ GRACE_S = 0.7  # peers of a process that died may say first that a transfer fail
 
 
 class Watched(Protocol):
-    """What the watch needs of those who wait for the processes."""
+    """Those who wait for the processes, as the watch sees them."""
 
     hosts: RayHosts
     failure: AutoparError | None

@@ -23,7 +23,7 @@ from autopar.runtime.transfer.tiles import DeviceLayout
 
 
 def is_one_array(placed: Placed) -> bool:
-    """Whether the pieces, as they lie, are the shards of one array."""
+    """Return True if the pieces, as they lie, are the shards of one array."""
     pieces = placed.pieces
     if len(pieces) == 1:
         return True

@@ -27,5 +27,5 @@ class World:
         return frozenset(o for o, process in enumerate(self.process_of) if process == self.process)
 
     def is_here(self, ordinals: Sequence[int]) -> bool:
-        """Whether one of these devices belongs to this process."""
+        """Return True if one of these devices belongs to this process."""
         return not self.ordinals.isdisjoint(ordinals)

@@ -1,4 +1,4 @@
-"""What the two ends of a message do in one process, as numbers: which shards, cuts, parcels, joins and copies.
+"""The work of one process at either end of a message, as numbers: which shards, cuts, parcels, joins and copies.
 
 Arrays on one device each are kept in a list while a message is worked on, and are called by their places in it:
 
@@ -52,7 +52,7 @@ class Empty:
 
 @dataclass(frozen=True, kw_only=True)
 class Outgoing:
-    """What a process does with the values that it sends."""
+    """The work of a process on the values that it sends."""
 
     shards: tuple[tuple[int, int, int], ...]  # value, which of its shards here, device
     cuts: tuple[
@@ -64,7 +64,7 @@ class Outgoing:
 
 @dataclass(frozen=True, kw_only=True)
 class Incoming:
-    """What a process does for the values that it receives."""
+    """The work of a process on the values that it receives."""
 
     moves: int  # how many tiles come from here
     pulls: tuple[tuple[int, tuple[Parcel, ...]], ...]
@@ -184,7 +184,7 @@ def _joined(
 
 
 def _cut(plan: TransferPlan, value: int, tile: Tile, stays: bool, lasting: Collection[int]) -> ShardCut | None:
-    """What is made of a shard for a tile; None if the shard itself is sent."""
+    """Return what is made of a shard for a tile; None if the shard itself is sent."""
     whole = plan.source_boxes[tile.source]
     is_key = plan.dtype in KEY_BYTES
     box = None if tile.box == whole else _within(tile.box, whole)

@@ -201,7 +201,7 @@ class Transmission:
 
 
 def sequence(parcels: Sequence[Parcel]) -> tuple[Transmission, ...]:
-    """What a message puts into the queues of its pairs, in order; the same at both ends."""
+    """Return the sends that a message puts into the queues of its pairs, in order; the same at both ends."""
     packed = sorted({np.dtype(p.dtype).name for p in parcels} & PACKED_DTYPES)
     if packed:
         raise Unsupported(

@@ -1,4 +1,4 @@
-"""What has to move so that a value on one mesh comes to lie on another: ranges of indices, cut where both layouts cut.
+"""Plan the tiles that bring a value from one mesh to another: ranges of indices, cut where both layouts cut.
 
     box of a device   a range [start, stop) per dimension: the part of the value that its layout puts there
     tile              box of a source device  ∩  box of a destination device
@@ -109,12 +109,12 @@ class TransferPlan:
 
     @cached_property
     def source_boxes(self) -> Mapping[int, Box]:
-        """What each source device holds."""
+        """The range that each source device holds."""
         return dict(zip(self.source.devices, self.source.boxes(self.shape), strict=True))
 
     @cached_property
     def destination_boxes(self) -> Mapping[int, Box]:
-        """What each destination device shall hold."""
+        """The range that each destination device shall hold."""
         return dict(zip(self.destination.devices, self.destination.boxes(self.shape), strict=True))
 
 
