@@ -54,11 +54,11 @@ def test_rows_are_the_modelled_memory(name, shape):
     trace = traced(name)
     donated = state_inputs(trace)
     mesh, found, block = planned(trace, shape)
-    states = found.optimum.states
-    memory = modelled_memory(found.choices, found.table, states, donated)
+    assignment = found.optimum.assignment
+    memory = modelled_memory(found.choices, found.table, assignment, donated)
     nbytes = memory.peak_bytes
     assert nbytes == pytest.approx(peak_memory(block, mesh, donated).peak_bytes, rel=0.03)
     limit = 0.9 * nbytes
     worst, *_ = memory.rows_above(limit)
-    assert row_weight(worst, states) - worst.limit == pytest.approx(nbytes - limit, rel=1e-6)
+    assert row_weight(worst, assignment) - worst.limit == pytest.approx(nbytes - limit, rel=1e-6)
     assert not memory.rows_above(1.01 * nbytes)

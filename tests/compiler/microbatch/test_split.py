@@ -351,7 +351,7 @@ def test_batch_normalization_is_refused_with_its_line():
         split(sgd(batch_norm, has_aux=True), PARAMS, X)
     message = str(error.value)
     assert "reduce_sum" in message
-    assert "test_microbatch.py" in message and "(batch_norm)" in message
+    assert "test_split.py" in message and "(batch_norm)" in message
     assert 'batch_statistics="per_microbatch"' in message
 
 

@@ -502,7 +502,7 @@ def test_equations_that_differ_in_type_or_parameters_have_keys_of_their_own():
 )
 def test_what_nobody_knows_is_replicated_with_one_warning_that_names_it(function):
     eqns = [eqn for eqn in traced(function, f32(8, 16)) if eqn.primitive.name == "pure_callback"]
-    with pytest.warns(ReplicatedWarning, match=r"`pure_callback` -> .*test_sharding_rules.* gathered") as caught:
+    with pytest.warns(ReplicatedWarning, match=r"`pure_callback` -> .*test_rule_lookup.* gathered") as caught:
         found = sharding_rules(eqns * 2)
     assert len(caught) == 1
     assert all(rule.source == "none" and rule.blocked == set(range(len(rule.sizes))) for rule in found)
