@@ -1,13 +1,13 @@
-"""Solve an MRF problem as a linear program over the local marginal polytope, or as an integer program, by HiGHS.
+"""Solve an MRF problem as an integer program over the local marginal polytope, by HiGHS.
 
     min  Σ c_i[a] s_i[a] + Σ M_ij[a,b] e_ij[a,b]                                              → _as_program
     s.t. Σ_a s_i[a] = 1                                      every node
          Σ_b e_ij[a,b] = s_i[a],  Σ_a e_ij[a,b] = s_j[b]     every edge; forbidden pairs have no variable
          Σ w_i[a] s_i[a] + Σ W_ij[a,b] e_ij[a,b] <= limit    every row, divided by its limit  → _row_entries
-         s, e >= 0, and s whole numbers where asked for
+         s, e >= 0, and s whole numbers
 
-On the graphs of train steps the program without rows nearly always has a solution in whole numbers. This file is the
-only one that knows the solver.
+On the graphs of train steps the linear program without rows nearly always has a solution in whole numbers, so that
+branch and bound ends where it begins. This file is the only one that knows the solver.
 """
 
 from __future__ import annotations
@@ -24,25 +24,8 @@ from autopar.errors import SolverFailed
 
 LARGEST_PROGRAM = 400_000
 """Pairs of options beyond which a program would not end in time."""
-WHOLE = 1 - 1e-6
-"""Value of a variable from which on it counts as 1."""
 LARGEST_COST = 1e4
 """What the largest cost is scaled to: far above the solver's tolerance of 1e-7, far below where doubles end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProgramSolution:
-    """The assignment that a program led to, None if it ran out of time without any, and a bound on all of them."""
-
-    assignment: Assignment | None
-    bound: float
-    whole: bool
-    """True if the assignment is the program's solution, rather than a rounding of it."""
-
-
-def solve_relaxation(problem: MRF, *, time_limit_s: float) -> ProgramSolution:
-    """Solve the linear program: a bound, and the likeliest option of every node."""
-    return _solve(problem, (), time_limit_s=time_limit_s)
 
 
 def solve_in_whole_numbers(
@@ -54,32 +37,24 @@ def solve_in_whole_numbers(
     gap: float = 0.0,
 ) -> ProgramSolution:
     """Solve the program in whole numbers, by branch and bound, from a known assignment, up to an (absolute) gap."""
-    return _solve(problem, rows, whole=True, start=start, time_limit_s=time_limit_s, gap=gap)
-
-
-def _solve(
-    problem: MRF,
-    rows: Sequence[Row],
-    *,
-    whole: bool = False,
-    start: Sequence[int] | None = None,
-    time_limit_s: float,
-    gap: float = 0.0,
-) -> ProgramSolution:
     pairs = _pairs(problem)
     columns = None if start is None else _columns_of(problem, pairs, start)
-    result = run_program(_as_program(problem, pairs, rows, whole), start=columns, time_limit_s=time_limit_s, gap=gap)
+    result = run_program(_as_program(problem, pairs, rows), start=columns, time_limit_s=time_limit_s, gap=gap)
     if not result.feasible:
         raise Infeasible([row.name for row in rows])
     if result.columns is None:
-        return ProgramSolution(assignment=None, bound=result.bound, whole=False)
+        return ProgramSolution(assignment=None, bound=result.bound)
     sizes = [cost.size for cost in problem.costs]
     chances = np.split(result.columns[: sum(sizes)], np.cumsum(sizes)[:-1])
-    return ProgramSolution(
-        assignment=tuple(int(chance.argmax()) for chance in chances),
-        bound=result.bound,
-        whole=all(chance.max() > WHOLE for chance in chances),
-    )
+    return ProgramSolution(assignment=tuple(int(chance.argmax()) for chance in chances), bound=result.bound)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSolution:
+    """The assignment that a program led to, None if it ran out of time without any, and a bound on all of them."""
+
+    assignment: Assignment | None
+    bound: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +81,7 @@ def _first_columns(problem: MRF) -> IndexArray:
     return np.cumsum([0] + [cost.size for cost in problem.costs])
 
 
-def _as_program(problem: MRF, pairs: dict[tuple[int, int], _Pairs], rows: Sequence[Row], whole: bool) -> LinearProgram:
+def _as_program(problem: MRF, pairs: dict[tuple[int, int], _Pairs], rows: Sequence[Row]) -> LinearProgram:
     first = _first_columns(problem)
     num_nodes, num_options = len(problem.costs), int(first[-1])
     entries = [(np.repeat(np.arange(num_nodes), np.diff(first)), np.arange(num_options), np.ones(num_options))]
@@ -128,7 +103,7 @@ def _as_program(problem: MRF, pairs: dict[tuple[int, int], _Pairs], rows: Sequen
         entry_rows=entry_rows,
         entry_columns=entry_columns,
         entries=values,
-        num_whole=num_options if whole else 0,
+        num_whole=num_options,
     )
 
 

@@ -3,8 +3,8 @@
     presolve      reductions that keep the optimum                                    → reduce_problem
     bound         dual ascent: a bound, an assignment, the options that may be better → ascend, within_gap
     beam search   among these options, wider and wider                                → beam_search
-    exhaustive    a linear program if it is quick, else some nodes contracted, and
-                  all of this again; at last branch and bound                         → _exhaust
+    exhaustive    some nodes contracted, and all of this again; with few pairs left, or
+                  too many, wide beams, then branch and bound                         → _exhaust
 
 Each step takes a problem and an upper limit on what is of interest, and returns an `Incumbent`: its best assignment,
 and a bound under all that it dropped. A round that leaves few options begins again with these alone.
@@ -24,7 +24,7 @@ import numpy as np
 from autopar.compiler.solver.beam_search import MOST_WORK, beam_search
 from autopar.compiler.solver.contraction import contract
 from autopar.compiler.solver.dual_ascent import FEW_PAIRS, Ascent, ascend, within_gap
-from autopar.compiler.solver.linear_program import LARGEST_PROGRAM, solve_in_whole_numbers, solve_relaxation
+from autopar.compiler.solver.linear_program import LARGEST_PROGRAM, solve_in_whole_numbers
 from autopar.compiler.solver.presolve import reduce_problem
 from autopar.compiler.solver.problem import (
     MRF,
@@ -41,18 +41,18 @@ from autopar.errors import SolverFailed
 
 MAX_GAP = 1e-3
 """Gap that is small enough where nothing else is said."""
-QUICK_PROGRAM = 60_000
-"""Pairs up to which a linear program takes less time than contracting: half a second, and mostly in whole numbers."""
+FEW_TO_CONTRACT = 60_000
+"""Pairs up to which wide beams and branch and bound take less time than contracting."""
 SHARE_TO_GO_ON = 0.7
 """Share of the pairs that a round may leave for another one to follow."""
 LIGHTEST, NARROW, WIDE = 30, 1_000, 10_000
 """Widths of a beam: with many pairs, of every round, and before branch and bound."""
 WIDER = (100_000, 1_000_000, 4_000_000)
-"""Further widths before branch and bound, which rarely ends where a relaxation is in fractions."""
+"""Further widths before branch and bound, which rarely ends where a linear program is in fractions."""
 SHARE_OF_WIDER = 0.5
-"""Of the time that is left, what these may take."""
+"""Of the time that is left, what the wide beams may take."""
 PROVEN_TO_WIDEN = 0.5
-"""Share of what is left to prove that a beam search must prove for a wider one to follow."""
+"""Share of what is left to prove that a wide beam search must prove for a wider one to follow."""
 LIGHT_WORK = 30_000_000
 """Pairs times partial assignments of a search that first finds a good assignment."""
 
@@ -63,8 +63,9 @@ STEPS = (
     "local search",
     "pruning",
     "beam search",
-    "linear program",
     "contraction",
+    "wide beams",
+    "branch and bound",
 )
 """Steps that may be left out, to measure what each is worth."""
 
@@ -216,55 +217,40 @@ class _Round:
 
 
 def _exhaust(core: MRF, effort: SolveEffort, upper: float) -> Incumbent:
-    """Solve a linear program if that is quick, else the problem contracted; if that is too large, search widely."""
-    nothing = Incumbent(assignment=None, value=upper, bound=-math.inf)
-    if num_pairs(core) <= QUICK_PROGRAM and effort.left_s > 0 and "linear program" not in effort.without:
-        return _solve_program(core, effort, nothing)
-    contracted = None if "contraction" in effort.without else contract(core)
-    if contracted is not None:
-        found = minimize(contracted.problem, effort, upper)
-        assignment = None if found.assignment is None else contracted.expand(found.assignment)
-        return replace(found, assignment=assignment, how=("contraction", *found.how))
-    found = _improve(nothing, core, WIDE, effort.deadline)
-    if effort.is_enough(found.value, found.bound) or num_pairs(core) > LARGEST_PROGRAM or effort.left_s <= 0:
-        return found
-    return _solve_program(core, effort, found)
+    """Contract the problem and begin again; where that is no help, search widely, then branch and bound."""
+    contracted = None
+    if num_pairs(core) > FEW_TO_CONTRACT and "contraction" not in effort.without:
+        contracted = contract(core)
+    if contracted is None:
+        return _search_widely(core, effort, upper)
+    found = minimize(contracted.problem, effort, upper)
+    assignment = None if found.assignment is None else contracted.expand(found.assignment)
+    return replace(found, assignment=assignment, how=("contraction", *found.how))
 
 
-def _solve_program(problem: MRF, effort: SolveEffort, found: Incumbent) -> Incumbent:
-    """Solve the linear program; if it ends in fractions, search more and more widely, then branch and bound."""
-    relaxed = solve_relaxation(problem, time_limit_s=effort.left_s)
-    found = _better(problem, found, relaxed.assignment, relaxed.bound, "linear program")
-    if relaxed.whole or effort.is_enough(found.value, found.bound) or effort.left_s <= 0:
-        return found
-    found = _search_wider(problem, effort, found)
-    if effort.is_enough(found.value, found.bound) or effort.left_s <= 0:
-        return found
-    gap = effort.slack(found.value)
-    mixed = solve_in_whole_numbers(problem, start=found.assignment, time_limit_s=effort.left_s, gap=gap)
-    return _better(problem, found, mixed.assignment, mixed.bound, "branch and bound")
-
-
-def _search_wider(problem: MRF, effort: SolveEffort, found: Incumbent) -> Incumbent:
-    """Search by more and more partial assignments, until the best is proven, or it looks as if it would not be."""
+def _search_widely(core: MRF, effort: SolveEffort, upper: float) -> Incumbent:
+    """Search widely, more widely as long as that looks as if it would prove the best, then branch and bound."""
+    # All costs are at least zero by now.
+    found = Incumbent(assignment=None, value=upper, bound=0.0)
     deadline = time.monotonic() + SHARE_OF_WIDER * effort.left_s
-    relaxed = found.bound
-    for width in (WIDE, *WIDER):
-        found = _improve(found, problem, width, deadline, most_work=math.inf)
-        is_promising = found.bound - relaxed >= PROVEN_TO_WIDEN * (found.value - relaxed)
+    for width in () if "wide beams" in effort.without else (WIDE, *WIDER):
+        most_work = MOST_WORK if width == WIDE else math.inf
+        searched = beam_search(core, found.value, width, most_work=most_work, deadline=deadline)
+        found = _better(core, found, searched.assignment, searched.bound, "wide beam search")
+        is_promising = found.bound >= PROVEN_TO_WIDEN * found.value
         if effort.is_enough(found.value, found.bound) or not is_promising or time.monotonic() > deadline:
             break
-    return found
-
-
-def _improve(found: Incumbent, problem: MRF, width: int, deadline: float, *, most_work: float = MOST_WORK) -> Incumbent:
-    """Improve what was found by a beam search."""
-    searched = beam_search(problem, found.value, width, most_work=most_work, deadline=deadline)
-    return _better(problem, found, searched.assignment, searched.bound, "wide beam search")
+    if effort.is_enough(found.value, found.bound) or effort.left_s <= 0:
+        return found
+    if num_pairs(core) > LARGEST_PROGRAM or "branch and bound" in effort.without:
+        return found
+    gap = effort.slack(found.value)
+    mixed = solve_in_whole_numbers(core, start=found.assignment, time_limit_s=effort.left_s, gap=gap)
+    return _better(core, found, mixed.assignment, mixed.bound, "branch and bound")
 
 
 def _better(problem: MRF, found: Incumbent, assignment: Assignment | None, bound: float, how: str) -> Incumbent:
-    """Return what was found with an assignment, if that is as good, and the higher one of two bounds."""
+    """Return what was found with an assignment, if that is as good, and with the higher one of two bounds."""
     value = found.value
     if assignment is not None and (cost := assignment_cost(problem, assignment)) <= value:
         found, value = replace(found, assignment=assignment), cost
