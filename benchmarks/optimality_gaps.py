@@ -121,7 +121,7 @@ def measure(name: str, mesh: str, kind: str, time_limit_s: float, without: Seque
 
     began = time.process_time()
     trace = step.trace(*arguments, **case.kwargs).trace
-    found = search_on(trace, method, LogicalMesh(shape=shape, axis_names=method.mesh_axes), kind=kind).found
+    found = search_on(trace, method, LogicalMesh(shape=shape, axis_names=method.mesh_axes), kind=kind).intra_op
     yield row(found.optimum, began, None)
     for left_out in ("nothing", *without) if without else ():
         began = time.process_time()

@@ -107,7 +107,7 @@ def explain_plan(trace: Trace, plan: Plan, name: str, *, kind: str | Machine) ->
         recomputed_layers=plan.sharding.recomputed_layers,
         num_layers=plan.sharding.num_layers,
     )
-    choice = searched.found.choices.arguments[number]
+    choice = searched.intra_op.choices.arguments[number]
     if choice is None:
         raise InvalidArgument(
             f"{key_path(leaf.name)} has shape {leaf.aval.shape}, which is too small to be split: every device has it."
@@ -139,7 +139,7 @@ def _find(trace: Trace, name: str) -> int:
 
 def _price(trace: Trace, searched: MeshSearchResult, node: int, state: int, spec: PartitionSpec) -> Alternative | None:
     """The best plan with one layout fixed; None where there is none."""
-    table, mesh = searched.found.table, searched.mesh
+    table, mesh = searched.intra_op.table, searched.mesh
     costs: list[np.ndarray] = list(table.costs)
     costs[node] = np.where(np.arange(len(costs[node])) == state, costs[node], np.inf)
     problem = table.problem()
@@ -147,7 +147,7 @@ def _price(trace: Trace, searched: MeshSearchResult, node: int, state: int, spec
         optimum = solve(replace(problem, costs=tuple(costs)))
     except Infeasible:
         return None
-    plan = block_plan_of(searched.found.choices, optimum.assignment)
+    plan = block_plan_of(searched.intra_op.choices, optimum.assignment)
     block = local_block(jc.open_jaxpr(searched.closed)[0], plan, mesh)
     memory = peak_memory(block, mesh, trace.donated_inputs)
     return Alternative(spec=spec, step_time_s=optimum.value, peak_bytes=memory.peak_bytes)

@@ -4,8 +4,9 @@
     B0 <- B1 <- ... <- B(S-1)      backward (W: weight gradients, where a schedule wants them apart)
     U0    U1    ...    U(S-1)      update, once per step; in rounds where scalars cross stages
 
-A value is either of one microbatch or of the whole step; an accumulation turns the first kind into the second.
-`evaluate` is the meaning of a stage graph: it must equal the step it was cut from.
+A value is either of one microbatch or of the whole step; an accumulation turns the first kind into the second. Every
+value is an input or made by one task, before the tasks that read it, and has the type that these declare: `verify`
+checks that. `evaluate` is the meaning of a stage graph: it must equal the step it was cut from.
 """
 
 from __future__ import annotations
@@ -125,6 +126,22 @@ class StageGraph:
         small = {i.value for i in self.inputs if i.kind != "whole"}
         return {n: (made[n], tuple(sorted(stages))) for n, stages in read.items() if n not in small}
 
+    def verify(self) -> None:
+        """Assert that tasks read what is there, in the types of the values, and that every result is made."""
+        stages = range(self.num_stages)
+        there = {i.value for i in self.inputs}
+        for task in self.tasks:
+            assert task.stage in stages, f"{task.name} is on stage {task.stage} of {self.num_stages}"
+            missing = [name for name in task.inputs if name not in there]
+            assert not missing, f"{task.name} reads {missing}, which no task has made before it"
+            again = [name for name in _made_by(task) if name in there and name not in task.inputs]
+            assert not again, f"{task.name} makes {again}, which are there already"
+            there.update(_made_by(task))
+            _check_types(task, self.values)
+        for out in self.outputs:
+            assert out.value is None or out.value in there, f"result {out.leaf} is {out.value}, which no task makes"
+            assert out.stage in stages, f"result {out.leaf} is on stage {out.stage} of {self.num_stages}"
+
     def __str__(self) -> str:
         lines = [
             f"StageGraph of {self.name}: {self.num_stages} stages, {self.num_microbatches} microbatches, "
@@ -145,6 +162,20 @@ class StageGraph:
 def _made_by(task: StageTask) -> Iterable[str]:
     yield from task.outputs
     yield from (a.result for a in task.accumulations)
+
+
+def _check_types(task: StageTask, values: Mapping[str, GraphValue]) -> None:
+    borders = ((task.inputs, task.jaxpr.in_avals), (task.outputs, task.jaxpr.out_avals))
+    for names, avals in borders:
+        for name, aval in zip(names, avals, strict=True):
+            value = values[name]
+            assert (value.shape, value.dtype) == (aval.shape, aval.dtype), f"{task.name}: {name} is {value}, not {aval}"
+    for a in task.accumulations:
+        assert a.operand in task.outputs, f"{task.name} adds up {a.operand}, which it does not make"
+        assert not values[a.result].per_microbatch, f"{a.result} is a total, and yet of one microbatch"
+    if task.kind == "U":
+        per_microbatch = [name for name in (*task.inputs, *task.outputs) if values[name].per_microbatch]
+        assert not per_microbatch, f"{task.name} runs once per step, and has {per_microbatch} of one microbatch"
 
 
 def evaluate(graph: StageGraph, leaves: Sequence[Any]) -> list[Any]:

@@ -57,42 +57,42 @@ def plan_mesh(
     time_limit_s: float = 60.0,
     cache_directory: Path | None = None,
 ) -> MeshSharding:
-    """The best layouts of what a mesh runs."""
+    """Return the best layouts of the tasks of a mesh."""
     choices = task_graph(tasks, mesh, figures, constraints)
-    found = choices.best({}, time_limit_s=time_limit_s, cache_directory=cache_directory)
-    return mesh_sharding(tasks, found, mesh, figures)
+    solution = choices.best({}, time_limit_s=time_limit_s, cache_directory=cache_directory)
+    return mesh_sharding(tasks, solution, mesh, figures)
 
 
 def mesh_sharding(
     tasks: Sequence[GroupTask],
-    found: GroupPlan,
+    solution: GroupPlan,
     mesh: LogicalMesh,
     figures: MeshFigures,
     blocks: Mapping[str, LocalBlock] | None = None,
 ) -> MeshSharding:
-    """A solution as data, with the times and collectives that it means; `blocks` are its `local_blocks`, if known."""
+    """Return a solution as data, with its times and collectives; `blocks` are its `local_blocks`, if known."""
     times: dict[str, TaskTimes] = {}
     temporary_bytes: dict[str, float] = {}
     collectives: list[PlannedCollective] = []
-    blocks = local_blocks(tasks, found, mesh) if blocks is None else blocks
+    blocks = local_blocks(tasks, solution, mesh) if blocks is None else blocks
     for task in tasks:
         block = blocks[task.name]
-        mine = with_shared_latency(figures) if task.phase == "update" else figures
-        took = block_times(block, mesh, mine)
+        own = with_shared_latency(figures) if task.phase == "update" else figures
+        took = block_times(block, mesh, own)
         times[task.name] = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
         memory = peak_memory(block, mesh, task.donated)
         temporary_bytes[task.name] = memory.peak_bytes - memory.arguments_bytes
-        collectives += _collectives(task, block, mesh, mine)
+        collectives += priced_collectives(block, mesh, own, times=task.times, name=task.name)
     return MeshSharding(
         layouts={
-            "values": {name: layout_text(layout, mesh) for name, layout in sorted(found.layouts.items())},
-            "tasks": {name: to_data(block, mesh) for name, block in found.tasks.items()},
+            "values": {name: layout_text(layout, mesh) for name, layout in sorted(solution.layouts.items())},
+            "tasks": {name: to_data(block, mesh) for name, block in solution.tasks.items()},
         },
         times=times,
         collectives=tuple(collectives),
         temporary_bytes=temporary_bytes,
-        objective_s=found.optimum.value,
-        lower_bound_s=found.optimum.lower_bound,
+        objective_s=solution.optimum.value,
+        lower_bound_s=solution.optimum.lower_bound,
         figures=figures.name,
     )
 
@@ -101,24 +101,21 @@ def mesh_sharding_like(
     sharding: MeshSharding,
     others: Sequence[GroupTask],
     tasks: Sequence[GroupTask],
-    found: GroupPlan,
+    solution: GroupPlan,
     mesh: LogicalMesh,
     figures: MeshFigures,
 ) -> MeshSharding:
-    """The sharding of tasks that are like `others`, whose sharding is known, by the same solution under their names."""
+    """Return the sharding of tasks that are like `others`, whose sharding is known, under names of their own."""
     names = {other.name: task.name for other, task in zip(others, tasks, strict=True)}
-    blocks = local_blocks(tasks, found, mesh)
-    collectives = [
-        each
-        for task in tasks
-        for each in _collectives(
-            task, blocks[task.name], mesh, with_shared_latency(figures) if task.phase == "update" else figures
-        )
-    ]
+    blocks = local_blocks(tasks, solution, mesh)
+    collectives: list[PlannedCollective] = []
+    for task in tasks:
+        own = with_shared_latency(figures) if task.phase == "update" else figures
+        collectives += priced_collectives(blocks[task.name], mesh, own, times=task.times, name=task.name)
     return replace(
         sharding,
         layouts={
-            "values": {name: layout_text(layout, mesh) for name, layout in sorted(found.layouts.items())},
+            "values": {name: layout_text(layout, mesh) for name, layout in sorted(solution.layouts.items())},
             "tasks": {names[name]: data for name, data in sharding.layouts["tasks"].items()},
         },
         times={names[name]: times for name, times in sharding.times.items()},
@@ -127,30 +124,31 @@ def mesh_sharding_like(
     )
 
 
-def local_blocks(tasks: Sequence[GroupTask], found: GroupPlan, mesh: LogicalMesh) -> dict[str, LocalBlock]:
+def local_blocks(tasks: Sequence[GroupTask], solution: GroupPlan, mesh: LogicalMesh) -> dict[str, LocalBlock]:
     """Return the program of one device for each task of a solution."""
     return {
-        task.name: local_block(jc.open_jaxpr(task.jaxpr)[0], found.tasks[task.name], mesh, phase=task.phase)
+        task.name: local_block(jc.open_jaxpr(task.jaxpr)[0], solution.tasks[task.name], mesh, phase=task.phase)
         for task in tasks
     }
 
 
-def _collectives(
-    task: GroupTask, block: LocalBlock, mesh: LogicalMesh, figures: MeshFigures
+def priced_collectives(
+    block: LocalBlock, mesh: LogicalMesh, figures: MeshFigures, *, times: float = 1, name: str = ""
 ) -> list[PlannedCollective]:
+    """Return the collectives of a program that a step runs so many times; `name` is the scope of those without one."""
     return [
         PlannedCollective(
             kind=each.collective.kind,
             axes=mesh.names(each.collective.axes),
             group_size=mesh.size(each.collective.axes),
             nbytes=each.collective.nbytes,
-            times=each.times * task.times,
+            times=each.times * times,
             seconds=each.times
-            * task.times
+            * times
             * figures.collective_s(each.collective.kind, each.collective.axes, each.collective.nbytes, mesh),
             dtype=each.dtype,
             what=each.what,
-            scope=each.scope or task.name,
+            scope=each.scope or name,
             repeated=each.repeated,
         )
         for each in planned_collectives(block, mesh)

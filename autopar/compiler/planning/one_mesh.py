@@ -6,7 +6,7 @@ Trace, Auto | Zero | TensorParallel | ExpertParallel, devices  ->  Plan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,14 +19,14 @@ from autopar.compiler.lowering.sharded_step import one_jaxpr
 from autopar.compiler.memory.estimate import HEADROOM, peak_memory
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers, rematerialize
 from autopar.compiler.planning.constraints import constraints_of
+from autopar.compiler.planning.mesh_sharding import priced_collectives
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.spmd.block_plan import to_data
-from autopar.compiler.spmd.collectives import planned_collectives
 from autopar.compiler.spmd.local_program import LocalBlock, local_block
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
-from autopar.ir.plan_sharding import PlannedCollective, ShardingPlan
+from autopar.ir.plan_sharding import ShardingPlan
 from autopar.methods import MEMORY_LEVELS, Auto, SearchMethod
 from autopar.progress import tell
 
@@ -38,7 +38,7 @@ class MeshSearchResult:
     closed: jc.ClosedJaxpr
     mesh: LogicalMesh
     figures: MeshFigures
-    found: IntraOpPlan
+    intra_op: IntraOpPlan
     block: LocalBlock
     peak_bytes: float
     recomputed_layers: tuple[int, ...]
@@ -54,13 +54,13 @@ def plan_by_search(
     checked: bool = False,
     cache_directory: Path | None = None,
 ) -> Plan:
-    """The best plan that a method allows, for devices of a `kind` as JAX names it, or of a machine.
+    """Return the best plan that a method allows, for devices of a `kind` as JAX names it, or of a machine.
 
     Solved problems are kept on disk. A plan that will be `checked` by compiling it may use all of its memory budget.
     Raises `InvalidArgument` for a mesh that does not fill the devices, or constraints that contradict each other, and
     `MemoryTooSmall` where no plan fits.
     """
-    offered = cache(lambda: offered_layers(trace))  # found when it is first asked for
+    offered = cache(lambda: offered_layers(trace))  # computed when it is first asked for
     fitting: list[MeshSearchResult] = []
     too_small: list[MemoryTooSmall] = []
     for mesh in _meshes(search_of(method), num_devices):
@@ -101,8 +101,8 @@ def _search_layers(
 
     def fastest(count: int) -> MeshSearchResult | None:
         """The plan for the fastest layouts of all, if it fits."""
-        found = search(count, unlimited)
-        return found if found.peak_bytes <= budget else None
+        unbounded = search(count, unlimited)
+        return unbounded if unbounded.peak_bytes <= budget else None
 
     def within_budget(count: int) -> MeshSearchResult | None:
         try:
@@ -114,31 +114,31 @@ def _search_layers(
 
     most = len(offered().layers)
     # Layouts that save memory are only looked for where recomputing alone does not save enough: that takes longer.
-    found = _fewest(fastest, most) or _fewest(within_budget, most)
-    assert found is not None
-    return found
+    fitting = _fewest(fastest, most) or _fewest(within_budget, most)
+    assert fitting is not None
+    return fitting
 
 
 def _fewest(search: Callable[[int], MeshSearchResult | None], most: int) -> MeshSearchResult | None:
     """Return the result for the least count up to `most` for which the search has one; for 0 it has none."""
-    found = search(most)
+    best = search(most)
     least, too_few = most, 0
-    while found is not None and least - too_few > 1:
+    while best is not None and least - too_few > 1:
         count = (least + too_few) // 2
         fewer = search(count)
         if fewer is None:
             too_few = count
         else:
-            found, least = fewer, count
-    return found
+            best, least = fewer, count
+    return best
 
 
 def _step_time_s(searched: MeshSearchResult) -> float:
-    return searched.found.optimum.value
+    return searched.intra_op.optimum.value
 
 
 def search_of(method: SearchMethod) -> Auto:
-    """The search that a method is, or restricts."""
+    """Return the search that a method is, or restricts."""
     return method if isinstance(method, Auto) else method.search()
 
 
@@ -166,7 +166,7 @@ def search_on(
         batch_statistics=auto.batch_statistics,
         random=auto.random,
     )
-    found = plan_intra_op(
+    intra_op = plan_intra_op(
         closed,
         mesh,
         figures,
@@ -179,12 +179,12 @@ def search_on(
         time_limit_s=auto.time_limit_s,
         cache_directory=cache_directory,
     )
-    block = local_block(jc.open_jaxpr(closed)[0], found.plan, mesh)
+    block = local_block(jc.open_jaxpr(closed)[0], intra_op.plan, mesh)
     return MeshSearchResult(
         closed=closed,
         mesh=mesh,
         figures=figures,
-        found=found,
+        intra_op=intra_op,
         block=block,
         peak_bytes=peak_memory(block, mesh, trace.donated_inputs).peak_bytes,
         recomputed_layers=recomputed_layers,
@@ -192,14 +192,14 @@ def search_on(
 
 
 def plan_of(trace: Trace, method: SearchMethod, searched: MeshSearchResult, offered: Callable[[], Offer]) -> Plan:
-    """A search's result as a plan."""
+    """Return a search's result as a plan."""
     auto, mesh, block = search_of(method), searched.mesh, searched.block
     recomputed = searched.recomputed_layers
     sharding = ShardingPlan(
-        layouts=to_data(searched.found.plan, mesh),
-        collectives=tuple(_collectives(searched)),
-        step_time_s=searched.found.optimum.value,
-        lower_bound_s=searched.found.optimum.lower_bound,
+        layouts=to_data(searched.intra_op.plan, mesh),
+        collectives=tuple(priced_collectives(block, mesh, searched.figures)),
+        step_time_s=searched.intra_op.optimum.value,
+        lower_bound_s=searched.intra_op.optimum.lower_bound,
         peak_bytes=searched.peak_bytes,
         figures=searched.figures.name,
         recomputed=tuple(offered().names[layer] for layer in recomputed),
@@ -223,26 +223,6 @@ def plan_of(trace: Trace, method: SearchMethod, searched: MeshSearchResult, offe
     )
 
 
-def _collectives(searched: MeshSearchResult) -> Sequence[PlannedCollective]:
-    mesh, figures = searched.mesh, searched.figures
-    return [
-        PlannedCollective(
-            kind=each.collective.kind,
-            axes=mesh.names(each.collective.axes),
-            group_size=mesh.size(each.collective.axes),
-            nbytes=each.collective.nbytes,
-            times=each.times,
-            seconds=each.times
-            * figures.collective_s(each.collective.kind, each.collective.axes, each.collective.nbytes, mesh),
-            dtype=each.dtype,
-            what=each.what,
-            scope=each.scope,
-            repeated=each.repeated,
-        )
-        for each in planned_collectives(searched.block, mesh)
-    ]
-
-
 def _meshes(auto: Auto, num_devices: int) -> list[LogicalMesh]:
     if auto.mesh_shape is not None:
         size = math.prod(auto.mesh_shape)
@@ -259,7 +239,7 @@ def _meshes(auto: Auto, num_devices: int) -> list[LogicalMesh]:
 
 
 def memory_limit_on(mesh: LogicalMesh, method: SearchMethod, kind: str | Machine) -> float:
-    """Bytes that a plan of a method may use on a device."""
+    """Return the bytes that a plan of a method may use on a device."""
     return memory_limit(search_of(method).memory, figures_of(kind, mesh.shape))
 
 
@@ -271,7 +251,7 @@ def _headroom(method: SearchMethod, checked: bool) -> float:
 
 
 def memory_limit(memory: float | str, figures: MeshFigures) -> float:
-    """Bytes that a plan may use on a device."""
+    """Return the bytes that a plan may use on a device."""
     if isinstance(memory, str):
         return MEMORY_LEVELS[memory] * figures.memory_bytes
     return memory * figures.memory_bytes if memory <= 1 else memory
