@@ -92,14 +92,14 @@ def compiled_collectives(hlo_text: str) -> tuple[CompiledCollective, ...]:
     """
     module = _read(hlo_text)
     times = _executions(module)
-    found = (
+    collectives = (
         _collective(instruction, operation, computation.types, module.num_devices, times[computation.name])
         for computation in module.computations
         if times[computation.name]
         for instruction in computation.instructions
         if (operation := _operation(instruction.opcode))
     )
-    return tuple(collective for collective in found if collective.group_size > 1)
+    return tuple(collective for collective in collectives if collective.group_size > 1)
 
 
 def wire_bytes_by_kind(collectives: Iterable[CompiledCollective]) -> dict[str, float]:
@@ -361,18 +361,18 @@ def check_collectives(
     assert devices is not None
     options = {"xla_gpu_enable_triton_gemm": False} if target is not None else None
     runs = Counter(i.executable for mesh in program.meshes for i in mesh.instructions if isinstance(i, Run))
-    found: list[CompiledCollective] = []
+    measured: list[CompiledCollective] = []
     peak_bytes = 0.0
     for executable in program.executables.values():
         compiled = _lowered(executable, _mesh(plan.meshes[executable.mesh], devices)).compile(options)
         peak_bytes = max(peak_bytes, _peak(compiled))
-        found += [
+        measured += [
             replace(each, count=each.count * runs[executable.name]) for each in compiled_collectives(compiled.as_text())
         ]
     on_cpu = target is None and devices[0].platform == "cpu"
     return CollectiveCheck(
         compiler=target or str(devices[0].device_kind),
-        kinds=tuple(_compare(plan.planned_collectives, found, on_cpu=on_cpu)),
+        kinds=tuple(_compare(plan.planned_collectives, measured, on_cpu=on_cpu)),
         planned_peak_bytes=0.0 if plan.sharding is None else plan.sharding.peak_bytes,
         compiled_peak_bytes=peak_bytes,
     )
@@ -430,10 +430,10 @@ def _compare(
 
 
 def _by_kind(collectives: Sequence[_Collective]) -> dict[tuple[str, int], list[_Collective]]:
-    found = defaultdict[tuple[str, int], list[_Collective]](list)
+    by_kind = defaultdict[tuple[str, int], list[_Collective]](list)
     for each in collectives:
-        found[each.kind, 0 if each.kind == "collective-permute" else each.group_size].append(each)
-    return dict(found)
+        by_kind[each.kind, 0 if each.kind == "collective-permute" else each.group_size].append(each)
+    return dict(by_kind)
 
 
 def _bytes(each: PlannedCollective, on_cpu: bool) -> float:

@@ -307,15 +307,15 @@ def _donations(
     donations: dict[str, tuple[int, ...]] = {}
     for emitted in {executable_name(c.emitted): c.emitted for c in calls}.values():
         room = [types[n] for n in emitted.outputs]
-        found: list[int] = []
+        given: list[int] = []
         # Accumulators first: they are written again under their name, so they must be given up.
         inputs, written = emitted.inputs, set(emitted.outputs)
         dead = dying[executable_name(emitted)]
         for p in sorted(dead, key=lambda p: (inputs[p] not in written, inputs[p] not in donated, p)):
             if types[emitted.inputs[p].partition("@")[0]] in room:
                 room.remove(types[emitted.inputs[p].partition("@")[0]])
-                found.append(p)
-        donations[executable_name(emitted)] = tuple(sorted(found))
+                given.append(p)
+        donations[executable_name(emitted)] = tuple(sorted(given))
     return donations
 
 

@@ -86,12 +86,12 @@ def _output_spec(trace: Trace, plan: Plan, output: int, mesh: MeshPlan) -> Parti
 def _donated(trace: Trace, inputs: list[ArrayType], outputs: list[ArrayType]) -> tuple[int, ...]:
     """Donated inputs whose buffer some output can take; XLA would refuse the others."""
     room = list(outputs)
-    found: list[int] = []
+    donated: list[int] = []
     for i in sorted(trace.donated_inputs):
         if inputs[i] in room:
             room.remove(inputs[i])
-            found.append(i)
-    return tuple(found)
+            donated.append(i)
+    return tuple(donated)
 
 
 def _output(leaf: int, v: Any, names: dict[int, str]) -> Output:

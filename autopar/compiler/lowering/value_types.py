@@ -80,8 +80,8 @@ def _state_specs(graph: StageGraph, plan: Plan) -> Mapping[str, PartitionSpec]:
             direct[spec.value] = given
             if spec.kind == "whole" and any(entry is not None for entry in given):
                 specs.setdefault(joined.find(spec.value), given)
-    found = {n: specs[joined.find(n)] for n in graph.values if joined.find(n) in specs}
-    return {**found, **direct}
+    joined_specs = {n: specs[joined.find(n)] for n in graph.values if joined.find(n) in specs}
+    return {**joined_specs, **direct}
 
 
 def _join_elementwise(task: StageTask, joined: Classes) -> None:

@@ -66,15 +66,15 @@ class _Forward:
 
     def _ancestors(self, positions: Iterable[int], known: Collection[int]) -> set[int]:
         """These positions and those that they follow from, without the known ones."""
-        found: set[int] = set()
+        ancestors: set[int] = set()
         stack = list(positions)
         while stack:
             p = stack.pop()
-            if p not in found and p not in known:
-                found.add(p)
+            if p not in ancestors and p not in known:
+                ancestors.add(p)
                 operands = jc.operands(self.eqns[self.order[p]])
                 stack.extend(self.producer[v] for v in operands if v in self.producer)
-        return found
+        return ancestors
 
 
 def _parameters(phases: Phases) -> dict[jc.Var, frozenset[jc.Var]]:
@@ -84,14 +84,16 @@ def _parameters(phases: Phases) -> dict[jc.Var, frozenset[jc.Var]]:
     """
     jaxpr = phases.step.jaxpr.jaxpr
     inputs = zip(jaxpr.invars, phases.step.inputs, strict=True)
-    found = {v: frozenset([v]) for v, spec in inputs if spec.kind == "whole" and v not in phases.replicated_scalars}
+    sources_of = {
+        v: frozenset([v]) for v, spec in inputs if spec.kind == "whole" and v not in phases.replicated_scalars
+    }
     for eqn, own in zip(phases.equations, phases.of, strict=True):
         if Phase.UNPLACED in own:
-            sources = frozenset(p for v in jc.operands(eqn) for p in found.get(v, ()))
-            found.update((v, sources) for v in eqn.outvars if _size(v) > 1)
+            sources = frozenset(p for v in jc.operands(eqn) for p in sources_of.get(v, ()))
+            sources_of.update((v, sources) for v in eqn.outvars if _size(v) > 1)
         elif not own & {Phase.FORWARD, Phase.BACKWARD}:
-            found.update((v, frozenset([v])) for v in eqn.outvars if v not in phases.replicated_scalars)
-    return found
+            sources_of.update((v, frozenset([v])) for v in eqn.outvars if v not in phases.replicated_scalars)
+    return sources_of
 
 
 def _size(v: Any) -> int:

@@ -98,18 +98,18 @@ def _numbered_layers(phases: Phases) -> list[tuple[str, int]]:
     inside = [position for position, label in enumerate(labels) if label is not None]
     if not inside:
         return []
-    found: list[tuple[str, int]] = []
+    layers: list[tuple[str, int]] = []
     products, current = _ENOUGH_PRODUCTS, None
     for position in inside:
         name, number = labels[position] or ("", ())
         if number != current and products >= _ENOUGH_PRODUCTS:
-            found.append((name, position))
+            layers.append((name, position))
             products = 0
         current = number
         products += eqns[position].primitive.name in PRODUCTS
     before = [("start", 0)] if inside[0] > 0 else []
     after = [("end", inside[-1] + 1)] if inside[-1] + 1 < len(eqns) else []
-    return [*before, *found, *after] if len(found) > 1 else []
+    return [*before, *layers, *after] if len(layers) > 1 else []
 
 
 def _labels(scopes: Sequence[_Scope]) -> list[tuple[str, _Scope] | None]:

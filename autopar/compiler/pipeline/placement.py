@@ -135,7 +135,7 @@ class _Placer:
 
     def _origins(self, variables: Iterable[jc.Var]) -> set[jc.Var]:
         """The inputs and completed values that variables derive from through unplaced equations."""
-        found: set[jc.Var] = set()
+        origins: set[jc.Var] = set()
         seen: set[jc.Var] = set()
         stack = list(variables)
         while stack:
@@ -147,8 +147,8 @@ class _Placer:
             if index is not None and Phase.UNPLACED in self.phases.of[index]:
                 stack.extend(jc.operands(self.eqns[index]))
             else:
-                found.add(v)
-        return found
+                origins.add(v)
+        return origins
 
     def find_parameter_homes(self) -> None:
         """A parameter's home is the first stage that uses it."""
@@ -183,15 +183,15 @@ class _Placer:
 
     def _only_accumulated(self, round_number: int) -> set[int]:
         """Linear backward equations whose results only go, through such equations, into sums over microbatches."""
-        found: set[int] = set()
+        tails: set[int] = set()
         for i in range(len(self.eqns) - 1, -1, -1):
             eqn = self.eqns[i]
             if Phase.BACKWARD not in self.phases.of[i] or self.phases.rounds[i] != round_number:
                 continue
             consumers = [c for v in eqn.outvars for c in self.consumers.get(v, [])]
-            if self._linear(eqn) and consumers and all(c in found or self._sums(c) for c in consumers):
-                found.add(i)
-        return found
+            if self._linear(eqn) and consumers and all(c in tails or self._sums(c) for c in consumers):
+                tails.add(i)
+        return tails
 
     def _linear(self, eqn: jc.JaxprEqn) -> bool:
         activations = sum(v in self.micro_stage for v in jc.operands(eqn))

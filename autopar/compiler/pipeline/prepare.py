@@ -120,10 +120,10 @@ def _piece_name(trace: Trace, piece: Piece) -> str:
 
 
 def _step_input_names(step: MicrobatchedStep, names: Sequence[str], num_inputs: int) -> tuple[str, ...]:
-    found: list[str] = []
+    step_names: list[str] = []
     for i, spec in enumerate(step.inputs):
         if spec.leaf is None:
-            found.append("microbatch")
+            step_names.append("microbatch")
         else:
-            found.append(names[spec.leaf] + ("/whole" if i >= num_inputs else ""))
-    return tuple(found)
+            step_names.append(names[spec.leaf] + ("/whole" if i >= num_inputs else ""))
+    return tuple(step_names)

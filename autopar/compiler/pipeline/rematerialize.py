@@ -62,11 +62,13 @@ def offered_layers(trace: Trace) -> Offer:
     if not step.order:
         return Offer(num_layers=1, layers=(), names=("the step",))
     num_layers = count_layers(step.phases)
-    found = step.recomputed(range(num_layers - 1), num_layers)
-    worth = {layer: step.saved_bytes(region) / max(step.repeated_flops(region), 1.0) for layer, region in found.items()}
+    regions = step.recomputed(range(num_layers - 1), num_layers)
+    worth = {
+        layer: step.saved_bytes(region) / max(step.repeated_flops(region), 1.0) for layer, region in regions.items()
+    }
     return Offer(
         num_layers=num_layers,
-        layers=tuple(sorted(found, key=lambda layer: (-worth[layer], layer))),
+        layers=tuple(sorted(regions, key=lambda layer: (-worth[layer], layer))),
         names=step.names(num_layers),
     )
 
@@ -148,7 +150,7 @@ class LayeredStep:
         owners, inputs = self._owners(num_layers)
         layer_of_backward = self._backward_layers(owners, inputs, num_layers)
         readers = self._readers(layer_of_backward)
-        found: dict[int, Recomputed] = {}
+        regions: dict[int, Recomputed] = {}
         for layer in sorted(layers, reverse=True):
             backward = {i for i, owner in layer_of_backward.items() if owner == layer}
             forward = {i for i, owner in owners.items() if owner == layer}
@@ -156,10 +158,10 @@ class LayeredStep:
                 continue
             region = self._region(layer, forward, backward, readers)
             if region is not None:
-                found[layer] = region
+                regions[layer] = region
                 for v in self.operands(region):
                     readers[v].add(layer)
-        return found
+        return regions
 
     def names(self, num_layers: int) -> tuple[str, ...]:
         """A name for every layer, for the reader."""
@@ -301,12 +303,12 @@ class LayeredStep:
                 after.add(i)
                 made.update(self.eqns[i].outvars)
         needed: set[jc.Var] = set()
-        found: set[int] = set()
+        between: set[int] = set()
         for i in sorted(after, reverse=True):
             if i in ends or not needed.isdisjoint(self.eqns[i].outvars):
-                found.add(i)
+                between.add(i)
                 needed.update(jc.operands(self.eqns[i]))
-        return found
+        return between
 
 
 def _alike(closed: jc.ClosedJaxpr, twin: jc.ClosedJaxpr | None) -> bool:

@@ -109,14 +109,14 @@ class _Gatherer:
     def _with_forward(self, key: TaskKey, indices: list[int]) -> list[int]:
         """A rematerialised stage: the backward task also holds the forward equations whose results it reads."""
         needed = {v for i in indices for v in jc.operands(self.eqns[i])}
-        found = set(indices)
+        chosen = set(indices)
         for i in range(max(indices), -1, -1):
             same = self.placement.stages.get(i) == key[1] and self.phases.rounds[i] == key[2]
             forward = same and Phase.FORWARD in self.phases.of[i] and not self.eqns[i].effects
             if forward and needed.intersection(self.eqns[i].outvars):
-                found.add(i)
+                chosen.add(i)
                 needed.update(jc.operands(self.eqns[i]))
-        return sorted(found)
+        return sorted(chosen)
 
     def _split_weight_gradients(self, anchored: dict[TaskKey, list[int]]) -> None:
         """Move to W what no other stage waits for (Zero Bubble, arXiv 2401.10241, section 2)."""
@@ -164,12 +164,12 @@ class _Gatherer:
 
     def _closure(self, indices: Sequence[int], kept: set[jc.Var]) -> list[int]:
         """The equations and the unplaced ones that they need, in program order."""
-        found = set(indices)
+        closure = set(indices)
         stack = list(indices)
         while stack:
             for v in jc.operands(self.eqns[stack.pop()]):
                 i = self.producer.get(v)
-                if i is not None and i not in found and v not in kept and Phase.UNPLACED in self.phases.of[i]:
-                    found.add(i)
+                if i is not None and i not in closure and v not in kept and Phase.UNPLACED in self.phases.of[i]:
+                    closure.add(i)
                     stack.append(i)
-        return sorted(found)
+        return sorted(closure)

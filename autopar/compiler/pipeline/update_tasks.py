@@ -185,16 +185,16 @@ class UpdateRounds:
 
     def equations(self, key: tuple[int, int, int]) -> list[int]:
         """A task's equations with those without a place that they need, in program order."""
-        found = set(self.roots[key])
-        stack = list(found)
+        closure = set(self.roots[key])
+        stack = list(closure)
         while stack:
             index = stack.pop()
             for v in jc.operands(self.eqns[index]):
                 i = self.producer.get(v)
-                if i is not None and i not in found and self._floating(i):
-                    found.add(i)
+                if i is not None and i not in closure and self._floating(i):
+                    closure.add(i)
                     stack.append(i)
-        return sorted(found)
+        return sorted(closure)
 
     def source(self, v: jc.Var, reader: int, stage: int) -> ValueKey:
         """The value that equation `reader` means by operand `v`."""
@@ -257,14 +257,14 @@ class UpdateRounds:
 
     @cached_property
     def _read_by_microbatches(self) -> frozenset[ValueKey]:
-        found: set[ValueKey] = set()
+        read: set[ValueKey] = set()
         for (_, stage, _), indices in self.task_equations.items():
             for i in indices:
                 for v in jc.operands(self.eqns[i]):
                     producer = self.producer.get(v)
                     floating = producer is not None and self._floating(producer)
-                    found.add(floating_key(v, stage) if floating else (v, None))
-        return frozenset(found)
+                    read.add(floating_key(v, stage) if floating else (v, None))
+        return frozenset(read)
 
     def program(
         self,

@@ -63,7 +63,7 @@ def pins_of_inputs(trace: Trace, pins: Mapping[str, PartitionSpec]) -> dict[int,
 
     Raises `InvalidArgument` for a pattern that finds none, and for two that contradict each other.
     """
-    found: dict[int, str] = {}
+    pattern_of: dict[int, str] = {}
     for pattern, spec in pins.items():
         numbers = [i for i, leaf in enumerate(trace.inputs) if _matches(pattern, leaf)]
         if not numbers:
@@ -73,13 +73,13 @@ def pins_of_inputs(trace: Trace, pins: Mapping[str, PartitionSpec]) -> dict[int,
                 "regular expression that finds one of them, or leave the pin out."
             )
         for i in numbers:
-            if i in found and _entries(pins[found[i]]) != _entries(spec):
+            if i in pattern_of and _entries(pins[pattern_of[i]]) != _entries(spec):
                 raise InvalidArgument(
-                    f"The pins {found[i]!r} and {pattern!r} both match {key_path(trace.inputs[i].name)} and ask for "
-                    f"different layouts, {pins[found[i]]} and {spec}. Narrow one of the two patterns."
+                    f"The pins {pattern_of[i]!r} and {pattern!r} both match {key_path(trace.inputs[i].name)} and ask "
+                    f"for different layouts, {pins[pattern_of[i]]} and {spec}. Narrow one of the two patterns."
                 )
-            found.setdefault(i, pattern)
-    return found
+            pattern_of.setdefault(i, pattern)
+    return pattern_of
 
 
 def _entries(spec: PartitionSpec) -> list[tuple[str, ...]]:

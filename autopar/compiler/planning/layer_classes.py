@@ -195,14 +195,14 @@ def layer_class(
 
 
 def _pinned(names: Sequence[str], pins: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
-    found: dict[str, PartitionSpec] = {}
+    pinned: dict[str, PartitionSpec] = {}
     for name in names:
         specs = [
             spec for pattern, spec in pins.items() if re.search(pattern, name) or re.search(pattern, key_path(name))
         ]
         if specs:
-            found[name] = specs[0]
-    return found
+            pinned[name] = specs[0]
+    return pinned
 
 
 def layer_value_numbers(layer: LayerClass) -> dict[str, int]:

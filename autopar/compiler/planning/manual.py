@@ -147,16 +147,16 @@ def _input_specs(
 ) -> dict[str, PartitionSpec]:
     """The user's spec by pattern; the batch along the data axis; everything else replicated."""
     batch = set(trace.batch_inputs)
-    found: dict[str, PartitionSpec] = {}
+    input_specs: dict[str, PartitionSpec] = {}
     for i, leaf in enumerate(trace.inputs):
         pattern = next((p for p in specs if re.search(p, leaf.name)), None)
         if pattern is not None and leaf.aval.ndim >= len(specs[pattern]):
-            found[leaf.name] = specs[pattern]
+            input_specs[leaf.name] = specs[pattern]
             _check_divides(leaf.name, leaf.aval.shape, specs[pattern], mesh)
         elif i in batch and leaf.aval.shape[0] % num_microbatches == 0:
             rows = (leaf.aval.shape[0] // num_microbatches, *leaf.aval.shape[1:])
-            found[leaf.name] = batch_spec(rows, 0, mesh)
-    return {name: spec for name, spec in found.items() if any(entry is not None for entry in spec)}
+            input_specs[leaf.name] = batch_spec(rows, 0, mesh)
+    return {name: spec for name, spec in input_specs.items() if any(entry is not None for entry in spec)}
 
 
 def _check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: MeshPlan) -> None:

@@ -124,9 +124,9 @@ def _check_step(trace: Trace, method: Megatron, data: int, tensor: int) -> None:
         )
     state = [leaf for i, leaf in enumerate(trace.inputs) if i not in trace.batch_inputs and leaf.aval.ndim > 1]
     if tensor > 1 and not any(size % tensor == 0 for leaf in state for size in leaf.aval.shape):
-        found = ", ".join(f"{leaf.name} {list(leaf.aval.shape)}" for leaf in state[:3]) or "none of several dimensions"
+        named = ", ".join(f"{leaf.name} {list(leaf.aval.shape)}" for leaf in state[:3]) or "none of several dimensions"
         raise InvalidArgument(
-            f"tensor={tensor} divides no dimension of any weight of {trace.name} ({found}). Give a tensor degree that "
+            f"tensor={tensor} divides no dimension of any weight of {trace.name} ({named}). Give a tensor degree that "
             "divides them, or tensor=1."
         )
 

@@ -140,13 +140,13 @@ def _expert_inputs(closed: jc.ClosedJaxpr) -> set[int]:
     """The inputs that stand in a product with their first dimension as a batch dimension."""
     jaxpr, _ = jc.open_jaxpr(closed)
     numbers = {v: i for i, v in enumerate(jaxpr.invars)}
-    found = set[int]()
+    experts = set[int]()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             for v, dims in zip(eqn.invars, jp.dot_dimensions(eqn).batch, strict=True):
                 if isinstance(v, jc.Var) and v in numbers and 0 in dims:
-                    found.add(numbers[v])
-    return found
+                    experts.add(numbers[v])
+    return experts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
