@@ -19,6 +19,7 @@ import autopar
 from autopar.compiler import passes
 from benchmarks.sweep import SWEEPS
 from tests.small_steps import mlp_batch, mlp_params, mlp_step, traced, two_stages
+from tests.test_structure import PACKAGES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -236,10 +237,12 @@ def test_architecture_shows_what_is_printed():
     assert not [line for line in shown if line.rstrip() not in printed]
 
 
-def test_architecture_lists_every_package():
+def test_architecture_lists_every_package_in_the_order_of_imports():
     text = read(ROOT / "docs" / "architecture.md")
     packages = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "autopar").rglob("__init__.py")}
     assert not [name for name in sorted(packages - {"autopar", "autopar/compiler"}) if f"| `{name}` |" not in text]
+    listed = re.findall(r"^\| `autopar/([\w/]+)` \|", text, re.MULTILINE)
+    assert listed == sorted(listed, key=lambda name: PACKAGES.index(name.replace("/", ".")))
 
 
 def test_picture_is_the_one_that_the_script_draws():
