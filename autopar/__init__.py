@@ -23,6 +23,7 @@ from autopar.errors import (
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.program import Program
+from autopar.ir.schedules import Schedule, register_schedule
 from autopar.methods import (
     Auto,
     DataParallel,
@@ -70,6 +71,7 @@ __all__ = [
     "Planned",
     "Program",
     "ReplicatedWarning",
+    "Schedule",
     "ShardParallel",
     "StagePlan",
     "Step",
@@ -84,6 +86,7 @@ __all__ = [
     "init",
     "parallelize",
     "prefetch",
+    "register_schedule",
     "shard_batch",
     "sharding_rule",
     "shutdown",

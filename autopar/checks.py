@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec
 
 from autopar.errors import InvalidArgument
 
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble")
 RANDOM = ("full_batch", "per_microbatch")
 BATCH_STATISTICS = ("exact", "per_microbatch")
 

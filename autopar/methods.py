@@ -33,13 +33,13 @@ from jax.sharding import PartitionSpec
 from autopar.checks import (
     BATCH_STATISTICS,
     RANDOM,
-    SCHEDULES,
     check_choice,
     check_count,
     check_mesh_shape,
     check_spec,
 )
 from autopar.errors import InvalidArgument
+from autopar.ir.schedules import DEFAULT_SCHEDULE, Schedule, check_virtual_stages, get_schedule
 
 MEMORY_LEVELS = {"off": math.inf, "adaptive": 0.9, "slight": 0.75, "moderate": 0.6, "heavy": 0.4}
 """The share of a device's memory that a plan may use, a tenth being left to what is not modelled; "off": no limit."""
@@ -119,11 +119,11 @@ class PipelineParallel:
 
     The devices are split into `num_stages` meshes. Each has the logical `mesh_shape` with `axis_names`;
     `None` puts all devices of a mesh on one "data" axis. The forward is cut into `layers` layers, by default
-    one per stage. `schedule` is "gpipe", "1f1b", "eager-1f1b", "interleaved" or "zero-bubble". With
-    "interleaved" each mesh has `virtual_stages` stages, 2 by default, that lie apart in the model; every
-    other schedule has one per mesh. `remat=True` recomputes each stage's forward in its backward, so that
-    only the inputs of a stage stay in memory. `specs` are those of `ShardParallel`, over the axes of a
-    stage's mesh, and the rest is that of `DataParallel`.
+    one per stage. `schedule` is "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", or one that
+    `register_schedule` made known. With "interleaved" each mesh has `virtual_stages` stages, 2 by default,
+    that lie apart in the model; the others have one per mesh. `remat=True` recomputes each stage's forward
+    in its backward, so that only the inputs of a stage stay in memory. `specs` are those of `ShardParallel`,
+    over the axes of a stage's mesh, and the rest is that of `DataParallel`.
 
     Raises `InvalidArgument` for a count below 1, an unknown word, fewer layers than stages, virtual stages
     without "interleaved", an invalid pattern, or a spec with axes that the mesh lacks.
@@ -134,7 +134,7 @@ class PipelineParallel:
 
     num_stages: int = 2
     num_microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: str | Schedule = DEFAULT_SCHEDULE
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
     layers: int | None = None
@@ -147,7 +147,7 @@ class PipelineParallel:
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for a count, word, mesh, pattern or spec that cannot be used."""
         _check_fields(self)
-        _check_virtual_stages(self.schedule, self.stages_per_mesh)
+        check_virtual_stages(get_schedule(self.schedule), self.stages_per_mesh)
         if self.num_layers < self.num_virtual_stages:
             raise InvalidArgument(
                 f"There are {self.num_layers} layers for {self.num_virtual_stages} stages, each needs one. "
@@ -217,7 +217,7 @@ class Megatron:
     tensor: int = 1
     pipeline: int = 1
     num_microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: str | Schedule = DEFAULT_SCHEDULE
     virtual_stages: int | None = None
     zero: int = 0
     remat: bool = False
@@ -228,7 +228,7 @@ class Megatron:
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for a field that cannot be used."""
         _check_fields(self)
-        _check_virtual_stages(self.schedule, self.stages_per_mesh)
+        check_virtual_stages(get_schedule(self.schedule), self.stages_per_mesh)
         if self.data is not None:
             self._check_replicas(self.data)
 
@@ -291,7 +291,7 @@ class Auto:
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
     num_microbatches: int | None = None
-    schedule: str | None = None
+    schedule: str | Schedule | None = None
     memory: float | str = "adaptive"
     remat: bool | str = "auto"
     pins: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
@@ -425,7 +425,7 @@ def _check_patterns(name: str, patterns: Mapping[str, PartitionSpec]) -> None:
 
 
 # By the name of the field: methods that share a field share its check.
-_FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
+_FIELD_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "num_stages": check_count,
     "num_microbatches": check_count,
     "virtual_stages": check_count,
@@ -433,7 +433,7 @@ _FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "data": check_count,
     "tensor": check_count,
     "pipeline": check_count,
-    "schedule": lambda name, word: check_choice(name, word, SCHEDULES),
+    "schedule": lambda _, schedule: get_schedule(schedule),
     "random": lambda name, word: check_choice(name, word, RANDOM),
     "batch_statistics": lambda name, word: check_choice(name, word, BATCH_STATISTICS),
     "memory": _check_memory,
@@ -461,15 +461,5 @@ def _axes_or_usual(mesh_shape: tuple[int, ...], axis_names: tuple[str, ...] | No
     return _USUAL_AXES[: len(mesh_shape)]
 
 
-def _stages_per_mesh(schedule: str, virtual_stages: int | None) -> int:
-    if virtual_stages is not None:
-        return virtual_stages
-    return 2 if schedule == "interleaved" else 1
-
-
-def _check_virtual_stages(schedule: str, stages_per_mesh: int) -> None:
-    if schedule != "interleaved" and stages_per_mesh != 1:
-        raise InvalidArgument(
-            f'virtual_stages is {stages_per_mesh} with schedule="{schedule}", which has one stage per mesh. Leave '
-            'virtual_stages out, or use schedule="interleaved".'
-        )
+def _stages_per_mesh(schedule: str | Schedule, virtual_stages: int | None) -> int:
+    return get_schedule(schedule).virtual_stages[0] if virtual_stages is None else virtual_stages

@@ -22,7 +22,8 @@ from autopar.errors import AutoparError
 from benchmarks.models.sizes import FAMILIES
 from benchmarks.models.workload import Workload
 
-SCHEDULES = (("1f1b", 1), ("eager-1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4))
+COMPARED = (("1f1b", 1), ("eager-1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4))
+"""Schedules and their numbers of stages on a mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     traced = step.trace(workload.abstract_state, workload.abstract_batch)
     rows: list[Row] = []
     for degrees in args.degrees:
-        for schedule, virtual_stages in SCHEDULES:
+        for schedule, virtual_stages in COMPARED:
             rows.append(simulated(workload, traced, cluster, degrees, schedule, virtual_stages))
             if args.json is not None:
                 args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
@@ -82,7 +83,7 @@ def simulated(
             pipeline=pipeline,
             num_microbatches=count,
             schedule=schedule,
-            virtual_stages=virtual_stages if schedule == "interleaved" else None,
+            virtual_stages=virtual_stages,
             zero=int(data > 1),
         )
         report = traced.plan(method).simulate(cluster)

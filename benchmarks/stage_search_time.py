@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.compiler.inter_op.search import StageSearch, search_stages
-from autopar.compiler.inter_op.stage_costs import SCHEDULES, StageCost, StageCosts, TransferTime
+from autopar.compiler.inter_op.stage_costs import StageCost, StageCosts, Timing, TransferTime
 from autopar.compiler.inter_op.submeshes import Submesh, submesh_choices
 from autopar.errors import MemoryTooSmall
+from autopar.ir.schedules import DEFAULT_SCHEDULE, SCHEDULES
 
 SIZES = ((48, 64, 8), (48, 64, 16), (128, 1024, 8), (128, 10240, 8))  # layers, devices, devices per host
 GIB = 2.0**30
@@ -56,7 +57,7 @@ def model(num_layers: int) -> tuple[StageCosts, TransferTime]:
             "weight_s": layers * LAYER_S / n,
             "state_bytes": layers * STATE_BYTES / n,
             "temporary_bytes": 1e9,
-            "once_s": layers * STATE_BYTES / n / speed,
+            "update_s": layers * STATE_BYTES / n / speed,
         }
         whole = layers * ACTIVATION_BYTES / n
         boundary = (stop - start) * BOUNDARY_BYTES / n
@@ -76,15 +77,14 @@ def search(case: Case) -> tuple[StageSearch, int]:
     """The result and the number of submeshes."""
     stage_costs, transfer_s = model(case.layers)
     submeshes = submesh_choices(case.devices, case.per_host)
+    schedule = SCHEDULES[case.schedule]
     result = search_stages(
         case.layers,
         case.devices,
         submeshes,
         stage_costs,
         transfer_s,
-        num_microbatches=case.microbatches,
-        schedule=case.schedule,
-        virtual_stages=2 if case.schedule == "interleaved" else 1,
+        timing=Timing(schedule=schedule, num_microbatches=case.microbatches, virtual_stages=schedule.virtual_stages[0]),
         memory_bytes=case.memory_gib * GIB,
         time_limit_s=case.time_limit_s,
     )
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--devices", type=int)
     parser.add_argument("--devices-per-host", type=int, default=8)
-    parser.add_argument("--schedule", choices=[*SCHEDULES, "all"], default="1f1b")
+    parser.add_argument("--schedule", choices=[*SCHEDULES, "all"], default=DEFAULT_SCHEDULE)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--memory-gib", type=float, nargs="+", default=[40, 141])
     parser.add_argument("--time-limit-s", type=float)
@@ -144,8 +144,8 @@ def row(case: Case) -> list[str]:
         result, count = search(case)
     except MemoryTooSmall:
         return [*cells, "", *settings, *taken(began, began_cpu), "", "does not fit", "", ""]
-    found = [str(result.num_explored), str(len(result.best.stages)), f"{result.step_time_s:.4g}", f"{result.gap:.1e}"]
-    return [*cells, str(count), *settings, *taken(began, began_cpu), *found]
+    figures = [str(result.num_explored), str(len(result.best.stages)), f"{result.step_time_s:.4g}", f"{result.gap:.1e}"]
+    return [*cells, str(count), *settings, *taken(began, began_cpu), *figures]
 
 
 def taken(began: float, began_cpu: float) -> list[str]:

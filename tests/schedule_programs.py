@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Sequence
 
-from autopar.compiler.pipeline.schedules import Order
 from autopar.ir.program import (
     ArrayType,
     Executable,
@@ -16,11 +15,12 @@ from autopar.ir.program import (
     Send,
     Task,
 )
+from autopar.ir.schedules import TaskOrder
 
 EDGE = ArrayType(shape=(256,), dtype="float32")  # 1 KiB
 
 
-def program_of(order: Order, stage_mesh: Sequence[int], num_microbatches: int) -> Program:
+def program_of(order: TaskOrder, stage_mesh: Sequence[int], num_microbatches: int) -> Program:
     """F hands h on and keeps r for its B; B hands g back, and keeps c for its W if it has one."""
     split = any(task.kind == "W" for tasks in order for task in tasks)
     last = len(stage_mesh) - 1

@@ -11,11 +11,11 @@ import pytest
 import autopar
 from autopar.compiler.analysis.step_work import step_work
 from autopar.compiler.costs.mesh_costs import figures_of
-from autopar.compiler.pipeline.schedules import schedule_tasks
 from autopar.errors import InvalidArgument, PlanMismatch, Unsupported
 from autopar.hardware.machine import Link, Machine
 from autopar.ir.plan_sharding import MeshSharding, TaskTimes
 from autopar.ir.program import Run, Send
+from autopar.ir.schedules import schedule_tasks
 from autopar.runtime.simulator import simulate
 from autopar.simulation import ClusterCosts
 from tests.compiler.planning.test_one_mesh import arguments, train_step
@@ -59,8 +59,6 @@ def with_layouts(num_microbatches):
 def test_the_makespan_of_a_pipeline_over_links_is_the_closed_form(stages, microbatches):
     order = schedule_tasks(
         "gpipe",
-        num_stages=stages,
-        num_meshes=stages,
         num_microbatches=microbatches,
         stage_mesh=range(stages),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import autopar
+from autopar.ir.schedules import SCHEDULES
 
 PACKAGE = Path(__file__).parent.parent / "autopar"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -137,6 +138,26 @@ def test_private_parts_of_jax_are_not_reached_by_attribute_either(path):
     attributes = {node.attr for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute)}
     place = path.relative_to(PACKAGE).as_posix()
     assert "_src" not in attributes or place in GATES["jax._src"]
+
+
+@pytest.mark.parametrize("package", ["compiler/solver", "compiler/inter_op"])
+def test_solver_and_inter_operator_search_know_nothing_of_jax(package):
+    reached = {module_name(path) for path in FILES if path.is_relative_to(PACKAGE / package)}
+    paths = {module_name(path): path for path in FILES}
+    while more := set().union(*(modules_used(paths[name]) for name in reached)) - reached:
+        reached |= more
+    assert not {
+        name: imported
+        for name in sorted(reached)
+        for imported in imported_names(TREES[paths[name]])
+        if f"{imported}.".startswith(("jax.", "jaxlib."))
+    }
+
+
+@over_files
+def test_only_the_schedules_go_by_their_names(path):
+    constants = {node.value for node in ast.walk(TREES[path]) if isinstance(node, ast.Constant)}
+    assert not constants & SCHEDULES.keys() or path == PACKAGE / "ir/schedules.py"
 
 
 @over_files

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from autopar.errors import Unsupported
+from autopar.ir.tasks import Task
 
 KEY_BYTES = {"key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}
 LISTED = 6  # A listing shows this many names of a longer list, then how many follow.
@@ -62,23 +63,6 @@ class Executable:
         donated = f", donates {listed(self.donated)}" if self.donated else ""
         sizes = f"{len(self.inputs)} inputs, {len(self.outputs)} outputs, {self.flops:.3g} flop"
         return f"{self.name} on mesh {self.mesh}: {sizes}{donated}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """The work that a Run does."""
-
-    # F forward, B backward, W weight gradient, U update, P prologue, Z zero accumulators, C concatenate
-    kind: str
-    stage: int
-    microbatch: int | None = None
-    round: int = 0
-    update_round: int = 0  # numbers the update tasks of one stage
-
-    def __str__(self) -> str:
-        microbatch = "" if self.microbatch is None else f".m{self.microbatch}"
-        later = (f".r{self.round}" if self.round else "") + (f".w{self.update_round}" if self.update_round else "")
-        return f"{self.kind}{self.stage}{microbatch}{later}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,6 @@ from rich.text import Text
 from autopar.checks import (
     BATCH_STATISTICS,
     RANDOM,
-    SCHEDULES,
     check_choice,
     check_count,
     check_mesh_shape,
@@ -40,6 +39,7 @@ from autopar.checks import (
 )
 from autopar.errors import InvalidArgument, PlanMismatch
 from autopar.ir.plan_sharding import Certificate, MeshSharding, PlannedCollective, ShardingPlan, collectives_table
+from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 from autopar.json_fields import fields_of, json_of
 
 PLAN_FORMAT = 3
@@ -98,7 +98,7 @@ class Plan:
     cuts: tuple[int, ...]
     loop_pieces: int = 1
     num_microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     input_specs: Mapping[str, PartitionSpec]
     cut_specs: Mapping[str, PartitionSpec]
     batch_statistics: str = "exact"
@@ -110,7 +110,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` unless layers, stages, meshes and specs fit together."""
-        check_choice("schedule", self.schedule, SCHEDULES)
+        get_schedule(self.schedule)
         check_choice("batch_statistics", self.batch_statistics, BATCH_STATISTICS)
         check_choice("random", self.random, RANDOM)
         check_count("num_microbatches", self.num_microbatches)

@@ -25,10 +25,10 @@ from autopar.ir.instructions import (
     Recv,
     Run,
     Send,
-    Task,
     Window,
     listed,
 )
+from autopar.ir.tasks import Task
 from autopar.ir.verification import check_pieces, check_values, instructions_in_order
 
 __all__ = [

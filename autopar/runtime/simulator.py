@@ -1,13 +1,10 @@
-"""Carry out a program on paper: the same instruction lists, with durations in place of arrays.
+"""Simulate a program: the same instruction lists, with durations in place of arrays.
 
-Every mesh does its instructions in order. A Run takes the time that the costs say; a Send costs the sender
-nothing and occupies the link of its two meshes, one transfer at a time; a Recv waits for the arrival:
+    Program, Costs  ->  Timeline
 
-    Send:  made = clock of the source;  link = arrival = max(made, link) + transfer time
-    Recv:  clock = max(clock, arrival);  exposed = arrival - max(clock, made), where that is positive
-
-All devices of the two meshes share a transfer: what counts is the most that one device of either side sends or
-receives,
+Every mesh does its instructions in order. A Run takes the time that the costs say, and a Send and its Recv that of a
+transfer on the link of the two meshes (`ir.clocks`). All devices of the two meshes share a transfer: its bytes are the
+most that one device of either side sends or receives,
 
     max(bytes that a receiver holds,  bytes that a receiver holds · receivers / senders)
 """
@@ -19,6 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol, assert_never
 
+from autopar.ir.clocks import Clocks, Delivery
 from autopar.ir.program import Executable, Free, Instruction, Program, Recv, Run, Send, Task
 from autopar.runtime.timeline import Event, Timeline, Transfer
 
@@ -66,12 +64,12 @@ def simulate(
     collective_s: Mapping[str, float] = _NONE,
     temporary_bytes: Mapping[str, float] = _NONE,
 ) -> Timeline:
-    """The timeline of one step.
+    """Return the timeline of one step.
 
     By executable: `collective_s` is the part of its time that are collectives, `temporary_bytes` what it needs on a
     device beside its inputs.
     """
-    clocks = _Clocks(times_s=[0.0] * len(program.meshes), exposed_s=[0.0] * len(program.meshes))
+    times = _Times(clocks=Clocks(len(program.meshes)))
     memory = [_Memory() for _ in program.meshes]
     sizes = _Sizes(program)
     for item in program.inputs:
@@ -79,113 +77,95 @@ def simulate(
         if item.leaf is not None and item.window is None:
             memory[item.mesh].lent.add(item.value)
     for mesh, instruction in program.linear_order():
-        _advance(clocks, mesh, instruction, sizes, costs, collective_s)
-        _hold(memory[mesh], mesh, instruction, sizes, temporary_bytes)
+        _advance(times, mesh, instruction, sizes, costs, collective_s)
+        _update_memory(memory[mesh], mesh, instruction, sizes, temporary_bytes)
     return Timeline(
         name=program.name,
-        events=tuple(clocks.events),
-        transfers=tuple(clocks.transfers),
-        makespan_s=max(clocks.times_s, default=0.0),
-        peak_bytes=tuple(held.peak for held in memory),
-        exposed_s=tuple(clocks.exposed_s),
+        events=tuple(times.events),
+        transfers=tuple(times.transfers),
+        makespan_s=max(times.clocks.mesh_s, default=0.0),
+        peak_bytes=tuple(each.peak for each in memory),
+        exposed_s=tuple(times.clocks.exposed_s),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Arrival:
-    """When values were made, and when they are there."""
+@dataclass(kw_only=True, eq=False)
+class _Times:
+    """The clocks of a program, and the events and transfers that moved them; only `_advance` changes it."""
 
-    made_s: float
-    there_s: float
-
-
-@dataclass(kw_only=True)
-class _Clocks:
-    """The state of a simulation, which only `_advance` changes."""
-
-    times_s: list[float]
-    exposed_s: list[float]
-    link_free_s: dict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
-    arrivals: dict[tuple[int, int], deque[_Arrival]] = field(default_factory=lambda: defaultdict(deque))
+    clocks: Clocks
+    deliveries: dict[tuple[int, int], deque[Delivery]] = field(default_factory=lambda: defaultdict(deque))
     events: list[Event] = field(default_factory=list[Event])
     transfers: list[Transfer] = field(default_factory=list[Transfer])
 
 
 def _advance(
-    clocks: _Clocks,
+    times: _Times,
     mesh: int,
     instruction: Instruction,
     sizes: "_Sizes",
     costs: Costs,
     collective_s: Mapping[str, float],
 ) -> None:
-    now_s = clocks.times_s[mesh]
     match instruction:
         case Run():
             executable = sizes.program.executables[instruction.executable]
-            stop_s = now_s + costs.run_time_s(executable, instruction.task)
-            clocks.events.append(
+            start_s, stop_s = times.clocks.run(mesh, costs.run_time_s(executable, instruction.task))
+            times.events.append(
                 Event(
                     mesh=mesh,
-                    start_s=now_s,
+                    start_s=start_s,
                     stop_s=stop_s,
                     task=instruction.task,
                     collective_s=collective_s.get(executable.name, 0.0),
                 )
             )
-            clocks.times_s[mesh] = stop_s
         case Send():
-            _send(clocks, mesh, instruction, sizes, costs)
+            _send(times, mesh, instruction, sizes, costs)
         case Recv():
-            arrival = clocks.arrivals[instruction.source, mesh].popleft()
-            clocks.exposed_s[mesh] += max(0.0, arrival.there_s - max(now_s, arrival.made_s))
-            clocks.times_s[mesh] = max(now_s, arrival.there_s)
+            times.clocks.receive(mesh, times.deliveries[instruction.source, mesh].popleft())
         case Free():
             pass
         case _:
             assert_never(instruction)
 
 
-def _send(clocks: _Clocks, mesh: int, send: Send, sizes: "_Sizes", costs: Costs) -> None:
-    link = (mesh, send.to)
-    made_s = clocks.times_s[mesh]
-    start_s = max(made_s, clocks.link_free_s[link])
+def _send(times: _Times, mesh: int, send: Send, sizes: "_Sizes", costs: Costs) -> None:
     moved = sum(sizes.on_link(mesh, send.to, value) for value in send.values)
-    stop_s = start_s + costs.transfer_time_s(moved, *link)
-    clocks.transfers.append(
+    delivery = times.clocks.send(mesh, send.to, costs.transfer_time_s(moved, mesh, send.to))
+    times.deliveries[mesh, send.to].append(delivery)
+    times.transfers.append(
         Transfer(
             source=mesh,
             destination=send.to,
-            start_s=start_s,
-            stop_s=stop_s,
+            start_s=delivery.start_s,
+            stop_s=delivery.arrival_s,
             num_bytes=sum(sizes.whole(mesh, value) for value in send.values),
             label=", ".join(send.values),
         )
     )
-    clocks.link_free_s[link] = stop_s
-    clocks.arrivals[link].append(_Arrival(made_s=made_s, there_s=stop_s))
 
 
 @dataclass(kw_only=True)
 class _Memory:
-    """What each device of a mesh holds."""
+    """The bytes of values on each device of a mesh."""
 
-    held: dict[str, int] = field(default_factory=dict[str, int])
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
     # Whole arguments, whose arrays the caller holds: only an executable that is given one can put it to another use.
     lent: set[str] = field(default_factory=set[str])
     now: int = 0
     peak: int = 0
 
     def add(self, value: str, num_bytes: int) -> None:
-        self.held[value] = num_bytes
+        self.sizes[value] = num_bytes
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
 
     def drop(self, value: str) -> None:
-        self.now -= self.held.pop(value)
+        self.now -= self.sizes.pop(value)
 
 
-def _hold(
+def _update_memory(
     memory: _Memory, mesh: int, instruction: Instruction, sizes: "_Sizes", temporary_bytes: Mapping[str, float]
 ) -> None:
     match instruction:

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autopar.compiler.pipeline.schedules import schedule_tasks
 from autopar.ir.program import (
     ArrayType,
     Executable,
@@ -21,6 +20,7 @@ from autopar.ir.program import (
     Task,
     Window,
 )
+from autopar.ir.schedules import schedule_tasks
 from autopar.runtime.simulator import ConstantCosts, simulate
 from tests.schedule_programs import EDGE, program_of
 
@@ -29,13 +29,7 @@ ONE = ConstantCosts(forward_s=1.0, backward_s=2.0)
 
 def schedule(name: str, num_stages: int, num_microbatches: int) -> Program:
     stages = range(num_stages)
-    order = schedule_tasks(
-        name,
-        num_stages=num_stages,
-        num_meshes=num_stages,
-        num_microbatches=num_microbatches,
-        stage_mesh=stages,
-    )
+    order = schedule_tasks(name, stage_mesh=stages, num_microbatches=num_microbatches)
     return program_of(order, stages, num_microbatches)
 
 

@@ -1,9 +1,9 @@
 """The least time that the layers before a cut can take: a relaxation that bounds every partition from below.
 
-Under a cap on `hold_s` (see `schedule_times`), with x the transfer over a cut:
+Under a cap on `steady_s` (see `stage_costs`), with x the transfer over a cut:
 
     G[0, n, d] = 0
-    G[k, n, d] = min over i < k and submesh m of  G[i, m, d - |m|] + fill(i, k, m) + c x(k, m, n)   → before_s
+    G[k, n, d] = min over i < k and submesh m of  G[i, m, d - |m|] + warmup(i, k, m) + V x(k, m, n)   → before_s
 
 is the least sum for layers [0, k) on at most d devices, if the stage behind them is on submesh n. It is exact but for
 memory: it supposes behind each cut the fewest stages that can run the layers there. Where the order of labels goes
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.compiler.inter_op.stage_costs import ChoiceTables, Floats, Ints, with_transfer_s
+from autopar.compiler.inter_op.stage_costs import CostTables, FloatArray, IntArray
 
 _MAX_UNITS = 2048  # above, devices are counted in larger units
 _NEVER = 1 << 30  # stages or devices that no cluster has
@@ -23,33 +23,33 @@ _NEVER = 1 << 30  # stages or devices that no cluster has
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefixBounds:
-    """Bounds for all partitions whose `hold_s` is at most a cap."""
+    """Bounds for all partitions whose `steady_s` is at most a cap."""
 
     cap_s: float
-    transfer_s: Floats  # [cut, source, target], c x; infinity where the cap forbids it
-    fastest_s: Floats  # [submesh, start, stop] of the choices that may occur
-    stages_before: Ints  # [cut], at least so many
-    devices_before: Ints
-    before_s: Floats  # [cut, submesh behind, units]
+    transfer_s: FloatArray  # [cut, source, target], V x; infinity where the cap forbids it
+    fastest_s: FloatArray  # [submesh, start, stop] of the choices that may occur
+    stages_before: IntArray  # [cut], at least so many
+    devices_before: IntArray
+    before_s: FloatArray  # [cut, submesh behind, units]
     unit: int  # devices
-    once_s: float  # at least so much
+    update_s: float  # at least so much
 
     @property
     def bound_s(self) -> float:
-        """Least sum of fills and transfers, and once_s."""
-        return float(self.before_s[-1, -1, -1]) + self.once_s
+        """Return the least sum of warm-ups and transfers, and of update_s."""
+        return float(self.before_s[-1, -1, -1]) + self.update_s
 
 
-def prefix_bounds(tables: ChoiceTables, limits: Ints, cap_s: float) -> PrefixBounds | None:
+def prefix_bounds(tables: CostTables, limits: IntArray, cap_s: float) -> PrefixBounds | None:
     """The bounds under a cap, or None if no partition is left."""
     devices = np.array(tables.devices, dtype=np.int64)
-    allowed = _allowed((tables.hold_s <= cap_s) & (limits >= 0), limits)
+    allowed = _allowed((tables.steady_s <= cap_s) & (limits >= 0), limits)
     possible = np.asarray(allowed.any(axis=-1))
     devices_before = _least_before(possible, devices)
     if devices_before[-1] > tables.num_devices:
         return None
     crossing_s = _crossings(tables, cap_s)
-    fastest_s = np.where(allowed, tables.fill_s, np.inf).min(axis=-1)
+    fastest_s = np.where(allowed, tables.warmup_s, np.inf).min(axis=-1)
     unit = _unit(tables.devices, tables.num_devices)
     before_s = _relaxed(fastest_s, crossing_s, possible, devices // unit, tables.num_devices // unit)
     if not np.isfinite(before_s[-1, -1, -1]):
@@ -62,17 +62,17 @@ def prefix_bounds(tables: ChoiceTables, limits: Ints, cap_s: float) -> PrefixBou
         devices_before=devices_before,
         before_s=before_s,
         unit=unit,
-        once_s=_least_once(np.where(allowed, tables.once_s, np.inf).min(axis=(0, 3))),
+        update_s=_least_update(np.where(allowed, tables.update_s, np.inf).min(axis=(0, 3))),
     )
 
 
-def _crossings(tables: ChoiceTables, cap_s: float) -> Floats:
+def _crossings(tables: CostTables, cap_s: float) -> FloatArray:
     with np.errstate(invalid="ignore"):  # no microbatch behind the first, and no way across
-        link_s = with_transfer_s(tables.timing, 0.0, tables.transfer_s)
-    return np.where(link_s <= cap_s, tables.timing.crossings * tables.transfer_s, np.inf)
+        link_s = tables.timing.with_transfer_s(0.0, tables.transfer_s)
+    return np.where(link_s <= cap_s, tables.timing.virtual_stages * tables.transfer_s, np.inf)
 
 
-def _allowed(usable: NDArray[np.bool_], limits: Ints) -> NDArray[np.bool_]:
+def _allowed(usable: NDArray[np.bool_], limits: IntArray) -> NDArray[np.bool_]:
     """The choices that fit with the fewest stages that can be behind them."""
     num_layers = usable.shape[1]
     stages = np.full(num_layers + 1, _NEVER)
@@ -87,7 +87,7 @@ def _allowed(usable: NDArray[np.bool_], limits: Ints) -> NDArray[np.bool_]:
     return allowed
 
 
-def _least_before(possible: NDArray[np.bool_], weights: Ints) -> Ints:
+def _least_before(possible: NDArray[np.bool_], weights: IntArray) -> IntArray:
     """Per cut the least total weight of submeshes that run the layers before it."""
     num_layers = possible.shape[1]
     least = np.full(num_layers + 1, _NEVER)
@@ -98,7 +98,7 @@ def _least_before(possible: NDArray[np.bool_], weights: Ints) -> Ints:
     return least
 
 
-def _least_behind(possible: NDArray[np.bool_], weights: Ints) -> Ints:
+def _least_behind(possible: NDArray[np.bool_], weights: IntArray) -> IntArray:
     num_layers = possible.shape[1]
     least = np.full(num_layers + 1, _NEVER)
     least[-1] = 0
@@ -108,9 +108,9 @@ def _least_behind(possible: NDArray[np.bool_], weights: Ints) -> Ints:
     return least
 
 
-def _least_once(once_s: Floats) -> float:
+def _least_update(update_s: FloatArray) -> float:
     """Every layer is in some stage: the largest over layers of the least over the ranges [start, stop) with it."""
-    covering = np.minimum.accumulate(once_s, axis=0)
+    covering = np.minimum.accumulate(update_s, axis=0)
     covering = np.minimum.accumulate(covering[:, ::-1], axis=1)[:, ::-1]
     return float(np.diagonal(covering, offset=1).max())
 
@@ -122,7 +122,9 @@ def _unit(devices: tuple[int, ...], num_devices: int) -> int:
     return enough[0] if enough else common
 
 
-def _relaxed(fastest_s: Floats, crossing_s: Floats, possible: NDArray[np.bool_], sizes: Ints, num_units: int) -> Floats:
+def _relaxed(
+    fastest_s: FloatArray, crossing_s: FloatArray, possible: NDArray[np.bool_], sizes: IntArray, num_units: int
+) -> FloatArray:
     """G, for as many devices as can be before each cut; infinity for others."""
     count, num_layers = fastest_s.shape[:2]
     lows, highs = _least_before(possible, sizes), num_units - _least_behind(possible, sizes)
@@ -149,7 +151,7 @@ def _relaxed(fastest_s: Floats, crossing_s: Floats, possible: NDArray[np.bool_],
     return before_s
 
 
-def relaxed_path(tables: ChoiceTables, bounds: PrefixBounds) -> list[tuple[int, int, int]]:
+def relaxed_path(tables: CostTables, bounds: PrefixBounds) -> list[tuple[int, int, int]]:
     """The (start, stop, submesh) that attain `before_s` of all layers, first to last."""
     path: list[tuple[int, int, int]] = []
     stop, behind, units = tables.num_layers, len(tables.devices), bounds.before_s.shape[-1] - 1

@@ -1,10 +1,10 @@
 """Cut layers into a given number of stages on submeshes of one size: as a pipeline by hand, with the best cuts.
 
-For every cap h on what a stage may hold up (`schedule_times`), the cuts of the least sum are a shortest path,
+For every cap h on the largest steady_s (`stage_costs`), the cuts of the least sum are a shortest path,
 
-    F_s[k] = min_j  F_(s-1)[j] + fill(j, k) + c x(j)      over j < k with hold(j, k) <= h and memory of stage s
+    F_s[k] = min_j  F_(s-1)[j] + warmup(j, k) + V x(j)     over j < k with steady(j, k) <= h and memory of stage s
 
-Partitions that hold up between a and b take at least F under the cap b, and a, and what some stage does once per step:
+Partitions whose largest steady_s is between a and b take at least F under the cap b, and a, and some stage's update_s:
 such intervals of caps are halved, the one with the lowest bound first, until no bound is below the best partition.
 """
 
@@ -25,11 +25,6 @@ from autopar.compiler.inter_op.stage_costs import (
     StageCosts,
     Timing,
     TransferTime,
-    fill_s,
-    hold_s,
-    in_flight,
-    step_time_s,
-    with_transfer_s,
 )
 from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.errors import InvalidArgument, MemoryTooSmall
@@ -40,8 +35,8 @@ class _Ways:
     """All ways to run all ranges of layers, indexed [start, stop, way], infinity where there is none."""
 
     costs: dict[tuple[int, int], Sequence[StageCost]]
-    fill_s: np.ndarray
-    hold_s: np.ndarray
+    warmup_s: np.ndarray
+    steady_s: np.ndarray
     links_s: np.ndarray
     """[cut]"""
     timing: Timing
@@ -57,14 +52,17 @@ def search_fixed_stages(
     timing: Timing,
     memory_bytes: float,
 ) -> StageSearch:
-    """The partition into exactly `num_stages` stages that takes the least time; `MemoryTooSmall` if none fits."""
+    """Return the partition into exactly `num_stages` stages that takes the least time.
+
+    Raises `MemoryTooSmall` if none fits.
+    """
     ways = _ways(num_layers, submesh, stage_costs, transfer_s, timing)
     fits = [
-        _fitting(ways, in_flight(timing, stages_behind=behind, num_stages=num_stages), memory_bytes)
+        _fitting(ways, timing.num_in_flight(stages_behind=behind, num_stages=num_stages), memory_bytes)
         for behind in reversed(range(num_stages))
     ]
-    once_s = min((cost.once_s for costs in ways.costs.values() for cost in costs), default=0.0)
-    caps = np.unique(ways.hold_s[np.isfinite(ways.hold_s) & np.logical_or.reduce(fits)])
+    update_s = min((cost.update_s for costs in ways.costs.values() for cost in costs), default=0.0)
+    caps = np.unique(ways.steady_s[np.isfinite(ways.steady_s) & np.logical_or.reduce(fits)])
     best: Partition | None = None
     tried: dict[int, float] = {}
 
@@ -74,12 +72,12 @@ def search_fixed_stages(
         if place not in tried:
             tried[place], stages = _shortest(ways, fits, float(caps[place]))
             if stages:
-                found = _partition(stages, ways, submesh)
-                best = found if best is None or found.step_time_s < best.step_time_s else best
+                partition = _partition(stages, ways, submesh)
+                best = partition if best is None or partition.step_time_s < best.step_time_s else best
         return tried[place]
 
     def bound(low: int, high: int) -> tuple[float, int, int]:
-        return least_sum(high) + float(caps[low]) + once_s, low, high
+        return least_sum(high) + float(caps[low]) + update_s, low, high
 
     queue = [bound(0, len(caps) - 1)] if len(caps) else []
     lower_bound_s = math.inf
@@ -106,26 +104,26 @@ def _ways(
 ) -> _Ways:
     costs = {(j, k): stage_costs(j, k, submesh) for j in range(num_layers) for k in range(j + 1, num_layers + 1)}
     shape = (num_layers + 1, num_layers + 1, max(map(len, costs.values()), default=1))
-    fills, holds = np.full(shape, np.inf), np.full(shape, np.inf)
+    warmups, steadies = np.full(shape, np.inf), np.full(shape, np.inf)
     links_s = np.array([0.0, *(transfer_s(cut, submesh, submesh) for cut in range(1, num_layers)), 0.0])
     for (j, k), every in costs.items():
         for n, way in enumerate(every):
-            fills[j, k, n] = fill_s(timing, way.forward_s, way.backward_s, way.weight_s)
-            holds[j, k, n] = hold_s(timing, way.forward_s, way.backward_s, way.weight_s)
+            warmups[j, k, n] = timing.warmup_s(way.forward_s, way.backward_s, way.weight_s)
+            steadies[j, k, n] = timing.steady_s(way.forward_s, way.backward_s, way.weight_s)
     return _Ways(
         costs=costs,
-        fill_s=fills,
-        hold_s=with_transfer_s(timing, holds, links_s[None, :, None]),
+        warmup_s=warmups,
+        steady_s=timing.with_transfer_s(steadies, links_s[None, :, None]),
         links_s=links_s,
         timing=timing,
     )
 
 
-def _fitting(ways: _Ways, flying: float, memory_bytes: float) -> np.ndarray:
+def _fitting(ways: _Ways, num_in_flight: float, memory_bytes: float) -> np.ndarray:
     """Which ways fit into memory with so many microbatches in flight."""
-    fits = np.zeros(ways.fill_s.shape, dtype=bool)
+    fits = np.zeros(ways.warmup_s.shape, dtype=bool)
     for (j, k), every in ways.costs.items():
-        fits[j, k, : len(every)] = [way.peak_bytes(flying) <= memory_bytes for way in every]
+        fits[j, k, : len(every)] = [way.peak_bytes(num_in_flight) <= memory_bytes for way in every]
     return fits
 
 
@@ -144,19 +142,19 @@ def _shortage(num_layers: int, num_stages: int, submesh: Submesh, memory_bytes: 
 
 
 def _shortest(ways: _Ways, fits: Sequence[np.ndarray], cap: float) -> tuple[float, list[tuple[int, int, int]]]:
-    """The least sum of stages that hold up at most `cap`, and their starts, stops and ways; infinity if there are none.
+    """Return the least sum under a cap on steady_s, with starts, stops and ways of its stages; infinity without any.
 
-    Of several ways of one range the one of the least fill is in it.
+    Of several ways of one range the one of the least warm-up is in it.
     """
-    crossing_s = ways.links_s * ways.timing.crossings
+    crossing_s = ways.links_s * ways.timing.virtual_stages
     sums = np.full(len(ways.links_s), np.inf)
     sums[0] = 0.0
     origins: list[np.ndarray] = []
     chosen: list[np.ndarray] = []
     for fit in fits:
-        fills = np.where(fit & (ways.hold_s <= cap), ways.fill_s, np.inf)
-        chosen.append(fills.argmin(axis=-1))
-        reached = sums[:, None] + fills.min(axis=-1) + crossing_s[None, :]
+        warmups = np.where(fit & (ways.steady_s <= cap), ways.warmup_s, np.inf)
+        chosen.append(warmups.argmin(axis=-1))
+        reached = sums[:, None] + warmups.min(axis=-1) + crossing_s[None, :]
         origins.append(reached.argmin(axis=0))
         sums = reached.min(axis=0)
     if not np.isfinite(sums[-1]):
@@ -171,8 +169,11 @@ def _shortest(ways: _Ways, fits: Sequence[np.ndarray], cap: float) -> tuple[floa
 
 
 def _partition(stages: Sequence[tuple[int, int, int]], ways: _Ways, submesh: Submesh) -> Partition:
-    found = tuple(
-        Stage(start=start, stop=stop, submesh=submesh, cost=ways.costs[start, stop][way]) for start, stop, way in stages
+    costs = [ways.costs[start, stop][way] for start, stop, way in stages]
+    crossed_s = [float(ways.links_s[stop]) for _, stop, _ in stages[:-1]]
+    return Partition(
+        stages=tuple(
+            Stage(start=start, stop=stop, submesh=submesh, cost=cost) for (start, stop, _), cost in zip(stages, costs)
+        ),
+        step_time_s=ways.timing.step_time_s(costs, crossed_s),
     )
-    crossed = [float(ways.links_s[stage.stop]) for stage in found[:-1]]
-    return Partition(stages=found, step_time_s=step_time_s(ways.timing, [stage.cost for stage in found], crossed))

@@ -1,9 +1,10 @@
 """Put stages in front of stages, from the last layer to the first, and keep what may become the best partition.
 
 A label is a way to run the layers behind a cut. It remembers what matters for the layers before the cut: the first
-submesh, devices and stages used, the sum of fills and transfers, and the largest hold_s and once_s. Of two labels of
-one cut and one first submesh, one that has no more of anything makes the other superfluous. A label is dropped, too,
-when even with the bound on what it lacks (`prefix_bounds`) it takes as long as a partition that is known already.
+submesh, devices and stages used, the sum of warm-ups and transfers, and the largest steady_s and update_s. Of two
+labels of one cut and one first submesh, one that has no more of anything makes the other superfluous. A label is
+dropped, too, when even with the bound on what it lacks (`prefix_bounds`) it takes as long as a partition that is known
+already.
 """
 
 import time
@@ -13,23 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.compiler.inter_op.bounds import PrefixBounds
-from autopar.compiler.inter_op.stage_costs import ChoiceTables, Floats, Ints, with_transfer_s
+from autopar.compiler.inter_op.stage_costs import CostTables, FloatArray, IntArray
 
 _PAIRWISE = 1500  # so many labels of one cut and submesh are all compared with each other
 _TOLERANCE = 1e-12  # of the step time: what is better by less is not better
 
-Choice = tuple[int, int, int, int]  # submesh, start, stop, number of the choice
+StageChoice = tuple[int, int, int, int]  # submesh, start, stop, number of the choice
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LabelTask:
     """Which partitions are looked for."""
 
-    tables: ChoiceTables
-    limits: Ints
+    tables: CostTables
+    limits: IntArray
     bounds: PrefixBounds
     num_stages: int  # at most
-    least_hold_s: float  # below, a smaller hold_s gains nothing
+    least_steady_s: float  # below, a smaller steady_s gains nothing
     below_s: float  # only partitions that take less
     width: int | None = None  # labels kept at each cut, those with the lowest bounds
     max_labels: int | None = None
@@ -43,25 +44,25 @@ class LabelTask:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelResult:
-    """Partitions found, fastest first; `finished` if none that was looked for is missing."""
+    """Partitions found, fastest first; `finished` if none of those asked for is missing."""
 
-    partitions: tuple[tuple[Choice, ...], ...]
+    partitions: tuple[tuple[StageChoice, ...], ...]
     num_labels: int
     finished: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Labels:
-    cut: Ints
-    submesh: Ints
-    devices: Ints
-    stages: Ints
-    sum_s: Floats
-    hold_s: Floats
-    once_s: Floats
-    parent: Ints
-    choice: Ints
-    bound_s: Floats
+    cut: IntArray
+    submesh: IntArray
+    devices: IntArray
+    stages: IntArray
+    sum_s: FloatArray
+    steady_s: FloatArray
+    update_s: FloatArray
+    parent: IntArray
+    choice: IntArray
+    bound_s: FloatArray
 
     def take(self, index: NDArray[np.int64] | NDArray[np.bool_]) -> "_Labels":
         return _Labels(**{name: getattr(self, name)[index] for name in _COLUMNS})
@@ -93,10 +94,10 @@ def extend_labels(task: LabelTask) -> LabelResult:
     return LabelResult(partitions=partitions, num_labels=len(labels.cut), finished=finished)
 
 
-def _root(tables: ChoiceTables) -> _Labels:
+def _root(tables: CostTables) -> _Labels:
     integers = {"cut": tables.num_layers, "submesh": len(tables.devices), "devices": 0, "stages": 0}
     integers |= {"parent": -1, "choice": -1}
-    floats = dict.fromkeys(("sum_s", "hold_s", "once_s", "bound_s"), 0.0)
+    floats = dict.fromkeys(("sum_s", "steady_s", "update_s", "bound_s"), 0.0)
     return _Labels(
         **{name: np.array([value], dtype=np.int64) for name, value in integers.items()},
         **{name: np.array([value]) for name, value in floats.items()},
@@ -113,30 +114,36 @@ def _stage_in_front(task: LabelTask, labels: _Labels, start: int) -> _Labels:
     stages_fit = labels.stages + 1 + bounds.stages_before[start] <= task.num_stages
     parents, m = np.nonzero((left >= bounds.devices_before[start]) & stages_fit[:, None] & np.isfinite(sum_s))
     before_s = bounds.before_s[start, m, left[parents, m] // bounds.unit]
-    bound_s = _bound(task, sum_s[parents, m] + before_s, labels.hold_s[parents], labels.once_s[parents])
+    bound_s = _bound(task, sum_s[parents, m] + before_s, labels.steady_s[parents], labels.update_s[parents])
     promising = bound_s < task.limit_s
     parents, m, before_s = parents[promising], m[promising], before_s[promising]
     return _with_choices(task, labels, start, parents, m, before_s, crossing_s[parents, m])
 
 
-def _bound(task: LabelTask, sum_s: Floats, hold_s: Floats, once_s: Floats) -> Floats:
-    return sum_s + np.maximum(hold_s, task.least_hold_s) + np.maximum(once_s, task.bounds.once_s)
+def _bound(task: LabelTask, sum_s: FloatArray, steady_s: FloatArray, update_s: FloatArray) -> FloatArray:
+    return sum_s + np.maximum(steady_s, task.least_steady_s) + np.maximum(update_s, task.bounds.update_s)
 
 
 def _with_choices(
-    task: LabelTask, labels: _Labels, start: int, parents: Ints, m: Ints, before_s: Floats, crossing_s: Floats
+    task: LabelTask,
+    labels: _Labels,
+    start: int,
+    parents: IntArray,
+    m: IntArray,
+    before_s: FloatArray,
+    crossing_s: FloatArray,
 ) -> _Labels:
     tables = task.tables
     cut = labels.cut[parents]
     at = (m, start, cut)  # [new label, choice]
     link_s = tables.transfer_s[cut, m, labels.submesh[parents]]
-    stage_s = with_transfer_s(tables.timing, tables.hold_s[at], link_s[:, None])
-    hold_s = np.maximum(labels.hold_s[parents, None], stage_s)
-    once_s = np.maximum(labels.once_s[parents, None], tables.once_s[at])
-    sum_s = (labels.sum_s[parents] + crossing_s)[:, None] + tables.fill_s[at]
-    # A complete partition is taken at its own hold_s, even where that is below what the interval is for.
-    bound_s = _bound(task, sum_s + before_s[:, None], hold_s, once_s) if start else sum_s + hold_s + once_s
-    fits = (task.limits[at] >= labels.stages[parents, None]) & (hold_s <= task.bounds.cap_s)
+    stage_s = tables.timing.with_transfer_s(tables.steady_s[at], link_s[:, None])
+    steady_s = np.maximum(labels.steady_s[parents, None], stage_s)
+    update_s = np.maximum(labels.update_s[parents, None], tables.update_s[at])
+    sum_s = (labels.sum_s[parents] + crossing_s)[:, None] + tables.warmup_s[at]
+    # A complete partition is taken at its own steady_s, even where that is below what the interval is for.
+    bound_s = _bound(task, sum_s + before_s[:, None], steady_s, update_s) if start else sum_s + steady_s + update_s
+    fits = (task.limits[at] >= labels.stages[parents, None]) & (steady_s <= task.bounds.cap_s)
     new, choice = np.nonzero(fits & (bound_s < task.limit_s))
     return _Labels(
         cut=np.full_like(new, start),
@@ -144,8 +151,8 @@ def _with_choices(
         devices=labels.devices[parents[new]] + np.array(tables.devices, dtype=np.int64)[m[new]],
         stages=labels.stages[parents[new]] + 1,
         sum_s=sum_s[new, choice],
-        hold_s=hold_s[new, choice],
-        once_s=once_s[new, choice],
+        steady_s=steady_s[new, choice],
+        update_s=update_s[new, choice],
         parent=parents[new],
         choice=choice,
         bound_s=bound_s[new, choice],
@@ -155,7 +162,7 @@ def _with_choices(
 def _undominated(labels: _Labels) -> _Labels:
     """The labels of one cut that no other one makes superfluous (some that one does may stay)."""
     key = labels.submesh * (labels.devices.max(initial=0) + 1) + labels.devices
-    order = np.lexsort((labels.once_s, labels.hold_s, labels.stages, labels.sum_s, key))
+    order = np.lexsort((labels.update_s, labels.steady_s, labels.stages, labels.sum_s, key))
     labels, key = labels.take(order), key[order]
     kept: list[NDArray[np.int64]] = []
     waiting = np.arange(len(key))
@@ -166,8 +173,8 @@ def _undominated(labels: _Labels) -> _Labels:
         leader = waiting[first][np.cumsum(first) - 1]
         beaten = (
             (labels.stages[leader] <= labels.stages[waiting])
-            & (labels.hold_s[leader] <= labels.hold_s[waiting])
-            & (labels.once_s[leader] <= labels.once_s[waiting])
+            & (labels.steady_s[leader] <= labels.steady_s[waiting])
+            & (labels.update_s[leader] <= labels.update_s[waiting])
         )
         waiting = waiting[~beaten]  # a leader beats itself
     labels = labels.take(np.sort(np.concatenate(kept))) if kept else labels
@@ -180,7 +187,7 @@ def _pairwise(labels: _Labels, group: NDArray[np.int64]) -> NDArray[np.int64]:
     if len(group) > _PAIRWISE:
         return group
     beats = np.ones((len(group), len(group)), dtype=bool)
-    for column in (labels.devices, labels.stages, labels.sum_s, labels.hold_s, labels.once_s):
+    for column in (labels.devices, labels.stages, labels.sum_s, labels.steady_s, labels.update_s):
         values = column[group]
         beats &= values[:, None] <= values[None, :]
     equal = beats & beats.T
@@ -188,9 +195,9 @@ def _pairwise(labels: _Labels, group: NDArray[np.int64]) -> NDArray[np.int64]:
     return group[~beats.any(axis=0)]
 
 
-def _choices(labels: _Labels, label: int) -> tuple[Choice, ...]:
+def _choices(labels: _Labels, label: int) -> tuple[StageChoice, ...]:
     """The stages of a label, first to last."""
-    stages: list[Choice] = []
+    stages: list[StageChoice] = []
     while labels.parent[label] >= 0:
         parent = int(labels.parent[label])
         columns = (labels.submesh[label], labels.cut[label], labels.cut[parent], labels.choice[label])

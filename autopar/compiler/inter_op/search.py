@@ -1,13 +1,13 @@
 """Cut the layers into stages and give each stage a submesh, so that a step takes the least time: exactly.
 
-The time of a step (`schedule_times`) is a sum over stages plus the largest hold_s plus the largest once_s, subject to
-the number of devices and to the memory of each, which depends on the number of stages behind. Partitions are sorted
-into intervals (a, b] of their largest hold_s, and for schedules whose memory depends on the number S of stages, into
+The time of a step (`stage_costs`) is a sum over stages plus the largest steady_s plus the largest update_s, subject
+to the number of devices and to the memory of each, which depends on the number of stages behind. Partitions are sorted
+into intervals (a, b] of their largest steady_s, and for schedules whose memory depends on the number S of stages, into
 ranges of S. For an interval,
 
     a + the least sum under the cap b, by `prefix_bounds`                                       → bound_s
 
-bounds all that is in it. The interval with the lowest bound is next: its partitions are enumerated by `stage_labels`
+bounds all that is in it. The interval with the lowest bound is next: its partitions are enumerated by `extend_labels`
 if few labels are enough, otherwise it is halved. The search ends when no bound is below the best partition; then that
 one is optimal among the submeshes that were given. Stopped earlier, the lowest bound left says how far it can be off.
 """
@@ -23,103 +23,19 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from autopar.compiler.inter_op.bounds import PrefixBounds, prefix_bounds, relaxed_path
-from autopar.compiler.inter_op.labels import Choice, LabelTask, extend_labels
+from autopar.compiler.inter_op.labels import LabelTask, StageChoice, extend_labels
 from autopar.compiler.inter_op.stage_costs import (
-    ChoiceTables,
-    Ints,
+    CostTables,
+    IntArray,
     Partition,
     Stage,
     StageCosts,
     Timing,
     TransferTime,
-    choice_tables,
-    in_flight,
-    step_time_s,
+    cost_tables,
 )
 from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.errors import InvalidArgument, MemoryTooSmall
-
-# --- Find a partition that fits whatever it costs, or say how much memory is missing ---
-# D[s, i] = min over k > i, submesh m with a choice that fits with s-1 stages behind:  |m| + D[s-1, k]
-#
-# is the fewest devices on which layers [i, L) run as s stages; some partition fits if D[s, 0] is no more than there are
-# for some s. The least memory is found by halving the distance between one that is enough and one that is not.
-
-_NEVER = 1 << 30
-_HALVINGS = 12  # of the memory: a quarter of a per mille of the range
-
-
-def fewest_devices(tables: ChoiceTables, limits: Ints, num_stages: int) -> list[Choice] | None:
-    """A partition of at most so many stages on the fewest devices, or None if there are not enough."""
-    most_behind = limits.max(axis=-1)
-    sizes = np.array(tables.devices, dtype=np.int64)
-    needed = [np.full(tables.num_layers + 1, _NEVER)]
-    needed[0][-1] = 0
-    for behind in range(num_stages):
-        sums = np.where(most_behind >= behind, sizes[:, None, None] + needed[-1][None, None, :], _NEVER)
-        needed.append(np.append(np.minimum(sums.min(axis=(0, 2)), _NEVER), _NEVER))
-    best = min(range(1, num_stages + 1), key=lambda count: needed[count][0])
-    if needed[best][0] > tables.num_devices:
-        return None
-    stages: list[Choice] = []
-    start = 0
-    for behind in range(best - 1, -1, -1):
-        sums = np.where(most_behind[:, start] >= behind, sizes[:, None] + needed[behind][None, :], _NEVER)
-        m, stop = (int(n) for n in np.unravel_index(sums.argmin(), sums.shape))
-        fits = limits[m, start, stop] >= behind
-        stages.append((m, start, stop, int(np.where(fits, tables.fill_s[m, start, stop], np.inf).argmin())))
-        start = stop
-    return stages
-
-
-def raise_no_partition(tables: ChoiceTables, memory_bytes: float, num_stages: int) -> NoReturn:
-    """`MemoryTooSmall` with the least memory that is enough, or `InvalidArgument` if none is."""
-    counts = sorted({1 << power for power in range(num_stages.bit_length())} | {num_stages}) if num_stages else []
-    if not tables.timing.depends_on_num_stages:
-        counts = counts[-1:]
-
-    def fitting(budget_bytes: float) -> tuple[list[Choice], int] | None:
-        for most in counts:
-            stages = fewest_devices(tables, tables.limits(budget_bytes, num_stages=most), most)
-            if stages is not None:
-                return stages, most
-        return None
-
-    needs = np.maximum(
-        tables.base_bytes + tables.activation_bytes * tables.timing.num_microbatches, tables.update_bytes
-    )
-    high = float(np.max(needs[np.isfinite(needs)], initial=0.0)) if tables.costs else 0.0
-    found = fitting(high) if tables.costs and counts else None
-    if found is None or high <= memory_bytes:
-        raise InvalidArgument(
-            f"There is no way to run {tables.num_layers} layers in at most {num_stages} stages on {tables.num_devices} "
-            f"devices with submeshes {', '.join(map(str, tables.submeshes)) or '(none)'}, whatever memory they have. "
-            "Give more devices, smaller submeshes or more stages."
-        )
-    low = memory_bytes
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        better = fitting(middle)
-        low, high, found = (low, middle, better) if better is not None else (middle, high, found)
-    raise MemoryTooSmall(_shortage(tables, memory_bytes, *found))
-
-
-def _shortage(tables: ChoiceTables, memory_bytes: float, stages: list[Choice], count: int) -> str:
-    peaks: list[tuple[float, int, float]] = []
-    for number, (m, start, stop, _) in enumerate(stages):
-        flight = in_flight(tables.timing, stages_behind=len(stages) - 1 - number, num_stages=count)
-        peaks.append((min(cost.peak_bytes(flight) for cost in tables.costs[m, start, stop]), number, flight))
-    peak, number, flight = max(peaks)
-    m, start, stop, _ = stages[number]
-    gib = 2.0**30
-    return (
-        f"No partition of {tables.num_layers} layers into stages on {tables.num_devices} devices fits into "
-        f"{memory_bytes / gib:.3g} GiB per device. The smallest found has {len(stages)} stages; its stage {number}, "
-        f"layers [{start}, {stop}) on {tables.submeshes[m]} devices with {flight:.3g} microbatches in flight, needs "
-        f"{peak / gib:.3g} GiB: {(peak - memory_bytes) / gib:.3g} GiB are missing. Use more devices, recompute "
-        f'activations, more and smaller microbatches, or schedule="1f1b" (now "{tables.timing.schedule}").'
-    )
-
 
 _BEAM = 24  # labels per cut of the quick look for a first partition
 _BEAM_SLACK = 1.2  # it also looks for partitions that take so much longer than the best one
@@ -130,6 +46,8 @@ _WIDE = 0.03  # of the step time: an interval that is halved before its partitio
 _NARROW = 1e-3  # of the step time: an interval that gains little by halving
 _LITTLE = 0.3  # the same, of the distance between its bound and the best partition
 _CLOSED = 1e-12
+_NEVER = 1 << 30  # devices that no cluster has
+_HALVINGS = 12  # of the memory: a quarter of a per mille of the range
 _ROUNDING = 1 + 1e-9  # bytes are added here, and divided in the tables
 
 Placeable = Callable[[Sequence[Submesh]], bool]
@@ -157,7 +75,7 @@ class StageSearch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Interval:
-    """Partitions of so many stages whose largest hold_s is above a floor and at most a cap."""
+    """Partitions of so many stages whose largest steady_s is above a floor and at most a cap."""
 
     bound_s: float
     floor_s: float
@@ -171,16 +89,16 @@ class _Interval:
 class _State:
     """What the search knows; only functions of this module change it."""
 
-    tables: ChoiceTables
+    tables: CostTables
     memory_bytes: float
     most_stages: int
     can_place: Placeable
     deadline: float | None
-    found: dict[tuple[tuple[int, int, int], ...], Partition] = field(default_factory=dict[Any, Partition])
+    partitions: dict[tuple[tuple[int, int, int], ...], Partition] = field(default_factory=dict[Any, Partition])
     best_s: float = math.inf
     not_placed_s: float = math.inf  # the least that a partition takes which there is no place for
     num_labels: int = 0
-    limits: dict[int, Ints] = field(default_factory=dict[int, Ints])
+    limits: dict[int, IntArray] = field(default_factory=dict[int, IntArray])
     bounds: dict[tuple[int, float], PrefixBounds | None] = field(default_factory=dict[Any, Any])
 
 
@@ -191,16 +109,14 @@ def search_stages(
     stage_costs: StageCosts,
     transfer_s: TransferTime,
     *,
-    num_microbatches: int,
-    schedule: str,
+    timing: Timing,
     memory_bytes: float,
-    virtual_stages: int = 1,
     max_stages: int | None = None,
     time_limit_s: float | None = None,
     top: int = 5,
     can_place: Placeable = lambda submeshes: True,
 ) -> StageSearch:
-    """The partition that takes the least time; `MemoryTooSmall` or `InvalidArgument` if there is none.
+    """Return the partition that takes the least time; raise `MemoryTooSmall` or `InvalidArgument` if there is none.
 
     `can_place` refuses submeshes that do not fit into the cluster although they have few enough devices; it is needed
     only where `submeshes.always_fits` is false, and what it refuses keeps the bound from rising above it.
@@ -210,9 +126,8 @@ def search_stages(
         raise InvalidArgument(
             f"{num_layers} layers cannot be cut into at most {max_stages} stages. Give at least 1 of both."
         )
-    timing = Timing(schedule=schedule, num_microbatches=num_microbatches, virtual_stages=virtual_stages)
-    tables = choice_tables(num_layers, num_devices, submeshes, stage_costs, transfer_s, timing)
-    # Costs are found when they are asked for first, which may take longer than the search.
+    tables = cost_tables(num_layers, num_devices, submeshes, stage_costs, transfer_s, timing)
+    # Costs are computed when they are asked for first, which may take longer than the search.
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     state = _State(
         tables=tables,
@@ -222,9 +137,9 @@ def search_stages(
         deadline=deadline,
     )
     lower_s = _run(state)
-    if not state.found:
-        raise_no_partition(tables, memory_bytes, state.most_stages)
-    partitions = sorted(state.found.values(), key=lambda partition: partition.step_time_s)
+    if not state.partitions:
+        _raise_no_partition(tables, memory_bytes, state.most_stages)
+    partitions = sorted(state.partitions.values(), key=lambda partition: partition.step_time_s)
     best_s = partitions[0].step_time_s
     return StageSearch(
         best=partitions[0],
@@ -236,13 +151,13 @@ def search_stages(
 
 def _run(state: _State) -> float:
     """Close intervals until none is left; the lowest bound of those left when the time is up."""
-    holds_s = state.tables.hold_s[np.isfinite(state.tables.hold_s)]
-    if not holds_s.size or state.most_stages < 1:
+    steadies_s = state.tables.steady_s[np.isfinite(state.tables.steady_s)]
+    if not steadies_s.size or state.most_stages < 1:
         return math.inf
     links_s = state.tables.transfer_s[np.isfinite(state.tables.transfer_s)]
     timing = state.tables.timing
-    # No partition holds longer than this, whichever way the schedule adds transfers.
-    cap_s = float(holds_s.max() + timing.num_microbatches * timing.crossings * links_s.max(initial=0.0))
+    # No steady_s is longer than this, whichever way the schedule adds transfers.
+    cap_s = float(steadies_s.max() + timing.num_microbatches * timing.virtual_stages * links_s.max(initial=0.0))
     numbers = count()
     whole = _Interval(bound_s=0.0, floor_s=0.0, cap_s=cap_s, stages=(1, state.most_stages))
     queue = [(0.0, next(numbers), whole)]
@@ -250,7 +165,7 @@ def _run(state: _State) -> float:
         bound_s, _, interval = heapq.heappop(queue)
         if bound_s >= state.best_s * (1 - _CLOSED):
             return math.inf
-        if state.found and state.deadline is not None and time.monotonic() > state.deadline:
+        if state.partitions and state.deadline is not None and time.monotonic() > state.deadline:
             return bound_s
         for rest in _close(state, interval):
             heapq.heappush(queue, (rest.bound_s, next(numbers), rest))
@@ -266,16 +181,16 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
         _add_relaxed(state, bounds)
         bound_s = max(interval.bound_s, interval.floor_s + bounds.bound_s)
         return [replace(interval, bound_s=bound_s, bounded=True)]
-    one_number = interval.stages[0] == interval.stages[1] or not state.tables.timing.depends_on_num_stages
-    if not state.found and not _add_smallest(state, interval):
+    one_number = interval.stages[0] == interval.stages[1] or not state.tables.timing.memory_depends_on_num_stages
+    if not state.partitions and not _add_smallest(state, interval):
         return [] if one_number else _by_stages(interval)
-    # Whatever holds longer than this takes longer than the best partition.
+    # Whatever has a longer steady_s than this takes longer than the best partition.
     useful_s = state.best_s - bounds.bound_s
     if useful_s < _LOWER * interval.cap_s:
         return [replace(interval, cap_s=useful_s, bounded=False)] if useful_s > interval.floor_s else []
     width_s = interval.cap_s - interval.floor_s
     if width_s > _WIDE * state.best_s:
-        return _by_hold(interval)
+        return _by_steady(interval)
     if not interval.tried:
         _enumerate(state, interval, bounds, width=_BEAM)
         return [replace(interval, tried=True)]
@@ -287,10 +202,10 @@ def _close(state: _State, interval: _Interval) -> list[_Interval]:
         case "does not fit":
             return _by_stages(interval)
         case _:
-            return [interval] if narrow else _by_hold(interval)
+            return [interval] if narrow else _by_steady(interval)
 
 
-def _by_hold(interval: _Interval) -> list[_Interval]:
+def _by_steady(interval: _Interval) -> list[_Interval]:
     """Two halves; the upper one has the cap and hence the bound of the whole, and a higher floor."""
     middle_s = (interval.floor_s + interval.cap_s) / 2
     lower = replace(interval, cap_s=middle_s, bounded=False, tried=False)
@@ -315,14 +230,14 @@ def _enumerate(
     """
     task = LabelTask(
         tables=state.tables,
-        limits=_limits(state, interval.stages[0] if state.tables.timing.depends_on_num_stages else 0),
+        limits=_limits(state, interval.stages[0] if state.tables.timing.memory_depends_on_num_stages else 0),
         bounds=bounds,
         num_stages=interval.stages[1],
-        least_hold_s=interval.floor_s,
+        least_steady_s=interval.floor_s,
         below_s=state.best_s * (1.0 if width is None else _BEAM_SLACK),
         width=width,
         max_labels=max_labels,
-        deadline=state.deadline if state.found else None,
+        deadline=state.deadline if state.partitions else None,
     )
     result = extend_labels(task)
     state.num_labels += result.num_labels
@@ -338,53 +253,53 @@ def _add_relaxed(state: _State, bounds: PrefixBounds) -> None:
     if len(path) > state.most_stages:
         return
     limits = _limits(state, len(path))
-    stages: list[Choice] = []
+    stages: list[StageChoice] = []
     for behind, (start, stop, m) in enumerate(reversed(path)):
         at = (m, start, stop)
-        fits = (limits[at] >= behind) & (state.tables.hold_s[at] <= bounds.cap_s)
+        fits = (limits[at] >= behind) & (state.tables.steady_s[at] <= bounds.cap_s)
         if not fits.any():
             return
-        stages.append((m, start, stop, int(np.where(fits, state.tables.fill_s[at], np.inf).argmin())))
+        stages.append((m, start, stop, int(np.where(fits, state.tables.warmup_s[at], np.inf).argmin())))
     _add(state, stages[::-1])
 
 
 def _add_smallest(state: _State, interval: _Interval) -> bool:
     """Add the partition on the fewest devices; False if there is none for the number of stages (or those tried)."""
     low, high = interval.stages
-    depends = state.tables.timing.depends_on_num_stages
+    depends = state.tables.timing.memory_depends_on_num_stages
     for most in sorted({low, *(1 << n for n in range(12) if low < 1 << n < high), high} if depends else {high}):
-        stages = fewest_devices(state.tables, _limits(state, most if depends else 0), most)
+        stages = _fewest_devices(state.tables, _limits(state, most if depends else 0), most)
         if stages is not None:
             _add(state, stages)
             return True
     return False
 
 
-def _add(state: _State, choices: Sequence[Choice]) -> bool:
+def _add(state: _State, choices: Sequence[StageChoice]) -> bool:
     """Add a partition; False if it does not fit into memory with as many stages as it has."""
     tables = state.tables
     stages = tuple(
         Stage(start=start, stop=stop, submesh=tables.submeshes[m], cost=tables.costs[m, start, stop][c])
         for m, start, stop, c in choices
     )
-    flights = (in_flight(tables.timing, stages_behind=n, num_stages=len(stages)) for n in count())
-    if any(s.cost.peak_bytes(flight) > state.memory_bytes * _ROUNDING for s, flight in zip(reversed(stages), flights)):
+    in_flight = (tables.timing.num_in_flight(stages_behind=n, num_stages=len(stages)) for n in count())
+    if any(s.cost.peak_bytes(n) > state.memory_bytes * _ROUNDING for s, n in zip(reversed(stages), in_flight)):
         return False
     transfers_s = [float(tables.transfer_s[a[2], a[0], b[0]]) for a, b in pairwise(choices)]
-    time_s = step_time_s(tables.timing, [stage.cost for stage in stages], transfers_s)
+    time_s = tables.timing.step_time_s([stage.cost for stage in stages], transfers_s)
     key = tuple((m, start, stop) for m, start, stop, _ in choices)
-    if not math.isfinite(time_s) or (key in state.found and state.found[key].step_time_s <= time_s):
+    if not math.isfinite(time_s) or (key in state.partitions and state.partitions[key].step_time_s <= time_s):
         return True
-    if key not in state.found and not state.can_place([stage.submesh for stage in stages]):
+    if key not in state.partitions and not state.can_place([stage.submesh for stage in stages]):
         state.not_placed_s = min(state.not_placed_s, time_s)
         return True
-    state.found[key] = Partition(stages=stages, step_time_s=time_s)
+    state.partitions[key] = Partition(stages=stages, step_time_s=time_s)
     state.best_s = min(state.best_s, time_s)
     return True
 
 
 def _bounds(state: _State, interval: _Interval) -> PrefixBounds | None:
-    stages = interval.stages[0] if state.tables.timing.depends_on_num_stages else 0
+    stages = interval.stages[0] if state.tables.timing.memory_depends_on_num_stages else 0
     key = (stages, interval.cap_s)
     if key not in state.bounds:
         while len(state.bounds) >= 4:  # they are large
@@ -393,9 +308,87 @@ def _bounds(state: _State, interval: _Interval) -> PrefixBounds | None:
     return state.bounds[key]
 
 
-def _limits(state: _State, num_stages: int) -> Ints:
+def _limits(state: _State, num_stages: int) -> IntArray:
     if num_stages not in state.limits:
         while len(state.limits) >= 4:
             state.limits.pop(next(iter(state.limits)))
         state.limits[num_stages] = state.tables.limits(state.memory_bytes, num_stages=num_stages)
     return state.limits[num_stages]
+
+
+def _fewest_devices(tables: CostTables, limits: IntArray, num_stages: int) -> list[StageChoice] | None:
+    """Return a partition of at most so many stages on the fewest devices, or None if there are not enough.
+
+    D[s, i] = min over k > i, submesh m with a choice that fits with s-1 stages behind:  |m| + D[s-1, k]
+
+    is the fewest devices on which layers [i, L) run as s stages; some partition fits if D[s, 0] is no more than there
+    are for some s.
+    """
+    most_behind = limits.max(axis=-1)
+    sizes = np.array(tables.devices, dtype=np.int64)
+    needed = [np.full(tables.num_layers + 1, _NEVER)]
+    needed[0][-1] = 0
+    for behind in range(num_stages):
+        sums = np.where(most_behind >= behind, sizes[:, None, None] + needed[-1][None, None, :], _NEVER)
+        needed.append(np.append(np.minimum(sums.min(axis=(0, 2)), _NEVER), _NEVER))
+    best = min(range(1, num_stages + 1), key=lambda count: needed[count][0])
+    if needed[best][0] > tables.num_devices:
+        return None
+    stages: list[StageChoice] = []
+    start = 0
+    for behind in range(best - 1, -1, -1):
+        sums = np.where(most_behind[:, start] >= behind, sizes[:, None] + needed[behind][None, :], _NEVER)
+        m, stop = (int(n) for n in np.unravel_index(sums.argmin(), sums.shape))
+        fits = limits[m, start, stop] >= behind
+        stages.append((m, start, stop, int(np.where(fits, tables.warmup_s[m, start, stop], np.inf).argmin())))
+        start = stop
+    return stages
+
+
+def _raise_no_partition(tables: CostTables, memory_bytes: float, num_stages: int) -> NoReturn:
+    """Raise `MemoryTooSmall` with the least memory that is enough, by halving, or `InvalidArgument` if none is."""
+    counts = sorted({1 << power for power in range(num_stages.bit_length())} | {num_stages}) if num_stages else []
+    if not tables.timing.memory_depends_on_num_stages:
+        counts = counts[-1:]
+
+    def fitting(budget_bytes: float) -> tuple[list[StageChoice], int] | None:
+        for most in counts:
+            stages = _fewest_devices(tables, tables.limits(budget_bytes, num_stages=most), most)
+            if stages is not None:
+                return stages, most
+        return None
+
+    needs = np.maximum(
+        tables.base_bytes + tables.activation_bytes * tables.timing.num_microbatches, tables.update_bytes
+    )
+    high = float(np.max(needs[np.isfinite(needs)], initial=0.0)) if tables.costs else 0.0
+    smallest = fitting(high) if tables.costs and counts else None
+    if smallest is None or high <= memory_bytes:
+        raise InvalidArgument(
+            f"There is no way to run {tables.num_layers} layers in at most {num_stages} stages on {tables.num_devices} "
+            f"devices with submeshes {', '.join(map(str, tables.submeshes)) or '(none)'}, whatever memory they have. "
+            "Give more devices, smaller submeshes or more stages."
+        )
+    low = memory_bytes
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        better = fitting(middle)
+        low, high, smallest = (low, middle, better) if better is not None else (middle, high, smallest)
+    raise MemoryTooSmall(_shortage(tables, memory_bytes, *smallest))
+
+
+def _shortage(tables: CostTables, memory_bytes: float, stages: list[StageChoice], count: int) -> str:
+    peaks: list[tuple[float, int, float]] = []
+    for number, (m, start, stop, _) in enumerate(stages):
+        in_flight = tables.timing.num_in_flight(stages_behind=len(stages) - 1 - number, num_stages=count)
+        peaks.append((min(cost.peak_bytes(in_flight) for cost in tables.costs[m, start, stop]), number, in_flight))
+    peak, number, in_flight = max(peaks)
+    m, start, stop, _ = stages[number]
+    gib = 2.0**30
+    return (
+        f"No partition of {tables.num_layers} layers into stages on {tables.num_devices} devices fits into "
+        f"{memory_bytes / gib:.3g} GiB per device. The smallest found has {len(stages)} stages; its stage {number}, "
+        f"layers [{start}, {stop}) on {tables.submeshes[m]} devices with {in_flight:.3g} microbatches in flight, needs "
+        f"{peak / gib:.3g} GiB: {(peak - memory_bytes) / gib:.3g} GiB are missing. Use more devices, recompute "
+        f'activations, more and smaller microbatches, or schedule="1f1b" (now "{tables.timing.schedule.name}").'
+    )

@@ -71,7 +71,7 @@ def submesh_choices(
     return tuple(inside + [Submesh(num_hosts=n, devices_per_host=per_host) for n in hosts])
 
 
-def place(submeshes: Sequence[Submesh], cluster: Submesh) -> tuple[tuple[int, ...], ...] | None:
+def place_submeshes(submeshes: Sequence[Submesh], cluster: Submesh) -> tuple[tuple[int, ...], ...] | None:
     """The device numbers of each submesh, none twice and no part of a host on two; None if they do not fit."""
     whole = [n for n, submesh in enumerate(submeshes) if submesh.devices_per_host == cluster.devices_per_host]
     parts = [n for n, submesh in enumerate(submeshes) if submesh.devices_per_host != cluster.devices_per_host]

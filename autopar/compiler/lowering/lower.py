@@ -27,7 +27,6 @@ from autopar.compiler.lowering.task_executables import (
 )
 from autopar.compiler.lowering.user_constraints import on_mesh
 from autopar.compiler.lowering.value_types import infer_value_types
-from autopar.compiler.pipeline.schedules import schedule_tasks
 from autopar.compiler.pipeline.stage_graph import GraphInput, StageGraph
 from autopar.ir.plan import Plan
 from autopar.ir.program import (
@@ -44,6 +43,7 @@ from autopar.ir.program import (
     Send,
     Window,
 )
+from autopar.ir.schedules import schedule_tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +120,7 @@ def _ordered_calls(graph: StageGraph, plan: Plan, meshes: Sequence[int]) -> list
             zeros = emit_zeros(graph, task)
             if zeros is not None:
                 calls[meshes[task.stage]].append(_call(zeros, None))
-        order = schedule_tasks(
-            plan.schedule,
-            num_stages=graph.num_stages,
-            num_meshes=len(plan.meshes),
-            num_microbatches=graph.num_microbatches,
-            stage_mesh=meshes,
-        )
+        order = schedule_tasks(plan.schedule, stage_mesh=meshes, num_microbatches=graph.num_microbatches)
         for number, tasks in enumerate(order):
             for t in tasks:
                 # A stage without parameters, or in front of all of them, has no backward task.

@@ -14,6 +14,7 @@ from autopar.compiler.pipeline.prepare import PreparedStep
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.errors import PlanMismatch
 from autopar.ir.plan import Plan
+from autopar.ir.schedules import get_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +37,8 @@ class StageCut:
             cuts=plan.cuts,
             stages=tuple(stage.layers for stage in plan.stages),
             remat_stages=frozenset(s for s, stage in enumerate(plan.stages) if stage.remat),
-            split_weight_gradients=splits_weight_gradients(plan.schedule),
+            split_weight_gradients=get_schedule(plan.schedule).splits_weight_gradients,
         )
-
-
-def splits_weight_gradients(schedule: str) -> bool:
-    """True for a schedule that orders weight gradients by themselves."""
-    return schedule == "zero-bubble"
 
 
 def cut_stages(prepared: PreparedStep, cut: StageCut) -> StageGraph:

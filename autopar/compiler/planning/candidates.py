@@ -1,9 +1,10 @@
-"""Search the stages of a step for one number of microbatches after another.
+"""Search the pipeline of a step for one number of microbatches after another.
 
-    StageProblem  ->  StagesFound, ...     the fastest first
+    StageProblem                ->  PipelineCandidate, ...     the fastest first
+    PipelineCandidate, ...      ->  Certificate
 
-For each number: the layers and what they cost, the best ranges of them by the formula of every schedule, and of these
-the one that takes the least time when its schedule is played through.
+For each number: the layers and their costs, the best ranges of them by the closed form of every schedule, and of these
+the one whose schedule takes the least time when it is simulated.
 """
 
 from __future__ import annotations
@@ -18,70 +19,116 @@ from functools import cached_property
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
 from autopar.compiler.inter_op.search import StageSearch, search_stages
 from autopar.compiler.inter_op.stage_costs import Partition, StageCost, Timing
-from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place, submesh_choices
+from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_submeshes, submesh_choices
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.layer_classes import Layers
 from autopar.compiler.planning.layer_costs import LayerCosts
-from autopar.compiler.planning.stage_costs import SPLITTING, KnownLayers, RangeCosts, StageProblem
-from autopar.compiler.planning.virtual_stages import StagePart, parts_of, played_s
+from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
+from autopar.compiler.planning.virtual_stages import VirtualStage, make_virtual_stages, simulate_schedule_s
 from autopar.errors import InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
 from autopar.ir.plan_sharding import Certificate
+from autopar.ir.schedules import SCHEDULES, Schedule
 from autopar.progress import tell, tell_best
 
-# --- What the search over stages found for a number of microbatches, and how good the best of that is ---
-# StagesFound, StagesFound, ...  ->  Certificate
-
-_RUNNERS_UP = 5
+_NUM_RUNNERS_UP = 5
+_MOST_MICROBATCHES_PER_DEVICE = 8
+_MICROBATCHES_PER_STAGE = 8
+_SHARE_OF_WORK = 0.3
+_SHARE_OF_TIME = 0.7
+"""Of the time limit: as work and as time that passes, after which no further number of microbatches is tried."""
+_LIKELY_SHARE = 0.9
+"""Of the memory: stages that need no more, judged by the layers of other microbatches, are likely to fit."""
+_WORTH_SPLITTING = 0.05
+"""Of the step: less time than that is not worth looking at layers whose weight gradients are tasks of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StagesFound:
-    """The outcome of the search for one number of microbatches."""
+class PipelineCandidate:
+    """The best stages for one number of microbatches, with the schedule under which they are the fastest."""
 
     layers: Layers
-    schedule: str
-    virtual_stages: int
-    """Stages on each mesh; the search has their layers as one stage."""
+    timing: Timing
+    """The schedule; the search has the layers of all virtual stages on a mesh as one stage."""
     remat: bool
     search: StageSearch
-    parts: tuple[StagePart, ...]
-    """The stages of the best partition."""
+    virtual_stages: tuple[VirtualStage, ...]
+    """Those of the best partition."""
     costs_gap: float
 
     @cached_property
     def step_time_s(self) -> float:
-        """Seconds of the best stages, their schedule played through."""
-        return self.played_s([stage.cost for stage in self.search.best.stages])
+        """Simulated seconds of the best stages."""
+        return self.simulate_s([stage.cost for stage in self.search.best.stages])
 
-    def played_s(self, costs: Sequence[StageCost]) -> float:
-        """The same for other costs of the meshes."""
-        return played_s(self.timing, self.parts, costs)
-
-    @property
-    def timing(self) -> Timing:
-        """The schedule with its numbers."""
-        return Timing(
-            schedule=self.schedule,
-            num_microbatches=self.layers.num_microbatches,
-            virtual_stages=self.virtual_stages,
-        )
+    def simulate_s(self, costs: Sequence[StageCost]) -> float:
+        """Return the simulated seconds of a step for other costs of the meshes."""
+        return simulate_schedule_s(self.timing, self.virtual_stages, costs)
 
     @property
     def gain_from_splitting(self) -> float:
-        """What of the step putting off weight gradients can gain: where forward, input and weight gradients take equal
-        times, two thirds of what fills the pipeline.
+        """The share of the step that splitting off weight gradients can gain.
+
+        Where forward, input and weight gradients take equal times, that is two thirds of what fills the pipeline.
         """
-        fills_s = [stage.cost.forward_s + stage.cost.backward_s for stage in self.search.best.stages]
-        return 2 / 3 * (sum(fills_s) - max(fills_s)) / self.step_time_s
+        warmups_s = [stage.cost.forward_s + stage.cost.backward_s for stage in self.search.best.stages]
+        return 2 / 3 * (sum(warmups_s) - max(warmups_s)) / self.step_time_s
 
 
-def lower_bound_s(ranked: Sequence[StagesFound]) -> float:
-    """Seconds that no stages take less than by the formulas of the schedules that were tried."""
+def search_pipelines(problem: StageProblem) -> list[PipelineCandidate]:
+    """Return the best candidate for every number of microbatches that was tried, the fastest first.
+
+    Raises `MemoryTooSmall` where nothing fits, and `InvalidArgument` for pins that no plan can keep.
+    """
+    in_time = time_for_counts(problem.method.time_limit_s)
+    pins_of_inputs(problem.trace, problem.method.pins)
+    known = KnownLayers.of(problem)
+    counts = microbatch_counts(problem)
+    candidates: dict[int, PipelineCandidate] = {}
+    shortages: dict[int, MemoryTooSmall] = {}
+    unsplittable: set[int] = set()
+
+    def time_s(place: int) -> float | None:
+        """Return the step time for a place in `counts`; infinity where nothing fits, None for no such split."""
+        count = counts[place]
+        if count not in candidates and count not in shortages and count not in unsplittable:
+            tell(f"{count} microbatches")
+            try:
+                candidates[count] = _search_count(problem, known, count)
+            except MemoryTooSmall as error:
+                shortages[count] = error
+            except (NotSplittable, Unsupported):
+                if problem.method.num_microbatches is not None:
+                    raise
+                unsplittable.add(count)
+        if count in candidates:
+            return candidates[count].step_time_s
+        return None if count in unsplittable else math.inf
+
+    def is_likely(place: int) -> bool:
+        return _fits_by_hosts(problem, known, counts[place], counts[usual:])
+
+    usual = usual_place(problem, counts, known.num_layers)
+    start = first_likely(is_likely, len(counts), usual)
+    # Where memory is short, smaller microbatches leave room for faster layouts.
+    most = usual_size(problem, counts) if start == usual else len(counts)
+    descend(time_s, len(counts), start, in_time, most)
+    if candidates:
+        return sorted(candidates.values(), key=lambda each: each.step_time_s)
+    if shortages:
+        raise shortages[max(shortages)]
+    raise Unsupported(
+        f"The search over stages tried {sorted(unsplittable)} microbatches, and the step can be split into none of "
+        "them. Use num_stages=1."
+    )
+
+
+def lower_bound_s(ranked: Sequence[PipelineCandidate]) -> float:
+    """Return the seconds that no stages take less than, by the closed forms of the schedules that were tried."""
     return min(each.search.lower_bound_s * (1 - each.costs_gap) for each in ranked)
 
 
-def certificate_of(ranked: Sequence[StagesFound], bound_s: float) -> Certificate:
-    """How good the first one is, the fastest, with the next best of all by the schedule's formula."""
+def certificate_of(ranked: Sequence[PipelineCandidate], bound_s: float) -> Certificate:
+    """Certify the first candidate, the fastest, beside the next best of all by the closed form of the schedule."""
     step_time_s = ranked[0].step_time_s
     others = [(each, each.search.best) for each in ranked[1:]]
     others += [(each, partition) for each in ranked for partition in each.search.runners_up]
@@ -91,28 +138,22 @@ def certificate_of(ranked: Sequence[StagesFound], bound_s: float) -> Certificate
     return Certificate(
         step_time_s=step_time_s,
         lower_bound_s=min(bound_s, step_time_s),
-        tried=tuple(sorted({each.layers.num_microbatches for each in ranked})),
-        runners_up=tuple((_words(each, partition), partition.step_time_s) for each, partition in others[:_RUNNERS_UP]),
+        tried=tuple(sorted({each.timing.num_microbatches for each in ranked})),
+        runners_up=tuple(
+            (_words(each, partition), partition.step_time_s) for each, partition in others[:_NUM_RUNNERS_UP]
+        ),
     )
 
 
-def _words(found: StagesFound, partition: Partition) -> str:
+def _words(candidate: PipelineCandidate, partition: Partition) -> str:
+    timing = candidate.timing
     stages = " | ".join(f"{stage.stop - stage.start} layers on {stage.submesh}" for stage in partition.stages)
-    virtual = f" x {found.virtual_stages}" if found.virtual_stages > 1 else ""
-    return f"{found.layers.num_microbatches} microbatches, {found.schedule}{virtual}: {stages}"
-
-
-# --- Which numbers of microbatches are tried, and in which order ---
-
-_MOST_MICROBATCHES_PER_DEVICE = 8
-_MICROBATCHES_PER_STAGE = 8
-_SHARE_OF_WORK = 0.3
-_SHARE_OF_TIME = 0.7
-"""Of the time limit: as work and as time that passes, after which no further number of microbatches is tried."""
+    virtual = f" x {timing.virtual_stages}" if timing.virtual_stages > 1 else ""
+    return f"{timing.num_microbatches} microbatches, {timing.schedule.name}{virtual}: {stages}"
 
 
 def time_for_counts(time_limit_s: float) -> Callable[[], bool]:
-    """Whether there is time for another number of microbatches, asked from now on.
+    """Return a function that is true while there is time for another number of microbatches, from now on.
 
     Counted is the work of this process, so that a busy machine finds what a quiet one does, within the limit.
     """
@@ -126,7 +167,7 @@ def time_for_counts(time_limit_s: float) -> Callable[[], bool]:
 
 
 def first_likely(is_likely: Callable[[int], bool], size: int, start: int) -> int:
-    """The first place from `start` on that is likely to lead to a plan; `start` if none is."""
+    """Return the first place from `start` on that is likely to lead to a plan; `start` if none is."""
     return next((place for place in range(start, size) if is_likely(place)), start)
 
 
@@ -136,13 +177,13 @@ def descend(
     """Go up from a place as long as that helps, else down; from where nothing is possible, up and then down.
 
     A place has no step time where the batch cannot be split so, and an infinite one where nothing fits. Places from
-    `usual_size` on are looked at only where memory is short: nothing fits at the start. When it is no longer `in_time`,
-    what was found is enough.
+    `usual_size` on are looked at only where memory is short: nothing fits at the start. The search ends when it is no
+    longer `in_time`.
     """
 
     def time_s(place: int) -> float:
-        found = step_time_s(place)
-        return math.inf if found is None else found
+        seconds = step_time_s(place)
+        return math.inf if seconds is None else seconds
 
     best, at = time_s(start), start
     if math.isinf(best):
@@ -162,19 +203,19 @@ def descend(
 
 
 def _fits_nowhere(step_time_s: Callable[[int], float | None], size: int) -> bool:
-    """Whether neither the smallest microbatches that there can be fit, nor the whole batch."""
-    smallest = next((found for place in reversed(range(size)) if (found := step_time_s(place)) is not None), math.inf)
+    """Return whether neither the smallest microbatches that there can be fit, nor the whole batch."""
+    smallest = next((s for place in reversed(range(size)) if (s := step_time_s(place)) is not None), math.inf)
     return math.isinf(smallest) and math.isinf(step_time_s(0) or math.inf)
 
 
 def usual_place(problem: StageProblem, counts: Sequence[int], num_layers: int) -> int:
-    """Where to begin: enough microbatches to fill a pipeline with a stage for every host, of at least two layers."""
+    """Return the place to begin: enough microbatches for a stage on every host, of at least two layers each."""
     usual = _MICROBATCHES_PER_STAGE * max(1, min(problem.cluster.num_hosts, num_layers // 2))
     return min(range(len(counts)), key=lambda place: abs(math.log2(counts[place] / usual)))
 
 
 def microbatch_counts(problem: StageProblem) -> list[int]:
-    """The numbers of microbatches that may be tried: the one given, or powers of two that divide the batch."""
+    """Return the numbers of microbatches to try: the one given, or powers of two that divide the batch."""
     if problem.method.num_microbatches is not None:
         return [problem.method.num_microbatches]
     trace = problem.trace
@@ -185,93 +226,14 @@ def microbatch_counts(problem: StageProblem) -> list[int]:
 
 
 def usual_size(problem: StageProblem, counts: Sequence[int]) -> int:
-    """How many of the numbers are no larger than what is usual for so many devices."""
+    """Return how many of the numbers are no larger than what is usual for so many devices."""
     return sum(count <= _MOST_MICROBATCHES_PER_DEVICE * problem.num_devices for count in counts)
 
 
-_LIKELY = 0.9
-"""Of the memory, what stages judged by the layers of another number of microbatches are to need at most."""
-_SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
-_WORTH_SPLITTING = 0.05
-"""Of the step: less time than that is not worth looking at layers whose weight gradients are tasks of their own."""
-_VIRTUAL_STAGES = (2, 4)
-"""Stages on a mesh that the interleaved schedule is tried with."""
-
-
-def search_all(problem: StageProblem) -> list[StagesFound]:
-    """The best stages for every number of microbatches that was tried, the fastest first.
-
-    Raises `MemoryTooSmall` where nothing fits, and `InvalidArgument` for pins that no plan can keep.
-    """
-    in_time = time_for_counts(problem.method.time_limit_s)
-    pins_of_inputs(problem.trace, problem.method.pins)
-    known = KnownLayers.of(problem)
-    counts = microbatch_counts(problem)
-    found: dict[int, StagesFound] = {}
-    shortages: dict[int, MemoryTooSmall] = {}
-    whole: set[int] = set()
-
-    def time_s(place: int) -> float | None:
-        """With the microbatches of a place; infinite where nothing fits, None where the batch cannot be split."""
-        count = counts[place]
-        if count not in found and count not in shortages and count not in whole:
-            tell(f"{count} microbatches")
-            try:
-                found[count] = _search(problem, known, count)
-            except MemoryTooSmall as error:
-                shortages[count] = error
-            except (NotSplittable, Unsupported):
-                if problem.method.num_microbatches is not None:
-                    raise
-                whole.add(count)
-        if count in found:
-            return found[count].step_time_s
-        return None if count in whole else math.inf
-
-    def is_likely(place: int) -> bool:
-        return _fits_by_hosts(problem, known, counts[place], counts[usual:])
-
-    usual = usual_place(problem, counts, known.num_layers)
-    start = first_likely(is_likely, len(counts), usual)
-    # Where memory is short, smaller microbatches leave room for faster layouts.
-    most = usual_size(problem, counts) if start == usual else len(counts)
-    descend(time_s, len(counts), start, in_time, most)
-    if found:
-        return sorted(found.values(), key=lambda each: each.step_time_s)
-    if shortages:
-        raise shortages[max(shortages)]
-    raise Unsupported(
-        f"The search over stages tried {sorted(whole)} microbatches, and the step can be split into none of them. Use "
-        "num_stages=1."
-    )
-
-
-def _search(problem: StageProblem, known: KnownLayers, num_microbatches: int) -> StagesFound:
-    """The best schedule, without recomputation if that fits."""
-
-    def found(remat: bool, *, splits: bool = False) -> StagesFound:
-        layers, costs = known(num_microbatches, remat, splits=splits)
-        schedules = [(SPLITTING, 1)] if splits else list(_schedules(problem, len(layers.class_of)))
-        return _search_layers(problem, layers, costs, remat, schedules)
-
-    shortage: MemoryTooSmall | None = None
-    for remat in _remats(problem):
-        try:
-            best = found(remat)
-        except MemoryTooSmall as error:
-            shortage = error
-            continue
-        if problem.method.schedule is None and best.gain_from_splitting > _WORTH_SPLITTING:
-            with suppress(MemoryTooSmall):
-                best = _fastest([best, found(remat, splits=True)])
-        return best
-    assert shortage is not None
-    raise shortage
-
-
 def _fits_by_hosts(problem: StageProblem, known: KnownLayers, num_microbatches: int, counts: Sequence[int]) -> bool:
-    """Whether a stage for every host is likely to do, judged by the layers of the first number that splits the batch:
-    much less to find out than what the best stages are.
+    """Return whether a stage for every host is likely to fit, by the layers of the first number that splits the batch.
+
+    That takes much less work than a search.
     """
     cluster = problem.cluster
     if problem.num_stages is not None or problem.method.num_microbatches is not None:
@@ -284,7 +246,7 @@ def _fits_by_hosts(problem: StageProblem, known: KnownLayers, num_microbatches: 
         if len(layers.class_of) < cluster.num_hosts:
             return True
         ranges, rows = RangeCosts(problem, layers, costs), layers.num_microbatches / num_microbatches
-        share = 1.0 if rows == 1 else _LIKELY
+        share = 1.0 if rows == 1 else _LIKELY_SHARE
         try:
             search_fixed_stages(
                 len(layers.class_of),
@@ -292,7 +254,7 @@ def _fits_by_hosts(problem: StageProblem, known: KnownLayers, num_microbatches: 
                 Submesh(num_hosts=1, devices_per_host=cluster.devices_per_host),
                 lambda start, stop, submesh: [cost.with_rows(rows) for cost in ranges(start, stop, submesh)],  # noqa: B023
                 lambda cut, source, target: rows * ranges.transfer_s(cut, source, target),  # noqa: B023
-                timing=Timing(schedule=problem.method.schedule or "1f1b", num_microbatches=num_microbatches),
+                timing=Timing(schedule=problem.first_schedule, num_microbatches=num_microbatches),
                 memory_bytes=share * problem.expected_bytes,
             )
         except MemoryTooSmall:
@@ -301,70 +263,95 @@ def _fits_by_hosts(problem: StageProblem, known: KnownLayers, num_microbatches: 
     return False
 
 
+def _search_count(problem: StageProblem, known: KnownLayers, num_microbatches: int) -> PipelineCandidate:
+    """Return the best candidate for a number of microbatches, without recomputation if that fits."""
+    given = problem.given_schedule
+    tried = list(SCHEDULES.values()) if given is None else [given]
+    by_split = [[each for each in tried if each.splits_weight_gradients == splits] for splits in (False, True)]
+    schedules, splitting = by_split if by_split[0] else reversed(by_split)
+
+    def best_of(schedules: Sequence[Schedule], remat: bool) -> PipelineCandidate:
+        layers, costs = known(num_microbatches, remat, splits=schedules[0].splits_weight_gradients)
+        return _search_layers(problem, layers, costs, remat, schedules)
+
+    shortage: MemoryTooSmall | None = None
+    for remat in _remats(problem):
+        try:
+            best = best_of(schedules, remat)
+        except MemoryTooSmall as error:
+            shortage = error
+            continue
+        if splitting and best.gain_from_splitting > _WORTH_SPLITTING:
+            with suppress(MemoryTooSmall):
+                best = _fastest([best, best_of(splitting, remat)])
+        return best
+    assert shortage is not None
+    raise shortage
+
+
 def _remats(problem: StageProblem) -> tuple[bool, ...]:
     return (False, True) if problem.method.remat == "auto" else (bool(problem.method.remat),)
 
 
 def _search_layers(
-    problem: StageProblem, layers: Layers, costs: LayerCosts, remat: bool, schedules: Sequence[tuple[str, int]]
-) -> StagesFound:
-    """The best stages, by the schedule under which they take the least time when it is played through."""
+    problem: StageProblem, layers: Layers, costs: LayerCosts, remat: bool, schedules: Sequence[Schedule]
+) -> PipelineCandidate:
+    """Return the best stages with the schedule whose simulation takes the least time."""
     ranges = RangeCosts(problem, layers, costs)
-    found: list[StagesFound] = []
+    candidates: list[PipelineCandidate] = []
     shortage: MemoryTooSmall | None = None
-    for schedule, virtual_stages in schedules:
+    for timing in _timings(problem, layers, schedules):
         try:
-            search = _partitioned(problem, layers, ranges, schedule, virtual_stages)
+            search = _partitioned(problem, layers, ranges, timing)
         except MemoryTooSmall as error:
             shortage = error
             continue
-        found.append(
-            StagesFound(
+        candidates.append(
+            PipelineCandidate(
                 layers=layers,
-                schedule=schedule,
-                virtual_stages=virtual_stages,
+                timing=timing,
                 remat=remat,
                 search=search,
-                parts=parts_of(ranges, search.best.stages, virtual_stages),
+                virtual_stages=make_virtual_stages(ranges, search.best.stages, timing.virtual_stages),
                 costs_gap=costs.gap,
             )
         )
-    if not found:
+    if not candidates:
         assert shortage is not None
         raise shortage
-    best = _fastest(found)
+    best = _fastest(candidates)
     tell_best(best.step_time_s)
     return best
 
 
-def _fastest(found: Sequence[StagesFound]) -> StagesFound:
-    """The fastest, with a bound that holds for all."""
-    best = min(found, key=lambda each: each.step_time_s)
-    bound_s = min(each.search.lower_bound_s for each in found)
+def _fastest(candidates: Sequence[PipelineCandidate]) -> PipelineCandidate:
+    """Return the fastest, with a bound that holds for all."""
+    best = min(candidates, key=lambda each: each.step_time_s)
+    bound_s = min(each.search.lower_bound_s for each in candidates)
     return replace(best, search=replace(best.search, lower_bound_s=bound_s))
 
 
-def _schedules(problem: StageProblem, num_layers: int) -> Iterator[tuple[str, int]]:
-    """Schedules to try, each with its number of stages on a mesh: one if the number of stages is given."""
-    method = problem.method
-    if method.schedule != "interleaved":
-        yield from ((each, 1) for each in ((method.schedule,) if method.schedule else _SCHEDULES))
-    if method.schedule == "interleaved" or (method.schedule is None and method.num_stages is None):
-        meshes = problem.num_stages or 2  # of which each needs a layer for every stage
-        fitting = [count for count in _VIRTUAL_STAGES if num_layers >= meshes * count]
-        yield from (("interleaved", count) for count in fitting or [1])
+def _timings(problem: StageProblem, layers: Layers, schedules: Sequence[Schedule]) -> Iterator[Timing]:
+    """Yield the schedules to try, each with its numbers of stages on a mesh.
+
+    Where the number of stages is given, each has a mesh of its own unless the schedule is given as well.
+    """
+    given = problem.given_schedule is not None
+    meshes = problem.num_stages or 2  # of which each needs a layer for every stage
+    for schedule in schedules:
+        counts = [count for count in schedule.virtual_stages if len(layers.class_of) >= meshes * count] or [1]
+        if schedule.virtual_stages == (1,) or given or problem.method.num_stages is None:
+            for count in counts:
+                yield Timing(schedule=schedule, num_microbatches=layers.num_microbatches, virtual_stages=count)
 
 
-def _partitioned(
-    problem: StageProblem, layers: Layers, ranges: RangeCosts, schedule: str, virtual_stages: int
-) -> StageSearch:
-    """The best stages of any sizes, or of one size if their number or their mesh is given.
+def _partitioned(problem: StageProblem, layers: Layers, ranges: RangeCosts, timing: Timing) -> StageSearch:
+    """Return the best stages of any sizes, or of one size if their number or their mesh is given.
 
     With several stages on a mesh, the layers of each mesh are priced as one range.
     """
     cluster, method = problem.cluster, problem.method
-    num_layers = len(layers.class_of)
-    timing = Timing(schedule=schedule, num_microbatches=layers.num_microbatches, virtual_stages=virtual_stages)
+    num_layers, virtual_stages = len(layers.class_of), timing.virtual_stages
     count = problem.num_stages
 
     def costs(start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
@@ -375,7 +362,7 @@ def _partitioned(
         return search_fixed_stages(
             num_layers,
             count,
-            _part(cluster, count),
+            _equal_part(cluster, count),
             costs,
             ranges.transfer_s,
             timing=timing,
@@ -387,18 +374,16 @@ def _partitioned(
         submesh_choices(cluster.num_devices, cluster.devices_per_host, any_host_count=False),
         costs,
         ranges.transfer_s,
-        num_microbatches=layers.num_microbatches,
-        schedule=schedule,
-        virtual_stages=virtual_stages,
+        timing=timing,
         max_stages=None if virtual_stages == 1 else num_layers // virtual_stages,
         memory_bytes=problem.expected_bytes,
         time_limit_s=method.time_limit_s,
-        can_place=lambda submeshes: place(submeshes, cluster) is not None,
+        can_place=lambda submeshes: place_submeshes(submeshes, cluster) is not None,
     )
 
 
-def _part(cluster: Submesh, count: int) -> Submesh:
-    """One of `count` equal parts of the cluster."""
+def _equal_part(cluster: Submesh, count: int) -> Submesh:
+    """Return one of `count` equal parts of the cluster."""
     size, rest = divmod(cluster.num_devices, count)
     if rest:
         raise InvalidArgument(

@@ -24,7 +24,7 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.lowering.value_types import microbatch_rows, rows_axis
-from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages, splits_weight_gradients
+from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.layers import count_layers, forward_costs, layer_cuts
 from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.placement import layer_order
@@ -96,7 +96,7 @@ def find_layers(
     num_layers: int,
     loop_pieces: int,
     num_microbatches: int,
-    schedule: str,
+    split_weight_gradients: bool,
     remat: bool,
     pins: Mapping[str, PartitionSpec],
     cut: LayerCutter | None = None,
@@ -118,7 +118,7 @@ def find_layers(
             num_layers=len(cuts) + 1,
             loop_pieces=loop_pieces,
             num_microbatches=num_microbatches,
-            schedule=schedule,
+            split_weight_gradients=split_weight_gradients,
             remat=remat,
             pins=pins,
             cut=cut,
@@ -129,7 +129,7 @@ def find_layers(
         cuts=cuts,
         stages=tuple((layer, layer + 1) for layer in every_layer),
         remat_stages=frozenset(every_layer if remat or prepared.recomputes else ()),
-        split_weight_gradients=splits_weight_gradients(schedule),
+        split_weight_gradients=split_weight_gradients,
     )
     graph = cut_stages(prepared, each_a_stage)
     classes: dict[Hashable, LayerClass] = {}

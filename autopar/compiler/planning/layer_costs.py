@@ -1,9 +1,19 @@
-"""What a class of layers costs on a submesh: the intra-operator optimum of one layer, for less and less memory.
+"""Cost a class of layers on a submesh: the intra-operator optimum of one layer, for less and less memory.
 
     LayerClass, mesh, figures  ->  StageCost, StageCost, ...       the less memory, the more time
 
-Activations leave a layer as they came in, so that the cost of a range of layers is the sum of theirs. Memory has a
-price in the objective (Lagrange multipliers): every price gives one point of the front of time against memory.
+Activations leave a layer as they came in, so that the cost of a range of layers is the sum of theirs. A Lagrange
+multiplier gives memory a cost in the objective: every multiplier gives one point of the front of time against memory.
+
+The memory of a device at the worst moment of a step is that of the simulator, without a program:
+
+    state          what stays from step to step and from microbatch to microbatch, and the examples of all microbatches
+    activation     what the backward task reads of a microbatch                for every microbatch in flight
+    temporary      what else a task is given, makes, and needs in between      while it runs
+    deferred       the part of it that the compiler keeps until the task ends, so that layers in one task add theirs up
+    update         the same as temporary, of the update: then no microbatch is in flight
+
+    peak = state + max(temporary + in flight · activation, update)
 """
 
 from __future__ import annotations
@@ -30,95 +40,19 @@ from autopar.compiler.spmd.block_times import block_times
 from autopar.compiler.spmd.local_program import LocalBlock
 from autopar.methods import Auto
 
-# Account for what a device of a stage holds at the worst moment of a step: as the simulator does, without a
-# program
-# state          what stays from step to step and from microbatch to microbatch, and the examples of all microbatches
-# activation     what the backward task reads of a microbatch                for every microbatch in flight
-# temporary      what else a task is given, makes, and needs in between      while it runs
-# put off        the part of it that the compiler keeps until the task ends, so that layers in one task add theirs up
-# update         the same as temporary, of the update: then no microbatch is in flight
-#
-# peak = state + max(temporary + in flight · activation, update)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageMemory:
-    """Bytes of one device."""
-
-    state_bytes: float
-    activation_bytes: float
-    temporary_bytes: float
-    put_off_bytes: float
-    update_bytes: float
-
-
-def stage_memory(
-    layer: LayerClass,
-    layouts: Mapping[str, Layout | None],
-    blocks: Mapping[str, LocalBlock],
-    mesh: LogicalMesh,
-) -> StageMemory:
-    """The account of a layer or a stage, by the layouts of its values and the local programs of its tasks."""
-    types = value_types(layer)
-    counted = layer.state | layer.kept | layer.fed
-
-    def held(names: Iterable[str]) -> float:
-        return sum(device_bytes(types[name], layouts.get(name), mesh) for name in names if name in types)
-
-    temporary = put_off = update = 0.0
-    for task in layer.tasks:
-        memory = peak_memory(blocks[task.name], mesh, task.donated)
-        extra = memory.peak_bytes - held(_counted(task, counted))
-        if task.phase == "update":
-            update = max(update, extra)
-        else:
-            temporary, put_off = max(temporary, extra), max(put_off, memory.put_off_bytes)
-    num_microbatches = max((task.times for task in layer.tasks), default=1.0)
-    return StageMemory(
-        state_bytes=held(layer.state) + num_microbatches * held(layer.fed),
-        activation_bytes=held(layer.kept),
-        temporary_bytes=temporary,
-        put_off_bytes=put_off,
-        update_bytes=update,
-    )
-
-
-def _counted(task: GroupTask, names: frozenset[str]) -> frozenset[str]:
-    """What a task is given or makes that is counted apart from it. What the update makes is new: the old is counted."""
-    made = () if task.phase == "update" else task.outputs
-    return names.intersection((*task.inputs, *made))
-
-
-def value_types(layer: LayerClass) -> Mapping[str, Any]:
-    """The types of all values between the tasks."""
-    types: dict[str, Any] = {}
-    for task in layer.tasks:
-        jaxpr = jc.open_jaxpr(task.jaxpr)[0]
-        types |= {name: v.aval for name, v in zip(task.inputs, jaxpr.invars, strict=True)}
-        types |= {name: v.aval for name, v in zip(task.outputs, jaxpr.outvars, strict=True)}
-    return types
-
-
-def device_bytes(aval: Any, layout: Layout | None, mesh: LogicalMesh) -> float:
-    """Bytes of a value on one device."""
-    return aval_bytes(aval) / (1 if layout is None else num_shards(layout, mesh))
-
-
-PRICES = (0.0, 0.3, 10.0)
-"""Prices of memory: seconds that keeping everything whole would cost, in multiples of the time without a price."""
-
-_GAP_WITH_PRICE = 0.002
-"""Of the best layouts for a price, which are a sample of the front; those without a price bound it."""
-
-_IN_FLIGHT = 4
-"""Microbatches whose activations are held at once, for the price of memory only."""
+MEMORY_MULTIPLIERS = (0.0, 0.3, 10.0)
+"""Seconds that keeping everything whole would cost, in multiples of the time without such a cost."""
+_GAP_WITH_MULTIPLIER = 0.002
+"""Of the best layouts for a multiplier, which are a sample of the front; those without one bound it."""
+_TYPICAL_IN_FLIGHT = 4
+"""Microbatches whose activations are in memory at once, for the memory multipliers only."""
 
 
 @dataclass(kw_only=True, eq=False)
 class LayerCosts:
-    """The costs of classes on meshes, each found when it is first asked for.
+    """The costs of classes on meshes, each computed when it is first asked for.
 
-    The layouts in which the class that most layers are of hands on its activations hold for all classes.
+    The layouts in which the most common class hands on its activations hold for all classes.
     """
 
     classes: Sequence[LayerClass]
@@ -133,22 +67,24 @@ class LayerCosts:
     gap: float = 0.0
     """The largest gap of the optima."""
 
-    def cost(self, number: int, mesh: LogicalMesh, figures: MeshFigures, price: float) -> StageCost:
-        """The cost of a layer of class `number` on a mesh."""
-        key = (number, mesh.shape, price)
+    def cost(self, number: int, mesh: LogicalMesh, figures: MeshFigures, memory_multiplier: float) -> StageCost:
+        """Return the cost of a layer of class `number` on a mesh."""
+        key = (number, mesh.shape, memory_multiplier)
         if key not in self.known:
             layer = self.classes[number]
-            charged = prices(layer, self.cost(number, mesh, figures, 0.0), price) if price else {}
-            found = self._choices_of(number, mesh, figures).best(
+            charged: Mapping[str, float] = {}
+            if memory_multiplier:
+                charged = memory_charges(layer, self.cost(number, mesh, figures, 0.0), memory_multiplier)
+            solved = self._choices_of(number, mesh, figures).best(
                 charged,
                 time_limit_s=self.time_limit_s,
-                max_gap=_GAP_WITH_PRICE if price else MAX_GAP,
+                max_gap=_GAP_WITH_MULTIPLIER if memory_multiplier else MAX_GAP,
                 cache_directory=self.cache_directory,
             )
-            self.gap = max(self.gap, _gap(found))
-            if number == self.most_common and not price:
-                self.borders[mesh.shape] = _border(layer, found)
-            self.known[key] = stage_cost(layer, found, mesh, figures)
+            self.gap = max(self.gap, _gap(solved))
+            if number == self.most_common and not memory_multiplier:
+                self.borders[mesh.shape] = _border(layer, solved)
+            self.known[key] = stage_cost(layer, solved, mesh, figures)
         return self.known[key]
 
     def _choices_of(self, number: int, mesh: LogicalMesh, figures: MeshFigures) -> PricedTaskGraph:
@@ -169,7 +105,7 @@ class LayerCosts:
         return self.choices[key]
 
     def _allowed(self, layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layout, ...]]:
-        border, types = self.borders.get(mesh.shape, {}), value_types(layer)
+        border, types = self.borders.get(mesh.shape, {}), task_value_types(layer)
         return {
             name: (border[_type(types[name])],)
             for name in layer.batch_axes
@@ -178,8 +114,8 @@ class LayerCosts:
 
 
 def pinned_layouts(layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layout, ...]]:
-    """The layouts that the user fixed; `InvalidArgument` for those that the mesh or the shapes cannot keep."""
-    types = value_types(layer)
+    """Return the layouts that the user fixed; raise `InvalidArgument` for what the mesh or the shapes cannot keep."""
+    types = task_value_types(layer)
     for name, spec in layer.pins.items():
         check_spec(f"{name}, which a pin fixes,", spec, (mesh.axis_names,))
     return {
@@ -189,60 +125,123 @@ def pinned_layouts(layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layo
     }
 
 
-def prices(layer: LayerClass, cost: StageCost, price: float) -> dict[str, float]:
-    """Seconds per byte of every value that stays in memory: `price` times the step's time for all of them whole."""
-    types = value_types(layer)
+def memory_charges(layer: LayerClass, cost: StageCost, memory_multiplier: float) -> dict[str, float]:
+    """Return the seconds that each byte of a value costs: all of them whole cost a multiple of the step's time."""
+    types = task_value_types(layer)
     times = next((task.times for task in layer.tasks if task.phase != "update"), 1.0)
-    step_s = times * (cost.forward_s + cost.backward_s) + cost.once_s
+    step_s = times * (cost.forward_s + cost.backward_s) + cost.update_s
     weights = {n: 1.0 for n in layer.state if n in types}
-    weights |= {n: float(_IN_FLIGHT) for n in layer.kept | layer.fed if n in types}
+    weights |= {n: float(_TYPICAL_IN_FLIGHT) for n in layer.kept | layer.fed if n in types}
     whole = sum(weight * aval_bytes(types[name]) for name, weight in weights.items())
-    return {name: price * step_s * weight / whole for name, weight in weights.items()} if whole else {}
+    return {name: memory_multiplier * step_s * weight / whole for name, weight in weights.items()} if whole else {}
 
 
 def stage_cost(
     layer: LayerClass,
-    found: GroupPlan,
+    solved: GroupPlan,
     mesh: LogicalMesh,
     figures: MeshFigures,
     blocks: Mapping[str, LocalBlock] | None = None,
 ) -> StageCost:
-    """What a solution costs; `blocks` are its `local_blocks`, if known."""
+    """Return the cost of a solution; `blocks` are its `local_blocks`, if known."""
     seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
     weight_s = 0.0
-    blocks = local_blocks(layer.tasks, found, mesh) if blocks is None else blocks
+    blocks = local_blocks(layer.tasks, solved, mesh) if blocks is None else blocks
     for task in layer.tasks:
         mine = with_shared_latency(figures) if task.phase == "update" else figures
-        took = block_times(blocks[task.name], mesh, mine).total_s
-        seconds[task.phase] += took
-        weight_s += took if task.name.startswith("weight_gradient") else 0.0
-    memory = stage_memory(layer, found.layouts, blocks, mesh)
+        task_s = block_times(blocks[task.name], mesh, mine).total_s
+        seconds[task.phase] += task_s
+        weight_s += task_s if task.name.startswith("weight_gradient") else 0.0
+    memory = stage_memory(layer, solved.layouts, blocks, mesh)
     return StageCost(
         forward_s=seconds["forward"],
         backward_s=seconds["backward"],
-        once_s=seconds["update"],
+        update_s=seconds["update"],
         weight_s=weight_s,
         state_bytes=memory.state_bytes,
         activation_bytes=memory.activation_bytes,
         temporary_bytes=memory.temporary_bytes,
-        put_off_bytes=memory.put_off_bytes,
+        deferred_bytes=memory.deferred_bytes,
         update_bytes=memory.update_bytes,
     )
 
 
-def _border(layer: LayerClass, found: GroupPlan) -> dict[Any, Layout]:
-    """By type, the layout in which activations and examples cross the borders of a layer."""
-    types = value_types(layer)
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """The bytes of one device, by the time for which they are there."""
+
+    state_bytes: float
+    activation_bytes: float
+    temporary_bytes: float
+    deferred_bytes: float
+    update_bytes: float
+
+
+def stage_memory(
+    layer: LayerClass,
+    layouts: Mapping[str, Layout | None],
+    blocks: Mapping[str, LocalBlock],
+    mesh: LogicalMesh,
+) -> StageMemory:
+    """Return the memory of a layer or a stage, by the layouts of its values and the local programs of its tasks."""
+    types = task_value_types(layer)
+    counted = layer.state | layer.kept | layer.fed
+
+    def total_bytes(names: Iterable[str]) -> float:
+        return sum(device_bytes(types[name], layouts.get(name), mesh) for name in names if name in types)
+
+    temporary = deferred = update = 0.0
+    for task in layer.tasks:
+        memory = peak_memory(blocks[task.name], mesh, task.donated)
+        extra = memory.peak_bytes - total_bytes(_counted(task, counted))
+        if task.phase == "update":
+            update = max(update, extra)
+        else:
+            temporary, deferred = max(temporary, extra), max(deferred, memory.put_off_bytes)
+    num_microbatches = max((task.times for task in layer.tasks), default=1.0)
+    return StageMemory(
+        state_bytes=total_bytes(layer.state) + num_microbatches * total_bytes(layer.fed),
+        activation_bytes=total_bytes(layer.kept),
+        temporary_bytes=temporary,
+        deferred_bytes=deferred,
+        update_bytes=update,
+    )
+
+
+def _counted(task: GroupTask, names: frozenset[str]) -> frozenset[str]:
+    """Return the names among a task's inputs and outputs, but not among an update's outputs, which replace others."""
+    made = () if task.phase == "update" else task.outputs
+    return names.intersection((*task.inputs, *made))
+
+
+def task_value_types(layer: LayerClass) -> Mapping[str, Any]:
+    """Return the types of all values between the tasks."""
+    types: dict[str, Any] = {}
+    for task in layer.tasks:
+        jaxpr = jc.open_jaxpr(task.jaxpr)[0]
+        types |= {name: v.aval for name, v in zip(task.inputs, jaxpr.invars, strict=True)}
+        types |= {name: v.aval for name, v in zip(task.outputs, jaxpr.outvars, strict=True)}
+    return types
+
+
+def device_bytes(aval: Any, layout: Layout | None, mesh: LogicalMesh) -> float:
+    """Return the bytes of a value on one device."""
+    return aval_bytes(aval) / (1 if layout is None else num_shards(layout, mesh))
+
+
+def _border(layer: LayerClass, solved: GroupPlan) -> dict[Any, Layout]:
+    """Return by type the layout in which activations and examples cross the borders of a layer."""
+    types = task_value_types(layer)
     return {
         _type(types[name]): layout
-        for name, layout in found.layouts.items()
+        for name, layout in solved.layouts.items()
         if name in layer.batch_axes and layout is not None
     }
 
 
 def _as_they_came(layer: LayerClass) -> dict[str, str]:
     """Activations and cotangents leave in the layout of those of their type that came in."""
-    types = value_types(layer)
+    types = task_value_types(layer)
     made = {name for task in layer.tasks for name in task.outputs}
     came = {_type(types[n]): n for n in layer.batch_axes if n in types and n not in made}
     return {
@@ -256,6 +255,6 @@ def _type(aval: Any) -> tuple[Any, ...]:
     return (tuple(aval.shape), str(aval.dtype))
 
 
-def _gap(found: GroupPlan) -> float:
-    best, bound = found.optimum.value, found.optimum.lower_bound
+def _gap(solved: GroupPlan) -> float:
+    best, bound = solved.optimum.value, solved.optimum.lower_bound
     return 0.0 if best <= 0 else max(0.0, 1 - bound / best)

@@ -14,13 +14,14 @@ from jax.sharding import PartitionSpec
 
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.lowering.value_types import batch_spec, microbatch_rows, rows_axis
-from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages, splits_weight_gradients
+from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.layers import cut_forward, group_layers
 from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.errors import InvalidArgument
 from autopar.ir.instructions import spec_parts
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
+from autopar.ir.schedules import get_schedule
 from autopar.methods import DataParallel, HandMethod, PipelineParallel, ShardParallel
 
 
@@ -98,7 +99,7 @@ def _pipeline(trace: Trace, method: PipelineParallel, num_devices: int) -> Plan:
         cuts=cuts,
         stages=stages,
         remat_stages=frozenset(range(len(stages)) if remat else ()),
-        split_weight_gradients=splits_weight_gradients(method.schedule),
+        split_weight_gradients=get_schedule(method.schedule).splits_weight_gradients,
     )
     return Plan(
         fingerprint=trace.fingerprint,
@@ -110,7 +111,7 @@ def _pipeline(trace: Trace, method: PipelineParallel, num_devices: int) -> Plan:
         cuts=cuts,
         loop_pieces=pieces,
         num_microbatches=method.num_microbatches,
-        schedule=method.schedule,
+        schedule=get_schedule(method.schedule).name,
         input_specs=_input_specs(trace, meshes[0], method.specs, method.num_microbatches),
         cut_specs=_cut_specs(cut_stages(prepared, cut), meshes[0]),
         batch_statistics=method.batch_statistics,

@@ -41,6 +41,7 @@ from autopar.compiler.planning.stage_layouts import SolvedStage, received_second
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
+from autopar.ir.schedules import get_schedule
 from autopar.methods import Megatron
 
 
@@ -221,7 +222,7 @@ def _bare_plan(
         cuts=cuts,
         loop_pieces=pieces[1],
         num_microbatches=method.num_microbatches,
-        schedule=method.schedule,
+        schedule=get_schedule(method.schedule).name,
         input_specs={},
         cut_specs={},
         batch_statistics=method.batch_statistics,

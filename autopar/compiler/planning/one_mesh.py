@@ -27,6 +27,7 @@ from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import ShardingPlan
+from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 from autopar.methods import MEMORY_LEVELS, Auto, SearchMethod
 from autopar.progress import tell
 
@@ -214,7 +215,7 @@ def plan_of(trace: Trace, method: SearchMethod, searched: MeshSearchResult, offe
         stages=(StagePlan(layers=(0, 1), mesh=0),),
         cuts=(),
         num_microbatches=(auto.num_microbatches or 1) if trace.differentiates else 1,
-        schedule=auto.schedule or "1f1b",
+        schedule=get_schedule(auto.schedule or DEFAULT_SCHEDULE).name,
         input_specs={name: spec for name, spec in specs.items() if any(spec)},
         cut_specs={},
         batch_statistics=auto.batch_statistics,

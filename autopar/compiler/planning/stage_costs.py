@@ -1,6 +1,9 @@
-"""What ranges of layers cost on submeshes, as sums of what their layers cost.
+"""Cost ranges of layers on submeshes, as sums over their layers.
 
-StageProblem, Layers, LayerCosts  ->  RangeCosts     (start, stop, submesh) -> StageCost, ...
+    StageProblem                      ->  KnownLayers    (microbatches, remat) -> Layers, LayerCosts
+    StageProblem, Layers, LayerCosts  ->  RangeCosts     (start, stop, submesh) -> StageCost, ...
+
+Both compute an answer when it is first asked for.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
 from autopar.compiler.planning.layer_classes import LayerCutter, Layers, count_step_layers, find_layers
-from autopar.compiler.planning.layer_costs import PRICES, LayerCosts
+from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, LayerCosts
 from autopar.compiler.planning.one_mesh import memory_limit
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import NotSplittable, Unsupported
 from autopar.hardware.machine import Machine
+from autopar.ir.schedules import DEFAULT_SCHEDULE, Schedule, get_schedule
 from autopar.methods import Auto
 from autopar.progress import tell
 
@@ -33,7 +37,7 @@ _LITTLE_TIME = 0.01
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageProblem:
-    """What stays the same for all numbers of microbatches."""
+    """A search over stages: all that is the same for every number of microbatches."""
 
     trace: Trace
     method: Auto
@@ -42,17 +46,27 @@ class StageProblem:
     kind: str | Machine
     cache_directory: Path | None
     share: float = 1.0
-    """Of what a plan may use of a device, what its stages may be expected to need."""
+    """The part of a plan's memory limit that the sum over a stage's layers may reach."""
     cut: LayerCutter | None = None
-    """What the layers are, if they are not to be those of the model."""
+    """The cuts between layers, if they are not to be those of the model."""
     allows: Callable[[int, int, int], bool] | None = None
-    """Whether layers [start, stop) of so many may be a stage; all may, if it is not given."""
+    """Tells for layers [start, stop) of so many that they may be a stage; all may, if it is not given."""
     known: dict[Hashable, tuple[Layers, LayerCosts]] = field(default_factory=dict[Hashable, tuple[Layers, LayerCosts]])
-    """What was found out about layers, for the next search with another share."""
+    """The layers so far and their costs, for the next search with another share."""
+
+    @property
+    def given_schedule(self) -> Schedule | None:
+        """The schedule, if it is not to be searched."""
+        return None if self.method.schedule is None else get_schedule(self.method.schedule)
+
+    @property
+    def first_schedule(self) -> Schedule:
+        """The schedule that is given, or else the usual one."""
+        return self.given_schedule or get_schedule(DEFAULT_SCHEDULE)
 
     @property
     def num_stages(self) -> int | None:
-        """How many stages there must be, if their number or their mesh is given."""
+        """The number of stages, if it or their mesh is given."""
         if self.method.num_stages is None and self.method.mesh_shape is not None:
             return self.num_devices // math.prod(self.method.mesh_shape)
         return self.method.num_stages
@@ -69,18 +83,75 @@ class StageProblem:
 
     @property
     def memory_bytes(self) -> float:
-        """What a plan may use of a device."""
+        """The bytes of a device that a plan may use."""
         return memory_limit(self.method.memory, figures_of(self.kind, (1,)))
 
     @property
     def expected_bytes(self) -> float:
-        """What stages may be expected to need of a device."""
+        """The bytes of a device that the sum over a stage's layers may reach."""
         return self.share * self.memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class KnownLayers:
+    """The layers of a problem for every number of microbatches, with their costs; the problem keeps them."""
+
+    problem: StageProblem
+    num_layers: int
+    """That are asked for; those that do next to nothing join another."""
+    loop_pieces: int
+    options: Mapping[str, str]
+
+    @classmethod
+    def of(cls, problem: StageProblem) -> KnownLayers:
+        """Return those of the model's layers."""
+        options = {"batch_statistics": problem.method.batch_statistics, "random": problem.method.random}
+        num_layers, loop_pieces = count_step_layers(problem.trace, **options)
+        return cls(problem=problem, num_layers=num_layers, loop_pieces=loop_pieces, options=options)
+
+    def __call__(self, num_microbatches: int, remat: bool, *, splits: bool) -> tuple[Layers, LayerCosts]:
+        """Return the layers and their costs; with `splits`, weight gradients are tasks of their own.
+
+        Raises `NotSplittable` and `Unsupported` for batches that cannot be split so.
+        """
+        problem, key = self.problem, (num_microbatches, remat, splits)
+        if key not in problem.known:
+            layers = find_layers(
+                problem.trace,
+                num_layers=self.num_layers,
+                loop_pieces=self.loop_pieces,
+                num_microbatches=num_microbatches,
+                split_weight_gradients=splits,
+                remat=remat,
+                pins=problem.method.pins,
+                cut=problem.cut,
+                **self.options,
+            )
+            problem.known[key] = layers, _costs_of(problem, layers)
+        return problem.known[key]
+
+    def of_first(self, counts: Sequence[int], remat: bool) -> tuple[Layers, LayerCosts] | None:
+        """Return those of the first number of microbatches into which the batch can be split."""
+        for count in counts:
+            try:
+                return self(count, remat, splits=self.problem.first_schedule.splits_weight_gradients)
+            except (NotSplittable, Unsupported):
+                continue
+        return None
+
+
+def _costs_of(problem: StageProblem, layers: Layers) -> LayerCosts:
+    return LayerCosts(
+        classes=layers.classes,
+        most_common=Counter(layers.class_of).most_common(1)[0][0],
+        method=problem.method,
+        cache_directory=problem.cache_directory,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Sums:
-    """What all layers before a cut cost together, and for each range the most that one layer needs for itself."""
+    """The costs of all layers before a cut together, and for each range the most that one layer needs for itself."""
 
     added: np.ndarray
     """[cut, column]"""
@@ -89,12 +160,12 @@ class _Sums:
 
 
 class RangeCosts:
-    """The costs of ranges of layers on submeshes: sums of their layers'."""
+    """The costs of ranges of layers on submeshes: a front of time against memory by memory multiplier."""
 
     def __init__(self, problem: StageProblem, layers: Layers, costs: LayerCosts) -> None:
         self.problem, self.layers, self.costs = problem, layers, costs
         self.sums: dict[tuple[Submesh, float], _Sums] = {}
-        self.worthwhile: dict[Submesh, Sequence[float]] = {}
+        self.multipliers: dict[Submesh, Sequence[float]] = {}
         self.known: dict[tuple[int, int, Submesh], Sequence[StageCost]] = {}
         self.expected_bytes = problem.expected_bytes
         self.most_in_flight = min(layers.num_microbatches, 2 * len(layers.class_of))
@@ -103,50 +174,55 @@ class RangeCosts:
         key = (start, stop, submesh)
         if key not in self.known:
             free = self.cost(start, stop, submesh, 0.0)
-            # Memory has no price where there is enough of it in any case, nor where nothing can be divided.
+            # Memory costs nothing where there is enough of it in any case, nor where nothing can be divided.
             enough = free.peak_bytes(self.most_in_flight) <= self.expected_bytes
-            prices = () if enough or submesh.num_devices == 1 else self._prices(submesh)
-            self.known[key] = [free, *(self.cost(start, stop, submesh, price) for price in prices)]
+            multipliers = () if enough or submesh.num_devices == 1 else self._worthwhile_multipliers(submesh)
+            self.known[key] = [free, *(self.cost(start, stop, submesh, each) for each in multipliers)]
         return self.known[key]
 
-    def _prices(self, submesh: Submesh) -> Sequence[float]:
-        """The prices of memory that are worth asking for: those in between only if saving memory takes much time."""
-        if submesh not in self.worthwhile:
-            free, least = (self._sums(submesh, price).added[-1] for price in (PRICES[0], PRICES[-1]))
+    def _worthwhile_multipliers(self, submesh: Submesh) -> Sequence[float]:
+        """Return the largest multiplier, and those in between only if saving memory takes much time."""
+        if submesh not in self.multipliers:
+            free, least = (
+                self._sums(submesh, each).added[-1] for each in (MEMORY_MULTIPLIERS[0], MEMORY_MULTIPLIERS[-1])
+            )
             times = np.array([self.layers.num_microbatches, self.layers.num_microbatches, 0.0, 1.0])
             much = least[:4] @ times > (1 + _LITTLE_TIME) * (free[:4] @ times)
-            self.worthwhile[submesh] = PRICES[1:] if much else PRICES[-1:]
-        return self.worthwhile[submesh]
+            self.multipliers[submesh] = MEMORY_MULTIPLIERS[1:] if much else MEMORY_MULTIPLIERS[-1:]
+        return self.multipliers[submesh]
 
-    def cost(self, start: int, stop: int, submesh: Submesh, price: float) -> StageCost:
-        """The cost of a range with the layouts for a price of memory."""
-        sums = self._sums(submesh, price)
+    def cost(self, start: int, stop: int, submesh: Submesh, memory_multiplier: float) -> StageCost:
+        """Return the cost of a range with the layouts for a memory multiplier."""
+        sums = self._sums(submesh, memory_multiplier)
         added = (sums.added[stop] - sums.added[start]).tolist()
-        forward_s, backward_s, weight_s, once_s, state, activation, put_off, update = added
+        forward_s, backward_s, weight_s, update_s, state, activation, deferred, update = added
         return StageCost(
             forward_s=forward_s,
             backward_s=backward_s,
             weight_s=weight_s,
-            once_s=once_s,
+            update_s=update_s,
             state_bytes=state,
             activation_bytes=activation,
-            temporary_bytes=put_off + float(sums.most[start, stop]),
-            put_off_bytes=put_off,
+            temporary_bytes=deferred + float(sums.most[start, stop]),
+            deferred_bytes=deferred,
             update_bytes=update,
-            choice=price,
+            choice=memory_multiplier,
         )
 
-    def _sums(self, submesh: Submesh, price: float) -> _Sums:
-        if (submesh, price) not in self.sums:
+    def _sums(self, submesh: Submesh, memory_multiplier: float) -> _Sums:
+        key = (submesh, memory_multiplier)
+        if key not in self.sums:
             mesh = submesh_mesh(self.problem.method, submesh)
             tell(f"{self.layers.num_microbatches} microbatches: layers on {submesh}")
             figures = figures_of(self.problem.kind, mesh.shape)
-            each = [self.costs.cost(number, mesh, figures, price) for number in range(len(self.layers.classes))]
-            self.sums[submesh, price] = _sums([each[number] for number in self.layers.class_of])
-        return self.sums[submesh, price]
+            each = [
+                self.costs.cost(number, mesh, figures, memory_multiplier) for number in range(len(self.layers.classes))
+            ]
+            self.sums[key] = _sums([each[number] for number in self.layers.class_of])
+        return self.sums[key]
 
     def transfer_s(self, cut: int, source: Submesh, target: Submesh) -> float:
-        """Activations and cotangents over a cut, which the devices of both sides share.
+        """Return the seconds of activations and cotangents over a cut, which the devices of both sides share.
 
         Where the cluster is more than one fast domain, every cut is priced as one between domains: some cut is, and the
         slowest one sets the pace.
@@ -163,24 +239,24 @@ def _sums(layers: Sequence[StageCost]) -> _Sums:
                 c.forward_s,
                 c.backward_s,
                 c.weight_s,
-                c.once_s,
+                c.update_s,
                 c.state_bytes,
                 c.activation_bytes,
-                c.put_off_bytes,
+                c.deferred_bytes,
                 c.update_bytes,
             )
             for c in layers
         ]
     )
     most = np.zeros((len(layers), len(layers) + 1))
-    alone = np.array([c.temporary_bytes - c.put_off_bytes for c in layers])
+    alone = np.array([c.temporary_bytes - c.deferred_bytes for c in layers])
     for start in range(len(layers)):
         most[start, start + 1 :] = np.maximum.accumulate(alone[start:])
     return _Sums(added=np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)]), most=most)
 
 
 def submesh_mesh(method: Auto, submesh: Submesh) -> LogicalMesh:
-    """The logical mesh of a submesh: over hosts and inside of them, or as square as can be inside of one host.
+    """Return the logical mesh of a submesh: over hosts and inside of them, or as square as can be inside of one host.
 
     Both axes may split one dimension, so that the product of both is in the search, too.
     """
@@ -193,67 +269,3 @@ def submesh_mesh(method: Auto, submesh: Submesh) -> LogicalMesh:
         small = max(k for k in range(1, math.isqrt(n) + 1) if n % k == 0)
         shape = (small, n // small)
     return LogicalMesh(shape=shape, axis_names=method.axis_names or _STAGE_AXES)
-
-
-# --- The layers of a step for any number of microbatches and what they cost, each found when it is first asked for ---
-# StageProblem  ->  KnownLayers     (microbatches, remat) -> Layers, LayerCosts
-
-SPLITTING = "zero-bubble"
-"""The schedule whose weight gradients are tasks of their own."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class KnownLayers:
-    """What is known of the layers of a problem, which keeps it for the next search."""
-
-    problem: StageProblem
-    num_layers: int
-    """That are asked for; those that do next to nothing join another."""
-    loop_pieces: int
-    options: Mapping[str, str]
-
-    @classmethod
-    def of(cls, problem: StageProblem) -> KnownLayers:
-        """Those of the model's layers."""
-        options = {"batch_statistics": problem.method.batch_statistics, "random": problem.method.random}
-        num_layers, loop_pieces = count_step_layers(problem.trace, **options)
-        return cls(problem=problem, num_layers=num_layers, loop_pieces=loop_pieces, options=options)
-
-    def __call__(self, num_microbatches: int, remat: bool, *, splits: bool = False) -> tuple[Layers, LayerCosts]:
-        """The layers and their costs; with `splits`, weight gradients are tasks of their own.
-
-        Raises `NotSplittable` and `Unsupported` for batches that cannot be split so.
-        """
-        problem, key = self.problem, (num_microbatches, remat, splits)
-        if key not in problem.known:
-            layers = find_layers(
-                problem.trace,
-                num_layers=self.num_layers,
-                loop_pieces=self.loop_pieces,
-                num_microbatches=num_microbatches,
-                schedule=SPLITTING if splits else problem.method.schedule or "1f1b",
-                remat=remat,
-                pins=problem.method.pins,
-                cut=problem.cut,
-                **self.options,
-            )
-            problem.known[key] = layers, _costs_of(problem, layers)
-        return problem.known[key]
-
-    def of_first(self, counts: Sequence[int], remat: bool) -> tuple[Layers, LayerCosts] | None:
-        """Those of the first number of microbatches into which the batch can be split."""
-        for count in counts:
-            try:
-                return self(count, remat)
-            except (NotSplittable, Unsupported):
-                continue
-        return None
-
-
-def _costs_of(problem: StageProblem, layers: Layers) -> LayerCosts:
-    return LayerCosts(
-        classes=layers.classes,
-        most_common=Counter(layers.class_of).most_common(1)[0][0],
-        method=problem.method,
-        cache_directory=problem.cache_directory,
-    )

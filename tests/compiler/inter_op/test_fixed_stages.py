@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
-from autopar.compiler.inter_op.stage_costs import SCHEDULES, StageCost, Timing, in_flight, step_time_s
+from autopar.compiler.inter_op.stage_costs import StageCost, Timing
 from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.errors import InvalidArgument, MemoryTooSmall
+from autopar.ir.schedules import SCHEDULES, get_schedule
 
 SUBMESH = Submesh(num_hosts=1, devices_per_host=2)
 
@@ -33,11 +34,11 @@ def brute_force(num_layers, num_stages, costs, links, timing, memory_bytes):
     for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
         cuts = (0, *inner, num_layers)
         stages = [costs[a, b] for a, b in itertools.pairwise(cuts)]
-        flights = [
-            in_flight(timing, stages_behind=num_stages - 1 - s, num_stages=num_stages) for s in range(num_stages)
+        in_flight = [
+            timing.num_in_flight(stages_behind=num_stages - 1 - s, num_stages=num_stages) for s in range(num_stages)
         ]
-        if all(stage.peak_bytes(flight) <= memory_bytes for stage, flight in zip(stages, flights)):
-            best = min(best, step_time_s(timing, stages, [links[cut] for cut in inner]))
+        if all(stage.peak_bytes(n) <= memory_bytes for stage, n in zip(stages, in_flight)):
+            best = min(best, timing.step_time_s(stages, [links[cut] for cut in inner]))
     return best
 
 
@@ -48,7 +49,7 @@ def test_the_cuts_are_those_of_brute_force(schedule):
         rng = random.Random(seed)
         num_layers, num_stages = rng.randint(2, 6), rng.randint(1, 4)
         costs, links = costs_of(rng, num_layers), [rng.random() / 4 for _ in range(num_layers)]
-        timing = Timing(schedule=schedule, num_microbatches=rng.choice([1, 2, 8]))
+        timing = Timing(schedule=get_schedule(schedule), num_microbatches=rng.choice([1, 2, 8]))
         memory_bytes = rng.choice([3.0, 8.0, 100.0])
         want = brute_force(num_layers, num_stages, costs, links, timing, memory_bytes)
 
@@ -67,10 +68,10 @@ def test_the_cuts_are_those_of_brute_force(schedule):
             with pytest.raises((MemoryTooSmall, InvalidArgument)):
                 search(timing=timing, memory_bytes=memory_bytes)
         else:
-            found = search(timing=timing, memory_bytes=memory_bytes)
-            assert found.step_time_s == pytest.approx(want)
-            assert len(found.best.stages) == num_stages
-            assert found.lower_bound_s == pytest.approx(want)
+            result = search(timing=timing, memory_bytes=memory_bytes)
+            assert result.step_time_s == pytest.approx(want)
+            assert len(result.best.stages) == num_stages
+            assert result.lower_bound_s == pytest.approx(want)
     assert infeasible > 0
 
 
@@ -80,15 +81,15 @@ def test_of_several_ways_the_best_is_near_and_the_bound_below():
         num_layers, num_stages = 5, rng.randint(1, 3)
         links = [rng.random() / 4 for _ in range(num_layers)]
         costs = {
-            key: [replace(way, once_s=rng.random() / 10) for way in (costs_of(rng, num_layers)[key], cost)]
+            key: [replace(way, update_s=rng.random() / 10) for way in (costs_of(rng, num_layers)[key], cost)]
             for key, cost in costs_of(rng, num_layers).items()
         }
-        timing = Timing(schedule="1f1b", num_microbatches=4)
+        timing = Timing(schedule=get_schedule("1f1b"), num_microbatches=4)
         want = min(
             brute_force(num_layers, num_stages, dict(zip(costs, ways)), links, timing, 100.0)
             for ways in itertools.islice(itertools.product(*costs.values()), 0, None, 31)
         )
-        found = search_fixed_stages(
+        result = search_fixed_stages(
             num_layers,
             num_stages,
             SUBMESH,
@@ -97,8 +98,8 @@ def test_of_several_ways_the_best_is_near_and_the_bound_below():
             timing=timing,
             memory_bytes=100.0,
         )
-        assert found.lower_bound_s <= want
-        assert found.lower_bound_s <= found.step_time_s <= found.lower_bound_s + 0.1
+        assert result.lower_bound_s <= want
+        assert result.lower_bound_s <= result.step_time_s <= result.lower_bound_s + 0.1
 
 
 def test_more_stages_than_layers_are_refused():
@@ -109,6 +110,6 @@ def test_more_stages_than_layers_are_refused():
             SUBMESH,
             lambda j, k, submesh: [StageCost(forward_s=1.0, backward_s=1.0)],
             lambda cut, source, target: 0.0,
-            timing=Timing(schedule="1f1b", num_microbatches=2),
+            timing=Timing(schedule=get_schedule("1f1b"), num_microbatches=2),
             memory_bytes=1.0,
         )

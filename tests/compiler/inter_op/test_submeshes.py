@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from autopar.compiler.inter_op.submeshes import Submesh, always_fits, cluster_shape, place, submesh_choices
+from autopar.compiler.inter_op.submeshes import Submesh, always_fits, cluster_shape, place_submeshes, submesh_choices
 from autopar.errors import InvalidArgument
 
 
@@ -56,7 +56,7 @@ def test_placed_submeshes_are_disjoint_and_within_hosts_and_fail_only_where_none
             submeshes.append(more)
             if len(submeshes) == 8:
                 break
-        placed = place(submeshes, cluster)
+        placed = place_submeshes(submeshes, cluster)
         if placed is None:
             assert not always_fits(choices, cluster)
             whole = [m for m in submeshes if m.devices_per_host == per_host]
@@ -74,14 +74,14 @@ def test_placed_submeshes_are_disjoint_and_within_hosts_and_fail_only_where_none
 def test_parts_are_packed_although_largest_first_does_not_fit() -> None:
     cluster = Submesh(num_hosts=2, devices_per_host=12)
     sizes = [6, 4, 4, 4, 3, 3]
-    placed = place([part(n) for n in sizes], cluster)
+    placed = place_submeshes([part(n) for n in sizes], cluster)
     assert placed is not None
     assert sorted(device for devices in placed for device in devices) == list(range(24))
 
 
 def test_what_fits_by_number_only_is_not_placed() -> None:
-    assert place([part(5)] * 3, Submesh(num_hosts=2, devices_per_host=8)) is None
-    assert place([Submesh(num_hosts=3, devices_per_host=8)], Submesh(num_hosts=2, devices_per_host=8)) is None
+    assert place_submeshes([part(5)] * 3, Submesh(num_hosts=2, devices_per_host=8)) is None
+    assert place_submeshes([Submesh(num_hosts=3, devices_per_host=8)], Submesh(num_hosts=2, devices_per_host=8)) is None
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,10 @@ def test_parts_that_divide_each_other_always_fit(choices, expected) -> None:
     ("call", "message"),
     [
         (lambda: Submesh(num_hosts=0, devices_per_host=4), r"0x4 has no devices"),
-        (lambda: place([part(9)], Submesh(num_hosts=2, devices_per_host=8)), r"1x9 are neither whole hosts of 2x8"),
+        (
+            lambda: place_submeshes([part(9)], Submesh(num_hosts=2, devices_per_host=8)),
+            r"1x9 are neither whole hosts of 2x8",
+        ),
     ],
 )
 def test_submeshes_that_cannot_be_are_refused(call, message) -> None:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.pipeline.schedules import schedule_tasks
 from autopar.ir.program import Free, Program, Recv, Run, Send
+from autopar.ir.schedules import schedule_tasks
 from tests.small_steps import (
     adam,
     adam_state,
@@ -162,8 +162,6 @@ def test_tasks_run_in_the_order_of_the_schedule(schedule):
     num_stages = 4 if schedule == "interleaved" else 2
     order = schedule_tasks(
         schedule,
-        num_stages=num_stages,
-        num_meshes=2,
         num_microbatches=4,
         stage_mesh=[s % 2 for s in range(num_stages)],
     )

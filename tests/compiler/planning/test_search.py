@@ -185,7 +185,7 @@ def layers_of(num_microbatches=2):
         num_layers=count,
         loop_pieces=pieces,
         num_microbatches=num_microbatches,
-        schedule="1f1b",
+        split_weight_gradients=False,
         remat=False,
         pins={},
     )
@@ -218,8 +218,8 @@ def test_the_cost_of_a_range_is_that_of_its_layers():
     tasks = tasks_of_stages(graph, plan.stages_on(0))
     stage = layer_class(graph, tasks)
     whole = stage_cost(stage, task_graph(tasks, mesh, figures, stage.constraints).best({}), mesh, figures)
-    composed_s = 2 * sum(c.forward_s + c.backward_s for c in each) + sum(c.once_s for c in each)
-    direct_s = 2 * (whole.forward_s + whole.backward_s) + whole.once_s
+    composed_s = 2 * sum(c.forward_s + c.backward_s for c in each) + sum(c.update_s for c in each)
+    direct_s = 2 * (whole.forward_s + whole.backward_s) + whole.update_s
     assert direct_s <= composed_s * 1.001
     assert composed_s == pytest.approx(direct_s, rel=0.05)
 
@@ -240,7 +240,7 @@ def test_regions_are_measured_by_the_layers_that_are_left():
     options = {"batch_statistics": "exact", "random": "full_batch"}
     asked, pieces = count_step_layers(trace, **options)
     options |= {"loop_pieces": pieces, "num_microbatches": 2}
-    layers = find_layers(trace, num_layers=asked, schedule="1f1b", remat=False, pins={}, **options)
+    layers = find_layers(trace, num_layers=asked, split_weight_gradients=False, remat=False, pins={}, **options)
     left = len(layers.cuts) + 1
     assert left < asked
     assert find_wide_regions(trace.jaxpr, num_layers=asked) and not find_wide_regions(trace.jaxpr, num_layers=left)

@@ -1,4 +1,4 @@
-"""What stages are expected to hold is what the simulation of their plan holds, and it is never more than the budget."""
+"""The modelled memory of stages is that of the simulation of their plan, and never more than the budget."""
 
 import dataclasses
 import importlib.util
@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 import autopar
 from autopar.compiler.analysis.aot_targets import gpu_devices
 from autopar.compiler.memory.estimate import bytes_with_headroom, peak_memory
-from autopar.compiler.planning.candidates import search_all
-from autopar.compiler.planning.search import plan_of_stages
+from autopar.compiler.planning.candidates import search_pipelines
+from autopar.compiler.planning.search import shard_candidate
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.errors import MemoryTooSmall
 from autopar.hardware.machine import Link, Machine
@@ -94,10 +94,9 @@ def test_stages_hold_what_is_simulated(recomputed, donated, fields):
         kind=cluster().machine,
         cache_directory=None,
     )
-    best = search_all(problem)[0]
-    laid_out = plan_of_stages(problem, best)
-    peak_bytes = laid_out.peak_bytes
-    simulated = step.plan(laid_out.plan).simulate(cluster())
+    sharded = shard_candidate(problem, search_pipelines(problem)[0])
+    peak_bytes = sharded.peak_bytes
+    simulated = step.plan(sharded.plan).simulate(cluster())
     assert peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.02)
     # Of stages on one mesh each is taken to hold as much as another.
     assert peak_bytes >= simulated.peak_bytes * (0.98 if fields["schedule"] == "interleaved" else 1 - 1e-3)
@@ -116,13 +115,13 @@ def test_no_plan_is_simulated_to_need_more_than_its_budget(share, there_is_one):
             step.plan(method)
 
 
-def test_products_put_off_to_the_end_keep_their_operands():
+def test_products_deferred_to_the_end_keep_their_operands():
     """Gradients that are reduced over devices wait, and so does what their products read."""
     size = GPTSize(width=256, layers=2, heads=4, length=64, vocabulary=512, batch=16)
     trace = traced_model(alpa_gpt("gpt", size, jnp.float32))
     mesh, _, block = planned(trace, (8,))
-    found = peak_memory(block, mesh)
-    assert 0 < found.put_off_bytes < found.peak_bytes - found.arguments_bytes
+    memory = peak_memory(block, mesh)
+    assert 0 < memory.put_off_bytes < memory.peak_bytes - memory.arguments_bytes
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="pip install 'autopar[gpu-aot]'")

@@ -1,58 +1,30 @@
-"""The closed forms are what the simulation takes where they claim to be, and within their bounds elsewhere."""
+"""The closed forms are the simulated times where they claim to be, and within their bounds elsewhere."""
 
 import random
-from dataclasses import dataclass
 
 import pytest
 
-from autopar.compiler.inter_op.stage_costs import SCHEDULES, StageCost, Timing, in_flight, step_time_s
-from autopar.compiler.pipeline.schedules import peak_in_flight, schedule_tasks
+from autopar.compiler.inter_op.stage_costs import StageCost, Timing
+from autopar.compiler.planning.virtual_stages import VirtualStage, simulate_schedule_s
 from autopar.errors import InvalidArgument
-from autopar.ir.program import Executable, Task
-from autopar.runtime.simulator import simulate
-from tests.schedule_programs import program_of
+from autopar.ir.schedules import SCHEDULES, get_schedule, peak_in_flight, schedule_tasks
 
 SHAPES = [("gpipe", 1), ("1f1b", 1), ("eager-1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 3)]
 SIZES = [(1, 3), (2, 4), (3, 3), (4, 8), (5, 20)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageTimes:
-    """Durations of each mesh's tasks (a virtual stage takes its share), and of the transfers behind each mesh."""
-
-    costs: list[StageCost]
-    transfers_s: list[float]
-    split: bool
-    virtual: int
-
-    def run_time_s(self, executable: Executable, task: Task) -> float:
-        cost = self.costs[task.stage % len(self.costs)]
-        weight_s = cost.weight_s if self.split else 0.0
-        whole = {"F": cost.forward_s, "B": cost.backward_s - weight_s, "W": weight_s}
-        return whole[task.kind] / self.virtual
-
-    def transfer_time_s(self, num_bytes: int, source: int, destination: int) -> float:
-        """Half of the transfer in each direction; none between the last mesh and the first."""
-        near = abs(source - destination) == 1
-        return self.transfers_s[min(source, destination)] / 2 if near else 0.0
-
-
 def simulated_s(timing: Timing, costs: list[StageCost], transfers_s: list[float]) -> float:
-    meshes, virtual = len(costs), timing.virtual_stages
-    stage_mesh = list(range(meshes)) * virtual
-    order = schedule_tasks(
-        timing.schedule,
-        num_stages=len(stage_mesh),
-        num_meshes=meshes,
-        num_microbatches=timing.num_microbatches,
-        stage_mesh=stage_mesh,
-    )
-    times = StageTimes(costs=costs, transfers_s=transfers_s, split=timing.schedule == "zero-bubble", virtual=virtual)
-    return simulate(program_of(order, stage_mesh, timing.num_microbatches), times).makespan_s
+    """Of virtual stages that share their mesh's time evenly; from the last mesh to the first nothing takes time."""
+    stages = [
+        VirtualStage(mesh=mesh, layers=(0, 1), share=1 / timing.virtual_stages, link_s=link_s / 2)
+        for _ in range(timing.virtual_stages)
+        for mesh, link_s in enumerate([*transfers_s, 0.0])
+    ]
+    return simulate_schedule_s(timing, stages, costs)
 
 
 def timing_of(name: str, virtual: int, num_microbatches: int) -> Timing:
-    return Timing(schedule=name, num_microbatches=num_microbatches, virtual_stages=virtual)
+    return Timing(schedule=get_schedule(name), num_microbatches=num_microbatches, virtual_stages=virtual)
 
 
 def random_costs(draw: random.Random, num_stages: int) -> list[StageCost]:
@@ -71,7 +43,7 @@ def test_equal_stages_take_the_closed_form(name, virtual, f, b, w, num_stages, n
     timing = timing_of(name, virtual, num_microbatches)
     costs = [StageCost(forward_s=f, backward_s=b, weight_s=w)] * num_stages
     free = [0.0] * (num_stages - 1)
-    assert step_time_s(timing, costs, free) == pytest.approx(simulated_s(timing, costs, free), rel=1e-12)
+    assert timing.step_time_s(costs, free) == pytest.approx(simulated_s(timing, costs, free), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "eager-1f1b"])
@@ -80,7 +52,7 @@ def test_transfers_hide_behind_equal_stages(name, num_stages, num_microbatches) 
     timing = timing_of(name, 1, num_microbatches)
     costs = [StageCost(forward_s=1.0, backward_s=1.0)] * num_stages
     slow = [0.75] * (num_stages - 1)
-    assert step_time_s(timing, costs, slow) == pytest.approx(simulated_s(timing, costs, slow), rel=1e-12)
+    assert timing.step_time_s(costs, slow) == pytest.approx(simulated_s(timing, costs, slow), rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -94,12 +66,12 @@ def test_unequal_stages_stay_within_the_bounds(seed, slow) -> None:
     m = rounds * num_stages
     for name in ("gpipe", "1f1b"):
         timing = timing_of(name, 1, m)
-        found_s, formula_s = simulated_s(timing, costs, transfers_s), step_time_s(timing, costs, transfers_s)
+        actual_s, formula_s = simulated_s(timing, costs, transfers_s), timing.step_time_s(costs, transfers_s)
         stages_s = [cost.forward_s + cost.backward_s for cost in costs]
         halves_s = max(cost.forward_s for cost in costs) + max(cost.backward_s for cost in costs) - max(stages_s)
         above_s = (m - 1) * halves_s if name == "gpipe" else 0.0
         below_s = pass_s + (m - 1) * max(transfers_s) if name == "1f1b" else 0.0
-        assert formula_s - below_s - 1e-9 <= found_s <= formula_s + above_s + 1e-9
+        assert formula_s - below_s - 1e-9 <= actual_s <= formula_s + above_s + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -111,7 +83,7 @@ def test_other_schedules_stay_within_one_pass_of_a_microbatch(name, virtual, see
     costs = random_costs(draw, num_stages)
     free = [0.0] * (num_stages - 1)
     pass_s = sum(cost.forward_s + cost.backward_s for cost in costs)
-    assert simulated_s(timing, costs, free) == pytest.approx(step_time_s(timing, costs, free), abs=pass_s)
+    assert simulated_s(timing, costs, free) == pytest.approx(timing.step_time_s(costs, free), abs=pass_s)
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), SIZES)
@@ -121,37 +93,34 @@ def test_microbatches_in_flight_are_those_of_the_order(name, virtual, num_stages
         num_stages = max(2, num_stages)
         num_microbatches = 2 * num_stages
     timing = timing_of(name, virtual, num_microbatches)
-    stage_mesh = list(range(num_stages)) * virtual
-    order = schedule_tasks(
-        name,
-        num_stages=len(stage_mesh),
-        num_meshes=num_stages,
-        num_microbatches=num_microbatches,
-        stage_mesh=stage_mesh,
-    )
+    order = schedule_tasks(name, stage_mesh=list(range(num_stages)) * virtual, num_microbatches=num_microbatches)
     peaks = [peak / virtual for peak in peak_in_flight(order)]  # a virtual stage holds its share of a stage
-    counted = [in_flight(timing, stages_behind=num_stages - 1 - s, num_stages=num_stages) for s in range(num_stages)]
-    assert peaks == pytest.approx(counted)
+    formula = [timing.num_in_flight(stages_behind=num_stages - 1 - s, num_stages=num_stages) for s in range(num_stages)]
+    assert peaks == pytest.approx(formula)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_more_stages_never_hold_fewer_microbatches(name) -> None:
-    timing = timing_of(name, 2, 12)
+@pytest.mark.parametrize(("name", "virtual"), SHAPES)
+def test_more_stages_never_hold_fewer_microbatches(name, virtual) -> None:
+    timing = timing_of(name, virtual, 12)
     for behind in range(8):
-        counts = [in_flight(timing, stages_behind=behind, num_stages=total) for total in range(behind + 1, 12)]
+        counts = [timing.num_in_flight(stages_behind=behind, num_stages=total) for total in range(behind + 1, 12)]
         assert counts == sorted(counts)
-        deeper = in_flight(timing, stages_behind=behind + 1, num_stages=12)
-        assert in_flight(timing, stages_behind=behind, num_stages=12) <= deeper
+        deeper = timing.num_in_flight(stages_behind=behind + 1, num_stages=12)
+        assert timing.num_in_flight(stages_behind=behind, num_stages=12) <= deeper
+
+
+def test_every_schedule_has_its_formulas_tested() -> None:
+    assert {name for name, _ in SHAPES} == set(SCHEDULES)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": "2f2b"}, r"'2f2b' is unknown. Use one of: 1f1b, eager-1f1b"),
         ({"num_microbatches": 0}, r"at least 1 microbatch and 1 virtual stage per mesh; it was given 0 and 1"),
         ({"virtual_stages": 0}, r"it was given 2 and 0"),
+        ({"virtual_stages": 2}, r'2 with schedule="1f1b", which has one stage per mesh.*use schedule="interleaved"'),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(changes, message) -> None:
+def test_a_timing_that_cannot_be_is_refused(changes, message) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        Timing(**({"schedule": "1f1b", "num_microbatches": 2} | changes))
+        Timing(**({"schedule": get_schedule("1f1b"), "num_microbatches": 2} | changes))

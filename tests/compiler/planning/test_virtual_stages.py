@@ -1,0 +1,61 @@
+"""Virtual stages share the layers of a mesh, and their schedule takes as long as its program."""
+
+import random
+
+import pytest
+
+from autopar.compiler.inter_op.stage_costs import StageCost, Timing
+from autopar.compiler.planning.virtual_stages import VirtualStage, assign_layers, simulate_schedule_s
+from autopar.ir.program import Executable, Task
+from autopar.ir.schedules import SCHEDULES, schedule_tasks
+from autopar.runtime.simulator import simulate
+from tests.schedule_programs import program_of
+
+
+class TaskTimes:
+    """The durations of the tasks and transfers of virtual stages, for the simulation of a program."""
+
+    def __init__(self, timing: Timing, stages: list[VirtualStage], costs: list[StageCost]) -> None:
+        self.splits, self.stages, self.costs = timing.schedule.splits_weight_gradients, stages, costs
+
+    def run_time_s(self, executable: Executable, task: Task) -> float:
+        stage = self.stages[task.stage]
+        cost = self.costs[stage.mesh]
+        weight_s = cost.weight_s if self.splits else 0.0
+        return stage.share * {"F": cost.forward_s, "B": cost.backward_s - weight_s, "W": weight_s}[task.kind]
+
+    def transfer_time_s(self, num_bytes: int, source: int, destination: int) -> float:
+        return self.stages[0].link_s
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_takes_as_long_as_its_program(name, seed):
+    draw = random.Random(seed)
+    num_meshes, virtual = draw.randint(2, 4), draw.choice(SCHEDULES[name].virtual_stages)
+    timing = Timing(schedule=SCHEDULES[name], num_microbatches=draw.randint(1, 9), virtual_stages=virtual)
+    link_s = draw.choice([0.0, 0.3, 2.0])
+    stages = [
+        VirtualStage(mesh=mesh, layers=(0, 1), share=draw.random(), link_s=link_s)
+        for _ in range(virtual)
+        for mesh in range(num_meshes)
+    ]
+    costs = [
+        StageCost(forward_s=draw.uniform(0.5, 2), backward_s=draw.uniform(1.5, 4), weight_s=draw.uniform(0.2, 1))
+        for _ in range(num_meshes)
+    ]
+    stage_mesh = [stage.mesh for stage in stages]
+    order = schedule_tasks(name, stage_mesh=stage_mesh, num_microbatches=timing.num_microbatches)
+    program = program_of(order, stage_mesh, timing.num_microbatches)
+    expected_s = simulate(program, TaskTimes(timing, stages, costs)).makespan_s
+    assert simulate_schedule_s(timing, stages, costs) == pytest.approx(expected_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("counts", [[1], [3, 2], [4, 5, 6]])
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+def test_every_layer_is_assigned_once_and_in_order(counts, virtual):
+    assigned = assign_layers(counts, virtual)
+    assert [mesh for mesh, _ in assigned] == list(range(len(counts))) * virtual
+    assert [layer for _, layers in assigned for layer in range(*layers)] == list(range(sum(counts)))
+    for mesh, count in enumerate(counts):
+        assert sum(stop - start for owner, (start, stop) in assigned if owner == mesh) == count
