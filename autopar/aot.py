@@ -37,7 +37,7 @@ from autopar.runtime.in_process import InProcess
 from autopar.runtime.interfaces import LoadedProgram
 from autopar.runtime.timeline import write_trace
 from autopar.session import current_session
-from autopar.simulation import SimulationReport, check_cluster, simulate_plan
+from autopar.simulation import SimulationReport, check_devices, simulate_plan
 from autopar.step_serialization import serialize_step
 from autopar.verification import NumberCheck, VerificationReport, compare_numbers, rounded_arguments
 
@@ -222,7 +222,7 @@ class Planned:
         `Unsupported` for a plan that leaves layouts on several devices to XLA.
         """
         cluster = cluster or self.source.target.planned_for() or Cluster.from_devices(self.source.target.live_devices())
-        check_cluster(self.plan, cluster)
+        check_devices(self.plan, cluster)
         program = passes.lower_step(self.trace, self.plan)
         priced = price_plan(self.trace, self.plan, program, kind=cluster.described_by)
         work = step_work(self.trace)

@@ -1,4 +1,4 @@
-"""Say what a plan will do on a cluster before it runs there: its program, carried out on paper.
+"""Simulate a plan on a cluster before it runs there.
 
     Program, Plan, Cluster  ->  SimulationReport
 
@@ -60,11 +60,11 @@ class SimulationReport:
     memory_limit_bytes: float
     """The memory of one device."""
     counts_temporaries: bool
-    """Whether the peaks hold what executables need while they run, or only the values between them."""
+    """True if the peaks include what executables need while they run, and not only the values between them."""
     model_flops: float
     """Of the whole step as it was written: nothing that is computed again counts twice."""
     dtype: str
-    """What most of its products are computed in."""
+    """The type in which most of its products are computed."""
     peak_flops: float
     """FLOP/s of one device in that type, on paper."""
     examples: int | None
@@ -103,7 +103,7 @@ class SimulationReport:
 
     @property
     def fits(self) -> bool:
-        """Whether every device has that much memory."""
+        """True if every device has that much memory."""
         return self.peak_bytes <= self.memory_limit_bytes
 
     @property
@@ -210,7 +210,7 @@ class ClusterCosts:
         return self.machine.transfer_s(num_bytes, same)
 
 
-def check_cluster(plan: Plan, cluster: Cluster) -> None:
+def check_devices(plan: Plan, cluster: Cluster) -> None:
     """Raise `PlanMismatch` for a cluster that lacks devices of the plan."""
     needed = max(max(mesh.devices) for mesh in plan.meshes) + 1
     if needed > cluster.num_devices:
@@ -234,7 +234,7 @@ def simulate_plan(
 
     Raises `PlanMismatch` for a cluster that lacks devices of the plan.
     """
-    check_cluster(plan, cluster)
+    check_devices(plan, cluster)
     machine = cluster.machine
     shardings = [mesh.sharding for mesh in plan.meshes if mesh.sharding is not None]
     assert len(shardings) == len(plan.meshes), "every mesh has times"

@@ -1,4 +1,4 @@
-"""When every mesh did what, as a value that prints as a table and a chart, and is written for Perfetto.
+"""The times of a step on every mesh, as a value that prints as a table and a chart, and is written for Perfetto.
 
 mesh 0 |F0--F1--F2--F3--        B0======B1======B2======B3======U#|      F forward, B backward,
 mesh 1 |    F0--B0======F1--B1======F2--B2======F3--B3======U#   |      U update, of a microbatch
@@ -30,6 +30,7 @@ _FILLS: Mapping[str, tuple[str, str]] = {
     "P": ("#", "magenta"),
 }
 _OTHER = (".", "dim")
+_MEASURED_FROM = 1000  # Perfetto orders lanes by their process number: predicted meshes come first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """When every mesh did what, and how much it held."""
+    """The tasks and transfers of a step with their times, and the peak memory of every mesh."""
 
     name: str
     events: tuple[Event, ...]
@@ -155,6 +156,45 @@ class Timeline:
         return "\n".join(line.rstrip() for line in captured.get().splitlines()).rstrip()
 
 
+@dataclass(frozen=True, kw_only=True)
+class InstructionTime:
+    """When one instruction ran on one mesh in one process, in seconds of the host's clock."""
+
+    process: int
+    mesh: int
+    name: str
+    start_s: float
+    stop_s: float
+
+
+def instruction_name(instruction: Instruction) -> str:
+    """Return the name of its span: a Run's task, `F0.m3`, or the instruction itself."""
+    return str(instruction.task) if isinstance(instruction, Run) else str(instruction).strip()
+
+
+def chrome_trace(times: Sequence[InstructionTime], predicted: Timeline | None) -> dict[str, Any]:
+    """Return Chrome's trace events: a lane per mesh and process from the first instruction on, beside those predicted.
+
+    A Run, Send or Recv is waited for, so that a span is its own work. Clocks of different hosts are compared as they
+    are: keep them by NTP.
+    """
+    events = [] if predicted is None else list(predicted.to_chrome_trace()["traceEvents"])
+    origin_s = min((t.start_s for t in times), default=0.0)
+    for mesh, process in sorted({(t.mesh, t.process) for t in times}):
+        number = _MEASURED_FROM + mesh
+        events.append(_metadata("process_name", number, 0, f"mesh {mesh} (measured)"))
+        events.append(_metadata("thread_name", number, process, f"process {process}"))
+    events += [
+        _span(t.name, _MEASURED_FROM + t.mesh, t.process, t.start_s - origin_s, t.stop_s - origin_s, {}) for t in times
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(path: str | Path, times: Sequence[InstructionTime], predicted: Timeline | None) -> None:
+    """Write the Chrome trace to a file for https://ui.perfetto.dev."""
+    Path(path).write_text(json.dumps(chrome_trace(times, predicted)), encoding="utf-8")
+
+
 def _draw(lane: list[tuple[str, str]], event: Event, scale: float) -> None:
     """Fill the columns of an event with its text; neighbours share no column."""
     start, stop = round(event.start_s * scale), round(event.stop_s * scale)
@@ -185,52 +225,3 @@ def _metadata(name: str, process: int, thread: int, text: str) -> dict[str, Any]
 def _span(name: str, process: int, thread: int, start_s: float, stop_s: float, args: dict[str, Any]) -> dict[str, Any]:
     times = {"ts": start_s * 1e6, "dur": (stop_s - start_s) * 1e6}
     return {"name": name, "ph": "X", "pid": process, "tid": thread, "args": args, **times}
-
-
-# --- When every process ran which instruction of a real step, beside what was predicted, for Perfetto ---
-# measured    one lane per mesh and process; Run, Send and Recv, each waited for, so that a span is its own work
-#     predicted   the lanes of the simulated step, if there is one
-#
-# Clocks of different hosts are compared as they are: keep them by NTP.
-
-MEASURED_FROM = 1000  # Perfetto orders lanes by their process number: predicted meshes come first
-
-
-@dataclass(frozen=True, kw_only=True)
-class InstructionTime:
-    """When one instruction ran on one mesh in one process, in seconds of the host's clock."""
-
-    process: int
-    mesh: int
-    name: str
-    start_s: float
-    stop_s: float
-
-
-def instruction_name(instruction: Instruction) -> str:
-    """What its span is called: a Run's task, `F0.m3`, or the instruction itself."""
-    return str(instruction.task) if isinstance(instruction, Run) else str(instruction).strip()
-
-
-def chrome_trace(times: Sequence[InstructionTime], predicted: Timeline | None) -> dict[str, Any]:
-    """Chrome's trace events: what was measured from its first instruction on, and what was predicted."""
-    events = [] if predicted is None else list(predicted.to_chrome_trace()["traceEvents"])
-    origin_s = min((t.start_s for t in times), default=0.0)
-    lanes = sorted({(t.mesh, t.process) for t in times})
-    for mesh, process in lanes:
-        number = MEASURED_FROM + mesh
-        events.append(_named("process_name", number, 0, f"mesh {mesh} (measured)"))
-        events.append(_named("thread_name", number, process, f"process {process}"))
-    for t in times:
-        span = {"ph": "X", "name": t.name, "pid": MEASURED_FROM + t.mesh, "tid": t.process, "args": {}}
-        events.append({**span, "ts": (t.start_s - origin_s) * 1e6, "dur": (t.stop_s - t.start_s) * 1e6})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def write_trace(path: str | Path, times: Sequence[InstructionTime], predicted: Timeline | None) -> None:
-    """Write it for https://ui.perfetto.dev."""
-    Path(path).write_text(json.dumps(chrome_trace(times, predicted)), encoding="utf-8")
-
-
-def _named(what: str, process: int, thread: int, text: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": text}}

@@ -38,13 +38,13 @@ class LabelTask:
 
     @property
     def limit_s(self) -> float:
-        """What a bound must be below."""
+        """The seconds that a bound must be below."""
         return self.below_s * (1 - _TOLERANCE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelResult:
-    """Partitions found, fastest first; `finished` if none of those asked for is missing."""
+    """Partitions, fastest first; `finished` if none of those asked for is missing."""
 
     partitions: tuple[tuple[StageChoice, ...], ...]
     num_labels: int

@@ -87,7 +87,7 @@ class _Interval:
 
 @dataclass(kw_only=True, eq=False)
 class _State:
-    """What the search knows; only functions of this module change it."""
+    """The state of the search; only functions of this module change it."""
 
     tables: CostTables
     memory_bytes: float
@@ -173,7 +173,7 @@ def _run(state: _State) -> float:
 
 
 def _close(state: _State, interval: _Interval) -> list[_Interval]:
-    """What is left of an interval when one step has been taken to bound or enumerate it."""
+    """Return the rest of an interval after one step to bound or enumerate it."""
     bounds = _bounds(state, interval)
     if bounds is None:
         return []
@@ -387,7 +387,7 @@ def _shortage(tables: CostTables, memory_bytes: float, stages: list[StageChoice]
     gib = 2.0**30
     return (
         f"No partition of {tables.num_layers} layers into stages on {tables.num_devices} devices fits into "
-        f"{memory_bytes / gib:.3g} GiB per device. The smallest found has {len(stages)} stages; its stage {number}, "
+        f"{memory_bytes / gib:.3g} GiB per device. The smallest has {len(stages)} stages; its stage {number}, "
         f"layers [{start}, {stop}) on {tables.submeshes[m]} devices with {in_flight:.3g} microbatches in flight, needs "
         f"{peak / gib:.3g} GiB: {(peak - memory_bytes) / gib:.3g} GiB are missing. Use more devices, recompute "
         f'activations, more and smaller microbatches, or schedule="1f1b" (now "{tables.timing.schedule.name}").'

@@ -120,7 +120,7 @@ class Timing:
 
     @property
     def memory_depends_on_num_stages(self) -> bool:
-        """Whether the memory of a stage depends on more than the number of stages behind it."""
+        """True if the memory of a stage depends on more than the number of stages behind it."""
         return self._forms.memory_depends_on_num_stages
 
     def warmup_s(self, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds) -> Seconds:

@@ -1,4 +1,4 @@
-"""Which groups of devices a stage may get, and where such groups lie in the cluster.
+"""Offer groups of devices to a stage, and place such groups in the cluster.
 
 A submesh is a part of one host, or several whole hosts:
 
@@ -44,7 +44,7 @@ class Submesh:
 
 
 def cluster_shape(num_devices: int, devices_per_host: int) -> Submesh:
-    """The whole cluster. If its last host is not full, hosts are taken to be as large as their common divisor with it.
+    """Return the whole cluster. If its last host is not full, hosts shrink to their largest common divisor with it.
 
     So every device has its place, and no part of a host lies on two.
     """
@@ -57,7 +57,7 @@ def cluster_shape(num_devices: int, devices_per_host: int) -> Submesh:
 def submesh_choices(
     num_devices: int, devices_per_host: int, *, any_part: bool = False, any_host_count: bool | None = None
 ) -> tuple[Submesh, ...]:
-    """The submeshes that a stage may get, smallest first.
+    """Return the submeshes that a stage may get, smallest first.
 
     Inside a host: its divisors, or with `any_part` every count. Across hosts: every count of whole hosts up to 16
     hosts or with `any_host_count`, otherwise the divisors of their number and the powers of two.
@@ -72,7 +72,7 @@ def submesh_choices(
 
 
 def place_submeshes(submeshes: Sequence[Submesh], cluster: Submesh) -> tuple[tuple[int, ...], ...] | None:
-    """The device numbers of each submesh, none twice and no part of a host on two; None if they do not fit."""
+    """Return the device numbers of each submesh, none twice and no part of a host on two; None if they do not fit."""
     whole = [n for n, submesh in enumerate(submeshes) if submesh.devices_per_host == cluster.devices_per_host]
     parts = [n for n, submesh in enumerate(submeshes) if submesh.devices_per_host != cluster.devices_per_host]
     if any(submeshes[n].num_hosts > 1 or submeshes[n].devices_per_host > cluster.devices_per_host for n in parts):
@@ -101,7 +101,7 @@ def place_submeshes(submeshes: Sequence[Submesh], cluster: Submesh) -> tuple[tup
 
 
 def always_fits(submeshes: Sequence[Submesh], cluster: Submesh) -> bool:
-    """Whether any submeshes of these choices can be placed as soon as there are devices enough."""
+    """Return whether any submeshes of these choices can be placed as soon as there are devices enough."""
     parts = sorted({submesh.devices_per_host for submesh in submeshes} | {cluster.devices_per_host})
     return all(large % small == 0 for small, large in pairwise(parts))
 

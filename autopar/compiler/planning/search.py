@@ -109,7 +109,7 @@ def plan_by_stages(problem: StageProblem) -> tuple[Plan | Auto, Certificate]:
         problem = replace(problem, share=problem.share * min(_NEXT_SHARE, problem.memory_bytes / peak_bytes))
     raise MemoryTooSmall(
         f"The best stages need {peak_bytes / 2**30:.3g} GiB of a device with their layouts, and may use "
-        f"{problem.memory_bytes / 2**30:.3g} GiB; none that need less were found. Use more devices, more and smaller "
+        f"{problem.memory_bytes / 2**30:.3g} GiB; there are none that need less. Use more devices, more and smaller "
         "microbatches, or a larger budget."
     )
 
