@@ -16,7 +16,7 @@ from autopar.ir.program import Program, Run
 from autopar.runtime.distributed.array import DistributedArray
 from autopar.runtime.distributed.input_routing import InputRouting, route_inputs
 from autopar.runtime.distributed.messages import StepMessage
-from autopar.runtime.distributed.pieces import placed_output, value_layouts
+from autopar.runtime.distributed.pieces import placed_output, program_layouts
 from autopar.runtime.distributed.session import RaySession
 from autopar.runtime.inputs import ArgumentType, argument_types
 from autopar.runtime.timeline import InstructionTime
@@ -37,7 +37,7 @@ class ClusterProgram:
         self._finalizer = weakref.finalize(self, session.forget_program, self.number)
         self._finalizer.atexit = False
         self.arguments = argument_types(program, leaf_names)
-        layouts = value_layouts(program)
+        layouts = program_layouts(program)
         outputs = sorted(program.outputs, key=lambda output: output.leaf)
         self.results = [placed_output(program, output, layouts) if output.parts else None for output in outputs]
         self.literals = [output.literal for output in outputs]

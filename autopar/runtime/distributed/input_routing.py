@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.ir.instructions import spec_parts
 from autopar.ir.program import Program, Window
-from autopar.runtime.distributed.pieces import Piece, Placed, value_layouts
+from autopar.runtime.distributed.pieces import Piece, Placed, program_layouts
 from autopar.runtime.transfer.tiles import Box, DeviceLayout
 
 
@@ -80,7 +80,7 @@ class InputRouting:
 
 def route_inputs(program: Program, placed: Sequence[Placed | None]) -> InputRouting:
     """Return the way of each input, for arguments that lie as `placed` says (None: the driver holds the argument)."""
-    layouts = value_layouts(program)
+    layouts = program_layouts(program)
     in_place: list[InPlace] = []
     from_driver: list[FromDriver] = []
     from_devices: list[FromDevices] = []

@@ -57,7 +57,7 @@ def value_layout(program: Program, mesh: int, value: str) -> DeviceLayout:
     )
 
 
-def value_layouts(program: Program) -> Mapping[tuple[int, str], DeviceLayout]:
+def program_layouts(program: Program) -> Mapping[tuple[int, str], DeviceLayout]:
     """The layout of every value of a program, by mesh and name."""
     return {
         (number, value): value_layout(program, number, value)

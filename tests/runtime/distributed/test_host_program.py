@@ -13,7 +13,7 @@ from autopar.errors import StepFailed
 from autopar.ir.program import Input, Output
 from autopar.runtime.distributed.host_program import HostProgram
 from autopar.runtime.distributed.input_routing import route_inputs
-from autopar.runtime.distributed.pieces import Piece, Placed, placed_output, value_layouts
+from autopar.runtime.distributed.pieces import Piece, Placed, placed_output, program_layouts
 from autopar.runtime.distributed.world import World
 from autopar.runtime.transfer.exchange import Exchange
 from autopar.runtime.transfer.tiles import DeviceLayout
@@ -53,7 +53,7 @@ def assert_close(results: list[list[Any]], expected: Any) -> None:
 
 
 def test_arguments_that_are_sent_that_lie_there_and_that_are_moved_give_the_same_step(world):
-    program, layouts = pipeline(), value_layouts(pipeline())
+    program, layouts = pipeline(), program_layouts(pipeline())
     loaded = HostProgram(program, world)
     w, v, x = pipeline_arguments()
     elsewhere = DeviceLayout(devices=(7,), mesh_shape=(1,), axis_names=("z",), spec=P())
