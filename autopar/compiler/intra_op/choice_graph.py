@@ -215,14 +215,14 @@ class Alternatives(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Planner:
-    """What all blocks of a program share: the table of nodes, the rules, and which strategies may be chosen."""
+    """The parts that all blocks of a program share: the nodes, the rules, and which strategies may be chosen."""
 
     table: NodeTable
     rules: Callable[[jc.JaxprEqn], Rule]
     restrict: Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]]
     """Which strategies of an equation may be chosen."""
     constraint_key: Callable[[jc.JaxprEqn], Hashable]
-    """What that depends on, beside what makes equations equal."""
+    """Key of whatever else that depends on than the equation itself."""
     enter: Callable[[BlockBuilder, jc.JaxprEqn, float], EquationNode]
     """Makes the nodes of loops, branches and remat regions."""
     known: dict[Any, Alternatives] = field(default_factory=dict[Any, Alternatives])
@@ -230,7 +230,7 @@ class Planner:
     """Mesh axes over which what can only come split is stored split: it is gathered anew for every phase."""
 
     def alternatives(self, eqn: jc.JaxprEqn, maybe_partial: frozenset[int]) -> Alternatives:
-        """The strategies of an equation, listed once for all equations like it."""
+        """Return the strategies of an equation, listed once for all equal equations."""
         key = (equation_key(eqn), maybe_partial, self.constraint_key(eqn))
         if key not in self.known:
             mesh = self.table.mesh
@@ -280,7 +280,7 @@ class BlockBuilder:
             self._add(number, eqn, repeats)
 
     def first(self, v: jc.Var) -> jc.Var:
-        """The value that stands for one of folded layers."""
+        """Return the value that stands for one of folded layers."""
         return self.equivalent.get(v, v)
 
     def source(self, atom: Any) -> LayoutNode | None:
@@ -298,7 +298,7 @@ class BlockBuilder:
         mine[key] = Reader(node, (mine[key].weight if key in mine else 0.0) + weight, phase)
 
     def phase(self, eqn: jc.JaxprEqn) -> str:
-        """The phase in which an equation reads its operands."""
+        """Return the phase in which an equation reads its operands."""
         return "body" if self.nested else phase_of(eqn, self.only_phase)
 
     def _add(self, number: int, eqn: jc.JaxprEqn, repeats: Counter[int]) -> None:
@@ -394,7 +394,7 @@ def build_graph(
     classes: Sequence[int],
     equivalent_inputs: dict[int, int],
 ) -> BlockGraph:
-    """The choices of a whole step.
+    """Return the graph of a whole step.
 
     `inputs` are the layouts that each input may have, None for what is small; `results` those of each result that is
     not state. `classes` names for every equation the first one like it, `equivalent_inputs` for an input the first.
@@ -432,7 +432,7 @@ def _end(
     state_outputs: dict[int, int],
     equivalent_inputs: dict[int, int],
 ) -> LayoutNode | None:
-    """The layout in which a result leaves: that of the state that it replaces, or one of its own."""
+    """Return the node of a result: that of the state that it replaces, or one of its own."""
     if isinstance(atom, jc.Literal) or atom in block.free:
         return None
     if number in state_outputs and arguments[state_outputs[number]] is not None:

@@ -27,7 +27,7 @@ from autopar.compiler.sharding.rule import shapes_of
 
 
 def enter(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
-    """The choices of an equation with bodies, which stands `weight` times in the step."""
+    """Return the nodes of an equation with bodies, which stands `weight` times in the step."""
     match eqn.primitive.name:
         case "scan":
             return _scan(block, eqn, weight)
@@ -116,9 +116,6 @@ def _remat(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode
     return EquationNode(arguments=tuple(arguments), results=tuple(ends), bodies=(inside.finish(ends),))
 
 
-# --- blocks -------------------------------------------------------------------------------------------------
-
-
 def _body(block: BlockBuilder, jaxpr: jc.Jaxpr, arguments: Sequence[LayoutNode | None], weight: float) -> BlockBuilder:
     inside = BlockBuilder(
         planner=block.planner,
@@ -133,7 +130,7 @@ def _body(block: BlockBuilder, jaxpr: jc.Jaxpr, arguments: Sequence[LayoutNode |
 
 
 def _ends(inside: BlockBuilder, carry: Sequence[LayoutNode | None]) -> list[LayoutNode | None]:
-    """The layouts in which a body's results leave: the carry's, then a free choice for each of the others."""
+    """Return the nodes of a body's results: the carry's, then one of its own for each of the others."""
     ends: list[LayoutNode | None] = []
     for number, atom in enumerate(inside.jaxpr.outvars):
         if number < len(carry):
@@ -159,9 +156,6 @@ def _is_free(block: BlockBuilder, atom: Any) -> bool:
     return isinstance(atom, jc.Literal) or atom in block.free
 
 
-# --- layouts ------------------------------------------------------------------------------------------------
-
-
 def _argument(block: BlockBuilder, name: str, aval: Any, sums: bool = False) -> LayoutNode:
     mesh, shape = block.planner.table.mesh, tuple(aval.shape)
     layouts = (replicated(len(shape)),) if is_small(aval) else all_layouts(shape, mesh)
@@ -171,7 +165,7 @@ def _argument(block: BlockBuilder, name: str, aval: Any, sums: bool = False) -> 
 
 
 def _summed(layout: Layout, mesh: LogicalMesh) -> list[Layout]:
-    """The layout, and it as a sum over every set of the axes that do not split it."""
+    """Return the layout, and it as a sum over every set of the axes that do not split it."""
     left = [axis for axis in range(len(mesh.shape)) if axis not in used_axes(layout)]
     sets = itertools.chain.from_iterable(itertools.combinations(left, count) for count in range(len(left) + 1))
     return [Layout(layout.dims, axes) for axes in sets]
@@ -182,14 +176,14 @@ def _everywhere(block: BlockBuilder, rank: int) -> LayoutNode:
 
 
 def _stacked(node: LayoutNode | None) -> LayoutNode | None:
-    """The same node for a stack of such values along a new first axis, which is not split."""
+    """Return the same node for a stack of such values along a new first axis, which is not split."""
     if node is None:
         return None
     return LayoutNode(node.number, tuple(Layout(((), *layout.dims), layout.partial) for layout in node.layouts))
 
 
 def _accumulates(body: jc.Jaxpr, v: jc.Var, number: int, loop: jp.Scan) -> bool:
-    """Whether the body does nothing with a part of the carry but add to it."""
+    """Return true if the body does nothing with a part of the carry but add to it."""
     position = number - loop.num_consts
     if not 0 <= position < loop.num_carry:
         return False

@@ -1,17 +1,17 @@
-"""Find the repeated layers of an unrolled program: which equations are alike, and which inputs.
+"""Fold the repeated layers of an unrolled program: find which equations are equivalent, and which inputs.
 
     jaxpr, names of its inputs  ->  Fold
 
 Every equation and input starts with a colour: an equation what it computes, in which phase, under which scope; an
 input its name, shape and type, with all numbers of names and scopes left out, so that `h_0` and `h_31` look the same.
 Then each mixes into its colour those of what it reads and of its readers, over and over (Weisfeiler and Leman), so that
-equal colours mean equal surroundings: a query's product is not alike a key's, for it is named or used otherwise.
+equal colours mean equal surroundings: a query's product is not equivalent to a key's, which is named or used otherwise.
 
 Taken literally this tells every layer from the next, by its distance from the loss. So a colour is only split into
 large parts: query and key split the products of all layers in halves, while the ends of the model take one layer off,
 which stays with the others.
 
-Alike equations may read values that are not: planning counts every read by itself, so its costs stay true.
+Equivalent equations may read values that are not: planning counts every read by itself, so its costs stay true.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LARGE = 1 / 2
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
-    """For each equation the first one like it, and for inputs that are like an earlier one, which."""
+    """For each equation the first equivalent one, and for inputs that are equivalent to an earlier one, which."""
 
     classes: list[int]
     equivalent_inputs: dict[int, int]
@@ -55,7 +55,7 @@ def fold(
     """Fold the layers of a program.
 
     `free_inputs` are those without a layout. `state_outputs` maps results to the inputs that they replace. What has
-    different marks is not alike: what the user wants of an input, or of an equation.
+    different marks is not equivalent: what the user wants of an input, or of an equation.
     """
     jaxpr, _ = jc.open_jaxpr(closed)
     inputs = [
@@ -74,15 +74,12 @@ def fold(
 
 
 def unfolded(closed: jc.ClosedJaxpr) -> Fold:
-    """Every equation and every input by itself."""
+    """Return a fold of nothing: every equation and every input by itself."""
     return Fold(classes=list(range(len(jc.open_jaxpr(closed)[0].eqns))), equivalent_inputs={})
 
 
-# --- colours ------------------------------------------------------------------------------------------------
-
-
 def _seen(jaxpr: jc.Jaxpr, free: set[jc.Var], mark: Callable[[jc.JaxprEqn], Hashable]) -> Iterator[Hashable]:
-    """What is seen of every equation alone."""
+    """Return what tells every equation from others, without its surroundings."""
     scopes: dict[str, str] = {}
     for eqn in jaxpr.eqns:
         known = tuple(isinstance(atom, jc.Literal) or atom in free for atom in eqn.invars)
@@ -95,7 +92,7 @@ def _seen(jaxpr: jc.Jaxpr, free: set[jc.Var], mark: Callable[[jc.JaxprEqn], Hash
 
 
 def _numbered(seen: Iterable[Hashable]) -> np.ndarray:
-    """A colour for everything that is different."""
+    """Return a colour for everything that is different."""
     numbers: dict[Hashable, int] = {}
     return _mixed(np.array([numbers.setdefault(key, len(numbers)) for key in seen], dtype=np.uint64))
 
@@ -105,7 +102,7 @@ def _starred(name: str) -> str:
 
 
 def _key(eqn: jc.JaxprEqn, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hashable:
-    """Equal for equations that compute the same under the same mark, those with bodies included."""
+    """Return a key, equal for equations that compute the same under the same mark, those with bodies included."""
     if eqn.primitive.name not in NESTED:
         return (equation_key(eqn), mark(eqn))
     bodies = tuple(_body_key(jc.open_jaxpr(body)[0], mark) for body in jc.subjaxprs(eqn))
@@ -119,14 +116,14 @@ def _type(atom: Any) -> Hashable:
 
 
 def program_key(closed: jc.ClosedJaxpr) -> Hashable:
-    """Equal for programs that compute the same from inputs of the same types."""
+    """Return a key, equal for programs that compute the same from inputs of the same types."""
     jaxpr, consts = jc.open_jaxpr(closed)
     types = tuple(map(_type, (*jaxpr.invars, *jaxpr.constvars)))
     return (types, tuple(map(str, consts)), _body_key(jaxpr, lambda eqn: None))
 
 
 def _body_key(jaxpr: jc.Jaxpr, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hashable:
-    """A body as its equations, with values by number."""
+    """Return a body as its equations, with values by number."""
     numbers: dict[Any, int] = {}
     for v in (*jaxpr.constvars, *jaxpr.invars):
         numbers[v] = len(numbers)
@@ -140,9 +137,6 @@ def _body_key(jaxpr: jc.Jaxpr, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hasha
         for v in eqn.outvars:
             numbers[v] = len(numbers)
     return (tuple(lines), tuple(map(number, jaxpr.outvars)))
-
-
-# --- refinement ---------------------------------------------------------------------------------------------
 
 
 class _Rows:
@@ -165,7 +159,7 @@ class _Reads:
     place: np.ndarray
 
     def neighbours(self, node: int, colours: np.ndarray) -> Counter[tuple[int, int]]:
-        """The colours of what a node reads, and of its readers, with their places."""
+        """Return the colours of what a node reads, and of its readers, with their places."""
         read, readers = self.by_reader[node], self.by_producer[node]
         return Counter(
             [
@@ -175,7 +169,7 @@ class _Reads:
         )
 
     def common(self, node: int, other: int, colours: np.ndarray) -> int:
-        """How many neighbours of two nodes have the same colours and places."""
+        """Return how many neighbours of two nodes have the same colours and places."""
         return (self.neighbours(node, colours) & self.neighbours(other, colours)).total()
 
     @cached_property
@@ -190,7 +184,7 @@ class _Reads:
 
 
 def _reads(jaxpr: jc.Jaxpr, state_outputs: Mapping[int, int]) -> _Reads:
-    """The reads of a program. What replaces an input is read by it; other results are read by the last node."""
+    """Return the reads of a program. What replaces an input is read by it; other results are read by the last node."""
     at: dict[Any, tuple[int, int]] = {v: (number, 0) for number, v in enumerate(jaxpr.invars)}
     found: list[tuple[int, int, int, int]] = []
     for node, eqn in enumerate(jaxpr.eqns, start=len(jaxpr.invars)):
@@ -208,7 +202,7 @@ def _reads(jaxpr: jc.Jaxpr, state_outputs: Mapping[int, int]) -> _Reads:
 
 
 def _refined(colours: np.ndarray, reads: _Reads) -> np.ndarray:
-    """Every colour, and those of what is read and of the readers: sums of hashes, so that their order is no matter."""
+    """Mix every colour with those of what is read and of the readers: sums of hashes, whose order is no matter."""
     refined = _mixed(colours)
     np.add.at(refined, reads.reader, _mixed(colours[reads.producer] ^ reads.place))
     np.add.at(refined, reads.producer, _mixed(~colours[reads.reader] ^ reads.place))
@@ -243,7 +237,7 @@ def _without_small_parts(colours: np.ndarray, refined: np.ndarray, reads: _Reads
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """A hash of 64 bits that spreads numbers evenly (SplitMix64)."""
+    """Return a hash of 64 bits that spreads numbers evenly (SplitMix64)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -251,6 +245,6 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def _firsts(colours: np.ndarray) -> np.ndarray:
-    """For every node the first one of its colour."""
+    """Return for every node the first one of its colour."""
     _, first, group = np.unique(colours, return_index=True, return_inverse=True)
     return first[group]

@@ -59,7 +59,7 @@ class GroupTask:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupConstraints:
-    """What is asked of the values between tasks, by their names.
+    """Restrictions of the values between tasks, by their names.
 
     `alike` maps values to those that have their layout: new state to what it replaces. `sums` may stay partial sums.
     `allowed` fixes layouts.
@@ -82,7 +82,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskGraph:
-    """The choices of a group, from which plans for several prices of memory are made."""
+    """The graph of a group, from which plans for several memory multipliers are made."""
 
     tasks: Sequence[GroupTask]
     blocks: Sequence[BlockGraph]
@@ -91,27 +91,27 @@ class TaskGraph:
     table: NodeTable
 
     def best(
-        self, prices: Mapping[str, float], *, time_limit_s: float = 60.0, cache_directory: Path | None = None
+        self, multipliers: Mapping[str, float], *, time_limit_s: float = 60.0, cache_directory: Path | None = None
     ) -> GroupPlan:
-        """The best layouts. `prices` are seconds charged for every byte of a value that a device holds."""
-        problem, charges = self.table.problem(), self.charges(prices)
+        """Return the best layouts at memory multipliers: seconds for every byte of a value that a device holds."""
+        problem, charges = self.table.problem(), self.charges(multipliers)
         costs = tuple(cost + charges.get(node, 0.0) for node, cost in enumerate(problem.costs))
         return self.plan_of(
             solve_or_recall(replace(problem, costs=costs), cache_directory, time_limit_s=time_limit_s, max_gap=MAX_GAP)
         )
 
-    def charges(self, prices: Mapping[str, float]) -> dict[int, np.ndarray]:
-        """By node, what its states cost more at prices of memory."""
+    def charges(self, multipliers: Mapping[str, float]) -> dict[int, np.ndarray]:
+        """Return by node what its options cost more at memory multipliers."""
         found: dict[int, np.ndarray] = {}
-        for name, price in sorted(prices.items()):
+        for name, multiplier in sorted(multipliers.items()):
             node = self.values.get(name)
             if node is not None:
                 shares = np.array([1 / num_shards(layout, self.table.mesh) for layout in node.layouts])
-                found[node.number] = found.get(node.number, 0.0) + price * aval_bytes(self.types[name]) * shares
+                found[node.number] = found.get(node.number, 0.0) + multiplier * aval_bytes(self.types[name]) * shares
         return found
 
     def plan_of(self, optimum: Optimum) -> GroupPlan:
-        """What a node means."""
+        """Return the plan that an optimum means."""
         options = optimum.assignment
         return GroupPlan(
             layouts={n: None if c is None else c.layouts[options[c.number]] for n, c in self.values.items()},
@@ -131,7 +131,7 @@ def task_graph(
     fold_from: int = FOLD_FROM,
     known: dict[Any, Alternatives] | None = None,
 ) -> TaskGraph:
-    """The choices of the tasks of a stage, which are listed in an order in which they may run.
+    """Return the graph of the tasks of a stage, which are listed in an order in which they may run.
 
     The objective is the time of all of them in one step, each as often as it runs. Programs of at least `fold_from`
     equations together have their repeated layers planned as one. `known` keeps what was listed of equations, for other
@@ -178,13 +178,13 @@ class _Group:
     roots: dict[str, str] = field(default_factory=dict[str, str])
 
     def root(self, name: str) -> str:
-        """The value whose layout a value has."""
+        """Return the value whose layout a value has."""
         while name in self.roots:
             name = self.roots[name]
         return name
 
     def tie(self, tasks: Sequence[GroupTask], folds: Sequence[Fold]) -> None:
-        """Give one layout to what replaces each other, and to what is alike in repeated layers."""
+        """Give one layout to what replaces each other, and to what is equivalent in repeated layers."""
         pairs: list[tuple[str, str]] = list(self.constraints.alike.items())
         for task, folded in zip(tasks, folds, strict=True):
             pairs += [(task.inputs[i], task.inputs[first]) for i, first in folded.equivalent_inputs.items()]
@@ -194,7 +194,7 @@ class _Group:
                 self.roots[name] = other
 
     def value(self, name: str, aval: Any) -> LayoutNode | None:
-        """The node of a value, made when it is first met; None for what is free."""
+        """Return the node of a value, made when it is first met; None for what is free."""
         root = self.root(name)
         self.types[name] = aval
         if root not in self.values:
@@ -210,7 +210,7 @@ class _Group:
         return self.table.add_layouts(f"value {name}", layouts)
 
     def collect(self, planner: Planner, task: GroupTask, body: jc.Jaxpr, folded: Fold) -> BlockGraph:
-        """The choices of one task."""
+        """Collect the nodes of one task."""
         equivalent = {body.invars[i]: body.invars[first] for i, first in folded.equivalent_inputs.items()}
         block = BlockBuilder(
             planner=planner,
@@ -236,7 +236,7 @@ class _Group:
 
 
 def with_partial_sums(layouts: Iterable[Layout], mesh: LogicalMesh) -> tuple[Layout, ...]:
-    """The layouts with a sum over some of the axes that do not split the array still to be made."""
+    """Return the layouts with a sum over some of the axes that do not split the array still to be made."""
     found: list[Layout] = []
     for layout in layouts:
         unused = [axis for axis in range(len(mesh.shape)) if axis not in used_axes(layout) and mesh.shape[axis] > 1]
@@ -245,38 +245,34 @@ def with_partial_sums(layouts: Iterable[Layout], mesh: LogicalMesh) -> tuple[Lay
     return tuple(found)
 
 
-# --- Plan a group of tasks for several prices of memory: what no price touches is reduced once, for all of them ---
-# TaskGraph, names of values that may have a price   ->   a smaller problem, in which these values are still free
-#     that, prices                                         ->   GroupPlan
-#
-# Reductions are exact whatever the costs of nodes that they leave alone (`reduce_problem` calls them protected).
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedTaskGraph:
-    """The choices of a group, of whose values those with these names may have a price."""
+    """The graph of a group, reduced once for all multipliers: values with these names may have one.
 
-    choices: TaskGraph
+    Reductions are exact whatever the costs of nodes that they leave alone (`reduce_problem` calls them protected).
+    """
+
+    graph: TaskGraph
     names: Collection[str]
 
     @cached_property
     def _reduced(self) -> ReducedMRF:
-        values = self.choices.values
+        values = self.graph.values
         protected = {node.number for name in self.names if (node := values.get(name)) is not None}
-        return reduce_problem(self.choices.table.problem(), protected)
+        return reduce_problem(self.graph.table.problem(), protected)
 
     def best(
         self,
-        prices: Mapping[str, float],
+        multipliers: Mapping[str, float],
         *,
         time_limit_s: float = 60.0,
         max_gap: float = MAX_GAP,
         cache_directory: Path | None = None,
     ) -> GroupPlan:
-        """The best layouts, as `TaskGraph.best`, up to a gap: a share of their price and time."""
-        problem = self._priced(prices)
+        """Return the best layouts, as `TaskGraph.best`, up to a gap: a share of their price and time."""
+        problem = self._with_multipliers(multipliers)
         found = solve_or_recall(problem, cache_directory, time_limit_s=time_limit_s, max_gap=max_gap)
-        return self.choices.plan_of(
+        return self.graph.plan_of(
             replace(
                 found,
                 assignment=self._reduced.expand(found.assignment),
@@ -285,9 +281,9 @@ class PricedTaskGraph:
             )
         )
 
-    def _priced(self, prices: Mapping[str, float]) -> MRF:
-        assert prices.keys() <= set(self.names), "a price for a value that was not to have one"
-        charges, reduced = self.choices.charges(prices), self._reduced
+    def _with_multipliers(self, multipliers: Mapping[str, float]) -> MRF:
+        assert multipliers.keys() <= set(self.names), "a multiplier for a value that was not to have one"
+        charges, reduced = self.graph.charges(multipliers), self._reduced
         costs = tuple(
             cost + charges[node][options] if node in charges else cost
             for node, options, cost in zip(reduced.nodes, reduced.options, reduced.core.costs, strict=True)

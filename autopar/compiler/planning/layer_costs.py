@@ -101,7 +101,7 @@ class LayerCosts:
             )
             listed = self.listed.setdefault(mesh.shape, {})
             choices = task_graph(layer.tasks, mesh, figures, constraints, known=listed)
-            self.choices[key] = PricedTaskGraph(choices=choices, names=layer.state | layer.kept | layer.fed)
+            self.choices[key] = PricedTaskGraph(graph=choices, names=layer.state | layer.kept | layer.fed)
         return self.choices[key]
 
     def _allowed(self, layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layout, ...]]:

@@ -5,7 +5,7 @@
       │ stage_values       where the examples are, by comparing with other microbatches
       │ value_layouts      what the degrees and the ZeRO stage leave open, for values and
       │ stage_constraints  for equations
-      │ task_graph.best  the optimum of that, once for all equivalent stages
+      │ task_graph.best    the optimum of that, once for all equivalent stages
       ▼ Plan               with the times of every task, so that it can be simulated
 
 Nothing is searched beyond the layouts inside of a stage: the plan is the one that was asked for, whether it fits into
