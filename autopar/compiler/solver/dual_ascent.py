@@ -86,7 +86,6 @@ class Ascent:
     value: float
     constant: float
     """What belongs to every value but is not part of the problem; rounding errors grow with it."""
-    sweeps: int = 0
 
     @classmethod
     def of(cls, problem: MRF, upper: float = np.inf, constant: float = 0.0) -> Ascent:
@@ -213,7 +212,6 @@ def ascend(ascent: Ascent, deadline: float, *, local_search: bool = True) -> Non
         rounded = ascent.sweep_forward()
         ascent.sweep_back()
         ascent.offer(rounded)
-        ascent.sweeps += 1
         if sweep % WINDOW == WINDOW - 1:
             if local_search:
                 ascent.offer(improved(ascent.problem, rounded))

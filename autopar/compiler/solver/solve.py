@@ -74,7 +74,7 @@ STEPS = (
 )
 """Steps that may be left out, to measure what each is worth."""
 
-Step = Callable[[MRF, SolveEffort, float], Incumbent]
+SolverStep = Callable[[MRF, SolveEffort, float], Incumbent]
 """Looks for an assignment of value at most the last argument. Raises `Infeasible` when none is possible."""
 
 
@@ -112,7 +112,7 @@ def minimize(problem: MRF, effort: SolveEffort, upper: float = np.inf) -> Incumb
     return _presolved(_bound_and_search, problem, effort, upper)
 
 
-def _presolved(step: Step, problem: MRF, effort: SolveEffort, upper: float) -> Incumbent:
+def _presolved(step: SolverStep, problem: MRF, effort: SolveEffort, upper: float) -> Incumbent:
     """Reduce a problem, take a step on what is left of it, and return its result for the whole problem."""
     reduced = reduce_problem(problem, without=effort.without)
     if not reduced.core.costs:
@@ -187,7 +187,7 @@ class _Round:
             self.offer(reduced.expand(searched.assignment), kept)
         self.raise_bound(ascent.bound + reduced.constant + searched.bound)
 
-    def go_on(self, step: Step, rest: MRF, kept: list[BoolArray], effort: SolveEffort) -> None:
+    def go_on(self, step: SolverStep, rest: MRF, kept: list[BoolArray], effort: SolveEffort) -> None:
         """Leave what is within the gap to a step."""
         try:
             found = step(rest, effort.after(self.ascent.bound), self.ascent.value - self.ascent.bound)
