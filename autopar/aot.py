@@ -28,7 +28,6 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.plan_within_memory import plan_that_fits
 from autopar.errors import AutoparError, InvalidArgument
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.methods import Method
@@ -70,10 +69,10 @@ class Target:
         cluster = self.planned_for()
         return len(self.live_devices()) if cluster is None else cluster.num_devices
 
-    def machine(self) -> str | Machine:
-        """Return the machine that plans are for, or its name."""
+    def devices_planned_for(self) -> Cluster:
+        """Return the devices that plans are for, as a cluster."""
         cluster = self.planned_for()
-        return Cluster.from_devices(self.live_devices()).kind if cluster is None else cluster.described_by
+        return Cluster.from_devices(self.live_devices()) if cluster is None else cluster
 
     def live_devices(self) -> Devices:
         """Return the devices of this process; asks JAX for them."""
@@ -212,7 +211,7 @@ class Planned:
 
         Raises `InvalidArgument` for a name that finds no input, and for a plan that leaves the layouts to XLA.
         """
-        return explain_plan(self.trace, self.plan, name, kind=self.source.target.machine())
+        return explain_plan(self.trace, self.plan, name, machine=self.source.target.devices_planned_for().machine)
 
     def simulate(self, cluster: Cluster | None = None) -> SimulationReport:
         """Return time, idle time, memory and a timeline of a step on a cluster, by default the step's own.
@@ -224,7 +223,7 @@ class Planned:
         cluster = cluster or self.source.target.planned_for() or Cluster.from_devices(self.source.target.live_devices())
         check_devices(self.plan, cluster)
         program = passes.lower_step(self.trace, self.plan)
-        priced = price_plan(self.trace, self.plan, program, kind=cluster.described_by)
+        priced = price_plan(self.trace, self.plan, program, machine=cluster.machine)
         work = step_work(self.trace)
         return simulate_plan(
             program,
@@ -272,8 +271,7 @@ class Traced:
             plan = plan_that_fits(
                 self.trace,
                 target.method if method is None else method,
-                num_devices=target.num_devices(),
-                kind=target.machine(),
+                cluster=target.devices_planned_for(),
                 devices=target.live_devices() if target.planned_for() is None else None,
                 cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
             )

@@ -17,12 +17,10 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar.compiler.analysis.compiled_collectives import (
-    CompiledCollective,
     compiled_collectives,
     wire_bytes_by_kind,
 )
-from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.sharding.layout import LogicalMesh
+from autopar.hardware.machine import Machine
 from autopar.ir.program import Program
 from benchmarks.hlo_roofline import work_of
 
@@ -48,8 +46,8 @@ class CompiledFigures:
         return self.compute_s + self.collectives_s
 
 
-def figures_of_compiled(compiled: jax.stages.Compiled, figures: MeshFigures) -> CompiledFigures:
-    """The figures of a compiled program on machines of which the first mesh axis is typical."""
+def figures_of_compiled(compiled: jax.stages.Compiled, machine: Machine) -> CompiledFigures:
+    """The figures of a compiled program on one fast domain of a machine."""
     text = compiled.as_text()
     collectives = compiled_collectives(text)
     work = work_of(text)
@@ -59,8 +57,10 @@ def figures_of_compiled(compiled: jax.stages.Compiled, figures: MeshFigures) -> 
         peak_bytes=peak_bytes(compiled),
         flops=work.flops,
         memory_bytes=work.memory_bytes,
-        compute_s=work.seconds(figures),
-        collectives_s=sum(each.count * _seconds(each, figures) for each in collectives),
+        compute_s=work.seconds(machine),
+        collectives_s=sum(
+            each.count * machine.collective_s(each.kind, each.nbytes, each.group_size) for each in collectives
+        ),
     )
 
 
@@ -88,8 +88,3 @@ def compile_program(program: Program, devices: Sequence[Any]) -> jax.stages.Comp
         keep_unused=True,
     )
     return step.lower(*arguments).compile()
-
-
-def _seconds(each: CompiledCollective, figures: MeshFigures) -> float:
-    mesh = LogicalMesh(shape=(each.group_size,), axis_names=("devices",))
-    return figures.collective_s(each.kind, (0,), each.nbytes, mesh)

@@ -19,10 +19,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from autopar.compiler.analysis.compiled_collectives import KINDS
-from autopar.compiler.costs.mesh_costs import MeshFigures
+from autopar.hardware.machine import Machine
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
@@ -57,11 +55,11 @@ class Kernel:
     times: float
     dtype: str = "float32"  # of what is multiplied
 
-    def seconds(self, figures: MeshFigures) -> float:
+    def seconds(self, machine: Machine) -> float:
         """One run, as the planner estimates it for a whole product."""
         if not self.flops:
-            return figures.kernel_s + self.nbytes / figures.memory_bandwidth
-        return figures.product_s(self.flops, self.nbytes, self.dtype, np.dtype(self.dtype).itemsize)
+            return machine.memory_s(self.nbytes)
+        return machine.matmul_s(self.flops, self.nbytes, self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +76,9 @@ class Work:
     def memory_bytes(self) -> float:
         return sum(kernel.nbytes * kernel.times for kernel in self.kernels)
 
-    def seconds(self, figures: MeshFigures) -> float:
+    def seconds(self, machine: Machine) -> float:
         """The kernels one after the other."""
-        return sum(kernel.seconds(figures) * kernel.times for kernel in self.kernels)
+        return sum(kernel.seconds(machine) * kernel.times for kernel in self.kernels)
 
 
 @dataclass(frozen=True, kw_only=True)

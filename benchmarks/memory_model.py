@@ -28,7 +28,7 @@ from rich.table import Table
 
 import autopar
 from autopar.compiler.analysis.aot_targets import gpu_devices, gpu_targets
-from autopar.compiler.costs.mesh_costs import h100_figures
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_program import Constraints, IntraOpPlan, plan_intra_op
 from autopar.compiler.lowering.sharded_step import one_jaxpr
@@ -37,6 +37,7 @@ from autopar.compiler.sharding.layout import LogicalMesh, replicated, to_spec
 from autopar.compiler.spmd.emit import localize
 from autopar.compiler.spmd.local_program import LocalBlock, Value, local_block
 from autopar.errors import MemoryTooSmall
+from autopar.hardware.machine import Machine
 from benchmarks.models.gpt import gpt
 from benchmarks.models.images import convnet
 from benchmarks.models.mlp import mlp
@@ -119,8 +120,8 @@ def cases(name: str, mesh: LogicalMesh, target: str, shares: list[float]) -> Ite
 
 def _plan(trace: Trace, mesh: LogicalMesh, **how: Any) -> IntraOpPlan:
     # The same rates for every target, that the plans are the same.
-    figures = h100_figures(len(mesh.shape))
-    return plan_intra_op(trace.jaxpr, mesh, figures, state_outputs=dict(trace.state_outputs), **how)
+    mesh_costs = MeshCosts(machine=Machine.named("dgx-h100"), mesh=mesh)
+    return plan_intra_op(trace.jaxpr, mesh, mesh_costs, state_outputs=dict(trace.state_outputs), **how)
 
 
 def _compiled_bytes(trace: Trace, block: LocalBlock, mesh: LogicalMesh, donated: list[int], target: str) -> int:

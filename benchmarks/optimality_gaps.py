@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=list(ZOO), default=list(ZOO), metavar="NAME")
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), metavar="2x4")
-    parser.add_argument("--kind", default="cpu", help="the devices whose figures count, like cpu or h100")
+    parser.add_argument("--kind", default="cpu", help="the devices whose mesh_costs count, like cpu or h100")
     parser.add_argument("--time-limit", type=float, default=600.0, metavar="SECONDS", help="of the search, per plan")
     parser.add_argument("--without", nargs="+", choices=STEPS, default=[], metavar="STEP", help=", ".join(STEPS))
     parser.add_argument("--most", type=float, default=MOST, help="the largest gap to accept")
@@ -121,7 +121,8 @@ def measure(name: str, mesh: str, kind: str, time_limit_s: float, without: Seque
 
     began = time.process_time()
     trace = step.trace(*arguments, **case.kwargs).trace
-    found = search_on(trace, method, LogicalMesh(shape=shape, axis_names=method.mesh_axes), kind=kind).intra_op
+    mesh_axes = LogicalMesh(shape=shape, axis_names=method.mesh_axes)
+    found = search_on(trace, method, mesh_axes, machine=cluster.machine).intra_op
     yield row(found.optimum, began, None)
     for left_out in ("nothing", *without) if without else ():
         began = time.process_time()

@@ -41,8 +41,8 @@ from rich.table import Table
 
 import autopar
 from autopar.compiler.analysis.aot_targets import gpu_devices
-from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
 from autopar.errors import AutoparError
+from autopar.hardware.machine import Machine
 from benchmarks.compiled_figures import CompiledFigures, compile_program, figures_of_compiled
 from benchmarks.hand_plans import HandPlan, compile_by_hand, hand_plans
 from benchmarks.models import LARGE, MODELS
@@ -109,12 +109,12 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What is compiled for, and its figures. `devices` may be abstract, of a GPU that is not here."""
+class Target:
+    """What is compiled for, and its machine. `devices` may be abstract, of a GPU that is not here."""
 
     devices: Sequence[Any]
     cluster: autopar.Cluster | None  # that ours is planned for; None: the devices that are here, by their kind
-    figures: MeshFigures
+    machine: Machine
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -138,49 +138,45 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if args.figures and args.target:
         parser.error("--figures says what the devices here do, --target compiles for others; give one of them")
-    machine = machine_of(args.target, args.figures)
+    target = target_of(args.target, args.figures)
     rows: list[Row] = []
     compiled_by_hand: dict[str, dict[str, Any]] = {}
     for name in args.models:
         model = MODELS[name](**(LARGE[name] if args.sizes == "large" else {}))
-        theirs = list(compile_all(model, machine))
+        theirs = list(compile_all(model, target))
         compiled_by_hand[name] = {str(each.plan): asdict(each.figures) for each in theirs}
         shares = list(itertools.product(args.meshes, args.budgets))
         for mesh, share in track(shares, description=name, console=Console(stderr=True), transient=True):
-            rows.append(compare(model, mesh, share, theirs, machine, args.repetitions if args.timed else 0))
+            rows.append(compare(model, mesh, share, theirs, target, args.repetitions if args.timed else 0))
             if args.json:
                 result = {"machine": describe_machine(), "target": args.target or "cpu", "sizes": args.sizes}
-                result |= {"figures": asdict(machine.figures)}
+                result |= {"figures": target.machine.to_data()}
                 result |= {"summary": summary(rows), "rows": [*map(row_data, rows)], "by_hand": compiled_by_hand}
                 args.json.write_text(json.dumps(finite(result), indent=1, allow_nan=False) + "\n")
         jax.clear_caches()
     print_table(rows)
 
 
-def machine_of(target: str | None, figures: Path | None = None) -> Machine:
+def target_of(name: str | None, figures: Path | None = None) -> Target:
     """The devices that are here by their kind or by measured figures, or those of a target."""
     here = jax.devices()[:NUM_DEVICES]
-    if target:
-        cluster = autopar.Cluster(num_devices=NUM_DEVICES, kind=target)
-    elif figures:
+    if name:
+        cluster = autopar.Cluster(num_devices=NUM_DEVICES, kind=name)
+        return Target(devices=gpu_devices(name, NUM_DEVICES), cluster=cluster, machine=cluster.machine)
+    if figures:
         cluster = autopar.Cluster.load(figures).with_devices(len(here))
-    else:
-        return Machine(devices=here, cluster=None, figures=figures_of(here[0].device_kind, (NUM_DEVICES,)))
-    return Machine(
-        devices=gpu_devices(target, NUM_DEVICES) if target else here,
-        cluster=cluster,
-        figures=figures_of(cluster.described_by, (NUM_DEVICES,)),
-    )
+        return Target(devices=here, cluster=cluster, machine=cluster.machine)
+    return Target(devices=here, cluster=None, machine=Machine.of_kind(here[0].device_kind))
 
 
-def compile_all(model: Model, machine: Machine) -> Iterator[ByHand]:
+def compile_all(model: Model, target: Target) -> Iterator[ByHand]:
     plans = hand_plans(model, NUM_DEVICES)
     for plan in track(plans, description=f"{model.name} by hand", console=Console(stderr=True), transient=True):
-        compiled = compile_by_hand(model, plan, machine.devices)
-        yield ByHand(plan=plan, compiled=compiled, figures=figures_of_compiled(compiled, machine.figures))
+        compiled = compile_by_hand(model, plan, target.devices)
+        yield ByHand(plan=plan, compiled=compiled, figures=figures_of_compiled(compiled, target.machine))
 
 
-def compare(model: Model, mesh: str, share: float, theirs: Sequence[ByHand], machine: Machine, repetitions: int) -> Row:
+def compare(model: Model, mesh: str, share: float, theirs: Sequence[ByHand], target: Target, repetitions: int) -> Row:
     """Plan with `Auto`, compile, and hold against the plans by hand; take `repetitions` steps of each."""
     shape = tuple(map(int, mesh.split("x")))
     budget = share * theirs[0].figures.peak_bytes  # The first is pure data parallelism.
@@ -192,7 +188,7 @@ def compare(model: Model, mesh: str, share: float, theirs: Sequence[ByHand], mac
         method=autopar.Auto(mesh_shape=shape, memory="off" if math.isinf(budget) else budget),
         donate_argnums=0,
         # Without a cluster plans are compiled to see that they keep the budget, and may use all of it.
-        cluster=machine.cluster,
+        cluster=target.cluster,
     )
     start = time.perf_counter()
     ours, planned_ms, message = None, math.nan, ""
@@ -200,8 +196,8 @@ def compare(model: Model, mesh: str, share: float, theirs: Sequence[ByHand], mac
     try:
         planned = step.trace(model.abstract_state, model.abstract_batch).plan()
         plan_s = time.perf_counter() - start
-        compiled = compile_program(planned.lower().program, machine.devices)
-        ours = figures_of_compiled(compiled, machine.figures)
+        compiled = compile_program(planned.lower().program, target.devices)
+        ours = figures_of_compiled(compiled, target.machine)
         planned_ms = 1e3 * planned.plan.sharding.step_time_s
         if repetitions:
             times = time_in_turn(model, step, compiled, able[:NUM_TIMED], repetitions)

@@ -75,8 +75,7 @@ def machine_of(device_kind: str, figures: Path | None) -> Machine:
     """The machine whose figures the products are modelled by."""
     if figures is None:
         return Machine.of_kind(device_kind)
-    described = autopar.Cluster.load(figures).described_by
-    return described if isinstance(described, Machine) else Machine.of_kind(described)
+    return autopar.Cluster.load(figures).machine
 
 
 def compare_steps(size: GPTSize, dtype: str, repetitions: int) -> Comparison:

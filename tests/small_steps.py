@@ -12,6 +12,7 @@ from autopar.arguments import abstract
 from autopar.compiler import passes
 from autopar.compiler.frontend.trace import Leaf, Trace
 from autopar.compiler.pipeline.stage_graph import StageGraph
+from autopar.hardware.cluster import Cluster
 from autopar.ir.program import Program
 
 ROWS, WIDTH, VOCABULARY, LENGTH = 8, 4, 11, 3
@@ -162,7 +163,9 @@ def traced(step: Callable[..., Any], *args: Any, batch: Sequence[int] = (1,), do
 def cut(step: Callable[..., Any], *args: Any, num_devices: int = 2, **options: Any) -> StageGraph:
     """The stages of a step; `options` are those of `PipelineParallel`."""
     trace = traced(step, *args)
-    return passes.cut_step(trace, passes.make_plan(trace, two_stages(**options), num_devices=num_devices, kind="cpu"))
+    return passes.cut_step(
+        trace, passes.make_plan(trace, two_stages(**options), cluster=Cluster(num_devices=num_devices, kind="cpu"))
+    )
 
 
 def lowered(
@@ -170,7 +173,9 @@ def lowered(
 ) -> Program:
     """The program of a step; `options` are those of `PipelineParallel`."""
     trace = traced(step, *args, donated=donated)
-    return passes.lower_step(trace, passes.make_plan(trace, two_stages(**options), num_devices=num_devices, kind="cpu"))
+    return passes.lower_step(
+        trace, passes.make_plan(trace, two_stages(**options), cluster=Cluster(num_devices=num_devices, kind="cpu"))
+    )
 
 
 def assert_same(got: Any, want: Any, tolerance: float = 1e-5) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 import autopar
 from autopar.compiler import passes
+from autopar.hardware.cluster import Cluster
 from benchmarks.sweep import SWEEPS
 from tests.small_steps import mlp_batch, mlp_params, mlp_step, traced, two_stages
 from tests.test_structure import PACKAGES
@@ -230,7 +231,7 @@ def test_python_of_other_pages_runs_as_it_stands(page: Path, tmp_path: Path, mon
 @pytest.mark.skipif(not jax.__version__.startswith("0.10."), reason="releases of JAX differ in their equations")
 def test_architecture_shows_what_is_printed():
     trace = traced(mlp_step, mlp_params(), mlp_batch(), donated=(0,))
-    plan = passes.make_plan(trace, two_stages(), num_devices=4, kind="cpu")
+    plan = passes.make_plan(trace, two_stages(), cluster=Cluster(num_devices=4, kind="cpu"))
     printed = "\n".join(map(str, (trace, plan, passes.cut_step(trace, plan), passes.lower_step(trace, plan))))
     shown = [line for block in blocks(ROOT / "docs" / "architecture.md", "text") for line in block.splitlines()]
     assert len(shown) > 15

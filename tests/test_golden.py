@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from autopar.compiler import passes
+from autopar.hardware.cluster import Cluster
 from tests.small_steps import (
     adam,
     adam_state,
@@ -40,7 +41,7 @@ STEPS: dict[str, Any] = {
 def printed(name: str, what: str) -> str:
     step, args, method = STEPS[name]
     trace = traced(step, *args, donated=(0,))
-    plan = passes.make_plan(trace, method, num_devices=4, kind="cpu")
+    plan = passes.make_plan(trace, method, cluster=Cluster(num_devices=4, kind="cpu"))
     # The fingerprint names the release of JAX as well.
     match what:
         case "plan":

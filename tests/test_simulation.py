@@ -1,4 +1,4 @@
-"""What a plan will take on a cluster is its program over the cluster's figures: closed forms, and sums by hand."""
+"""What a plan will take on a cluster is its program over the cluster's mesh_costs: closed forms, and sums by hand."""
 
 import dataclasses
 import functools
@@ -10,7 +10,6 @@ import pytest
 
 import autopar
 from autopar.compiler.analysis.step_work import step_work
-from autopar.compiler.costs.mesh_costs import figures_of
 from autopar.errors import InvalidArgument, PlanMismatch, Unsupported
 from autopar.hardware.machine import Link, Machine
 from autopar.ir.plan_sharding import MeshSharding, TaskTimes
@@ -48,7 +47,7 @@ def pipeline(num_devices, **options):
 def with_layouts(num_microbatches):
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=num_microbatches, mesh_shape=(2, 2))
     step = traced(method)
-    return step.plan(with_planned_layouts(step, step.plan().plan, figures_of("cpu", (2, 2))))
+    return step.plan(with_planned_layouts(step, step.plan().plan, Machine.named("cpu")))
 
 
 # --- times --------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.plan_checks import check_cut_specs, check_plan
 from autopar.compiler.planning.search import plan_by_stages, searches_stages
 from autopar.compiler.planning.stage_costs import StageProblem
-from autopar.hardware.machine import Machine
+from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.methods import (
@@ -51,16 +51,16 @@ def make_plan(
     trace: Trace,
     method: Method | Plan,
     *,
-    num_devices: int,
-    kind: str | Machine,
+    cluster: Cluster,
     checked: bool = False,
     cache_directory: Path | None = None,
 ) -> Plan:
-    """Return the plan of a method for devices of a kind, or the given plan if it fits.
+    """Return the plan of a method for the devices of a cluster, or the given plan if it fits.
 
     Searches keep what they solved in `cache_directory`, if one is given, and use all of a memory budget if the plan is
     `checked` by compiling it.
     """
+    num_devices = cluster.num_devices
     match method:
         case Plan():
             check_plan(method, trace, num_devices=num_devices)
@@ -68,28 +68,31 @@ def make_plan(
         case DataParallel() | ShardParallel() | PipelineParallel():
             return plan_by_hand(trace, method, num_devices=num_devices)
         case Megatron():
-            return plan_megatron(trace, method, num_devices=num_devices, kind=kind, cache_directory=cache_directory)
+            return plan_megatron(
+                trace, method, num_devices=num_devices, machine=cluster.machine, cache_directory=cache_directory
+            )
         case Auto() if searches_stages(trace, method, num_devices):
-            machine = kind if isinstance(kind, Machine) else Machine.of_kind(kind)
             problem = StageProblem(
                 trace=trace,
                 method=method,
                 num_devices=num_devices,
-                machine=machine,
-                kind=kind,
+                machine=cluster.machine,
                 cache_directory=cache_directory,
             )
             best, certificate = plan_by_stages(problem)
             if isinstance(best, Plan):
                 return best
             # One program on one mesh is the best, so its layouts are searched in one piece.
-            plan = make_plan(
-                trace, best, num_devices=num_devices, kind=kind, checked=checked, cache_directory=cache_directory
-            )
+            plan = make_plan(trace, best, cluster=cluster, checked=checked, cache_directory=cache_directory)
             return replace(plan, certificate=certificate)
         case Auto() | Zero() | TensorParallel() | ExpertParallel():
             return plan_by_search(
-                trace, method, num_devices=num_devices, kind=kind, checked=checked, cache_directory=cache_directory
+                trace,
+                method,
+                num_devices=num_devices,
+                machine=cluster.machine,
+                checked=checked,
+                cache_directory=cache_directory,
             )
 
 

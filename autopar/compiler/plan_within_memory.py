@@ -14,11 +14,10 @@ from typing import Any
 
 from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import compiled_peak_bytes
-from autopar.compiler.costs.mesh_costs import figures_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.planning.one_mesh import memory_limit, search_of
 from autopar.errors import MemoryTooSmall
-from autopar.hardware.machine import Machine
+from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.methods import Method, SearchMethod
 from autopar.progress import tell
@@ -32,8 +31,7 @@ def plan_that_fits(
     trace: Trace,
     method: Method | Plan,
     *,
-    num_devices: int,
-    kind: str | Machine,
+    cluster: Cluster,
     devices: Sequence[Any] | None,
     cache_directory: Path | None = None,
 ) -> Plan:
@@ -43,14 +41,12 @@ def plan_that_fits(
     """
 
     def made(method: Method | Plan, *, checked: bool) -> Plan:
-        return passes.make_plan(
-            trace, method, num_devices=num_devices, kind=kind, checked=checked, cache_directory=cache_directory
-        )
+        return passes.make_plan(trace, method, cluster=cluster, checked=checked, cache_directory=cache_directory)
 
     if devices is None or not isinstance(method, SearchMethod) or isinstance(search_of(method).memory, str):
         return made(method, checked=False)
     plan = made(method, checked=True)
-    budget = limit = memory_limit(search_of(method).memory, figures_of(kind, plan.meshes[0].shape))
+    budget = limit = memory_limit(search_of(method).memory, cluster.machine)
     tried: list[float] = []
     while True:
         tell("compiling, to see what the plan needs in memory")

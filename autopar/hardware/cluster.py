@@ -56,11 +56,6 @@ class Cluster:
         return Machine.of_kind(self.kind) if self._machine is None else self._machine
 
     @property
-    def described_by(self) -> str | Machine:
-        """The machine that was given, or else the kind: what a planner takes its figures from."""
-        return self.kind if self._machine is None else self._machine
-
-    @property
     def num_hosts(self) -> int:
         """Hosts that so many devices fill, the last one perhaps in part."""
         return -(-self.num_devices // self.machine.devices_per_host)

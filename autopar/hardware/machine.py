@@ -6,19 +6,10 @@ Every time is a line in the work, so that least squares fit it (`autopar.calibra
     memory         kernel_s + bytes / memory_bandwidth
     transfer       α + (b + ramp) / bandwidth                                                       b bytes, one link
 
-so the rates are peak · share · w / (w + half) and bandwidth · b / (b + ramp). A collective over n devices of one level
-of the network is a ring (Thakur, Rabenseifner & Gropp 2005, section 4): n - 1 steps of latency α, in each of which
-every device sends the n-th part; b bytes are the whole of what one device holds before a reduction, or after a gather,
-
-    all-gather, reduce-scatter, all-to-all      (n-1) α +   (n-1)/n (b + ramp) / bandwidth     =: ring(b, n)
-    all-reduce                                2 (n-1) α + 2 (n-1)/n (b + ramp) / bandwidth
-    collective-permute                                α +           (b + ramp) / bandwidth
-
-A group of n = m·h devices, m in each of h hosts, takes both levels one after the other. Reductions and gathers make the
-parts of size b/m inside the hosts (or from them), all-to-all keeps b/h inside its host:
-
-    all-reduce, all-gather, reduce-scatter    intra.ring(b, m)   + inter.ring(b/m, h)
-    all-to-all                                intra.ring(b/h, m) + inter.ring(b, h)
+so the rates are peak · share · w / (w + half) and bandwidth · b / (b + ramp). `collectives.py` has the formulas of
+collectives. A link is a level of theirs whose step takes α, and whose start the ramp: (n-1)/n ramp / bandwidth of n
+devices. A group of m·h devices, m in each of h hosts, has the intra link as its first level and the inter link as its
+second.
 
 The inter link is one device's share of its host's network cards: all devices of a host send at once, each for a group
 of its own or a part of its own. "Host" means a fast domain here: `domain` devices, more than a host where NVLink or ICI
@@ -39,10 +30,11 @@ from typing import Any
 
 from autopar.checks import check_choice, check_count
 from autopar.errors import InvalidArgument
+from autopar.hardware.collectives import NetworkLevel, collective_time
 from autopar.json_fields import check_figure, fields_of, json_of
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "fp8", "int8")
+_VECTOR_SHARE = 1 / 16
 # Where the machine has no unit for a type, JAX computes in a wider one; 32-bit products run in TF32 where there is any.
 _COMPUTED_IN = {
     "float64": ("float64", "float32"),
@@ -77,14 +69,14 @@ class Link:
         """Seconds of one message between two devices."""
         return self.latency_s + (nbytes + self.ramp_bytes) / self.bandwidth
 
+    def level(self, size: int) -> NetworkLevel:
+        """Return `size` devices with such links between them, as a level of the network."""
+        start_s = (size - 1) / size * self.ramp_bytes / self.bandwidth
+        return NetworkLevel(size, start_s, self.latency_s, self.bandwidth)
+
     def ring_s(self, kind: str, nbytes: float, size: int) -> float:
-        """Seconds of a collective over `size` devices of this level; `nbytes` as in the module's formulas."""
-        if size <= 1:
-            return 0.0
-        if kind == "collective-permute":
-            return self.transfer_s(nbytes)
-        passes = 2 if kind == "all-reduce" else 1
-        return passes * (size - 1) * (self.latency_s + (nbytes + self.ramp_bytes) / size / self.bandwidth)
+        """Seconds of a collective over `size` devices with such links; `nbytes` as in `collectives.py`."""
+        return collective_time(kind, [self.level(size)], nbytes).total_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +166,22 @@ class Machine:
         product_s = (flops + self.matmul_half_flops) / self.matmul_flops(dtype)
         return self.kernel_s + max(product_s, nbytes / self.memory_bandwidth)
 
+    @property
+    def vector_flops(self) -> float:
+        """FLOP/s of what is no matrix product.
+
+        Where products of 16 bits are that much faster, they have units of their own, and float32 is for the vector
+        units; an operation there is one of the two of a multiply-add. Else they do a fraction of the products' rate.
+        """
+        peak = self.peak_flops["float32"]
+        if max(map(self.matmul_flops, ("float16", "bfloat16"))) > 4 * peak:
+            return peak / 2
+        return self.matmul_flops("float32") * _VECTOR_SHARE
+
+    def vector_s(self, flops: float) -> float:
+        """Seconds of operations on vector units."""
+        return flops / self.vector_flops
+
     def memory_s(self, nbytes: float) -> float:
         """Seconds of one kernel that only reads and writes `nbytes` altogether."""
         return self.kernel_s + nbytes / self.memory_bandwidth
@@ -183,7 +191,6 @@ class Machine:
 
         `nbytes` is the larger of what one device holds before and after. One device alone takes no time.
         """
-        check_choice("The collective", kind, COLLECTIVES)
         check_count("group_size", group_size)
         check_count("num_hosts", num_hosts)
         if group_size % num_hosts:
@@ -191,14 +198,8 @@ class Machine:
                 f"A group of {group_size} devices in {num_hosts} hosts has not the same number in each. Give a number "
                 "of hosts that divides the group."
             )
-        local = group_size // num_hosts
-        if kind == "collective-permute":
-            return (self.inter if num_hosts > 1 else self.intra).ring_s(kind, nbytes, group_size)
-        if kind == "all-to-all":
-            inside, across = nbytes / num_hosts, nbytes
-        else:
-            inside, across = nbytes, nbytes / local
-        return self.intra.ring_s(kind, inside, local) + self.inter.ring_s(kind, across, num_hosts)
+        levels = [self.intra.level(group_size // num_hosts), self.inter.level(num_hosts)]
+        return collective_time(kind, levels, nbytes).total_s
 
     def transfer_s(self, nbytes: float, same_host: bool) -> float:
         """Seconds of a message from one device to another, of the same fast domain or of different ones."""
@@ -279,7 +280,13 @@ class Machine:
 
 def machines() -> tuple[str, ...]:
     """The names of the machines in the library, sorted."""
-    return tuple(_library())
+    return tuple(sorted(_library()))
+
+
+def register_machine(machine: Machine) -> None:
+    """Have `Machine.named`, `Machine.of_kind` and `Cluster.parse` know a machine, by its name and its kind."""
+    library = _library()
+    library[machine.name.lower()] = machine
 
 
 @functools.cache

@@ -34,7 +34,7 @@ _ROUNDS_AT_ONCE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one work took. `what` is "product", "memory", "transfer" or a collective of `machine.COLLECTIVES`."""
+    """What one work took. `what` is "product", "memory", "transfer" or a collective of `collectives.PASSES`."""
 
     what: str
     dtype: str

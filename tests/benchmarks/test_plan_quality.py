@@ -11,7 +11,6 @@ import pytest
 
 import autopar
 from autopar.compiler.analysis.compiled_collectives import compiled_collectives, wire_bytes_by_kind
-from autopar.compiler.costs.mesh_costs import cpu_figures
 from autopar.hardware.machine import Machine
 from benchmarks.compiled_figures import CompiledFigures, compile_program, figures_of_compiled, peak_bytes
 from benchmarks.hand_plans import HandPlan, compile_by_hand, hand_plans
@@ -22,13 +21,15 @@ from benchmarks.plan_quality import (
     Row,
     beats,
     finite,
-    machine_of,
     main,
     ratio_to_fastest,
     row_data,
     summary,
+    target_of,
     time_in_turn,
 )
+
+CPU = Machine.named("cpu")
 
 SMALL = {
     "mlp": {"width": 16, "hidden": 32, "batch": 16},
@@ -176,15 +177,14 @@ def test_collectives_are_no_kernels(ends):
 
 
 def test_kernel_that_waits_for_memory_is_not_hidden_behind_one_that_computes():
-    figures = cpu_figures(1)
-    flops, nbytes = figures.matmul_flops, figures.memory_bandwidth
+    flops, nbytes = CPU.matmul_flops("float32"), CPU.memory_bandwidth
     work = Work(kernels=(Kernel(flops=3 * flops, nbytes=nbytes, times=1), Kernel(flops=0, nbytes=nbytes, times=2)))
     assert (work.flops, work.memory_bytes) == (3 * flops, 3 * nbytes)
-    assert work.seconds(figures) == 3 + 2
+    assert work.seconds(CPU) == 3 + 2
 
 
 def test_product_is_timed_at_the_rate_of_its_type():
-    figures = replace(cpu_figures(1), memory_bandwidth=1e30, kernel_s=0.5)
+    machine = replace(CPU, memory_bandwidth=1e30, kernel_s=0.5)
     hlo = """HloModule product, num_partitions=1
 
 ENTRY %main (a: bf16[64,64], b: bf16[64,64]) -> f32[64,64] {
@@ -193,7 +193,7 @@ ENTRY %main (a: bf16[64,64], b: bf16[64,64]) -> f32[64,64] {
   ROOT %dot = f32[64,64]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
 """
-    assert work_of(hlo).seconds(figures) == 0.5 + 2 * 64**3 / figures.matmul_flops_16
+    assert work_of(hlo).seconds(machine) == 0.5 + 2 * 64**3 / machine.matmul_flops("bfloat16")
 
 
 def test_convolution_counts_every_pixel_of_its_result():
@@ -273,7 +273,7 @@ def test_every_contestant_takes_all_steps_but_the_one_that_settles():
     theirs = compile_by_hand(model, plan, devices)
     step = autopar.parallelize(model.step, method=autopar.Auto(mesh_shape=(8,)), donate_argnums=0)
     program = step.trace(model.abstract_state, model.abstract_batch).plan().lower().program
-    figures = figures_of_compiled(theirs, cpu_figures(1))
+    figures = figures_of_compiled(theirs, CPU)
     by_hand = ByHand(plan=plan, compiled=theirs, figures=figures)
     times = time_in_turn(model, step, compile_program(program, devices), [by_hand], repetitions=2)
     assert {name: len(seconds) for name, seconds in times.items()} == {str(plan): 2, "autopar": 2}
@@ -282,11 +282,11 @@ def test_every_contestant_takes_all_steps_but_the_one_that_settles():
 def test_measured_figures_are_what_is_planned_by_and_modelled_with(tmp_path):
     measured = replace(Machine.named("cpu"), name="measured-cpu", memory_bandwidth=5e9, kernel_s=1e-6)
     measured.save(tmp_path / "here.json")
-    found, by_kind = machine_of(None, tmp_path / "here.json"), machine_of(None)
+    found, by_kind = target_of(None, tmp_path / "here.json"), target_of(None)
     assert found.cluster is not None and found.cluster.machine == measured
     assert (found.cluster.num_devices, list(found.devices)) == (8, list(by_kind.devices))
-    assert (found.figures.name, found.figures.memory_bandwidth, found.figures.kernel_s) == ("measured-cpu", 5e9, 1e-6)
-    assert by_kind.cluster is None and by_kind.figures == cpu_figures(1)
+    assert found.machine == measured
+    assert by_kind.cluster is None and by_kind.machine == CPU
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from jax.sharding import Mesh, NamedSharding
 
 import autopar
 from autopar.compiler.analysis.aot_targets import gpu_devices
-from autopar.compiler.costs.mesh_costs import h100_figures
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.plan_program import plan_intra_op
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.spmd.emit import localize
 from autopar.compiler.spmd.local_program import Value, local_block
+from autopar.hardware.machine import Machine
 from benchmarks.models.gpt import gpt
 from benchmarks.models.mlp import mlp
 from benchmarks.models.model import Model
@@ -43,8 +44,8 @@ def state_inputs(trace) -> list[int]:
 def planned(trace, shape: tuple[int, ...], **how):
     """Mesh, plan, and the program of one device."""
     mesh = LogicalMesh(shape=shape, axis_names=("data", "model")[: len(shape)])
-    figures = h100_figures(len(shape))
-    found = plan_intra_op(trace.jaxpr, mesh, figures, state_outputs=dict(trace.state_outputs), **how)
+    mesh_costs = MeshCosts(machine=Machine.named("dgx-h100"), mesh=mesh)
+    found = plan_intra_op(trace.jaxpr, mesh, mesh_costs, state_outputs=dict(trace.state_outputs), **how)
     return mesh, found, local_block(trace.jaxpr.jaxpr, found.plan, mesh)
 
 

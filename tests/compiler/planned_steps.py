@@ -1,11 +1,11 @@
-"""Plan small steps: a traced function whose first results replace its first inputs, on a mesh with chosen figures."""
+"""Plan small steps: a traced function whose first results replace its first inputs, on a mesh of a chosen machine."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from autopar.compiler.costs.mesh_costs import MeshFigures
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.plan_program import IntraOpPlan, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
@@ -13,22 +13,32 @@ from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.sharding.layout import Layout, LogicalMesh
 from autopar.compiler.spmd.collectives import PlannedCollective, planned_collectives
 from autopar.compiler.spmd.local_program import local_block
+from autopar.hardware.machine import Link, Machine
 
 LINE = LogicalMesh(shape=(8,), axis_names=("x",))
 GRID = LogicalMesh(shape=(2, 4), axis_names=("x", "y"))
 
 
-def figures(mesh: LogicalMesh, *, latency_s: float = 1e-9, bandwidth: float = 1e10) -> MeshFigures:
-    """A device on which even small arrays are worth splitting."""
-    return MeshFigures(
-        name="chosen",
-        matmul_flops=1e12,
-        matmul_flops_16=2e12,
-        memory_bandwidth=1e12,
-        memory_bytes=1e9,
-        latency_s=(latency_s,) * len(mesh.shape),
-        bandwidth=(bandwidth,) * len(mesh.shape),
-    )
+def chosen_machine(*, latency_s: float = 1e-9, bandwidth: float = 1e10, **more: Any) -> Machine:
+    """A machine of round figures, and of nothing that a kernel or a message takes to start."""
+    link = Link(latency_s=latency_s, bandwidth=bandwidth, ramp_bytes=0.0)
+    chosen: dict[str, Any] = {
+        "peak_flops": {"float32": 1e12, "float16": 2e12, "bfloat16": 2e12},
+        "matmul_share": {"float32": 1.0, "float16": 1.0, "bfloat16": 1.0},
+        "memory_bandwidth": 1e12,
+        "memory_bytes": 1e9,
+        "matmul_half_flops": 0.0,
+        "kernel_s": 0.0,
+        "intra": link,
+        "inter": link,
+        "domain": 64,
+    }
+    return Machine(name="chosen", devices_per_host=8, kind="chosen", overlap=0.0, sources={}, **(chosen | more))
+
+
+def mesh_costs(mesh: LogicalMesh, **chosen: Any) -> MeshCosts:
+    """Devices on which even small arrays are worth splitting, unless `chosen_machine` is told otherwise."""
+    return MeshCosts(machine=chosen_machine(**chosen), mesh=mesh)
 
 
 def traced(step: Callable[..., Any], *args: Any) -> jc.ClosedJaxpr:
@@ -37,11 +47,11 @@ def traced(step: Callable[..., Any], *args: Any) -> jc.ClosedJaxpr:
 
 
 def plan_step(
-    closed: jc.ClosedJaxpr, mesh: LogicalMesh, *, num_state: int = 0, chosen: MeshFigures | None = None, **options: Any
+    closed: jc.ClosedJaxpr, mesh: LogicalMesh, *, num_state: int = 0, chosen: MeshCosts | None = None, **options: Any
 ) -> IntraOpPlan:
     """The best plan when the first `num_state` results replace the inputs of the same number."""
     state = {number: number for number in range(num_state)}
-    return plan_intra_op(closed, mesh, chosen or figures(mesh), state_outputs=state, time_limit_s=20, **options)
+    return plan_intra_op(closed, mesh, chosen or mesh_costs(mesh), state_outputs=state, time_limit_s=20, **options)
 
 
 def input_layouts(found: IntraOpPlan) -> Sequence[Layout | None]:

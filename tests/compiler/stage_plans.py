@@ -3,23 +3,26 @@
 import dataclasses
 from typing import Any
 
-from autopar.compiler.costs.mesh_costs import MeshFigures, cpu_figures
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.passes import cut_step
 from autopar.compiler.planning.mesh_sharding import mesh_constraints, plan_mesh
+from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
 
-QUICK = dataclasses.replace(cpu_figures(2), latency_s=(1e-9, 1e-9))
+CPU = Machine.named("cpu")
+QUICK = dataclasses.replace(CPU, intra=dataclasses.replace(CPU.intra, latency_s=1e-9))
 """Links without latency, so that even small arrays are worth splitting."""
 
 
-def with_planned_layouts(traced: Any, plan: Plan, figures: MeshFigures = QUICK) -> Plan:
+def with_planned_layouts(traced: Any, plan: Plan, machine: Machine = QUICK) -> Plan:
     """The plan with the best layouts for each of its meshes."""
     graph = cut_step(traced.trace, plan)
     meshes = []
     for number, mesh in enumerate(plan.meshes):
         tasks = tasks_of_stages(graph, plan.stages_on(number))
-        sharding = plan_mesh(tasks, mesh_constraints(graph, tasks), logical_mesh(mesh), figures)
+        mesh_costs = MeshCosts(machine=machine, mesh=logical_mesh(mesh))
+        sharding = plan_mesh(tasks, mesh_constraints(graph, tasks), logical_mesh(mesh), mesh_costs)
         meshes.append(dataclasses.replace(mesh, sharding=sharding))
     return dataclasses.replace(plan, meshes=tuple(meshes))

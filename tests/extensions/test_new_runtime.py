@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from autopar.compiler import passes
+from autopar.hardware.cluster import Cluster
 from autopar.ir.program import Executable, Input, Program
 from autopar.runtime.interpreter import resolve
 from tests.small_steps import mlp_batch, mlp_params, mlp_step, traced, two_stages
@@ -83,7 +84,7 @@ def argument(item: Input, leaves: Sequence[Any]) -> Any:
 def test_runtime_of_ones_own_computes_what_the_step_does(schedule, float64):
     args = jax.tree.map(lambda x: x.astype("float64"), (mlp_params(), mlp_batch()))
     trace = traced(mlp_step, *args, donated=(0,))
-    plan = passes.make_plan(trace, two_stages(schedule=schedule), num_devices=2, kind="cpu")
+    plan = passes.make_plan(trace, two_stages(schedule=schedule), cluster=Cluster(num_devices=2, kind="cpu"))
     results = OnPaper().load(passes.lower_step(trace, plan))(jax.tree.leaves(args))
     # Sums over microbatches instead of one over the batch.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), results, jax.tree.leaves(mlp_step(*args)))

@@ -20,7 +20,8 @@ from autopar.hardware.calibrate import (
     table_of,
 )
 from autopar.hardware.cluster import Cluster
-from autopar.hardware.machine import COLLECTIVES, Link, Machine
+from autopar.hardware.collectives import PASSES
+from autopar.hardware.machine import Link, Machine
 from autopar.hardware.measure import Measurement
 
 MB = 2**20
@@ -30,7 +31,7 @@ def exchanges(machine: Machine, groups=(2, 4, 8)) -> list[Measurement]:
     """What a machine's collectives and transfers take, by its formulas."""
     found = [
         Measurement(what=kind, dtype="float32", nbytes=nbytes, seconds=1.0, group_size=group)
-        for kind in (*COLLECTIVES, "transfer")
+        for kind in (*PASSES, "transfer")
         for group in groups
         for nbytes in (2**14, MB, 64 * MB)
     ]

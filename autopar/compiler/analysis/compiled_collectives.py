@@ -34,9 +34,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.compiler.analysis.aot_targets import gpu_devices
-from autopar.compiler.costs.mesh_costs import PASSES, wire_bytes
 from autopar.compiler.jaxprs import compat as jc
 from autopar.errors import InvalidArgument, Unsupported
+from autopar.hardware.collectives import PASSES, wire_bytes
 from autopar.ir.instructions import Executable
 from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.plan_sharding import PlannedCollective
@@ -68,7 +68,7 @@ class CompiledCollective:
     group_size: int
     """How many devices exchange with each other; of a permutation, those of its longest chain or cycle."""
     operands: tuple[float, ...]
-    """Bytes of each array on one device: before a reduction, after a gather (as in `figures.wire_bytes`)."""
+    """Bytes of each array on one device: before a reduction, after a gather (as in `wire_bytes`)."""
     dtypes: tuple[str, ...]
     """Their element types in HLO's words; a reduction in bf16 may have been promoted to f32."""
     count: float

@@ -74,7 +74,7 @@ class Explanation:
         yield table
 
 
-def explain_plan(trace: Trace, plan: Plan, name: str, *, kind: str | Machine) -> Explanation:
+def explain_plan(trace: Trace, plan: Plan, name: str, *, machine: Machine) -> Explanation:
     """Price every layout of the input that `name`, a path or a regular expression, finds first.
 
     Raises `InvalidArgument` for a name that finds no input, and for a plan whose layouts XLA decides; `Unsupported`
@@ -103,7 +103,7 @@ def explain_plan(trace: Trace, plan: Plan, name: str, *, kind: str | Machine) ->
         trace,
         auto,
         mesh,
-        kind=kind,
+        machine=machine,
         recomputed_layers=plan.sharding.recomputed_layers,
         num_layers=plan.sharding.num_layers,
     )

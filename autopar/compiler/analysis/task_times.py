@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupTask
 from autopar.compiler.jaxprs import compat as jc
@@ -24,34 +24,34 @@ from autopar.ir.plan_sharding import MeshSharding, TaskTimes
 from autopar.ir.program import Executable, Program
 
 
-def price_plan(trace: Trace, plan: Plan, program: Program, *, kind: str | Machine) -> Plan:
-    """The plan with the times of every mesh, for devices of a kind; `program` is what it was lowered to.
+def price_plan(trace: Trace, plan: Plan, program: Program, *, machine: Machine) -> Plan:
+    """The plan with the times of every mesh, for devices of a machine; `program` is what it was lowered to.
 
     Raises `InvalidArgument` for a plan whose times were modelled for others, and `Unsupported` where a mesh of several
     devices has no layouts.
     """
     meshes: list[MeshPlan] = []
     for number, mesh in enumerate(plan.meshes):
-        figures = figures_of(kind, mesh.shape)
+        mesh_costs = MeshCosts(machine=machine, mesh=logical_mesh(mesh))
         sharding = mesh.sharding
         if plan.sharding is not None:
-            _check_figures(plan.sharding.figures, figures)
-            sharding = _whole_step(trace, plan, figures)
+            _check_machine(plan.sharding.figures, machine)
+            sharding = _whole_step(trace, plan, mesh_costs)
         elif sharding is not None:
-            _check_figures(sharding.figures, figures)
+            _check_machine(sharding.figures, machine)
         else:
             _check_one_device(plan, number)
             mine = [executable for executable in program.executables.values() if executable.mesh == number]
-            sharding = plan_mesh([_alone(each) for each in mine], GroupConstraints(), logical_mesh(mesh), figures)
+            sharding = plan_mesh([_alone(each) for each in mine], GroupConstraints(), logical_mesh(mesh), mesh_costs)
         meshes.append(replace(mesh, sharding=sharding))
     return replace(plan, meshes=tuple(meshes))
 
 
-def _whole_step(trace: Trace, plan: Plan, figures: MeshFigures) -> MeshSharding:
+def _whole_step(trace: Trace, plan: Plan, mesh_costs: MeshCosts) -> MeshSharding:
     """A step on one mesh as one task. Its step time counts the latency of collectives that are combined once."""
     assert plan.sharding is not None
     block = sharded_step(trace, plan).block
-    compute_s = min(block_times(block, logical_mesh(plan.meshes[0]), figures).compute_s, plan.sharding.step_time_s)
+    compute_s = min(block_times(block, mesh_costs).compute_s, plan.sharding.step_time_s)
     times = TaskTimes(compute_s=compute_s, collective_s=plan.sharding.step_time_s - compute_s)
     return MeshSharding(
         layouts={},
@@ -59,7 +59,7 @@ def _whole_step(trace: Trace, plan: Plan, figures: MeshFigures) -> MeshSharding:
         collectives=plan.sharding.collectives,
         objective_s=plan.sharding.step_time_s,
         lower_bound_s=plan.sharding.lower_bound_s,
-        figures=figures.name,
+        figures=mesh_costs.machine.name,
     )
 
 
@@ -77,10 +77,10 @@ def _alone(executable: Executable) -> GroupTask:
     )
 
 
-def _check_figures(planned_for: str, figures: MeshFigures) -> None:
-    if planned_for != figures.name:
+def _check_machine(planned_for: str, machine: Machine) -> None:
+    if planned_for != machine.name:
         raise InvalidArgument(
-            f"The plan's times are modelled for {planned_for!r}, the cluster is of {figures.name!r}. Give simulate the "
+            f"The plan's times are modelled for {planned_for!r}, the cluster is of {machine.name!r}. Give simulate the "
             "cluster that the plan was made for, or plan for this one with parallelize(step, cluster=...)."
         )
 

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.compiler.costs.compute import equation_s
-from autopar.compiler.costs.mesh_costs import MeshFigures
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_key
 from autopar.compiler.jaxprs.primitives import NESTED
@@ -101,9 +101,9 @@ class NodeTable:
     """Nodes and edges while they are collected."""
 
     mesh: LogicalMesh
-    figures: MeshFigures
-    update_figures: MeshFigures
-    """Figures for collectives of the update, which XLA combines: their latency is shared."""
+    mesh_costs: MeshCosts
+    update_costs: MeshCosts
+    """Of the update, whose collectives XLA combines: their latency is shared."""
     costs: list[np.ndarray] = field(default_factory=list[np.ndarray])
     names: list[str] = field(default_factory=list[str])
     edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict[tuple[int, int], np.ndarray])
@@ -120,9 +120,9 @@ class NodeTable:
 
     def add_edge(self, source: LayoutNode, target: LayoutNode, aval: Any, weight: float, phase: str) -> None:
         """Charge for resharding `aval` from `source` to `target`."""
-        figures = self.update_figures if phase == "update" else self.figures
+        mesh_costs = self.update_costs if phase == "update" else self.mesh_costs
         itemsize = aval.dtype.itemsize
-        matrix = _expanded(source.layouts, target.layouts, tuple(aval.shape), itemsize, self.mesh, figures)
+        matrix = _expanded(source.layouts, target.layouts, tuple(aval.shape), itemsize, mesh_costs)
         self.charge(source.number, target.number, matrix * weight)
 
     def charge(self, source: int, target: int, matrix: np.ndarray) -> None:
@@ -143,12 +143,11 @@ def _expanded(
     targets: tuple[Layout, ...],
     shape: tuple[int, ...],
     itemsize: int,
-    mesh: LogicalMesh,
-    figures: MeshFigures,
+    mesh_costs: MeshCosts,
 ) -> np.ndarray:
     """Return resharding times for every pair of options, computed once for each pair of different layouts."""
     rows, columns = dict.fromkeys(sources), dict.fromkeys(targets)
-    small = reshard_matrix(tuple(rows), tuple(columns), shape, itemsize, mesh, figures)
+    small = reshard_matrix(tuple(rows), tuple(columns), shape, itemsize, mesh_costs)
     row_number = {layout: number for number, layout in enumerate(rows)}
     column_number = {layout: number for number, layout in enumerate(columns)}
     index = np.ix_([row_number[layout] for layout in sources], [column_number[layout] for layout in targets])
@@ -236,7 +235,7 @@ class Planner:
             mesh = self.table.mesh
             every = strategies(eqn, self.rules(eqn), mesh, maybe_partial=maybe_partial)
             kept = self.restrict(eqn, every)
-            seconds = np.array([equation_s(eqn, s, mesh, self.table.figures) for s in kept])
+            seconds = np.array([equation_s(eqn, s, self.table.mesh_costs) for s in kept])
             self.known[key] = Alternatives(
                 kept,
                 tuple(tuple(s.operands[q] for s in kept) for q in range(len(eqn.invars))),

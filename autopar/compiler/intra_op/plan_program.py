@@ -1,6 +1,6 @@
 """Plan a program on one logical mesh: rules, MRF problem, optimum, layouts.
 
-    jaxpr, mesh, figures  ->  IntraOpPlan
+    jaxpr, MeshCosts  ->  IntraOpPlan
 
 `choice_graph` builds the problem and states the integer program. Within a memory budget, the bytes of an assignment are
 modelled by `memory_rows`, whose rows bound it while the solver searches, and estimated from the program that it means;
@@ -10,13 +10,12 @@ compiled step may need beyond the modelled peak, is kept free.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.compiler.costs.mesh_costs import MeshFigures
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.choice_graph import (
     Alternatives,
     BlockGraph,
@@ -46,8 +45,6 @@ from autopar.compiler.spmd.block_plan import BlockPlan
 from autopar.compiler.spmd.local_program import local_block
 from autopar.errors import MemoryTooSmall
 
-SHARE_OF_LATENCY = 0.05
-"""Latency of a collective of the update as a share of one by itself: XLA combines many into one."""
 FOLD_FROM = 1500
 """Equations below which planning every layer by itself takes a few seconds at most."""
 GAP_WITHIN_MEMORY = 0.01
@@ -85,7 +82,7 @@ class Constraints:
 def plan_intra_op(
     closed: jc.ClosedJaxpr,
     mesh: LogicalMesh,
-    figures: MeshFigures,
+    mesh_costs: MeshCosts,
     *,
     state_outputs: dict[int, int],
     constraints: Constraints | None = None,
@@ -106,7 +103,7 @@ def plan_intra_op(
     """
     constraints = Constraints() if constraints is None else constraints
     jaxpr, _ = jc.open_jaxpr(closed)
-    table = NodeTable(mesh=mesh, figures=figures, update_figures=with_shared_latency(figures))
+    table = NodeTable(mesh=mesh, mesh_costs=mesh_costs, update_costs=mesh_costs.of_update())
     inputs = [constraints.inputs.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.invars)]
     folded = unfolded(closed)
     if input_names is not None and len(jaxpr.eqns) >= fold_from:
@@ -161,11 +158,6 @@ def planner_of(
         known={} if known is None else known,
         keep_split=constraints.keep_split,
     )
-
-
-def with_shared_latency(figures: MeshFigures) -> MeshFigures:
-    """Return the figures of the update, whose collectives share their latency."""
-    return dataclasses.replace(figures, combined_latency=SHARE_OF_LATENCY)
 
 
 def _layouts(aval: Any, mesh: LogicalMesh) -> tuple[Layout, ...] | None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.compiler.costs.mesh_costs import MeshFigures
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.choice_graph import (
     Alternatives,
     BlockBuilder,
@@ -31,7 +31,7 @@ from autopar.compiler.intra_op.choice_graph import (
     block_plan_of,
 )
 from autopar.compiler.intra_op.fold_layers import Fold, fold, unfolded
-from autopar.compiler.intra_op.plan_program import FOLD_FROM, Constraints, planner_of, with_shared_latency
+from autopar.compiler.intra_op.plan_program import FOLD_FROM, Constraints, planner_of
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.sharding.free_values import is_small
@@ -125,7 +125,7 @@ class TaskGraph:
 def task_graph(
     tasks: Sequence[GroupTask],
     mesh: LogicalMesh,
-    figures: MeshFigures,
+    mesh_costs: MeshCosts,
     constraints: GroupConstraints,
     *,
     fold_from: int = FOLD_FROM,
@@ -137,7 +137,7 @@ def task_graph(
     equations together have their repeated layers planned as one. `known` keeps what was listed of equations, for other
     groups on the same mesh.
     """
-    table = NodeTable(mesh=mesh, figures=figures, update_figures=with_shared_latency(figures))
+    table = NodeTable(mesh=mesh, mesh_costs=mesh_costs, update_costs=mesh_costs.of_update())
     group = _Group(table=table, constraints=constraints)
     bodies = [jc.open_jaxpr(task.jaxpr)[0] for task in tasks]
     planner = planner_of(table, bodies, constraints.equations, known)

@@ -1,6 +1,6 @@
 """Cost a class of layers on a submesh: the intra-operator optimum of one layer, for less and less memory.
 
-    LayerClass, mesh, figures  ->  StageCost, StageCost, ...       the less memory, the more time
+    LayerClass, MeshCosts  ->  StageCost, StageCost, ...       the less memory, the more time
 
 Activations leave a layer as they came in, so that the cost of a range of layers is the sum of theirs. A Lagrange
 multiplier gives memory a cost in the objective: every multiplier gives one point of the front of time against memory.
@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.checks import check_spec
-from autopar.compiler.costs.mesh_costs import MeshFigures
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.inter_op.stage_costs import StageCost
-from autopar.compiler.intra_op.plan_program import with_shared_latency
 from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, PricedTaskGraph, task_graph
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
@@ -67,15 +66,15 @@ class LayerCosts:
     gap: float = 0.0
     """The largest gap of the optima."""
 
-    def cost(self, number: int, mesh: LogicalMesh, figures: MeshFigures, memory_multiplier: float) -> StageCost:
+    def cost(self, number: int, mesh: LogicalMesh, mesh_costs: MeshCosts, memory_multiplier: float) -> StageCost:
         """Return the cost of a layer of class `number` on a mesh."""
         key = (number, mesh.shape, memory_multiplier)
         if key not in self.known:
             layer = self.classes[number]
             charged: Mapping[str, float] = {}
             if memory_multiplier:
-                charged = memory_charges(layer, self.cost(number, mesh, figures, 0.0), memory_multiplier)
-            solved = self._choices_of(number, mesh, figures).best(
+                charged = memory_charges(layer, self.cost(number, mesh, mesh_costs, 0.0), memory_multiplier)
+            solved = self._choices_of(number, mesh, mesh_costs).best(
                 charged,
                 time_limit_s=self.time_limit_s,
                 max_gap=_GAP_WITH_MULTIPLIER if memory_multiplier else MAX_GAP,
@@ -84,14 +83,14 @@ class LayerCosts:
             self.gap = max(self.gap, _gap(solved))
             if number == self.most_common and not memory_multiplier:
                 self.borders[mesh.shape] = _border(layer, solved)
-            self.known[key] = stage_cost(layer, solved, mesh, figures)
+            self.known[key] = stage_cost(layer, solved, mesh, mesh_costs)
         return self.known[key]
 
-    def _choices_of(self, number: int, mesh: LogicalMesh, figures: MeshFigures) -> PricedTaskGraph:
+    def _choices_of(self, number: int, mesh: LogicalMesh, mesh_costs: MeshCosts) -> PricedTaskGraph:
         key = (number, mesh.shape)
         if key not in self.choices:
             if number != self.most_common:
-                self.cost(self.most_common, mesh, figures, 0.0)
+                self.cost(self.most_common, mesh, mesh_costs, 0.0)
             layer = self.classes[number]
             constraints = replace(
                 layer.constraints,
@@ -100,7 +99,7 @@ class LayerCosts:
                 equations=equation_constraints(self.method, mesh),
             )
             listed = self.listed.setdefault(mesh.shape, {})
-            choices = task_graph(layer.tasks, mesh, figures, constraints, known=listed)
+            choices = task_graph(layer.tasks, mesh, mesh_costs, constraints, known=listed)
             self.choices[key] = PricedTaskGraph(graph=choices, names=layer.state | layer.kept | layer.fed)
         return self.choices[key]
 
@@ -140,7 +139,7 @@ def stage_cost(
     layer: LayerClass,
     solved: GroupPlan,
     mesh: LogicalMesh,
-    figures: MeshFigures,
+    mesh_costs: MeshCosts,
     blocks: Mapping[str, LocalBlock] | None = None,
 ) -> StageCost:
     """Return the cost of a solution; `blocks` are its `local_blocks`, if known."""
@@ -148,8 +147,8 @@ def stage_cost(
     weight_s = 0.0
     blocks = local_blocks(layer.tasks, solved, mesh) if blocks is None else blocks
     for task in layer.tasks:
-        mine = with_shared_latency(figures) if task.phase == "update" else figures
-        task_s = block_times(blocks[task.name], mesh, mine).total_s
+        mine = mesh_costs.of_update() if task.phase == "update" else mesh_costs
+        task_s = block_times(blocks[task.name], mine).total_s
         seconds[task.phase] += task_s
         weight_s += task_s if task.name.startswith("weight_gradient") else 0.0
     memory = stage_memory(layer, solved.layouts, blocks, mesh)

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.compiler.costs.mesh_costs import figures_of
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, task_graph
 from autopar.compiler.jaxprs import compat as jc
@@ -46,9 +46,9 @@ from autopar.methods import Megatron
 
 
 def plan_megatron(
-    trace: Trace, method: Megatron, *, num_devices: int, kind: str | Machine, cache_directory: Path | None = None
+    trace: Trace, method: Megatron, *, num_devices: int, machine: Machine, cache_directory: Path | None = None
 ) -> Plan:
-    """Return the plan of the degrees on devices of a kind; solved problems are kept on disk.
+    """Return the plan of the degrees on devices of a machine; solved problems are kept on disk.
 
     Raises `InvalidArgument` for degrees that the devices, the batch, the layers or the weights do not divide into, and
     `Unsupported` for a step without a gradient, or one whose examples cannot be found.
@@ -62,7 +62,13 @@ def plan_megatron(
     graph = cut_stages(prepared, cut)
     other = graph if data * tensor == 1 else cut_stages(_other_step(trace, method, pieces), cut)
     problem = _Problem(
-        trace=trace, method=method, graph=graph, other=other, plan=bare, kind=kind, cache_directory=cache_directory
+        trace=trace,
+        method=method,
+        graph=graph,
+        other=other,
+        plan=bare,
+        machine=machine,
+        cache_directory=cache_directory,
     )
     values = stage_values(graph, other, trace.batch_inputs)
     asked = [_asked(problem, values, number) for number in range(pipeline)]
@@ -74,7 +80,9 @@ def plan_megatron(
         if best is None:
             best = _best(problem, mesh, stage)
             solved[key] = SolvedStage(layer=stage.layer, plan=best)
-        sharding = mesh_sharding(stage.tasks, best, logical_mesh(mesh), figures_of(kind, mesh.shape))
+        sharding = mesh_sharding(
+            stage.tasks, best, logical_mesh(mesh), MeshCosts(machine=machine, mesh=logical_mesh(mesh))
+        )
         meshes.append(replace(mesh, sharding=sharding))
     return replace(bare, meshes=tuple(meshes))
 
@@ -88,7 +96,7 @@ class _Problem:
     graph: StageGraph
     other: StageGraph
     plan: Plan
-    kind: str | Machine
+    machine: Machine
     cache_directory: Path | None
 
 
@@ -238,7 +246,6 @@ def _asked(problem: _Problem, values: StageValues, number: int) -> _Asked:
     mesh = logical_mesh(plan.meshes[number])
     tasks = tasks_of_stages(graph, plan.stages_on(number), problem.trace.donated_inputs)
     layer = layer_class(graph, tasks)
-    machine = problem.kind if isinstance(problem.kind, Machine) else Machine.of_kind(problem.kind)
     constraints = layer.constraints
     if mesh.num_devices > 1:
         others = tasks_of_stages(problem.other, plan.stages_on(number))
@@ -248,7 +255,10 @@ def _asked(problem: _Problem, values: StageValues, number: int) -> _Asked:
             equations=stage_constraints(tasks, others, mesh, zero),
         )
     return _Asked(
-        tasks=tasks, layer=layer, constraints=constraints, received=received_seconds(graph, plan, number, machine)
+        tasks=tasks,
+        layer=layer,
+        constraints=constraints,
+        received=received_seconds(graph, plan, number, problem.machine),
     )
 
 
@@ -266,7 +276,8 @@ def _key(asked: _Asked) -> Hashable:
 
 
 def _best(problem: _Problem, mesh: MeshPlan, asked: _Asked) -> GroupPlan:
-    choices = task_graph(asked.tasks, logical_mesh(mesh), figures_of(problem.kind, mesh.shape), asked.constraints)
+    mesh_costs = MeshCosts(machine=problem.machine, mesh=logical_mesh(mesh))
+    choices = task_graph(asked.tasks, logical_mesh(mesh), mesh_costs, asked.constraints)
     return choices.best(
         asked.received, time_limit_s=problem.method.time_limit_s, cache_directory=problem.cache_directory
     )

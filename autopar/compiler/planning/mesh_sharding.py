@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.intra_op.plan_program import with_shared_latency
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, task_graph
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.memory.estimate import peak_memory
@@ -52,22 +51,22 @@ def plan_mesh(
     tasks: list[GroupTask],
     constraints: GroupConstraints,
     mesh: LogicalMesh,
-    figures: MeshFigures,
+    mesh_costs: MeshCosts,
     *,
     time_limit_s: float = 60.0,
     cache_directory: Path | None = None,
 ) -> MeshSharding:
     """Return the best layouts of the tasks of a mesh."""
-    choices = task_graph(tasks, mesh, figures, constraints)
+    choices = task_graph(tasks, mesh, mesh_costs, constraints)
     solution = choices.best({}, time_limit_s=time_limit_s, cache_directory=cache_directory)
-    return mesh_sharding(tasks, solution, mesh, figures)
+    return mesh_sharding(tasks, solution, mesh, mesh_costs)
 
 
 def mesh_sharding(
     tasks: Sequence[GroupTask],
     solution: GroupPlan,
     mesh: LogicalMesh,
-    figures: MeshFigures,
+    mesh_costs: MeshCosts,
     blocks: Mapping[str, LocalBlock] | None = None,
 ) -> MeshSharding:
     """Return a solution as data, with its times and collectives; `blocks` are its `local_blocks`, if known."""
@@ -77,8 +76,8 @@ def mesh_sharding(
     blocks = local_blocks(tasks, solution, mesh) if blocks is None else blocks
     for task in tasks:
         block = blocks[task.name]
-        own = with_shared_latency(figures) if task.phase == "update" else figures
-        took = block_times(block, mesh, own)
+        own = mesh_costs.of_update() if task.phase == "update" else mesh_costs
+        took = block_times(block, own)
         times[task.name] = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
         memory = peak_memory(block, mesh, task.donated)
         temporary_bytes[task.name] = memory.peak_bytes - memory.arguments_bytes
@@ -93,7 +92,7 @@ def mesh_sharding(
         temporary_bytes=temporary_bytes,
         objective_s=solution.optimum.value,
         lower_bound_s=solution.optimum.lower_bound,
-        figures=figures.name,
+        figures=mesh_costs.machine.name,
     )
 
 
@@ -103,14 +102,14 @@ def mesh_sharding_like(
     tasks: Sequence[GroupTask],
     solution: GroupPlan,
     mesh: LogicalMesh,
-    figures: MeshFigures,
+    mesh_costs: MeshCosts,
 ) -> MeshSharding:
     """Return the sharding of tasks that are like `others`, whose sharding is known, under names of their own."""
     names = {other.name: task.name for other, task in zip(others, tasks, strict=True)}
     blocks = local_blocks(tasks, solution, mesh)
     collectives: list[PlannedCollective] = []
     for task in tasks:
-        own = with_shared_latency(figures) if task.phase == "update" else figures
+        own = mesh_costs.of_update() if task.phase == "update" else mesh_costs
         collectives += priced_collectives(blocks[task.name], mesh, own, times=task.times, name=task.name)
     return replace(
         sharding,
@@ -133,7 +132,7 @@ def local_blocks(tasks: Sequence[GroupTask], solution: GroupPlan, mesh: LogicalM
 
 
 def priced_collectives(
-    block: LocalBlock, mesh: LogicalMesh, figures: MeshFigures, *, times: float = 1, name: str = ""
+    block: LocalBlock, mesh: LogicalMesh, mesh_costs: MeshCosts, *, times: float = 1, name: str = ""
 ) -> list[PlannedCollective]:
     """Return the collectives of a program that a step runs so many times; `name` is the scope of those without one."""
     return [
@@ -145,7 +144,7 @@ def priced_collectives(
             times=each.times * times,
             seconds=each.times
             * times
-            * figures.collective_s(each.collective.kind, each.collective.axes, each.collective.nbytes, mesh),
+            * mesh_costs.collective_s(each.collective.kind, each.collective.axes, each.collective.nbytes),
             dtype=each.dtype,
             what=each.what,
             scope=each.scope or name,

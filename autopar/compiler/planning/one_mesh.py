@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_program import IntraOpPlan, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
@@ -38,7 +38,7 @@ class MeshSearchResult:
 
     closed: jc.ClosedJaxpr
     mesh: LogicalMesh
-    figures: MeshFigures
+    mesh_costs: MeshCosts
     intra_op: IntraOpPlan
     block: LocalBlock
     peak_bytes: float
@@ -51,11 +51,11 @@ def plan_by_search(
     method: SearchMethod,
     *,
     num_devices: int,
-    kind: str | Machine,
+    machine: Machine,
     checked: bool = False,
     cache_directory: Path | None = None,
 ) -> Plan:
-    """Return the best plan that a method allows, for devices of a `kind` as JAX names it, or of a machine.
+    """Return the best plan that a method allows, for devices of a machine.
 
     Solved problems are kept on disk. A plan that will be `checked` by compiling it may use all of its memory budget.
     Raises `InvalidArgument` for a mesh that does not fill the devices, or constraints that contradict each other, and
@@ -66,8 +66,8 @@ def plan_by_search(
     too_small: list[MemoryTooSmall] = []
     for mesh in _meshes(search_of(method), num_devices):
         try:
-            search = partial(search_on, mesh=mesh, kind=kind, checked=checked, cache_directory=cache_directory)
-            budget = memory_limit_on(mesh, method, kind) / (1 + _headroom(method, checked))
+            search = partial(search_on, mesh=mesh, machine=machine, checked=checked, cache_directory=cache_directory)
+            budget = memory_limit(search_of(method).memory, machine) / (1 + _headroom(method, checked))
             fitting.append(_search_layers(trace, method, search, offered, budget))
         except MemoryTooSmall as error:
             too_small.append(error)
@@ -148,7 +148,7 @@ def search_on(
     method: SearchMethod,
     mesh: LogicalMesh,
     *,
-    kind: str | Machine,
+    machine: Machine,
     recomputed_layers: tuple[int, ...] = (),
     num_layers: int = 1,
     checked: bool = False,
@@ -158,8 +158,8 @@ def search_on(
     recomputed = f", {len(recomputed_layers)} layers recomputed" if recomputed_layers else ""
     tell(f"layouts on {'x'.join(map(str, mesh.shape))}{recomputed}")
     auto = search_of(method)
-    figures = figures_of(kind, mesh.shape)
-    budget = memory_limit(auto.memory, figures)
+    mesh_costs = MeshCosts(machine=machine, mesh=mesh)
+    budget = memory_limit(auto.memory, machine)
     trace = rematerialize(trace, recomputed_layers, num_layers)
     closed = one_jaxpr(
         trace,
@@ -170,7 +170,7 @@ def search_on(
     intra_op = plan_intra_op(
         closed,
         mesh,
-        figures,
+        mesh_costs,
         state_outputs=dict(trace.state_outputs),
         constraints=constraints_of(trace, closed, method, mesh),
         input_names=[leaf.name for leaf in trace.inputs],
@@ -184,7 +184,7 @@ def search_on(
     return MeshSearchResult(
         closed=closed,
         mesh=mesh,
-        figures=figures,
+        mesh_costs=mesh_costs,
         intra_op=intra_op,
         block=block,
         peak_bytes=peak_memory(block, mesh, trace.donated_inputs).peak_bytes,
@@ -198,11 +198,11 @@ def plan_of(trace: Trace, method: SearchMethod, searched: MeshSearchResult, offe
     recomputed = searched.recomputed_layers
     sharding = ShardingPlan(
         layouts=to_data(searched.intra_op.plan, mesh),
-        collectives=tuple(priced_collectives(block, mesh, searched.figures)),
+        collectives=tuple(priced_collectives(block, mesh, searched.mesh_costs)),
         step_time_s=searched.intra_op.optimum.value,
         lower_bound_s=searched.intra_op.optimum.lower_bound,
         peak_bytes=searched.peak_bytes,
-        figures=searched.figures.name,
+        figures=searched.mesh_costs.machine.name,
         recomputed=tuple(offered().names[layer] for layer in recomputed),
         recomputed_layers=recomputed,
         num_layers=offered().num_layers if recomputed else 1,
@@ -239,11 +239,6 @@ def _meshes(auto: Auto, num_devices: int) -> list[LogicalMesh]:
     return [LogicalMesh(shape=shape, axis_names=names) for shape in shapes]
 
 
-def memory_limit_on(mesh: LogicalMesh, method: SearchMethod, kind: str | Machine) -> float:
-    """Return the bytes that a plan of a method may use on a device."""
-    return memory_limit(search_of(method).memory, figures_of(kind, mesh.shape))
-
-
 def _headroom(method: SearchMethod, checked: bool) -> float:
     """Share of the modelled peak that is kept free. A word for `memory` leaves a share of the device free by itself."""
     if checked or isinstance(search_of(method).memory, str):
@@ -251,8 +246,8 @@ def _headroom(method: SearchMethod, checked: bool) -> float:
     return HEADROOM
 
 
-def memory_limit(memory: float | str, figures: MeshFigures) -> float:
+def memory_limit(memory: float | str, machine: Machine) -> float:
     """Return the bytes that a plan may use on a device."""
     if isinstance(memory, str):
-        return MEMORY_LEVELS[memory] * figures.memory_bytes
-    return memory * figures.memory_bytes if memory <= 1 else memory
+        return MEMORY_LEVELS[memory] * machine.memory_bytes
+    return memory * machine.memory_bytes if memory <= 1 else memory

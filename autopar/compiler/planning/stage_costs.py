@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from autopar.compiler.costs.mesh_costs import figures_of
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
@@ -43,7 +43,6 @@ class StageProblem:
     method: Auto
     num_devices: int
     machine: Machine
-    kind: str | Machine
     cache_directory: Path | None
     share: float = 1.0
     """The part of a plan's memory limit that the sum over a stage's layers may reach."""
@@ -84,7 +83,7 @@ class StageProblem:
     @property
     def memory_bytes(self) -> float:
         """The bytes of a device that a plan may use."""
-        return memory_limit(self.method.memory, figures_of(self.kind, (1,)))
+        return memory_limit(self.method.memory, self.machine)
 
     @property
     def expected_bytes(self) -> float:
@@ -214,9 +213,10 @@ class RangeCosts:
         if key not in self.sums:
             mesh = submesh_mesh(self.problem.method, submesh)
             tell(f"{self.layers.num_microbatches} microbatches: layers on {submesh}")
-            figures = figures_of(self.problem.kind, mesh.shape)
+            mesh_costs = MeshCosts(machine=self.problem.machine, mesh=mesh)
             each = [
-                self.costs.cost(number, mesh, figures, memory_multiplier) for number in range(len(self.layers.classes))
+                self.costs.cost(number, mesh, mesh_costs, memory_multiplier)
+                for number in range(len(self.layers.classes))
             ]
             self.sums[key] = _sums([each[number] for number in self.layers.class_of])
         return self.sums[key]

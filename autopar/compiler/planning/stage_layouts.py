@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.compiler.costs.mesh_costs import MeshFigures, figures_of
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, TaskGraph, task_graph
 from autopar.compiler.jaxprs import compat as jc
@@ -42,7 +42,7 @@ class _StageInputs:
     layer: LayerClass
     constraints: GroupConstraints
     mesh: LogicalMesh
-    figures: MeshFigures
+    mesh_costs: MeshCosts
     num_in_flight: float
     """Microbatches whose activations are in memory at once."""
     received: Mapping[str, float]
@@ -112,7 +112,7 @@ def _stage_inputs(
             layer.constraints, allowed=pinned_layouts(layer, mesh), equations=equation_constraints(problem.method, mesh)
         ),
         mesh=mesh,
-        figures=figures_of(problem.kind, mesh.shape),
+        mesh_costs=MeshCosts(machine=problem.machine, mesh=mesh),
         num_in_flight=unevenness * timing.num_in_flight(stages_behind=behind, num_stages=count),
         received=received_seconds(graph, plan, number, problem.machine),
     )
@@ -154,7 +154,7 @@ class _EquivalentStages:
         """Return the layouts of the first stage, computed when they are first asked for."""
         inputs = self.first
         if self.choices is None:
-            self.choices = task_graph(inputs.tasks, inputs.mesh, inputs.figures, inputs.constraints)
+            self.choices = task_graph(inputs.tasks, inputs.mesh, inputs.mesh_costs, inputs.constraints)
         if memory_multiplier not in self.solutions:
             charged = inputs.received
             if memory_multiplier:
@@ -167,8 +167,8 @@ class _EquivalentStages:
             blocks = local_blocks(inputs.tasks, solved, inputs.mesh)
             self.solutions[memory_multiplier] = _Solution(
                 solved=SolvedStage(layer=inputs.layer, plan=solved),
-                cost=stage_cost(inputs.layer, solved, inputs.mesh, inputs.figures, blocks),
-                sharding=mesh_sharding(inputs.tasks, solved, inputs.mesh, inputs.figures, blocks),
+                cost=stage_cost(inputs.layer, solved, inputs.mesh, inputs.mesh_costs, blocks),
+                sharding=mesh_sharding(inputs.tasks, solved, inputs.mesh, inputs.mesh_costs, blocks),
             )
         return self.solutions[memory_multiplier]
 
@@ -194,7 +194,7 @@ def _handed_on(solution: _Solution, inputs: _StageInputs) -> MeshSharding | None
     plan = solution.solved.for_layer(inputs.layer)
     if plan is None:
         return None
-    return mesh_sharding_like(solution.sharding, theirs.tasks, inputs.tasks, plan, inputs.mesh, inputs.figures)
+    return mesh_sharding_like(solution.sharding, theirs.tasks, inputs.tasks, plan, inputs.mesh, inputs.mesh_costs)
 
 
 def received_seconds(graph: StageGraph, plan: Plan, number: int, machine: Machine) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import assert_never
 
 import numpy as np
 
-from autopar.compiler.costs.mesh_costs import MeshFigures
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.resharding.emit import apply_steps
 from autopar.compiler.resharding.paths import Graph, graph_of, last_edges, path
 from autopar.compiler.resharding.steps import (
@@ -61,19 +61,19 @@ class Collective:
     kind: str
     axes: Axes
     nbytes: float
-    """The larger of one device's operand and result, as in `figures.wire_bytes`."""
+    """The larger of one device's operand and result, as in `wire_bytes`."""
 
 
 @functools.cache
 def reshard_steps(
-    source: Layout, target: Layout, shape: tuple[int, ...], mesh: LogicalMesh, figures: MeshFigures | None = None
+    source: Layout, target: Layout, shape: tuple[int, ...], mesh: LogicalMesh, mesh_costs: MeshCosts | None = None
 ) -> tuple[Step, ...]:
     """The steps that take an array from `source` to `target` with the fewest bytes sent (see `resharding_search`).
 
-    Of `figures` only the ratios of the bandwidths along the axes matter; without them all axes are equally fast.
+    Of `mesh_costs` only the ratios of the bandwidths along the axes matter; without them all axes are equally fast.
     """
     assert fits(shape, source, mesh) and fits(shape, target, mesh), (source, target, shape, mesh)
-    short = path(_graph(shape, mesh, figures), _short(source, shape, mesh), _short(target, shape, mesh))
+    short = path(_graph(shape, mesh, mesh_costs), _short(source, shape, mesh), _short(target, shape, mesh))
     return tuple(_in_full(step, shape) for step in short)
 
 
@@ -94,11 +94,9 @@ def step_collectives(
 
 
 @functools.cache
-def reshard_s(
-    source: Layout, target: Layout, shape: tuple[int, ...], itemsize: float, mesh: LogicalMesh, figures: MeshFigures
-) -> float:
+def reshard_s(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: float, mesh_costs: MeshCosts) -> float:
     """Seconds that resharding takes: its collectives, and the memory traffic of its copies."""
-    return float(reshard_matrix((source,), (target,), shape, itemsize, mesh, figures)[0, 0])
+    return float(reshard_matrix((source,), (target,), shape, itemsize, mesh_costs)[0, 0])
 
 
 @functools.lru_cache(maxsize=512)
@@ -107,14 +105,14 @@ def reshard_matrix(
     targets: tuple[Layout, ...],
     shape: tuple[int, ...],
     itemsize: float,
-    mesh: LogicalMesh,
-    figures: MeshFigures,
+    mesh_costs: MeshCosts,
 ) -> np.ndarray:
     """`reshard_s` from every source to every target; not to be written to, for it is kept."""
+    mesh = mesh_costs.mesh
     assert all(fits(shape, layout, mesh) for layout in {*sources, *targets}), (sources, targets, shape, mesh)
-    graph = _graph(shape, mesh, figures)
+    graph = _graph(shape, mesh, mesh_costs)
     starts, ends = ([graph.number[_short(layout, shape, mesh)] for layout in some] for some in (sources, targets))
-    lines = np.array([_seconds_from(graph, start, mesh, figures) for start in starts])
+    lines = np.array([_seconds_from(graph, start, mesh_costs) for start in starts])
     fixed, per_byte = lines[:, 0, ends], lines[:, 1, ends]
     seconds = fixed + per_byte * (math.prod(shape) * itemsize)
     seconds.setflags(write=False)
@@ -122,9 +120,9 @@ def reshard_matrix(
 
 
 @functools.lru_cache(maxsize=4096)
-def _seconds_from(graph: Graph, source: int, mesh: LogicalMesh, figures: MeshFigures) -> np.ndarray:
+def _seconds_from(graph: Graph, source: int, mesh_costs: MeshCosts) -> np.ndarray:
     """From one layout to every one: [seconds for no bytes, and more seconds per byte of the array]."""
-    of_edges = _seconds_of_edges(graph, mesh, figures)
+    of_edges = _seconds_of_edges(graph, mesh_costs)
     last = last_edges(graph, source)
     here = np.arange(len(graph.layouts))
     total = np.zeros((2, len(here)))
@@ -137,15 +135,15 @@ def _seconds_from(graph: Graph, source: int, mesh: LogicalMesh, figures: MeshFig
 
 
 @functools.lru_cache(maxsize=64)
-def _seconds_of_edges(graph: Graph, mesh: LogicalMesh, figures: MeshFigures) -> np.ndarray:
+def _seconds_of_edges(graph: Graph, mesh_costs: MeshCosts) -> np.ndarray:
     """Of every step: [seconds for no bytes, and more seconds per byte of the array]."""
-    line = functools.cache(lambda kind, axes: _line(figures, kind, axes, mesh))
+    line = functools.cache(lambda kind, axes: _line(mesh_costs, kind, axes))
     seconds = np.zeros((2, len(graph.steps)))
     for edge, (step, source, target) in enumerate(zip(graph.steps, graph.source, graph.target, strict=True)):
         if step is None:
             continue
         parts = graph.parts[source], graph.parts[target]
-        seconds[1, edge] = copied_share(*parts, step) / figures.memory_bandwidth
+        seconds[1, edge] = copied_share(*parts, step) / mesh_costs.machine.memory_bandwidth
         kind = collective_kind(step)
         if kind is not None:
             latency, per_byte = line(kind, step.axes)
@@ -153,17 +151,18 @@ def _seconds_of_edges(graph: Graph, mesh: LogicalMesh, figures: MeshFigures) -> 
     return seconds
 
 
-def _line(figures: MeshFigures, kind: str, axes: Axes, mesh: LogicalMesh) -> tuple[float, float]:
+def _line(mesh_costs: MeshCosts, kind: str, axes: Axes) -> tuple[float, float]:
     """Seconds of a collective without bytes, and per byte: its time is a line."""
-    latency, many = figures.collective_s(kind, axes, 0.0, mesh), 2.0**50
-    return latency, (figures.collective_s(kind, axes, many, mesh) - latency) / many
+    latency, many = mesh_costs.collective_s(kind, axes, 0.0), 2.0**50
+    return latency, (mesh_costs.collective_s(kind, axes, many) - latency) / many
 
 
 # --- arrays without what does not matter --------------------------------------------------------------------
 
 
-def _graph(shape: tuple[int, ...], mesh: LogicalMesh, figures: MeshFigures | None) -> Graph:
-    bandwidth = (1.0,) * len(mesh.shape) if figures is None else figures.bandwidth
+def _graph(shape: tuple[int, ...], mesh: LogicalMesh, mesh_costs: MeshCosts | None) -> Graph:
+    axes = range(len(mesh.shape))
+    bandwidth = [1.0 if mesh_costs is None else mesh_costs.axis_bandwidth(axis) for axis in axes]
     slowness = tuple(round(max(bandwidth) / rate) for rate in bandwidth)
     divisors = tuple(math.gcd(size, mesh.num_devices) for size in shape if size != 1)
     return graph_of(divisors, mesh.shape, slowness)

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.compiler.costs.mesh_costs import wire_bytes
 from autopar.compiler.resharding.steps import (
     AllGather,
     AllReduce,
@@ -45,6 +44,7 @@ from autopar.compiler.resharding.steps import (
     moved_share,
 )
 from autopar.compiler.sharding.layout import Axes, Layout, used_axes
+from autopar.hardware.collectives import wire_bytes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -130,7 +130,7 @@ def collective_of(steps: Sequence[Step]) -> str:
 
 
 def collective_kind(step: Step) -> str | None:
-    """The collective that a step is, as `figures.PASSES` calls it; None if it sends nothing."""
+    """The collective that a step is, as `PASSES` calls it; None if it sends nothing."""
     match step:
         case AllGather():
             return "all-gather"

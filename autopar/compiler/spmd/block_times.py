@@ -1,6 +1,6 @@
 """Add up what a planned program costs: the work of its equations, and its collectives.
 
-LocalBlock, mesh, figures  ->  BlockTimes
+LocalBlock, MeshCosts  ->  BlockTimes
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autopar.compiler.costs.compute import equation_s
-from autopar.compiler.costs.mesh_costs import MeshFigures
-from autopar.compiler.sharding.layout import LogicalMesh
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.spmd.collectives import planned_collectives, trips
 from autopar.compiler.spmd.local_program import Enter, Evaluate, LocalBlock
 
@@ -26,24 +25,24 @@ class BlockTimes(NamedTuple):
         return self.compute_s + self.collective_s
 
 
-def block_times(block: LocalBlock, mesh: LogicalMesh, figures: MeshFigures) -> BlockTimes:
-    """The times of a program; `figures` are those of its phase."""
+def block_times(block: LocalBlock, mesh_costs: MeshCosts) -> BlockTimes:
+    """The times of a program; `mesh_costs` are those of its phase."""
     collective_s = sum(
-        each.times * figures.collective_s(each.collective.kind, each.collective.axes, each.collective.nbytes, mesh)
-        for each in planned_collectives(block, mesh)
+        each.times * mesh_costs.collective_s(each.collective.kind, each.collective.axes, each.collective.nbytes)
+        for each in planned_collectives(block, mesh_costs.mesh)
     )
-    return BlockTimes(_equations_s(block, mesh, figures), collective_s)
+    return BlockTimes(_equations_s(block, mesh_costs), collective_s)
 
 
-def _equations_s(block: LocalBlock, mesh: LogicalMesh, figures: MeshFigures) -> float:
+def _equations_s(block: LocalBlock, mesh_costs: MeshCosts) -> float:
     total_s = 0.0
     for action in block.actions:
         match action:
             case Evaluate(eqn=eqn, strategy=strategy):
                 # The collective of a split maximum is counted with the others.
-                total_s += equation_s(eqn, strategy._replace(combined=()), mesh, figures)
+                total_s += equation_s(eqn, strategy._replace(combined=()), mesh_costs)
             case Enter(eqn=eqn, bodies=bodies):
-                total_s += trips(eqn) * sum(_equations_s(body, mesh, figures) for body in bodies)
+                total_s += trips(eqn) * sum(_equations_s(body, mesh_costs) for body in bodies)
             case _:
                 pass
     return total_s

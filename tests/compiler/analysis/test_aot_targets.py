@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.compiler.analysis.aot_targets import gpu_devices, gpu_targets
 from autopar.compiler.analysis.compiled_collectives import compiled_collectives
-from autopar.compiler.costs.mesh_costs import h100_figures
 from autopar.errors import InvalidArgument
+from autopar.hardware.machine import Machine
 
 INSTALLED = importlib.util.find_spec("jax_plugins") is not None and any(
     importlib.util.find_spec(f"jax_plugins.{name}") for name in ("xla_cuda12", "xla_cuda13")
@@ -33,7 +33,7 @@ def test_targets_are_listed_by_name():
 def test_compiler_and_planner_know_the_same_h100():
     text = (files("autopar.compiler.analysis") / "gpu_targets" / "h100.txtpb").read_text(encoding="utf-8")
     figures = {name: float(number) for name, number in re.findall(r"(\w+): ([\d.]+)", text)}
-    planner = h100_figures(num_axes=1)
+    planner = Machine.named("dgx-h100")
     assert figures["device_memory_size"] == planner.memory_bytes
     assert 0.8 * figures["memory_bandwidth"] < planner.memory_bandwidth < figures["memory_bandwidth"]
 

@@ -7,15 +7,16 @@ import numpy as np
 from autopar.compiler.intra_op.choice_graph import LayoutNode, NodeTable, chosen_layout
 from autopar.compiler.resharding.costs import reshard_s
 from autopar.compiler.sharding.layout import Layout, replicated
-from tests.compiler.planned_steps import LINE, figures
+from tests.compiler.planned_steps import LINE, mesh_costs
 
 WHOLE, ROWS, COLUMNS = replicated(2), Layout(((0,), ())), Layout(((), (0,)))
-FORWARD, UPDATE = figures(LINE, latency_s=1e-3), figures(LINE, latency_s=1e-5)
+FORWARD = mesh_costs(LINE, latency_s=1e-3)
+UPDATE = FORWARD.of_update()
 MATRIX = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
 
 def table():
-    return NodeTable(mesh=LINE, figures=FORWARD, update_figures=UPDATE)
+    return NodeTable(mesh=LINE, mesh_costs=FORWARD, update_costs=UPDATE)
 
 
 def test_layouts_are_states_free_of_cost():
@@ -34,7 +35,7 @@ def test_an_edge_costs_what_resharding_takes_as_often_as_it_is_read():
     matrix = choices.problem().edges[0, 1]
     for i, before in enumerate(source.layouts):
         for j, after in enumerate(target.layouts):
-            assert matrix[i, j] == 3 * reshard_s(before, after, (64, 64), 4, LINE, FORWARD)
+            assert matrix[i, j] == 3 * reshard_s(before, after, (64, 64), 4, FORWARD)
 
 
 def test_edges_go_from_the_lower_node_to_the_higher_and_add_up():
@@ -42,8 +43,8 @@ def test_edges_go_from_the_lower_node_to_the_higher_and_add_up():
     late, early = (choices.add_layouts(name, (WHOLE, ROWS)) for name in ("late", "early"))
     choices.add_edge(early, late, MATRIX, 1.0, "forward")
     choices.add_edge(late, early, MATRIX, 1.0, "forward")
-    gathered = reshard_s(ROWS, WHOLE, (64, 64), 4, LINE, FORWARD)
-    sliced = reshard_s(WHOLE, ROWS, (64, 64), 4, LINE, FORWARD)
+    gathered = reshard_s(ROWS, WHOLE, (64, 64), 4, FORWARD)
+    sliced = reshard_s(WHOLE, ROWS, (64, 64), 4, FORWARD)
     assert list(choices.edges) == [(0, 1)]
     np.testing.assert_allclose(choices.edges[0, 1], [[0, gathered + sliced], [gathered + sliced, 0]])
 
@@ -52,7 +53,7 @@ def test_reshardings_of_the_update_share_their_latency():
     choices = table()
     source, target = choices.add_layouts("source", (ROWS,)), choices.add_layouts("target", (WHOLE,))
     choices.add_edge(source, target, MATRIX, 1.0, "update")
-    assert choices.edges[0, 1] == reshard_s(ROWS, WHOLE, (64, 64), 4, LINE, UPDATE)
+    assert choices.edges[0, 1] == reshard_s(ROWS, WHOLE, (64, 64), 4, UPDATE)
 
 
 def test_a_node_that_reads_itself_pays_in_each_state():
@@ -61,7 +62,7 @@ def test_a_node_that_reads_itself_pays_in_each_state():
     before, after = LayoutNode(node, (ROWS, ROWS)), LayoutNode(node, (ROWS, WHOLE))
     choices.add_edge(before, after, MATRIX, 2.0, "body")
     assert not choices.edges
-    gathered = reshard_s(ROWS, WHOLE, (64, 64), 4, LINE, FORWARD)
+    gathered = reshard_s(ROWS, WHOLE, (64, 64), 4, FORWARD)
     np.testing.assert_allclose(choices.costs[node], [1, 1 + 2 * gathered])
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 import autopar
-from autopar.compiler.costs.mesh_costs import h100_figures
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.fold_layers import Fold, fold
 from autopar.compiler.intra_op.plan_program import plan_intra_op
@@ -21,11 +21,20 @@ from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec, used_axes
 from autopar.compiler.spmd.emit import localize
 from autopar.compiler.spmd.local_program import local_block
+from autopar.hardware.machine import Link, Machine
 
 WIDTH = 16
-# Slow devices and a fast network: even small steps are worth splitting.
-FIGURES = replace(h100_figures(2), matmul_flops=1e9, latency_s=(1e-9, 1e-9))
 MESH = LogicalMesh(shape=(2, 4), axis_names=("data", "model"))
+# Slow devices and a fast network: even small steps are worth splitting.
+H100 = Machine.named("dgx-h100")
+SLOW = replace(
+    H100,
+    peak_flops=dict.fromkeys(H100.peak_flops, 1e9),
+    matmul_half_flops=0.0,
+    kernel_s=0.0,
+    intra=Link(latency_s=1e-9, bandwidth=H100.intra.bandwidth, ramp_bytes=0.0),
+)
+MESH_COSTS = MeshCosts(machine=SLOW, mesh=MESH)
 
 
 def attention(weights: Any, x: jax.Array) -> jax.Array:
@@ -139,7 +148,7 @@ def test_folded_plan_is_nearly_as_good_and_computes_the_same(kind: str) -> None:
         plan_intra_op(
             trace.jaxpr,
             MESH,
-            FIGURES,
+            MESH_COSTS,
             state_outputs=dict(trace.state_outputs),
             input_names=[leaf.name for leaf in trace.inputs],
             fold_from=fold_from,
@@ -167,7 +176,7 @@ def test_what_has_one_reader_in_every_layer_is_not_kept_for_several(kind: str) -
     found = plan_intra_op(
         trace.jaxpr,
         MESH,
-        FIGURES,
+        MESH_COSTS,
         state_outputs=dict(trace.state_outputs),
         input_names=[leaf.name for leaf in trace.inputs],
         fold_from=0,

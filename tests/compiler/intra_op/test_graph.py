@@ -9,7 +9,7 @@ from autopar.compiler.intra_op.plan_program import Constraints, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, all_layouts
 from tests.compiler.equations import real
-from tests.compiler.planned_steps import GRID, LINE, figures, plan_step, traced
+from tests.compiler.planned_steps import GRID, LINE, mesh_costs, plan_step, traced
 
 X, Y, W = real(64, 32), real(32, 64), real(32, 32)
 
@@ -68,7 +68,7 @@ def test_a_weight_of_both_phases_has_a_copy_for_the_phase_that_reads_it_often():
 def test_readers_of_one_value_share_its_gathering():
     """Both pay for it once: the optimum of two products costs less than twice that of one."""
     rows = Layout(((0,), ()))
-    chosen = figures(LINE, bandwidth=1e6)
+    chosen = mesh_costs(LINE, bandwidth=1e6)
 
     def value(function, results):
         closed = traced(function, X, Y)
@@ -127,7 +127,7 @@ def test_sums_are_passed_on_through_what_is_linear_only():
 
 def test_equal_equations_are_listed_once():
     found = plan_intra_op(
-        traced(lambda x: jnp.tanh(jnp.tanh(x)), X), GRID, figures(GRID), state_outputs={}, time_limit_s=10
+        traced(lambda x: jnp.tanh(jnp.tanh(x)), X), GRID, mesh_costs(GRID), state_outputs={}, time_limit_s=10
     )
     first, second = found.choices.equations
     assert first is not None and second is not None

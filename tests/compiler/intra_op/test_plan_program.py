@@ -12,7 +12,7 @@ from autopar.compiler.intra_op.plan_program import Constraints, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.solver.problem import assignment_cost
-from tests.compiler.planned_steps import GRID, LINE, collectives, figures, plan_step, traced
+from tests.compiler.planned_steps import GRID, LINE, collectives, mesh_costs, plan_step, traced
 
 MESHES = pytest.mark.parametrize("mesh", [LINE, GRID], ids=["8", "2x4"])
 
@@ -103,7 +103,7 @@ def test_a_head_of_many_classes_is_split_and_no_logits_travel(mesh):
 
 
 def test_where_sending_is_slow_every_device_does_everything():
-    chosen = figures(GRID, latency_s=10.0)
+    chosen = mesh_costs(GRID, latency_s=10.0)
     _, moved = planned_step(mlp, (f32(64, 64),) * 2, (f32(128, 64), f32(128, 64)), GRID, chosen=chosen)
     assert moved == []
 
@@ -198,7 +198,7 @@ def test_layers_alike_are_planned_as_one_where_inputs_have_names():
     closed = traced(step, *[f32(64, 64)] * 6, f32(256, 64))
     names = [*(f"params.h_{number}" for number in range(6)), "x"]
     apart = plan_step(closed, GRID)
-    folded = plan_intra_op(closed, GRID, figures(GRID), state_outputs={}, input_names=names, fold_from=1)
+    folded = plan_intra_op(closed, GRID, mesh_costs(GRID), state_outputs={}, input_names=names, fold_from=1)
     assert len(folded.table.costs) < len(apart.table.costs)
     assert folded.optimum.value >= apart.optimum.value * (1 - 1e-9)
     assert len(folded.plan.equations) == len(jc.open_jaxpr(closed)[0].eqns)

@@ -17,10 +17,15 @@ from tests.compiler.stage_plans import QUICK, with_planned_layouts
 from tests.equivalence import Configuration
 from tests.zoo import ZOO
 
-DEAR = dataclasses.replace(
-    QUICK, latency_s=(1e-3, 1e-3), matmul_flops=1e5, vector_flops=1e12, memory_bandwidth=1e13, combined_latency=1.0
+EXPENSIVE = dataclasses.replace(
+    QUICK,
+    intra=dataclasses.replace(QUICK.intra, latency_s=1e-3),
+    # Products run at 1e5 FLOP/s, and all else at 1e12.
+    peak_flops={"float32": 2e12, "float16": 1e13, "bfloat16": 1e13},
+    matmul_share={"float32": 5e-8, "float16": 1.0, "bfloat16": 1.0},
+    memory_bandwidth=1e13,
 )
-"""Work is slow enough to be split, and collectives dear enough to be run once per step, not once per microbatch."""
+"""Work is slow enough to be split, and collectives expensive enough to be run once per step, not per microbatch."""
 
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -91,7 +96,7 @@ def traced_wide_step():
 
 def test_gradients_stay_sums_until_the_update_where_collectives_are_dear():
     traced, params, batch = traced_wide_step()
-    planned = with_planned_layouts(traced, traced.plan().plan, DEAR)
+    planned = with_planned_layouts(traced, traced.plan().plan, EXPENSIVE)
     assert any("|" in text for mesh in planned.meshes for text in mesh.sharding.layouts["values"].values())
     # Per stage two gradients, reduced once per step.
     reductions = [c for c in planned.planned_collectives if c.kind in ("all-reduce", "reduce-scatter")]

@@ -9,6 +9,7 @@ import pytest
 
 from autopar.compiler import passes
 from autopar.compiler.pipeline.stage_graph import StageGraph, StageTask, evaluate
+from autopar.hardware.cluster import Cluster
 from autopar.methods import DataParallel
 from tests.small_steps import (
     WIDTH,
@@ -123,7 +124,7 @@ def test_tasks_stand_in_an_order_in_which_they_may_run():
 
 def test_one_stage_has_no_separate_backward_task():
     trace = traced(mlp_step, mlp_params(), mlp_batch())
-    plan = passes.make_plan(trace, DataParallel(num_microbatches=2), num_devices=2, kind="cpu")
+    plan = passes.make_plan(trace, DataParallel(num_microbatches=2), cluster=Cluster(num_devices=2, kind="cpu"))
     assert [t.name for t in passes.cut_step(trace, plan).tasks] == ["F0", "U0'"]
 
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from autopar import DataParallel, Plan, ShardParallel
 from autopar.compiler import passes
 from autopar.compiler.frontend.trace import Trace
+from autopar.hardware.cluster import Cluster
 from tests.small_steps import (
     WIDTH,
     draw,
@@ -28,7 +29,7 @@ from tests.small_steps import (
 
 def plan(method: Any, trace: Trace | None = None, *, num_devices: int = 8) -> Plan:
     found = traced(mlp_step, mlp_params(4), mlp_batch()) if trace is None else trace
-    return passes.make_plan(found, method, num_devices=num_devices, kind="cpu")
+    return passes.make_plan(found, method, cluster=Cluster(num_devices=num_devices, kind="cpu"))
 
 
 def test_data_parallel_is_one_mesh_of_all_devices_with_the_batch_along_it():

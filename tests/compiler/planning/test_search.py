@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.compiler.costs.mesh_costs import cpu_figures
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
 from autopar.compiler.intra_op.plan_tasks import task_graph
 from autopar.compiler.jaxprs import compat as jc
@@ -52,7 +52,7 @@ def arguments():
     return {**layers, "head": weights(WIDTH, WIDTH)}, {"x": weights(ROWS, WIDTH), "y": weights(ROWS, WIDTH)}
 
 
-def machine(**figures):
+def machine(**mesh_costs):
     """Hosts of two devices, with slow links between them."""
     base = Machine.named("p3.16xlarge")
     slow = Link(latency_s=1e-6, bandwidth=1e7, ramp_bytes=0.0)
@@ -68,7 +68,7 @@ def machine(**figures):
         matmul_half_flops=0.0,
         kernel_s=0.0,
         sources={},
-        **figures,
+        **mesh_costs,
     )
 
 
@@ -201,9 +201,9 @@ def test_layers_of_one_kind_are_one_class():
 def test_the_cost_of_a_range_is_that_of_its_layers():
     layers = layers_of()
     mesh = LogicalMesh(shape=(2, 2), axis_names=("data", "model"))
-    figures = dataclasses.replace(cpu_figures(2), latency_s=QUICK.latency_s)
+    mesh_costs = MeshCosts(machine=QUICK, mesh=mesh)
     costs = LayerCosts(classes=layers.classes, most_common=layers.class_of[1], method=autopar.Auto())
-    each = [costs.cost(number, mesh, figures, 0.0) for number in layers.class_of]
+    each = [costs.cost(number, mesh, mesh_costs, 0.0) for number in layers.class_of]
     plan = Plan(
         fingerprint="",
         method="Auto",
@@ -217,7 +217,7 @@ def test_the_cost_of_a_range_is_that_of_its_layers():
     graph = cut_stages(layers.prepared, StageCut.of(plan))
     tasks = tasks_of_stages(graph, plan.stages_on(0))
     stage = layer_class(graph, tasks)
-    whole = stage_cost(stage, task_graph(tasks, mesh, figures, stage.constraints).best({}), mesh, figures)
+    whole = stage_cost(stage, task_graph(tasks, mesh, mesh_costs, stage.constraints).best({}), mesh, mesh_costs)
     composed_s = 2 * sum(c.forward_s + c.backward_s for c in each) + sum(c.update_s for c in each)
     direct_s = 2 * (whole.forward_s + whole.backward_s) + whole.update_s
     assert direct_s <= composed_s * 1.001

@@ -91,7 +91,6 @@ def test_stages_hold_what_is_simulated(recomputed, donated, fields):
         method=autopar.Auto(num_microbatches=8, **fields),
         num_devices=8,
         machine=cluster().machine,
-        kind=cluster().machine,
         cache_directory=None,
     )
     sharded = shard_candidate(problem, search_pipelines(problem)[0])

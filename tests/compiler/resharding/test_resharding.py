@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from autopar.compiler.analysis.compiled_collectives import compiled_collectives
-from autopar.compiler.costs.mesh_costs import cpu_figures, h100_figures
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.resharding.costs import (
     AllGather,
     AllReduce,
@@ -30,6 +30,7 @@ from autopar.compiler.resharding.costs import (
 )
 from autopar.compiler.resharding.steps import after
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, fits, local_shape, replicated, used_axes
+from autopar.hardware.machine import Link, Machine
 
 
 def mesh_of(*shape):
@@ -215,6 +216,7 @@ def test_arrays_of_keys_are_resharded_as_they_are():
 
 # --- which steps --------------------------------------------------------------------------------------------
 
+H100 = Machine.named("dgx-h100")
 WHOLE = replicated(2)
 ROWS, COLUMNS = Layout(((0,), ())), Layout(((), (0,)))
 BLOCKS = Layout(((0,), (1,)))
@@ -282,11 +284,11 @@ def test_dimensions_and_axes_of_size_one_take_no_part():
 def test_where_one_axis_is_slow_sums_are_made_along_the_fast_one_first():
     mesh = mesh_of(2, 4)
     source = Layout(((), ()), (0, 1))
-    slow = dataclasses.replace(h100_figures(2), bandwidth=(5e10, 3.6e11))
+    slow = MeshCosts(machine=dataclasses.replace(H100, domain=4), mesh=mesh)
     hierarchical = (ReduceScatter((1,), 0), AllReduce((0,)), AllGather((1,), 0))
     assert reshard_steps(source, WHOLE, (64, 64), mesh, slow) == hierarchical
-    equal = dataclasses.replace(slow, bandwidth=(3e11, 3e11))
-    assert reshard_s(source, WHOLE, (2**14, 2**14), 4, mesh, slow) < 2 * 7 / 8 * 2**30 / 5e10
+    equal = MeshCosts(machine=H100, mesh=mesh)
+    assert reshard_s(source, WHOLE, (2**14, 2**14), 4, slow) < 2 * 7 / 8 * 2**30 / 5e10
     assert reshard_steps(source, WHOLE, (64, 64), mesh, equal) == reshard_steps(source, WHOLE, (64, 64), mesh)
 
 
@@ -306,41 +308,44 @@ def test_collectives_count_the_larger_of_operand_and_result_on_one_device():
     )
 
 
-@pytest.mark.parametrize("figures", [cpu_figures(2), h100_figures(2)], ids=lambda figures: figures.name)
+@pytest.mark.parametrize("machine", ["cpu", "dgx-h100"])
 @pytest.mark.parametrize("shape", [(8, 64), (1, 8, 16), (), (16, 3)], ids=str)
-def test_seconds_are_those_of_the_collectives_and_of_copies(shape, figures):
+def test_seconds_are_those_of_the_collectives_and_of_copies(shape, machine):
     mesh = mesh_of(2, 4)
+    mesh_costs = MeshCosts(machine=Machine.named(machine), mesh=mesh)
     layouts = tuple(with_partial_sums(shape, mesh))
-    matrix = reshard_matrix(layouts, layouts, shape, 4, mesh, figures)
+    matrix = reshard_matrix(layouts, layouts, shape, 4, mesh_costs)
     for (i, source), (j, target) in itertools.product(enumerate(layouts), repeat=2):
-        steps = reshard_steps(source, target, shape, mesh, figures)
+        steps = reshard_steps(source, target, shape, mesh, mesh_costs)
         collectives = step_collectives(steps, source, shape, 4, mesh)
-        sent = sum(figures.collective_s(c.kind, c.axes, c.nbytes, mesh) for c in collectives)
+        sent = sum(mesh_costs.collective_s(c.kind, c.axes, c.nbytes) for c in collectives)
         # Besides that, each step copies the array at most twice.
-        copies = len(steps) * 4 * np.prod(shape) * 4 / figures.memory_bandwidth
+        copies = len(steps) * 4 * np.prod(shape) * 4 / mesh_costs.machine.memory_bandwidth
         assert sent * (1 - 1e-9) <= matrix[i, j] <= (sent + copies) * (1 + 1e-9)
-        assert reshard_s(source, target, shape, 4, mesh, figures) == matrix[i, j]
+        assert reshard_s(source, target, shape, 4, mesh_costs) == matrix[i, j]
 
 
 def test_what_is_there_already_costs_nothing_and_slicing_sends_nothing():
-    mesh, figures, shape = mesh_of(2, 2, 2), h100_figures(3), (64, 64, 64)
+    mesh, shape = mesh_of(2, 2, 2), (64, 64, 64)
+    mesh_costs = MeshCosts(machine=H100, mesh=mesh)
     layouts = all_layouts(shape, mesh)
-    matrix = reshard_matrix(layouts, layouts, shape, 4, mesh, figures)
+    matrix = reshard_matrix(layouts, layouts, shape, 4, mesh_costs)
     assert not matrix.diagonal().any()
     assert (matrix + np.eye(len(layouts)) > 0).all()
     part = 4 * 64**3 / 8
     assert matrix[layouts.index(replicated(3))].max() == pytest.approx(3 * 2 * 4 * 64**3 / 2 / 2.8e12, rel=0.5)
-    assert matrix[layouts.index(replicated(3))].max() < figures.latency_s[0]
+    assert matrix[layouts.index(replicated(3))].max() < mesh_costs.collective_s("all-gather", (0,), 0.0)
     assert (
-        reshard_s(replicated(3), Layout(((0, 1, 2), (), ())), shape, 4, mesh, figures)
-        == 2 * part / figures.memory_bandwidth
+        reshard_s(replicated(3), Layout(((0, 1, 2), (), ())), shape, 4, mesh_costs)
+        == 2 * part / mesh_costs.machine.memory_bandwidth
     )
 
 
 def test_seconds_grow_with_the_array_but_for_the_latency():
-    mesh, figures = mesh_of(2, 4), h100_figures(2)
+    mesh = mesh_of(2, 4)
+    mesh_costs = MeshCosts(machine=H100, mesh=mesh)
     layouts = all_layouts((8, 8), mesh)
-    small, large, larger = (reshard_matrix(layouts, layouts, (n, 8), 4, mesh, figures) for n in (8, 16, 24))
+    small, large, larger = (reshard_matrix(layouts, layouts, (n, 8), 4, mesh_costs) for n in (8, 16, 24))
     np.testing.assert_allclose(larger - large, large - small, rtol=1e-6)
 
 
@@ -364,9 +369,10 @@ def test_no_detour_that_makes_no_new_sums_sends_much_less():
     mesh, shape = mesh_of(2, 2, 2), (16, 8)
     whole, layouts = all_layouts(shape, mesh), tuple(with_partial_sums(shape, mesh))
     # Only bytes count: collectives take no time by themselves, and copies none at all.
-    figures = dataclasses.replace(h100_figures(3), latency_s=(0.0,) * 3, memory_bandwidth=1e30, bandwidth=(1.0,) * 3)
-    to_middle = reshard_matrix(layouts, layouts, shape, 1, mesh, figures)
-    to_end = reshard_matrix(layouts, whole, shape, 1, mesh, figures)
+    link = Link(latency_s=0.0, bandwidth=1.0, ramp_bytes=0.0)
+    mesh_costs = MeshCosts(machine=dataclasses.replace(H100, intra=link, memory_bandwidth=1e30), mesh=mesh)
+    to_middle = reshard_matrix(layouts, layouts, shape, 1, mesh_costs)
+    to_end = reshard_matrix(layouts, whole, shape, 1, mesh_costs)
     new_sums = np.array([[not {*middle.partial} <= {*source.partial} for middle in layouts] for source in layouts])
     detours = (np.where(new_sums, np.inf, to_middle)[:, :, None] + to_end).min(1)
     # A collective more has to save a quarter of the smallest part.

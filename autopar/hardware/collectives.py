@@ -1,0 +1,129 @@
+"""Seconds of collectives, one formula per kind: `register_collective_cost` adds one or takes the place of one.
+
+    levels of the network, bytes  ->  CollectiveTime
+
+A level is a ring of devices that are equally far from each other; the levels come with the fastest first. Over n
+devices of one level a ring takes n - 1 steps (Thakur, Rabenseifner & Gropp 2005, section 4), in each of which every
+device sends the n-th part of b, the whole of what one device holds before a reduction, or after a gather:
+
+    all-gather, reduce-scatter, all-to-all      start +   (n-1) step +   (n-1)/n b / bandwidth     =: ring(b, n)
+    all-reduce                                2 start + 2 (n-1) step + 2 (n-1)/n b / bandwidth
+    collective-permute                          start +         step +           b / bandwidth
+
+A group of several levels takes one after the other. Reductions and gathers leave b/n for the level after one of n
+devices; of an all-to-all, a level takes what stays on one device of all slower ones:
+
+    all-reduce, all-gather, reduce-scatter    intra.ring(b, m)   + inter.ring(b/m, h)
+    all-to-all                                intra.ring(b/h, m) + inter.ring(b, h)
+    collective-permute                        inter alone
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from autopar.errors import InvalidArgument
+
+PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "collective-permute": 1}
+"""How often what a collective moves goes around the ring."""
+
+
+class NetworkLevel(NamedTuple):
+    """Devices that are equally far from each other."""
+
+    size: int
+    start_s: float
+    """Time of a collective that does not depend on its bytes, nor on how many steps it takes."""
+    step_s: float
+    """Latency of one message to a neighbour."""
+    bandwidth: float
+    """Bytes/s that one device sends, all of them sending."""
+
+
+class CollectiveTime(NamedTuple):
+    """Seconds of a collective: what it takes without any bytes, and what the bytes take, in proportion to them."""
+
+    latency_s: float
+    transfer_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Return both together, in seconds."""
+        return self.latency_s + self.transfer_s
+
+
+CollectiveCost = Callable[[Sequence[NetworkLevel], float], CollectiveTime]
+"""The time of a collective over some levels (each of two devices or more, the fastest first) of so many bytes."""
+
+
+def wire_bytes(kind: str, group: int, nbytes: float) -> float:
+    """Bytes that each of `group` devices sends; `nbytes` is the larger of its operand and its result."""
+    return PASSES[kind] * nbytes * (group - 1) / group
+
+
+def _rings(levels: Sequence[NetworkLevel], nbytes: float, *, passes: int) -> CollectiveTime:
+    latency_s = transfer_s = 0.0
+    for level in levels:
+        ring = _ring(level, nbytes, passes)
+        latency_s, transfer_s, nbytes = latency_s + ring.latency_s, transfer_s + ring.transfer_s, nbytes / level.size
+    return CollectiveTime(latency_s, transfer_s)
+
+
+def _all_to_all(levels: Sequence[NetworkLevel], nbytes: float) -> CollectiveTime:
+    latency_s = transfer_s = 0.0
+    slower = math.prod(level.size for level in levels)
+    for level in levels:
+        slower //= level.size
+        ring = _ring(level, nbytes / slower, 1)
+        latency_s, transfer_s = latency_s + ring.latency_s, transfer_s + ring.transfer_s
+    return CollectiveTime(latency_s, transfer_s)
+
+
+def _permute(levels: Sequence[NetworkLevel], nbytes: float) -> CollectiveTime:
+    slowest = levels[-1]
+    # The start of a ring of n devices is that of an n-th of a message, n - 1 times.
+    start_s = slowest.start_s * slowest.size / (slowest.size - 1)
+    return CollectiveTime(start_s + slowest.step_s, nbytes / slowest.bandwidth)
+
+
+def _ring(level: NetworkLevel, nbytes: float, passes: int) -> CollectiveTime:
+    latency_s = (level.start_s + (level.size - 1) * level.step_s) * passes
+    return CollectiveTime(latency_s, passes * nbytes * (level.size - 1) / level.size / level.bandwidth)
+
+
+_COSTS: dict[str, CollectiveCost] = {
+    "all-reduce": functools.partial(_rings, passes=2),
+    "all-gather": functools.partial(_rings, passes=1),
+    "reduce-scatter": functools.partial(_rings, passes=1),
+    "all-to-all": _all_to_all,
+    "collective-permute": _permute,
+}
+
+
+def register_collective_cost(kind: str, cost: CollectiveCost) -> None:
+    """Have plans made from now on, and times modelled from now on, use this cost for a kind of collective."""
+    _COSTS[kind] = cost
+
+
+def collective_costs() -> tuple[tuple[str, CollectiveCost], ...]:
+    """Return the cost of every kind as it is now."""
+    return tuple(_COSTS.items())
+
+
+def collective_cost(kind: str) -> CollectiveCost:
+    """Return the cost of a kind; raise `InvalidArgument` for a kind that has none."""
+    if kind not in _COSTS:
+        raise InvalidArgument(
+            f"There is no cost of the collective {kind!r}; there is one of {', '.join(_COSTS)}. Choose one of these, "
+            "or add it with autopar.hardware.collectives.register_collective_cost."
+        )
+    return _COSTS[kind]
+
+
+def collective_time(kind: str, levels: Sequence[NetworkLevel], nbytes: float) -> CollectiveTime:
+    """Return the time of a collective over some levels of the network, those of one device left out."""
+    cost, levels = collective_cost(kind), [level for level in levels if level.size > 1]
+    return cost(levels, nbytes) if levels else CollectiveTime(0.0, 0.0)
