@@ -22,7 +22,7 @@ from typing import Any
 from autopar.compiler.frontend.dedup_recomputation import join_recomputed
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.dead_code import eliminate_dead
-from autopar.compiler.jaxprs.evaluate import evaluate, rewrite
+from autopar.compiler.jaxprs.evaluate import evaluate_jaxpr, rewrite
 from autopar.compiler.jaxprs.flops import equation_flops
 from autopar.compiler.jaxprs.primitives import CONTROL_FLOW, REMAT
 
@@ -89,7 +89,7 @@ def _backward(eqn: jc.JaxprEqn, values: Sequence[Any], path: Path, regions: Coll
     if eqn.primitive.name not in REMAT or path not in regions:
         return jc.bind_equation(eqn, values)
     with jc.under_scope_of(eqn):
-        return evaluate(
+        return evaluate_jaxpr(
             _body(eqn), (), values, lambda number, inner, inputs: _backward(inner, inputs, (*path, number), regions)
         )
 
@@ -98,7 +98,7 @@ def _forward(_: int, eqn: jc.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Evaluate an equation of the forward with all regions inlined."""
     if eqn.primitive.name in REMAT:
         with jc.under_scope_of(eqn):
-            return evaluate(_body(eqn), (), values, _forward)
+            return evaluate_jaxpr(_body(eqn), (), values, _forward)
     enters = eqn.primitive.name in CONTROL_FLOW
     return jc.bind_equation(eqn, values, jc.map_subjaxprs(eqn, _without_regions) if enters else None)
 

@@ -83,7 +83,7 @@ def _cut(piece: Any, start: int, stop: int) -> Any:
 # An equation that keeps rows apart (or sums them, moves them, loops over them) has an axis of its own, and
 # each value that carries it a place there:
 #
-#     row p of the value  =  row  ratio · p + offset  of the axis                  → Link
+#     row p of the value  =  row  ratio · p + offset  of the axis                  → AxisLink
 #
 #     mul a b             all three: ratio 1, offset 0         slice x[2:4]        result: offset 2
 #     concatenate a b     b: offset len(a)                     reshape (4,3)->(12) operand: ratio 3
@@ -94,7 +94,7 @@ Apply = Callable[[Sequence[Any], Sequence[Bounds]], list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class AxisLink:
     """Where a value (a variable or literal of the equation) lies on one of the equation's axes."""
 
     value: Any
@@ -104,15 +104,15 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class PieceRule:
     """How an equation runs on pieces: `apply(operands, bounds of each axis) -> results`."""
 
     lengths: tuple[int, ...]
-    links: tuple[Link, ...]
+    links: tuple[AxisLink, ...]
     apply: Apply
 
 
-def shape_of(value: Any) -> tuple[int, ...]:
+def array_shape(value: Any) -> tuple[int, ...]:
     """The shape of a variable or literal; () for what has none (a token)."""
     return tuple(getattr(value.aval, "shape", ()))
 
@@ -124,19 +124,19 @@ def dtype_of(value: Any) -> Any:
 
 def size_of(value: Any) -> int | None:
     """The length of axis 0; None of a scalar."""
-    return next(iter(shape_of(value)), None)
+    return next(iter(array_shape(value)), None)
 
 
-def independent(eqn: JaxprEqn, carries: Sequence[bool] | None = None) -> Rule | None:
+def independent(eqn: JaxprEqn, carries: Sequence[bool] | None = None) -> PieceRule | None:
     """Operands that carry the axis are read by piece, the others whole; all results carry it."""
     carries = [True] * len(eqn.invars) if carries is None else carries
     carriers = [*(v for v, carried in zip(eqn.invars, carries) if carried), *eqn.outvars]
     lengths = {size_of(v) for v in carriers}
     if len(lengths) != 1 or None in lengths:
         return None
-    return Rule(
+    return PieceRule(
         lengths=tuple(length for length in lengths if length is not None),
-        links=tuple(Link(value=v) for v in carriers),
+        links=tuple(AxisLink(value=v) for v in carriers),
         apply=partial(_apply_independent, eqn, carries),
     )
 
@@ -164,26 +164,28 @@ def _run(eqn: JaxprEqn, carries: Sequence[bool], args: Sequence[Any], start: int
 def _params_of_piece(eqn: JaxprEqn, size: int) -> dict[str, Any]:
     """The parameters that are others on a piece of `size` rows."""
     if eqn.primitive.name in ("broadcast_in_dim", "iota"):
-        return {"shape": (size, *shape_of(eqn.outvars[0])[1:])}
+        return {"shape": (size, *array_shape(eqn.outvars[0])[1:])}
     return {}
 
 
-def reduction(eqn: JaxprEqn, combine: Callable[[Any, Any], Any]) -> Rule:
+def reduction(eqn: JaxprEqn, combine: Callable[[Any, Any], Any]) -> PieceRule:
     def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
         carries = [True] * len(args)
         partials = [_run(eqn, carries, args, start, stop)[0] for start, stop in pairwise(bounds[0])]
         with under_scope_of(eqn):
             return [reduce(combine, partials)]
 
-    return Rule(lengths=(shape_of(eqn.invars[0])[0],), links=tuple(Link(value=v) for v in eqn.invars), apply=apply)
+    return PieceRule(
+        lengths=(array_shape(eqn.invars[0])[0],), links=tuple(AxisLink(value=v) for v in eqn.invars), apply=apply
+    )
 
 
-def slices(eqn: JaxprEqn) -> Rule | None:
+def slices(eqn: JaxprEqn) -> PieceRule | None:
     operand, result, cut_at = eqn.invars[0], eqn.outvars[0], jp.slice_of(eqn)
     first = cut_at.starts[0]
     if cut_at.strides[0] != 1:
         return None
-    same_rows = shape_of(result)[1:] == shape_of(operand)[1:]
+    same_rows = array_shape(result)[1:] == array_shape(operand)[1:]
 
     def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
         cut = _within(bounds[0], first, size_of(result))
@@ -199,11 +201,11 @@ def slices(eqn: JaxprEqn) -> Rule | None:
         with under_scope_of(eqn):
             return [piecewise(cut, pieces)]
 
-    links = (Link(value=operand), Link(value=result, offset=first))
-    return Rule(lengths=(shape_of(operand)[0],), links=links, apply=apply)
+    links = (AxisLink(value=operand), AxisLink(value=result, offset=first))
+    return PieceRule(lengths=(array_shape(operand)[0],), links=links, apply=apply)
 
 
-def split(eqn: JaxprEqn) -> Rule | None:
+def split(eqn: JaxprEqn) -> PieceRule | None:
     if jp.dimensions_of(eqn) != (0,):
         return independent(eqn)
     offsets = _offsets(eqn.outvars)
@@ -220,7 +222,7 @@ def split(eqn: JaxprEqn) -> Rule | None:
     return _joined(eqn, eqn.invars[0], eqn.outvars, offsets, apply)
 
 
-def concatenate(eqn: JaxprEqn) -> Rule | None:
+def concatenate(eqn: JaxprEqn) -> PieceRule | None:
     if jp.dimensions_of(eqn) != (0,):
         return independent(eqn)
     offsets = _offsets(eqn.invars)
@@ -246,14 +248,14 @@ def _joined(
     parts: Sequence[Any],
     offsets: Sequence[int],
     apply: Apply,
-) -> Rule:
+) -> PieceRule:
     """The rule of an equation whose axis is one value's, made of consecutive parts."""
-    links = (Link(value=axis), *(Link(value=v, offset=o) for v, o in zip(parts, offsets)))
-    return Rule(lengths=(shape_of(axis)[0],), links=links, apply=apply)
+    links = (AxisLink(value=axis), *(AxisLink(value=v, offset=o) for v, o in zip(parts, offsets)))
+    return PieceRule(lengths=(array_shape(axis)[0],), links=links, apply=apply)
 
 
 def _offsets(values: Sequence[Any]) -> list[int]:
-    return [0, *accumulate(shape_of(v)[0] for v in values)][:-1]
+    return [0, *accumulate(array_shape(v)[0] for v in values)][:-1]
 
 
 def _within(bounds: Bounds, offset: int, size: int | None) -> Bounds:
@@ -262,7 +264,7 @@ def _within(bounds: Bounds, offset: int, size: int | None) -> Bounds:
     return (0, *(b - offset for b in bounds if offset < b < offset + size), size)
 
 
-def stack(eqn: JaxprEqn) -> Rule | None:
+def stack(eqn: JaxprEqn) -> PieceRule | None:
     if jp.dimensions_of(eqn) != (0,):
         return independent(eqn)
 
@@ -273,10 +275,10 @@ def stack(eqn: JaxprEqn) -> Rule | None:
         with under_scope_of(eqn):
             return [piecewise(bounds[0], pieces)]
 
-    return Rule(lengths=(len(eqn.invars),), links=(Link(value=eqn.outvars[0]),), apply=apply)
+    return PieceRule(lengths=(len(eqn.invars),), links=(AxisLink(value=eqn.outvars[0]),), apply=apply)
 
 
-def unstack(eqn: JaxprEqn) -> Rule | None:
+def unstack(eqn: JaxprEqn) -> PieceRule | None:
     if jp.dimensions_of(eqn) != (0,):
         return independent(eqn)
 
@@ -288,21 +290,21 @@ def unstack(eqn: JaxprEqn) -> Rule | None:
             layers += bind_equation(eqn, [piece])
         return layers
 
-    return Rule(lengths=(len(eqn.outvars),), links=(Link(value=eqn.invars[0]),), apply=apply)
+    return PieceRule(lengths=(len(eqn.outvars),), links=(AxisLink(value=eqn.invars[0]),), apply=apply)
 
 
-def pad(eqn: JaxprEqn) -> Rule | None:
+def pad(eqn: JaxprEqn) -> PieceRule | None:
     operand, fill = eqn.invars
     result, (along_rows, *along_others) = eqn.outvars[0], jp.padding_of(eqn)
     low, high, interior = along_rows
     if low < 0 or high < 0 or interior:
         return None
     zero = isinstance(fill, Literal) and not fill.val
-    last = low + shape_of(operand)[0]
+    last = low + array_shape(operand)[0]
 
     def piece(args: Sequence[Any], start: int, stop: int) -> Any:
         first, end = max(start, low), min(stop, last)
-        shape = (stop - start, *shape_of(result)[1:])
+        shape = (stop - start, *array_shape(result)[1:])
         with under_scope_of(eqn):
             if first >= end:
                 return Zeros(shape=shape, dtype=dtype_of(result)) if zero else jnp.broadcast_to(args[1], shape)
@@ -321,14 +323,14 @@ def pad(eqn: JaxprEqn) -> Rule | None:
     return _joined(eqn, result, [operand], [low], apply)
 
 
-def reshape(eqn: JaxprEqn) -> Rule | None:
+def reshape(eqn: JaxprEqn) -> PieceRule | None:
     operand, result = eqn.invars[0], eqn.outvars[0]
-    if len(eqn.invars) != 1 or not shape_of(operand) or not shape_of(result) or not prod(shape_of(result)):
+    if len(eqn.invars) != 1 or not array_shape(operand) or not array_shape(result) or not prod(array_shape(result)):
         return None
     if jp.reorders(eqn):
         return None
     # Rows of the result that one row of the operand fills.
-    ratio = Fraction(prod(shape_of(operand)[1:]), prod(shape_of(result)[1:]))
+    ratio = Fraction(prod(array_shape(operand)[1:]), prod(array_shape(result)[1:]))
 
     def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
         cut = tuple(b for b in bounds[0] if (b / ratio).denominator == 1)
@@ -336,16 +338,16 @@ def reshape(eqn: JaxprEqn) -> Rule | None:
         for start, stop in pairwise(cut):
             with under_scope_of(eqn):
                 piece = filled(rows(args[0], int(start / ratio), int(stop / ratio)))
-            sizes = (stop - start, *shape_of(result)[1:])
+            sizes = (stop - start, *array_shape(result)[1:])
             pieces += bind_equation(eqn, [piece], {"new_sizes": sizes})
         with under_scope_of(eqn):
             return [piecewise(cut, pieces)]
 
-    links = (Link(value=operand, ratio=ratio), Link(value=result))
-    return Rule(lengths=(shape_of(result)[0],), links=links, apply=apply)
+    links = (AxisLink(value=operand, ratio=ratio), AxisLink(value=result))
+    return PieceRule(lengths=(array_shape(result)[0],), links=links, apply=apply)
 
 
-def barrier(eqn: JaxprEqn) -> Rule:
+def barrier(eqn: JaxprEqn) -> PieceRule:
     """Every operand keeps its own pieces; one barrier still holds all of them together."""
 
     def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
@@ -355,11 +357,13 @@ def barrier(eqn: JaxprEqn) -> Rule:
         with under_scope_of(eqn):
             return [piecewise(b, [next(through) for _ in pieces]) for pieces, b in zip(cut, bounds)]
 
-    links = [Link(value=v, axis=i) for i, pair in enumerate(zip(eqn.invars, eqn.outvars)) for v in pair if size_of(v)]
-    return Rule(lengths=tuple(size_of(v) or 0 for v in eqn.invars), links=tuple(links), apply=apply)
+    links = [
+        AxisLink(value=v, axis=i) for i, pair in enumerate(zip(eqn.invars, eqn.outvars)) for v in pair if size_of(v)
+    ]
+    return PieceRule(lengths=tuple(size_of(v) or 0 for v in eqn.invars), links=tuple(links), apply=apply)
 
 
-def loop(eqn: JaxprEqn) -> Rule:
+def loop(eqn: JaxprEqn) -> PieceRule:
     """A scan runs over its pieces in turn: the carry goes through, each piece has its xs and ys."""
     found = jp.scan_of(eqn)
     num_outer = found.num_consts + found.num_carry
@@ -381,7 +385,7 @@ def loop(eqn: JaxprEqn) -> Rule:
             return [*carry, *(piecewise(bounds[0], ys) for ys in zip(*pieces))]
 
     scanned = (*eqn.invars[num_outer:], *eqn.outvars[found.num_carry :])
-    return Rule(lengths=(found.length,), links=tuple(Link(value=v) for v in scanned), apply=apply)
+    return PieceRule(lengths=(found.length,), links=tuple(AxisLink(value=v) for v in scanned), apply=apply)
 
 
 # --- Which equations can run on pieces along axis 0: an entry per primitive ---
@@ -401,7 +405,7 @@ _COMBINED_BY: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def rule_of(eqn: JaxprEqn) -> Rule | None:
+def rule_of(eqn: JaxprEqn) -> PieceRule | None:
     """What the equation does with axis 0; None if it has to read whole values."""
     name = eqn.primitive.name
     if name in primitives.ELEMENTWISE | primitives.COPIES | {"name"}:
@@ -412,41 +416,41 @@ def rule_of(eqn: JaxprEqn) -> Rule | None:
     if name in _COMBINED_BY:
         return reduction(eqn, _COMBINED_BY[name]) if 0 in jp.dimensions_of(eqn) else independent(eqn)
     if name in primitives.FACTORIZATIONS:
-        return independent(eqn) if all(len(shape_of(v)) > 2 for v in eqn.invars) else None
+        return independent(eqn) if all(len(array_shape(v)) > 2 for v in eqn.invars) else None
     return _OTHERS[name](eqn) if name in _OTHERS else None
 
 
-def _broadcast(eqn: JaxprEqn) -> Rule | None:
+def _broadcast(eqn: JaxprEqn) -> PieceRule | None:
     if len(eqn.invars) != 1:
         return None
     operand, result = eqn.invars[0], eqn.outvars[0]
     return independent(eqn, [jp.broadcast_dimensions(eqn)[:1] == (0,) and size_of(operand) == size_of(result)])
 
 
-def _iota(eqn: JaxprEqn) -> Rule | None:
+def _iota(eqn: JaxprEqn) -> PieceRule | None:
     return None if jp.dimensions_of(eqn) == (0,) or eqn.invars else independent(eqn)
 
 
-def _tile(eqn: JaxprEqn) -> Rule | None:
+def _tile(eqn: JaxprEqn) -> PieceRule | None:
     return independent(eqn) if jp.repetitions(eqn)[:1] == (1,) else None
 
 
-def _transpose(eqn: JaxprEqn) -> Rule | None:
+def _transpose(eqn: JaxprEqn) -> PieceRule | None:
     return independent(eqn) if jp.permutation_of(eqn)[:1] == (0,) else None
 
 
-def _dot(eqn: JaxprEqn) -> Rule | None:
+def _dot(eqn: JaxprEqn) -> PieceRule | None:
     (left_contracted, right_contracted), (left_batch, right_batch) = jp.dot_dimensions(eqn)
     if left_batch:
         return independent(eqn) if left_batch[0] == right_batch[0] == 0 else None
     if (0, 0) in zip(left_contracted, right_contracted):
         return reduction(eqn, lax.add)
-    if len(left_contracted) == len(shape_of(eqn.invars[0])):
+    if len(left_contracted) == len(array_shape(eqn.invars[0])):
         return independent(eqn, [False, True]) if 0 not in right_contracted else None
     return independent(eqn, [True, False]) if 0 not in left_contracted else None
 
 
-_OTHERS: dict[str, Callable[[JaxprEqn], Rule | None]] = {
+_OTHERS: dict[str, Callable[[JaxprEqn], PieceRule | None]] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": concatenate,
     "dot_general": _dot,

@@ -23,15 +23,15 @@ import jax
 from jax import numpy as jnp
 
 from autopar.compiler.frontend.layer_scan_rules import (
+    AxisLink,
     Bounds,
-    Link,
+    PieceRule,
     Pieces,
-    Rule,
+    array_shape,
     dtype_of,
     filled,
     rows,
     rule_of,
-    shape_of,
     size_of,
     whole,
 )
@@ -47,16 +47,16 @@ from autopar.compiler.jaxprs.compat import (
     trace,
     under_scope_of,
 )
-from autopar.compiler.jaxprs.evaluate import evaluate
+from autopar.compiler.jaxprs.evaluate import evaluate_jaxpr
 
-__all__ = ["Piece", "SplitLoops", "find_layer_loops", "has_layer_loops", "split_layer_loops"]
+__all__ = ["LeafRows", "SplitLoops", "find_layer_loops", "has_layer_loops", "split_layer_loops"]
 
 # A difference of neighbouring rows carries a cut on from row to row: what would get more pieces stays whole.
 MOST_PIECES = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class LeafRows:
     """The rows `[start, stop)` of an input or output of the original step; None and None: all of it."""
 
     leaf: int
@@ -69,8 +69,8 @@ class SplitLoops:
     """A step whose layer loops are split, and which piece of the original step each input and output is."""
 
     jaxpr: ClosedJaxpr
-    inputs: tuple[Piece, ...]
-    outputs: tuple[Piece, ...]
+    inputs: tuple[LeafRows, ...]
+    outputs: tuple[LeafRows, ...]
 
 
 def has_layer_loops(closed: ClosedJaxpr, *, batch_inputs: Collection[int]) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ def split_layer_loops(
     def split_step(*flat: Any) -> list[Any]:
         remaining = iter(flat)
         args = [_take(remaining, bounds) for bounds in inputs]
-        return _results(jaxpr, outputs, evaluate(jaxpr, consts, args, cuts.evaluate))
+        return _results(jaxpr, outputs, evaluate_jaxpr(jaxpr, consts, args, cuts.run_on_pieces))
 
     avals = [aval for v, bounds in zip(jaxpr.invars, inputs) for aval in _avals(v.aval, bounds)]
     return SplitLoops(
@@ -151,12 +151,12 @@ class _Cuts:
     """Where variables and the axes of equations are cut: inner points only."""
 
     points: Mapping[Hashable, frozenset[int]]
-    rules: Sequence[Rule | None]
+    rules: Sequence[PieceRule | None]
 
     def of_value(self, v: Any) -> Bounds | None:
         """The bounds of a variable's pieces; None if it stays whole."""
         points = self.points.get(v) if isinstance(v, Var) else None
-        return (0, *sorted(points), shape_of(v)[0]) if points else None
+        return (0, *sorted(points), array_shape(v)[0]) if points else None
 
     def of_axes(self, i: int) -> list[Bounds]:
         """The bounds along each axis of equation `i`."""
@@ -164,7 +164,7 @@ class _Cuts:
         lengths = rule.lengths if rule else ()
         return [(0, *sorted(self.points.get((i, a), ())), n) if n else () for a, n in enumerate(lengths)]
 
-    def evaluate(self, i: int, eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+    def run_on_pieces(self, i: int, eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         """Run equation `i`, on pieces if one of its axes or operands is cut."""
         rule, bounds = self.rules[i], self.of_axes(i)
         if rule and (any(isinstance(x, Pieces) for x in values) or any(len(b) > 2 for b in bounds)):
@@ -180,7 +180,7 @@ def _find_cuts(jaxpr: Jaxpr, num_pieces: int, batch_inputs: Collection[int], sta
     Points are only ever added, so this ends, and all values that one axis ties together agree.
     """
     rules = [rule_of(eqn) for eqn in jaxpr.eqns]
-    axes: dict[_Axis, tuple[int, list[Link]]] = {}
+    axes: dict[_Axis, tuple[int, list[AxisLink]]] = {}
     for i, rule in enumerate(rules):
         if rule is not None:
             links = [link for link in rule.links if isinstance(link.value, Var)]
@@ -188,8 +188,8 @@ def _find_cuts(jaxpr: Jaxpr, num_pieces: int, batch_inputs: Collection[int], sta
     for result, leaf in state_outputs.items():
         tied = [jaxpr.invars[leaf], jaxpr.outvars[result]]
         length = size_of(tied[0])
-        if length is not None and shape_of(tied[0]) == shape_of(tied[1]):
-            axes[-1, result] = length, [Link(value=v) for v in tied if isinstance(v, Var)]
+        if length is not None and array_shape(tied[0]) == array_shape(tied[1]):
+            axes[-1, result] = length, [AxisLink(value=v) for v in tied if isinstance(v, Var)]
     start = {(i, 0): _equal_parts(axes[i, 0][0], num_pieces) for i in find_layer_loops(jaxpr, batch_inputs)}
     fixed = {jaxpr.invars[i] for i in batch_inputs}
     return _Cuts(points=_carry_cuts(axes, start, fixed), rules=rules)
@@ -201,7 +201,7 @@ def _equal_parts(length: int, num_pieces: int) -> frozenset[int]:
 
 
 def _carry_cuts(
-    axes: Mapping[_Axis, tuple[int, Sequence[Link]]],
+    axes: Mapping[_Axis, tuple[int, Sequence[AxisLink]]],
     start: Mapping[_Axis, frozenset[int]],
     fixed: Collection[Any],
 ) -> dict[Hashable, frozenset[int]]:
@@ -215,12 +215,12 @@ def _carry_cuts(
 
 
 def _carry_once(
-    axes: Mapping[_Axis, tuple[int, Sequence[Link]]],
+    axes: Mapping[_Axis, tuple[int, Sequence[AxisLink]]],
     start: Mapping[_Axis, frozenset[int]],
     kept_whole: Collection[Any],
 ) -> tuple[dict[Hashable, frozenset[int]], Any]:
     """The cuts, and the first value or axis with too many of them, if one has."""
-    places: dict[Any, list[tuple[_Axis, Link]]] = defaultdict(list)
+    places: dict[Any, list[tuple[_Axis, AxisLink]]] = defaultdict(list)
     for axis, (_, links) in axes.items():
         for link in links:
             places[link.value].append((axis, link))
@@ -241,20 +241,20 @@ def _carry_once(
         if len(points[node]) >= MOST_PIECES:
             return points, node
         for link in axes[node][1] if node in axes else ():
-            add(link.value, shape_of(link.value)[0], _on_value(link, points[node]))
+            add(link.value, array_shape(link.value)[0], _on_value(link, points[node]))
         for axis, link in places.get(node, ()):
             add(axis, axes[axis][0], _on_axis(link, points[node]))
     return points, None
 
 
-def _on_value(link: Link, points: Collection[int]) -> list[int]:
+def _on_value(link: AxisLink, points: Collection[int]) -> list[int]:
     places = [(p - link.offset) / link.ratio for p in points]
     return [int(p) for p in places if p.denominator == 1]
 
 
-def _on_axis(link: Link, points: Collection[int]) -> list[int]:
+def _on_axis(link: AxisLink, points: Collection[int]) -> list[int]:
     """The value's cuts on the axis, and its ends: what lies outside of it is no part of its pieces."""
-    places = [p * link.ratio + link.offset for p in (0, *points, shape_of(link.value)[0])]
+    places = [p * link.ratio + link.offset for p in (0, *points, array_shape(link.value)[0])]
     return [int(p) for p in places if p.denominator == 1]
 
 
@@ -287,9 +287,9 @@ def _avals(aval: Any, bounds: Bounds | None) -> list[Any]:
     return [jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type) for shape in shapes]
 
 
-def _pieces(bounds: Sequence[Bounds | None]) -> tuple[Piece, ...]:
+def _pieces(bounds: Sequence[Bounds | None]) -> tuple[LeafRows, ...]:
     return tuple(
-        Piece(leaf=leaf, start=start, stop=stop)
+        LeafRows(leaf=leaf, start=start, stop=stop)
         for leaf, spans in enumerate([(None, None)] if b is None else pairwise(b) for b in bounds)
         for start, stop in spans
     )

@@ -38,9 +38,9 @@ class Trace:
 
     name: str
     jaxpr: jc.ClosedJaxpr
-    doubled_as_traced: jc.ClosedJaxpr | None
+    other_batch_as_traced: jc.ClosedJaxpr | None
     """The same step at twice the batch, not normalised yet: only splitting the batch needs it."""
-    not_doubled_because: str
+    no_other_batch_because: str
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     out_tree: Any
@@ -50,9 +50,9 @@ class Trace:
     """Output number -> number of the input that it replaces in the next step."""
 
     @cached_property
-    def doubled(self) -> jc.ClosedJaxpr | None:
+    def at_other_batch(self) -> jc.ClosedJaxpr | None:
         """The same step at twice the batch; None where it has no batch or cannot be traced so."""
-        return None if self.doubled_as_traced is None else normalize(self.doubled_as_traced)
+        return None if self.other_batch_as_traced is None else normalize(self.other_batch_as_traced)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -90,7 +90,7 @@ def trace_step(
     avals = [leaf.aval for leaf in leaves]
     _check_batch(leaves, batch_inputs)
     closed, out_shape = jax.make_jaxpr(flat_step, return_shape=True)(*avals)
-    doubled, reason = _trace_doubled(flat_step, avals, batch_inputs)
+    at_other_batch, reason = _trace_at_other_batch(flat_step, avals, batch_inputs)
     outputs = tuple(
         Leaf(name=jax.tree_util.keystr(path), argument=None, aval=jax.ShapeDtypeStruct(a.shape, a.dtype))
         for path, a in jax.tree_util.tree_leaves_with_path(out_shape)
@@ -98,8 +98,8 @@ def trace_step(
     return Trace(
         name=name,
         jaxpr=normalize(closed),
-        doubled_as_traced=doubled,
-        not_doubled_because=reason,
+        other_batch_as_traced=at_other_batch,
+        no_other_batch_because=reason,
         inputs=tuple(leaves),
         outputs=outputs,
         out_tree=jax.tree.structure(out_shape),
@@ -126,7 +126,7 @@ def _check_batch(leaves: Sequence[Leaf], batch_inputs: Sequence[int]) -> None:
         )
 
 
-def _trace_doubled(
+def _trace_at_other_batch(
     flat_step: Callable[..., Any], avals: Sequence[Any], batch_inputs: Sequence[int]
 ) -> tuple[jc.ClosedJaxpr | None, str]:
     if not batch_inputs:

@@ -41,8 +41,8 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_key
 from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.resharding.costs import reshard_matrix
-from autopar.compiler.sharding.free_values import free_results
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
+from autopar.compiler.sharding.replicated_values import free_results
 from autopar.compiler.sharding.rule import Rule
 from autopar.compiler.sharding.strategies import Strategy, strategies
 from autopar.compiler.solver.problem import MRF

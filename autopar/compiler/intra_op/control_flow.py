@@ -21,8 +21,8 @@ from autopar.compiler.intra_op.choice_graph import BlockBuilder, BlockGraph, Equ
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.trip_counts import trip_count
-from autopar.compiler.sharding.free_values import free_carry, free_results, is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
+from autopar.compiler.sharding.replicated_values import below_split_size, free_carry, free_results
 from autopar.compiler.sharding.rule import shapes_of
 
 
@@ -158,7 +158,7 @@ def _is_free(block: BlockBuilder, atom: Any) -> bool:
 
 def _argument(block: BlockBuilder, name: str, aval: Any, sums: bool = False) -> LayoutNode:
     mesh, shape = block.planner.table.mesh, tuple(aval.shape)
-    layouts = (replicated(len(shape)),) if is_small(aval) else all_layouts(shape, mesh)
+    layouts = (replicated(len(shape)),) if below_split_size(aval) else all_layouts(shape, mesh)
     if sums and jnp.issubdtype(aval.dtype, jnp.floating):
         layouts = tuple(summed for layout in layouts for summed in _summed(layout, mesh))
     return block.planner.table.add_layouts(name, layouts)

@@ -29,7 +29,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_key, literal_key
 from autopar.compiler.jaxprs.primitives import NESTED
-from autopar.compiler.sharding.free_values import free_results
+from autopar.compiler.sharding.replicated_values import free_results
 
 _LARGE = 1 / 2
 """A part of a colour is large if it has this share of the members of the largest part."""

@@ -32,8 +32,8 @@ from autopar.compiler.memory.allocation import (
 from autopar.compiler.memory.liveness import Work, is_dear, kind_of, workspace_bytes, writes_over
 from autopar.compiler.resharding.costs import reshard_steps
 from autopar.compiler.resharding.steps import collective_of
-from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards, replicated
+from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.solver.problem import Row
 
 
@@ -109,7 +109,7 @@ class Lister:
         return self.names.get(atom, Form(atom, "", self.place))
 
     def _define(self, v: Any, choice: LayoutNode | None) -> Form | None:
-        return None if is_small(v.aval) else self._make(self._form_of(v), choice, None)
+        return None if below_split_size(v.aval) else self._make(self._form_of(v), choice, None)
 
     def _make(self, form: Form, choice: LayoutNode | None, origin: Form | None) -> Form:
         self.made[form] = Made(choice=choice, origin=origin)
@@ -170,7 +170,7 @@ class Lister:
 
     def _read(self, atom: Any, choice: LayoutNode | None, phase: str) -> Form | None:
         """The form in which a reader of this phase finds the value that it wants in the layout of `choice`."""
-        if isinstance(atom, jc.Literal) or is_small(atom.aval):
+        if isinstance(atom, jc.Literal) or below_split_size(atom.aval):
             return None
         first: Any = self.block.equivalent.get(atom, atom)
         form, wanted = self._form_of(atom), self._layout(choice, atom)

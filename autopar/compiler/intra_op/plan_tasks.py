@@ -34,8 +34,8 @@ from autopar.compiler.intra_op.fold_layers import Fold, fold, unfolded
 from autopar.compiler.intra_op.plan_program import FOLD_FROM, Constraints, planner_of
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, num_shards, used_axes
+from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.solver.optimum_cache import solve_or_recall
 from autopar.compiler.solver.presolve import ReducedMRF, reduce_problem
 from autopar.compiler.solver.problem import MRF, Optimum
@@ -160,7 +160,7 @@ def _folded(task: GroupTask, body: jc.Jaxpr, constraints: GroupConstraints) -> F
     return fold(
         task.jaxpr,
         task.inputs,
-        [is_small(v.aval) for v in body.invars],
+        [below_split_size(v.aval) for v in body.invars],
         state_outputs=replaced,
         input_marks={position[name]: constraints.allowed[name] for name in task.inputs if name in constraints.allowed},
         equation_mark=constraints.equations.constraint_key,
@@ -198,7 +198,7 @@ class _Group:
         root = self.root(name)
         self.types[name] = aval
         if root not in self.values:
-            self.values[root] = None if is_small(aval) else self._new(root, aval)
+            self.values[root] = None if below_split_size(aval) else self._new(root, aval)
         self.values[name] = self.values[root]
         return self.values[name]
 

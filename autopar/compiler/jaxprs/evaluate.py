@@ -1,7 +1,7 @@
 """Evaluate a jaxpr equation by equation, with a say for the caller in each; rewrite programs that way.
 
-    evaluate(jaxpr, consts, args)               the results
-    evaluate(jaxpr, consts, args, equation)     equation(number, eqn, values) -> results, in place of each equation
+    evaluate_jaxpr(jaxpr, consts, args)         the results
+    evaluate_jaxpr(..., equation)               equation(number, eqn, values) -> results, in place of each equation
     rewrite(closed, equation)                   the same under a trace: the program that the hook makes of it
     bind_bodies(eqn, args, run)                 a loop, branch or region around other bodies: run(number, inputs)
 
@@ -26,7 +26,7 @@ Equation = Callable[[int, jc.JaxprEqn, list[Any]], Sequence[Any]]
 """The results of an equation, given its number, itself and the values of its operands."""
 
 
-def evaluate(
+def evaluate_jaxpr(
     jaxpr: jc.Jaxpr, consts: Sequence[Any], args: Sequence[Any], equation: Equation | None = None
 ) -> list[Any]:
     """Return the results of a jaxpr on `args`."""
@@ -38,7 +38,7 @@ def evaluate(
 def rewrite(closed: Any, equation: Equation) -> jc.ClosedJaxpr:
     """Return the program of the same inputs that evaluates `closed` with this hook."""
     jaxpr, consts = jc.open_jaxpr(closed)
-    return jc.trace(lambda *args: evaluate(jaxpr, consts, args, equation), [v.aval for v in jaxpr.invars])
+    return jc.trace(lambda *args: evaluate_jaxpr(jaxpr, consts, args, equation), [v.aval for v in jaxpr.invars])
 
 
 def evaluate_equations(
@@ -56,11 +56,11 @@ def read(atom: Any, values: Mapping[jc.Var, Any]) -> Any:
     return atom.val if isinstance(atom, jc.Literal) else values[atom]
 
 
-Run = Callable[[int, Sequence[Any]], Sequence[Any]]
+RunBody = Callable[[int, Sequence[Any]], Sequence[Any]]
 """The results of a body, given its number (as in `params.bodies_of`) and its inputs."""
 
 
-def bind_bodies(eqn: jc.JaxprEqn, args: Sequence[Any], run: Run) -> list[Any]:
+def bind_bodies(eqn: jc.JaxprEqn, args: Sequence[Any], run: RunBody) -> list[Any]:
     """Bind a loop, branch or rematerialised region with `run` in place of its bodies.
 
     What `run` reads beside the inputs of a body becomes an operand of the equation, whose other parameters stay.
@@ -78,7 +78,7 @@ def bind_bodies(eqn: jc.JaxprEqn, args: Sequence[Any], run: Run) -> list[Any]:
             return jc.bind_equation(eqn, [*consts, *operands], {"jaxpr": region})
 
 
-def _bind_scan(eqn: jc.JaxprEqn, args: Sequence[Any], run: Run) -> list[Any]:
+def _bind_scan(eqn: jc.JaxprEqn, args: Sequence[Any], run: RunBody) -> list[Any]:
     loop = jp.scan_of(eqn)
     consts, initial, xs = args[: loop.num_consts], args[loop.num_consts : loop.first_x], args[loop.first_x :]
     types = eqn.outvars[: loop.num_carry]
@@ -92,7 +92,7 @@ def _bind_scan(eqn: jc.JaxprEqn, args: Sequence[Any], run: Run) -> list[Any]:
     return [*carry, *ys]
 
 
-def _bind_while(eqn: jc.JaxprEqn, args: Sequence[Any], run: Run) -> list[Any]:
+def _bind_while(eqn: jc.JaxprEqn, args: Sequence[Any], run: RunBody) -> list[Any]:
     loop = jp.while_of(eqn)
     cond_consts, body_consts = args[: loop.cond_consts], args[loop.cond_consts : loop.first_carry]
     with jc.under_scope_of(eqn):
@@ -103,7 +103,7 @@ def _bind_while(eqn: jc.JaxprEqn, args: Sequence[Any], run: Run) -> list[Any]:
         )
 
 
-def _bind_cond(eqn: jc.JaxprEqn, args: Sequence[Any], run: Run) -> list[Any]:
+def _bind_cond(eqn: jc.JaxprEqn, args: Sequence[Any], run: RunBody) -> list[Any]:
     index, *operands = map(_as_array, args)
     branches = [_traced(run, number, operands, eqn.outvars) for number in range(len(jp.branches_of(eqn)))]
     captured = [jc.open_jaxpr(branch)[1] for branch in branches]
@@ -116,7 +116,7 @@ def _bind_cond(eqn: jc.JaxprEqn, args: Sequence[Any], run: Run) -> list[Any]:
     return jc.bind_equation(eqn, [index, *common, *operands], {"branches": tuple(branches)})
 
 
-def _traced(run: Run, number: int, operands: Sequence[Any], types: Sequence[jc.Var] | None) -> jc.ClosedJaxpr:
+def _traced(run: RunBody, number: int, operands: Sequence[Any], types: Sequence[jc.Var] | None) -> jc.ClosedJaxpr:
     """A body as a jaxpr; its constants are what it reads of the trace around it."""
 
     def body(*inputs: Any) -> Sequence[Any]:
@@ -131,7 +131,7 @@ def _with_common(branch: jc.ClosedJaxpr, first: int, common: Sequence[Any], oper
     jaxpr, consts = jc.open_jaxpr(branch)
 
     def body(*inputs: Any) -> list[Any]:
-        return evaluate(jaxpr, inputs[first : first + len(consts)], inputs[len(common) :])
+        return evaluate_jaxpr(jaxpr, inputs[first : first + len(consts)], inputs[len(common) :])
 
     return jc.trace(body, [jax.typeof(x) for x in (*common, *operands)])
 

@@ -16,7 +16,7 @@ import jax
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.dead_code import eliminate_dead
-from autopar.compiler.jaxprs.evaluate import evaluate, rewrite
+from autopar.compiler.jaxprs.evaluate import evaluate_jaxpr, rewrite
 from autopar.compiler.jaxprs.primitives import NESTED
 
 # The scopes of constraints that were arguments of `jax.jit`.
@@ -36,7 +36,7 @@ def _inlined(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> Sequence[Any]:
     asked_in, asked_out = jp.jit_shardings(eqn)
     with jc.under_scope_of(eqn):
         values = _constrained(values, asked_in, IN_SHARDINGS)
-        return _constrained(evaluate(*jc.open_jaxpr(called), values, _inlined), asked_out, OUT_SHARDINGS)
+        return _constrained(evaluate_jaxpr(*jc.open_jaxpr(called), values, _inlined), asked_out, OUT_SHARDINGS)
 
 
 def _constrained(values: Sequence[Any], shardings: Sequence[Any], scope: str) -> list[Any]:

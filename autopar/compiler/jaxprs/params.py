@@ -1,6 +1,6 @@
 """Read the parameters of JAX's equations: the one gate to their names, their forms and their changes between releases.
 
-Nothing here is promised by JAX. A reader gets values of ours (`Scan`, `Gather`, `Window`, ...); whoever binds an
+Nothing here is promised by JAX. A reader gets values of ours (`Scan`, `Gather`, `SlidingWindow`, ...); whoever binds an
 equation with other parameters names those that change (`bind_equation(eqn, args, {"shape": shape})`).
 """
 
@@ -280,7 +280,7 @@ def padding_of(eqn: JaxprEqn) -> tuple[tuple[int, int, int], ...]:
     return tuple((int(low), int(high), int(between)) for low, high, between in eqn.params["padding_config"])
 
 
-class Slice(NamedTuple):
+class StaticSlice(NamedTuple):
     """A `slice`: from `starts` to `limits` by `strides`, for each dimension."""
 
     starts: tuple[int, ...]
@@ -288,10 +288,10 @@ class Slice(NamedTuple):
     strides: tuple[int, ...]
 
 
-def slice_of(eqn: JaxprEqn) -> Slice:
+def slice_of(eqn: JaxprEqn) -> StaticSlice:
     """Read a slice at places that are known."""
     starts, limits, strides = (eqn.params[key] for key in ("start_indices", "limit_indices", "strides"))
-    return Slice(tuple(starts), tuple(limits), tuple(strides or (1,) * len(starts)))
+    return StaticSlice(tuple(starts), tuple(limits), tuple(strides or (1,) * len(starts)))
 
 
 class Gather(NamedTuple):
@@ -323,7 +323,7 @@ def scatter_of(eqn: JaxprEqn) -> Scatter:
     return Scatter(params["dimension_numbers"], params["mode"], params.get("update_jaxpr"))
 
 
-class Window(NamedTuple):
+class SlidingWindow(NamedTuple):
     """A window that slides over an array: for each dimension its size, stride, padding and dilations."""
 
     sizes: tuple[int, ...]
@@ -337,10 +337,10 @@ class Window(NamedTuple):
         return tuple(field[dimension] for field in self) != (1, 1, (0, 0), 1, 1)
 
 
-def window_of(eqn: JaxprEqn) -> Window:
+def window_of(eqn: JaxprEqn) -> SlidingWindow:
     """Read a reduction over windows."""
     params, ones = eqn.params, (1,) * len(eqn.params["window_dimensions"])
-    return Window(
+    return SlidingWindow(
         sizes=tuple(params["window_dimensions"]),
         strides=tuple(params.get("window_strides") or ones),
         padding=tuple((int(low), int(high)) for low, high in params["padding"]),

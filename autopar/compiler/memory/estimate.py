@@ -28,8 +28,8 @@ from autopar.compiler.memory.allocation import (
 )
 from autopar.compiler.memory.liveness import Work, is_dear, kind_of, workspace_bytes, writes_over
 from autopar.compiler.resharding.steps import collective_of
-from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import LogicalMesh, describe_layout, num_shards
+from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.spmd.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value
 
 
@@ -80,7 +80,7 @@ class _Lister:
     def key(self, value: Any) -> Value | None:
         """The same, if it is large enough to count."""
         found = self.name(value)
-        return found if isinstance(found, Value) and not is_small(found.variable.aval) else None
+        return found if isinstance(found, Value) and not below_split_size(found.variable.aval) else None
 
     def note(self, value: Value) -> None:
         """Note the size of a value."""

@@ -29,23 +29,23 @@ from autopar.compiler.microbatch.states import (
     NESTED,
     SPLIT,
     WHOLE,
+    AnalysisState,
     Batched,
-    Block,
+    EquationPlace,
     Invariant,
-    Ledger,
     Local,
+    MicrobatchBlock,
+    MicrobatchStep,
     Partial,
-    Place,
+    Provenance,
     State,
-    Step,
-    Trail,
     Whole,
     batch_axes,
     completed,
     joined,
     needed_whole,
+    provenances,
     refuse,
-    trails,
     use_as,
 )
 from autopar.errors import NotSplittable, Unsupported
@@ -58,8 +58,8 @@ from autopar.errors import NotSplittable, Unsupported
 #
 # A body cannot accumulate over the microbatches: its sums are completed by the equations after it.
 
-Enter = Callable[[object, Any, Any, Sequence[State], Sequence[Any]], Block]
-"""Analyse a body, given its role, the body, its twin at the doubled batch, its inputs' states and values."""
+AnalyseBody = Callable[[object, Any, Any, Sequence[State], Sequence[Any]], MicrobatchBlock]
+"""Analyse a body, given its role, the body, its twin at twice the batch, its inputs' states and values."""
 
 
 def has_bodies(eqn: jc.JaxprEqn) -> bool:
@@ -78,7 +78,7 @@ def body_avals_differ(eqn: jc.JaxprEqn, doubled: jc.JaxprEqn) -> bool:
     return False
 
 
-def nested_step(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Step:
+def nested_step(enter: AnalyseBody, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
     """What one microbatch does for an equation with bodies."""
     match eqn.primitive.name:
         case "scan":
@@ -91,7 +91,7 @@ def nested_step(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: li
             return _once(enter, eqn, doubled, states)
 
 
-def _scan(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Step:
+def _scan(enter: AnalyseBody, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
     loop, twin = jp.scan_of(eqn), jp.scan_of(doubled)
     if loop.length != twin.length:
         refuse(eqn, "is a loop over the batch's examples")
@@ -99,7 +99,7 @@ def _scan(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[Sta
     consts, initial, xs = states[: loop.num_consts], states[loop.num_consts : first_x], states[first_x:]
     inner_xs = [_moved(x, -1) for x in xs]
 
-    def run(carry: Sequence[State]) -> Block:
+    def run(carry: Sequence[State]) -> MicrobatchBlock:
         atoms = [*eqn.invars[: loop.num_consts], *(None for _ in (*initial, *xs))]
         return enter("body", loop.body, twin.body, [*consts, *carry, *inner_xs], atoms)
 
@@ -116,8 +116,8 @@ def _moved(state: State, by: int) -> State:
 
 
 def _fixed_point(
-    eqn: jc.JaxprEqn, run: Callable[[Sequence[State]], Block], initial: Sequence[State]
-) -> tuple[Block, list[State]]:
+    eqn: jc.JaxprEqn, run: Callable[[Sequence[State]], MicrobatchBlock], initial: Sequence[State]
+) -> tuple[MicrobatchBlock, list[State]]:
     """The body under the weakest states that hold for its carry in every round."""
     carry = list(initial)
     while True:
@@ -135,12 +135,12 @@ def _join(eqn: jc.JaxprEqn, a: State, b: State) -> State:
     return state
 
 
-def _while(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Step:
+def _while(enter: AnalyseBody, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
     loop, twin = jp.while_of(eqn), jp.while_of(doubled)
     num_cond, first = loop.cond_consts, loop.first_carry
     cond_consts, body_consts, initial = states[:num_cond], states[num_cond:first], states[first:]
 
-    def run(carry: Sequence[State]) -> Block:
+    def run(carry: Sequence[State]) -> MicrobatchBlock:
         atoms = [*eqn.invars[num_cond:first], *(None for _ in initial)]
         return enter("body", loop.body, twin.body, [*body_consts, *carry], atoms)
 
@@ -154,14 +154,14 @@ def _while(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[St
             "repeats until a condition on the batch's examples holds, so the number of rounds depends on all",
         )
     if isinstance(decides, Local):
-        carry = [Local(trail=s.trail | decides.trail) if isinstance(s, Invariant) else s for s in carry]
+        carry = [Local(provenance=s.provenance | decides.provenance) if isinstance(s, Invariant) else s for s in carry]
     uses = [*(KEEP for _ in (*cond_consts, *body_consts)), *map(use_as, initial, carry)]
     body = replace(block, output_uses=tuple(map(use_as, block.outputs, carry)))
-    carry = [replace(s, trail=s.trail | decides.trail) for s in carry]
+    carry = [replace(s, provenance=s.provenance | decides.provenance) for s in carry]
     return _nested_step(eqn, doubled, states, carry, uses, (replace(test, output_uses=(KEEP,)), body))
 
 
-def _cond(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Step:
+def _cond(enter: AnalyseBody, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
     decides, operands = states[0], states[1:]
     if not isinstance(decides, Invariant | Local):
         refuse(eqn, "chooses a branch by a condition on the batch's examples, so one microbatch cannot know it")
@@ -170,14 +170,14 @@ def _cond(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[Sta
     results = list(blocks[0].outputs)
     for block in blocks[1:]:
         results = [_join(eqn, a, b) for a, b in zip(results, block.outputs)]
-    results = [replace(r, trail=r.trail | decides.trail) for r in results]
+    results = [replace(r, provenance=r.provenance | decides.provenance) for r in results]
     if isinstance(decides, Local):
-        results = [Local(trail=r.trail) if isinstance(r, Invariant) else r for r in results]
+        results = [Local(provenance=r.provenance) if isinstance(r, Invariant) else r for r in results]
     bodies = [replace(b, output_uses=tuple(map(use_as, b.outputs, results))) for b in blocks]
     return _nested_step(eqn, doubled, states, results, [KEEP] * len(states), bodies)
 
 
-def _once(enter: Enter, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Step:
+def _once(enter: AnalyseBody, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
     (inner,), (twin,) = jc.subjaxprs(eqn), jc.subjaxprs(doubled)
     block = enter("body", inner, twin, states, eqn.invars)
     body = replace(block, output_uses=(KEEP,) * len(block.outputs))
@@ -190,11 +190,11 @@ def _nested_step(
     states: Sequence[State],
     results: Sequence[State],
     uses: Sequence[str],
-    bodies: Sequence[Block],
-) -> Step:
+    bodies: Sequence[MicrobatchBlock],
+) -> MicrobatchStep:
     if any(isinstance(r, Whole) for r in results):
         refuse(eqn, "makes an axis that is not proportional to the batch")
-    return Step(
+    return MicrobatchStep(
         eqn=eqn,
         doubled=doubled,
         mode=NESTED,
@@ -205,39 +205,41 @@ def _nested_step(
     )
 
 
-def analyse(ledger: Ledger, full: jc.ClosedJaxpr, doubled: jc.ClosedJaxpr, inputs: Sequence[State]) -> Block:
+def analyse(
+    analysis: AnalysisState, full: jc.ClosedJaxpr, doubled: jc.ClosedJaxpr, inputs: Sequence[State]
+) -> MicrobatchBlock:
     """The steps of one microbatch for every equation of `full`, whose inputs are in the states given."""
     while True:
-        block = _block(ledger, Scope(), full, doubled, inputs)
-        known = (ledger.local, ledger.apart)
-        ledger.local = ledger.local | ledger.found
-        ledger.apart = ledger.apart | _wanted_once(ledger, block)
-        if (ledger.local, ledger.apart) == known:
+        block = _block(analysis, Scope(), full, doubled, inputs)
+        known = (analysis.local, analysis.apart)
+        analysis.local = analysis.local | analysis.found
+        analysis.apart = analysis.apart | _wanted_once(analysis, block)
+        if (analysis.local, analysis.apart) == known:
             return block
 
 
-def _wanted_once(ledger: Ledger, block: Block) -> set[Place]:
+def _wanted_once(analysis: AnalysisState, block: MicrobatchBlock) -> set[EquationPlace]:
     """Equations whose shared results leave the microbatches without an accumulation."""
     once = [*block.outputs, *(s for step in block.steps if step.mode == WHOLE for s in step.operands)]
-    repeated = trails(s for s in once if isinstance(s, Invariant)).repeated
-    return {place for bit, place in ledger.repeating.items() if repeated & bit}
+    repeated = provenances(s for s in once if isinstance(s, Invariant)).repeated
+    return {place for bit, place in analysis.repeating.items() if repeated & bit}
 
 
-def _block(ledger: Ledger, scope: Scope, full: Any, doubled: Any, inputs: Sequence[State]) -> Block:
+def _block(analysis: AnalysisState, scope: Scope, full: Any, doubled: Any, inputs: Sequence[State]) -> MicrobatchBlock:
     jaxpr, consts = jc.open_jaxpr(full)
     double, _ = jc.open_jaxpr(doubled)
     _check_same_structure(jaxpr, double)
     scope.states.update(zip(jaxpr.invars, inputs, strict=True))
     for var, twin in zip(jaxpr.constvars, double.constvars, strict=True):
-        scope.states[var] = sliced_state(var.aval, twin.aval, Trail())
+        scope.states[var] = sliced_state(var.aval, twin.aval, Provenance())
     scope.constants.update(zip(jaxpr.constvars, consts))
-    steps: list[Step] = []
+    steps: list[MicrobatchStep] = []
     for number, (eqn, twin) in enumerate(zip(jaxpr.eqns, double.eqns, strict=True)):
-        for step in _steps(ledger, scope, (*scope.place, number), eqn, twin):
+        for step in _steps(analysis, scope, (*scope.place, number), eqn, twin):
             scope.states.update(zip(step.eqn.outvars, step.results, strict=True))
             scope.producers.update(dict.fromkeys(step.eqn.outvars, step.eqn))
             steps.append(step)
-    return Block(
+    return MicrobatchBlock(
         jaxpr=jaxpr,
         consts=consts,
         steps=tuple(steps),
@@ -270,16 +272,18 @@ def _structure_differs(found: str) -> NotSplittable:
     )
 
 
-def _steps(ledger: Ledger, scope: Scope, place: Place, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn) -> list[Step]:
+def _steps(
+    analysis: AnalysisState, scope: Scope, place: EquationPlace, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn
+) -> list[MicrobatchStep]:
     """The step of an equation, or of several: a loop that sums a loss and counts tokens is taken apart.
 
     The count depends on the batch alone and so is taken of the whole batch, by a loop that does nothing else.
     """
-    step = _step(ledger, scope, place, eqn, doubled)
+    step = _step(analysis, scope, place, eqn, doubled)
     if not scope.straight or step.mode == WHOLE:
         return [step]
-    counts = [isinstance(r, Partial) and not r.trail.stateful for r in step.results]
-    shared = [place in ledger.apart and isinstance(r, Invariant) for r in step.results]
+    counts = [isinstance(r, Partial) and not r.provenance.stateful for r in step.results]
+    shared = [place in analysis.apart and isinstance(r, Invariant) for r in step.results]
     rest = [not a and not b for a, b in zip(counts, shared)]
     groups = [wanted for wanted in (counts, shared, rest) if any(wanted)]
     if step.bodies and len(groups) > 1:
@@ -288,46 +292,48 @@ def _steps(ledger: Ledger, scope: Scope, place: Place, eqn: jc.JaxprEqn, doubled
             return [
                 step
                 for number, ((a,), (b,)) in enumerate(pairs)
-                for step in _steps(ledger, scope, (*place, "part", number), a, b)
+                for step in _steps(analysis, scope, (*place, "part", number), a, b)
             ]
-    return [_repeating(ledger, scope, place, step)]
+    return [_repeating(analysis, scope, place, step)]
 
 
-def _repeating(ledger: Ledger, scope: Scope, place: Place, step: Step) -> Step:
+def _repeating(analysis: AnalysisState, scope: Scope, place: EquationPlace, step: MicrobatchStep) -> MicrobatchStep:
     """Mark the shared results of an equation that is evaluated for every microbatch."""
     operands = [s for s, use in zip(step.operands, step.uses) if step.bodies and use != COMPLETE]
     varies = any(map(_varies, (*operands, *step.results)))
     if not scope.top or not varies or not any(isinstance(r, Invariant) for r in step.results):
         return step
     results = [
-        _marked(ledger, place, r, v.aval) if isinstance(r, Invariant) else r
+        _marked(analysis, place, r, v.aval) if isinstance(r, Invariant) else r
         for r, v in zip(step.results, step.eqn.outvars)
     ]
     return replace(step, results=tuple(results))
 
 
-def _marked(ledger: Ledger, place: Place, state: Invariant, aval: Any) -> State:
-    if place in ledger.apart:
+def _marked(analysis: AnalysisState, place: EquationPlace, state: Invariant, aval: Any) -> State:
+    if place in analysis.apart:
         # The largest of equal values is that value.
-        return Partial(kind="or" if aval.dtype == bool else "max", trail=state.trail)
-    return replace(state, trail=replace(state.trail, repeated=ledger.repeats(place)))
+        return Partial(kind="or" if aval.dtype == bool else "max", provenance=state.provenance)
+    return replace(state, provenance=replace(state.provenance, repeated=analysis.repeats(place)))
 
 
-def _step(ledger: Ledger, scope: Scope, place: Place, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn) -> Step:
+def _step(
+    analysis: AnalysisState, scope: Scope, place: EquationPlace, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn
+) -> MicrobatchStep:
     states = [scope.read(atom) for atom in eqn.invars]
     nested = has_bodies(eqn) and (any(map(_varies, states)) or body_avals_differ(eqn, doubled))
     try:
         if any(isinstance(s, Whole) for s in states):
             refuse(eqn, "mixes the batch's examples")
         step = (
-            _nested(ledger, scope, place, eqn, doubled, states)
+            _nested(analysis, scope, place, eqn, doubled, states)
             if nested
-            else flat_step(ledger, scope, place, eqn, doubled, states)
+            else flat_step(analysis, scope, place, eqn, doubled, states)
         )
     except (NotSplittable, Unsupported):
         if _can_be_whole(scope, eqn, states):
             return _whole(eqn, doubled, states)
-        if ledger.num_microbatches == 1:
+        if analysis.num_microbatches == 1:
             return _alone(eqn, doubled, states)
         raise
     shared = nested and any(map(_varies, states)) and any(isinstance(r, Invariant) for r in step.results)
@@ -344,58 +350,63 @@ def _varies(state: State) -> bool:
 
 def _can_be_whole(scope: Scope, eqn: jc.JaxprEqn, states: Sequence[State]) -> bool:
     """Whether the equation can be evaluated on the whole batch: no state is involved."""
-    apart = all(isinstance(s, Invariant | Batched | Whole) and not s.trail.stateful for s in states)
+    apart = all(isinstance(s, Invariant | Batched | Whole) and not s.provenance.stateful for s in states)
     return scope.straight and apart and not eqn.effects
 
 
-def _whole(eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: Sequence[State]) -> Step:
-    trail = trails(states)
-    results = [sliced_state(v.aval, w.aval, trail) for v, w in zip(eqn.outvars, doubled.outvars)]
+def _whole(eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: Sequence[State]) -> MicrobatchStep:
+    provenance = provenances(states)
+    results = [sliced_state(v.aval, w.aval, provenance) for v, w in zip(eqn.outvars, doubled.outvars)]
     return make_step(eqn, doubled, WHOLE, states, results)
 
 
-def _alone(eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: Sequence[State]) -> Step:
+def _alone(eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: Sequence[State]) -> MicrobatchStep:
     """The only microbatch may mix its examples: they are all there are."""
-    trail = trails(states)
+    provenance = provenances(states)
     axes = [batch_axes(v.aval, w.aval) for v, w in zip(eqn.outvars, doubled.outvars)]
-    results = [Batched(axis=a[0], trail=trail) if a else Local(trail=trail) for a in axes]
+    results = [Batched(axis=a[0], provenance=provenance) if a else Local(provenance=provenance) for a in axes]
     return make_step(eqn, doubled, SPLIT, states, results)
 
 
 def _nested(
-    ledger: Ledger, scope: Scope, place: Place, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]
-) -> Step:
+    analysis: AnalysisState,
+    scope: Scope,
+    place: EquationPlace,
+    eqn: jc.JaxprEqn,
+    doubled: jc.JaxprEqn,
+    states: list[State],
+) -> MicrobatchStep:
     """Enter the bodies of a loop, condition or rematerialised region."""
 
-    def enter(role: object, body: Any, twin: Any, inputs: Sequence[State], atoms: Sequence[Any]) -> Block:
+    def enter(role: object, body: Any, twin: Any, inputs: Sequence[State], atoms: Sequence[Any]) -> MicrobatchBlock:
         straight = scope.straight and eqn.primitive.name not in primitives.LOOPS
         inner = scope.inside((*place, role), straight, jc.open_jaxpr(body)[0].invars, atoms)
-        return _block(ledger, inner, body, twin, inputs)
+        return _block(analysis, inner, body, twin, inputs)
 
     partial = [i for i, s in enumerate(states) if isinstance(s, Partial)]
     finish = scope.top and bool(partial)
     if not (finish and jc.ad_phase(eqn) is None):
         try:
-            return _enter(ledger, enter, eqn, doubled, states, ())
+            return _enter(analysis, enter, eqn, doubled, states, ())
         except (NotSplittable, Unsupported):
             if not finish:
                 raise
     whole: list[State] = [completed(s) if isinstance(s, Partial) else s for s in states]
-    return _enter(ledger, enter, eqn, doubled, whole, partial)
+    return _enter(analysis, enter, eqn, doubled, whole, partial)
 
 
 def _enter(
-    ledger: Ledger,
-    enter: Enter,
+    analysis: AnalysisState,
+    enter: AnalyseBody,
     eqn: jc.JaxprEqn,
     doubled: jc.JaxprEqn,
     states: list[State],
     complete: Sequence[int],
-) -> Step:
+) -> MicrobatchStep:
     nested = nested_step(enter, eqn, doubled, states)
     if eqn.primitive.name == "cond":
-        merged = Local(trail=trails(states[1:]))
-        ledger.check_crossing(eqn, [states[0], merged])
+        merged = Local(provenance=provenances(states[1:]))
+        analysis.check_crossing(eqn, [states[0], merged])
     uses = [COMPLETE if i in complete else use for i, use in enumerate(nested.uses)]
     return replace(nested, uses=tuple(uses))
 
@@ -403,4 +414,4 @@ def _enter(
 def input_states(full: jc.ClosedJaxpr, doubled: jc.ClosedJaxpr, stateful: Mapping[int, bool]) -> list[State]:
     """The states of a step's inputs."""
     pairs = zip(jc.open_jaxpr(full)[0].invars, jc.open_jaxpr(doubled)[0].invars, strict=True)
-    return [sliced_state(var.aval, twin.aval, Trail(stateful=stateful[i])) for i, (var, twin) in enumerate(pairs)]
+    return [sliced_state(var.aval, twin.aval, Provenance(stateful=stateful[i])) for i, (var, twin) in enumerate(pairs)]

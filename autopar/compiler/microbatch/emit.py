@@ -32,11 +32,11 @@ from autopar.compiler.microbatch.states import (
     SOURCE,
     WHOLE,
     Batched,
-    Block,
     Local,
+    MicrobatchBlock,
+    MicrobatchStep,
     Partial,
     State,
-    Step,
     batch_axes,
     shape_of,
     straight_bodies,
@@ -90,11 +90,11 @@ def at_microbatch(value: Any, doubled: Any, microbatch: Microbatch) -> Any:
 # --- Rebuild a loop, condition or rematerialised region around the bodies of one microbatch ---
 # What a body needs of the whole batch is computed before it and, like the microbatch's index, read from within.
 
-Emit = Callable[[Microbatch, Block, Sequence[Any], Mapping[jc.Var, Any]], list[Any]]
+Emit = Callable[[Microbatch, MicrobatchBlock, Sequence[Any], Mapping[jc.Var, Any]], list[Any]]
 
 
 def emit_bodies(
-    emit: Emit, microbatch: Microbatch, step: Step, args: list[Any], read_whole: Callable[[Any], Any]
+    emit: Emit, microbatch: Microbatch, step: MicrobatchStep, args: list[Any], read_whole: Callable[[Any], Any]
 ) -> list[Any]:
     """The results of an equation with bodies for one microbatch."""
     whole: list[Mapping[jc.Var, Any]] = [{} for _ in step.bodies]
@@ -108,7 +108,9 @@ def emit_bodies(
     )
 
 
-def _hoisted(step: Step, body: Block, offset: int, read_whole: Callable[[Any], Any]) -> dict[jc.Var, Any]:
+def _hoisted(
+    step: MicrobatchStep, body: MicrobatchBlock, offset: int, read_whole: Callable[[Any], Any]
+) -> dict[jc.Var, Any]:
     """What the body uses of the whole batch, computed outside of it."""
     whole: dict[jc.Var, Any] = dict(zip(body.jaxpr.constvars, body.consts))
     for position, var in enumerate(body.jaxpr.invars):
@@ -121,7 +123,7 @@ def _hoisted(step: Step, body: Block, offset: int, read_whole: Callable[[Any], A
     return {var: value for var, value in whole.items() if var in used}
 
 
-def _read_whole_inside(body: Block) -> set[jc.Var]:
+def _read_whole_inside(body: MicrobatchBlock) -> set[jc.Var]:
     used = {v for s in body.steps if s.mode == WHOLE for v in s.eqn.outvars}
     for step in body.steps:
         for inner, offset in straight_bodies(step):
@@ -140,7 +142,7 @@ class _Frame:
     """The values of one block while it is traced: of the microbatch, of the whole batch, and accumulated."""
 
     microbatch: Microbatch
-    block: Block
+    block: MicrobatchBlock
     top: bool
     values: dict[jc.Var, Any]
     whole: dict[jc.Var, Any]
@@ -158,7 +160,7 @@ class _Frame:
 
 def emit(
     microbatch: Microbatch,
-    block: Block,
+    block: MicrobatchBlock,
     args: Sequence[Any],
     whole: Mapping[jc.Var, Any],
     *,
@@ -179,7 +181,9 @@ def emit(
     return [_accumulated(frame, v, s) for v, s in zip(block.jaxpr.outvars, block.outputs, strict=True)]
 
 
-def _frame(microbatch: Microbatch, block: Block, args: Sequence[Any], whole: Mapping[jc.Var, Any], top: bool) -> _Frame:
+def _frame(
+    microbatch: Microbatch, block: MicrobatchBlock, args: Sequence[Any], whole: Mapping[jc.Var, Any], top: bool
+) -> _Frame:
     consts = dict(zip(block.jaxpr.constvars, block.consts, strict=True))
     sliced = {v: _sliced(microbatch, _jnp.asarray(c), block.constants[v]) for v, c in consts.items()}
     return _Frame(
@@ -197,7 +201,7 @@ def _sliced(microbatch: Microbatch, value: Any, state: State) -> Any:
     return microbatch.rows(value, state.axis) if isinstance(state, Batched) else value
 
 
-def _results(frame: _Frame, step: Step) -> list[Any]:
+def _results(frame: _Frame, step: MicrobatchStep) -> list[Any]:
     if step.mode == WHOLE:
         return _from_whole(frame, step, _evaluate_whole(frame, step))
     if frame.top and step.mode != SOURCE and any(v in frame.block.needed_whole for v in step.eqn.outvars):
@@ -214,7 +218,7 @@ def _results(frame: _Frame, step: Step) -> list[Any]:
     return _at_microbatch(frame, step, args)
 
 
-def _evaluate_whole(frame: _Frame, step: Step) -> list[Any]:
+def _evaluate_whole(frame: _Frame, step: MicrobatchStep) -> list[Any]:
     """The equation on the whole batch; in a body it was evaluated before the body."""
     if frame.top:
         full = jc.bind_equation(step.eqn, [frame.read_whole(a) for a in step.eqn.invars])
@@ -222,17 +226,17 @@ def _evaluate_whole(frame: _Frame, step: Step) -> list[Any]:
     return [frame.whole[v] for v in step.eqn.outvars]
 
 
-def _from_whole(frame: _Frame, step: Step, full: Sequence[Any]) -> list[Any]:
+def _from_whole(frame: _Frame, step: MicrobatchStep, full: Sequence[Any]) -> list[Any]:
     with jc.under_scope_of(step.eqn):
         return [_sliced(frame.microbatch, value, state) for value, state in zip(full, step.results)]
 
 
-def _at_microbatch(frame: _Frame, step: Step, args: list[Any]) -> list[Any]:
+def _at_microbatch(frame: _Frame, step: MicrobatchStep, args: list[Any]) -> list[Any]:
     microbatch = frame.microbatch
     params = params_at_microbatch(step.eqn, step.doubled, microbatch) if _grows(step) else None
-    if step.own_column is not None:
+    if step.identity_column is not None:
         with jc.under_scope_of(step.eqn):
-            args[1] = _own_numbers(step, step.own_column, args[1], microbatch)
+            args[1] = _shifted_identity(step, step.identity_column, args[1], microbatch)
     results = jc.bind_equation(step.eqn, args, params)
     if step.local:
         with jc.under_scope_of(step.eqn):
@@ -240,12 +244,12 @@ def _at_microbatch(frame: _Frame, step: Step, args: list[Any]) -> list[Any]:
     return results
 
 
-def _grows(step: Step) -> bool:
+def _grows(step: MicrobatchStep) -> bool:
     pairs = zip([*step.eqn.invars, *step.eqn.outvars], [*step.doubled.invars, *step.doubled.outvars])
     return any(batch_axes(a.aval, b.aval) for a, b in pairs)
 
 
-def _own_numbers(step: Step, column: int, indices: Any, microbatch: Microbatch) -> Any:
+def _shifted_identity(step: MicrobatchStep, column: int, indices: Any, microbatch: Microbatch) -> Any:
     """Indices that count the rows of the batch, made to count those of the microbatch."""
     state = step.operands[0]
     assert isinstance(state, Batched), state

@@ -30,25 +30,25 @@ from autopar.compiler.microbatch.states import (
     SOURCE,
     SPLIT,
     SUM,
+    AnalysisState,
     Batched,
+    EquationPlace,
     Invariant,
-    Ledger,
     Local,
+    MicrobatchStep,
     Partial,
-    Place,
-    Reduced,
+    Provenance,
+    ReducedBatch,
     Rows,
     Site,
     State,
-    Step,
-    Trail,
     Unfinished,
     Verdict,
     Whole,
     batch_axes,
     completed,
+    provenances,
     refuse,
-    trails,
 )
 
 # --- In which operands an equation is linear, so that a sum over microbatches can be taken after it ---
@@ -81,7 +81,7 @@ def _is_inexact(atom: Any) -> bool:
 class Scope:
     """The program or body under analysis. A body sees where the operands it is given come from."""
 
-    place: Place = ()
+    place: EquationPlace = ()
     straight: bool = True
     """Runs exactly once per microbatch, so what it needs of the whole batch can be computed before it."""
     states: dict[jc.Var, State] = field(default_factory=dict[jc.Var, State])
@@ -97,7 +97,7 @@ class Scope:
             return Invariant(zero=_is_zero(atom))
         return self.states[atom]
 
-    def inside(self, place: Place, straight: bool, invars: Sequence[jc.Var], atoms: Sequence[Any]) -> Scope:
+    def inside(self, place: EquationPlace, straight: bool, invars: Sequence[jc.Var], atoms: Sequence[Any]) -> Scope:
         """The scope of a body; `atoms` are what its inputs are given, None for those that a loop changes."""
         inner = Scope(
             place=place,
@@ -125,8 +125,8 @@ def make_step(
     results: Sequence[State],
     uses: Sequence[str] = (),
     **more: Any,
-) -> Step:
-    return Step(
+) -> MicrobatchStep:
+    return MicrobatchStep(
         eqn=eqn,
         doubled=doubled,
         mode=mode,
@@ -138,23 +138,28 @@ def make_step(
 
 
 def flat_step(
-    ledger: Ledger, scope: Scope, place: Place, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]
-) -> Step:
+    analysis: AnalysisState,
+    scope: Scope,
+    place: EquationPlace,
+    eqn: jc.JaxprEqn,
+    doubled: jc.JaxprEqn,
+    states: list[State],
+) -> MicrobatchStep:
     if eqn.primitive.name in ("optimization_barrier", "debug_callback", "debug_print"):
         # What a callback shows of the batch is its value, not the part of one microbatch.
         shown = scope.top and not eqn.outvars
         uses = [COMPLETE if shown and isinstance(s, Partial) else KEEP for s in states]
         return make_step(eqn, doubled, SPLIT, states, states[: len(eqn.outvars)], uses)
     verdict = _verdict(scope, eqn, doubled, states)
-    states, uses = _settled(ledger, scope, eqn, doubled, states, verdict)
-    ledger.check_crossing(eqn, states)
+    states, uses = _settled(analysis, scope, eqn, doubled, states, verdict)
+    analysis.check_crossing(eqn, states)
     if verdict is not None:
-        return _batched(ledger, place, eqn, doubled, states, uses, verdict)
+        return _batched(analysis, place, eqn, doubled, states, uses, verdict)
     partial = next((s for s in states if isinstance(s, Partial)), None)
     if partial is not None:
-        results = [Partial(kind=partial.kind, trail=trails(states))] * len(eqn.outvars)
+        results = [Partial(kind=partial.kind, provenance=provenances(states))] * len(eqn.outvars)
         return make_step(eqn, doubled, SPLIT, states, results, uses)
-    return _from_shared(ledger, place, eqn, doubled, states, uses)
+    return _from_shared(analysis, place, eqn, doubled, states, uses)
 
 
 def _verdict(scope: Scope, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Verdict | None:
@@ -167,7 +172,7 @@ def _verdict(scope: Scope, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[
 
 
 def _settled(
-    ledger: Ledger,
+    analysis: AnalysisState,
     scope: Scope,
     eqn: jc.JaxprEqn,
     doubled: jc.JaxprEqn,
@@ -184,13 +189,13 @@ def _settled(
         if scope.top and (isinstance(state, Partial) or late[i]):
             settled[i], uses[i] = completed(state), COMPLETE
         elif isinstance(state, Partial):
-            settled[i] = _unfinished(ledger, scope, eqn, state)
+            settled[i] = _unfinished(analysis, scope, eqn, state)
     return settled, uses
 
 
 def _is_late(state: State, states: Sequence[State]) -> bool:
     """A microbatch's own statistic that meets a value accumulated over all of them: their mean stands for it."""
-    return isinstance(state, Local) and state.trail.round < max(s.trail.round for s in states)
+    return isinstance(state, Local) and state.provenance.round < max(s.provenance.round for s in states)
 
 
 def _use(state: State, summand: bool) -> str:
@@ -210,7 +215,7 @@ def _summands(
 ) -> frozenset[int] | None:
     """The operands that take part in the sum over microbatches; None if partial ones must be completed."""
     partial = [i for i, s in enumerate(states) if isinstance(s, Partial)]
-    if isinstance(verdict, Reduced):
+    if isinstance(verdict, ReducedBatch):
         fits = all(i in verdict.summands and _kind(states[i]) == verdict.kind for i in partial)
         if not fits:
             refuse(eqn, "adds the batch's examples to a value that is reduced over them in another way")
@@ -242,85 +247,87 @@ def _grows(var: Any, twin: Any) -> bool:
     return bool(batch_axes(var.aval, twin.aval))
 
 
-def _unfinished(ledger: Ledger, scope: Scope, eqn: jc.JaxprEqn, state: State) -> State:
+def _unfinished(analysis: AnalysisState, scope: Scope, eqn: jc.JaxprEqn, state: State) -> State:
     """A body needs a sum over the batch: the loop around it completes it, or it is taken per microbatch."""
-    behind = ledger.origins(state.trail)
+    behind = analysis.origins(state.provenance)
     inside = [r for r in behind if r.place[: len(scope.place)] == scope.place]
-    if len(inside) < len(behind) or not state.trail.stateful:
+    if len(inside) < len(behind) or not state.provenance.stateful:
         raise Unfinished(
             f"{jc.describe(eqn)} needs a sum over the batch that is complete only after the loop or "
             "rematerialised region around it. Compute it before or after, or use num_microbatches=1."
         )
-    ledger.crossed(eqn, behind)
-    return Local(trail=state.trail)
+    analysis.crossed(eqn, behind)
+    return Local(provenance=state.provenance)
 
 
 def _batched(
-    ledger: Ledger,
-    place: Place,
+    analysis: AnalysisState,
+    place: EquationPlace,
     eqn: jc.JaxprEqn,
     doubled: jc.JaxprEqn,
     states: list[State],
     uses: list[str],
     verdict: Verdict,
-) -> Step:
-    trail = trails(states)
+) -> MicrobatchStep:
+    provenance = provenances(states)
     if isinstance(verdict, Rows):
-        results = [_rows_state(ledger, place, eqn, v, w, trail) for v, w in zip(eqn.outvars, doubled.outvars)]
-        return make_step(eqn, doubled, SPLIT, states, results, uses, own_column=verdict.own_column)
-    if place in ledger.local:
+        results = [_rows_state(analysis, place, eqn, v, w, provenance) for v, w in zip(eqn.outvars, doubled.outvars)]
+        return make_step(eqn, doubled, SPLIT, states, results, uses, identity_column=verdict.identity_column)
+    if place in analysis.local:
         # The result is multiplied by the number of microbatches, so a shared summand enters by its share.
         uses = [SHARE if use == FIRST else KEEP for use in uses]
-        local = [Local(trail=trail)]
+        local = [Local(provenance=provenance)]
         return make_step(eqn, doubled, SPLIT, states, local, uses, local=verdict.kind == SUM)
-    rows = replace(trail, sums=0, origins=ledger.reduction(place, eqn, trail))
-    before = trails(states[i] for i in verdict.summands)
-    return make_step(eqn, doubled, SPLIT, states, [Partial(kind=verdict.kind, trail=rows | before)], uses)
+    rows = replace(provenance, sums=0, origins=analysis.reduction(place, eqn, provenance))
+    before = provenances(states[i] for i in verdict.summands)
+    return make_step(eqn, doubled, SPLIT, states, [Partial(kind=verdict.kind, provenance=rows | before)], uses)
 
 
-def _rows_state(ledger: Ledger, place: Place, eqn: jc.JaxprEqn, var: Any, twin: Any, trail: Trail) -> State:
+def _rows_state(
+    analysis: AnalysisState, place: EquationPlace, eqn: jc.JaxprEqn, var: Any, twin: Any, provenance: Provenance
+) -> State:
     axes = batch_axes(var.aval, twin.aval)
     if len(axes) != 1:
         refuse(eqn, "combines pairs of the batch's examples" if axes else "loses the batch axis")
     if var.aval.shape[axes[0]] * 2 != twin.aval.shape[axes[0]]:
         refuse(eqn, "makes an axis that is not proportional to the batch")
-    return _with_rows(ledger, place, Batched(axis=axes[0], trail=trail))
+    return _with_rows(analysis, place, Batched(axis=axes[0], provenance=provenance))
 
 
-def _with_rows(ledger: Ledger, place: Place, state: Batched) -> Batched:
+def _with_rows(analysis: AnalysisState, place: EquationPlace, state: Batched) -> Batched:
     """A batched value that depends on the state is among the rows behind everything computed from it."""
-    if not state.trail.stateful:
+    if not state.provenance.stateful:
         return state
-    return replace(state, trail=replace(state.trail, rows=state.trail.rows | ledger.bit(place)))
+    return replace(state, provenance=replace(state.provenance, rows=state.provenance.rows | analysis.bit(place)))
 
 
 def _from_shared(
-    ledger: Ledger,
-    place: Place,
+    analysis: AnalysisState,
+    place: EquationPlace,
     eqn: jc.JaxprEqn,
     doubled: jc.JaxprEqn,
     states: list[State],
     uses: list[str],
-) -> Step:
+) -> MicrobatchStep:
     """No operand has a batch axis; the results may begin one."""
-    trail, local = trails(states), any(isinstance(s, Local) for s in states)
-    if ledger.draw_per_microbatch and eqn.primitive.name == "random_bits":
-        trail = replace(trail, stateful=True)  # what is drawn is not what the whole batch would draw
+    provenance, local = provenances(states), any(isinstance(s, Local) for s in states)
+    if analysis.draw_per_microbatch and eqn.primitive.name == "random_bits":
+        provenance = replace(provenance, stateful=True)  # what is drawn is not what the whole batch would draw
     pairs = list(zip(eqn.outvars, doubled.outvars))
-    results = [sliced_state(v.aval, w.aval, trail) for v, w in pairs]
-    results = [_with_rows(ledger, place, r) if isinstance(r, Batched) else r for r in results]
+    results = [sliced_state(v.aval, w.aval, provenance) for v, w in pairs]
+    results = [_with_rows(analysis, place, r) if isinstance(r, Batched) else r for r in results]
     if local and any(isinstance(r, Whole) for r in results):
         refuse(eqn, "makes an axis that is not proportional to the batch")
     if local:
-        results = [Local(trail=r.trail) if isinstance(r, Invariant) else r for r in results]
+        results = [Local(provenance=r.provenance) if isinstance(r, Invariant) else r for r in results]
     elif carries_zero(eqn, [_zero(s) for s in states]):
         results = [replace(r, zero=True) if isinstance(r, Invariant) else r for r in results]
     begins = any(isinstance(r, Batched | Whole) for r in results)
-    mode = _mode_of_source(ledger, eqn, results) if begins else SPLIT
+    mode = _mode_of_source(analysis, eqn, results) if begins else SPLIT
     return make_step(eqn, doubled, mode, states, results, uses)
 
 
-def _mode_of_source(ledger: Ledger, eqn: jc.JaxprEqn, results: Sequence[State]) -> str:
+def _mode_of_source(analysis: AnalysisState, eqn: jc.JaxprEqn, results: Sequence[State]) -> str:
     if any(isinstance(r, Whole) for r in results):
         return SOURCE
     match eqn.primitive.name:
@@ -328,17 +335,17 @@ def _mode_of_source(ledger: Ledger, eqn: jc.JaxprEqn, results: Sequence[State]) 
             return SPLIT
         case "iota" if isinstance(r := results[0], Batched) and (r.axis,) != jp.dimensions_of(eqn):
             return SPLIT
-        case "random_bits" if ledger.draw_per_microbatch:
+        case "random_bits" if analysis.draw_per_microbatch:
             return DRAW
         case _:
             return SOURCE
 
 
-def sliced_state(aval: Any, doubled: Any, trail: Trail) -> State:
+def sliced_state(aval: Any, doubled: Any, provenance: Provenance) -> State:
     """The state of a value of the full size: sliced if it has one axis that is proportional to the batch."""
     axes = batch_axes(aval, doubled)
     if not axes:
-        return Invariant(trail=trail)
+        return Invariant(provenance=provenance)
     if len(axes) == 1 and doubled.shape[axes[0]] == 2 * aval.shape[axes[0]]:
-        return Batched(axis=axes[0], trail=trail)
-    return Whole(trail=trail)
+        return Batched(axis=axes[0], provenance=provenance)
+    return Whole(provenance=provenance)

@@ -1,7 +1,7 @@
 """Which primitives keep the examples of a batch apart, and which reduce over them.
 
 `row_verdict` says what an equation does to batched operands: `Rows()` if row i of the result depends on row
-i of the operands only, `Reduced(kind)` if the full result is the sum (max, ...) of the microbatches'
+i of the operands only, `ReducedBatch(kind)` if the full result is the sum (max, ...) of the microbatches'
 results. It raises where neither holds. A primitive without a rule is refused, never guessed.
 """
 
@@ -25,7 +25,7 @@ from autopar.compiler.jaxprs.primitives import (
     SELECTIONS,
     WINDOWS,
 )
-from autopar.compiler.microbatch.states import SUM, Reduced, Rows, Site, Verdict, batch_axes, refuse, shape_of
+from autopar.compiler.microbatch.states import SUM, ReducedBatch, Rows, Site, Verdict, batch_axes, refuse, shape_of
 from autopar.compiler.sharding.primitive_rules import rule_by_hand
 from autopar.compiler.sharding.rule import Rule
 from autopar.errors import Unsupported
@@ -37,7 +37,7 @@ from autopar.errors import Unsupported
 # wraps here.
 
 
-def is_own_rows(
+def are_identity_indices(
     atom: Any,
     axis: int,
     column: int,
@@ -57,7 +57,7 @@ def is_own_rows(
             return _counts(eqn.outvars[0], axis, producers, constants)
         source, column = step
         if source in constants:
-            return is_own_rows(source, axis, column, producers, constants)
+            return are_identity_indices(source, axis, column, producers, constants)
         eqn = producers.get(source)
     return False
 
@@ -160,7 +160,7 @@ def gather(site: Site) -> Verdict:
         paired = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
         return Rows() if rows == paired else _picks_examples(site)
     if axis in numbers.start_index_map:
-        return Rows(own_column=_own_column(site, axis, numbers.start_index_map))
+        return Rows(identity_column=_identity_column(site, axis, numbers.start_index_map))
     if axis in numbers.collapsed_slice_dims or taken.slice_sizes[axis] != site.shape(0)[axis]:
         _picks_examples(site)
     if rows is not None:
@@ -176,12 +176,12 @@ def scatter(kind: str | None) -> Callable[[Site], Verdict]:
         if axis is None:
             if kind is None or rows is None or updates in numbers.update_window_dims:
                 refuse(site.eqn, "writes the batch's examples into a value that has no batch axis")
-            return Reduced(kind=kind, summands=(0,))
+            return ReducedBatch(kind=kind, summands=(0,))
         if axis in numbers.operand_batching_dims:
             paired = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
             return Rows() if rows == paired and updates is not None else _picks_examples(site)
         if axis in numbers.scatter_dims_to_operand_dims:
-            return Rows(own_column=_own_column(site, axis, numbers.scatter_dims_to_operand_dims))
+            return Rows(identity_column=_identity_column(site, axis, numbers.scatter_dims_to_operand_dims))
         if rows is not None or updates is None or site.shape(2)[updates] != site.shape(0)[axis]:
             refuse(site.eqn, "combines pairs of the batch's examples")
         return Rows()
@@ -189,12 +189,12 @@ def scatter(kind: str | None) -> Callable[[Site], Verdict]:
     return rule
 
 
-def _own_column(site: Site, axis: int, index_map: tuple[int, ...]) -> int:
+def _identity_column(site: Site, axis: int, index_map: tuple[int, ...]) -> int:
     """The column of indices that selects along the batch, if each row selects itself: `x[arange(B), y]`."""
     column, rows = index_map.index(axis), site.axes[1]
     if rows is None or site.shape(1)[rows] != site.shape(0)[axis]:
         _picks_examples(site)
-    if not is_own_rows(site.eqn.invars[1], rows, column, site.producers, site.constants):
+    if not are_identity_indices(site.eqn.invars[1], rows, column, site.producers, site.constants):
         _picks_examples(site)
     return column
 
@@ -225,7 +225,7 @@ def _of_sharding_rule(site: Site, rule: Rule) -> Verdict:
     everywhere = [axis for operand in rule.operands for axis in operand if factor in axis]
     if everywhere != dims or any(axis != (factor,) for axis in dims) or factor in rule.blocked:
         refuse(site.eqn, "mixes the batch's examples, by its sharding rule")
-    return Reduced(kind=rule.reductions[factor]) if factor in rule.reductions else Rows()
+    return ReducedBatch(kind=rule.reductions[factor]) if factor in rule.reductions else Rows()
 
 
 def _apart(site: Site) -> Verdict:
@@ -235,7 +235,7 @@ def _apart(site: Site) -> Verdict:
 def _reduces(kind: str) -> Callable[[Site], Verdict]:
     def rule(site: Site) -> Verdict:
         (axis,) = {a for a in site.axes if a is not None}
-        return Reduced(kind=kind) if axis in jp.dimensions_of(site.eqn) else Rows()
+        return ReducedBatch(kind=kind) if axis in jp.dimensions_of(site.eqn) else Rows()
 
     return rule
 
@@ -294,7 +294,7 @@ def _dot_general(site: Site) -> Verdict:
     if lhs is None or rhs is None:
         return Rows()
     if (lhs, rhs) in zip(lhs_sum, rhs_sum):
-        return Reduced(kind=SUM)
+        return ReducedBatch(kind=SUM)
     if (lhs, rhs) in zip(lhs_batch, rhs_batch):
         return Rows()
     return refuse(site.eqn, "combines pairs of the batch's examples, as contrastive losses do")
@@ -305,7 +305,7 @@ def _conv(site: Site) -> Verdict:
     if lhs == conv.lhs_spec[0] and rhs is None and conv.batch_groups == 1:
         return Rows()
     if lhs == conv.lhs_spec[1] and rhs == conv.rhs_spec[1] and conv.feature_groups == 1:
-        return Reduced(kind=SUM)  # the gradient of the kernel contracts the batch
+        return ReducedBatch(kind=SUM)  # the gradient of the kernel contracts the batch
     if rhs == conv.rhs_spec[0]:  # vmap over kernels merges the examples into groups
         if lhs is None and (conv.feature_groups, conv.batch_groups) == (1, 1):
             return Rows()

@@ -20,11 +20,11 @@ import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.dead_code import eliminate_dead
-from autopar.compiler.jaxprs.evaluate import evaluate
+from autopar.compiler.jaxprs.evaluate import evaluate_jaxpr
 from autopar.compiler.microbatch.accumulate import accumulate_p, accumulation_axis, accumulation_kind, combine
 from autopar.compiler.microbatch.analysis import analyse, input_states
 from autopar.compiler.microbatch.emit import Microbatch, emit
-from autopar.compiler.microbatch.states import Batched, Block, Ledger, shape_of
+from autopar.compiler.microbatch.states import AnalysisState, Batched, MicrobatchBlock, shape_of
 from autopar.errors import InvalidArgument
 
 __all__ = ["MicrobatchedStep", "StepInput", "accumulate_p", "evaluate_microbatched", "split_batch"]
@@ -68,7 +68,7 @@ def split_batch(
     again, as in batch normalisation, are taken within each microbatch; `random="per_microbatch"` that random
     bits are drawn from a key folded with the microbatch's number, instead of being those of the full batch.
     """
-    ledger = Ledger(
+    analysis = AnalysisState(
         num_microbatches=num_microbatches,
         # One microbatch is the batch, so its own statistics are exact.
         exact=batch_statistics == "exact" and num_microbatches > 1,
@@ -81,7 +81,7 @@ def split_batch(
         size = shape_of(var)[state.axis] if isinstance(state, Batched) else 0
         if size % num_microbatches:
             raise _does_not_divide(size, num_microbatches, _name(i, input_names))
-    return _traced_step(analyse(ledger, full, doubled, states), num_microbatches)
+    return _traced_step(analyse(analysis, full, doubled, states), num_microbatches)
 
 
 def _is_state(aval: Any) -> bool:
@@ -105,7 +105,7 @@ def _does_not_divide(size: int, num_microbatches: int, name: str) -> InvalidArgu
     )
 
 
-def _traced_step(block: Block, num_microbatches: int) -> MicrobatchedStep:
+def _traced_step(block: MicrobatchBlock, num_microbatches: int) -> MicrobatchedStep:
     invars = block.jaxpr.invars
     copies = [i for i, v in enumerate(invars) if v in block.needed_whole and isinstance(block.inputs[i], Batched)]
     inputs = [
@@ -129,7 +129,7 @@ def _traced_step(block: Block, num_microbatches: int) -> MicrobatchedStep:
     return _without_unused(closed, inputs, num_microbatches)
 
 
-def _aval(block: Block, given: StepInput, num_microbatches: int) -> Any:
+def _aval(block: MicrobatchBlock, given: StepInput, num_microbatches: int) -> Any:
     if given.leaf is None:
         return jax.ShapeDtypeStruct((), jnp.int32)
     aval: Any = block.jaxpr.invars[given.leaf].aval
@@ -178,7 +178,7 @@ def evaluate_microbatched(step: MicrobatchedStep, leaves: Sequence[Any]) -> list
         else _Each(tuple(_given(given, leaves, m, count) for m in range(count)))
         for given in step.inputs
     ]
-    return evaluate(*jc.open_jaxpr(step.jaxpr), args, equation)
+    return evaluate_jaxpr(*jc.open_jaxpr(step.jaxpr), args, equation)
 
 
 def _leaf(given: StepInput) -> int:

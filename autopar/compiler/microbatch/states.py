@@ -6,7 +6,7 @@
     Local        each microbatch has its own approximation of one value (statistics per microbatch)
     Whole        known at the full size only: it must have no part in what depends on the state
 
-A state carries a trail of where the value comes from.
+A state carries a provenance of where the value comes from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUM = "sum"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trail:
+class Provenance:
     """Where a value comes from. Sets are bits of an int: a train step has tens of thousands of equations."""
 
     stateful: bool = False
@@ -40,8 +40,8 @@ class Trail:
     repeated: int = 0
     """The equations that compute it again for every microbatch, because their other results vary."""
 
-    def __or__(self, other: Trail) -> Trail:
-        return Trail(
+    def __or__(self, other: Provenance) -> Provenance:
+        return Provenance(
             stateful=self.stateful or other.stateful,
             round=max(self.round, other.round),
             rows=self.rows | other.rows,
@@ -55,7 +55,7 @@ class Trail:
 class Invariant:
     """The same for every microbatch; `zero` where it is known to be all zeros."""
 
-    trail: Trail = Trail()
+    provenance: Provenance = Provenance()
     zero: bool = False
 
 
@@ -64,7 +64,7 @@ class Batched:
     """A contiguous slice of rows along `axis`."""
 
     axis: int
-    trail: Trail = Trail()
+    provenance: Provenance = Provenance()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,59 +72,59 @@ class Partial:
     """A summand (`kind` sum), or what takes part in a maximum, minimum, conjunction or disjunction."""
 
     kind: str
-    trail: Trail = Trail()
+    provenance: Provenance = Provenance()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
     """A statistic of the microbatch that stands for the one of the batch."""
 
-    trail: Trail = Trail()
+    provenance: Provenance = Provenance()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
     """A value of the full batch that has no slice for a microbatch."""
 
-    trail: Trail = Trail()
+    provenance: Provenance = Provenance()
 
 
 State = Invariant | Batched | Partial | Local | Whole
 
 
-def trails(states: Iterable[State]) -> Trail:
+def provenances(states: Iterable[State]) -> Provenance:
     """Everything that values in these states come from."""
-    return reduce(lambda a, b: a | b, (s.trail for s in states), Trail())
+    return reduce(lambda a, b: a | b, (s.provenance for s in states), Provenance())
 
 
 def completed(state: State) -> Invariant:
     """The state after accumulation over all microbatches: rows have become sums, one round later."""
-    trail = state.trail
-    sums = trail.sums if isinstance(state, Local) else trail.sums | trail.rows
-    return Invariant(trail=replace(trail, round=trail.round + 1, rows=0, sums=sums, repeated=0))
+    provenance = state.provenance
+    sums = provenance.sums if isinstance(state, Local) else provenance.sums | provenance.rows
+    return Invariant(provenance=replace(provenance, round=provenance.round + 1, rows=0, sums=sums, repeated=0))
 
 
 def joined(a: State, b: State) -> State | None:
     """The state that holds for either value, as in a loop's carry; None if there is none."""
-    trail = a.trail | b.trail
+    provenance = a.provenance | b.provenance
     match a, b:
         case (Invariant(), Invariant()):
-            return Invariant(trail=trail, zero=a.zero and b.zero)
+            return Invariant(provenance=provenance, zero=a.zero and b.zero)
         case (Batched(), Batched()) if a.axis == b.axis:
-            return Batched(axis=a.axis, trail=trail)
+            return Batched(axis=a.axis, provenance=provenance)
         case (Partial(), Partial()):
-            return Partial(kind=a.kind, trail=trail) if a.kind == b.kind else None
+            return Partial(kind=a.kind, provenance=provenance) if a.kind == b.kind else None
         case (Partial(), Invariant() | Local()) | (Invariant() | Local(), Partial()):
             kind = a.kind if isinstance(a, Partial) else b.kind if isinstance(b, Partial) else SUM
-            return Partial(kind=kind, trail=trail)
+            return Partial(kind=kind, provenance=provenance)
         case (Local() | Invariant(), Local() | Invariant()):
-            return Local(trail=trail)
+            return Local(provenance=provenance)
         case _:
             return None
 
 
 def use_as(state: State, wanted: State) -> str:
-    """How a value in `state` takes the place of one in `wanted`: see `Step.uses`."""
+    """How a value in `state` takes the place of one in `wanted`: see `MicrobatchStep.uses`."""
     match state, wanted:
         case (Invariant(zero=False), Partial(kind="sum")):
             return "first"
@@ -144,7 +144,7 @@ def shape_of(atom: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """An equation at the full and the doubled batch; the batch axis of each operand (None: it has none)."""
+    """An equation at the full and twice the batch; the batch axis of each operand (None: it has none)."""
 
     eqn: jc.JaxprEqn
     doubled: jc.JaxprEqn
@@ -158,20 +158,20 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Rows stay apart. `own_column`: that column of the indices holds each row's own number."""
+    """Rows stay apart. `identity_column`: that column of the indices holds each row's own number."""
 
-    own_column: int | None = None
+    identity_column: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduced:
+class ReducedBatch:
     """The rows are reduced; the operands at `summands` take part in the reduction without being batched."""
 
     kind: str
     summands: tuple[int, ...] = ()
 
 
-Verdict = Rows | Reduced
+Verdict = Rows | ReducedBatch
 
 
 def batch_axes(aval: Any, doubled: Any) -> tuple[int, ...]:
@@ -204,7 +204,7 @@ CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class MicrobatchStep:
     """What one microbatch does for an equation."""
 
     eqn: jc.JaxprEqn
@@ -215,18 +215,18 @@ class Step:
     results: tuple[State, ...]
     local: bool = False
     """A sum over the microbatch stands for the one over the batch: it is multiplied by their number."""
-    own_column: int | None = None
+    identity_column: int | None = None
     """The column of a gather's or scatter's indices that counts the rows of the batch."""
-    bodies: tuple[Block, ...] = ()
+    bodies: tuple[MicrobatchBlock, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class MicrobatchBlock:
     """A program or the body of an equation."""
 
     jaxpr: jc.Jaxpr
     consts: tuple[Any, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[MicrobatchStep, ...]
     inputs: tuple[State, ...]
     outputs: tuple[State, ...]
     needed_whole: frozenset[jc.Var]
@@ -236,7 +236,7 @@ class Block:
 
 
 def needed_whole(
-    jaxpr: jc.Jaxpr, steps: tuple[Step, ...], states: Mapping[jc.Var, State], top: bool
+    jaxpr: jc.Jaxpr, steps: tuple[MicrobatchStep, ...], states: Mapping[jc.Var, State], top: bool
 ) -> frozenset[jc.Var]:
     """What those steps read that work on the whole batch. At the top, shared values are at hand."""
     needed: set[jc.Var] = set()
@@ -256,7 +256,7 @@ def needed_whole(
     return frozenset(needed)
 
 
-def straight_bodies(step: Step) -> list[tuple[Block, int]]:
+def straight_bodies(step: MicrobatchStep) -> list[tuple[MicrobatchBlock, int]]:
     """Bodies that run once, so that what they need whole is computed outside; the operands before theirs."""
     if step.mode != NESTED or step.eqn.primitive.name in primitives.LOOPS:
         return []
@@ -265,15 +265,15 @@ def straight_bodies(step: Step) -> list[tuple[Block, int]]:
 
 # --- What an analysis remembers across equations: which reductions over the batch met their examples again ---
 
-Place = tuple[object, ...]
+EquationPlace = tuple[object, ...]
 """Where an equation stands: its number, behind the numbers and roles of the equations around it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduction:
+class BatchReduction:
     """A reduction over the batch: its equation, and the batched values it was computed from."""
 
-    place: Place
+    place: EquationPlace
     eqn: jc.JaxprEqn
     rows: int
 
@@ -283,51 +283,51 @@ class Unfinished(NotSplittable):
 
 
 @dataclass(kw_only=True)
-class Ledger:
+class AnalysisState:
     """One analysis: its options, and what is found on the way."""
 
     num_microbatches: int
     exact: bool
     draw_per_microbatch: bool
-    local: frozenset[Place] = frozenset()
+    local: frozenset[EquationPlace] = frozenset()
     """Reductions to be taken within each microbatch."""
-    found: set[Place] = field(default_factory=set[Place])
-    apart: frozenset[Place] = frozenset()
+    found: set[EquationPlace] = field(default_factory=set[EquationPlace])
+    apart: frozenset[EquationPlace] = frozenset()
     """Equations to take apart, because a result that is the same for every microbatch is wanted once."""
-    repeating: dict[int, Place] = field(default_factory=dict[int, Place])
-    bits: dict[Place, int] = field(default_factory=dict[Place, int])
-    reductions: dict[int, Reduction] = field(default_factory=dict[int, Reduction])
+    repeating: dict[int, EquationPlace] = field(default_factory=dict[int, EquationPlace])
+    bits: dict[EquationPlace, int] = field(default_factory=dict[EquationPlace, int])
+    reductions: dict[int, BatchReduction] = field(default_factory=dict[int, BatchReduction])
 
-    def bit(self, place: Place) -> int:
-        """The bit that stands for an equation in a trail."""
+    def bit(self, place: EquationPlace) -> int:
+        """The bit that stands for an equation in a provenance."""
         return self.bits.setdefault(place, 1 << len(self.bits))
 
-    def reduction(self, place: Place, eqn: jc.JaxprEqn, trail: Trail) -> int:
-        """Register a reduction; its bit in the `origins` of a trail."""
+    def reduction(self, place: EquationPlace, eqn: jc.JaxprEqn, provenance: Provenance) -> int:
+        """Register a reduction; its bit in the `origins` of a provenance."""
         bit = self.bit((*place, "reduction"))
-        self.reductions[bit] = Reduction(place=place, eqn=eqn, rows=trail.rows)
+        self.reductions[bit] = BatchReduction(place=place, eqn=eqn, rows=provenance.rows)
         return bit
 
-    def repeats(self, place: Place) -> int:
+    def repeats(self, place: EquationPlace) -> int:
         """Register an equation that computes a shared value for every microbatch; its bit."""
         bit = self.bit((*place, "repeats"))
         self.repeating[bit] = place
         return bit
 
-    def origins(self, trail: Trail) -> list[Reduction]:
+    def origins(self, provenance: Provenance) -> list[BatchReduction]:
         """The reductions behind a value, by order of appearance."""
-        return [r for bit, r in self.reductions.items() if trail.origins & bit]
+        return [r for bit, r in self.reductions.items() if provenance.origins & bit]
 
     def check_crossing(self, eqn: jc.JaxprEqn, states: list[State]) -> None:
         """Refuse (or note) a sum over the batch that is combined with examples it was computed from."""
         for i, one in enumerate(states):
             for j, other in enumerate(states):
-                if i != j and one.trail.sums & other.trail.rows:
-                    rows = other.trail.rows
-                    behind = [r for r in self.origins(one.trail) if r.rows & rows]
+                if i != j and one.provenance.sums & other.provenance.rows:
+                    rows = other.provenance.rows
+                    behind = [r for r in self.origins(one.provenance) if r.rows & rows]
                     self.crossed(eqn, behind)
 
-    def crossed(self, eqn: jc.JaxprEqn, behind: list[Reduction]) -> None:
+    def crossed(self, eqn: jc.JaxprEqn, behind: list[BatchReduction]) -> None:
         """What to do about reductions whose results are wanted before the other microbatches are known."""
         if not self.exact:
             self.found.update(r.place for r in behind)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.evaluate import evaluate
+from autopar.compiler.jaxprs.evaluate import evaluate_jaxpr
 from autopar.compiler.microbatch.accumulate import accumulate
 from autopar.compiler.microbatch.split import MicrobatchedStep, StepInput
 
@@ -41,7 +41,7 @@ class _Completion:
         self.late: set[jc.Var] = set()  # depends on a completed value
 
     def run(self, args: Sequence[Any]) -> list[Any]:
-        results = evaluate(self.jaxpr, self.consts, args, self._equation)
+        results = evaluate_jaxpr(self.jaxpr, self.consts, args, self._equation)
         return [self._complete(a, value) for a, value in zip(self.jaxpr.outvars, results, strict=True)]
 
     def _equation(self, _: int, eqn: jc.JaxprEqn, values: list[Any]) -> list[Any]:

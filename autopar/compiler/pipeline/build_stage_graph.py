@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from autopar.compiler.frontend.layer_scans import Piece
+from autopar.compiler.frontend.layer_scans import LeafRows
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.evaluate import evaluate_equations
 from autopar.compiler.microbatch.accumulate import accumulation_axis, accumulation_kind
@@ -36,8 +36,8 @@ def build_stage_graph(
     placement: Placement,
     *,
     name: str,
-    inputs: Sequence[Piece],
-    outputs: Sequence[Piece],
+    inputs: Sequence[LeafRows],
+    outputs: Sequence[LeafRows],
     input_names: Sequence[str],
     leaf_names: Sequence[str],
     remat_stages: Iterable[int] = (),
@@ -113,8 +113,8 @@ class _Builder:
     def build(
         self,
         name: str,
-        inputs: Sequence[Piece],
-        outputs: Sequence[Piece],
+        inputs: Sequence[LeafRows],
+        outputs: Sequence[LeafRows],
         leaf_names: Sequence[str],
         state_outputs: Mapping[int, int],
     ) -> StageGraph:
@@ -237,7 +237,7 @@ class _Builder:
     # --- the borders of the graph ---------------------------------------------------------------------------
 
     def _graph_inputs(
-        self, pieces: Sequence[Piece], leaf_names: Sequence[str], tasks: Sequence[StageTask]
+        self, pieces: Sequence[LeafRows], leaf_names: Sequence[str], tasks: Sequence[StageTask]
     ) -> Iterable[GraphInput]:
         readers: dict[str, set[int]] = {}
         for task in tasks:
@@ -250,7 +250,7 @@ class _Builder:
             stages = readers.get(value, set()) | ({home} if v in passed else set())
             owned = spec.kind == "whole" and v not in self.phases.replicated_scalars
             order = sorted(stages | {home} if stages and owned else stages, key=lambda s: (s != home, s))
-            piece = pieces[spec.leaf] if spec.leaf is not None else Piece(leaf=-1, start=None, stop=None)
+            piece = pieces[spec.leaf] if spec.leaf is not None else LeafRows(leaf=-1, start=None, stop=None)
             yield GraphInput(
                 value=value,
                 kind=spec.kind,
@@ -264,7 +264,7 @@ class _Builder:
             )
 
     def _graph_outputs(
-        self, pieces: Sequence[Piece], updates: UpdateRounds, state_outputs: Mapping[int, int]
+        self, pieces: Sequence[LeafRows], updates: UpdateRounds, state_outputs: Mapping[int, int]
     ) -> Iterable[GraphOutput]:
         for position, (v, piece) in enumerate(zip(self.jaxpr.outvars, pieces, strict=True)):
             where: dict[str, Any] = {"leaf": piece.leaf, "start": piece.start, "stop": piece.stop}

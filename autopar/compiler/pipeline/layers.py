@@ -233,7 +233,7 @@ def cut_layers(
     """The equations at which layers 1, 2, ... begin, `num_layers - 1` of them, strictly increasing.
 
     `crossing_bytes[k]` are the bytes alive just before equation k, and `allowed[k]` says whether a layer may
-    begin there; their entries 0 are not used. If no cuts are within the tolerance, it is doubled (from at
+    begin there; their entries 0 are not used. If no cuts are within the tolerance, it is at_other_batch (from at
     least 5 %) until some are. The result is deterministic.
 
     Raises `InvalidArgument` if there are more layers than the allowed cuts make pieces.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autopar.compiler.frontend.checkpoint_regions import Path, find_wide_regions, inline_regions
-from autopar.compiler.frontend.layer_scans import Piece, has_layer_loops, split_layer_loops
+from autopar.compiler.frontend.layer_scans import LeafRows, has_layer_loops, split_layer_loops
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch.split import MicrobatchedStep, split_batch
@@ -28,8 +28,8 @@ class PreparedStep:
 
     trace: Trace
     phases: Phases
-    inputs: tuple[Piece, ...]
-    outputs: tuple[Piece, ...]
+    inputs: tuple[LeafRows, ...]
+    outputs: tuple[LeafRows, ...]
     input_names: tuple[str, ...]
     state_outputs: Mapping[int, int]
     recomputes: bool
@@ -80,20 +80,20 @@ def prepare(
 
 def _split_loops(
     trace: Trace, closed: jc.ClosedJaxpr, loop_pieces: int
-) -> tuple[jc.ClosedJaxpr, tuple[Piece, ...], tuple[Piece, ...], dict[int, int]]:
+) -> tuple[jc.ClosedJaxpr, tuple[LeafRows, ...], tuple[LeafRows, ...], dict[int, int]]:
     if loop_pieces > 1:
         split = split_layer_loops(
             closed, loop_pieces, batch_inputs=trace.batch_inputs, state_outputs=trace.state_outputs
         )
         closed, inputs, outputs = split.jaxpr, split.inputs, split.outputs
     else:
-        inputs = tuple(Piece(leaf=i) for i in range(len(trace.inputs)))
-        outputs = tuple(Piece(leaf=i) for i in range(len(trace.outputs)))
+        inputs = tuple(LeafRows(leaf=i) for i in range(len(trace.inputs)))
+        outputs = tuple(LeafRows(leaf=i) for i in range(len(trace.outputs)))
     position = {piece: i for i, piece in enumerate(inputs)}
     state_outputs: dict[int, int] = {}
     for i, piece in enumerate(outputs):
         leaf = trace.state_outputs.get(piece.leaf)
-        replaced = None if leaf is None else position.get(Piece(leaf=leaf, start=piece.start, stop=piece.stop))
+        replaced = None if leaf is None else position.get(LeafRows(leaf=leaf, start=piece.start, stop=piece.stop))
         if replaced is not None:
             state_outputs[i] = replaced
     return closed, inputs, outputs, state_outputs
@@ -102,18 +102,19 @@ def _split_loops(
 def _doubled(trace: Trace, num_microbatches: int, loop_pieces: int, wide: frozenset[Path]) -> jc.ClosedJaxpr:
     if not trace.batch_inputs:
         raise InvalidArgument(
-            f"{num_microbatches} microbatches were asked for, but {trace.not_doubled_because}. "
+            f"{num_microbatches} microbatches were asked for, but {trace.no_other_batch_because}. "
             "Name the arguments that carry the batch in batch_argnums, or use one microbatch."
         )
-    if trace.doubled is None:
+    if trace.at_other_batch is None:
         raise NotSplittable(
             f"{num_microbatches} microbatches need a step that accepts other batch sizes, but "
-            f"{trace.not_doubled_because}. Take sizes from the arguments' shapes in the model, or use one microbatch."
+            f"{trace.no_other_batch_because}. Take sizes from the arguments' shapes in the model, or use one "
+            "microbatch."
         )
-    return _split_loops(trace, inline_regions(trace.doubled, wide), loop_pieces)[0]
+    return _split_loops(trace, inline_regions(trace.at_other_batch, wide), loop_pieces)[0]
 
 
-def _piece_name(trace: Trace, piece: Piece) -> str:
+def _piece_name(trace: Trace, piece: LeafRows) -> str:
     # "@" separates a value's name from its microbatch.
     name = trace.inputs[piece.leaf].name.replace("@", "(at)")
     return name if piece.start is None else f"{name}[{piece.start}:{piece.stop}]"

@@ -101,9 +101,9 @@ class _RematerializedTrace(Trace):
     units: tuple[int | Recomputed, ...]
 
     @cached_property
-    def doubled(self) -> jc.ClosedJaxpr | None:
+    def at_other_batch(self) -> jc.ClosedJaxpr | None:
         """The same step at twice the batch, with the same layers recomputed."""
-        return None if self.step.doubled is None else _emitted(self.step.doubled, self.units)
+        return None if self.step.at_other_batch is None else _emitted(self.step.at_other_batch, self.units)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -173,9 +173,9 @@ class LayeredStep:
         return layer_names(self.phases, num_layers, parameters)
 
     @cached_property
-    def doubled(self) -> jc.ClosedJaxpr | None:
+    def at_other_batch(self) -> jc.ClosedJaxpr | None:
         """The step at twice the batch, if it has the same equations."""
-        return self.trace.doubled if _alike(self.trace.jaxpr, self.trace.doubled) else None
+        return self.trace.at_other_batch if _alike(self.trace.jaxpr, self.trace.at_other_batch) else None
 
     def operands(self, region: Recomputed) -> set[jc.Var]:
         """Return the values that a region reads."""
@@ -289,9 +289,9 @@ class LayeredStep:
     @cached_property
     def _growing(self) -> frozenset[int]:
         """Equations whose results grow with the batch; all of them where that cannot be known."""
-        if self.doubled is None:
+        if self.at_other_batch is None:
             return frozenset(range(len(self.eqns)))
-        pairs = enumerate(zip(self.eqns, self.doubled.jaxpr.eqns, strict=True))
+        pairs = enumerate(zip(self.eqns, self.at_other_batch.jaxpr.eqns, strict=True))
         return frozenset(i for i, (eqn, twin) in pairs if all(map(_grows, eqn.outvars, twin.outvars)))
 
     def _between(self, ends: set[int], among: set[int]) -> set[int]:

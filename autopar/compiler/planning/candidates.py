@@ -219,7 +219,7 @@ def microbatch_counts(problem: StageProblem) -> list[int]:
     if problem.method.num_microbatches is not None:
         return [problem.method.num_microbatches]
     trace = problem.trace
-    if not trace.batch_inputs or trace.doubled is None:
+    if not trace.batch_inputs or trace.at_other_batch is None:
         return [1]
     rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
     return [count for count in (2**k for k in range(rows.bit_length())) if rows % count == 0]

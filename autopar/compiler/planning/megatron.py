@@ -119,10 +119,10 @@ def _check_step(trace: Trace, method: Megatron, data: int, tensor: int) -> None:
         raise Unsupported(
             f"{trace.name} takes no gradient, and Megatron is for steps of training. Use DataParallel or Auto."
         )
-    if data * tensor > 1 and trace.doubled is None:
+    if data * tensor > 1 and trace.at_other_batch is None:
         raise Unsupported(
             f"Megatron must know which dimensions carry the batch, and {trace.name} was not traced at another batch "
-            f"size: {trace.not_doubled_because}. Use Auto() instead."
+            f"size: {trace.no_other_batch_because}. Use Auto() instead."
         )
     rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0] if trace.batch_inputs else 0
     if rows % method.num_microbatches == 0 and rows // method.num_microbatches % data:
@@ -169,8 +169,8 @@ def _other_step(trace: Trace, method: Megatron, pieces: tuple[int, int]) -> Prep
     """The step with another number of examples in a microbatch."""
     count = method.num_microbatches
     if count == 1:
-        assert trace.doubled is not None
-        return _prepared(replace(trace, jaxpr=trace.doubled), method, pieces, 1)
+        assert trace.at_other_batch is not None
+        return _prepared(replace(trace, jaxpr=trace.at_other_batch), method, pieces, 1)
     rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
     # Mostly the same for all counts, so that it is prepared once for several plans.
     counts = [n for n in (2, *range(3, rows + 1)) if n != count and rows % n == 0]

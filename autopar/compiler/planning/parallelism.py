@@ -32,8 +32,8 @@ from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.jaxprs.primitives import PRODUCTS
 from autopar.compiler.lowering.microbatch_loop import microbatch_loop
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
+from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.methods import ExpertParallel, TensorParallel, Zero
@@ -57,7 +57,7 @@ def parallelism_constraints(
     used = _used_by_the_model(closed)
     inputs: dict[int, tuple[Layout, ...]] = {}
     for i, leaf in enumerate(trace.inputs):
-        if not is_small(leaf.aval):
+        if not below_split_size(leaf.aval):
             layouts = all_layouts(tuple(leaf.aval.shape), mesh)
             inputs[i] = tuple(
                 layout
@@ -190,7 +190,7 @@ def value_layouts(
     data, model = _axis(mesh, "data"), _axis(mesh, "model")
     allowed: dict[str, tuple[Layout, ...]] = {}
     for name, aval in _types(tasks).items():
-        if is_small(aval):
+        if below_split_size(aval):
             continue
         layouts = all_layouts(tuple(aval.shape), mesh)
         batch = values.batch_dims.get(name, ())
@@ -325,10 +325,10 @@ def _batch_dims(
 ) -> dict[int, BatchDims]:
     """By equation of the model, the dimensions of its operands and results that grow with the batch."""
     kind = type(method).__name__
-    if trace.doubled is None:
+    if trace.at_other_batch is None:
         raise Unsupported(
             f"{kind} must know which dimensions carry the batch, and {trace.name} was not traced at another batch "
-            f"size: {trace.not_doubled_because}. Use Auto() instead."
+            f"size: {trace.no_other_batch_because}. Use Auto() instead."
         )
     other = _of_other_examples(trace, method)
     dims = None if other is None else _equation_batch_dims(closed, other)
@@ -344,9 +344,9 @@ def _of_other_examples(trace: Trace, method: Zero | TensorParallel | ExpertParal
     """The step with another number of examples at a time; None if there is none that is the same program."""
     count = method.num_microbatches if trace.differentiates else 1
     if count == 1:
-        assert trace.doubled is not None
-        alike = _names(trace.jaxpr) == _names(trace.doubled)
-        return merge_common_subexpressions(trace.doubled, like=trace.jaxpr) if alike else None
+        assert trace.at_other_batch is not None
+        alike = _names(trace.jaxpr) == _names(trace.at_other_batch)
+        return merge_common_subexpressions(trace.at_other_batch, like=trace.jaxpr) if alike else None
     rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
     others = [n for n in (count // 2, 2 * count) if n > 1 and rows % n == 0 and n != count]
     if not others:

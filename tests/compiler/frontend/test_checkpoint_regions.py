@@ -18,7 +18,7 @@ from autopar.compiler.frontend.checkpoint_regions import (
     inline_regions,
     inline_wide_regions,
 )
-from autopar.compiler.frontend.layer_scans import Piece
+from autopar.compiler.frontend.layer_scans import LeafRows
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.jaxprs.primitives import REMAT
@@ -315,8 +315,8 @@ def test_stages_that_recompute_their_forward_give_the_dissolved_steps_values(mod
     graph = build_stage_graph(
         place_equations(phases, layer_stage=layer_stage, num_stages=2),
         name=model,
-        inputs=[Piece(leaf=i) for i in range(num_inputs)],
-        outputs=[Piece(leaf=i) for i in range(num_outputs)],
+        inputs=[LeafRows(leaf=i) for i in range(num_inputs)],
+        outputs=[LeafRows(leaf=i) for i in range(num_outputs)],
         input_names=names,
         leaf_names=names[:num_inputs],
         remat_stages=[0, 1],

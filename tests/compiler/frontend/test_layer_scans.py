@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar.compiler.frontend.layer_scans import Piece, SplitLoops, has_layer_loops, split_layer_loops
+from autopar.compiler.frontend.layer_scans import LeafRows, SplitLoops, has_layer_loops, split_layer_loops
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
 from tests.compiler.planning.layer_models import MODELS, ROWS, WIDTH, adamw, dense, dense_stack, draw, mlp, trained
@@ -60,7 +60,7 @@ def assert_equal(found: list[Any], wanted: list[Any]) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-10)
 
 
-def bounds(pieces: tuple[Piece, ...], leaf: int) -> list[Any]:
+def bounds(pieces: tuple[LeafRows, ...], leaf: int) -> list[Any]:
     return [(p.start, p.stop) for p in pieces if p.leaf == leaf]
 
 
@@ -213,7 +213,7 @@ def test_loops_over_time_are_left_alone(loss, params, batch):
     assert has_layer_loops(closed, batch_inputs=batch_inputs) == ()
     split = split_layer_loops(closed, 2, batch_inputs=batch_inputs)
     assert split.jaxpr is closed
-    assert split.inputs == tuple(Piece(leaf=i) for i in range(len(leaves)))
+    assert split.inputs == tuple(LeafRows(leaf=i) for i in range(len(leaves)))
 
 
 def test_a_recurrent_network_within_every_layer_is_split_by_layers_only():
@@ -256,7 +256,7 @@ def test_state_gets_equal_pieces_where_no_equation_ties_it():
     tied = split_layer_loops(closed, 2, batch_inputs=batch_inputs, state_outputs={0: 0, 1: 1})
     loose = split_layer_loops(closed, 2, batch_inputs=batch_inputs)
     assert tied.inputs[:4] == loose.inputs[:4] == tied.outputs
-    assert loose.outputs == (Piece(leaf=0), Piece(leaf=1))
+    assert loose.outputs == (LeafRows(leaf=0), LeafRows(leaf=1))
     assert_equal(evaluate_split(tied, leaves), evaluate(closed, leaves))
 
 

@@ -51,8 +51,8 @@ def test_printed_trace_counts_what_it_holds():
 
 def test_step_is_traced_at_twice_the_batch_as_well():
     trace = traced(mlp_step, mlp_params(), mlp_batch())
-    assert trace.doubled is not None
-    assert [v.aval.shape for v in trace.doubled.jaxpr.invars][-2:] == [(16, 4), (16, 4)]
+    assert trace.at_other_batch is not None
+    assert [v.aval.shape for v in trace.at_other_batch.jaxpr.invars][-2:] == [(16, 4), (16, 4)]
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_step_is_traced_at_twice_the_batch_as_well():
 )
 def test_reason_is_kept_where_there_is_no_trace_at_twice_the_batch(step, batch, reason):
     trace = traced(step, mlp_params(), mlp_batch(), batch=batch)
-    assert trace.doubled is None
-    assert re.search(reason, trace.not_doubled_because)
+    assert trace.at_other_batch is None
+    assert re.search(reason, trace.no_other_batch_because)
 
 
 # --- state --------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.fold_layers import Fold, fold
 from autopar.compiler.intra_op.plan_program import plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.sharding.free_values import is_small
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec, used_axes
+from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.spmd.emit import localize
 from autopar.compiler.spmd.local_program import local_block
 from autopar.hardware.machine import Link, Machine
@@ -93,7 +93,7 @@ def traced(kind: str, num_layers: int) -> Trace:
 
 def folded(trace: Trace, **marks: Any) -> Fold:
     inputs = trace.jaxpr.jaxpr.invars
-    free = [is_small(v.aval) for v in inputs]
+    free = [below_split_size(v.aval) for v in inputs]
     return fold(trace.jaxpr, [i.name for i in trace.inputs], free, state_outputs=trace.state_outputs, **marks)
 
 

@@ -53,14 +53,14 @@ def traces(step: Any, *args: Any, batch: tuple[int, ...] = (1,)) -> Any:
         return step(*jax.tree.unflatten(tree, values))
 
     twice = [jnp.concatenate([v, v]) if i in batch_inputs and v.ndim else v for i, v in enumerate(leaves)]
-    full, doubled = (normalize(jax.make_jaxpr(flat)(*values)) for values in (leaves, twice))
-    return full, doubled, batch_inputs, leaves
+    full, at_other_batch = (normalize(jax.make_jaxpr(flat)(*values)) for values in (leaves, twice))
+    return full, at_other_batch, batch_inputs, leaves
 
 
 def split(step: Any, *args: Any, batch: tuple[int, ...] = (1,), microbatches: int = 4, **options: Any) -> Any:
     """The microbatched step and the flat arguments."""
-    full, doubled, batch_inputs, leaves = traces(step, *args, batch=batch)
-    result = split_batch(full, doubled, batch_inputs=batch_inputs, num_microbatches=microbatches, **options)
+    full, at_other_batch, batch_inputs, leaves = traces(step, *args, batch=batch)
+    result = split_batch(full, at_other_batch, batch_inputs=batch_inputs, num_microbatches=microbatches, **options)
     return result, leaves
 
 

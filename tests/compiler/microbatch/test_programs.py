@@ -69,10 +69,10 @@ ZERO_GRADIENT = ("['key']['bias']",)
 def test_train_steps_of_the_zoo_equal_their_traces_in_microbatches(case):
     step, *args = case.make()
     step = functools.partial(step, **case.kwargs)
-    full, doubled, batch_inputs, leaves = traces(step, *args, batch=case.batch_argnums)
+    full, at_other_batch, batch_inputs, leaves = traces(step, *args, batch=case.batch_argnums)
     # Where the split is approximate, one microbatch is still the batch.
     count = 4 if case.batch_statistics == "exact" else 1
-    microbatched = split_batch(full, doubled, batch_inputs=batch_inputs, num_microbatches=count)
+    microbatched = split_batch(full, at_other_batch, batch_inputs=batch_inputs, num_microbatches=count)
     tree = jax.tree.structure(jax.eval_shape(step, *args))
     got = jax.tree.unflatten(tree, evaluate_microbatched(microbatched, leaves))
     want = jax.tree.unflatten(tree, jc.jaxpr_as_fun(full)(*leaves))

@@ -15,15 +15,15 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import equation_flops
 from autopar.compiler.jaxprs.primitives import DRAWS, NESTED, PRODUCTS, SORTS
 
-SMALL = 64
+MAX_UNSPLIT_ELEMENTS = 64
 """Arrays of at most so many elements are never split."""
 
 _EXPENSIVE = DRAWS | PRODUCTS | SORTS
 
 
-def is_small(aval: Any) -> bool:
+def below_split_size(aval: Any) -> bool:
     """Whether an array is too small to be worth splitting."""
-    return math.prod(getattr(aval, "shape", ())) <= SMALL
+    return math.prod(getattr(aval, "shape", ())) <= MAX_UNSPLIT_ELEMENTS
 
 
 def free_results(eqn: jc.JaxprEqn, operands: Sequence[bool]) -> list[bool]:
@@ -34,7 +34,7 @@ def free_results(eqn: jc.JaxprEqn, operands: Sequence[bool]) -> list[bool]:
     if eqn.effects or not all(operands):
         return [False] * len(sizes)
     cheap = eqn.primitive.name not in _EXPENSIVE and equation_flops(eqn) <= 4 * sum(sizes)
-    return [cheap or size <= SMALL for size in sizes]
+    return [cheap or size <= MAX_UNSPLIT_ELEMENTS for size in sizes]
 
 
 def free_variables(jaxpr: jc.Jaxpr, inputs: Sequence[bool]) -> set[jc.Var]:

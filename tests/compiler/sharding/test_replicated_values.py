@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.sharding.free_values import free_carry, free_outputs, is_small
+from autopar.compiler.sharding.replicated_values import below_split_size, free_carry, free_outputs
 from tests.compiler.equations import real
 from tests.compiler.planned_steps import traced
 
@@ -91,4 +91,4 @@ def test_values_with_side_effects_are_never_free():
 
 @pytest.mark.parametrize(("shape", "small"), [((), True), ((64,), True), ((65,), False), ((8, 9), False)], ids=str)
 def test_arrays_of_at_most_sixty_four_elements_are_small(shape, small):
-    assert is_small(jax.ShapeDtypeStruct(shape, jnp.float32)) == small
+    assert below_split_size(jax.ShapeDtypeStruct(shape, jnp.float32)) == small
