@@ -45,7 +45,7 @@ MEMORY_LEVELS = {"off": math.inf, "adaptive": 0.9, "slight": 0.75, "moderate": 0
 """The share of a device's memory that a plan may use, a tenth being left to what is not modelled; "off": no limit."""
 
 ZERO_STAGES = (0, 1, 2, 3)
-"""How much of the state ZeRO divides among replicas; 0: nothing."""
+"""The stages of ZeRO: how much of the state replicas divide; 0: nothing."""
 
 _USUAL_AXES = ("data", "model", "expert")
 

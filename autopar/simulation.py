@@ -187,7 +187,7 @@ def _gb(nbytes: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterCosts:
-    """How long the tasks of a program take by modelled times, and its transfers on a machine."""
+    """Durations of a program: its tasks by modelled times, its transfers on a machine."""
 
     program: Program
     machine: Machine

@@ -16,7 +16,7 @@ from rich.text import Text
 from autopar.compiler.analysis.compiled_collectives import CollectiveCheck
 
 _TIMES_ROUNDING = 2.0
-"""How often a result may differ, in the root of its squares, by what moved arguments change it by."""
+"""A result may differ by so many times the change that moved arguments cause, in the root of its squares."""
 _MOVED_BY = 16
 """Rounding errors by which arguments are moved: a step adds up more than one."""
 

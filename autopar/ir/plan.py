@@ -106,7 +106,7 @@ class Plan:
     sharding: ShardingPlan | None = None
     """Layouts of every value, if a search decided them; otherwise XLA carries on those of the inputs."""
     certificate: Certificate | None = None
-    """How good the stages are, if a search decided them."""
+    """The quality of the stages, if a search decided them."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` unless layers, stages, meshes and specs fit together."""

@@ -29,14 +29,14 @@ class PlannedCollective:
     group_size: int
     nbytes: float
     times: float
-    """How many times a step runs it: more than once in loops."""
+    """Runs per step: more than one in loops."""
     seconds: float
     """Modelled time of all these runs."""
     dtype: str
     what: str
     """The value and its layouts before and after."""
     scope: str
-    """Where in the model: the name stack of the equation that reads it."""
+    """The place in the model: the name stack of the equation that reads it."""
     repeated: bool = False
     """The same was done before, and is done again to save memory: a compiler may merge the two."""
 
@@ -134,8 +134,8 @@ class MeshSharding:
     figures: str
     """The machine whose figures the times are made of."""
     temporary_bytes: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
-    """What one run of a task needs on a device beside its inputs, as far as that was modelled: for results that take no
-    input's place, and for what lives in between."""
+    """Bytes that one run of a task needs on a device beside its inputs, where they were modelled: for results that take
+    no input's place, and for what lives in between."""
 
     def to_data(self) -> dict[str, Any]:
         """The sharding as JSON data."""

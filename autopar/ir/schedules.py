@@ -52,7 +52,7 @@ class Schedule(ABC):
     splits_weight_gradients: bool = False
     """The weight gradient of a microbatch is a task of its own, W, and no part of B."""
     virtual_stages: tuple[int, ...] = (1,)
-    """How many stages on a mesh a search tries; the first is the default. (1,): there cannot be more than one."""
+    """Numbers of stages on a mesh that a search tries; the first is the default. (1,): no more than one."""
     hides_transfers: bool = False
     """A mesh has other microbatches to work on while one is on its way."""
     memory_depends_on_num_stages: bool = True

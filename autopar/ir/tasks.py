@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one executable does in one step: a pass of a stage over a microbatch, or an update."""
+    """The work of one executable in one step: a pass of a stage over a microbatch, or an update."""
 
     # F forward, B backward, W weight gradient, U update, P prologue, Z zero accumulators, C concatenate
     kind: str

@@ -26,7 +26,7 @@ class LoadedProgram(Protocol):
 
 
 class Channel(Protocol):
-    """How the values of one mesh reach the others; both ends are made once, when a program is loaded."""
+    """A way from the values of one mesh to the others; both ends are made once, when a program is loaded."""
 
     def sender(self, values: tuple[str, ...], to: int) -> Sender:
         """A function that hands over the arrays of `values` and does not wait."""
@@ -52,7 +52,7 @@ Pull = Callable[[int], Sequence[jax.Array]]  # a tag
 
 
 class Endpoint(Protocol):
-    """How one process hands arrays to others. A tag is used once between two processes; parcels are never empty.
+    """One process's side of a channel to others. A tag is used once between two processes; parcels are never empty.
 
     Two processes post and pull their common messages in the same order; arrays may arrive after the call returned.
     """

@@ -24,7 +24,7 @@ _NONE: Mapping[str, float] = MappingProxyType({})
 
 
 class Costs(Protocol):
-    """How long things take."""
+    """Durations of executables and transfers."""
 
     def run_time_s(self, executable: Executable, task: Task) -> float:
         """Seconds that the mesh of the executable is busy."""

@@ -1,4 +1,4 @@
-"""Where a compiled step wants its arguments: which ranges of each, on which meshes, in which layouts.
+"""Find the places of a compiled step's arguments: which ranges of each, on which meshes, in which layouts.
 
     one part          an ordinary argument
     several parts     a stacked parameter, its layers on several meshes; or a batch, its microbatches
@@ -81,7 +81,7 @@ class ArgumentPlacement:
 
 
 def argument_placement(compiled: Compiled, number: int) -> tuple[ArgumentPlacement, Any]:
-    """Where a step wants one argument (0 is its state), and the structure of that argument.
+    """Return the places of one argument of a step (0 is its state), and the structure of that argument.
 
     Raises `InvalidArgument` for an argument that is static or missing.
     """

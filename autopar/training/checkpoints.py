@@ -321,7 +321,7 @@ class _Number:
 
 
 def restore_target(like: Any) -> RestoreTarget:
-    """Where `like`, a step or a state, has its state."""
+    """Return the places of the state of `like`, a step or a state."""
     if isinstance(like, Step | Compiled):
         compiled = compiled_like(like, 0, None)
         arrangement, tree = argument_placement(compiled, 0)

@@ -62,17 +62,17 @@ class CompiledCollective:
     name: str
     """The instruction's name, unique in the program."""
     scope: str
-    """Where JAX made it: `jit(step)/shard_map/psum`; empty if the compiler did."""
+    """The place in JAX that made it: `jit(step)/shard_map/psum`; empty if the compiler did."""
     kind: str
     """One of `KINDS`."""
     group_size: int
-    """How many devices exchange with each other; of a permutation, those of its longest chain or cycle."""
+    """Number of devices that exchange with each other; of a permutation, those of its longest chain or cycle."""
     operands: tuple[float, ...]
     """Bytes of each array on one device: before a reduction, after a gather (as in `wire_bytes`)."""
     dtypes: tuple[str, ...]
     """Their element types in HLO's words; a reduction in bf16 may have been promoted to f32."""
     count: float
-    """How often it runs in one execution of the program."""
+    """Runs in one execution of the program."""
 
     @property
     def nbytes(self) -> float:
@@ -301,7 +301,7 @@ class KindCheck:
 
     kind: str
     group_size: int
-    """How many devices exchange with each other; 0 for permutations, which compilers cut into chains."""
+    """Return how many devices exchange with each other; 0 for permutations, which compilers cut into chains."""
     planned_count: float
     planned_bytes: float
     repeated_bytes: float

@@ -283,7 +283,7 @@ class BlockBuilder:
         return self.equivalent.get(v, v)
 
     def source(self, atom: Any) -> LayoutNode | None:
-        """Where a value comes from; None for what is free."""
+        """Return the node that makes a value; None for a value that is replicated for free."""
         if isinstance(atom, jc.Literal) or atom in self.free:
             return None
         return self.sources[self.first(atom)]

@@ -69,7 +69,7 @@ class IntraOpPlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Constraints:
-    """What is fixed before the search: layouts of inputs and results by number, and which strategies are allowed."""
+    """Fix decisions before the search: layouts of inputs and results by number, and which strategies are allowed."""
 
     inputs: dict[int, tuple[Layout, ...]] = field(default_factory=dict[int, tuple[Layout, ...]])
     results: dict[int, tuple[Layout, ...]] = field(default_factory=dict[int, tuple[Layout, ...]])

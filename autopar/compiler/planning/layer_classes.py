@@ -34,7 +34,7 @@ from autopar.compiler.planning.constraints import key_path
 from autopar.compiler.planning.mesh_sharding import mesh_constraints
 
 LayerCutter = Callable[[Phases, int], Sequence[int]]
-"""Where layers 1, 2, ... begin, as positions in the forward pass, of so many that are asked for."""
+"""Return the positions in the forward pass where layers 1, 2, ... begin, for a number of layers that is asked for."""
 
 _MOST_LOOP_PIECES = 128
 _LEAST_SHARE = 0.05

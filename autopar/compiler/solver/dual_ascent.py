@@ -85,7 +85,7 @@ class Ascent:
     """The best so far; empty if there is none below the upper limit."""
     value: float
     constant: float
-    """What belongs to every value but is not part of the problem; rounding errors grow with it."""
+    """A constant that every value includes and the problem does not; rounding errors grow with it."""
 
     @classmethod
     def of(cls, problem: MRF, upper: float = np.inf, constant: float = 0.0) -> Ascent:

@@ -25,7 +25,7 @@ from autopar.errors import SolverFailed
 LARGEST_PROGRAM = 400_000
 """Pairs of options beyond which a program would not end in time."""
 LARGEST_COST = 1e4
-"""What the largest cost is scaled to: far above the solver's tolerance of 1e-7, far below where doubles end."""
+"""The largest cost after scaling: far above the solver's tolerance of 1e-7, far below where doubles end."""
 
 
 def solve_in_whole_numbers(

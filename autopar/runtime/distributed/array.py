@@ -67,12 +67,12 @@ class DistributedArray(NDArrayOperatorsMixin):
 
     @property
     def ndim(self) -> int:
-        """How many dimensions there are."""
+        """The number of dimensions."""
         return len(self.placed.shape)
 
     @property
     def size(self) -> int:
-        """How many elements there are."""
+        """The number of elements."""
         return math.prod(self.placed.shape)
 
     @property

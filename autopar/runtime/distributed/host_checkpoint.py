@@ -65,12 +65,12 @@ class Shown:
 
     @property
     def ndim(self) -> int:
-        """How many dimensions there are."""
+        """The number of dimensions."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """How many elements there are."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -145,7 +145,7 @@ def start_save(host: Host, number: int, path: str, tree: Any, items: Sequence[Ke
 
 
 def save_status(host: Host, number: int) -> SaveStatus:
-    """How far a save has come in this process; asked for until it is done."""
+    """The progress of a save in this process; asked for until it is done."""
     saving = _under_way[number]
     if saving.thread.is_alive():
         return SaveStatus(done=False)

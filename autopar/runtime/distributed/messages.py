@@ -44,7 +44,7 @@ class HostReport:
     process_of: tuple[int, ...]
     """The process of every device of the world, in the order of their ordinals."""
     address: str
-    """Where the others reach its channel."""
+    """The address at which the others reach its channel."""
 
 
 @dataclass(frozen=True, kw_only=True)

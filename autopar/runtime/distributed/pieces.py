@@ -1,4 +1,4 @@
-"""Where a value lies on a cluster: pieces on meshes, each a range of one axis, laid out over the mesh's devices.
+"""The places of a value on a cluster: pieces on meshes, each a range of one axis, laid out over the mesh's devices.
 
 one piece on one mesh       an ordinary value
 pieces on several meshes    a stacked value, for example the layers of a scan over the stages
@@ -67,7 +67,7 @@ def program_layouts(program: Program) -> Mapping[tuple[int, str], DeviceLayout]:
 
 
 def placed_output(program: Program, output: Output, layouts: Mapping[tuple[int, str], DeviceLayout]) -> Placed:
-    """Where a result of a program lies; its parts are stacked along axis 0."""
+    """Return the pieces of a program's result; its parts are stacked along axis 0."""
     types = [program.meshes[mesh].values[value] for mesh, value in output.parts]
     if len(types) == 1:
         piece = Piece(layout=layouts[output.parts[0]], shape=types[0].shape)

@@ -75,7 +75,7 @@ class RayHosts:
                 return
 
     def room(self) -> int:
-        """How many processes like these the nodes that are alive have room for, these ones given back."""
+        """Return for how many processes like these the nodes that are alive have room, these ones given back."""
         needed = {"GPU": self.devices_per_host} if self.uses_gpus else {"CPU": 1}
         alive = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
         return sum(min(int(node.get(name, 0) // count) for name, count in needed.items()) for node in alive)
@@ -206,7 +206,7 @@ def _make_actors(ray: Any, options: RayOptions, owns_ray: bool) -> RayHosts:
 
 
 def _sizes(ray: Any, options: RayOptions) -> tuple[int, int, bool]:
-    """How many hosts, how many devices on each, and whether these are GPUs."""
+    """Return the number of hosts, the devices on each, and whether these are GPUs."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     gpus = [int(node["Resources"].get("GPU", 0)) for node in nodes]
     uses_gpus = any(gpus)
@@ -254,7 +254,7 @@ def _start_actors(hosts: RayHosts, bundle: Mapping[str, float], num_hosts: int) 
 
 
 def _virtual_devices() -> int:
-    """How many CPU devices the driver's own flags ask for; one by default."""
+    """Return how many CPU devices the driver's own flags ask for; one by default."""
     flag = "--xla_force_host_platform_device_count="
     given = [word.removeprefix(flag) for word in os.environ.get("XLA_FLAGS", "").split() if word.startswith(flag)]
     return int(given[-1]) if given else 1

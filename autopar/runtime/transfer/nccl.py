@@ -44,7 +44,7 @@ from autopar.runtime.interfaces import Device, Parcel, Post, Pull
 from autopar.runtime.transfer.endpoints import ProcessOf
 
 WAIT_S = 60.0
-"""How long a process waits for the number of a communicator."""
+"""Seconds that a process waits for the number of a communicator."""
 
 PACKED_DTYPES = {"int2", "uint2", "int4", "uint4", "float4_e2m1fn"}
 
@@ -67,7 +67,7 @@ class Nccl:
         self._lines: dict[Pair, _Line] = {}
 
     def address(self) -> str:
-        """Where this process tells the numbers of communicators."""
+        """The address at which this process tells the numbers of communicators."""
         return self._rendezvous.address()
 
     def connect(self, addresses: Mapping[int, str]) -> None:

@@ -34,7 +34,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceLayout:
-    """How a value lies over a mesh: ordinals of devices, row-major over `mesh_shape`, and a spec."""
+    """The layout of a value over a mesh: ordinals of devices, row-major over `mesh_shape`, and a spec."""
 
     devices: tuple[int, ...]
     mesh_shape: tuple[int, ...]
