@@ -128,7 +128,9 @@ def test_every_module_and_function_exists(page):
     functions = {word for word in quoted(page) if re.fullmatch(r"[a-z_]\w*(\.\w+)*:\w+(\.\w+)*", word)}
     functions |= set(re.findall(r"→ `?([a-z_][\w.]*:\w+(?:\.\w+)*)", read(page)))
     assert not [word for word in functions if not resolves(*word.split(":"))]
-    modules = {word for word in quoted(page) if re.fullmatch(r"(autopar|benchmarks|tests)(\.\w+)+", word)}
+    packages = "|".join(package.rpartition(".")[2] for package in PACKAGES)
+    modules = {word for word in quoted(page) if re.fullmatch(rf"(autopar|benchmarks|tests|{packages})(\.\w+)+", word)}
+    modules = {word for word in modules if not word.endswith(SUFFIXES)}
     missing = [
         word
         for word in modules
