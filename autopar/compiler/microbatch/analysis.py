@@ -67,32 +67,34 @@ def has_bodies(eqn: jc.JaxprEqn) -> bool:
     return eqn.primitive.name in primitives.NESTED.union(CALLS)
 
 
-def body_avals_differ(eqn: jc.JaxprEqn, doubled: jc.JaxprEqn) -> bool:
+def body_avals_differ(eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn) -> bool:
     """Whether a value in the equation's bodies grows with the batch."""
-    if any(batch_axes(v.aval, w.aval) for v, w in zip(eqn.outvars, doubled.outvars)):
+    if any(batch_axes(v.aval, w.aval) for v, w in zip(eqn.outvars, at_other_batch.outvars)):
         return True
-    for body, twin in zip(jc.subjaxprs(eqn), jc.subjaxprs(doubled)):
+    for body, twin in zip(jc.subjaxprs(eqn), jc.subjaxprs(at_other_batch)):
         inner, other = jc.open_jaxpr(body)[0].eqns, jc.open_jaxpr(twin)[0].eqns
         if len(inner) != len(other) or any(map(body_avals_differ, inner, other)):
             return True
     return False
 
 
-def nested_step(enter: AnalyseBody, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
+def nested_step(
+    enter: AnalyseBody, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: list[State]
+) -> MicrobatchStep:
     """What one microbatch does for an equation with bodies."""
     match eqn.primitive.name:
         case "scan":
-            return _scan(enter, eqn, doubled, states)
+            return _scan(enter, eqn, at_other_batch, states)
         case "while":
-            return _while(enter, eqn, doubled, states)
+            return _while(enter, eqn, at_other_batch, states)
         case "cond":
-            return _cond(enter, eqn, doubled, states)
+            return _cond(enter, eqn, at_other_batch, states)
         case _:
-            return _once(enter, eqn, doubled, states)
+            return _once(enter, eqn, at_other_batch, states)
 
 
-def _scan(enter: AnalyseBody, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
-    loop, twin = jp.scan_of(eqn), jp.scan_of(doubled)
+def _scan(enter: AnalyseBody, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
+    loop, twin = jp.scan_of(eqn), jp.scan_of(at_other_batch)
     if loop.length != twin.length:
         refuse(eqn, "is a loop over the batch's examples")
     first_x = loop.first_x
@@ -107,7 +109,7 @@ def _scan(enter: AnalyseBody, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: li
     ys = [_moved(y, 1) for y in block.outputs[loop.num_carry :]]
     uses = [*(KEEP for _ in consts), *map(use_as, initial, carry), *(KEEP for _ in xs)]
     body = replace(block, output_uses=(*map(use_as, block.outputs, carry), *(KEEP for _ in ys)))
-    return _nested_step(eqn, doubled, states, [*carry, *ys], uses, (body,))
+    return _nested_step(eqn, at_other_batch, states, [*carry, *ys], uses, (body,))
 
 
 def _moved(state: State, by: int) -> State:
@@ -135,8 +137,8 @@ def _join(eqn: jc.JaxprEqn, a: State, b: State) -> State:
     return state
 
 
-def _while(enter: AnalyseBody, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
-    loop, twin = jp.while_of(eqn), jp.while_of(doubled)
+def _while(enter: AnalyseBody, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
+    loop, twin = jp.while_of(eqn), jp.while_of(at_other_batch)
     num_cond, first = loop.cond_consts, loop.first_carry
     cond_consts, body_consts, initial = states[:num_cond], states[num_cond:first], states[first:]
 
@@ -158,14 +160,14 @@ def _while(enter: AnalyseBody, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: l
     uses = [*(KEEP for _ in (*cond_consts, *body_consts)), *map(use_as, initial, carry)]
     body = replace(block, output_uses=tuple(map(use_as, block.outputs, carry)))
     carry = [replace(s, provenance=s.provenance | decides.provenance) for s in carry]
-    return _nested_step(eqn, doubled, states, carry, uses, (replace(test, output_uses=(KEEP,)), body))
+    return _nested_step(eqn, at_other_batch, states, carry, uses, (replace(test, output_uses=(KEEP,)), body))
 
 
-def _cond(enter: AnalyseBody, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
+def _cond(enter: AnalyseBody, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
     decides, operands = states[0], states[1:]
     if not isinstance(decides, Invariant | Local):
         refuse(eqn, "chooses a branch by a condition on the batch's examples, so one microbatch cannot know it")
-    branches = zip(jp.branches_of(eqn), jp.branches_of(doubled), strict=True)
+    branches = zip(jp.branches_of(eqn), jp.branches_of(at_other_batch), strict=True)
     blocks = [enter(i, a, b, operands, eqn.invars[1:]) for i, (a, b) in enumerate(branches)]
     results = list(blocks[0].outputs)
     for block in blocks[1:]:
@@ -174,19 +176,19 @@ def _cond(enter: AnalyseBody, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: li
     if isinstance(decides, Local):
         results = [Local(provenance=r.provenance) if isinstance(r, Invariant) else r for r in results]
     bodies = [replace(b, output_uses=tuple(map(use_as, b.outputs, results))) for b in blocks]
-    return _nested_step(eqn, doubled, states, results, [KEEP] * len(states), bodies)
+    return _nested_step(eqn, at_other_batch, states, results, [KEEP] * len(states), bodies)
 
 
-def _once(enter: AnalyseBody, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
-    (inner,), (twin,) = jc.subjaxprs(eqn), jc.subjaxprs(doubled)
+def _once(enter: AnalyseBody, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:
+    (inner,), (twin,) = jc.subjaxprs(eqn), jc.subjaxprs(at_other_batch)
     block = enter("body", inner, twin, states, eqn.invars)
     body = replace(block, output_uses=(KEEP,) * len(block.outputs))
-    return _nested_step(eqn, doubled, states, block.outputs, [KEEP] * len(states), (body,))
+    return _nested_step(eqn, at_other_batch, states, block.outputs, [KEEP] * len(states), (body,))
 
 
 def _nested_step(
     eqn: jc.JaxprEqn,
-    doubled: jc.JaxprEqn,
+    at_other_batch: jc.JaxprEqn,
     states: Sequence[State],
     results: Sequence[State],
     uses: Sequence[str],
@@ -196,7 +198,7 @@ def _nested_step(
         refuse(eqn, "makes an axis that is not proportional to the batch")
     return MicrobatchStep(
         eqn=eqn,
-        doubled=doubled,
+        at_other_batch=at_other_batch,
         mode=NESTED,
         uses=tuple(uses),
         operands=tuple(states),
@@ -206,11 +208,11 @@ def _nested_step(
 
 
 def analyse(
-    analysis: AnalysisState, full: jc.ClosedJaxpr, doubled: jc.ClosedJaxpr, inputs: Sequence[State]
+    analysis: AnalysisState, full: jc.ClosedJaxpr, at_other_batch: jc.ClosedJaxpr, inputs: Sequence[State]
 ) -> MicrobatchBlock:
     """The steps of one microbatch for every equation of `full`, whose inputs are in the states given."""
     while True:
-        block = _block(analysis, Scope(), full, doubled, inputs)
+        block = _block(analysis, Scope(), full, at_other_batch, inputs)
         known = (analysis.local, analysis.apart)
         analysis.local = analysis.local | analysis.found
         analysis.apart = analysis.apart | _wanted_once(analysis, block)
@@ -225,9 +227,11 @@ def _wanted_once(analysis: AnalysisState, block: MicrobatchBlock) -> set[Equatio
     return {place for bit, place in analysis.repeating.items() if repeated & bit}
 
 
-def _block(analysis: AnalysisState, scope: Scope, full: Any, doubled: Any, inputs: Sequence[State]) -> MicrobatchBlock:
+def _block(
+    analysis: AnalysisState, scope: Scope, full: Any, at_other_batch: Any, inputs: Sequence[State]
+) -> MicrobatchBlock:
     jaxpr, consts = jc.open_jaxpr(full)
-    double, _ = jc.open_jaxpr(doubled)
+    double, _ = jc.open_jaxpr(at_other_batch)
     _check_same_structure(jaxpr, double)
     scope.states.update(zip(jaxpr.invars, inputs, strict=True))
     for var, twin in zip(jaxpr.constvars, double.constvars, strict=True):
@@ -273,13 +277,13 @@ def _structure_differs(found: str) -> NotSplittable:
 
 
 def _steps(
-    analysis: AnalysisState, scope: Scope, place: EquationPlace, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn
+    analysis: AnalysisState, scope: Scope, place: EquationPlace, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn
 ) -> list[MicrobatchStep]:
     """The step of an equation, or of several: a loop that sums a loss and counts tokens is taken apart.
 
     The count depends on the batch alone and so is taken of the whole batch, by a loop that does nothing else.
     """
-    step = _step(analysis, scope, place, eqn, doubled)
+    step = _step(analysis, scope, place, eqn, at_other_batch)
     if not scope.straight or step.mode == WHOLE:
         return [step]
     counts = [isinstance(r, Partial) and not r.provenance.stateful for r in step.results]
@@ -287,7 +291,7 @@ def _steps(
     rest = [not a and not b for a, b in zip(counts, shared)]
     groups = [wanted for wanted in (counts, shared, rest) if any(wanted)]
     if step.bodies and len(groups) > 1:
-        pairs = [(jc.only_results(eqn, wanted), jc.only_results(doubled, wanted)) for wanted in groups]
+        pairs = [(jc.only_results(eqn, wanted), jc.only_results(at_other_batch, wanted)) for wanted in groups]
         if all(len(a) == len(b) == 1 and len(a[0].outvars) < len(eqn.outvars) for a, b in pairs):
             return [
                 step
@@ -318,29 +322,29 @@ def _marked(analysis: AnalysisState, place: EquationPlace, state: Invariant, ava
 
 
 def _step(
-    analysis: AnalysisState, scope: Scope, place: EquationPlace, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn
+    analysis: AnalysisState, scope: Scope, place: EquationPlace, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn
 ) -> MicrobatchStep:
     states = [scope.read(atom) for atom in eqn.invars]
-    nested = has_bodies(eqn) and (any(map(_varies, states)) or body_avals_differ(eqn, doubled))
+    nested = has_bodies(eqn) and (any(map(_varies, states)) or body_avals_differ(eqn, at_other_batch))
     try:
         if any(isinstance(s, Whole) for s in states):
             refuse(eqn, "mixes the batch's examples")
         step = (
-            _nested(analysis, scope, place, eqn, doubled, states)
+            _nested(analysis, scope, place, eqn, at_other_batch, states)
             if nested
-            else flat_step(analysis, scope, place, eqn, doubled, states)
+            else flat_step(analysis, scope, place, eqn, at_other_batch, states)
         )
     except (NotSplittable, Unsupported):
         if _can_be_whole(scope, eqn, states):
-            return _whole(eqn, doubled, states)
+            return _whole(eqn, at_other_batch, states)
         if analysis.num_microbatches == 1:
-            return _alone(eqn, doubled, states)
+            return _alone(eqn, at_other_batch, states)
         raise
     shared = nested and any(map(_varies, states)) and any(isinstance(r, Invariant) for r in step.results)
     reduced = shared or any(isinstance(r, Partial | Whole) for r in step.results)
     if reduced and _can_be_whole(scope, eqn, states):
         # What depends on the batch alone is exact and shared if it is taken of the whole batch.
-        return _whole(eqn, doubled, states)
+        return _whole(eqn, at_other_batch, states)
     return replace(step, operands=tuple(states))
 
 
@@ -354,18 +358,18 @@ def _can_be_whole(scope: Scope, eqn: jc.JaxprEqn, states: Sequence[State]) -> bo
     return scope.straight and apart and not eqn.effects
 
 
-def _whole(eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: Sequence[State]) -> MicrobatchStep:
+def _whole(eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: Sequence[State]) -> MicrobatchStep:
     provenance = provenances(states)
-    results = [sliced_state(v.aval, w.aval, provenance) for v, w in zip(eqn.outvars, doubled.outvars)]
-    return make_step(eqn, doubled, WHOLE, states, results)
+    results = [sliced_state(v.aval, w.aval, provenance) for v, w in zip(eqn.outvars, at_other_batch.outvars)]
+    return make_step(eqn, at_other_batch, WHOLE, states, results)
 
 
-def _alone(eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: Sequence[State]) -> MicrobatchStep:
+def _alone(eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: Sequence[State]) -> MicrobatchStep:
     """The only microbatch may mix its examples: they are all there are."""
     provenance = provenances(states)
-    axes = [batch_axes(v.aval, w.aval) for v, w in zip(eqn.outvars, doubled.outvars)]
+    axes = [batch_axes(v.aval, w.aval) for v, w in zip(eqn.outvars, at_other_batch.outvars)]
     results = [Batched(axis=a[0], provenance=provenance) if a else Local(provenance=provenance) for a in axes]
-    return make_step(eqn, doubled, SPLIT, states, results)
+    return make_step(eqn, at_other_batch, SPLIT, states, results)
 
 
 def _nested(
@@ -373,7 +377,7 @@ def _nested(
     scope: Scope,
     place: EquationPlace,
     eqn: jc.JaxprEqn,
-    doubled: jc.JaxprEqn,
+    at_other_batch: jc.JaxprEqn,
     states: list[State],
 ) -> MicrobatchStep:
     """Enter the bodies of a loop, condition or rematerialised region."""
@@ -387,23 +391,23 @@ def _nested(
     finish = scope.top and bool(partial)
     if not (finish and jc.ad_phase(eqn) is None):
         try:
-            return _enter(analysis, enter, eqn, doubled, states, ())
+            return _enter(analysis, enter, eqn, at_other_batch, states, ())
         except (NotSplittable, Unsupported):
             if not finish:
                 raise
     whole: list[State] = [completed(s) if isinstance(s, Partial) else s for s in states]
-    return _enter(analysis, enter, eqn, doubled, whole, partial)
+    return _enter(analysis, enter, eqn, at_other_batch, whole, partial)
 
 
 def _enter(
     analysis: AnalysisState,
     enter: AnalyseBody,
     eqn: jc.JaxprEqn,
-    doubled: jc.JaxprEqn,
+    at_other_batch: jc.JaxprEqn,
     states: list[State],
     complete: Sequence[int],
 ) -> MicrobatchStep:
-    nested = nested_step(enter, eqn, doubled, states)
+    nested = nested_step(enter, eqn, at_other_batch, states)
     if eqn.primitive.name == "cond":
         merged = Local(provenance=provenances(states[1:]))
         analysis.check_crossing(eqn, [states[0], merged])
@@ -411,7 +415,7 @@ def _enter(
     return replace(nested, uses=tuple(uses))
 
 
-def input_states(full: jc.ClosedJaxpr, doubled: jc.ClosedJaxpr, stateful: Mapping[int, bool]) -> list[State]:
+def input_states(full: jc.ClosedJaxpr, at_other_batch: jc.ClosedJaxpr, stateful: Mapping[int, bool]) -> list[State]:
     """The states of a step's inputs."""
-    pairs = zip(jc.open_jaxpr(full)[0].invars, jc.open_jaxpr(doubled)[0].invars, strict=True)
+    pairs = zip(jc.open_jaxpr(full)[0].invars, jc.open_jaxpr(at_other_batch)[0].invars, strict=True)
     return [sliced_state(var.aval, twin.aval, Provenance(stateful=stateful[i])) for i, (var, twin) in enumerate(pairs)]

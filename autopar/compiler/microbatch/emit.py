@@ -70,19 +70,19 @@ class Microbatch:
         return lax.dynamic_slice(value, starts, sizes, allow_negative_indices=False)
 
 
-def params_at_microbatch(eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, microbatch: Microbatch) -> dict[str, Any]:
+def params_at_microbatch(eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, microbatch: Microbatch) -> dict[str, Any]:
     """An equation's parameters at the microbatch's size."""
-    twice = jp.parameters(doubled)
+    twice = jp.parameters(at_other_batch)
     return {key: at_microbatch(value, twice[key], microbatch) for key, value in jp.parameters(eqn).items()}
 
 
-def at_microbatch(value: Any, doubled: Any, microbatch: Microbatch) -> Any:
+def at_microbatch(value: Any, at_other_batch: Any, microbatch: Microbatch) -> Any:
     """A parameter at the microbatch's size. Integers that differ are affine in the batch; all else stays."""
     if type(value) is tuple:
         items = cast("tuple[Any, ...]", value)
-        return tuple(at_microbatch(a, b, microbatch) for a, b in zip(items, doubled, strict=True))
-    if isinstance(value, int) and isinstance(doubled, int) and value != doubled:
-        grown = doubled - value
+        return tuple(at_microbatch(a, b, microbatch) for a, b in zip(items, at_other_batch, strict=True))
+    if isinstance(value, int) and isinstance(at_other_batch, int) and value != at_other_batch:
+        grown = at_other_batch - value
         return value - grown + microbatch.size(grown)
     return value
 
@@ -233,7 +233,7 @@ def _from_whole(frame: _Frame, step: MicrobatchStep, full: Sequence[Any]) -> lis
 
 def _at_microbatch(frame: _Frame, step: MicrobatchStep, args: list[Any]) -> list[Any]:
     microbatch = frame.microbatch
-    params = params_at_microbatch(step.eqn, step.doubled, microbatch) if _grows(step) else None
+    params = params_at_microbatch(step.eqn, step.at_other_batch, microbatch) if _grows(step) else None
     if step.identity_column is not None:
         with jc.under_scope_of(step.eqn):
             args[1] = _shifted_identity(step, step.identity_column, args[1], microbatch)
@@ -245,7 +245,7 @@ def _at_microbatch(frame: _Frame, step: MicrobatchStep, args: list[Any]) -> list
 
 
 def _grows(step: MicrobatchStep) -> bool:
-    pairs = zip([*step.eqn.invars, *step.eqn.outvars], [*step.doubled.invars, *step.doubled.outvars])
+    pairs = zip([*step.eqn.invars, *step.eqn.outvars], [*step.at_other_batch.invars, *step.at_other_batch.outvars])
     return any(batch_axes(a.aval, b.aval) for a, b in pairs)
 
 

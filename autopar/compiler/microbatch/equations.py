@@ -119,7 +119,7 @@ def _is_zero(atom: jc.Literal) -> bool:
 
 def make_step(
     eqn: jc.JaxprEqn,
-    doubled: jc.JaxprEqn,
+    at_other_batch: jc.JaxprEqn,
     mode: str,
     operands: Sequence[State],
     results: Sequence[State],
@@ -128,7 +128,7 @@ def make_step(
 ) -> MicrobatchStep:
     return MicrobatchStep(
         eqn=eqn,
-        doubled=doubled,
+        at_other_batch=at_other_batch,
         mode=mode,
         operands=tuple(operands),
         results=tuple(results),
@@ -142,32 +142,32 @@ def flat_step(
     scope: Scope,
     place: EquationPlace,
     eqn: jc.JaxprEqn,
-    doubled: jc.JaxprEqn,
+    at_other_batch: jc.JaxprEqn,
     states: list[State],
 ) -> MicrobatchStep:
     if eqn.primitive.name in ("optimization_barrier", "debug_callback", "debug_print"):
         # What a callback shows of the batch is its value, not the part of one microbatch.
         shown = scope.top and not eqn.outvars
         uses = [COMPLETE if shown and isinstance(s, Partial) else KEEP for s in states]
-        return make_step(eqn, doubled, SPLIT, states, states[: len(eqn.outvars)], uses)
-    verdict = _verdict(scope, eqn, doubled, states)
-    states, uses = _settled(analysis, scope, eqn, doubled, states, verdict)
+        return make_step(eqn, at_other_batch, SPLIT, states, states[: len(eqn.outvars)], uses)
+    verdict = _verdict(scope, eqn, at_other_batch, states)
+    states, uses = _settled(analysis, scope, eqn, at_other_batch, states, verdict)
     analysis.check_crossing(eqn, states)
     if verdict is not None:
-        return _batched(analysis, place, eqn, doubled, states, uses, verdict)
+        return _batched(analysis, place, eqn, at_other_batch, states, uses, verdict)
     partial = next((s for s in states if isinstance(s, Partial)), None)
     if partial is not None:
         results = [Partial(kind=partial.kind, provenance=provenances(states))] * len(eqn.outvars)
-        return make_step(eqn, doubled, SPLIT, states, results, uses)
-    return _from_shared(analysis, place, eqn, doubled, states, uses)
+        return make_step(eqn, at_other_batch, SPLIT, states, results, uses)
+    return _from_shared(analysis, place, eqn, at_other_batch, states, uses)
 
 
-def _verdict(scope: Scope, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State]) -> Verdict | None:
+def _verdict(scope: Scope, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: list[State]) -> Verdict | None:
     """What happens to rows, if an operand has any."""
     if not any(isinstance(s, Batched) for s in states):
         return None
     axes = tuple(s.axis if isinstance(s, Batched) else None for s in states)
-    site = Site(eqn=eqn, doubled=doubled, axes=axes, producers=scope.producers, constants=scope.constants)
+    site = Site(eqn=eqn, at_other_batch=at_other_batch, axes=axes, producers=scope.producers, constants=scope.constants)
     return row_verdict(site)
 
 
@@ -175,13 +175,13 @@ def _settled(
     analysis: AnalysisState,
     scope: Scope,
     eqn: jc.JaxprEqn,
-    doubled: jc.JaxprEqn,
+    at_other_batch: jc.JaxprEqn,
     states: list[State],
     verdict: Verdict | None,
 ) -> tuple[list[State], list[str]]:
     """Accumulate the operands that the equation needs complete; how each operand is used."""
     late = [scope.top and verdict is None and _is_late(s, states) for s in states]
-    group = None if any(late) else _summands(scope, eqn, doubled, states, verdict)
+    group = None if any(late) else _summands(scope, eqn, at_other_batch, states, verdict)
     if group is not None:
         return states, [_use(s, i in group) for i, s in enumerate(states)]
     settled, uses = list(states), [KEEP] * len(states)
@@ -211,7 +211,7 @@ def _use(state: State, summand: bool) -> str:
 
 
 def _summands(
-    scope: Scope, eqn: jc.JaxprEqn, doubled: jc.JaxprEqn, states: list[State], verdict: Verdict | None
+    scope: Scope, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: list[State], verdict: Verdict | None
 ) -> frozenset[int] | None:
     """The operands that take part in the sum over microbatches; None if partial ones must be completed."""
     partial = [i for i, s in enumerate(states) if isinstance(s, Partial)]
@@ -224,7 +224,7 @@ def _summands(
         return frozenset()
     if verdict is not None or (scope.top and jc.ad_phase(eqn) is None):
         return None
-    kind, grows = str(_kind(states[partial[0]])), any(map(_grows, eqn.outvars, doubled.outvars))
+    kind, grows = str(_kind(states[partial[0]])), any(map(_grows, eqn.outvars, at_other_batch.outvars))
     if grows or any(_kind(states[i]) != kind for i in partial):
         return None
     group = next((g for g in summand_positions(eqn, kind) if g.issuperset(partial)), None)
@@ -264,23 +264,25 @@ def _batched(
     analysis: AnalysisState,
     place: EquationPlace,
     eqn: jc.JaxprEqn,
-    doubled: jc.JaxprEqn,
+    at_other_batch: jc.JaxprEqn,
     states: list[State],
     uses: list[str],
     verdict: Verdict,
 ) -> MicrobatchStep:
     provenance = provenances(states)
     if isinstance(verdict, Rows):
-        results = [_rows_state(analysis, place, eqn, v, w, provenance) for v, w in zip(eqn.outvars, doubled.outvars)]
-        return make_step(eqn, doubled, SPLIT, states, results, uses, identity_column=verdict.identity_column)
+        results = [
+            _rows_state(analysis, place, eqn, v, w, provenance) for v, w in zip(eqn.outvars, at_other_batch.outvars)
+        ]
+        return make_step(eqn, at_other_batch, SPLIT, states, results, uses, identity_column=verdict.identity_column)
     if place in analysis.local:
         # The result is multiplied by the number of microbatches, so a shared summand enters by its share.
         uses = [SHARE if use == FIRST else KEEP for use in uses]
         local = [Local(provenance=provenance)]
-        return make_step(eqn, doubled, SPLIT, states, local, uses, local=verdict.kind == SUM)
+        return make_step(eqn, at_other_batch, SPLIT, states, local, uses, local=verdict.kind == SUM)
     rows = replace(provenance, sums=0, origins=analysis.reduction(place, eqn, provenance))
     before = provenances(states[i] for i in verdict.summands)
-    return make_step(eqn, doubled, SPLIT, states, [Partial(kind=verdict.kind, provenance=rows | before)], uses)
+    return make_step(eqn, at_other_batch, SPLIT, states, [Partial(kind=verdict.kind, provenance=rows | before)], uses)
 
 
 def _rows_state(
@@ -305,7 +307,7 @@ def _from_shared(
     analysis: AnalysisState,
     place: EquationPlace,
     eqn: jc.JaxprEqn,
-    doubled: jc.JaxprEqn,
+    at_other_batch: jc.JaxprEqn,
     states: list[State],
     uses: list[str],
 ) -> MicrobatchStep:
@@ -313,7 +315,7 @@ def _from_shared(
     provenance, local = provenances(states), any(isinstance(s, Local) for s in states)
     if analysis.draw_per_microbatch and eqn.primitive.name == "random_bits":
         provenance = replace(provenance, stateful=True)  # what is drawn is not what the whole batch would draw
-    pairs = list(zip(eqn.outvars, doubled.outvars))
+    pairs = list(zip(eqn.outvars, at_other_batch.outvars))
     results = [sliced_state(v.aval, w.aval, provenance) for v, w in pairs]
     results = [_with_rows(analysis, place, r) if isinstance(r, Batched) else r for r in results]
     if local and any(isinstance(r, Whole) for r in results):
@@ -324,7 +326,7 @@ def _from_shared(
         results = [replace(r, zero=True) if isinstance(r, Invariant) else r for r in results]
     begins = any(isinstance(r, Batched | Whole) for r in results)
     mode = _mode_of_source(analysis, eqn, results) if begins else SPLIT
-    return make_step(eqn, doubled, mode, states, results, uses)
+    return make_step(eqn, at_other_batch, mode, states, results, uses)
 
 
 def _mode_of_source(analysis: AnalysisState, eqn: jc.JaxprEqn, results: Sequence[State]) -> str:
@@ -341,11 +343,11 @@ def _mode_of_source(analysis: AnalysisState, eqn: jc.JaxprEqn, results: Sequence
             return SOURCE
 
 
-def sliced_state(aval: Any, doubled: Any, provenance: Provenance) -> State:
+def sliced_state(aval: Any, at_other_batch: Any, provenance: Provenance) -> State:
     """The state of a value of the full size: sliced if it has one axis that is proportional to the batch."""
-    axes = batch_axes(aval, doubled)
+    axes = batch_axes(aval, at_other_batch)
     if not axes:
         return Invariant(provenance=provenance)
-    if len(axes) == 1 and doubled.shape[axes[0]] == 2 * aval.shape[axes[0]]:
+    if len(axes) == 1 and at_other_batch.shape[axes[0]] == 2 * aval.shape[axes[0]]:
         return Batched(axis=axes[0], provenance=provenance)
     return Whole(provenance=provenance)

@@ -1,6 +1,6 @@
 """Turn a step over the full batch into a step over microbatches with equal results.
 
-    split_batch(full, doubled, ...)  ->  MicrobatchedStep
+    split_batch(full, at_other_batch, ...)  ->  MicrobatchedStep
 
 Nothing is assumed about the scale of the loss: literals such as 1/B are those of the full batch, so a sum
 over microbatches is the sum over the batch. `accumulate` equations say where the microbatches' results
@@ -54,7 +54,7 @@ class MicrobatchedStep:
 
 def split_batch(
     full: jc.ClosedJaxpr,
-    doubled: jc.ClosedJaxpr,
+    at_other_batch: jc.ClosedJaxpr,
     *,
     batch_inputs: Sequence[int],
     num_microbatches: int,
@@ -76,12 +76,12 @@ def split_batch(
     )
     invars = jc.open_jaxpr(full)[0].invars
     stateful = {i: i not in batch_inputs and _is_state(v.aval) for i, v in enumerate(invars)}
-    states = input_states(full, doubled, stateful)
+    states = input_states(full, at_other_batch, stateful)
     for i, (var, state) in enumerate(zip(invars, states)):
         size = shape_of(var)[state.axis] if isinstance(state, Batched) else 0
         if size % num_microbatches:
             raise _does_not_divide(size, num_microbatches, _name(i, input_names))
-    return _traced_step(analyse(analysis, full, doubled, states), num_microbatches)
+    return _traced_step(analyse(analysis, full, at_other_batch, states), num_microbatches)
 
 
 def _is_state(aval: Any) -> bool:

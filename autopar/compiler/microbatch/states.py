@@ -147,7 +147,7 @@ class Site:
     """An equation at the full and twice the batch; the batch axis of each operand (None: it has none)."""
 
     eqn: jc.JaxprEqn
-    doubled: jc.JaxprEqn
+    at_other_batch: jc.JaxprEqn
     axes: tuple[int | None, ...]
     producers: Mapping[jc.Var, jc.JaxprEqn]
     constants: Mapping[jc.Var, Any]
@@ -174,9 +174,9 @@ class ReducedBatch:
 Verdict = Rows | ReducedBatch
 
 
-def batch_axes(aval: Any, doubled: Any) -> tuple[int, ...]:
+def batch_axes(aval: Any, at_other_batch: Any) -> tuple[int, ...]:
     """The axes along which a value grows with the batch."""
-    full, double = getattr(aval, "shape", ()), getattr(doubled, "shape", ())
+    full, double = getattr(aval, "shape", ()), getattr(at_other_batch, "shape", ())
     return tuple(i for i, (n, m) in enumerate(zip(full, double, strict=True)) if n != m)
 
 
@@ -208,7 +208,7 @@ class MicrobatchStep:
     """What one microbatch does for an equation."""
 
     eqn: jc.JaxprEqn
-    doubled: jc.JaxprEqn
+    at_other_batch: jc.JaxprEqn
     mode: str
     uses: tuple[str, ...]
     operands: tuple[State, ...]

@@ -60,7 +60,7 @@ def prepare(
     else:
         step = split_batch(
             closed,
-            _doubled(trace, num_microbatches, loop_pieces, wide),
+            _at_other_batch(trace, num_microbatches, loop_pieces, wide),
             batch_inputs=batch_inputs,
             num_microbatches=num_microbatches,
             batch_statistics=batch_statistics,
@@ -99,7 +99,7 @@ def _split_loops(
     return closed, inputs, outputs, state_outputs
 
 
-def _doubled(trace: Trace, num_microbatches: int, loop_pieces: int, wide: frozenset[Path]) -> jc.ClosedJaxpr:
+def _at_other_batch(trace: Trace, num_microbatches: int, loop_pieces: int, wide: frozenset[Path]) -> jc.ClosedJaxpr:
     if not trace.batch_inputs:
         raise InvalidArgument(
             f"{num_microbatches} microbatches were asked for, but {trace.no_other_batch_because}. "
