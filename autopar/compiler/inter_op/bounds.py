@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.compiler.inter_op.stage_costs import CostTables, FloatArray, IntArray
+from autopar.compiler.inter_op.stage_costs import CostTables, IntArray, StageArray
 
 _MAX_UNITS = 2048  # above, devices are counted in larger units
 _NEVER = 1 << 30  # stages or devices that no cluster has
@@ -26,11 +26,11 @@ class PrefixBounds:
     """Bounds for all partitions whose `steady_s` is at most a cap."""
 
     cap_s: float
-    transfer_s: FloatArray  # [cut, source, target], V x; infinity where the cap forbids it
-    fastest_s: FloatArray  # [submesh, start, stop] of the choices that may occur
+    transfer_s: StageArray  # [cut, source, target], V x; infinity where the cap forbids it
+    fastest_s: StageArray  # [submesh, start, stop] of the choices that may occur
     stages_before: IntArray  # [cut], at least so many
     devices_before: IntArray
-    before_s: FloatArray  # [cut, submesh behind, units]
+    before_s: StageArray  # [cut, submesh behind, units]
     unit: int  # devices
     update_s: float  # at least so much
 
@@ -66,7 +66,7 @@ def prefix_bounds(tables: CostTables, limits: IntArray, cap_s: float) -> PrefixB
     )
 
 
-def _crossings(tables: CostTables, cap_s: float) -> FloatArray:
+def _crossings(tables: CostTables, cap_s: float) -> StageArray:
     with np.errstate(invalid="ignore"):  # no microbatch behind the first, and no way across
         link_s = tables.timing.with_transfer_s(0.0, tables.transfer_s)
     return np.where(link_s <= cap_s, tables.timing.virtual_stages * tables.transfer_s, np.inf)
@@ -108,7 +108,7 @@ def _least_behind(possible: NDArray[np.bool_], weights: IntArray) -> IntArray:
     return least
 
 
-def _least_update(update_s: FloatArray) -> float:
+def _least_update(update_s: StageArray) -> float:
     """Every layer is in some stage: the largest over layers of the least over the ranges [start, stop) with it."""
     covering = np.minimum.accumulate(update_s, axis=0)
     covering = np.minimum.accumulate(covering[:, ::-1], axis=1)[:, ::-1]
@@ -123,8 +123,8 @@ def _unit(devices: tuple[int, ...], num_devices: int) -> int:
 
 
 def _relaxed(
-    fastest_s: FloatArray, crossing_s: FloatArray, possible: NDArray[np.bool_], sizes: IntArray, num_units: int
-) -> FloatArray:
+    fastest_s: StageArray, crossing_s: StageArray, possible: NDArray[np.bool_], sizes: IntArray, num_units: int
+) -> StageArray:
     """G, for as many devices as can be before each cut; infinity for others."""
     count, num_layers = fastest_s.shape[:2]
     lows, highs = _least_before(possible, sizes), num_units - _least_behind(possible, sizes)

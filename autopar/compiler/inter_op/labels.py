@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.compiler.inter_op.bounds import PrefixBounds
-from autopar.compiler.inter_op.stage_costs import CostTables, FloatArray, IntArray
+from autopar.compiler.inter_op.stage_costs import CostTables, IntArray, StageArray
 
 _PAIRWISE = 1500  # so many labels of one cut and submesh are all compared with each other
 _TOLERANCE = 1e-12  # of the step time: what is better by less is not better
@@ -57,12 +57,12 @@ class _Labels:
     submesh: IntArray
     devices: IntArray
     stages: IntArray
-    sum_s: FloatArray
-    steady_s: FloatArray
-    update_s: FloatArray
+    sum_s: StageArray
+    steady_s: StageArray
+    update_s: StageArray
     parent: IntArray
     choice: IntArray
-    bound_s: FloatArray
+    bound_s: StageArray
 
     def take(self, index: NDArray[np.int64] | NDArray[np.bool_]) -> "_Labels":
         return _Labels(**{name: getattr(self, name)[index] for name in _COLUMNS})
@@ -120,7 +120,7 @@ def _stage_in_front(task: LabelTask, labels: _Labels, start: int) -> _Labels:
     return _with_choices(task, labels, start, parents, m, before_s, crossing_s[parents, m])
 
 
-def _bound(task: LabelTask, sum_s: FloatArray, steady_s: FloatArray, update_s: FloatArray) -> FloatArray:
+def _bound(task: LabelTask, sum_s: StageArray, steady_s: StageArray, update_s: StageArray) -> StageArray:
     return sum_s + np.maximum(steady_s, task.least_steady_s) + np.maximum(update_s, task.bounds.update_s)
 
 
@@ -130,8 +130,8 @@ def _with_choices(
     start: int,
     parents: IntArray,
     m: IntArray,
-    before_s: FloatArray,
-    crossing_s: FloatArray,
+    before_s: StageArray,
+    crossing_s: StageArray,
 ) -> _Labels:
     tables = task.tables
     cut = labels.cut[parents]

@@ -163,7 +163,7 @@ class Timing:
         return warmups_s + self.virtual_stages * sum(behind_s) + max(steadies_s) + update_s
 
 
-FloatArray = NDArray[np.float64]
+StageArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 
@@ -179,14 +179,14 @@ class CostTables:
     num_devices: int
     submeshes: tuple[Submesh, ...]
     devices: tuple[int, ...]  # of each submesh
-    warmup_s: FloatArray
-    steady_s: FloatArray
-    update_s: FloatArray
-    base_bytes: FloatArray
-    activation_bytes: FloatArray
-    update_bytes: FloatArray  # state included
+    warmup_s: StageArray
+    steady_s: StageArray
+    update_s: StageArray
+    base_bytes: StageArray
+    activation_bytes: StageArray
+    update_bytes: StageArray  # state included
     # [cut, source submesh, target submesh]; one submesh more stands for "no stage behind", which costs nothing.
-    transfer_s: FloatArray
+    transfer_s: StageArray
     costs: dict[tuple[int, int, int], Sequence[StageCost]]  # (submesh, start, stop)
 
     def limits(self, memory_bytes: float, *, num_stages: int) -> IntArray:
@@ -230,7 +230,7 @@ def cost_tables(
     forward_s, backward_s, weight_s, update_s, base_bytes, activation_bytes, update_bytes = rows.reshape(-1, 7).T
     shape = (len(usable), num_layers, num_layers + 1, max(map(len, costs.values()), default=1))
 
-    def spread(values: FloatArray) -> FloatArray:
+    def spread(values: StageArray) -> StageArray:
         array = np.full(shape, np.inf)
         array[at] = values
         return array
@@ -264,7 +264,7 @@ def _row(cost: StageCost) -> tuple[float, ...]:
     )
 
 
-def _transfers(num_layers: int, submeshes: Sequence[Submesh], transfer_s: TransferTime) -> FloatArray:
+def _transfers(num_layers: int, submeshes: Sequence[Submesh], transfer_s: TransferTime) -> StageArray:
     count = len(submeshes)
     array = np.full((num_layers + 1, count + 1, count + 1), np.inf)
     array[num_layers, :, count] = 0.0
