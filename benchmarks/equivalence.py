@@ -4,7 +4,8 @@
     python -m benchmarks.equivalence --searched --json searched.json      (`Auto`, instead of stages by hand)
 
 Without options this is the full product of all models, stages, schedules and microbatches, which takes two hours. The
-tests run a part of it that covers every model, number and schedule. Exits with 1 if anything differs or fails.
+tests run a part of it that covers every model, number and schedule. Exits with 1 if anything differs or fails; a batch
+that cannot be split exactly is refused, as it must be.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, NotSplittable
 from tests.equivalence import SCHEDULES, Configuration, compare
 from tests.zoo import ZOO, Case
 
@@ -43,6 +44,7 @@ class Row:
     difference: float | None  # of the leaf that differs most, relative to its size
     tolerance: float
     message: str  # that leaf, or why the step did not run
+    refused: bool  # the batch cannot be split exactly
     seconds: float
 
 
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     jax.config.update("jax_enable_x64", before)
     print_table(rows)
-    return int(not all(row.equal for row in rows))
+    return int(not all(row.equal or row.refused for row in rows))
 
 
 def configurations(
@@ -88,11 +90,13 @@ def searches() -> list[Configuration]:
 def measure(case: Case, configuration: Configuration) -> Row:
     """One comparison; a step that cannot be parallelized is a row as well."""
     start = time.perf_counter()
+    refused = False
     try:
         agreement = compare(case, configuration)
         equal, difference, message = agreement.holds, agreement.difference, agreement.leaf
     except (AutoparError, AssertionError) as error:
         equal, difference, message = False, None, f"{type(error).__name__}: {error}"
+        refused = isinstance(error, NotSplittable)
     return Row(
         model=case.name,
         num_stages=configuration.num_stages,
@@ -102,6 +106,7 @@ def measure(case: Case, configuration: Configuration) -> Row:
         difference=difference,
         tolerance=case.tolerance,
         message=message,
+        refused=refused,
         seconds=time.perf_counter() - start,
     )
 
