@@ -34,7 +34,7 @@ from autopar.compiler.intra_op.plan_program import Constraints, IntraOpPlan, pla
 from autopar.compiler.lowering.sharded_step import one_jaxpr
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.sharding.layout import LogicalMesh, replicated, to_spec
-from autopar.compiler.spmd.emit import localize
+from autopar.compiler.spmd.emit import emit_spmd
 from autopar.compiler.spmd.local_program import LocalBlock, Value, local_block
 from autopar.errors import MemoryTooSmall
 from autopar.hardware.machine import Machine
@@ -127,7 +127,7 @@ def _plan(trace: Trace, mesh: LogicalMesh, **how: Any) -> IntraOpPlan:
 def _compiled_bytes(trace: Trace, block: LocalBlock, mesh: LogicalMesh, donated: list[int], target: str) -> int:
     devices = Mesh(np.reshape(gpu_devices(target, mesh.num_devices), mesh.shape), mesh.axis_names)
     step = jax.jit(
-        jaxpr_as_fun(localize(trace.jaxpr, block, mesh)),
+        jaxpr_as_fun(emit_spmd(trace.jaxpr, block, mesh)),
         in_shardings=[NamedSharding(devices, to_spec(v.layout, mesh)) for v in block.inputs],
         out_shardings=[NamedSharding(devices, to_spec(v.layout, mesh)) for v in block.outputs if isinstance(v, Value)],
         donate_argnums=tuple(donated),

@@ -13,7 +13,7 @@ from autopar.compiler.analysis.aot_targets import gpu_devices
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.plan_program import plan_intra_op
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
-from autopar.compiler.spmd.emit import localize
+from autopar.compiler.spmd.emit import emit_spmd
 from autopar.compiler.spmd.local_program import Value, local_block
 from autopar.hardware.machine import Machine
 from benchmarks.models.gpt import gpt
@@ -58,7 +58,7 @@ def compiled_bytes(trace, block, mesh, donated) -> float:
     """Peak bytes of one H100 for the local program, as XLA compiles it ahead of time."""
     devices = Mesh(np.reshape(gpu_devices("h100", mesh.num_devices), mesh.shape), mesh.axis_names)
     step = jax.jit(
-        jaxpr_as_fun(localize(trace.jaxpr, block, mesh)),
+        jaxpr_as_fun(emit_spmd(trace.jaxpr, block, mesh)),
         in_shardings=[NamedSharding(devices, to_spec(v.layout, mesh)) for v in block.inputs],
         out_shardings=[NamedSharding(devices, to_spec(v.layout, mesh)) for v in block.outputs if isinstance(v, Value)],
         donate_argnums=tuple(donated),

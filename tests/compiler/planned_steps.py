@@ -11,7 +11,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.sharding.layout import Layout, LogicalMesh
-from autopar.compiler.spmd.collectives import PlannedCollective, planned_collectives
+from autopar.compiler.spmd.collectives import LocalCollective, planned_collectives
 from autopar.compiler.spmd.local_program import local_block
 from autopar.hardware.machine import Link, Machine
 
@@ -59,6 +59,6 @@ def input_layouts(found: IntraOpPlan) -> Sequence[Layout | None]:
     return found.plan.arguments
 
 
-def collectives(closed: jc.ClosedJaxpr, found: IntraOpPlan, mesh: LogicalMesh) -> list[PlannedCollective]:
+def collectives(closed: jc.ClosedJaxpr, found: IntraOpPlan, mesh: LogicalMesh) -> list[LocalCollective]:
     """What a step moves."""
     return list(planned_collectives(local_block(jc.open_jaxpr(closed)[0], found.plan, mesh), mesh))

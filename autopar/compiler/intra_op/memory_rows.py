@@ -29,7 +29,7 @@ from autopar.compiler.memory.allocation import (
     taken_places,
     worst_moments,
 )
-from autopar.compiler.memory.liveness import Work, is_dear, kind_of, workspace_bytes, writes_over
+from autopar.compiler.memory.liveness import Op, is_expensive, kind_of, workspace_bytes, writes_over
 from autopar.compiler.resharding.costs import reshard_steps
 from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards, replicated
@@ -56,14 +56,14 @@ class Made:
 
 @dataclass(kw_only=True, eq=False)
 class Lister:
-    """Lists the works of a block; `made` collects the forms of it and of all blocks within."""
+    """Lists the ops of a block; `made` collects the forms of it and of all blocks within."""
 
     block: BlockGraph
     states: Sequence[int]
     mesh: LogicalMesh
     nested: bool = False
     made: dict[Form, Made] = field(default_factory=dict[Form, Made])
-    works: list[Work] = field(default_factory=list[Work])
+    ops: list[Op] = field(default_factory=list[Op])
     inner: dict[int, tuple[MemoryProgram, ...]] = field(default_factory=dict[int, tuple[MemoryProgram, ...]])
     mine: list[Form] = field(default_factory=list[Form])
     place: str = ""
@@ -76,16 +76,16 @@ class Lister:
         inputs = [self._define(v, choice) for v, choice in zip(jaxpr.invars, self.block.arguments, strict=True)]
         ends = self.run()
         return MemoryProgram(
-            works=self.works,
+            ops=self.ops,
             inputs=inputs,
             outputs=ends,
             nbytes={form: self._nbytes(form) for form in self.mine},
             inner=self.inner,
             border=border,
-        ).arranged()
+        ).order_ops()
 
     def run(self) -> list[Form | None]:
-        """List the works; the results in the forms in which they leave."""
+        """List the ops; the results in the forms in which they leave."""
         jaxpr = self.block.jaxpr
         for v in jaxpr.constvars:
             self._define(v, None)
@@ -133,10 +133,10 @@ class Lister:
             mesh=self.mesh,
             nested=True,
             made=self.made,
-            works=self.works,
+            ops=self.ops,
             inner=self.inner,
             mine=self.mine,
-            place=f"{self.place} in region {len(self.works)}",
+            place=f"{self.place} in region {len(self.ops)}",
             names=dict(given),
         )
         ends = zip(eqn.outvars, body.jaxpr.outvars, region.run(), strict=True)
@@ -154,14 +154,16 @@ class Lister:
         reads = tuple(form for form in found if form is not None)
         if choice.bodies:
             bodies = [self._body(eqn, number, body) for number, body in enumerate(choice.bodies)]
-            self.inner[len(self.works)] = tuple(bodies)
+            self.inner[len(self.ops)] = tuple(bodies)
             stacks = tuple(form for v in eqn.outvars[stacked_from(eqn) :] if (form := self._form_of(v)) in self.made)
-            work = Work("apart", reads, results, over=writes_over(eqn), late=joins_late(eqn), stacks=stacks)
+            op = Op("apart", reads, results, over=writes_over(eqn), late=joins_late(eqn), stacks=stacks)
         else:
             kind = kind_of(eqn)
             kind = "fused" if kind == "view" and not (reads and results) else kind
-            work = Work(kind, reads, results, dear=is_dear(eqn), over=writes_over(eqn), workspace=workspace_bytes(eqn))
-        self.works.append(work)
+            op = Op(
+                kind, reads, results, expensive=is_expensive(eqn), over=writes_over(eqn), workspace=workspace_bytes(eqn)
+            )
+        self.ops.append(op)
 
     def _body(self, eqn: jc.JaxprEqn, number: int, body: BlockGraph) -> MemoryProgram:
         border = border_of_body(eqn, number, len(body.jaxpr.invars), len(body.jaxpr.outvars))
@@ -186,14 +188,14 @@ class Lister:
         source, target = self.layout(origin), self._layout(choice, wanted.variable)
         if source != target and target == self.layout(self._form_of(wanted.variable)):
             return self._form_of(wanted.variable)
-        self.works.append(self._move(origin, wanted, source, target))
+        self.ops.append(self._move(origin, wanted, source, target))
         return self._make(wanted, choice, origin)
 
-    def _move(self, origin: Form, wanted: Form, source: Layout, target: Layout) -> Work:
+    def _move(self, origin: Form, wanted: Form, source: Layout, target: Layout) -> Op:
         if source == target:
-            return Work("form", (origin,), (wanted,))
+            return Op("form", (origin,), (wanted,))
         kind = collective_of(reshard_steps(source, target, tuple(wanted.variable.aval.shape), self.mesh))
-        return Work("apart" if kind else "fused", (origin,), (wanted,), collective=kind)
+        return Op("apart" if kind else "fused", (origin,), (wanted,), collective=kind)
 
 
 # Bound the memory of a plan while it is being searched for: linear rows over the choices, made when they are

@@ -56,11 +56,11 @@ def read(atom: Any, values: Mapping[jc.Var, Any]) -> Any:
     return atom.val if isinstance(atom, jc.Literal) else values[atom]
 
 
-RunBody = Callable[[int, Sequence[Any]], Sequence[Any]]
+BodyEvaluator = Callable[[int, Sequence[Any]], Sequence[Any]]
 """The results of a body, given its number (as in `params.bodies_of`) and its inputs."""
 
 
-def bind_bodies(eqn: jc.JaxprEqn, args: Sequence[Any], run: RunBody) -> list[Any]:
+def bind_bodies(eqn: jc.JaxprEqn, args: Sequence[Any], run: BodyEvaluator) -> list[Any]:
     """Bind a loop, branch or rematerialised region with `run` in place of its bodies.
 
     What `run` reads beside the inputs of a body becomes an operand of the equation, whose other parameters stay.
@@ -78,7 +78,7 @@ def bind_bodies(eqn: jc.JaxprEqn, args: Sequence[Any], run: RunBody) -> list[Any
             return jc.bind_equation(eqn, [*consts, *operands], {"jaxpr": region})
 
 
-def _bind_scan(eqn: jc.JaxprEqn, args: Sequence[Any], run: RunBody) -> list[Any]:
+def _bind_scan(eqn: jc.JaxprEqn, args: Sequence[Any], run: BodyEvaluator) -> list[Any]:
     loop = jp.scan_of(eqn)
     consts, initial, xs = args[: loop.num_consts], args[loop.num_consts : loop.first_x], args[loop.first_x :]
     types = eqn.outvars[: loop.num_carry]
@@ -92,7 +92,7 @@ def _bind_scan(eqn: jc.JaxprEqn, args: Sequence[Any], run: RunBody) -> list[Any]
     return [*carry, *ys]
 
 
-def _bind_while(eqn: jc.JaxprEqn, args: Sequence[Any], run: RunBody) -> list[Any]:
+def _bind_while(eqn: jc.JaxprEqn, args: Sequence[Any], run: BodyEvaluator) -> list[Any]:
     loop = jp.while_of(eqn)
     cond_consts, body_consts = args[: loop.cond_consts], args[loop.cond_consts : loop.first_carry]
     with jc.under_scope_of(eqn):
@@ -103,7 +103,7 @@ def _bind_while(eqn: jc.JaxprEqn, args: Sequence[Any], run: RunBody) -> list[Any
         )
 
 
-def _bind_cond(eqn: jc.JaxprEqn, args: Sequence[Any], run: RunBody) -> list[Any]:
+def _bind_cond(eqn: jc.JaxprEqn, args: Sequence[Any], run: BodyEvaluator) -> list[Any]:
     index, *operands = map(_as_array, args)
     branches = [_traced(run, number, operands, eqn.outvars) for number in range(len(jp.branches_of(eqn)))]
     captured = [jc.open_jaxpr(branch)[1] for branch in branches]
@@ -116,7 +116,7 @@ def _bind_cond(eqn: jc.JaxprEqn, args: Sequence[Any], run: RunBody) -> list[Any]
     return jc.bind_equation(eqn, [index, *common, *operands], {"branches": tuple(branches)})
 
 
-def _traced(run: RunBody, number: int, operands: Sequence[Any], types: Sequence[jc.Var] | None) -> jc.ClosedJaxpr:
+def _traced(run: BodyEvaluator, number: int, operands: Sequence[Any], types: Sequence[jc.Var] | None) -> jc.ClosedJaxpr:
     """A body as a jaxpr; its constants are what it reads of the trace around it."""
 
     def body(*inputs: Any) -> Sequence[Any]:

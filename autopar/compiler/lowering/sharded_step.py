@@ -18,7 +18,7 @@ from autopar.compiler.lowering.microbatch_loop import microbatch_loop
 from autopar.compiler.pipeline.rematerialize import rematerialize
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.spmd.block_plan import BlockPlan, from_data
-from autopar.compiler.spmd.emit import localize
+from autopar.compiler.spmd.emit import emit_spmd
 from autopar.compiler.spmd.local_program import LocalBlock, Value, local_block
 from autopar.errors import PlanMismatch
 from autopar.ir.plan import MeshPlan, Plan
@@ -65,7 +65,7 @@ def sharded_step(trace: Trace, plan: Plan) -> ShardedStep:
     _check_fits(closed, layouts, trace)
     block = local_block(jc.open_jaxpr(closed)[0], layouts, mesh)
     return ShardedStep(
-        jaxpr=localize(closed, block, mesh),
+        jaxpr=emit_spmd(closed, block, mesh),
         block=block,
         input_specs=tuple(to_spec(value.layout, mesh) for value in block.inputs),
         output_specs=tuple(to_spec(v.layout, mesh) for v in block.outputs if isinstance(v, Value)),

@@ -19,7 +19,7 @@ from autopar.compiler.lowering.task_executables import EmittedTask, emit_task, e
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.spmd.block_plan import from_data, layout_from_text
-from autopar.compiler.spmd.emit import border_shape, border_spec, localize_task
+from autopar.compiler.spmd.emit import border_shape, border_spec, emit_spmd_task
 from autopar.compiler.spmd.local_program import LocalBlock, local_block
 from autopar.errors import PlanMismatch
 from autopar.ir.plan import Plan
@@ -78,7 +78,7 @@ def sharded_mesh(graph: StageGraph, plan: Plan, number: int) -> ShardedMesh:
     types: dict[str, ArrayType] = {}
     for task in tasks_of_stages(graph, plan.stages_on(number)):
         block = _block_of(task, planned.sharding, mesh, number)
-        jaxprs[task.name] = localize_task(task.jaxpr, block, mesh)
+        jaxprs[task.name] = emit_spmd_task(task.jaxpr, block, mesh)
         for name in (*task.inputs, *task.outputs):
             types[name] = _type(graph, name, layouts.get(name), mesh)
     for name in graph.values:

@@ -2,7 +2,7 @@
 
 Loops and branches have programs of their own, whose arrays come on top of what is alive around them:
 
-    scan     consts and carry are those outside; a slice of a stack is a copy if a work apart reads it; what is
+    scan     consts and carry are those outside; a slice of a stack is a copy if an op apart reads it; what is
              stacked is copied out as soon as it is made; the carry is written over if nobody reads it any more
     while    the same, without stacks
     others   operands are those outside; results only join them at the end
@@ -17,8 +17,8 @@ from functools import cached_property
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
-from autopar.compiler.memory.liveness import Key, Lifetimes, Work, lifetimes
-from autopar.compiler.memory.ordering import arranged
+from autopar.compiler.memory.liveness import Key, Lifetimes, Op, lifetimes
+from autopar.compiler.memory.ordering import order_ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,27 +35,27 @@ class Border:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryProgram:
-    """The works of a program with the bytes of their arrays; what has no key is too small to count."""
+    """The ops of a program with the bytes of their arrays; what has no key is too small to count."""
 
-    works: Sequence[Work]
+    ops: Sequence[Op]
     inputs: Sequence[Key | None]
     outputs: Sequence[Key | None]
     nbytes: Mapping[Key, float]
     inner: Mapping[int, tuple[MemoryProgram, ...]]
-    """By work: the programs that it runs."""
+    """By op: the programs that it runs."""
     border: Border
     labels: Sequence[str] = ()
-    """By work, where it comes from, for the reader."""
-    put_off: int | None = None
-    """The first work that waits until everything else is done, once the program is arranged."""
+    """By op, where it comes from, for the reader."""
+    deferred: int | None = None
+    """The first op that waits until everything else is done, once the program is ordered."""
 
-    def arranged(self) -> MemoryProgram:
+    def order_ops(self) -> MemoryProgram:
         """The program in the order of its compiler."""
-        found = arranged(self.works, [*self._replaced()])
+        found = order_ops(self.ops, [*self._replaced()])
         places = {number: place for place, number in enumerate(found.order)}
         inner = {places[number]: programs for number, programs in self.inner.items()}
         labels = [self.labels[number] for number in found.order] if self.labels else ()
-        return replace(self, works=found.works, inner=inner, labels=labels, put_off=found.put_off)
+        return replace(self, ops=found.ops, inner=inner, labels=labels, deferred=found.deferred)
 
     def _replaced(self) -> Iterator[tuple[Key, Key]]:
         """Results that take the places of inputs, with these."""
@@ -66,11 +66,11 @@ class MemoryProgram:
 
     @cached_property
     def lives(self) -> Lifetimes:
-        """The lifetimes of all arrays, by the number of the work."""
-        slices = Work("fused", (), tuple(k for n in self.border.sliced if (k := self.inputs[n]) is not None))
+        """The lifetimes of all arrays, by the number of the op."""
+        slices = Op("fused", (), tuple(k for n in self.border.sliced if (k := self.inputs[n]) is not None))
         inputs = [k for n, k in enumerate(self.inputs) if k is not None and n not in self.border.sliced]
         outputs = [k for n, k in enumerate(self.outputs) if k is not None and n not in self.border.stacked]
-        lives = lifetimes([slices, *self.works], inputs, outputs, self.nbytes)
+        lives = lifetimes([slices, *self.ops], inputs, outputs, self.nbytes)
         for number, source in self.border.taken.items():
             output = self.outputs[number]
             mine, old = lives.whole.get(lives.roots.get(output, output)), lives.whole.get(self.inputs[source])
@@ -81,7 +81,7 @@ class MemoryProgram:
 
     @cached_property
     def worst_inside(self) -> dict[int, Moment]:
-        """By work, the worst moment of the programs that it runs."""
+        """By op, the worst moment of the programs that it runs."""
         return {
             number: max((worst_moments(each, 1)[0] for each in programs), key=lambda moment: moment.nbytes)
             for number, programs in self.inner.items()
@@ -90,7 +90,7 @@ class MemoryProgram:
     @cached_property
     def levels(self) -> list[float]:
         """Bytes in memory at every time, inputs aside."""
-        changes = [0.0] * (len(self.works) + 2)
+        changes = [0.0] * (len(self.ops) + 2)
         for key, life in self.lives.whole.items():
             if life.allocated:
                 changes[max(life.start, 0)] += self.nbytes[key]
@@ -98,25 +98,25 @@ class MemoryProgram:
         levels = list(itertools.accumulate(changes))
         for number, moment in self.worst_inside.items():
             levels[number] += moment.nbytes
-        for number in range(len(self.works)):
+        for number in range(len(self.ops)):
             levels[number] += self.workspace(number)
         return levels
 
     @cached_property
-    def put_off_bytes(self) -> float:
-        """Bytes that are kept for the works that wait until everything else is done."""
-        if self.put_off is None:
+    def deferred_bytes(self) -> float:
+        """Bytes that are kept for the ops that wait until everything else is done."""
+        if self.deferred is None:
             return 0.0
         results = {self.lives.roots.get(key, key) for key in self.outputs}
         return sum(
             self.nbytes[key]
             for key, life in self.lives.whole.items()
-            if life.allocated and life.start < self.put_off < life.stop and key not in results
+            if life.allocated and life.start < self.deferred < life.stop and key not in results
         )
 
     def workspace(self, time: int) -> float:
-        """Bytes that a work needs only while it runs."""
-        return self.works[time].workspace if time < len(self.works) else 0.0
+        """Bytes that an op needs only while it runs."""
+        return self.ops[time].workspace if time < len(self.ops) else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

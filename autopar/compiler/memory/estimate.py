@@ -1,4 +1,4 @@
-"""Write down the memory program of what every device does: its works, in the order of the compiler.
+"""Write down the memory program of what every device does: its ops, in the order of the compiler.
 
     LocalBlock  ->  MemoryProgram over values
 
@@ -26,35 +26,35 @@ from autopar.compiler.memory.allocation import (
     taken_places,
     worst_moments,
 )
-from autopar.compiler.memory.liveness import Work, is_dear, kind_of, workspace_bytes, writes_over
+from autopar.compiler.memory.liveness import Op, is_expensive, kind_of, workspace_bytes, writes_over
 from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.layout import LogicalMesh, describe_layout, num_shards
 from autopar.compiler.sharding.replicated_values import below_split_size
-from autopar.compiler.spmd.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value
+from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value
 
 
 def listed_program(block: LocalBlock, mesh: LogicalMesh, border: Border) -> MemoryProgram:
-    """The memory program of a block, arranged."""
+    """The memory program of a block, order_ops."""
     lister = _Lister(block=block, mesh=mesh)
     for value in block.inputs:
         lister.note(value)
     lister.run()
     return MemoryProgram(
-        works=lister.works,
+        ops=lister.ops,
         inputs=[lister.key(v) for v in block.inputs],
         outputs=[lister.key(v) for v in block.outputs],
         nbytes=lister.nbytes,
         inner=lister.inner,
         border=border,
         labels=lister.labels,
-    ).arranged()
+    ).order_ops()
 
 
 @dataclass(kw_only=True, eq=False)
 class _Lister:
     block: LocalBlock
     mesh: LogicalMesh
-    works: list[Work] = field(default_factory=list[Work])
+    ops: list[Op] = field(default_factory=list[Op])
     labels: list[str] = field(default_factory=list[str])
     inner: dict[int, tuple[MemoryProgram, ...]] = field(default_factory=dict[int, tuple[MemoryProgram, ...]])
     nbytes: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
@@ -64,9 +64,9 @@ class _Lister:
     """What inputs and results of regions are called."""
 
     def run(self) -> None:
-        """List the works of the block."""
+        """List the ops of the block."""
         for action in self.block.actions:
-            if isinstance(action, Enter) and action.eqn.primitive.name in REMAT:
+            if isinstance(action, RunBody) and action.eqn.primitive.name in REMAT:
                 self._run_in_line(action)
             else:
                 self._add(action)
@@ -86,16 +86,16 @@ class _Lister:
         """Note the size of a value."""
         self.nbytes[self.name(value)] = _nbytes(value, self.mesh)
 
-    def _run_in_line(self, action: Enter) -> None:
+    def _run_in_line(self, action: RunBody) -> None:
         (body,) = action.bodies
         region = _Lister(
             block=body,
             mesh=self.mesh,
-            works=self.works,
+            ops=self.ops,
             labels=self.labels,
             inner=self.inner,
             nbytes=self.nbytes,
-            place=f"{self.place} in region {len(self.works)}",
+            place=f"{self.place} in region {len(self.ops)}",
             names={inside: self.name(value) for inside, value in zip(body.inputs, action.operands, strict=True)},
         )
         region.run()
@@ -104,8 +104,8 @@ class _Lister:
         )
 
     def _add(self, action: Action) -> None:
-        if isinstance(action, Enter):
-            self.inner[len(self.works)] = tuple(
+        if isinstance(action, RunBody):
+            self.inner[len(self.ops)] = tuple(
                 listed_program(
                     body,
                     self.mesh,
@@ -115,30 +115,30 @@ class _Lister:
             )
         for value in _results(action):
             self.note(value)
-        self.works.append(self._work(action))
+        self.ops.append(self._op(action))
         self.labels.append(_named(action))
 
-    def _work(self, action: Action) -> Work:
+    def _op(self, action: Action) -> Op:
         results = tuple(key for v in _results(action) if (key := self.key(v)) is not None)
         match action:
             case Reshard(operand=operand, steps=steps):
                 key, kind = self.key(operand), collective_of(steps)
-                return Work("apart" if kind else "fused", () if key is None else (key,), results, collective=kind)
+                return Op("apart" if kind else "fused", () if key is None else (key,), results, collective=kind)
             case Evaluate(eqn=eqn, operands=operands):
                 reads = tuple(key for v in operands if (key := self.key(v)) is not None)
                 kind = kind_of(eqn)
-                return Work(
+                return Op(
                     "fused" if kind == "view" and not reads else kind,
                     reads,
                     results,
-                    dear=is_dear(eqn),
+                    expensive=is_expensive(eqn),
                     over=writes_over(eqn),
                     workspace=workspace_bytes(eqn),
                 )
-            case Enter(eqn=eqn, operands=operands):
+            case RunBody(eqn=eqn, operands=operands):
                 reads = tuple(key for v in operands if (key := self.key(v)) is not None)
                 stacks = tuple(key for v in action.results[stacked_from(eqn) :] if (key := self.key(v)) is not None)
-                return Work("apart", reads, results, over=writes_over(eqn), late=joins_late(eqn), stacks=stacks)
+                return Op("apart", reads, results, over=writes_over(eqn), late=joins_late(eqn), stacks=stacks)
 
 
 def _results(action: Action) -> tuple[Value, ...]:
@@ -177,7 +177,7 @@ class MemoryEstimate:
     """The equation that runs at that moment."""
     largest: tuple[tuple[str, float], ...]
     """What is in memory then, the largest first: descriptions and bytes."""
-    put_off_bytes: float
+    deferred_bytes: float
     """What the compiler keeps until the end of the program, and would keep behind whatever stood next in it: operands
     of products that it puts off."""
 
@@ -195,7 +195,7 @@ def peak_memory(block: LocalBlock, mesh: LogicalMesh, donated: Collection[int] =
         arguments_bytes=total,
         at=_time_of(moment),
         largest=tuple(sorted(listed, key=lambda each: -each[1])[:_NUM_LARGEST]),
-        put_off_bytes=program.put_off_bytes,
+        deferred_bytes=program.deferred_bytes,
     )
 
 
@@ -219,7 +219,7 @@ def _nbytes(value: Value, mesh: LogicalMesh) -> float:
 
 def _in_memory(moment: Moment, mesh: LogicalMesh) -> Iterator[tuple[str, float]]:
     program = moment.program
-    makers = {key: label for work, label in zip(program.works, program.labels, strict=True) for key in work.results}
+    makers = {key: label for op, label in zip(program.ops, program.labels, strict=True) for key in op.results}
     for key in alive(moment):
         assert isinstance(key, Value)
         yield f"{makers.get(key, 'slice')}: {_described(key, mesh)}", program.nbytes[key]
@@ -230,7 +230,7 @@ def _in_memory(moment: Moment, mesh: LogicalMesh) -> Iterator[tuple[str, float]]
 def _time_of(moment: Moment) -> str:
     if moment.inside is not None:
         return _time_of(moment.inside)
-    return moment.program.labels[moment.time] if moment.time < len(moment.program.works) else "the end"
+    return moment.program.labels[moment.time] if moment.time < len(moment.program.ops) else "the end"
 
 
 def _described(value: Value, mesh: LogicalMesh) -> str:

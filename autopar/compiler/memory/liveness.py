@@ -1,17 +1,17 @@
 """Find what a program keeps in memory, and from when until when, once XLA has fused what it can.
 
-    works (what is read, what is made, in order)  ->  a lifetime for every array that reaches memory
+    ops (what is read, what is made, in order)  ->  a lifetime for every array that reaches memory
 
 Products, collectives, loops, sorts stand apart: what they read and make is in memory. Elementwise equations are fused
-into their readers, which then read what these are computed from, later. A fused array is in memory only if a work
-apart reads it, if it is a result, or if it would be computed twice and is dear (an exponential, say).
+into their readers, which then read what these are computed from, later. A fused array is in memory only if a op
+apart reads it, if it is a result, or if it would be computed twice and is expensive (an exponential, say).
 
 A `constant` is one number all over: whoever reads it fills it in.
 
 A `form` is what a reader may want in another layout, though it does not now: an array with a lifetime of its own
 within that of the array that it is a form of.
 
-Time is the number of a work; a lifetime [start, stop) contains the works that make and read the array. A fused work
+Time is the number of a op; a lifetime [start, stop) contains the ops that make and read the array. A fused op
 may write over an operand of the same size that nobody reads any more: their lifetimes then only touch.
 """
 
@@ -53,13 +53,13 @@ _MAX_SOURCES = 12
 _PRODUCT_WORKSPACE_BYTES = 4.0 * 2**20
 
 
-class Work(NamedTuple):
+class Op(NamedTuple):
     """One step of a program: what it reads and makes; `kind` says how XLA treats it."""
 
     kind: Kind
     reads: tuple[Key, ...]
     results: tuple[Key, ...]
-    dear: bool = False
+    expensive: bool = False
     """Too costly to be computed twice."""
     over: bool = False
     """It writes its results over operands of the same size that nobody reads any more."""
@@ -132,7 +132,7 @@ def writes_over(eqn: jc.JaxprEqn) -> bool:
     return name in ("dynamic_update_slice", "scan", "while") or name.startswith("scatter")
 
 
-def is_dear(eqn: jc.JaxprEqn) -> bool:
+def is_expensive(eqn: jc.JaxprEqn) -> bool:
     """Whether XLA rather keeps the equation's result than computes it twice."""
     return eqn.primitive.name not in _CHEAP
 
@@ -143,16 +143,16 @@ def workspace_bytes(eqn: jc.JaxprEqn) -> float:
 
 
 def lifetimes(
-    works: Sequence[Work], inputs: Iterable[Key], outputs: Iterable[Key], extent: Mapping[Key, float]
+    ops: Sequence[Op], inputs: Iterable[Key], outputs: Iterable[Key], extent: Mapping[Key, float]
 ) -> Lifetimes:
     """The lifetimes of inputs (from -1) and of all else that reaches memory; `extent` is equal for equal sizes."""
-    program = _Program(works=works, extent=extent, outputs=tuple(outputs))
+    program = _Program(ops=ops, extent=extent, outputs=tuple(outputs))
     return program.run(tuple(inputs))
 
 
 @dataclass(kw_only=True)
 class _Program:
-    works: Sequence[Work]
+    ops: Sequence[Op]
     extent: Mapping[Key, float]
     outputs: tuple[Key, ...]
     roots: dict[Key, Key] = field(default_factory=dict[Key, Key])
@@ -168,24 +168,24 @@ class _Program:
         self._note_readers()
         for key in inputs:
             self._begin(key, -1)
-        for time, work in enumerate(self.works):
-            self._add(time, work)
+        for time, op in enumerate(self.ops):
+            self._add(time, op)
         for key in self.outputs:
-            self._read(self._place(key), len(self.works))
+            self._read(self._place(key), len(self.ops))
         self._hand_over()
         return Lifetimes(whole=self.found, parts=self.parts, roots=self.roots, places=self.places)
 
     def _note_readers(self) -> None:
-        for time, work in enumerate(self.works):
-            if work.kind in ("view", "form"):
-                (origin,), (result,) = work.reads, work.results
+        for time, op in enumerate(self.ops):
+            if op.kind in ("view", "form"):
+                (origin,), (result,) = op.reads, op.results
                 self.roots[result] = self._root(origin)
-                self.places[result] = self._place(origin) if work.kind == "view" else result
+                self.places[result] = self._place(origin) if op.kind == "view" else result
             else:
-                for key in dict.fromkeys(map(self._root, work.reads)):
+                for key in dict.fromkeys(map(self._root, op.reads)):
                     self.readers.setdefault(key, []).append(time)
         for key in map(self._root, self.outputs):
-            self.readers.setdefault(key, []).append(len(self.works))
+            self.readers.setdefault(key, []).append(len(self.ops))
 
     def _root(self, key: Key) -> Key:
         return self.roots.get(key, key)
@@ -203,54 +203,54 @@ class _Program:
             self.found[root].stop = max(self.found[root].stop, time + 1)
             self.parts[place].stop = max(self.parts[place].stop, time + 1)
 
-    def _add(self, time: int, work: Work) -> None:
-        if work.kind == "constant" or self._is_constant(work):
-            self.constants.update(work.results)
+    def _add(self, time: int, op: Op) -> None:
+        if op.kind == "constant" or self._is_constant(op):
+            self.constants.update(op.results)
             return
-        if work.kind == "view":
+        if op.kind == "view":
             return
-        if work.kind == "form":
-            self._add_form(time, work)
+        if op.kind == "form":
+            self._add_form(time, op)
             return
-        sources = self._sources(work)
-        kept = [key for key in work.results if self._settle(key, work, sources)]
-        if kept or work.kind != "fused":
+        sources = self._sources(op)
+        kept = [key for key in op.results if self._settle(key, op, sources)]
+        if kept or op.kind != "fused":
             for place in sources:
                 self._read(place, time)
         for key in kept:
-            start = time + work.late
-            if work.kind == "fused" and not sources:
-                # What comes from nothing can wait until a work apart wants it.
+            start = time + op.late
+            if op.kind == "fused" and not sources:
+                # What comes from nothing can wait until an op apart wants it.
                 start = min((t for t in self.readers.get(key, ()) if self._is_apart(t)), default=time)
             self._begin(key, start)
             self._read(key, start)
 
-    def _is_constant(self, work: Work) -> bool:
-        """Whether a work gives a constant in another layout or shape."""
-        return work.kind == "fused" and bool(work.reads) and all(self._root(k) in self.constants for k in work.reads)
+    def _is_constant(self, op: Op) -> bool:
+        """Whether an op gives a constant in another layout or shape."""
+        return op.kind == "fused" and bool(op.reads) and all(self._root(k) in self.constants for k in op.reads)
 
-    def _add_form(self, time: int, work: Work) -> None:
-        place, result = self._place(work.reads[0]), work.results[0]
+    def _add_form(self, time: int, op: Op) -> None:
+        place, result = self._place(op.reads[0]), op.results[0]
         if self._root(place) in self.found:
             self._read(place, time)
             self.parts[result] = Lifetime(start=time, stop=time)
 
-    def _sources(self, work: Work) -> tuple[Key, ...]:
-        """What a work reads from memory."""
-        places = dict.fromkeys(map(self._place, work.reads))
-        if work.kind != "apart":
+    def _sources(self, op: Op) -> tuple[Key, ...]:
+        """What an op reads from memory."""
+        places = dict.fromkeys(map(self._place, op.reads))
+        if op.kind != "apart":
             places = dict.fromkeys(s for place in places for s in self.behind.get(self._root(place), (place,)))
         return tuple(place for place in places if self._root(place) in self.found)
 
-    def _settle(self, key: Key, work: Work, sources: tuple[Key, ...]) -> bool:
+    def _settle(self, key: Key, op: Op, sources: tuple[Key, ...]) -> bool:
         """Whether a result reaches memory; notes what is behind it if fused readers do not need that."""
-        if work.kind != "fused":
+        if op.kind != "fused":
             return True
         readers = self.readers.get(key, ())
         fused = [not self._is_apart(time) for time in readers]
         # What is larger than all that it is computed from would cost more to read than to compute again.
         grows = self.extent[key] > sum(self.extent[self._root(place)] for place in sources)
-        cheap = not work.dear or (bool(sources) and grows)
+        cheap = not op.expensive or (bool(sources) and grows)
         again = len(readers) <= 1 or (cheap and (all(fused) or len(sources) <= 1))
         if again and len(sources) <= _MAX_SOURCES:
             self.behind[key] = sources
@@ -258,14 +258,14 @@ class _Program:
         return True
 
     def _is_apart(self, time: int) -> bool:
-        return time >= len(self.works) or self.works[time].kind == "apart"
+        return time >= len(self.ops) or self.ops[time].kind == "apart"
 
     def _hand_over(self) -> None:
-        """Let fused works write over what they read last."""
+        """Let fused ops write over what they read last."""
         made: dict[tuple[int, float], list[Key]] = {}
-        for time, work in enumerate(self.works):
-            for key in work.results:
-                if work.writes_over and key in self.found and self.found[key].start == time:
+        for time, op in enumerate(self.ops):
+            for key in op.results:
+                if op.writes_over and key in self.found and self.found[key].start == time:
                     made.setdefault((time, self.extent[key]), []).append(key)
         for key, life in self.found.items():
             last = (life.stop - 1, self.extent[key])

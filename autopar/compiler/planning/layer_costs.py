@@ -196,7 +196,7 @@ def stage_memory(
         if task.phase == "update":
             update = max(update, extra)
         else:
-            temporary, deferred = max(temporary, extra), max(deferred, memory.put_off_bytes)
+            temporary, deferred = max(temporary, extra), max(deferred, memory.deferred_bytes)
     num_microbatches = max((task.times for task in layer.tasks), default=1.0)
     return StageMemory(
         state_bytes=total_bytes(layer.state) + num_microbatches * total_bytes(layer.fed),

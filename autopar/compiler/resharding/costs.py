@@ -22,12 +22,12 @@ from autopar.compiler.resharding.steps import (
     AllGather,
     AllReduce,
     AllToAll,
-    Pad,
+    PadToPartial,
     Permute,
     ReduceScatter,
+    ReshardStep,
     Slice,
-    Step,
-    Summand,
+    ToPartial,
     after,
     collective_kind,
     copied_share,
@@ -40,12 +40,12 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Collective",
-    "Pad",
+    "PadToPartial",
     "Permute",
     "ReduceScatter",
+    "ReshardStep",
     "Slice",
-    "Step",
-    "Summand",
+    "ToPartial",
     "apply_steps",
     "reshard_matrix",
     "reshard_s",
@@ -67,7 +67,7 @@ class Collective:
 @functools.cache
 def reshard_steps(
     source: Layout, target: Layout, shape: tuple[int, ...], mesh: LogicalMesh, mesh_costs: MeshCosts | None = None
-) -> tuple[Step, ...]:
+) -> tuple[ReshardStep, ...]:
     """The steps that take an array from `source` to `target` with the fewest bytes sent (see `resharding_search`).
 
     Of `mesh_costs` only the ratios of the bandwidths along the axes matter; without them all axes are equally fast.
@@ -78,7 +78,7 @@ def reshard_steps(
 
 
 def step_collectives(
-    steps: Sequence[Step], source: Layout, shape: tuple[int, ...], itemsize: float, mesh: LogicalMesh
+    steps: Sequence[ReshardStep], source: Layout, shape: tuple[int, ...], itemsize: float, mesh: LogicalMesh
 ) -> tuple[Collective, ...]:
     """The collectives of `steps`, in their order, for an array that arrives in the layout `source`."""
     nbytes = math.prod(shape) * itemsize
@@ -180,7 +180,7 @@ def _without_ones(layout: Layout, mesh: LogicalMesh) -> Layout:
     return Layout(tuple(dims), tuple(sorted(axis for axis in layout.partial if mesh.shape[axis] > 1)))
 
 
-def _in_full(step: Step, shape: tuple[int, ...]) -> Step:
+def _in_full(step: ReshardStep, shape: tuple[int, ...]) -> ReshardStep:
     """The step for an array that has its dimensions of size 1 again."""
     dims = [dim for dim, size in enumerate(shape) if size != 1]
     match step:
@@ -192,9 +192,9 @@ def _in_full(step: Step, shape: tuple[int, ...]) -> Step:
                 [split[at[d]] if d in at else () for d in range(len(shape))] for split in (step.source, step.target)
             )
             return Permute(*map(tuple, full))
-        case AllReduce() | Summand():
+        case AllReduce() | ToPartial():
             return step
-        case Slice() | AllGather() | ReduceScatter() | Pad():
+        case Slice() | AllGather() | ReduceScatter() | PadToPartial():
             return replace(step, dim=dims[step.dim])
         case _:
             assert_never(step)

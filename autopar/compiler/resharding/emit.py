@@ -19,17 +19,17 @@ from autopar.compiler.resharding.steps import (
     AllGather,
     AllReduce,
     AllToAll,
-    Pad,
+    PadToPartial,
     Permute,
     ReduceScatter,
+    ReshardStep,
     Slice,
-    Step,
-    Summand,
+    ToPartial,
 )
 from autopar.compiler.sharding.layout import Axes, LogicalMesh
 
 
-def apply_steps(x: Any, steps: Sequence[Step], mesh: LogicalMesh) -> Any:
+def apply_steps(x: Any, steps: Sequence[ReshardStep], mesh: LogicalMesh) -> Any:
     """The part of `x` after `steps`, to be traced inside of a `shard_map` over `mesh.axis_names`.
 
     An array of PRNG keys moves as the words of the keys, and has no summands.
@@ -48,7 +48,7 @@ def apply_steps(x: Any, steps: Sequence[Step], mesh: LogicalMesh) -> Any:
     return x
 
 
-def _apply(x: Any, step: Step, mesh: LogicalMesh) -> Any:
+def _apply(x: Any, step: ReshardStep, mesh: LogicalMesh) -> Any:
     names = mesh.names(step.axes)
     match step:
         case Slice(axes, dim):
@@ -64,9 +64,9 @@ def _apply(x: Any, step: Step, mesh: LogicalMesh) -> Any:
             return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
         case AllReduce():
             return lax.psum(x, names)
-        case Summand():
+        case ToPartial():
             return jnp.where(lax.axis_index(names) == 0, x, jnp.zeros_like(x))
-        case Pad(axes, dim):
+        case PadToPartial(axes, dim):
             whole = jnp.zeros((*x.shape[:dim], x.shape[dim] * mesh.size(axes), *x.shape[dim + 1 :]), x.dtype)
             return lax.dynamic_update_slice_in_dim(whole, x, lax.axis_index(names) * x.shape[dim], dim)
         case _:

@@ -32,12 +32,12 @@ from autopar.compiler.resharding.steps import (
     AllGather,
     AllReduce,
     AllToAll,
-    Pad,
+    PadToPartial,
     Permute,
     ReduceScatter,
+    ReshardStep,
     Slice,
-    Step,
-    Summand,
+    ToPartial,
     after,
     collective_kind,
     copied_share,
@@ -56,7 +56,7 @@ class Graph:
 
     layouts: tuple[Layout, ...]
     number: dict[Layout, int]
-    steps: tuple[Step | None, ...]
+    steps: tuple[ReshardStep | None, ...]
     source: np.ndarray
     """The layout that each edge leaves."""
     target: np.ndarray
@@ -68,11 +68,11 @@ class Graph:
     """Into how many parts each layout splits the array."""
 
 
-def path(graph: Graph, source: Layout, target: Layout) -> tuple[Step, ...]:
+def path(graph: Graph, source: Layout, target: Layout) -> tuple[ReshardStep, ...]:
     """The steps of the cheapest path."""
     last = last_edges(graph, graph.number[source])
     here = graph.number[target]
-    backwards: list[Step] = []
+    backwards: list[ReshardStep] = []
     while (step := graph.steps[last[here]]) is not None:
         backwards.append(step)
         here = graph.source[last[here]]
@@ -104,7 +104,7 @@ def graph_of(divisors: tuple[int, ...], mesh_shape: tuple[int, ...], slowness: t
     layouts = tuple(sorted(_all_orders(divisors, mesh_shape)))
     number = {layout: n for n, layout in enumerate(layouts)}
     parts = tuple(_size(used_axes(layout), mesh_shape) for layout in layouts)
-    into: list[list[tuple[int, Step | None]]] = [[] for _ in layouts]
+    into: list[list[tuple[int, ReshardStep | None]]] = [[] for _ in layouts]
     for n, layout in enumerate(layouts):
         for step in _steps_from(layout, divisors, mesh_shape):
             into[number[after(layout, step)]].append((n, step))
@@ -128,14 +128,16 @@ def graph_of(divisors: tuple[int, ...], mesh_shape: tuple[int, ...], slowness: t
     )
 
 
-def _weight(step: Step, parts: int, parts_after: int, mesh_shape: tuple[int, ...], slowness: tuple[int, ...]) -> int:
+def _weight(
+    step: ReshardStep, parts: int, parts_after: int, mesh_shape: tuple[int, ...], slowness: tuple[int, ...]
+) -> int:
     """The cost of a step in units of the array's size / (4000 n²): all shares are multiples of 1 / n²."""
     devices = math.prod(mesh_shape)
     copied = round(4 * devices**2 * copied_share(parts, parts_after, step))
     kind = collective_kind(step)
     if kind is None:
         detour = 400_000 * devices**2 * max(slowness)
-        return copied + (detour * len(step.axes) if isinstance(step, Summand | Pad) else 0)
+        return copied + (detour * len(step.axes) if isinstance(step, ToPartial | PadToPartial) else 0)
     sent = wire_bytes(kind, _size(step.axes, mesh_shape), moved_share(parts, parts_after, step))
     return round(4000 * devices**2 * sent) * max(slowness[axis] for axis in step.axes) + 1000 * devices + copied
 
@@ -155,7 +157,7 @@ def _all_orders(divisors: tuple[int, ...], mesh_shape: tuple[int, ...]) -> set[L
     return found
 
 
-def _steps_from(layout: Layout, divisors: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[Step]:
+def _steps_from(layout: Layout, divisors: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[ReshardStep]:
     free = [a for a, n in enumerate(mesh_shape) if n > 1 and a not in used_axes(layout) and a not in layout.partial]
     rooms = [d // _size(axes, mesh_shape) for d, axes in zip(divisors, layout.dims, strict=True)]
     for dim, room in enumerate(rooms):
@@ -169,9 +171,9 @@ def _steps_from(layout: Layout, divisors: tuple[int, ...], mesh_shape: tuple[int
             targets = (d for d, room in enumerate(rooms) if d != dim and room % _size(minor, mesh_shape) == 0)
             yield from (AllToAll(minor, dim, target) for target in targets)
             yield AllGather(minor, dim)
-            yield Pad(minor, dim)
+            yield PadToPartial(minor, dim)
     yield from (AllReduce(axes) for axes in _subsets(layout.partial))
-    yield from (Summand(axes) for axes in _subsets(free))
+    yield from (ToPartial(axes) for axes in _subsets(free))
 
 
 def _permutes(layouts: Sequence[Layout], mesh_shape: tuple[int, ...]) -> Iterator[tuple[Layout, Layout, Permute]]:

@@ -8,8 +8,8 @@ On a dimension split over the axes `a b` (a major), with `s` an axis that each d
     Permute        [a b]    -> [b a]      every device sends what it has to another one
     ReduceScatter  [-] + s  -> [s]        add up, and keep a part
     AllReduce      [-] + s  -> [-]        add up
-    Summand        [-]      -> [-] + s    the first device along an axis keeps the array, the others take zeros
-    Pad            [a b]    -> [a] + b    a part among zeros is a summand of the whole
+    ToPartial        [-]      -> [-] + s    the first device along an axis keeps the array, the others take zeros
+    PadToPartial            [a b]    -> [a] + b    a part among zeros is a summand of the whole
 
 Axes join and leave a dimension at its minor end, where the parts are adjacent.
 """
@@ -78,24 +78,24 @@ class AllReduce:
 
 
 @dataclass(frozen=True)
-class Summand:
+class ToPartial:
     """Make an array that all devices along axes hold a sum of one array and zeros."""
 
     axes: Axes
 
 
 @dataclass(frozen=True)
-class Pad:
+class PadToPartial:
     """Make the parts of a dimension along its minor axes summands, each with zeros around it."""
 
     axes: Axes
     dim: int
 
 
-Step = Slice | AllGather | AllToAll | Permute | ReduceScatter | AllReduce | Summand | Pad
+ReshardStep = Slice | AllGather | AllToAll | Permute | ReduceScatter | AllReduce | ToPartial | PadToPartial
 
 
-def after(layout: Layout, step: Step) -> Layout:
+def after(layout: Layout, step: ReshardStep) -> Layout:
     """The layout that a step makes of one that it applies to."""
     dims, partial = list(layout.dims), layout.partial
     match step:
@@ -114,9 +114,9 @@ def after(layout: Layout, step: Step) -> Layout:
             dims[dim] += axes
         case AllReduce(axes):
             partial = _without(partial, axes)
-        case Summand(axes):
+        case ToPartial(axes):
             partial = _with(partial, axes)
-        case Pad(axes, dim):
+        case PadToPartial(axes, dim):
             dims[dim] = _without_last(dims[dim], axes)
             partial = _with(partial, axes)
         case _:
@@ -124,12 +124,12 @@ def after(layout: Layout, step: Step) -> Layout:
     return Layout(tuple(dims), partial)
 
 
-def collective_of(steps: Sequence[Step]) -> str:
+def collective_of(steps: Sequence[ReshardStep]) -> str:
     """The first collective among some steps; none if they send nothing."""
     return next((kind for step in steps if (kind := collective_kind(step)) is not None), "")
 
 
-def collective_kind(step: Step) -> str | None:
+def collective_kind(step: ReshardStep) -> str | None:
     """The collective that a step is, as `PASSES` calls it; None if it sends nothing."""
     match step:
         case AllGather():
@@ -142,18 +142,18 @@ def collective_kind(step: Step) -> str | None:
             return "reduce-scatter"
         case AllReduce():
             return "all-reduce"
-        case Slice() | Summand() | Pad():
+        case Slice() | ToPartial() | PadToPartial():
             return None
         case _:
             assert_never(step)
 
 
-def moved_share(parts: int, parts_after: int, step: Step) -> float:
+def moved_share(parts: int, parts_after: int, step: ReshardStep) -> float:
     """What the collective of a step has on one device, operand or result, as a share of the whole array."""
     return 0.0 if collective_kind(step) is None else 1 / min(parts, parts_after)
 
 
-def copied_share(parts: int, parts_after: int, step: Step) -> float:
+def copied_share(parts: int, parts_after: int, step: ReshardStep) -> float:
     """What a step reads from and writes to a device's memory besides its collective, as a share of the whole array.
 
     Collectives work on the major dimension. On any other one the array is transposed before or after: read once,
@@ -162,10 +162,10 @@ def copied_share(parts: int, parts_after: int, step: Step) -> float:
     match step:
         case Slice():
             return 2 / parts_after
-        case Summand():
+        case ToPartial():
             # Zeros are written without reading anything.
             return 1 / parts
-        case Pad():
+        case PadToPartial():
             return 1 / parts + 1 / parts_after
         case AllGather(_, dim):
             return 2 / parts_after if dim else 0.0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.spmd.collectives import planned_collectives, trips
-from autopar.compiler.spmd.local_program import Enter, Evaluate, LocalBlock
+from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, RunBody
 
 
 class BlockTimes(NamedTuple):
@@ -41,7 +41,7 @@ def _equations_s(block: LocalBlock, mesh_costs: MeshCosts) -> float:
             case Evaluate(eqn=eqn, strategy=strategy):
                 # The collective of a split maximum is counted with the others.
                 total_s += equation_s(eqn, strategy._replace(combined=()), mesh_costs)
-            case Enter(eqn=eqn, bodies=bodies):
+            case RunBody(eqn=eqn, bodies=bodies):
                 total_s += trips(eqn) * sum(_equations_s(body, mesh_costs) for body in bodies)
             case _:
                 pass

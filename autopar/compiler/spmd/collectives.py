@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_key
+from autopar.compiler.jaxprs.primitives import CONTROL_FLOW
 from autopar.compiler.jaxprs.trip_counts import trip_count
 from autopar.compiler.resharding.costs import Collective, step_collectives
-from autopar.compiler.resharding.steps import Step, collective_kind
+from autopar.compiler.resharding.steps import ReshardStep, collective_kind
 from autopar.compiler.sharding.layout import LogicalMesh, describe_layout, num_shards, replicated
-from autopar.compiler.spmd.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value
-
-LOOPS = ("scan", "while", "cond")
+from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value
 
 
 def repeated_collectives(block: LocalBlock) -> Mapping[Action, tuple[bool, ...]]:
@@ -35,8 +34,8 @@ def repeated_collectives(block: LocalBlock) -> Mapping[Action, tuple[bool, ...]]
 
 
 def _has_regions(block: LocalBlock) -> bool:
-    entered = [action for action in block.actions if isinstance(action, Enter)]
-    return any(each.eqn.primitive.name not in LOOPS or any(map(_has_regions, each.bodies)) for each in entered)
+    entered = [action for action in block.actions if isinstance(action, RunBody)]
+    return any(each.eqn.primitive.name not in CONTROL_FLOW or any(map(_has_regions, each.bodies)) for each in entered)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -68,7 +67,7 @@ class _Numbering:
                     values[result] = self._reshard(action, number(operand), steps)
                 case Evaluate(operands=operands, results=results):
                     values.update(zip(results, self._evaluate(action, [number(v) for v in operands]), strict=True))
-                case Enter(operands=operands, results=results):
+                case RunBody(operands=operands, results=results):
                     values.update(zip(results, self._enter(action, [number(v) for v in operands]), strict=True))
         return [number(value) for value in block.outputs]
 
@@ -79,7 +78,7 @@ class _Numbering:
             self.numbers[key] = self.new()
         return self.numbers[key], known
 
-    def _reshard(self, action: Action, operand: int, steps: Sequence[Step]) -> int:
+    def _reshard(self, action: Action, operand: int, steps: Sequence[ReshardStep]) -> int:
         flags: list[bool] = []
         for step in steps:
             operand, known = self._number_of((operand, step))
@@ -98,8 +97,8 @@ class _Numbering:
         self.repeated[action] = (known,) if action.strategy.combined else ()
         return numbers
 
-    def _enter(self, action: Enter, operands: Sequence[int]) -> list[int]:
-        if action.eqn.primitive.name not in LOOPS:
+    def _enter(self, action: RunBody, operands: Sequence[int]) -> list[int]:
+        if action.eqn.primitive.name not in CONTROL_FLOW:
             (body,) = action.bodies
             return self.read(body, operands)
         for body in action.bodies:
@@ -109,10 +108,10 @@ class _Numbering:
 
 
 # --- List the collectives of a program: what each moves, for which equation, and how often ---
-# LocalBlock, mesh  ->  PlannedCollective, PlannedCollective, ...
+# LocalBlock, mesh  ->  LocalCollective, LocalCollective, ...
 
 
-class PlannedCollective(NamedTuple):
+class LocalCollective(NamedTuple):
     """A collective of the program: how many times a step runs it, for which equation, and in which phase."""
 
     collective: Collective
@@ -125,14 +124,14 @@ class PlannedCollective(NamedTuple):
     """The same was done before, and is done again to save memory."""
 
 
-def planned_collectives(block: LocalBlock, mesh: LogicalMesh) -> Iterator[PlannedCollective]:
+def planned_collectives(block: LocalBlock, mesh: LogicalMesh) -> Iterator[LocalCollective]:
     """The collectives that a step runs, in program order."""
     return _of_block(block, mesh, repeated_collectives(block), 1.0)
 
 
 def _of_block(
     block: LocalBlock, mesh: LogicalMesh, repeated: Mapping[Action, tuple[bool, ...]], times: float
-) -> Iterator[PlannedCollective]:
+) -> Iterator[LocalCollective]:
     reader = _readers(block)
     for action in block.actions:
         match action:
@@ -143,15 +142,15 @@ def _of_block(
                 scope = jc.scope_of(reader[result]) if result in reader else ""
                 moves = step_collectives(steps, source, tuple(aval.shape), aval.dtype.itemsize, mesh)
                 for each, again in zip(moves, repeated[action], strict=True):
-                    yield PlannedCollective(each, times, str(aval.dtype), what, scope, result.form, again)
+                    yield LocalCollective(each, times, str(aval.dtype), what, scope, result.form, again)
             case Evaluate(eqn=eqn, results=results, strategy=strategy):
                 for again in repeated[action]:
                     aval = eqn.outvars[0].aval
                     nbytes = aval.size * aval.dtype.itemsize / num_shards(results[0].layout, mesh)
                     combined = Collective(kind="all-reduce", axes=strategy.combined, nbytes=nbytes)
                     what = f"{eqn.primitive.name} {aval.str_short()}"
-                    yield PlannedCollective(combined, times, str(aval.dtype), what, jc.scope_of(eqn), "", again)
-            case Enter(eqn=eqn, bodies=bodies):
+                    yield LocalCollective(combined, times, str(aval.dtype), what, jc.scope_of(eqn), "", again)
+            case RunBody(eqn=eqn, bodies=bodies):
                 for body in bodies:
                     yield from _of_block(body, mesh, repeated, times * trips(eqn))
 
@@ -160,7 +159,7 @@ def _readers(block: LocalBlock) -> dict[Value, jc.JaxprEqn]:
     """For every value the equation that reads it first."""
     readers: dict[Value, jc.JaxprEqn] = {}
     for action in reversed(block.actions):
-        if isinstance(action, Evaluate | Enter):
+        if isinstance(action, Evaluate | RunBody):
             readers.update({v: action.eqn for v in action.operands if isinstance(v, Value)})
         elif isinstance(action.operand, Value) and action.result in readers:
             readers[action.operand] = readers[action.result]

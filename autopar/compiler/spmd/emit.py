@@ -21,18 +21,18 @@ from autopar.compiler.jaxprs.evaluate import bind_bodies
 from autopar.compiler.resharding.costs import apply_steps
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated, to_spec
 from autopar.compiler.spmd.emit_equation import evaluate_locally
-from autopar.compiler.spmd.local_program import Enter, Evaluate, LocalBlock, Reshard, Value
+from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, Reshard, RunBody, Value
 
 _lax: Any = lax
 
 
-def localize(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh) -> jc.ClosedJaxpr:
+def emit_spmd(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh) -> jc.ClosedJaxpr:
     """The program as every device runs it, wrapped so that it takes and gives whole arrays."""
     computed = [number for number, v in enumerate(block.outputs) if isinstance(v, Value)]
     return _localized(closed, block, mesh, computed)
 
 
-def localize_task(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh) -> jc.ClosedJaxpr:
+def emit_spmd_task(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh) -> jc.ClosedJaxpr:
     """The same for a program that gives constants back, too, and whose borders may be partial sums.
 
     The summands of such a value are an array of one more axis, the first, which the axes of the sum split.
@@ -112,7 +112,7 @@ def _run(block: LocalBlock, consts: Sequence[Any], args: Sequence[Any], mesh: Lo
             case Evaluate(eqn=eqn, operands=operands, strategy=strategy):
                 results = evaluate_locally(eqn, [frame.read(v) for v in operands], strategy, mesh)
                 frame.values.update(zip(action.results, results, strict=True))
-            case Enter():
+            case RunBody():
                 frame.values.update(zip(action.results, _enter(action, frame), strict=True))
     return [frame.read(value) for value in block.outputs]
 
@@ -126,7 +126,7 @@ def _reshard(action: Reshard, frame: _Frame) -> Any:
     return apply_steps(x, action.steps, frame.mesh)
 
 
-def _enter(action: Enter, frame: _Frame) -> list[Any]:
+def _enter(action: RunBody, frame: _Frame) -> list[Any]:
     args = [frame.read(value) for value in action.operands]
     consts = [jc.open_jaxpr(body)[1] for body in jp.bodies_of(action.eqn)]
     return bind_bodies(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.resharding.costs import reshard_steps
-from autopar.compiler.resharding.steps import Step
+from autopar.compiler.resharding.steps import ReshardStep
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, strategy_of, value_numbers
@@ -23,7 +23,7 @@ from autopar.compiler.spmd.phase import phase_of
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class ShardedConstant:
     """A constant that devices hold in different layouts, for one reader."""
 
     literal: jc.Literal
@@ -48,7 +48,7 @@ class Reshard:
 
     operand: Value | jc.Literal
     result: Value
-    steps: tuple[Step, ...]
+    steps: tuple[ReshardStep, ...]
     after: Value | None = None
 
 
@@ -63,7 +63,7 @@ class Evaluate:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Enter:
+class RunBody:
     """Run the bodies of a loop, a branch or a remat region."""
 
     eqn: jc.JaxprEqn
@@ -72,7 +72,7 @@ class Enter:
     bodies: tuple[LocalBlock, ...]
 
 
-Action = Reshard | Evaluate | Enter
+Action = Reshard | Evaluate | RunBody
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,7 +134,7 @@ class _Writer:
                 local_block(body, each, self.mesh, nested=True)
                 for body, each in zip(_bodies(eqn), plan.bodies, strict=True)
             ]
-            self.actions.append(Enter(eqn=eqn, operands=operands, results=results, bodies=tuple(bodies)))
+            self.actions.append(RunBody(eqn=eqn, operands=operands, results=results, bodies=tuple(bodies)))
         else:
             strategy = strategy_of(plan, self.mesh)
             self.actions.append(Evaluate(eqn=eqn, operands=operands, results=results, strategy=strategy))
@@ -142,7 +142,7 @@ class _Writer:
     def read(self, atom: Any, layout: Layout, phase: str, latest: Value | None = None) -> Value | jc.Literal:
         """The value in the layout that a reader of this phase wants, by way of the planned forms."""
         if isinstance(atom, jc.Literal):
-            return atom if not layout.partial else self._reshard(atom, Value(Held(atom), layout), None)
+            return atom if not layout.partial else self._reshard(atom, Value(ShardedConstant(atom), layout), None)
         value = self.produced[atom]
         number = self.numbers.get(atom)
         for form in ("stored", phase):

@@ -19,7 +19,7 @@ from autopar.compiler.intra_op.plan_program import plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec, used_axes
 from autopar.compiler.sharding.replicated_values import below_split_size
-from autopar.compiler.spmd.emit import localize
+from autopar.compiler.spmd.emit import emit_spmd
 from autopar.compiler.spmd.local_program import local_block
 from autopar.hardware.machine import Link, Machine
 
@@ -162,7 +162,7 @@ def test_folded_plan_is_nearly_as_good_and_computes_the_same(kind: str) -> None:
     block = local_block(trace.jaxpr.jaxpr, together.plan, MESH)
     mesh = Mesh(np.array(jax.devices()).reshape(MESH.shape), MESH.axis_names)
     shardings = [NamedSharding(mesh, to_spec(value.layout, MESH)) for value in block.inputs]
-    run = jax.jit(jc.jaxpr_as_fun(localize(trace.jaxpr, block, MESH)), in_shardings=shardings)
+    run = jax.jit(jc.jaxpr_as_fun(emit_spmd(trace.jaxpr, block, MESH)), in_shardings=shardings)
     results = run(*map(jax.device_put, jax.tree.leaves((state, batch)), shardings))
     for expected, found in zip(jax.tree.leaves(step(state, batch)), results, strict=True):
         # Sums in another order.

@@ -184,7 +184,7 @@ def test_plan_of_a_small_program_is_the_best_of_all(seed, state):
     if math.prod(cost.size for cost in problem.costs) > 3e6 or len(problem.costs) > 30:
         pytest.skip("too many choices to try all")
     assert found.optimum.value == pytest.approx(best_value(problem), rel=1e-9)
-    assert found.optimum.value == pytest.approx(assignment_cost(problem, found.optimum.states), rel=1e-9)
+    assert found.optimum.value == pytest.approx(assignment_cost(problem, found.optimum.assignment), rel=1e-9)
     assert found.optimum.gap < 1e-9
 
 

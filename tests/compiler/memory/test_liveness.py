@@ -1,65 +1,65 @@
-"""What reaches memory, and for how long: works by hand, with the lifetimes that XLA would give them."""
+"""What reaches memory, and for how long: ops by hand, with the lifetimes that XLA would give them."""
 
 import pytest
 
-from autopar.compiler.memory.liveness import Work, lifetimes
+from autopar.compiler.memory.liveness import Op, lifetimes
 
-PRODUCT = Work("apart", ("x", "w"), ("a",))
+PRODUCT = Op("apart", ("x", "w"), ("a",))
 
 
-def spans(works: list[Work], *, inputs: str, outputs: str) -> dict[str, tuple[int, int]]:
-    found = lifetimes(works, inputs, outputs, dict.fromkeys("abcdefgwxyz", 1))
+def spans(ops: list[Op], *, inputs: str, outputs: str) -> dict[str, tuple[int, int]]:
+    found = lifetimes(ops, inputs, outputs, dict.fromkeys("abcdefgwxyz", 1))
     return {key: (life.start, life.stop) for key, life in found.whole.items() if life.allocated}
 
 
 def test_elementwise_chain_with_one_reader_reads_its_source_later():
-    works = [PRODUCT, Work("fused", ("a",), ("b",)), Work("reduction", ("b",), ("c",))]
-    assert spans(works, inputs="xw", outputs="c") == {"a": (0, 3), "c": (2, 4)}
+    ops = [PRODUCT, Op("fused", ("a",), ("b",)), Op("reduction", ("b",), ("c",))]
+    assert spans(ops, inputs="xw", outputs="c") == {"a": (0, 3), "c": (2, 4)}
 
 
 def test_what_a_product_reads_is_in_memory():
-    works = [PRODUCT, Work("fused", ("a",), ("b",)), Work("apart", ("b", "w"), ("c",))]
+    ops = [PRODUCT, Op("fused", ("a",), ("b",)), Op("apart", ("b", "w"), ("c",))]
     # "b" is written over "a", which nobody else reads.
-    assert spans(works, inputs="xw", outputs="c") == {"a": (0, 1), "b": (1, 3), "c": (2, 4)}
+    assert spans(ops, inputs="xw", outputs="c") == {"a": (0, 1), "b": (1, 3), "c": (2, 4)}
 
 
-@pytest.mark.parametrize("dear, kept", [(True, {"b": (1, 4)}), (False, {})])
-def test_only_what_is_dear_is_kept_for_two_readers(dear, kept):
-    works = [
+@pytest.mark.parametrize("expensive, kept", [(True, {"b": (1, 4)}), (False, {})])
+def test_only_what_is_dear_is_kept_for_two_readers(expensive, kept):
+    ops = [
         PRODUCT,
-        Work("fused", ("a",), ("b",), dear=dear),
-        Work("reduction", ("b",), ("c",)),
-        Work("reduction", ("b",), ("d",)),
+        Op("fused", ("a",), ("b",), expensive=expensive),
+        Op("reduction", ("b",), ("c",)),
+        Op("reduction", ("b",), ("d",)),
     ]
-    found = spans(works, inputs="xw", outputs="cd")
+    found = spans(ops, inputs="xw", outputs="cd")
     assert {key: found[key] for key in "b" if key in found} == kept
-    assert found["a"] == ((0, 1) if dear else (0, 4))
+    assert found["a"] == ((0, 1) if expensive else (0, 4))
 
 
 def test_views_are_the_array_itself():
-    works = [PRODUCT, Work("view", ("a",), ("b",)), Work("apart", ("b", "w"), ("c",))]
-    assert spans(works, inputs="xw", outputs="c") == {"a": (0, 3), "c": (2, 4)}
+    ops = [PRODUCT, Op("view", ("a",), ("b",)), Op("apart", ("b", "w"), ("c",))]
+    assert spans(ops, inputs="xw", outputs="c") == {"a": (0, 3), "c": (2, 4)}
 
 
 def test_what_comes_from_nothing_waits_for_its_reader():
-    works = [Work("fused", (), ("a",)), Work("apart", ("x",), ("b",)), Work("apart", ("a", "b"), ("c",))]
-    assert spans(works, inputs="x", outputs="c") == {"a": (2, 3), "b": (1, 3), "c": (2, 4)}
+    ops = [Op("fused", (), ("a",)), Op("apart", ("x",), ("b",)), Op("apart", ("a", "b"), ("c",))]
+    assert spans(ops, inputs="x", outputs="c") == {"a": (2, 3), "b": (1, 3), "c": (2, 4)}
 
 
 def test_works_in_place_take_the_memory_of_their_operand():
-    works = [PRODUCT, Work("apart", ("a", "x"), ("b",), over=True)]
-    assert spans(works, inputs="xw", outputs="b") == {"a": (0, 1), "b": (1, 3)}
+    ops = [PRODUCT, Op("apart", ("a", "x"), ("b",), over=True)]
+    assert spans(ops, inputs="xw", outputs="b") == {"a": (0, 1), "b": (1, 3)}
 
 
 def test_a_form_is_wanted_within_the_life_of_its_array():
-    works = [
+    ops = [
         PRODUCT,
-        Work("form", ("a",), ("b",)),
-        Work("apart", ("b",), ("c",)),
-        Work("form", ("b",), ("d",)),
-        Work("apart", ("d",), ("e",)),
+        Op("form", ("a",), ("b",)),
+        Op("apart", ("b",), ("c",)),
+        Op("form", ("b",), ("d",)),
+        Op("apart", ("d",), ("e",)),
     ]
-    found = lifetimes(works, "xw", "e", dict.fromkeys("abcdexw", 1))
+    found = lifetimes(ops, "xw", "e", dict.fromkeys("abcdexw", 1))
     assert "b" not in found.whole and "d" not in found.whole
     parts = {key: (life.start, life.stop) for key, life in found.parts.items() if key in "abd"}
     assert parts == {"a": (0, 2), "b": (1, 4), "d": (3, 5)}

@@ -17,11 +17,11 @@ from autopar.compiler.resharding.costs import (
     AllReduce,
     AllToAll,
     Collective,
-    Pad,
+    PadToPartial,
     Permute,
     ReduceScatter,
     Slice,
-    Summand,
+    ToPartial,
     apply_steps,
     reshard_matrix,
     reshard_s,
@@ -251,8 +251,8 @@ ALL_ROWS, ALL_COLUMNS = Layout(((0, 1), ())), Layout(((), (0, 1)))
         pytest.param(
             Layout(((), ()), (0,)), Layout(((), (1,))), (Slice((1,), 1), AllReduce((0,))), id="sliced before added up"
         ),
-        pytest.param(WHOLE, Layout(((), ()), (0, 1)), (Summand((0, 1)),), id="an array as a sum"),
-        pytest.param(ALL_ROWS, Layout(((0,), ()), (1,)), (Pad((1,), 0),), id="a part as a summand"),
+        pytest.param(WHOLE, Layout(((), ()), (0, 1)), (ToPartial((0, 1)),), id="an array as a sum"),
+        pytest.param(ALL_ROWS, Layout(((0,), ()), (1,)), (PadToPartial((1,), 0),), id="a part as a summand"),
     ],
 )
 def test_steps_are_the_ones_that_send_least(source, target, steps):
@@ -269,7 +269,7 @@ def test_an_array_is_made_a_sum_only_along_axes_along_which_the_target_is_one():
     mesh, shape = mesh_of(2, 4), (8, 3)
     layouts = [*with_partial_sums(shape, mesh), *orders_of(shape, mesh)]
     for source, target in itertools.product(layouts, repeat=2):
-        made = [s.axes for s in reshard_steps(source, target, shape, mesh) if isinstance(s, Summand | Pad)]
+        made = [s.axes for s in reshard_steps(source, target, shape, mesh) if isinstance(s, ToPartial | PadToPartial)]
         assert sorted(itertools.chain(*made)) == sorted({*target.partial} - {*source.partial})
 
 

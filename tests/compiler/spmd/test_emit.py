@@ -17,7 +17,7 @@ from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, to_spec
 from autopar.compiler.spmd.collectives import planned_collectives
-from autopar.compiler.spmd.emit import localize
+from autopar.compiler.spmd.emit import emit_spmd
 from autopar.compiler.spmd.local_program import LocalBlock, local_block
 from tests.compiler.planned_steps import GRID, LINE, plan_step, traced
 
@@ -149,7 +149,7 @@ def compiled_on(closed: jc.ClosedJaxpr, block: LocalBlock, mesh: LogicalMesh, ar
     """The compiled program of eight devices, and its operands on them."""
     devices = Mesh(np.array(jax.devices()).reshape(mesh.shape), mesh.axis_names, (AxisType.Auto,) * len(mesh.shape))
     shardings = [NamedSharding(devices, to_spec(value.layout, mesh)) for value in block.inputs]
-    local = jaxpr_as_fun(localize(closed, block, mesh))
+    local = jaxpr_as_fun(emit_spmd(closed, block, mesh))
     compiled = jax.jit(local, in_shardings=shardings, **options).lower(*args).compile(KEEP_BARRIERS)
     return compiled, [jax.device_put(x, sharding) for x, sharding in zip(args, shardings, strict=True)]
 
@@ -178,7 +178,7 @@ def test_devices_compute_the_numbers_of_one_and_move_what_is_planned(name, mesh)
 def test_programs_with_loops_count_what_their_bodies_move():
     closed, block = local_program("scan over layers", GRID)
     assert {each.times for each in planned_collectives(block, GRID)} >= {3}
-    assert len(jc.open_jaxpr(localize(closed, block, GRID))[0].eqns) == 1
+    assert len(jc.open_jaxpr(emit_spmd(closed, block, GRID))[0].eqns) == 1
 
 
 def test_state_that_is_given_away_is_written_in_place():

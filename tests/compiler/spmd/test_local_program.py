@@ -9,7 +9,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, describe_layout, replicated
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan
 from autopar.compiler.spmd.collectives import planned_collectives
-from autopar.compiler.spmd.local_program import Action, Enter, Evaluate, LocalBlock, Reshard, Value, local_block
+from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value, local_block
 from tests.compiler.equations import real
 from tests.compiler.planned_steps import LINE, plan_step, traced
 
@@ -36,7 +36,7 @@ def written(block: LocalBlock) -> list[str]:
                 source = describe_layout(operand.layout, LINE) if isinstance(operand, Value) else "constant"
                 again = "" if after is None else " again"
                 return f"{source} to {describe_layout(result.layout, LINE)}{again}"
-            case Evaluate(eqn=eqn) | Enter(eqn=eqn):
+            case Evaluate(eqn=eqn) | RunBody(eqn=eqn):
                 return eqn.primitive.name
 
     return [text(action) for action in block.actions]
@@ -160,7 +160,7 @@ def test_every_value_is_made_before_it_is_read():
         for action in block.actions:
             assert values_read(action) <= made
             made |= {action.result} if isinstance(action, Reshard) else {*action.results}
-            for body in action.bodies if isinstance(action, Enter) else ():
+            for body in action.bodies if isinstance(action, RunBody) else ():
                 check(body)
         assert {value for value in block.outputs if isinstance(value, Value)} <= made
 
