@@ -109,7 +109,7 @@ def measure(case: Case) -> Row:
     from autopar.compiler.costs.mesh_costs import MeshCosts
     from autopar.compiler.intra_op.plan_program import plan_intra_op
     from autopar.compiler.jaxprs import compat as jc
-    from autopar.compiler.sharding.free_values import NESTED
+    from autopar.compiler.jaxprs.primitives import NESTED
     from autopar.compiler.sharding.layout import LogicalMesh
     from autopar.compiler.sharding.rule_lookup import sharding_rules
     from autopar.hardware.machine import Machine
