@@ -32,7 +32,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
-    """What may follow `autopar calibrate`."""
+    """Add the options of `autopar calibrate`."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the machine to FILE, for autopar.Cluster.load")
     parser.add_argument("--quick", action="store_true", help="few sizes and short loops: seconds, and larger errors")
 
@@ -126,7 +126,7 @@ def _peaks(known: Machine | None, rates: dict[str, float]) -> tuple[dict[str, fl
 
 
 def _memory_bytes(devices: Sequence[Any], base: Machine) -> float:
-    """What one device has: the host's memory is shared by its virtual devices."""
+    """Return the bytes of one device: its virtual devices share the memory of a host."""
     told = devices[0].memory_stats()
     if told and told.get("bytes_limit"):
         return float(told["bytes_limit"])
@@ -205,7 +205,7 @@ _EXACT = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What the measurements say of one device."""
+    """Return the figures of one device that the measurements give."""
 
     kernel_s: float
     memory_bandwidth: float
@@ -260,7 +260,7 @@ def _ring_row(each: Measurement) -> tuple[float, float, float]:
 
 
 def predicted_s(machine: Machine, each: Measurement) -> float:
-    """What the machine's formulas say that a measured work takes."""
+    """Return the seconds that the machine's formulas give a measured work."""
     if each.what == "product":
         return machine.matmul_s(each.flops, each.nbytes, each.dtype)
     if each.what == "memory":

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from autopar.errors import InvalidArgument
 
 PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "collective-permute": 1}
-"""How often what a collective moves goes around the ring."""
+"""Times that the bytes of a collective go around the ring."""
 
 
 class NetworkLevel(NamedTuple):

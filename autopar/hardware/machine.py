@@ -115,7 +115,7 @@ class Machine:
     overlap: float
     """Share of the collectives of parameters and gradients that runs behind compute, from 0 to 1."""
     sources: Mapping[str, str] = field(hash=False)
-    """Where each figure is from, by field."""
+    """The source of each figure, by field."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no machine has."""

@@ -34,7 +34,7 @@ _ROUNDS_AT_ONCE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one work took. `what` is "product", "memory", "transfer" or a collective of `collectives.PASSES`."""
+    """One timed operation. `what` is "product", "memory", "transfer" or a collective of `collectives.PASSES`."""
 
     what: str
     dtype: str
@@ -47,7 +47,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long to measure: sizes grow until one run takes `run_s`, and a loop takes about `loop_s`."""
+    """Bounds on the time to measure: sizes grow until one run takes `run_s`, and a loop takes about `loop_s`."""
 
     run_s: float
     loop_s: float
@@ -122,7 +122,7 @@ def _on_each(step: Callable[..., jax.Array], devices: Sequence[Any]) -> Callable
 
 
 def _made(make: Callable[[], jax.Array], devices: Sequence[Any]) -> jax.Array:
-    """What `make` makes, equally many rows on each device."""
+    """Make the arrays of `make`, equally many rows on each device."""
     return jax.jit(make, out_shardings=NamedSharding(Mesh(np.array(devices), (_AXIS,)), P(_AXIS)))()
 
 

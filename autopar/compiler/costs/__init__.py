@@ -1,1 +1,1 @@
-"""What the work of a device and the collectives of a mesh cost, in seconds."""
+"""The costs of a device's work and of a mesh's collectives, in seconds."""

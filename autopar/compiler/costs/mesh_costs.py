@@ -1,4 +1,4 @@
-"""What collectives take along the axes of a mesh over consecutive devices of a machine, row-major.
+"""Price collectives along the axes of a mesh over consecutive devices of a machine, row-major.
 
 An axis of stride s and size k stays in a fast domain of D devices iff s k <= D. Else m of its devices are in each of
 k/m domains, m the largest divisor of k with s m <= D. All axes of a collective together are a ring inside the domains

@@ -120,7 +120,7 @@ def _ways(
 
 
 def _fitting(ways: _Ways, num_in_flight: float, memory_bytes: float) -> np.ndarray:
-    """Which ways fit into memory with so many microbatches in flight."""
+    """Return which ways fit into memory with so many microbatches in flight."""
     fits = np.zeros(ways.warmup_s.shape, dtype=bool)
     for (j, k), every in ways.costs.items():
         fits[j, k, : len(every)] = [way.peak_bytes(num_in_flight) <= memory_bytes for way in every]

@@ -24,7 +24,7 @@ StageChoice = tuple[int, int, int, int]  # submesh, start, stop, number of the c
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LabelTask:
-    """Which partitions are looked for."""
+    """The partitions that are looked for."""
 
     tables: CostTables
     limits: IntArray

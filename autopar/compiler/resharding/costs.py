@@ -56,7 +56,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """What the devices along `axes` exchange."""
+    """One exchange between the devices along `axes`."""
 
     kind: str
     axes: Axes

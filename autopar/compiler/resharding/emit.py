@@ -96,7 +96,7 @@ def permutation(step: Permute, mesh_shape: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 def _part(dims: tuple[Axes, ...], coordinates: dict[int, int], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Which part of each dimension a device has, counting along `coordinates` only: the other axes do not change."""
+    """Return which part of each dimension a device has along `coordinates` only: the other axes do not change."""
     numbers: list[int] = []
     for axes in dims:
         number = 0

@@ -149,12 +149,12 @@ def collective_kind(step: ReshardStep) -> str | None:
 
 
 def moved_share(parts: int, parts_after: int, step: ReshardStep) -> float:
-    """What the collective of a step has on one device, operand or result, as a share of the whole array."""
+    """Return the share of the whole array that the collective of a step has on one device, operand or result."""
     return 0.0 if collective_kind(step) is None else 1 / min(parts, parts_after)
 
 
 def copied_share(parts: int, parts_after: int, step: ReshardStep) -> float:
-    """What a step reads from and writes to a device's memory besides its collective, as a share of the whole array.
+    """Return the share of the whole array that a step reads from and writes to memory besides its collective.
 
     Collectives work on the major dimension. On any other one the array is transposed before or after: read once,
     written once.

@@ -1,4 +1,4 @@
-"""What the solver decided about one program, as plain data: the layouts of every equation's operands and results.
+"""The solver's decisions about one program, as plain data: the layouts of every equation's operands and results.
 
     BlockPlan  <->  JSON
 

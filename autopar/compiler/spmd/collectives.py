@@ -41,7 +41,7 @@ def _has_regions(block: LocalBlock) -> bool:
 @dataclass(kw_only=True, eq=False)
 class _Numbering:
     merges: bool
-    """Whether equal equations get equal numbers. Outside of remat regions there are no two."""
+    """Equal equations get equal numbers. Outside of remat regions there are no two."""
     numbers: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     repeated: dict[Action, tuple[bool, ...]] = field(default_factory=dict[Action, tuple[bool, ...]])
     fresh: Iterator[int] = field(default_factory=itertools.count)
@@ -167,7 +167,7 @@ def _readers(block: LocalBlock) -> dict[Value, jc.JaxprEqn]:
 
 
 def trips(eqn: jc.JaxprEqn) -> float:
-    """How many times an equation runs its bodies."""
+    """Return how many times an equation runs its bodies."""
     match eqn.primitive.name:
         case "scan":
             return jp.scan_of(eqn).length

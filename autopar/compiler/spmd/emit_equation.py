@@ -105,7 +105,7 @@ def _window_dimensions(numbers: Any, rank: int) -> list[int]:
 
 
 def _window_sizes(eqn: jc.JaxprEqn, rank: int) -> list[int]:
-    """How much of each dimension of the whole operand one update covers."""
+    """Return how much of each dimension of the whole operand one update covers."""
     numbers = jp.scatter_of(eqn).numbers
     aval: Any = eqn.invars[2].aval
     named = dict(zip(_window_dimensions(numbers, rank), numbers.update_window_dims, strict=True))
@@ -118,7 +118,7 @@ def _wide(indices: Any) -> Any:
 
 
 def _is_outside(indices: Any, last: Sequence[int]) -> Any:
-    """Whether an index starts before the array, or after the last place where its slice is inside."""
+    """Return whether an index starts before the array, or after the last place where its slice is inside."""
     outside: Any = False
     for place, greatest in enumerate(last):
         outside = outside | (indices[..., place] < 0) | (indices[..., place] > greatest)
@@ -130,7 +130,7 @@ def _clipped(indices: Any, last: Sequence[int]) -> Any:
 
 
 def _fill_value(eqn: jc.JaxprEqn, dtype: Any) -> Any:
-    """What a gather puts for an index out of range, as `jax.lax.gather` says."""
+    """Return the value that a gather puts for an index out of range, as `jax.lax.gather` says."""
     value = jp.gather_of(eqn).fill_value
     if value is not None:
         return _jnp.asarray(value, dtype)
@@ -247,7 +247,7 @@ def take_part(whole: Any, layout: Layout, mesh: LogicalMesh) -> Any:
 
 
 def _on_one_device(eqn: jc.JaxprEqn, args: Sequence[Any], mesh: LogicalMesh) -> list[Any]:
-    """What a user sees once must happen once; what it returns is then a sum, to which the others add nothing."""
+    """Evaluate a visible effect on one device only; its result is a sum to which the other devices add nothing."""
     everything = tuple(range(len(mesh.shape)))
 
     def call(*values: Any) -> list[Any]:

@@ -171,7 +171,7 @@ class _Writer:
         return result
 
     def _operands(self, eqn: jc.JaxprEqn, plan: EquationPlan, phase: str) -> tuple[Value | jc.Literal, ...]:
-        """What the equation reads. What is gathered again for it waits for the operand that was made last."""
+        """Return the operands of an equation. One that is gathered again waits for the operand that was made last."""
         made = [self.numbers.get(atom, -1) if isinstance(atom, jc.Var) else -1 for atom in eqn.invars]
         operands: dict[int, Value | jc.Literal] = {}
         latest: Value | None = None
@@ -198,7 +198,7 @@ def _bodies(eqn: jc.JaxprEqn) -> list[jc.Jaxpr]:
 
 
 def _everywhere(eqn: jc.JaxprEqn, mesh: LogicalMesh) -> EquationPlan:
-    """What is free is evaluated by every device on whole arrays."""
+    """Evaluate an equation that is replicated for free: every device does it on whole arrays."""
     return EquationPlan(
         operands=tuple(_or_replicated(None, atom) for atom in eqn.invars),
         results=tuple(_or_replicated(None, v) for v in eqn.outvars),
