@@ -17,4 +17,12 @@ _MODULES = (mlp, gpt_linen, gpt_nnx, gpt_equinox, moe, images, sequences, random
 
 ZOO: dict[str, Case] = {case.name: case for module in _MODULES for case in module.CASES}
 
-__all__ = ["BATCH", "ZOO", "Case", "losses"]
+HEAVY = frozenset(
+    {
+        *("gpt_linen", "gpt_scan", "gpt_bfloat16", "gpt_nnx", "gpt_equinox", "moe", "convnet", "convnet_batch_norm"),
+        *("vit", "recurrent", "encoder_decoder", "masked_lm", "dropout", "gan"),
+    }
+)
+"""The models that take long to compile."""
+
+__all__ = ["BATCH", "HEAVY", "ZOO", "Case", "losses"]

@@ -17,7 +17,7 @@ from autopar.compiler.microbatch.split import evaluate_microbatched
 from tests.compiler.microbatch.microbatched import BATCH, PARAMS, WIDTH, X, assert_equal, hidden, sgd, split
 from tests.random_programs import make_arguments, make_step, models
 from tests.small_steps import traced
-from tests.zoo import ZOO
+from tests.zoo import HEAVY, ZOO
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -57,9 +57,13 @@ def zoo_trace(name: str) -> Any:
     return trace, args, run(trace.jaxpr, args)
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=str(c), marks=[pytest.mark.slow] * (c.name not in QUICK)) for c in EXACT]
+    ("case", "microbatches"),
+    [
+        pytest.param(c, m, id=f"{c}-{m}", marks=[pytest.mark.slow] * (c.name not in QUICK))
+        for number, c in enumerate(EXACT)
+        for m in ([2 + 2 * (number % 2)] if c.name in HEAVY else [2, 4])
+    ],
 )
 def test_loop_over_microbatches_equals_the_plain_step(case, microbatches):
     trace, args, want = zoo_trace(case.name)
