@@ -72,8 +72,7 @@ class Trace:
             f"Trace of {self.name} ({self.fingerprint}): {len(phases)} equations, "
             f"{phases.count('forward')} forward, {phases.count('backward')} backward, {phases.count(None)} outside of "
             f"the gradient; {len(self.inputs)} inputs ({len(self.batch_inputs)} batch, {len(self.donated_inputs)} "
-            "donated), "
-            f"{len(self.outputs)} outputs"
+            f"donated), {len(self.outputs)} outputs"
         )
 
 
@@ -121,8 +120,7 @@ def _check_batch(leaves: Sequence[Leaf], batch_inputs: Sequence[int]) -> None:
         found = ", ".join(f"{n}: {s[0]}" for n, s in sizes.items())
         raise InvalidArgument(
             f"Batch inputs have different batch sizes ({found}); one size is required on the first axis of all of "
-            "them. "
-            "Name only the arguments that carry the batch in batch_argnums."
+            "them. Name only the arguments that carry the batch in batch_argnums."
         )
 
 
