@@ -4,9 +4,9 @@
     h ─────────── scan(4) ── h'        →         h ─────── scan(2) ── h ──────── scan(2) ── h'
     mu, nu (4, ...) ── update (4, ...)           mu[0:2] ── update (2, ...)   mu[2:4] ── update (2, ...)
 
-A *layer loop* is a scan that reads stacked parameters: floating-point values computed from floating-point
+A *layer scan* is a scan that reads stacked parameters: floating-point values computed from floating-point
 inputs other than the batch. Its cut travels along axis 0, in both directions through every equation that
-keeps rows apart (`layer_axis`), until nothing changes: so it reaches the inputs, the optimizer's moments, and
+keeps rows apart (`layer_scan_rules`), until nothing changes: so it reaches the inputs, the optimizer's moments, and
 the results. Loops that read the batch alone (time steps, microbatches) are left as they are.
 """
 
@@ -49,7 +49,7 @@ from autopar.compiler.jaxprs.compat import (
 )
 from autopar.compiler.jaxprs.evaluate import evaluate_jaxpr
 
-__all__ = ["LeafRows", "SplitLoops", "find_layer_loops", "has_layer_loops", "split_layer_loops"]
+__all__ = ["LeafRows", "SplitScans", "find_layer_scans", "layer_scan_lengths", "split_layer_scans"]
 
 # A difference of neighbouring rows carries a cut on from row to row: what would get more pieces stays whole.
 MOST_PIECES = 512
@@ -65,29 +65,29 @@ class LeafRows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitLoops:
-    """A step whose layer loops are split, and which piece of the original step each input and output is."""
+class SplitScans:
+    """A step whose layer scans are split, and which piece of the original step each input and output is."""
 
     jaxpr: ClosedJaxpr
     inputs: tuple[LeafRows, ...]
     outputs: tuple[LeafRows, ...]
 
 
-def has_layer_loops(closed: ClosedJaxpr, *, batch_inputs: Collection[int]) -> tuple[int, ...]:
-    """The lengths of the loops over layers in order, without those of the backward pass; () if none."""
+def layer_scan_lengths(closed: ClosedJaxpr, *, batch_inputs: Collection[int]) -> tuple[int, ...]:
+    """Return the lengths of the layer scans in order, without those of the backward pass; () if there are none."""
     jaxpr, _ = open_jaxpr(closed)
-    loops = (jaxpr.eqns[i] for i in find_layer_loops(jaxpr, batch_inputs))
-    return tuple(jp.scan_of(eqn).length for eqn in loops if ad_phase(eqn) != "backward")
+    scans = (jaxpr.eqns[i] for i in find_layer_scans(jaxpr, batch_inputs))
+    return tuple(jp.scan_of(eqn).length for eqn in scans if ad_phase(eqn) != "backward")
 
 
-def split_layer_loops(
+def split_layer_scans(
     closed: ClosedJaxpr,
     num_pieces: int,
     *,
     batch_inputs: Collection[int],
     state_outputs: Mapping[int, int] | None = None,
-) -> SplitLoops:
-    """The step with every layer loop in `num_pieces` loops, or one per layer if it has fewer layers.
+) -> SplitScans:
+    """Return the step with every layer scan in `num_pieces` scans, or one per layer if it has fewer layers.
 
     Stacked inputs and outputs come in the same pieces, whose sizes differ by at most one; the batch is not
     split. `state_outputs` says which input an output replaces (output number -> input number): these two get
@@ -105,24 +105,25 @@ def split_layer_loops(
         return _results(jaxpr, outputs, evaluate_jaxpr(jaxpr, consts, args, cuts.run_on_pieces))
 
     avals = [aval for v, bounds in zip(jaxpr.invars, inputs) for aval in _avals(v.aval, bounds)]
-    return SplitLoops(
+    return SplitScans(
         jaxpr=trace(split_step, avals) if cuts.points else closed,
         inputs=_pieces(inputs),
         outputs=_pieces(outputs),
     )
 
 
-# Which loops, and where
+# Which scans are cut, and where
 
 
-def find_layer_loops(jaxpr: Jaxpr, batch_inputs: Collection[int]) -> list[int]:
-    """The equations that scan over floating-point values made from such inputs and not from the batch.
+def find_layer_scans(jaxpr: Jaxpr, batch_inputs: Collection[int]) -> list[int]:
+    """Return the numbers of the equations that scan over parameters.
 
-    Random keys are not floating-point, so a loop over time with a key per step is none.
+    They scan over floating-point values computed from floating-point inputs, but not from the batch. Random keys
+    are not floating-point, so a scan over time with a key per step is none of them.
     """
     batch = {jaxpr.invars[i] for i in batch_inputs}
     stacked = {v for v in jaxpr.invars if v not in batch and _is_float(v)}
-    found: list[int] = []
+    scans: list[int] = []
     for i, eqn in enumerate(jaxpr.eqns):
         operands = [v for v in eqn.invars if isinstance(v, Var)]
         if not batch.isdisjoint(operands):
@@ -130,8 +131,8 @@ def find_layer_loops(jaxpr: Jaxpr, batch_inputs: Collection[int]) -> list[int]:
         elif not stacked.isdisjoint(operands):
             stacked.update(v for v in eqn.outvars if _is_float(v))
         if eqn.primitive.name == "scan" and not stacked.isdisjoint(_scanned(eqn)):
-            found.append(i)
-    return found
+            scans.append(i)
+    return scans
 
 
 def _is_float(v: Any) -> bool:
@@ -148,7 +149,7 @@ _Axis = tuple[int, int]  # equation, and which of its axes
 
 @dataclass(frozen=True, kw_only=True)
 class _Cuts:
-    """Where variables and the axes of equations are cut: inner points only."""
+    """The points at which variables and the axes of equations are cut, without their two ends."""
 
     points: Mapping[Hashable, frozenset[int]]
     rules: Sequence[PieceRule | None]
@@ -175,7 +176,7 @@ class _Cuts:
 
 
 def _find_cuts(jaxpr: Jaxpr, num_pieces: int, batch_inputs: Collection[int], state_outputs: Mapping[int, int]) -> _Cuts:
-    """Cut the layer loops, and carry each cut along the links until nothing changes.
+    """Cut the layer scans, and carry each cut along the links until nothing changes.
 
     Points are only ever added, so this ends, and all values that one axis ties together agree.
     """
@@ -190,7 +191,7 @@ def _find_cuts(jaxpr: Jaxpr, num_pieces: int, batch_inputs: Collection[int], sta
         length = size_of(tied[0])
         if length is not None and array_shape(tied[0]) == array_shape(tied[1]):
             axes[-1, result] = length, [AxisLink(value=v) for v in tied if isinstance(v, Var)]
-    start = {(i, 0): _equal_parts(axes[i, 0][0], num_pieces) for i in find_layer_loops(jaxpr, batch_inputs)}
+    start = {(i, 0): _equal_parts(axes[i, 0][0], num_pieces) for i in find_layer_scans(jaxpr, batch_inputs)}
     fixed = {jaxpr.invars[i] for i in batch_inputs}
     return _Cuts(points=_carry_cuts(axes, start, fixed), rules=rules)
 

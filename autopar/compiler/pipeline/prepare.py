@@ -1,8 +1,8 @@
-"""Prepare a traced step for cutting: split its layer loops and its batch, and find the phases of its equations.
+"""Prepare a traced step for cutting: split its layer scans and its batch, and find the phases of its equations.
 
     Trace, decisions that change the program  ->  PreparedStep
 
-The decisions are few (microbatches, pieces of the layer loops, what is exact), and a plan holds them, so that the same
+The decisions are few (microbatches, pieces of the layer scans, what is exact), and a plan holds them, so that the same
 plan always prepares the same program.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autopar.compiler.frontend.checkpoint_regions import Path, find_wide_regions, inline_regions
-from autopar.compiler.frontend.layer_scans import LeafRows, has_layer_loops, split_layer_loops
+from autopar.compiler.frontend.layer_scans import LeafRows, layer_scan_lengths, split_layer_scans
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch.split import MicrobatchedStep, split_batch
@@ -39,7 +39,7 @@ class PreparedStep:
 def loop_pieces_for(trace: Trace, num_layers: int) -> int:
     """Return the number of pieces that scans over layers are split into for `num_layers`; 1 if there are none."""
     closed = inline_regions(trace.jaxpr, find_wide_regions(trace.jaxpr, num_layers=num_layers))
-    return num_layers if has_layer_loops(closed, batch_inputs=trace.batch_inputs) else 1
+    return num_layers if layer_scan_lengths(closed, batch_inputs=trace.batch_inputs) else 1
 
 
 @lru_cache(maxsize=6)
@@ -82,7 +82,7 @@ def _split_loops(
     trace: Trace, closed: jc.ClosedJaxpr, loop_pieces: int
 ) -> tuple[jc.ClosedJaxpr, tuple[LeafRows, ...], tuple[LeafRows, ...], dict[int, int]]:
     if loop_pieces > 1:
-        split = split_layer_loops(
+        split = split_layer_scans(
             closed, loop_pieces, batch_inputs=trace.batch_inputs, state_outputs=trace.state_outputs
         )
         closed, inputs, outputs = split.jaxpr, split.inputs, split.outputs

@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from autopar.compiler.frontend.layer_scans import find_layer_loops
+from autopar.compiler.frontend.layer_scans import find_layer_scans
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.dead_code import eliminate_dead
@@ -141,7 +141,7 @@ class LayeredStep:
         index = {i: number for number, i in enumerate(at)}
         self.order = [index[i] for i in layer_order(self.phases)]
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.loops = frozenset(find_layer_loops(trace.jaxpr.jaxpr, trace.batch_inputs))
+        self.loops = frozenset(find_layer_scans(trace.jaxpr.jaxpr, trace.batch_inputs))
 
     def recomputed(self, layers: Collection[int], num_layers: int) -> dict[int, Recomputed]:
         """The regions of those layers that have something to compute again."""

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from autopar.compiler.frontend.layer_scan_rules import Pieces, Zeros, rows, whole
-from autopar.compiler.frontend.layer_scans import split_layer_loops
+from autopar.compiler.frontend.layer_scans import split_layer_scans
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
 
@@ -99,7 +99,7 @@ def evaluate_split_and_whole(function: Function, num_pieces: int) -> tuple[list[
         return h, function(p, q)
 
     closed = normalize(jax.make_jaxpr(step)(*stacks))
-    split = split_layer_loops(closed, num_pieces, batch_inputs=())
+    split = split_layer_scans(closed, num_pieces, batch_inputs=())
     args = [stacks[p.leaf][p.start : p.stop] for p in split.inputs]
     joined: dict[int, list[Any]] = {}
     for piece, result in zip(split.outputs, jc.jaxpr_as_fun(split.jaxpr)(*args), strict=True):

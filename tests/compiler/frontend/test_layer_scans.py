@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar.compiler.frontend.layer_scans import LeafRows, SplitLoops, has_layer_loops, split_layer_loops
+from autopar.compiler.frontend.layer_scans import LeafRows, SplitScans, layer_scan_lengths, split_layer_scans
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
 from tests.compiler.planning.layer_models import MODELS, ROWS, WIDTH, adamw, dense, dense_stack, draw, mlp, trained
@@ -42,7 +42,7 @@ def evaluate(closed: jc.ClosedJaxpr, args: list[Any]) -> list[Any]:
     return jax.jit(jc.jaxpr_as_fun(closed))(*args)
 
 
-def evaluate_split(split: SplitLoops, leaves: list[Any]) -> list[Any]:
+def evaluate_split(split: SplitScans, leaves: list[Any]) -> list[Any]:
     """Cut the arguments, run the split step, and put the results together again."""
     results = evaluate(
         split.jaxpr, [leaves[p.leaf][p.start : p.stop] if p.stop else leaves[p.leaf] for p in split.inputs]
@@ -64,7 +64,7 @@ def bounds(pieces: tuple[LeafRows, ...], leaf: int) -> list[Any]:
     return [(p.start, p.stop) for p in pieces if p.leaf == leaf]
 
 
-def names(split: SplitLoops) -> list[str]:
+def names(split: SplitScans) -> list[str]:
     return [eqn.primitive.name for eqn in split.jaxpr.jaxpr.eqns]
 
 
@@ -74,14 +74,14 @@ def names(split: SplitLoops) -> list[str]:
 )
 def test_split_step_equals_plain_step(name, num_pieces):
     closed, leaves, batch_inputs = traced_model(name)
-    split = split_layer_loops(closed, num_pieces, batch_inputs=batch_inputs)
+    split = split_layer_scans(closed, num_pieces, batch_inputs=batch_inputs)
     assert_equal(evaluate_split(split, leaves), plain_results(name))
 
 
 @pytest.mark.parametrize("name", ["adamw with clipping", "outputs per layer", "encoder and decoder"])
 def test_a_loop_per_layer_equals_plain_step(name):
     closed, leaves, batch_inputs = traced_model(name)
-    split = split_layer_loops(closed, 100, batch_inputs=batch_inputs)
+    split = split_layer_scans(closed, 100, batch_inputs=batch_inputs)
     assert {eqn.params["length"] for eqn in split.jaxpr.jaxpr.eqns if eqn.primitive.name == "scan"} == {1}
     assert_equal(evaluate_split(split, leaves), plain_results(name))
 
@@ -91,7 +91,7 @@ def test_every_loop_over_layers_is_split(name):
     closed, _, batch_inputs = traced_model(name)
     loops = [eqn.primitive.name for eqn in closed.jaxpr.eqns].count("scan")
     assert loops >= 2
-    assert names(split_layer_loops(closed, 2, batch_inputs=batch_inputs)).count("scan") >= 2 * loops
+    assert names(split_layer_scans(closed, 2, batch_inputs=batch_inputs)).count("scan") >= 2 * loops
 
 
 # The parameters that are no stack; of "adafactor" the moments that have no axis for the layers.
@@ -109,7 +109,7 @@ NOT_STACKED = {
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "stacked in the step"])
 def test_stacked_parameters_and_their_moments_are_in_the_same_pieces_before_and_after(name):
     closed, leaves, batch_inputs = traced_model(name)
-    split = split_layer_loops(closed, 2, batch_inputs=batch_inputs)
+    split = split_layer_scans(closed, 2, batch_inputs=batch_inputs)
     _, state, _ = MODELS[name]()
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     whole = [path for i, path in enumerate(paths) if bounds(split.inputs, i) == [(None, None)]]
@@ -121,7 +121,7 @@ def test_stacked_parameters_and_their_moments_are_in_the_same_pieces_before_and_
 @all_models
 def test_nothing_is_put_together_again(name):
     closed, _, batch_inputs = traced_model(name)
-    assert "concatenate" not in names(split_layer_loops(closed, 2, batch_inputs=batch_inputs))
+    assert "concatenate" not in names(split_layer_scans(closed, 2, batch_inputs=batch_inputs))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_nothing_is_put_together_again(name):
 )
 def test_sizes_of_pieces_differ_by_at_most_one(length, num_pieces, wanted):
     closed, leaves, batch_inputs = traced(*mlp(length=length, tx=adamw())())
-    split = split_layer_loops(closed, num_pieces, batch_inputs=batch_inputs)
+    split = split_layer_scans(closed, num_pieces, batch_inputs=batch_inputs)
     stacked = [i for i, x in enumerate(leaves) if jnp.ndim(x) and i not in batch_inputs]
     assert len(stacked) == 6  # w and b, each with its two moments
     assert all(bounds(split.inputs, i) == wanted for i in stacked)
@@ -144,16 +144,16 @@ def test_sizes_of_pieces_differ_by_at_most_one(length, num_pieces, wanted):
 
 def test_loops_of_different_lengths_have_bounds_of_their_own():
     closed, leaves, batch_inputs = traced_model("encoder and decoder")
-    split = split_layer_loops(closed, 2, batch_inputs=batch_inputs)
-    assert has_layer_loops(closed, batch_inputs=batch_inputs) == (4, 6)
+    split = split_layer_scans(closed, 2, batch_inputs=batch_inputs)
+    assert layer_scan_lengths(closed, batch_inputs=batch_inputs) == (4, 6)
     found = {leaves[p.leaf].shape[0]: p.stop for p in split.inputs if p.start == 0}
     assert found == {4: 2, 6: 3}
 
 
 def test_slices_of_one_stack_are_split_each_and_the_stack_where_they_meet():
     closed, _, batch_inputs = traced_model("scans over slices")
-    split = split_layer_loops(closed, 2, batch_inputs=batch_inputs)
-    assert has_layer_loops(closed, batch_inputs=batch_inputs) == (4, 2)
+    split = split_layer_scans(closed, 2, batch_inputs=batch_inputs)
+    assert layer_scan_lengths(closed, batch_inputs=batch_inputs) == (4, 2)
     assert bounds(split.inputs, 0) == [(0, 2), (2, 4), (4, 5), (5, 6)]
     assert not {"pad", "slice"} & set(names(split))
 
@@ -161,7 +161,7 @@ def test_slices_of_one_stack_are_split_each_and_the_stack_where_they_meet():
 @all_models
 def test_phases_and_scopes_stay(name):
     closed, _, batch_inputs = traced_model(name)
-    split = split_layer_loops(closed, 3, batch_inputs=batch_inputs)
+    split = split_layer_scans(closed, 3, batch_inputs=batch_inputs)
     before, after = closed.jaxpr.eqns, split.jaxpr.jaxpr.eqns
     assert [p for p, _ in itertools.groupby(map(jc.ad_phase, after))] == [
         p for p, _ in itertools.groupby(map(jc.ad_phase, before))
@@ -172,7 +172,7 @@ def test_phases_and_scopes_stay(name):
 @all_models
 def test_slices_in_front_of_a_loop_have_its_phase(name):
     closed, _, batch_inputs = traced_model(name)
-    eqns = split_layer_loops(closed, 3, batch_inputs=batch_inputs).jaxpr.jaxpr.eqns
+    eqns = split_layer_scans(closed, 3, batch_inputs=batch_inputs).jaxpr.jaxpr.eqns
     makers = {v: eqn for eqn in eqns for v in eqn.outvars}
     for loop in (eqn for eqn in eqns if eqn.primitive.name == "scan"):
         for v in (v for v in loop.invars if isinstance(v, jc.Var)):
@@ -212,8 +212,8 @@ def test_loops_over_time_are_left_alone(loss, params, batch):
     frozen = {"count": jnp.int32(3)}
     step, state, batch = trained(lambda p, b: loss({**p, **frozen}, b), params, batch=draw(5, *batch))
     closed, leaves, batch_inputs = traced(step, state, batch)
-    assert has_layer_loops(closed, batch_inputs=batch_inputs) == ()
-    split = split_layer_loops(closed, 2, batch_inputs=batch_inputs)
+    assert layer_scan_lengths(closed, batch_inputs=batch_inputs) == ()
+    split = split_layer_scans(closed, 2, batch_inputs=batch_inputs)
     assert split.jaxpr is closed
     assert split.inputs == tuple(LeafRows(leaf=i) for i in range(len(leaves)))
 
@@ -227,8 +227,8 @@ def test_a_recurrent_network_within_every_layer_is_split_by_layers_only():
 
     step, state, batch = trained(loss, draw(0, 4, WIDTH, WIDTH), batch=draw(1, ROWS, 4, WIDTH))
     closed, leaves, batch_inputs = traced(step, state, batch)
-    split = split_layer_loops(closed, 2, batch_inputs=batch_inputs)
-    assert has_layer_loops(closed, batch_inputs=batch_inputs) == (4,)
+    split = split_layer_scans(closed, 2, batch_inputs=batch_inputs)
+    assert layer_scan_lengths(closed, batch_inputs=batch_inputs) == (4,)
     assert_equal(evaluate_split(split, leaves), evaluate(closed, leaves))
 
 
@@ -241,7 +241,7 @@ def test_callbacks_run_once_per_layer_and_in_order():
 
     params = dense_stack(5) | {"b": jnp.arange(5.0)[:, None] * jnp.ones(WIDTH)}
     closed, leaves, batch_inputs = traced(lambda p, x: lax.scan(layer, x, p)[0], params, draw(0, ROWS, WIDTH))
-    split = split_layer_loops(closed, 3, batch_inputs=batch_inputs)
+    split = split_layer_scans(closed, 3, batch_inputs=batch_inputs)
     assert split.jaxpr.effects == closed.effects
     evaluate_split(split, leaves)
     jax.effects_barrier()
@@ -255,8 +255,8 @@ def test_state_gets_equal_pieces_where_no_equation_ties_it():
         return jax.tree.map(lambda p: lax.cond(h[0, 0] > 0, jnp.sin, jnp.cos, p), params)
 
     closed, leaves, batch_inputs = traced(step, dense_stack(4), draw(0, ROWS, WIDTH))
-    tied = split_layer_loops(closed, 2, batch_inputs=batch_inputs, state_outputs={0: 0, 1: 1})
-    loose = split_layer_loops(closed, 2, batch_inputs=batch_inputs)
+    tied = split_layer_scans(closed, 2, batch_inputs=batch_inputs, state_outputs={0: 0, 1: 1})
+    loose = split_layer_scans(closed, 2, batch_inputs=batch_inputs)
     assert tied.inputs[:4] == loose.inputs[:4] == tied.outputs
     assert loose.outputs == (LeafRows(leaf=0), LeafRows(leaf=1))
     assert_equal(evaluate_split(tied, leaves), evaluate(closed, leaves))
@@ -270,7 +270,7 @@ def test_a_closed_over_stack_is_cut_inside_the_step():
         return jnp.mean(h**2), ()
 
     closed, leaves, batch_inputs = traced(*trained(loss, draw(3, 4)))
-    split = split_layer_loops(closed, 2, batch_inputs=batch_inputs)
+    split = split_layer_scans(closed, 2, batch_inputs=batch_inputs)
     assert bounds(split.inputs, 0) == [(0, 2), (2, 4)]
     assert_equal(evaluate_split(split, leaves), evaluate(closed, leaves))
 
@@ -281,7 +281,7 @@ def test_a_batch_that_every_layer_reads_its_own_row_of_is_not_split():
         return jnp.mean(h**2), ()
 
     closed, leaves, batch_inputs = traced(*trained(loss, dense_stack(ROWS)))
-    split = split_layer_loops(closed, 2, batch_inputs=batch_inputs)
+    split = split_layer_scans(closed, 2, batch_inputs=batch_inputs)
     assert bounds(split.inputs, batch_inputs[0]) == [(None, None)]
     assert_equal(evaluate_split(split, leaves), evaluate(closed, leaves))
 
@@ -293,7 +293,7 @@ def test_a_cut_that_would_spread_from_row_to_row_without_end_stops():
         return jnp.mean(h**2) + jnp.sum((flat[1:] - flat[:-1]) ** 2), ()
 
     closed, leaves, batch_inputs = traced(*trained(loss, dense_stack(20)))
-    split = split_layer_loops(closed, 2, batch_inputs=batch_inputs)
+    split = split_layer_scans(closed, 2, batch_inputs=batch_inputs)
     assert bounds(split.inputs, 0) == [(0, 10), (10, 20)]
     assert len(split.jaxpr.jaxpr.eqns) < 10 * len(closed.jaxpr.eqns)
     assert_equal(evaluate_split(split, leaves), evaluate(closed, leaves))
