@@ -68,7 +68,7 @@ class _Loop:
 
     @property
     def repeated(self) -> bool:
-        """Whether a scan was found that repeats this one."""
+        """Return whether a later scan repeats this one."""
         return any(self.body.recomputes)
 
     def slice_of(self, number: int) -> int:
@@ -81,7 +81,7 @@ class _Loop:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Shared:
-    """What the program and all loop bodies have in common."""
+    """The numbers that the program and all loop bodies have in common."""
 
     fresh: Iterator[int]
     literals: dict[Hashable, int]
@@ -241,7 +241,7 @@ def _places(carry: Sequence[int], starts: Sequence[int]) -> list[int] | None:
 
 
 def _changes_nothing(eqn: jc.JaxprEqn) -> bool:
-    """Whether the results are the operands: JAX puts such equations around what it recomputes."""
+    """Return whether the results are the operands: JAX puts such equations around what it recomputes."""
     if eqn.primitive.name == "reduce_precision":
         finfo: Any = jnp.finfo(eqn.invars[0].aval.dtype)  # type: ignore[attr-defined]
         return jp.reduced_precision(eqn) == (finfo.nexp, finfo.nmant)

@@ -63,7 +63,7 @@ class Trace:
 
     @property
     def differentiates(self) -> bool:
-        """Whether the step takes a gradient anywhere."""
+        """Return whether the step takes a gradient anywhere."""
         return any(jc.ad_phase(eqn) == "backward" for eqn in self.jaxpr.jaxpr.eqns)
 
     def __str__(self) -> str:
@@ -117,9 +117,9 @@ def _check_batch(leaves: Sequence[Leaf], batch_inputs: Sequence[int]) -> None:
                 "Leave arguments without a batch axis out of batch_argnums."
             )
     if len(set(sizes.values())) > 1:
-        found = ", ".join(f"{n}: {s[0]}" for n, s in sizes.items())
+        listed = ", ".join(f"{n}: {s[0]}" for n, s in sizes.items())
         raise InvalidArgument(
-            f"Batch inputs have different batch sizes ({found}); one size is required on the first axis of all of "
+            f"Batch inputs have different batch sizes ({listed}); one size is required on the first axis of all of "
             "them. Name only the arguments that carry the batch in batch_argnums."
         )
 
@@ -156,8 +156,8 @@ def _match_state(leaves: Sequence[Leaf], outputs: Sequence[Leaf], batch: set[int
     for members in arguments.values():
         paths = _relative_paths([leaves[i].name for i in members])
         for prefix in [p[: len(p) - len(paths[0])] for p in by_path if p.endswith(paths[0])]:
-            found = [by_path.get(prefix + path) for path in paths]
-            pairs = {o: i for i, o in zip(members, found, strict=True) if o is not None and o not in matches}
+            partners = [by_path.get(prefix + path) for path in paths]
+            pairs = {o: i for i, o in zip(members, partners, strict=True) if o is not None and o not in matches}
             if len(pairs) == len(members) and all(_same(leaves[i], outputs[o]) for o, i in pairs.items()):
                 matches.update(pairs)
                 break

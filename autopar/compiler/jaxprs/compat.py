@@ -76,7 +76,7 @@ def under_scope_of(eqn: JaxprEqn) -> Any:
 
 
 def _traceback_of(eqn: JaxprEqn) -> Any:
-    """Where the user wrote the equation; inside jitted library functions that is where the function was called."""
+    """Return where the user wrote the equation; for one inside a jitted library function, where that was called."""
     outer = source_info_util._source_info_context.context.traceback  # type: ignore[reportPrivateUsage]
     return eqn.source_info.traceback if outer is None or source_line(eqn) else outer
 
@@ -99,7 +99,7 @@ def scope_of(eqn: JaxprEqn) -> str:
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """Where the user wrote the equation: `train.py:41 (loss_fn)`."""
+    """Return the line on which the user wrote the equation: `train.py:41 (loss_fn)`."""
     return source_info_util.summarize(eqn.source_info)
 
 
@@ -150,12 +150,12 @@ def all_equations(jaxpr: Any) -> Iterator[JaxprEqn]:
 
 
 def keeps_order(eqn: JaxprEqn) -> bool:
-    """Whether the equation's side effects happen in program order, as the kind of its effect says."""
+    """Return whether the kind of the equation's effect demands program order."""
     return any(effects.ordered_effects.contains(effect) for effect in eqn.effects)
 
 
 def runs_on_one_device(eqn: JaxprEqn) -> bool:
-    """Whether the equation keeps an order that JAX can keep on a single device only."""
+    """Return whether the equation keeps an order that JAX can keep on a single device only."""
     return keeps_order(eqn) and not all(effects.shardable_ordered_effects.contains(effect) for effect in eqn.effects)
 
 
@@ -241,7 +241,7 @@ def calling_primitive(name: str) -> Primitive:
 
 
 def closes_over_tracers(closed: ClosedJaxpr) -> bool:
-    """Whether constants of a program are values of a trace around it."""
+    """Return whether constants of a program are values of a trace around it."""
     return any(isinstance(const, Tracer) for const in open_jaxpr(closed)[1])
 
 
@@ -285,7 +285,7 @@ def only_results(eqn: JaxprEqn, wanted: Sequence[bool]) -> list[JaxprEqn]:
 
 
 def is_threefry_key(key: Any) -> bool:
-    """Whether a key array draws its bits by the threefry generator, whose bits depend on their position only."""
+    """Return whether a key array draws bits by the threefry generator, which depend on their position only."""
     return "fry" in str(key.dtype)
 
 

@@ -60,7 +60,7 @@ def _first_equals(jaxpr: jc.Jaxpr) -> list[int]:
 
 
 def _key(eqn: jc.JaxprEqn, numbers: dict[Any, Hashable]) -> Hashable | None:
-    """What an equation computes; None for what must not be merged."""
+    """Return a key of what an equation computes; None for one that must not be merged."""
     # Two constraints on one value may ask for different things.
     if eqn.effects or eqn.primitive.name in NESTED | CONSTRAINTS or any(True for _ in jc.subjaxprs(eqn)):
         return None

@@ -91,7 +91,7 @@ def _flops_where(eqn: JaxprEqn, counted: Callable[[JaxprEqn], bool]) -> float:
 
 
 def runs_jaxprs(eqn: JaxprEqn) -> bool:
-    """Whether the equation's work is that of jaxprs that it runs, and not its own."""
+    """Return whether the equation's work is that of jaxprs that it runs, and not its own."""
     return _calls(eqn) and not eqn.primitive.name.startswith("scatter")
 
 

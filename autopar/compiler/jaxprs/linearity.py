@@ -1,4 +1,4 @@
-"""In which operands an equation is linear: f(a + b) = f(a) + f(b) on a set of them together, the others fixed.
+"""Find the operands in which an equation is linear: f(a + b) = f(a) + f(b) on a set of them, the others fixed.
 
 A sum over devices or over microbatches may then be taken after the equation instead of before it.
 """

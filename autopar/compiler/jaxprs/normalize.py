@@ -40,7 +40,7 @@ def _inlined(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> Sequence[Any]:
 
 
 def _constrained(values: Sequence[Any], shardings: Sequence[Any], scope: str) -> list[Any]:
-    """What a user's `jax.jit(..., in_shardings=, out_shardings=)` asks for, said as constraints inside of the step."""
+    """Return the values under the constraints that a user's `jax.jit(..., in_shardings=, out_shardings=)` asks for."""
     with jax.named_scope(scope):
         return [
             value if sharding is None else jax.lax.with_sharding_constraint(value, sharding)

@@ -271,7 +271,7 @@ def reorders(eqn: JaxprEqn) -> bool:
 
 
 def repetitions(eqn: JaxprEqn) -> tuple[int, ...]:
-    """How often a `tile` repeats each dimension."""
+    """Return the number of times that a `tile` repeats each dimension."""
     return tuple(eqn.params["reps"])
 
 
@@ -358,5 +358,5 @@ def reduced_precision(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def asked_sharding(eqn: JaxprEqn) -> Any:
-    """What a `sharding_constraint` or `reshard` asks for, as JAX holds it."""
+    """Return the sharding that a `sharding_constraint` or `reshard` asks for, as JAX holds it."""
     return eqn.params.get("sharding", eqn.params.get("dst_sharding"))

@@ -66,7 +66,7 @@ FACTORIZATIONS = names(
 DRAWS = names("random_bits random_gamma rng_bit_generator rng_uniform threefry2x32 threefry4x32 philox2x32 philox4x32")
 """Random bits, at tens of operations for each."""
 KEYS = names("random_clone random_fold_in random_seed random_split random_unwrap random_wrap")
-"""What makes a key of another."""
+"""The primitives that make a key of another."""
 
 # What the user sees, and what stands around other equations
 

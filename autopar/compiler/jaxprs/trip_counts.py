@@ -23,7 +23,7 @@ def trip_count(eqn: JaxprEqn) -> int:
         return 1
 
     def start_and_step(operand: Any) -> tuple[Any, Any]:
-        """What an operand of the comparison is at first, and what each trip adds to it; None if unknown."""
+        """Return the first value of an operand of the comparison and its gain in each trip; None if unknown."""
         if isinstance(operand, Literal):
             return operand.val, 0
         if operand not in cond.invars:
@@ -42,7 +42,10 @@ def trip_count(eqn: JaxprEqn) -> int:
 
 
 def _trips_of(comparison: str, distance: float, step: float) -> int:
-    """How often left < right (lt, le, gt, ge) holds if left is `distance` below and gains `step` a trip."""
+    """Return the number of trips for which left < right (lt, le, gt, ge) holds.
+
+    Left is `distance` below right at first, and gains `step` in each trip.
+    """
     if comparison in ("gt", "ge"):
         comparison, distance, step = {"gt": "lt", "ge": "le"}[comparison], -distance, -step
     if step <= 0:

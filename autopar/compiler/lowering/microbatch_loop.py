@@ -1,6 +1,13 @@
-"""Say when every equation of a microbatched step runs if each sweep over the microbatches is one loop.
+"""Write a step over microbatches as one program: what is computed once, and a loop over the microbatches per round.
 
-    MicrobatchedStep -> Rounds
+    Trace, number of microbatches M  ->  jaxpr with the inputs and results of the step
+
+    total = 0;  for m in [0, M): total += part(rows m·B/M ... (m+1)·B/M of the batch, parameters);  update(total)
+
+The loop is a `lax.scan`. It slices what is split along the batch ([B, ...] becomes [M, B/M, ...]), carries the totals,
+and stacks the results for single examples and what a further round reads again.
+
+`find_rounds` decides when every equation runs if each sweep over the microbatches is one loop:
 
     time   0        1         2         3         4
            once     round 0   once      round 1   once        (two rounds: a GAN, exact batch statistics)
@@ -57,7 +64,7 @@ class Rounds:
 
 
 def find_rounds(step: MicrobatchedStep) -> Rounds:
-    """The times of all equations."""
+    """Return the rounds of a step: the time of every equation."""
     timetable = _Timetable(step)
     earliest = timetable.earliest()
     swept = [t for t in earliest if t % 2]
@@ -94,7 +101,7 @@ class _Timetable:
                 self.readers.setdefault(v, []).append(index)
 
     def earliest(self) -> list[int]:
-        """When the operands are there."""
+        """Return the earliest time of each equation: when its operands are there."""
         known: dict[jc.Var, int] = {}
         times: list[int] = []
         for index in range(len(self.eqns)):
@@ -103,7 +110,10 @@ class _Timetable:
         return times
 
     def latest(self, earliest: Sequence[int], end: int) -> list[int]:
-        """When the first reader needs the results. Side effects keep their order: they happen at the earliest."""
+        """Return the latest time of each equation: when the first reader needs its results.
+
+        Side effects keep their order: they happen at the earliest time.
+        """
         due: dict[jc.Var, int] = {}
         times = list(earliest)
         for index in reversed(range(len(self.eqns))):
@@ -116,7 +126,7 @@ class _Timetable:
         return times
 
     def settled(self, earliest: Sequence[int], latest: Sequence[int]) -> list[int]:
-        """The latest times, but earlier where the results are smaller than the operands that would be kept.
+        """Return the latest times, but earlier ones where the results are smaller than the operands that would be kept.
 
         They may be as large if no other equation reads the operands that late.
         """
@@ -145,11 +155,11 @@ class _Timetable:
         known.update(dict.fromkeys(self.eqns[index].outvars, done))
 
     def _bytes(self, v: jc.Var) -> int:
-        """What keeping a value between loops takes: one that varies is kept for every microbatch."""
+        """Return the bytes that keeping a value between loops takes: one that varies is kept for every microbatch."""
         return aval_bytes(v.aval) * (self.num_microbatches if v in self.varying else 1)
 
     def cheap_to_repeat(self) -> list[bool]:
-        """Which equations take less to repeat in a loop than to keep the results of: time and memory considered."""
+        """Return for each equation whether repeating it in a loop costs less than keeping its results."""
         origins: dict[jc.Var, frozenset[jc.Var]] = {}
         cheap: list[bool] = []
         for eqn in self.eqns:
@@ -169,16 +179,16 @@ class _Timetable:
         return made > kept or (moves and made == kept)
 
     def body(self, times: Sequence[int], cheap: Sequence[bool], time: int) -> tuple[int, ...]:
-        """What the loop at `time` runs: its own equations, and those that it repeats for them."""
+        """Return the equations that the loop at `time` runs: its own, and those that it repeats for them."""
         needed: set[jc.Var] = set()
-        found: list[int] = []
+        indices: list[int] = []
         for index in reversed(range(len(self.eqns))):
             eqn = self.eqns[index]
             repeated = times[index] < time and cheap[index] and not needed.isdisjoint(eqn.outvars)
             if times[index] == time or repeated:
-                found.append(index)
+                indices.append(index)
                 needed.update(jc.operands(eqn))
-        return tuple(reversed(found))
+        return tuple(reversed(indices))
 
 
 def _is_light(eqn: jc.JaxprEqn) -> bool:
@@ -209,14 +219,7 @@ def carried_between(rounds: Rounds) -> Mapping[jc.Var, int]:
     return leaving
 
 
-# Write a step over microbatches as one program: what is computed once, and a loop over the microbatches per round
-# Trace, number of microbatches M  ->  jaxpr with the inputs and results of the step
-#
-#     total = 0;  for m in [0, M): total += part(rows m·B/M ... (m+1)·B/M of the batch, parameters);  update(total)
-#
-# The loop is a `lax.scan`. It slices what is split along the batch ([B, ...] becomes [M, B/M, ...]), carries the
-# totals,
-# and stacks the results for single examples and what a further round reads again.
+# The program of the loops
 
 _lax: Any = lax  # annotated in part, which a strict checker does not take
 
@@ -234,8 +237,8 @@ def microbatch_loop(trace: Trace, num_microbatches: int, batch_statistics: str, 
         random=random,
     )
     looped = loop_over(prepared.phases.step, [v.aval for v in trace.jaxpr.jaxpr.invars])
-    wanted, found = ([(a.shape, a.dtype) for a in closed.out_avals] for closed in (trace.jaxpr, looped))
-    assert found == wanted, (found, wanted)
+    wanted, given = ([(a.shape, a.dtype) for a in closed.out_avals] for closed in (trace.jaxpr, looped))
+    assert given == wanted, (given, wanted)
     return looped
 
 
@@ -258,7 +261,7 @@ def loop_over(step: MicrobatchedStep, avals: Sequence[Any]) -> jc.ClosedJaxpr:
 
 @dataclass(frozen=True, kw_only=True)
 class _Values:
-    """What is known between loops: what the microbatches share, and what each has, stacked along a new axis 0."""
+    """The values known between loops: those that the microbatches share, and those of each, stacked along axis 0."""
 
     once: dict[jc.Var, Any]
     stacked: dict[jc.Var, Any]
@@ -285,7 +288,7 @@ def _parted(value: Any, axis: int, count: int) -> Any:
 
 
 def _joined(parts: Any, axis: int) -> Any:
-    """What `_parted` took apart."""
+    """Join the parts that `_parted` made."""
     order = [*range(1, axis + 1), 0, *range(axis + 1, parts.ndim)]
     apart = lax.transpose(parts, order) if axis else parts
     shape = apart.shape

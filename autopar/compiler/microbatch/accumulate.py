@@ -26,7 +26,7 @@ def accumulate(value: Any, *, kind: str, axis: int = 0, num_microbatches: int) -
 
 
 def accumulation_kind(eqn: jc.JaxprEqn) -> str:
-    """How an `accumulate` equation combines the microbatches' values."""
+    """Return the way in which an `accumulate` equation combines the microbatches' values."""
     return eqn.params["kind"]
 
 
@@ -36,7 +36,7 @@ def accumulation_axis(eqn: jc.JaxprEqn) -> int:
 
 
 def combine(kind: str, axis: int, parts: Sequence[Any]) -> Any:
-    """What `accumulate` means: the parts of all microbatches as one value."""
+    """Return the parts of all microbatches as one value, which is the meaning of `accumulate`."""
     match kind:
         case "sum":
             return reduce(jnp.add, parts)

@@ -1,11 +1,20 @@
 """Find out where the batch is in every value of a train step, and what each equation does for one microbatch.
 
 An abstract interpretation of the program at the full batch, beside the same program at twice the batch: an
-axis whose size differs is the batch axis. Every value gets a state (`batch_states`), every equation a step
-(`batch_steps`):
+axis whose size differs is the batch axis. Every value gets a `State`, every equation a
+`MicrobatchStep`:
 
     batch input    Batched       reduce over the batch    Partial, until a use that is not linear
     other input    Invariant     nonlinear use            accumulated: Invariant, one round later
+
+The bodies of an equation are entered with the states of its operands:
+
+    scan, while    the carry's state is the fixed point of `initial or result`; what decides the number of
+                   rounds must be the same for every example
+    cond           all branches are entered, and their results joined
+    remat2, jit    one body, entered as if its equations stood outside
+
+A body cannot accumulate over the microbatches: its sums are completed by the equations after it.
 
 A reduction that depends on the batch alone is taken of the whole batch before the microbatches, which makes
 masked means exact. One that depends on the state and meets the same examples again (batch normalisation) is
@@ -50,25 +59,234 @@ from autopar.compiler.microbatch.states import (
 )
 from autopar.errors import NotSplittable, Unsupported
 
-# --- Carry the states of a microbatch through loops, conditions and rematerialised regions ---
-# scan, while    the carry's state is the fixed point of `initial or result`; what decides the number of
-#                    rounds must be the same for every example
-#     cond           all branches are entered, and their results joined
-#     remat2, jit    one body, entered as if its equations stood outside
-#
-# A body cannot accumulate over the microbatches: its sums are completed by the equations after it.
+
+def analyse(
+    analysis: AnalysisState, full: jc.ClosedJaxpr, at_other_batch: jc.ClosedJaxpr, inputs: Sequence[State]
+) -> MicrobatchBlock:
+    """Return the steps of one microbatch for every equation of `full`, whose inputs are in the states given."""
+    while True:
+        block = _block(analysis, Scope(), full, at_other_batch, inputs)
+        known = (analysis.local, analysis.apart)
+        analysis.local = analysis.local | analysis.crossing
+        analysis.apart = analysis.apart | _wanted_once(analysis, block)
+        if (analysis.local, analysis.apart) == known:
+            return block
+
+
+def input_states(full: jc.ClosedJaxpr, at_other_batch: jc.ClosedJaxpr, stateful: Mapping[int, bool]) -> list[State]:
+    """Return the states of a step's inputs."""
+    pairs = zip(jc.open_jaxpr(full)[0].invars, jc.open_jaxpr(at_other_batch)[0].invars, strict=True)
+    return [sliced_state(var.aval, twin.aval, Provenance(stateful=stateful[i])) for i, (var, twin) in enumerate(pairs)]
+
+
+def _wanted_once(analysis: AnalysisState, block: MicrobatchBlock) -> set[EquationPlace]:
+    """Equations whose shared results leave the microbatches without an accumulation."""
+    once = [*block.outputs, *(s for step in block.steps if step.mode == WHOLE for s in step.operands)]
+    repeated = provenances(s for s in once if isinstance(s, Invariant)).repeated
+    return {place for bit, place in analysis.repeating.items() if repeated & bit}
+
+
+def _block(
+    analysis: AnalysisState, scope: Scope, full: Any, at_other_batch: Any, inputs: Sequence[State]
+) -> MicrobatchBlock:
+    jaxpr, consts = jc.open_jaxpr(full)
+    double, _ = jc.open_jaxpr(at_other_batch)
+    _check_same_structure(jaxpr, double)
+    scope.states.update(zip(jaxpr.invars, inputs, strict=True))
+    for var, twin in zip(jaxpr.constvars, double.constvars, strict=True):
+        scope.states[var] = sliced_state(var.aval, twin.aval, Provenance())
+    scope.constants.update(zip(jaxpr.constvars, consts))
+    steps: list[MicrobatchStep] = []
+    for number, (eqn, twin) in enumerate(zip(jaxpr.eqns, double.eqns, strict=True)):
+        for step in _steps(analysis, scope, (*scope.place, number), eqn, twin):
+            scope.states.update(zip(step.eqn.outvars, step.results, strict=True))
+            scope.producers.update(dict.fromkeys(step.eqn.outvars, step.eqn))
+            steps.append(step)
+    return MicrobatchBlock(
+        jaxpr=jaxpr,
+        consts=consts,
+        steps=tuple(steps),
+        inputs=tuple(inputs),
+        outputs=tuple(scope.read(v) for v in jaxpr.outvars),
+        needed_whole=needed_whole(jaxpr, tuple(steps), scope.states, scope.top),
+        constants={v: scope.states[v] for v in jaxpr.constvars},
+    )
+
+
+def _check_same_structure(jaxpr: jc.Jaxpr, double: jc.Jaxpr) -> None:
+    for eqn, twin in zip(jaxpr.eqns, double.eqns):
+        if eqn.primitive is not twin.primitive or _arity(eqn) != _arity(twin):
+            difference = f"with the given batch there is {jc.describe(eqn)}, with twice the batch {jc.describe(twin)}"
+            raise _structure_differs(difference)
+    if len(jaxpr.eqns) != len(double.eqns):
+        difference = f"{len(jaxpr.eqns)} equations with the given batch, {len(double.eqns)} with twice the batch"
+        raise _structure_differs(difference)
+
+
+def _arity(eqn: jc.JaxprEqn) -> tuple[int, int]:
+    return len(eqn.invars), len(eqn.outvars)
+
+
+def _structure_differs(difference: str) -> NotSplittable:
+    return NotSplittable(
+        f"The program's structure depends on the batch size: {difference}. A microbatch must run the same "
+        "operations on fewer examples. Replace Python loops and conditions over the batch by array "
+        "operations, or use num_microbatches=1."
+    )
+
+
+def _steps(
+    analysis: AnalysisState, scope: Scope, place: EquationPlace, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn
+) -> list[MicrobatchStep]:
+    """Return the step of an equation, or several: a loop that sums a loss and counts tokens is taken apart.
+
+    The count depends on the batch alone and so is taken of the whole batch, by a loop that does nothing else.
+    """
+    step = _step(analysis, scope, place, eqn, at_other_batch)
+    if not scope.straight or step.mode == WHOLE:
+        return [step]
+    counts = [isinstance(r, Partial) and not r.provenance.stateful for r in step.results]
+    shared = [place in analysis.apart and isinstance(r, Invariant) for r in step.results]
+    rest = [not a and not b for a, b in zip(counts, shared)]
+    groups = [wanted for wanted in (counts, shared, rest) if any(wanted)]
+    if step.bodies and len(groups) > 1:
+        pairs = [(jc.only_results(eqn, wanted), jc.only_results(at_other_batch, wanted)) for wanted in groups]
+        if all(len(a) == len(b) == 1 and len(a[0].outvars) < len(eqn.outvars) for a, b in pairs):
+            return [
+                step
+                for number, ((a,), (b,)) in enumerate(pairs)
+                for step in _steps(analysis, scope, (*place, "part", number), a, b)
+            ]
+    return [_repeating(analysis, scope, place, step)]
+
+
+def _repeating(analysis: AnalysisState, scope: Scope, place: EquationPlace, step: MicrobatchStep) -> MicrobatchStep:
+    """Mark the shared results of an equation that is evaluated for every microbatch."""
+    operands = [s for s, use in zip(step.operands, step.uses) if step.bodies and use != COMPLETE]
+    varies = any(map(_varies, (*operands, *step.results)))
+    if not scope.top or not varies or not any(isinstance(r, Invariant) for r in step.results):
+        return step
+    results = [
+        _marked(analysis, place, r, v.aval) if isinstance(r, Invariant) else r
+        for r, v in zip(step.results, step.eqn.outvars)
+    ]
+    return replace(step, results=tuple(results))
+
+
+def _marked(analysis: AnalysisState, place: EquationPlace, state: Invariant, aval: Any) -> State:
+    if place in analysis.apart:
+        # The largest of equal values is that value.
+        return Partial(kind="or" if aval.dtype == bool else "max", provenance=state.provenance)
+    return replace(state, provenance=replace(state.provenance, repeated=analysis.repeats(place)))
+
+
+def _step(
+    analysis: AnalysisState, scope: Scope, place: EquationPlace, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn
+) -> MicrobatchStep:
+    states = [scope.read(atom) for atom in eqn.invars]
+    nested = has_bodies(eqn) and (any(map(_varies, states)) or body_avals_differ(eqn, at_other_batch))
+    try:
+        if any(isinstance(s, Whole) for s in states):
+            refuse(eqn, "mixes the batch's examples")
+        step = (
+            _nested(analysis, scope, place, eqn, at_other_batch, states)
+            if nested
+            else flat_step(analysis, scope, place, eqn, at_other_batch, states)
+        )
+    except (NotSplittable, Unsupported):
+        if _can_be_whole(scope, eqn, states):
+            return _whole(eqn, at_other_batch, states)
+        if analysis.num_microbatches == 1:
+            return _alone(eqn, at_other_batch, states)
+        raise
+    shared = nested and any(map(_varies, states)) and any(isinstance(r, Invariant) for r in step.results)
+    reduced = shared or any(isinstance(r, Partial | Whole) for r in step.results)
+    if reduced and _can_be_whole(scope, eqn, states):
+        # What depends on the batch alone is exact and shared if it is taken of the whole batch.
+        return _whole(eqn, at_other_batch, states)
+    return replace(step, operands=tuple(states))
+
+
+def _varies(state: State) -> bool:
+    return not isinstance(state, Invariant)
+
+
+def _can_be_whole(scope: Scope, eqn: jc.JaxprEqn, states: Sequence[State]) -> bool:
+    """Return whether the equation can be evaluated on the whole batch: no state is involved."""
+    apart = all(isinstance(s, Invariant | Batched | Whole) and not s.provenance.stateful for s in states)
+    return scope.straight and apart and not eqn.effects
+
+
+def _whole(eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: Sequence[State]) -> MicrobatchStep:
+    provenance = provenances(states)
+    results = [sliced_state(v.aval, w.aval, provenance) for v, w in zip(eqn.outvars, at_other_batch.outvars)]
+    return make_step(eqn, at_other_batch, WHOLE, states, results)
+
+
+def _alone(eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: Sequence[State]) -> MicrobatchStep:
+    """The only microbatch may mix its examples: they are all there are."""
+    provenance = provenances(states)
+    axes = [batch_axes(v.aval, w.aval) for v, w in zip(eqn.outvars, at_other_batch.outvars)]
+    results = [Batched(axis=a[0], provenance=provenance) if a else Local(provenance=provenance) for a in axes]
+    return make_step(eqn, at_other_batch, SPLIT, states, results)
+
+
+def _nested(
+    analysis: AnalysisState,
+    scope: Scope,
+    place: EquationPlace,
+    eqn: jc.JaxprEqn,
+    at_other_batch: jc.JaxprEqn,
+    states: list[State],
+) -> MicrobatchStep:
+    """Enter the bodies of a loop, condition or rematerialised region."""
+
+    def enter(role: object, body: Any, twin: Any, inputs: Sequence[State], atoms: Sequence[Any]) -> MicrobatchBlock:
+        straight = scope.straight and eqn.primitive.name not in primitives.LOOPS
+        inner = scope.inside((*place, role), straight, jc.open_jaxpr(body)[0].invars, atoms)
+        return _block(analysis, inner, body, twin, inputs)
+
+    partial = [i for i, s in enumerate(states) if isinstance(s, Partial)]
+    finish = scope.top and bool(partial)
+    if not (finish and jc.ad_phase(eqn) is None):
+        try:
+            return _enter(analysis, enter, eqn, at_other_batch, states, ())
+        except (NotSplittable, Unsupported):
+            if not finish:
+                raise
+    whole: list[State] = [completed(s) if isinstance(s, Partial) else s for s in states]
+    return _enter(analysis, enter, eqn, at_other_batch, whole, partial)
+
+
+def _enter(
+    analysis: AnalysisState,
+    enter: AnalyseBody,
+    eqn: jc.JaxprEqn,
+    at_other_batch: jc.JaxprEqn,
+    states: list[State],
+    complete: Sequence[int],
+) -> MicrobatchStep:
+    nested = nested_step(enter, eqn, at_other_batch, states)
+    if eqn.primitive.name == "cond":
+        merged = Local(provenance=provenances(states[1:]))
+        analysis.check_crossing(eqn, [states[0], merged])
+    uses = [COMPLETE if i in complete else use for i, use in enumerate(nested.uses)]
+    return replace(nested, uses=tuple(uses))
+
+
+# Equations with bodies
 
 AnalyseBody = Callable[[object, Any, Any, Sequence[State], Sequence[Any]], MicrobatchBlock]
 """Analyse a body, given its role, the body, its twin at twice the batch, its inputs' states and values."""
 
 
 def has_bodies(eqn: jc.JaxprEqn) -> bool:
-    """Whether the equation is one of those whose bodies are entered."""
+    """Return whether the equation is one of those whose bodies are entered."""
     return eqn.primitive.name in primitives.NESTED.union(CALLS)
 
 
 def body_avals_differ(eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn) -> bool:
-    """Whether a value in the equation's bodies grows with the batch."""
+    """Return whether a value in the equation's bodies grows with the batch."""
     if any(batch_axes(v.aval, w.aval) for v, w in zip(eqn.outvars, at_other_batch.outvars)):
         return True
     for body, twin in zip(jc.subjaxprs(eqn), jc.subjaxprs(at_other_batch)):
@@ -81,7 +299,7 @@ def body_avals_differ(eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn) -> bool:
 def nested_step(
     enter: AnalyseBody, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: list[State]
 ) -> MicrobatchStep:
-    """What one microbatch does for an equation with bodies."""
+    """Return the step of one microbatch for an equation with bodies."""
     match eqn.primitive.name:
         case "scan":
             return _scan(enter, eqn, at_other_batch, states)
@@ -205,217 +423,3 @@ def _nested_step(
         results=tuple(results),
         bodies=tuple(bodies),
     )
-
-
-def analyse(
-    analysis: AnalysisState, full: jc.ClosedJaxpr, at_other_batch: jc.ClosedJaxpr, inputs: Sequence[State]
-) -> MicrobatchBlock:
-    """The steps of one microbatch for every equation of `full`, whose inputs are in the states given."""
-    while True:
-        block = _block(analysis, Scope(), full, at_other_batch, inputs)
-        known = (analysis.local, analysis.apart)
-        analysis.local = analysis.local | analysis.found
-        analysis.apart = analysis.apart | _wanted_once(analysis, block)
-        if (analysis.local, analysis.apart) == known:
-            return block
-
-
-def _wanted_once(analysis: AnalysisState, block: MicrobatchBlock) -> set[EquationPlace]:
-    """Equations whose shared results leave the microbatches without an accumulation."""
-    once = [*block.outputs, *(s for step in block.steps if step.mode == WHOLE for s in step.operands)]
-    repeated = provenances(s for s in once if isinstance(s, Invariant)).repeated
-    return {place for bit, place in analysis.repeating.items() if repeated & bit}
-
-
-def _block(
-    analysis: AnalysisState, scope: Scope, full: Any, at_other_batch: Any, inputs: Sequence[State]
-) -> MicrobatchBlock:
-    jaxpr, consts = jc.open_jaxpr(full)
-    double, _ = jc.open_jaxpr(at_other_batch)
-    _check_same_structure(jaxpr, double)
-    scope.states.update(zip(jaxpr.invars, inputs, strict=True))
-    for var, twin in zip(jaxpr.constvars, double.constvars, strict=True):
-        scope.states[var] = sliced_state(var.aval, twin.aval, Provenance())
-    scope.constants.update(zip(jaxpr.constvars, consts))
-    steps: list[MicrobatchStep] = []
-    for number, (eqn, twin) in enumerate(zip(jaxpr.eqns, double.eqns, strict=True)):
-        for step in _steps(analysis, scope, (*scope.place, number), eqn, twin):
-            scope.states.update(zip(step.eqn.outvars, step.results, strict=True))
-            scope.producers.update(dict.fromkeys(step.eqn.outvars, step.eqn))
-            steps.append(step)
-    return MicrobatchBlock(
-        jaxpr=jaxpr,
-        consts=consts,
-        steps=tuple(steps),
-        inputs=tuple(inputs),
-        outputs=tuple(scope.read(v) for v in jaxpr.outvars),
-        needed_whole=needed_whole(jaxpr, tuple(steps), scope.states, scope.top),
-        constants={v: scope.states[v] for v in jaxpr.constvars},
-    )
-
-
-def _check_same_structure(jaxpr: jc.Jaxpr, double: jc.Jaxpr) -> None:
-    for eqn, twin in zip(jaxpr.eqns, double.eqns):
-        if eqn.primitive is not twin.primitive or _arity(eqn) != _arity(twin):
-            found = f"with the given batch there is {jc.describe(eqn)}, with twice the batch {jc.describe(twin)}"
-            raise _structure_differs(found)
-    if len(jaxpr.eqns) != len(double.eqns):
-        found = f"{len(jaxpr.eqns)} equations with the given batch, {len(double.eqns)} with twice the batch"
-        raise _structure_differs(found)
-
-
-def _arity(eqn: jc.JaxprEqn) -> tuple[int, int]:
-    return len(eqn.invars), len(eqn.outvars)
-
-
-def _structure_differs(found: str) -> NotSplittable:
-    return NotSplittable(
-        f"The program's structure depends on the batch size: {found}. A microbatch must run the same "
-        "operations on fewer examples. Replace Python loops and conditions over the batch by array "
-        "operations, or use num_microbatches=1."
-    )
-
-
-def _steps(
-    analysis: AnalysisState, scope: Scope, place: EquationPlace, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn
-) -> list[MicrobatchStep]:
-    """The step of an equation, or of several: a loop that sums a loss and counts tokens is taken apart.
-
-    The count depends on the batch alone and so is taken of the whole batch, by a loop that does nothing else.
-    """
-    step = _step(analysis, scope, place, eqn, at_other_batch)
-    if not scope.straight or step.mode == WHOLE:
-        return [step]
-    counts = [isinstance(r, Partial) and not r.provenance.stateful for r in step.results]
-    shared = [place in analysis.apart and isinstance(r, Invariant) for r in step.results]
-    rest = [not a and not b for a, b in zip(counts, shared)]
-    groups = [wanted for wanted in (counts, shared, rest) if any(wanted)]
-    if step.bodies and len(groups) > 1:
-        pairs = [(jc.only_results(eqn, wanted), jc.only_results(at_other_batch, wanted)) for wanted in groups]
-        if all(len(a) == len(b) == 1 and len(a[0].outvars) < len(eqn.outvars) for a, b in pairs):
-            return [
-                step
-                for number, ((a,), (b,)) in enumerate(pairs)
-                for step in _steps(analysis, scope, (*place, "part", number), a, b)
-            ]
-    return [_repeating(analysis, scope, place, step)]
-
-
-def _repeating(analysis: AnalysisState, scope: Scope, place: EquationPlace, step: MicrobatchStep) -> MicrobatchStep:
-    """Mark the shared results of an equation that is evaluated for every microbatch."""
-    operands = [s for s, use in zip(step.operands, step.uses) if step.bodies and use != COMPLETE]
-    varies = any(map(_varies, (*operands, *step.results)))
-    if not scope.top or not varies or not any(isinstance(r, Invariant) for r in step.results):
-        return step
-    results = [
-        _marked(analysis, place, r, v.aval) if isinstance(r, Invariant) else r
-        for r, v in zip(step.results, step.eqn.outvars)
-    ]
-    return replace(step, results=tuple(results))
-
-
-def _marked(analysis: AnalysisState, place: EquationPlace, state: Invariant, aval: Any) -> State:
-    if place in analysis.apart:
-        # The largest of equal values is that value.
-        return Partial(kind="or" if aval.dtype == bool else "max", provenance=state.provenance)
-    return replace(state, provenance=replace(state.provenance, repeated=analysis.repeats(place)))
-
-
-def _step(
-    analysis: AnalysisState, scope: Scope, place: EquationPlace, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn
-) -> MicrobatchStep:
-    states = [scope.read(atom) for atom in eqn.invars]
-    nested = has_bodies(eqn) and (any(map(_varies, states)) or body_avals_differ(eqn, at_other_batch))
-    try:
-        if any(isinstance(s, Whole) for s in states):
-            refuse(eqn, "mixes the batch's examples")
-        step = (
-            _nested(analysis, scope, place, eqn, at_other_batch, states)
-            if nested
-            else flat_step(analysis, scope, place, eqn, at_other_batch, states)
-        )
-    except (NotSplittable, Unsupported):
-        if _can_be_whole(scope, eqn, states):
-            return _whole(eqn, at_other_batch, states)
-        if analysis.num_microbatches == 1:
-            return _alone(eqn, at_other_batch, states)
-        raise
-    shared = nested and any(map(_varies, states)) and any(isinstance(r, Invariant) for r in step.results)
-    reduced = shared or any(isinstance(r, Partial | Whole) for r in step.results)
-    if reduced and _can_be_whole(scope, eqn, states):
-        # What depends on the batch alone is exact and shared if it is taken of the whole batch.
-        return _whole(eqn, at_other_batch, states)
-    return replace(step, operands=tuple(states))
-
-
-def _varies(state: State) -> bool:
-    return not isinstance(state, Invariant)
-
-
-def _can_be_whole(scope: Scope, eqn: jc.JaxprEqn, states: Sequence[State]) -> bool:
-    """Whether the equation can be evaluated on the whole batch: no state is involved."""
-    apart = all(isinstance(s, Invariant | Batched | Whole) and not s.provenance.stateful for s in states)
-    return scope.straight and apart and not eqn.effects
-
-
-def _whole(eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: Sequence[State]) -> MicrobatchStep:
-    provenance = provenances(states)
-    results = [sliced_state(v.aval, w.aval, provenance) for v, w in zip(eqn.outvars, at_other_batch.outvars)]
-    return make_step(eqn, at_other_batch, WHOLE, states, results)
-
-
-def _alone(eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: Sequence[State]) -> MicrobatchStep:
-    """The only microbatch may mix its examples: they are all there are."""
-    provenance = provenances(states)
-    axes = [batch_axes(v.aval, w.aval) for v, w in zip(eqn.outvars, at_other_batch.outvars)]
-    results = [Batched(axis=a[0], provenance=provenance) if a else Local(provenance=provenance) for a in axes]
-    return make_step(eqn, at_other_batch, SPLIT, states, results)
-
-
-def _nested(
-    analysis: AnalysisState,
-    scope: Scope,
-    place: EquationPlace,
-    eqn: jc.JaxprEqn,
-    at_other_batch: jc.JaxprEqn,
-    states: list[State],
-) -> MicrobatchStep:
-    """Enter the bodies of a loop, condition or rematerialised region."""
-
-    def enter(role: object, body: Any, twin: Any, inputs: Sequence[State], atoms: Sequence[Any]) -> MicrobatchBlock:
-        straight = scope.straight and eqn.primitive.name not in primitives.LOOPS
-        inner = scope.inside((*place, role), straight, jc.open_jaxpr(body)[0].invars, atoms)
-        return _block(analysis, inner, body, twin, inputs)
-
-    partial = [i for i, s in enumerate(states) if isinstance(s, Partial)]
-    finish = scope.top and bool(partial)
-    if not (finish and jc.ad_phase(eqn) is None):
-        try:
-            return _enter(analysis, enter, eqn, at_other_batch, states, ())
-        except (NotSplittable, Unsupported):
-            if not finish:
-                raise
-    whole: list[State] = [completed(s) if isinstance(s, Partial) else s for s in states]
-    return _enter(analysis, enter, eqn, at_other_batch, whole, partial)
-
-
-def _enter(
-    analysis: AnalysisState,
-    enter: AnalyseBody,
-    eqn: jc.JaxprEqn,
-    at_other_batch: jc.JaxprEqn,
-    states: list[State],
-    complete: Sequence[int],
-) -> MicrobatchStep:
-    nested = nested_step(enter, eqn, at_other_batch, states)
-    if eqn.primitive.name == "cond":
-        merged = Local(provenance=provenances(states[1:]))
-        analysis.check_crossing(eqn, [states[0], merged])
-    uses = [COMPLETE if i in complete else use for i, use in enumerate(nested.uses)]
-    return replace(nested, uses=tuple(uses))
-
-
-def input_states(full: jc.ClosedJaxpr, at_other_batch: jc.ClosedJaxpr, stateful: Mapping[int, bool]) -> list[State]:
-    """The states of a step's inputs."""
-    pairs = zip(jc.open_jaxpr(full)[0].invars, jc.open_jaxpr(at_other_batch)[0].invars, strict=True)
-    return [sliced_state(var.aval, twin.aval, Provenance(stateful=stateful[i])) for i, (var, twin) in enumerate(pairs)]

@@ -4,6 +4,9 @@
     source    at the full size, then this microbatch's slice, right there so that XLA can fuse the two
     whole     on whole copies of the batch, once, before the microbatches
 
+A loop, condition or rematerialised region is rebuilt around the bodies of one microbatch. What a body needs of the
+whole batch is computed before it and, like the microbatch's index, read from within.
+
 Every equation keeps its name stack and source line.
 """
 
@@ -43,12 +46,13 @@ from autopar.compiler.microbatch.states import (
 )
 from autopar.errors import NotSplittable
 
-# --- One microbatch of a batch: its slice of a value, and its share of a parameter that grows with the batch ---
+_jnp: Any = jnp  # annotated in part, which a strict checker does not take
+_lax: Any = lax
 
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """Which microbatch is computed: `index` is a traced number."""
+    """The microbatch that is computed: `index` is a traced number."""
 
     count: int
     index: Any
@@ -87,56 +91,6 @@ def at_microbatch(value: Any, at_other_batch: Any, microbatch: Microbatch) -> An
     return value
 
 
-# --- Rebuild a loop, condition or rematerialised region around the bodies of one microbatch ---
-# What a body needs of the whole batch is computed before it and, like the microbatch's index, read from within.
-
-Emit = Callable[[Microbatch, MicrobatchBlock, Sequence[Any], Mapping[jc.Var, Any]], list[Any]]
-
-
-def emit_bodies(
-    emit: Emit, microbatch: Microbatch, step: MicrobatchStep, args: list[Any], read_whole: Callable[[Any], Any]
-) -> list[Any]:
-    """The results of an equation with bodies for one microbatch."""
-    whole: list[Mapping[jc.Var, Any]] = [{} for _ in step.bodies]
-    with jc.under_scope_of(step.eqn):
-        for number, (body, offset) in enumerate(straight_bodies(step)):
-            whole[number] = _hoisted(step, body, offset, read_whole)
-        if step.eqn.primitive.name in CALLS:
-            return emit(microbatch, step.bodies[0], args, whole[0])
-    return bind_bodies(
-        step.eqn, args, lambda number, inputs: emit(microbatch, step.bodies[number], inputs, whole[number])
-    )
-
-
-def _hoisted(
-    step: MicrobatchStep, body: MicrobatchBlock, offset: int, read_whole: Callable[[Any], Any]
-) -> dict[jc.Var, Any]:
-    """What the body uses of the whole batch, computed outside of it."""
-    whole: dict[jc.Var, Any] = dict(zip(body.jaxpr.constvars, body.consts))
-    for position, var in enumerate(body.jaxpr.invars):
-        if var in body.needed_whole:
-            whole[var] = read_whole(step.eqn.invars[offset + position])
-    for inner in body.steps:
-        if inner.mode == WHOLE or any(v in body.needed_whole for v in inner.eqn.outvars):
-            evaluate_equations([inner.eqn], whole)
-    used = _read_whole_inside(body)
-    return {var: value for var, value in whole.items() if var in used}
-
-
-def _read_whole_inside(body: MicrobatchBlock) -> set[jc.Var]:
-    used = {v for s in body.steps if s.mode == WHOLE for v in s.eqn.outvars}
-    for step in body.steps:
-        for inner, offset in straight_bodies(step):
-            wanted = [i for i, v in enumerate(inner.jaxpr.invars) if v in inner.needed_whole]
-            atoms = [step.eqn.invars[offset + i] for i in wanted]
-            used.update(a for a in atoms if isinstance(a, jc.Var))
-    return used
-
-
-_jnp: Any = jnp  # annotated in part, which a strict checker does not take
-_lax: Any = lax
-
-
 @dataclass(kw_only=True)
 class _Frame:
     """The values of one block while it is traced: of the microbatch, of the whole batch, and accumulated."""
@@ -166,7 +120,7 @@ def emit(
     *,
     top: bool = False,
 ) -> list[Any]:
-    """The block's results for one microbatch; at the top, accumulated over all of them.
+    """Return the block's results for one microbatch; at the top, accumulated over all of them.
 
     `whole` has the values of the whole batch that the block reads: at the top its inputs, otherwise what was
     computed before the block.
@@ -294,3 +248,48 @@ def _accumulated(frame: _Frame, atom: Any, state: State) -> Any:
                 frame.read(atom), kind=kind, axis=axis, num_microbatches=frame.microbatch.count
             )
     return frame.accumulated[atom]
+
+
+# Equations with bodies
+
+Emit = Callable[[Microbatch, MicrobatchBlock, Sequence[Any], Mapping[jc.Var, Any]], list[Any]]
+
+
+def emit_bodies(
+    emit: Emit, microbatch: Microbatch, step: MicrobatchStep, args: list[Any], read_whole: Callable[[Any], Any]
+) -> list[Any]:
+    """Return the results of an equation with bodies for one microbatch."""
+    whole: list[Mapping[jc.Var, Any]] = [{} for _ in step.bodies]
+    with jc.under_scope_of(step.eqn):
+        for number, (body, offset) in enumerate(straight_bodies(step)):
+            whole[number] = _hoisted(step, body, offset, read_whole)
+        if step.eqn.primitive.name in CALLS:
+            return emit(microbatch, step.bodies[0], args, whole[0])
+    return bind_bodies(
+        step.eqn, args, lambda number, inputs: emit(microbatch, step.bodies[number], inputs, whole[number])
+    )
+
+
+def _hoisted(
+    step: MicrobatchStep, body: MicrobatchBlock, offset: int, read_whole: Callable[[Any], Any]
+) -> dict[jc.Var, Any]:
+    """Return the values that the body uses of the whole batch, computed outside of it."""
+    whole: dict[jc.Var, Any] = dict(zip(body.jaxpr.constvars, body.consts))
+    for position, var in enumerate(body.jaxpr.invars):
+        if var in body.needed_whole:
+            whole[var] = read_whole(step.eqn.invars[offset + position])
+    for inner in body.steps:
+        if inner.mode == WHOLE or any(v in body.needed_whole for v in inner.eqn.outvars):
+            evaluate_equations([inner.eqn], whole)
+    used = _read_whole_inside(body)
+    return {var: value for var, value in whole.items() if var in used}
+
+
+def _read_whole_inside(body: MicrobatchBlock) -> set[jc.Var]:
+    used = {v for s in body.steps if s.mode == WHOLE for v in s.eqn.outvars}
+    for step in body.steps:
+        for inner, offset in straight_bodies(step):
+            wanted = [i for i, v in enumerate(inner.jaxpr.invars) if v in inner.needed_whole]
+            atoms = [step.eqn.invars[offset + i] for i in wanted]
+            used.update(a for a in atoms if isinstance(a, jc.Var))
+    return used

@@ -1,4 +1,4 @@
-"""What one microbatch does for an equation without bodies, given the states of its operands.
+"""Decide the step of one microbatch for an equation without bodies, given the states of its operands.
 
     an operand is batched    rows stay apart (Batched), or are reduced over (Partial)
     an operand is partial    stays partial in linear equations of a gradient, else it is completed first
@@ -51,31 +51,6 @@ from autopar.compiler.microbatch.states import (
     refuse,
 )
 
-# --- In which operands an equation is linear, so that a sum over microbatches can be taken after it ---
-
-
-def summand_positions(eqn: jc.JaxprEqn, kind: str) -> list[frozenset[int]]:
-    """The sets of operands in which the equation is jointly linear (or, for max and the like, structural)."""
-    name = eqn.primitive.name
-    positions = [frozenset(group) for group in linear_operands(eqn)]
-    if name in REARRANGEMENTS | JOINS | {"gather", "select_n"}:
-        return positions
-    if kind != SUM:
-        return [frozenset({0, 1})] if name == kind else [frozenset({0})] if name == f"reduce_{kind}" else []
-    rounds = name in ("div", "convert_element_type") and not all(_is_inexact(v) for v in eqn.outvars[:1])
-    return [] if rounds else positions
-
-
-def carries_zero(eqn: jc.JaxprEqn, zeros: list[bool]) -> bool:
-    """Whether the result is all zeros, given which operands are."""
-    if eqn.primitive.name in BILINEAR | {"div"}:
-        return False  # zero times infinity is not zero
-    return any(all(zeros[i] for i in group) for group in summand_positions(eqn, SUM))
-
-
-def _is_inexact(atom: Any) -> bool:
-    return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))
-
 
 @dataclass(kw_only=True)
 class Scope:
@@ -126,6 +101,7 @@ def make_step(
     uses: Sequence[str] = (),
     **more: Any,
 ) -> MicrobatchStep:
+    """Return a step, whose operands are used as they are unless `uses` says otherwise."""
     return MicrobatchStep(
         eqn=eqn,
         at_other_batch=at_other_batch,
@@ -145,6 +121,7 @@ def flat_step(
     at_other_batch: jc.JaxprEqn,
     states: list[State],
 ) -> MicrobatchStep:
+    """Return the step of one microbatch for an equation without bodies."""
     if eqn.primitive.name in ("optimization_barrier", "debug_callback", "debug_print"):
         # What a callback shows of the batch is its value, not the part of one microbatch.
         shown = scope.top and not eqn.outvars
@@ -162,8 +139,18 @@ def flat_step(
     return _from_shared(analysis, place, eqn, at_other_batch, states, uses)
 
 
+def sliced_state(aval: Any, at_other_batch: Any, provenance: Provenance) -> State:
+    """Return the state of a value of the full size: sliced if it has one axis that is proportional to the batch."""
+    axes = batch_axes(aval, at_other_batch)
+    if not axes:
+        return Invariant(provenance=provenance)
+    if len(axes) == 1 and at_other_batch.shape[axes[0]] == 2 * aval.shape[axes[0]]:
+        return Batched(axis=axes[0], provenance=provenance)
+    return Whole(provenance=provenance)
+
+
 def _verdict(scope: Scope, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: list[State]) -> Verdict | None:
-    """What happens to rows, if an operand has any."""
+    """Return what the rules say of the rows of the operands; None if no operand has rows."""
     if not any(isinstance(s, Batched) for s in states):
         return None
     axes = tuple(s.axis if isinstance(s, Batched) else None for s in states)
@@ -179,7 +166,7 @@ def _settled(
     states: list[State],
     verdict: Verdict | None,
 ) -> tuple[list[State], list[str]]:
-    """Accumulate the operands that the equation needs complete; how each operand is used."""
+    """Accumulate the operands that the equation needs complete. Return the states and the use of each operand."""
     late = [scope.top and verdict is None and _is_late(s, states) for s in states]
     group = None if any(late) else _summands(scope, eqn, at_other_batch, states, verdict)
     if group is not None:
@@ -213,7 +200,7 @@ def _use(state: State, summand: bool) -> str:
 def _summands(
     scope: Scope, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: list[State], verdict: Verdict | None
 ) -> frozenset[int] | None:
-    """The operands that take part in the sum over microbatches; None if partial ones must be completed."""
+    """Return the operands that take part in the sum over microbatches; None if partial ones must be completed."""
     partial = [i for i, s in enumerate(states) if isinstance(s, Partial)]
     if isinstance(verdict, ReducedBatch):
         fits = all(i in verdict.summands and _kind(states[i]) == verdict.kind for i in partial)
@@ -343,11 +330,27 @@ def _mode_of_source(analysis: AnalysisState, eqn: jc.JaxprEqn, results: Sequence
             return SOURCE
 
 
-def sliced_state(aval: Any, at_other_batch: Any, provenance: Provenance) -> State:
-    """The state of a value of the full size: sliced if it has one axis that is proportional to the batch."""
-    axes = batch_axes(aval, at_other_batch)
-    if not axes:
-        return Invariant(provenance=provenance)
-    if len(axes) == 1 and at_other_batch.shape[axes[0]] == 2 * aval.shape[axes[0]]:
-        return Batched(axis=axes[0], provenance=provenance)
-    return Whole(provenance=provenance)
+# Linear operands: a sum over microbatches can be taken after the equation
+
+
+def summand_positions(eqn: jc.JaxprEqn, kind: str) -> list[frozenset[int]]:
+    """Return the sets of operands in which the equation is jointly linear (or, for max and the like, structural)."""
+    name = eqn.primitive.name
+    positions = [frozenset(group) for group in linear_operands(eqn)]
+    if name in REARRANGEMENTS | JOINS | {"gather", "select_n"}:
+        return positions
+    if kind != SUM:
+        return [frozenset({0, 1})] if name == kind else [frozenset({0})] if name == f"reduce_{kind}" else []
+    rounds = name in ("div", "convert_element_type") and not all(_is_inexact(v) for v in eqn.outvars[:1])
+    return [] if rounds else positions
+
+
+def carries_zero(eqn: jc.JaxprEqn, zeros: list[bool]) -> bool:
+    """Return whether the result is all zeros, given which operands are."""
+    if eqn.primitive.name in BILINEAR | {"div"}:
+        return False  # zero times infinity is not zero
+    return any(all(zeros[i] for i in group) for group in summand_positions(eqn, SUM))
+
+
+def _is_inexact(atom: Any) -> bool:
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.inexact))

@@ -45,7 +45,7 @@ class StepInput:
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchedStep:
-    """What to do for one microbatch, and where the results of all of them meet."""
+    """The program of one microbatch, with an `accumulate` where the results of all of them meet."""
 
     jaxpr: jc.ClosedJaxpr
     inputs: tuple[StepInput, ...]
@@ -85,7 +85,7 @@ def split_batch(
 
 
 def _is_state(aval: Any) -> bool:
-    """Whether an input outside of the batch is state: everything but random keys and small integers."""
+    """Return whether an input outside of the batch is state: all are but random keys and small integers."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return False
     return not (jnp.issubdtype(aval.dtype, jnp.integer) and aval.size <= _SMALL)
@@ -155,7 +155,7 @@ def _without_unused(closed: jc.ClosedJaxpr, inputs: Sequence[StepInput], num_mic
 
 @dataclass(frozen=True)
 class _Each:
-    """What the microbatches have of a value."""
+    """The values that the microbatches have for one value of the step."""
 
     values: tuple[Any, ...]
 

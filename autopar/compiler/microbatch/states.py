@@ -1,4 +1,4 @@
-"""What a value of the full-batch step is to one microbatch: shared, a slice, a summand, or its own statistic.
+"""The state of a value of the full-batch step in one microbatch: shared, a slice, a summand, or a statistic of its own.
 
     Invariant    the same for every microbatch
     Batched      the microbatch has a contiguous slice along `axis`
@@ -6,7 +6,10 @@
     Local        each microbatch has its own approximation of one value (statistics per microbatch)
     Whole        known at the full size only: it must have no part in what depends on the state
 
-A state carries a provenance of where the value comes from.
+A state carries its provenance: where the value comes from. Equations are described in these terms: a
+`Site` is an equation whose operands have batch axes, a `Verdict` is what a rule says of it, a
+`MicrobatchStep` is what one microbatch does for it. An `AnalysisState` remembers across equations which reductions over
+the batch met their examples again.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ SUM = "sum"
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Where a value comes from. Sets are bits of an int: a train step has tens of thousands of equations."""
+    """The origin of a value. Sets are bits of an int: a train step has tens of thousands of equations."""
 
     stateful: bool = False
     """Depends on an input that is neither of the batch, nor a random key, nor a small integer (a counter)."""
     round: int = 0
-    """How many accumulations over the microbatches precede it."""
+    """The number of accumulations over the microbatches that precede it."""
     rows: int = 0
     """The batched, stateful values from which it is computed without an accumulation between."""
     sums: int = 0
@@ -93,19 +96,19 @@ State = Invariant | Batched | Partial | Local | Whole
 
 
 def provenances(states: Iterable[State]) -> Provenance:
-    """Everything that values in these states come from."""
+    """Return all that values in these states come from."""
     return reduce(lambda a, b: a | b, (s.provenance for s in states), Provenance())
 
 
 def completed(state: State) -> Invariant:
-    """The state after accumulation over all microbatches: rows have become sums, one round later."""
+    """Return the state after accumulation over all microbatches: rows have become sums, one round later."""
     provenance = state.provenance
     sums = provenance.sums if isinstance(state, Local) else provenance.sums | provenance.rows
     return Invariant(provenance=replace(provenance, round=provenance.round + 1, rows=0, sums=sums, repeated=0))
 
 
 def joined(a: State, b: State) -> State | None:
-    """The state that holds for either value, as in a loop's carry; None if there is none."""
+    """Return the state that holds for either value, as in a loop's carry; None if there is none."""
     provenance = a.provenance | b.provenance
     match a, b:
         case (Invariant(), Invariant()):
@@ -124,7 +127,7 @@ def joined(a: State, b: State) -> State | None:
 
 
 def use_as(state: State, wanted: State) -> str:
-    """How a value in `state` takes the place of one in `wanted`: see `MicrobatchStep.uses`."""
+    """Return the use by which a value in `state` takes the place of one in `wanted`: see `MicrobatchStep.uses`."""
     match state, wanted:
         case (Invariant(zero=False), Partial(kind="sum")):
             return "first"
@@ -134,7 +137,7 @@ def use_as(state: State, wanted: State) -> str:
             return "keep"
 
 
-# --- An equation before the rules: where its operands have the batch, and what a rule can say about it ---
+# Equations before the rules, and what a rule says of them
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:
@@ -180,23 +183,23 @@ def batch_axes(aval: Any, at_other_batch: Any) -> tuple[int, ...]:
     return tuple(i for i, (n, m) in enumerate(zip(full, double, strict=True)) if n != m)
 
 
-def refuse(eqn: jc.JaxprEqn, found: str) -> NoReturn:
+def refuse(eqn: jc.JaxprEqn, problem: str) -> NoReturn:
     """Raise for an equation that mixes the examples of the batch."""
     raise NotSplittable(
-        f"{jc.describe(eqn)} {found}. A microbatch has only its own examples, so every operation on the "
+        f"{jc.describe(eqn)} {problem}. A microbatch has only its own examples, so every operation on the "
         "batch must treat them independently or reduce over them. Apply it along another axis or outside of "
         "the train step, or use num_microbatches=1."
     )
 
 
-# --- The result of the analysis of a full-batch program: per equation, what one microbatch does ---
+# The result of the analysis: what one microbatch does for each equation
 
 KEEP, COMPLETE, FIRST, SHARE = "keep", "complete", "first", "share"
-"""How an operand is used: as it is; accumulated over the microbatches; by the first microbatch only (the
+"""The uses of an operand: as it is; accumulated over the microbatches; by the first microbatch only (the
 others use zero); divided by the number of microbatches."""
 
 SPLIT, SOURCE, DRAW, WHOLE, NESTED = "split", "source", "draw", "whole", "nested"
-"""How an equation is evaluated: at the microbatch's shape; at the full shape, then sliced; random bits at the
+"""The modes of an equation's evaluation: at the microbatch's shape; at the full shape, then sliced; random bits at the
 microbatch's shape; on the whole batch, before the microbatches; with its bodies rewritten."""
 
 CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr")
@@ -205,7 +208,7 @@ CALLS = ("jit", "pjit", "closed_call", "eval_jaxpr")
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchStep:
-    """What one microbatch does for an equation."""
+    """The work of one microbatch for an equation."""
 
     eqn: jc.JaxprEqn
     at_other_batch: jc.JaxprEqn
@@ -238,7 +241,7 @@ class MicrobatchBlock:
 def needed_whole(
     jaxpr: jc.Jaxpr, steps: tuple[MicrobatchStep, ...], states: Mapping[jc.Var, State], top: bool
 ) -> frozenset[jc.Var]:
-    """What those steps read that work on the whole batch. At the top, shared values are at hand."""
+    """Return what the steps on the whole batch read. At the top, shared values are at hand and left out."""
     needed: set[jc.Var] = set()
 
     def want(atom: Any) -> None:
@@ -263,10 +266,10 @@ def straight_bodies(step: MicrobatchStep) -> list[tuple[MicrobatchBlock, int]]:
     return [(body, 1 if step.eqn.primitive.name == "cond" else 0) for body in step.bodies]
 
 
-# --- What an analysis remembers across equations: which reductions over the batch met their examples again ---
+# What an analysis remembers across equations
 
 EquationPlace = tuple[object, ...]
-"""Where an equation stands: its number, behind the numbers and roles of the equations around it."""
+"""The place of an equation: its number, behind the numbers and roles of the equations around it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,14 +287,15 @@ class Unfinished(NotSplittable):
 
 @dataclass(kw_only=True)
 class AnalysisState:
-    """One analysis: its options, and what is found on the way."""
+    """One analysis: its options, and what it learns on the way."""
 
     num_microbatches: int
     exact: bool
     draw_per_microbatch: bool
     local: frozenset[EquationPlace] = frozenset()
     """Reductions to be taken within each microbatch."""
-    found: set[EquationPlace] = field(default_factory=set[EquationPlace])
+    crossing: set[EquationPlace] = field(default_factory=set[EquationPlace])
+    """Reductions whose results met their own examples again."""
     apart: frozenset[EquationPlace] = frozenset()
     """Equations to take apart, because a result that is the same for every microbatch is wanted once."""
     repeating: dict[int, EquationPlace] = field(default_factory=dict[int, EquationPlace])
@@ -328,9 +332,9 @@ class AnalysisState:
                     self.crossed(eqn, behind)
 
     def crossed(self, eqn: jc.JaxprEqn, behind: list[BatchReduction]) -> None:
-        """What to do about reductions whose results are wanted before the other microbatches are known."""
+        """Refuse (or note) reductions whose results are wanted before the other microbatches are known."""
         if not self.exact:
-            self.found.update(r.place for r in behind)
+            self.crossing.update(r.place for r in behind)
             return
         names = "; ".join(jc.describe(r.eqn) for r in behind) or "a reduction"
         raise NotSplittable(

@@ -61,7 +61,7 @@ class _Completion:
         return jc.bind_equation(eqn, values)
 
     def _leaves(self, atom: Any, phase: str | None) -> bool:
-        """Whether a value leaves the gradient that made it: read outside, or by the forward pass of a next one."""
+        """Return whether a value leaves the gradient that made it: read outside, or by a later forward pass."""
         made = self.differentiated.get(atom) if isinstance(atom, jc.Var) else None
         return made is not None and (phase is None or (made == "backward" and phase == "forward"))
 

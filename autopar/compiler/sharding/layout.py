@@ -1,4 +1,4 @@
-"""Say where the parts of an array are on a logical mesh, and which sums are still to be made.
+"""Layouts: where the parts of an array are on a logical mesh, and which sums are still to be made.
 
 A layout names mesh axes by number: per dimension of the array the axes that split it, the major one first, and apart
 from them the axes over which every device holds a summand of the array only (a partial sum, in JAX's words
@@ -80,19 +80,19 @@ def local_shape(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> tu
 
 
 def fits(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
-    """Whether every dimension divides by the axes that split it."""
+    """Return whether every dimension divides by the axes that split it."""
     return all(size % mesh.size(axes) == 0 for size, axes in zip(shape, layout.dims, strict=True))
 
 
 @functools.cache
 def all_layouts(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[Layout, ...]:
     """Every layout without partial sums whose parts are equal, the axes of a dimension in mesh order; sorted."""
-    found = set[Layout]()
+    splits = set[Layout]()
     for owners in itertools.product((None, *range(len(shape))), repeat=len(mesh.shape)):
         dims = tuple(tuple(a for a, owner in enumerate(owners) if owner == d) for d in range(len(shape)))
         if fits(shape, Layout(dims), mesh):
-            found.add(Layout(dims))
-    return tuple(sorted(found))
+            splits.add(Layout(dims))
+    return tuple(sorted(splits))
 
 
 def to_spec(layout: Layout, mesh: LogicalMesh) -> PartitionSpec:

@@ -22,12 +22,12 @@ _EXPENSIVE = DRAWS | PRODUCTS | SORTS
 
 
 def below_split_size(aval: Any) -> bool:
-    """Whether an array is too small to be worth splitting."""
+    """Return whether an array is too small to be worth splitting."""
     return math.prod(getattr(aval, "shape", ())) <= MAX_UNSPLIT_ELEMENTS
 
 
 def free_results(eqn: jc.JaxprEqn, operands: Sequence[bool]) -> list[bool]:
-    """Which results are free, given which operands are."""
+    """Return for each result whether it is free, given which operands are."""
     if eqn.primitive.name in NESTED:
         return _free_nested(eqn, list(operands))
     sizes = [math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars]
@@ -47,13 +47,13 @@ def free_variables(jaxpr: jc.Jaxpr, inputs: Sequence[bool]) -> set[jc.Var]:
 
 
 def free_outputs(jaxpr: jc.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """Which results of a jaxpr are free."""
+    """Return for each result of a jaxpr whether it is free."""
     free = free_variables(jaxpr, inputs)
     return [isinstance(v, jc.Literal) or v in free for v in jaxpr.outvars]
 
 
 def free_carry(body: jc.Jaxpr, consts: Sequence[bool], carry: Sequence[bool], xs: Sequence[bool]) -> list[bool]:
-    """Which parts of a loop's carry are free: those that come in free and that the body keeps so."""
+    """Return for each part of a loop's carry whether it is free: it comes in free and the body keeps it so."""
     carry = list(carry)
     while True:
         after = free_outputs(body, [*consts, *carry, *xs])[: len(carry)]

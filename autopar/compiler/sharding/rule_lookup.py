@@ -60,8 +60,8 @@ def sharding_rules(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
 def _rules_of(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
     rules = [_rule_without_lowering(eqn) for eqn in eqns]
     lowered = [eqn for eqn, rule in zip(eqns, rules, strict=True) if rule is None]
-    found = iter(_rules_by_lowering(lowered))
-    return [rule or next(found) for rule in rules]
+    by_lowering = iter(_rules_by_lowering(lowered))
+    return [rule or next(by_lowering) for rule in rules]
 
 
 def _rule_without_lowering(eqn: jc.JaxprEqn) -> Rule | None:
@@ -83,7 +83,7 @@ def _can_be_split(eqn: jc.JaxprEqn) -> bool:
 
 
 def _holds_numbers(value: Any) -> bool:
-    """Whether a parameter may describe shapes, positions or bodies, which parts of arrays do not share."""
+    """Return whether a parameter may describe shapes, positions or bodies, which parts of arrays do not share."""
     if isinstance(value, (tuple, list)):
         return any(map(_holds_numbers, value))
     if value is None or isinstance(value, (bool, str, enum.Enum, np.dtype, type)):

@@ -54,8 +54,8 @@ def lowered_functions(
     module = lowered.compiler_ir("stablehlo")
     with module.context:
         passmanager.PassManager.parse(_PASS).run(module.operation)
-        found = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in module.body if _is_function(op)}
-        return names, {name: _read_function(op) for name, op in found.items() if name != "main"}
+        functions = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in module.body if _is_function(op)}
+        return names, {name: _read_function(op) for name, op in functions.items() if name != "main"}
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
