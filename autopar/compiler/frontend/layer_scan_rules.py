@@ -1,4 +1,21 @@
-"""Equations that move rows along axis 0, and loops over it: how they run on pieces."""
+"""Run equations on values held in pieces along axis 0, so that every stage can own its layers' piece.
+
+    whole      [ 0  1  2  3  4 ]
+    Pieces     [ 0  1 ][ 2  3  4 ]       bounds (0, 2, 5)
+
+A piece that is known to be zero (the gradient of layers that a slice left out) is a `Zeros`: it costs nothing until an
+equation reads it. `rows` takes any range out of any value, so pieces of other bounds are never an error, only slower.
+
+An equation that keeps rows apart (or sums them, moves them, loops over them) has an axis of its own, and each value
+that carries it a place there:
+
+    row p of the value  =  row  ratio · p + offset  of the axis                  → AxisLink
+
+    mul a b             all three: ratio 1, offset 0         slice x[2:4]        result: offset 2
+    concatenate a b     b: offset len(a)                     reshape (4,3)->(12) operand: ratio 3
+
+`rule_of` returns the rule of an equation. One without a rule reads whole values, which is always right.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +34,7 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs import primitives
 from autopar.compiler.jaxprs.compat import JaxprEqn, Literal, bind_equation, under_scope_of
 
-# --- A value held in consecutive pieces along axis 0, so that every pipeline stage can own its layers' piece ---
-# whole      [ 0  1  2  3  4 ]
-#     Pieces     [ 0  1 ][ 2  3  4 ]       bounds (0, 2, 5)
-#
-# A piece that is known to be zero (the gradient of layers that a slice left out) is a `Zeros`: it costs nothing
-# until an equation reads it. `rows` takes any range out of any value, so pieces of other bounds are never an
-# error, only slower.
+# Values in pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +64,17 @@ def filled(value: Any) -> Any:
 
 
 def rows(value: Any, start: int, stop: int) -> Any:
-    """The rows `[start, stop)` along axis 0: a piece as it is where the bounds fit, else cut or joined."""
+    """Return the rows `[start, stop)` along axis 0: a piece as it is where the bounds fit, else cut or joined."""
     if not isinstance(value, Pieces):
         return _cut(value, start, stop)
-    found = [
+    pieces = [
         _cut(piece, max(start, first) - first, min(stop, last) - first)
         for first, last, piece in zip(value.bounds, value.bounds[1:], value.values)
         if first < stop and start < last
     ]
-    if all(isinstance(piece, Zeros) for piece in found):
-        return Zeros(shape=(stop - start, *found[0].shape[1:]), dtype=found[0].dtype)
-    return found[0] if len(found) == 1 else lax.concatenate([filled(piece) for piece in found], 0)
+    if all(isinstance(piece, Zeros) for piece in pieces):
+        return Zeros(shape=(stop - start, *pieces[0].shape[1:]), dtype=pieces[0].dtype)
+    return pieces[0] if len(pieces) == 1 else lax.concatenate([filled(piece) for piece in pieces], 0)
 
 
 def whole(value: Any) -> Any:
@@ -79,15 +90,7 @@ def _cut(piece: Any, start: int, stop: int) -> Any:
     return lax.slice_in_dim(piece, start, stop)
 
 
-# --- How one equation uses axis 0, and how it runs piece by piece along it ---
-# An equation that keeps rows apart (or sums them, moves them, loops over them) has an axis of its own, and
-# each value that carries it a place there:
-#
-#     row p of the value  =  row  ratio · p + offset  of the axis                  → AxisLink
-#
-#     mul a b             all three: ratio 1, offset 0         slice x[2:4]        result: offset 2
-#     concatenate a b     b: offset len(a)                     reshape (4,3)->(12) operand: ratio 3
-
+# Rules of equations
 
 Bounds = tuple[int, ...]
 Apply = Callable[[Sequence[Any], Sequence[Bounds]], list[Any]]
@@ -95,7 +98,7 @@ Apply = Callable[[Sequence[Any], Sequence[Bounds]], list[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class AxisLink:
-    """Where a value (a variable or literal of the equation) lies on one of the equation's axes."""
+    """The place of a value (a variable or literal of the equation) on one of the equation's axes."""
 
     value: Any
     axis: int = 0
@@ -105,7 +108,7 @@ class AxisLink:
 
 @dataclass(frozen=True, kw_only=True)
 class PieceRule:
-    """How an equation runs on pieces: `apply(operands, bounds of each axis) -> results`."""
+    """The run of an equation on pieces: `apply(operands, bounds of each axis) -> results`."""
 
     lengths: tuple[int, ...]
     links: tuple[AxisLink, ...]
@@ -125,6 +128,34 @@ def dtype_of(value: Any) -> Any:
 def size_of(value: Any) -> int | None:
     """The length of axis 0; None of a scalar."""
     return next(iter(array_shape(value)), None)
+
+
+# These mix the rows along some axes; along the others they are independent.
+_MIXING = primitives.ARGUMENT_REDUCTIONS | primitives.CUMULATIVE | {"rev", "sort", "squeeze"}
+_COMBINED_BY: dict[str, Callable[[Any, Any], Any]] = {
+    "reduce_and": lax.bitwise_and,
+    "reduce_max": lax.max,
+    "reduce_min": lax.min,
+    "reduce_or": lax.bitwise_or,
+    "reduce_prod": lax.mul,
+    "reduce_sum": lax.add,
+    "reduce_xor": lax.bitwise_xor,
+}
+
+
+def rule_of(eqn: JaxprEqn) -> PieceRule | None:
+    """Return the equation's rule for axis 0; None if it has to read whole values."""
+    name = eqn.primitive.name
+    if name in primitives.ELEMENTWISE | primitives.COPIES | {"name"}:
+        # Scalars, and axes of length one, are broadcast.
+        return independent(eqn, [size_of(v) == size_of(eqn.outvars[0]) for v in eqn.invars])
+    if name in _MIXING:
+        return None if 0 in jp.dimensions_of(eqn) else independent(eqn)
+    if name in _COMBINED_BY:
+        return reduction(eqn, _COMBINED_BY[name]) if 0 in jp.dimensions_of(eqn) else independent(eqn)
+    if name in primitives.FACTORIZATIONS:
+        return independent(eqn) if all(len(array_shape(v)) > 2 for v in eqn.invars) else None
+    return _OTHERS[name](eqn) if name in _OTHERS else None
 
 
 def independent(eqn: JaxprEqn, carries: Sequence[bool] | None = None) -> PieceRule | None:
@@ -228,12 +259,12 @@ def concatenate(eqn: JaxprEqn) -> PieceRule | None:
     offsets = _offsets(eqn.invars)
 
     def piece(args: Sequence[Any], start: int, stop: int) -> Any:
-        found = [
+        taken = [
             rows(arg, max(start, offset) - offset, min(stop, offset + arg_size) - offset)
             for arg, offset, arg_size in zip(args, offsets, map(size_of, eqn.invars))
             if arg_size and offset < stop and start < offset + arg_size
         ]
-        return found[0] if len(found) == 1 else lax.concatenate([filled(x) for x in found], 0)
+        return taken[0] if len(taken) == 1 else lax.concatenate([filled(x) for x in taken], 0)
 
     def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
         with under_scope_of(eqn):
@@ -365,59 +396,27 @@ def barrier(eqn: JaxprEqn) -> PieceRule:
 
 def loop(eqn: JaxprEqn) -> PieceRule:
     """A scan runs over its pieces in turn: the carry goes through, each piece has its xs and ys."""
-    found = jp.scan_of(eqn)
-    num_outer = found.num_consts + found.num_carry
+    scan = jp.scan_of(eqn)
+    num_outer = scan.num_consts + scan.num_carry
 
     def apply(args: Sequence[Any], bounds: Sequence[Bounds]) -> list[Any]:
         spans = list(pairwise(bounds[0]))
         with under_scope_of(eqn):
             outer = [whole(x) for x in args[:num_outer]]
-        consts, carry = outer[: found.num_consts], outer[found.num_consts :]
+        consts, carry = outer[: scan.num_consts], outer[scan.num_consts :]
         pieces: list[Any] = []
-        for start, stop in reversed(spans) if found.reverse else spans:
+        for start, stop in reversed(spans) if scan.reverse else spans:
             with under_scope_of(eqn):
                 xs = [filled(rows(x, start, stop)) for x in args[num_outer:]]
             results = jp.bind_scan(eqn, [*consts, *carry, *xs], stop - start)
-            carry = results[: found.num_carry]
-            pieces.append(results[found.num_carry :])
-        pieces = pieces[::-1] if found.reverse else pieces
+            carry = results[: scan.num_carry]
+            pieces.append(results[scan.num_carry :])
+        pieces = pieces[::-1] if scan.reverse else pieces
         with under_scope_of(eqn):
             return [*carry, *(piecewise(bounds[0], ys) for ys in zip(*pieces))]
 
-    scanned = (*eqn.invars[num_outer:], *eqn.outvars[found.num_carry :])
-    return PieceRule(lengths=(found.length,), links=tuple(AxisLink(value=v) for v in scanned), apply=apply)
-
-
-# --- Which equations can run on pieces along axis 0: an entry per primitive ---
-# What has no entry here reads whole values, which is always right.
-
-
-# They mix some axes; the others are independent.
-_MIXING = primitives.ARGUMENT_REDUCTIONS | primitives.CUMULATIVE | {"rev", "sort", "squeeze"}
-_COMBINED_BY: dict[str, Callable[[Any, Any], Any]] = {
-    "reduce_and": lax.bitwise_and,
-    "reduce_max": lax.max,
-    "reduce_min": lax.min,
-    "reduce_or": lax.bitwise_or,
-    "reduce_prod": lax.mul,
-    "reduce_sum": lax.add,
-    "reduce_xor": lax.bitwise_xor,
-}
-
-
-def rule_of(eqn: JaxprEqn) -> PieceRule | None:
-    """What the equation does with axis 0; None if it has to read whole values."""
-    name = eqn.primitive.name
-    if name in primitives.ELEMENTWISE | primitives.COPIES | {"name"}:
-        # Scalars, and axes of length one, are broadcast.
-        return independent(eqn, [size_of(v) == size_of(eqn.outvars[0]) for v in eqn.invars])
-    if name in _MIXING:
-        return None if 0 in jp.dimensions_of(eqn) else independent(eqn)
-    if name in _COMBINED_BY:
-        return reduction(eqn, _COMBINED_BY[name]) if 0 in jp.dimensions_of(eqn) else independent(eqn)
-    if name in primitives.FACTORIZATIONS:
-        return independent(eqn) if all(len(array_shape(v)) > 2 for v in eqn.invars) else None
-    return _OTHERS[name](eqn) if name in _OTHERS else None
+    scanned = (*eqn.invars[num_outer:], *eqn.outvars[scan.num_carry :])
+    return PieceRule(lengths=(scan.length,), links=tuple(AxisLink(value=v) for v in scanned), apply=apply)
 
 
 def _broadcast(eqn: JaxprEqn) -> PieceRule | None:

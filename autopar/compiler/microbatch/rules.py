@@ -1,4 +1,4 @@
-"""Which primitives keep the examples of a batch apart, and which reduce over them.
+"""The rules by which primitives keep the examples of a batch apart, or reduce over them.
 
 `row_verdict` says what an equation does to batched operands: `Rows()` if row i of the result depends on row
 i of the operands only, `ReducedBatch(kind)` if the full result is the sum (max, ...) of the microbatches'
@@ -30,181 +30,9 @@ from autopar.compiler.sharding.primitive_rules import rule_by_hand
 from autopar.compiler.sharding.rule import Rule
 from autopar.errors import Unsupported
 
-# --- Recognize indices that name each row's own position, as `arange(B)` does in `logits[arange(B), labels]` ---
-# Such a gather looks as if it picked examples from anywhere in the batch, yet row i reads row i only. The walk
-# goes from the indices back to the `iota`, through what JAX puts between: conversions, broadcasts, the
-# column-wise concatenation, and the wrapping of negative indices `select_n(i < 0, i, i + B)`, which never
-# wraps here.
-
-
-def are_identity_indices(
-    atom: Any,
-    axis: int,
-    column: int,
-    producers: Mapping[jc.Var, jc.JaxprEqn],
-    constants: Mapping[jc.Var, Any],
-) -> bool:
-    """Whether `atom[..., column]` is the number i at position i along `axis`."""
-    if not isinstance(atom, jc.Var):
-        return False
-    if atom in constants:
-        columns = np.moveaxis(np.asarray(constants[atom]), axis, 0)[..., column]
-        return bool((np.arange(len(columns)) == columns.T).all())
-    eqn = producers.get(atom)
-    while eqn is not None:
-        step = _column_source(eqn, axis, column)
-        if step is None:
-            return _counts(eqn.outvars[0], axis, producers, constants)
-        source, column = step
-        if source in constants:
-            return are_identity_indices(source, axis, column, producers, constants)
-        eqn = producers.get(source)
-    return False
-
-
-def _column_source(eqn: jc.JaxprEqn, axis: int, column: int) -> tuple[Any, int] | None:
-    """The operand and its column from which this column comes; None where the columns begin."""
-    if eqn.primitive.name == "concatenate" and jp.dimensions_of(eqn) == (len(shape_of(eqn.outvars[0])) - 1,):
-        for operand in eqn.invars:
-            width = shape_of(operand)[-1]
-            if column < width:
-                return operand, column
-            column -= width
-    if eqn.primitive.name == "convert_element_type" and shape_of(eqn.outvars[0])[-1] > 1:
-        return eqn.invars[0], column
-    return None
-
-
-def _counts(atom: Any, axis: int, producers: Mapping[jc.Var, jc.JaxprEqn], constants: Mapping[jc.Var, Any]) -> bool:
-    """Whether every entry at position i along `axis` is the number i."""
-    if not isinstance(atom, jc.Var):
-        return False
-    if atom in constants:
-        rows = np.moveaxis(np.asarray(constants[atom]), axis, 0)
-        return bool((np.arange(len(rows)) == rows.reshape(len(rows), -1).T).all())
-    eqn = producers.get(atom)
-    if eqn is None:
-        return False
-    match eqn.primitive.name:
-        case "iota":
-            return jp.dimensions_of(eqn) == (axis,)
-        case "convert_element_type" | "copy" | "optimization_barrier" if len(eqn.invars) == 1:
-            return _counts(eqn.invars[0], axis, producers, constants)
-        case "broadcast_in_dim":
-            dims = jp.broadcast_dimensions(eqn)
-            if axis not in dims or shape_of(eqn.invars[0])[dims.index(axis)] != shape_of(atom)[axis]:
-                return False
-            return _counts(eqn.invars[0], dims.index(axis), producers, constants)
-        case "reshape":
-            source = _same_axis(eqn, axis)
-            return source is not None and _counts(eqn.invars[0], source, producers, constants)
-        case "select_n":
-            never = producers.get(eqn.invars[0]) if isinstance(eqn.invars[0], jc.Var) else None
-            wraps = never is not None and never.primitive.name == "lt" and _is_zero(never.invars[1])
-            return (
-                wraps
-                and never is not None
-                and _counts(never.invars[0], axis, producers, constants)
-                and _counts(eqn.invars[1], axis, producers, constants)
-            )
-        case _:
-            return False
-
-
-def _same_axis(eqn: jc.JaxprEqn, axis: int) -> int | None:
-    """The operand's axis that a reshape (adding or dropping dimensions of size 1) made into `axis`."""
-    source, result = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    if [n for n in source if n != 1] != [n for n in result if n != 1] or result[axis] == 1:
-        return None
-    rank = sum(n != 1 for n in result[:axis])
-    return [i for i, n in enumerate(source) if n != 1][rank]
-
-
-def _is_zero(atom: Any) -> bool:
-    return isinstance(atom, jc.Literal) and not np.any(atom.val)
-
-
-# --- Which slices, gathers and scatters leave the examples of a batch apart ---
-
-
-def static_slice(site: Site) -> Verdict:
-    (axis,) = (a for a in site.axes if a is not None)
-    taken = jp.slice_of(site.eqn)
-    if (taken.starts[axis], taken.limits[axis], taken.strides[axis]) != (0, site.shape(0)[axis], 1):
-        refuse(site.eqn, "takes some of the batch's examples by position")
-    return Rows()
-
-
-def dynamic_slice(site: Site) -> Verdict:
-    axis = site.axes[0]
-    if axis is None or shape_of(site.eqn.outvars[0])[axis] != site.shape(0)[axis]:
-        refuse(site.eqn, "takes some of the batch's examples by position")
-    return Rows()
-
-
-def dynamic_update_slice(site: Site) -> Verdict:
-    axis, update = site.axes[:2]
-    if axis is None:
-        refuse(site.eqn, "writes the batch's examples into a value that has no batch axis")
-    if update != axis or site.shape(0)[axis] != site.shape(1)[axis]:
-        refuse(site.eqn, "overwrites some of the batch's examples by position")
-    return Rows()
-
-
-def gather(site: Site) -> Verdict:
-    taken, (axis, rows) = jp.gather_of(site.eqn), site.axes
-    numbers = taken.numbers
-    if axis is None:
-        return Rows()
-    if axis in numbers.operand_batching_dims:
-        paired = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
-        return Rows() if rows == paired else _picks_examples(site)
-    if axis in numbers.start_index_map:
-        return Rows(identity_column=_identity_column(site, axis, numbers.start_index_map))
-    if axis in numbers.collapsed_slice_dims or taken.slice_sizes[axis] != site.shape(0)[axis]:
-        _picks_examples(site)
-    if rows is not None:
-        refuse(site.eqn, "combines pairs of the batch's examples")
-    return Rows()
-
-
-def scatter(kind: str | None) -> Callable[[Site], Verdict]:
-    """`kind`: how updates of several rows meet in a value without a batch axis; None: their order counts."""
-
-    def rule(site: Site) -> Verdict:
-        numbers, (axis, rows, updates) = jp.scatter_of(site.eqn).numbers, site.axes
-        if axis is None:
-            if kind is None or rows is None or updates in numbers.update_window_dims:
-                refuse(site.eqn, "writes the batch's examples into a value that has no batch axis")
-            return ReducedBatch(kind=kind, summands=(0,))
-        if axis in numbers.operand_batching_dims:
-            paired = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
-            return Rows() if rows == paired and updates is not None else _picks_examples(site)
-        if axis in numbers.scatter_dims_to_operand_dims:
-            return Rows(identity_column=_identity_column(site, axis, numbers.scatter_dims_to_operand_dims))
-        if rows is not None or updates is None or site.shape(2)[updates] != site.shape(0)[axis]:
-            refuse(site.eqn, "combines pairs of the batch's examples")
-        return Rows()
-
-    return rule
-
-
-def _identity_column(site: Site, axis: int, index_map: tuple[int, ...]) -> int:
-    """The column of indices that selects along the batch, if each row selects itself: `x[arange(B), y]`."""
-    column, rows = index_map.index(axis), site.axes[1]
-    if rows is None or site.shape(1)[rows] != site.shape(0)[axis]:
-        _picks_examples(site)
-    if not are_identity_indices(site.eqn.invars[1], rows, column, site.producers, site.constants):
-        _picks_examples(site)
-    return column
-
-
-def _picks_examples(site: Site) -> NoReturn:
-    refuse(site.eqn, "picks examples of the batch by index")
-
 
 def row_verdict(site: Site) -> Verdict:
-    """What the equation does to the rows of its batched operands."""
+    """Return what the equation does to the rows of its batched operands."""
     rule = ROW_RULES.get(site.eqn.primitive.name)
     if rule is not None:
         return rule(site)
@@ -322,6 +150,186 @@ def _window(site: Site) -> Verdict:
         refuse(site.eqn, "slides a window over the batch")
     return Rows()
 
+
+# Slices, gathers and scatters
+
+
+def static_slice(site: Site) -> Verdict:
+    (axis,) = (a for a in site.axes if a is not None)
+    taken = jp.slice_of(site.eqn)
+    if (taken.starts[axis], taken.limits[axis], taken.strides[axis]) != (0, site.shape(0)[axis], 1):
+        refuse(site.eqn, "takes some of the batch's examples by position")
+    return Rows()
+
+
+def dynamic_slice(site: Site) -> Verdict:
+    axis = site.axes[0]
+    if axis is None or shape_of(site.eqn.outvars[0])[axis] != site.shape(0)[axis]:
+        refuse(site.eqn, "takes some of the batch's examples by position")
+    return Rows()
+
+
+def dynamic_update_slice(site: Site) -> Verdict:
+    axis, update = site.axes[:2]
+    if axis is None:
+        refuse(site.eqn, "writes the batch's examples into a value that has no batch axis")
+    if update != axis or site.shape(0)[axis] != site.shape(1)[axis]:
+        refuse(site.eqn, "overwrites some of the batch's examples by position")
+    return Rows()
+
+
+def gather(site: Site) -> Verdict:
+    taken, (axis, rows) = jp.gather_of(site.eqn), site.axes
+    numbers = taken.numbers
+    if axis is None:
+        return Rows()
+    if axis in numbers.operand_batching_dims:
+        paired = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
+        return Rows() if rows == paired else _picks_examples(site)
+    if axis in numbers.start_index_map:
+        return Rows(identity_column=_identity_column(site, axis, numbers.start_index_map))
+    if axis in numbers.collapsed_slice_dims or taken.slice_sizes[axis] != site.shape(0)[axis]:
+        _picks_examples(site)
+    if rows is not None:
+        refuse(site.eqn, "combines pairs of the batch's examples")
+    return Rows()
+
+
+def scatter(kind: str | None) -> Callable[[Site], Verdict]:
+    """Return the rule of a scatter whose updates of several rows meet by `kind` in a value without a batch axis.
+
+    None: their order counts.
+    """
+
+    def rule(site: Site) -> Verdict:
+        numbers, (axis, rows, updates) = jp.scatter_of(site.eqn).numbers, site.axes
+        if axis is None:
+            if kind is None or rows is None or updates in numbers.update_window_dims:
+                refuse(site.eqn, "writes the batch's examples into a value that has no batch axis")
+            return ReducedBatch(kind=kind, summands=(0,))
+        if axis in numbers.operand_batching_dims:
+            paired = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
+            return Rows() if rows == paired and updates is not None else _picks_examples(site)
+        if axis in numbers.scatter_dims_to_operand_dims:
+            return Rows(identity_column=_identity_column(site, axis, numbers.scatter_dims_to_operand_dims))
+        if rows is not None or updates is None or site.shape(2)[updates] != site.shape(0)[axis]:
+            refuse(site.eqn, "combines pairs of the batch's examples")
+        return Rows()
+
+    return rule
+
+
+def _identity_column(site: Site, axis: int, index_map: tuple[int, ...]) -> int:
+    """The column of indices that selects along the batch, if each row selects itself: `x[arange(B), y]`."""
+    column, rows = index_map.index(axis), site.axes[1]
+    if rows is None or site.shape(1)[rows] != site.shape(0)[axis]:
+        _picks_examples(site)
+    if not are_identity_indices(site.eqn.invars[1], rows, column, site.producers, site.constants):
+        _picks_examples(site)
+    return column
+
+
+def _picks_examples(site: Site) -> NoReturn:
+    refuse(site.eqn, "picks examples of the batch by index")
+
+
+# Identity indices
+
+
+def are_identity_indices(
+    atom: Any,
+    axis: int,
+    column: int,
+    producers: Mapping[jc.Var, jc.JaxprEqn],
+    constants: Mapping[jc.Var, Any],
+) -> bool:
+    """Return whether `atom[..., column]` is the number i at position i along `axis`.
+
+    So it is for `arange(B)` in `logits[arange(B), labels]`. Such a gather looks as if it picked examples from anywhere
+    in the batch, yet row i reads row i only. The walk goes from the indices back to the `iota`, through what JAX puts
+    between: conversions, broadcasts, the column-wise concatenation, and the wrapping of negative indices
+    `select_n(i < 0, i, i + B)`, which never wraps here.
+    """
+    if not isinstance(atom, jc.Var):
+        return False
+    if atom in constants:
+        columns = np.moveaxis(np.asarray(constants[atom]), axis, 0)[..., column]
+        return bool((np.arange(len(columns)) == columns.T).all())
+    eqn = producers.get(atom)
+    while eqn is not None:
+        step = _column_source(eqn, axis, column)
+        if step is None:
+            return _counts(eqn.outvars[0], axis, producers, constants)
+        source, column = step
+        if source in constants:
+            return are_identity_indices(source, axis, column, producers, constants)
+        eqn = producers.get(source)
+    return False
+
+
+def _column_source(eqn: jc.JaxprEqn, axis: int, column: int) -> tuple[Any, int] | None:
+    """The operand and its column from which this column comes; None where the columns begin."""
+    if eqn.primitive.name == "concatenate" and jp.dimensions_of(eqn) == (len(shape_of(eqn.outvars[0])) - 1,):
+        for operand in eqn.invars:
+            width = shape_of(operand)[-1]
+            if column < width:
+                return operand, column
+            column -= width
+    if eqn.primitive.name == "convert_element_type" and shape_of(eqn.outvars[0])[-1] > 1:
+        return eqn.invars[0], column
+    return None
+
+
+def _counts(atom: Any, axis: int, producers: Mapping[jc.Var, jc.JaxprEqn], constants: Mapping[jc.Var, Any]) -> bool:
+    """Return whether every entry at position i along `axis` is the number i."""
+    if not isinstance(atom, jc.Var):
+        return False
+    if atom in constants:
+        rows = np.moveaxis(np.asarray(constants[atom]), axis, 0)
+        return bool((np.arange(len(rows)) == rows.reshape(len(rows), -1).T).all())
+    eqn = producers.get(atom)
+    if eqn is None:
+        return False
+    match eqn.primitive.name:
+        case "iota":
+            return jp.dimensions_of(eqn) == (axis,)
+        case "convert_element_type" | "copy" | "optimization_barrier" if len(eqn.invars) == 1:
+            return _counts(eqn.invars[0], axis, producers, constants)
+        case "broadcast_in_dim":
+            dims = jp.broadcast_dimensions(eqn)
+            if axis not in dims or shape_of(eqn.invars[0])[dims.index(axis)] != shape_of(atom)[axis]:
+                return False
+            return _counts(eqn.invars[0], dims.index(axis), producers, constants)
+        case "reshape":
+            source = _same_axis(eqn, axis)
+            return source is not None and _counts(eqn.invars[0], source, producers, constants)
+        case "select_n":
+            never = producers.get(eqn.invars[0]) if isinstance(eqn.invars[0], jc.Var) else None
+            wraps = never is not None and never.primitive.name == "lt" and _is_zero(never.invars[1])
+            return (
+                wraps
+                and never is not None
+                and _counts(never.invars[0], axis, producers, constants)
+                and _counts(eqn.invars[1], axis, producers, constants)
+            )
+        case _:
+            return False
+
+
+def _same_axis(eqn: jc.JaxprEqn, axis: int) -> int | None:
+    """The operand's axis that a reshape (adding or dropping dimensions of size 1) made into `axis`."""
+    source, result = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    if [n for n in source if n != 1] != [n for n in result if n != 1] or result[axis] == 1:
+        return None
+    rank = sum(n != 1 for n in result[:axis])
+    return [i for i, n in enumerate(source) if n != 1][rank]
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, jc.Literal) and not np.any(atom.val)
+
+
+# The rule of each primitive
 
 _APART = (
     ELEMENTWISE

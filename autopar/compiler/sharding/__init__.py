@@ -1,1 +1,1 @@
-"""How values and equations can be split over a mesh: layouts, rules and strategies."""
+"""Layouts, rules and strategies: the ways in which values and equations can be split over a mesh."""

@@ -41,7 +41,7 @@ class Rule:
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     reductions: Mapping[int, str]
-    """How the parts along a factor that no result has are combined: `"sum"`, `"max"` or `"min"`."""
+    """The combination of the parts along a factor that no result has: `"sum"`, `"max"` or `"min"`."""
     blocked: frozenset[int]
     """The factors that must not be split."""
     source: str
@@ -69,7 +69,7 @@ def _letters_of(dims: Dims) -> str:
 
 
 Label = Hashable
-"""What a dimension is called: an int or a string; a tuple: its several factors; None: it must not be split."""
+"""The name of a dimension: an int or a string; a tuple: its several factors; None: it must not be split."""
 
 
 def shapes_of(atoms: Iterable[Any]) -> list[tuple[int, ...]]:
@@ -78,7 +78,7 @@ def shapes_of(atoms: Iterable[Any]) -> list[tuple[int, ...]]:
 
 
 def adds_up(atom: Any) -> bool:
-    """Whether the elements of a variable can be summands: not booleans, nor random keys."""
+    """Return whether the elements of a variable can be summands: not booleans, nor random keys."""
     return isinstance(atom.aval.dtype, np.dtype) and atom.aval.dtype != np.bool_
 
 
@@ -180,11 +180,7 @@ def blocked_rule(eqn: Any, source: str) -> Rule:
     return rule_of_labels(eqn, operands, results, source=source)
 
 
-# --- Compose the factors of a function from those of its operations ---
-# A value that one operation writes and another one reads has factors from both; they are made one, dimension by
-# dimension, major factors first. Where one side has a factor of 6 and the other factors of 2 and 3, the 6 is split.
-# Where sizes share no divisor (a dimension of 12 that is 4·3 here and 3·4 there, after their common parts), the rest of
-# the dimension is blocked.
+# The factors of a function, composed of those of its operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +216,13 @@ class Function:
 
 
 def compose(name: str, functions: Mapping[str, Function], known: dict[str, FactorRule | None]) -> FactorRule | None:
-    """The factors of a function and, in `known`, of all that it calls; None where an operation has no rule."""
+    """Return the factors of a function and, in `known`, of all that it calls; None where an operation has no rule.
+
+    A value that one operation writes and another one reads has factors from both; they are made one, dimension by
+    dimension, major factors first. Where one side has a factor of 6 and the other factors of 2 and 3, the 6 is split.
+    Where sizes share no divisor (a dimension of 12 that is 4·3 here and 3·4 there, after their common parts), the rest
+    of the dimension is blocked.
+    """
     if name not in known:
         known[name] = _compose(functions[name], functions, known)
     return known[name]
@@ -265,7 +267,7 @@ class _Joined:
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._parts: dict[int, list[int]] = {}
-        """What a factor was joined with (one factor), or split into (several, major first)."""
+        """The factor that each was joined with (one), or the factors that it was split into (several, major first)."""
         self._reduced: set[int] = set()
         self._blocked: set[int] = set()
 
@@ -317,16 +319,16 @@ class _Joined:
 
     def _resolved(self, factors: Iterable[int]) -> list[int]:
         """The factors that these are now; those of size 1 are nothing."""
-        found: list[int] = []
+        resolved: list[int] = []
         for factor in factors:
             if factor in self._parts:
-                found += self._resolved(self._parts[factor])
+                resolved += self._resolved(self._parts[factor])
             elif self._sizes[factor] != 1:
-                found.append(factor)
-        return found
+                resolved.append(factor)
+        return resolved
 
     def rule(self, arguments: Sequence[list[list[int]]], results: Sequence[list[list[int]]]) -> FactorRule:
-        """What has become of the function's arguments and results."""
+        """Return the factors that the function's arguments and results have now."""
 
         def dims(value: list[list[int]]) -> Dims:
             return tuple(tuple(self._resolved(factors)) for factors in value)

@@ -23,49 +23,6 @@ from autopar.compiler.jaxprs.primitives import ADDITIONS, VISIBLE
 from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, replicated
 from autopar.compiler.sharding.rule import Rule, shapes_of
 
-# --- Which operands of an equation may be sums still to be made, so that its results are such sums too ---
-# f is linear in a set of operands if f(a + b) = f(a) + f(b) on them together, the others fixed. Then a device that
-# holds
-# summands of these operands computes a summand of the result, and the reduction can wait: one all-reduce for the sum of
-# three gradients instead of three, one for all microbatches instead of one for each.
-
-# Arithmetic on summands rounds each of them: in 16 bits that would be seen in the sum.
-_LEAST_BYTES = 4
-
-
-def summands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
-    """The sets of operands that may be summands; none if the equation is not linear, or sums in fewer bits."""
-    types = [getattr(v.aval, "dtype", None) for v in eqn.outvars]
-    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in types if dtype is not None):
-        return ()
-    name, linear = eqn.primitive.name, linear_operands(eqn)
-    # Additions are rounded in any order, and no more often in this one: gradients of microbatches are summed up so.
-    exact = name in ADDITIONS or (name in EXACT_IN_FIRST and name != "gather")
-    if not exact and any(dtype.itemsize < _LEAST_BYTES for dtype in types if dtype is not None):
-        return ()
-    match name:
-        case "convert_element_type":
-            # Rounding summands to fewer bits loses what rounding their sum keeps.
-            source, target = (_bits(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
-            return linear if 0 < source <= target else ()
-        case "reduce_precision":
-            return ()
-        case "gather":
-            # A sum of what fills the places outside would be another number, unless that is none.
-            return linear if jp.gather_of(eqn).fill_value in (None, 0) else ()
-        case "pad":
-            return ((0,),) if _is_zero(eqn.invars[1]) else ()
-        case _:
-            return linear
-
-
-def _bits(aval: Any) -> int:
-    return 8 * aval.dtype.itemsize if jnp.issubdtype(aval.dtype, jnp.floating) else 0
-
-
-def _is_zero(atom: Any) -> bool:
-    return isinstance(atom, jc.Literal) and not atom.val
-
 
 class Strategy(NamedTuple):
     """Layouts of operands (scalars too) and results; `combined` are axes over which a max or min is taken at once."""
@@ -74,27 +31,27 @@ class Strategy(NamedTuple):
     results: tuple[Layout, ...]
     combined: Axes = ()
     devices: int = 1
-    """Among how many devices the work is divided."""
+    """The number of devices among which the work is divided."""
 
 
 def strategies(
     eqn: jc.JaxprEqn, rule: Rule, mesh: LogicalMesh, *, maybe_partial: Collection[int] = ()
 ) -> tuple[Strategy, ...]:
-    """Every strategy, the one that splits nothing first; `maybe_partial` are operands that may arrive as sums."""
+    """Return every strategy, the one that splits nothing first; operands in `maybe_partial` may arrive as sums."""
     # On the first device only, whose results are those of all.
     if eqn.primitive.name in VISIBLE:
         return (_on_one_device(eqn, mesh),)
     free = [f for f in range(len(rule.sizes)) if f not in rule.blocked]
     linear = [o for o in summands(eqn) if not set(o).isdisjoint(maybe_partial)]
-    found: dict[Strategy, None] = {}
+    feasible: dict[Strategy, None] = {}
     for owners in itertools.product((None, *free, *linear), repeat=len(mesh.shape)):
         factors = {f: tuple(a for a, o in enumerate(owners) if o == f) for f in owners if isinstance(f, int)}
         if any(rule.sizes[f] % mesh.size(axes) for f, axes in factors.items()):
             continue
         strategy = _strategy(eqn, rule, mesh, factors, owners)
         if strategy is not None:
-            found[strategy] = None
-    return tuple(found)
+            feasible[strategy] = None
+    return tuple(feasible)
 
 
 def _on_one_device(eqn: jc.JaxprEqn, mesh: LogicalMesh) -> Strategy:
@@ -153,3 +110,48 @@ def _split_dims(
             return None
         result.append(tuple(axes))
     return tuple(result)
+
+
+# Operands that are partial sums
+
+# Arithmetic on summands rounds each of them: in 16 bits that would be seen in the sum.
+_LEAST_BYTES = 4
+
+
+def summands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of operands that may be summands; none if the equation is not linear, or sums in too few bits.
+
+    An equation f is linear in a set of operands if f(a + b) = f(a) + f(b) on them together, the others fixed. Then a
+    device that holds summands of these operands computes a summand of the result, and the reduction can wait: one
+    all-reduce for the sum of three gradients instead of three, one for all microbatches instead of one for each.
+    """
+    types = [getattr(v.aval, "dtype", None) for v in eqn.outvars]
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in types if dtype is not None):
+        return ()
+    name, linear = eqn.primitive.name, linear_operands(eqn)
+    # Additions are rounded in any order, and no more often in this one: gradients of microbatches are summed up so.
+    exact = name in ADDITIONS or (name in EXACT_IN_FIRST and name != "gather")
+    if not exact and any(dtype.itemsize < _LEAST_BYTES for dtype in types if dtype is not None):
+        return ()
+    match name:
+        case "convert_element_type":
+            # Rounding summands to fewer bits loses what rounding their sum keeps.
+            source, target = (_bits(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+            return linear if 0 < source <= target else ()
+        case "reduce_precision":
+            return ()
+        case "gather":
+            # A sum of what fills the places outside would be another number, unless that is none.
+            return linear if jp.gather_of(eqn).fill_value in (None, 0) else ()
+        case "pad":
+            return ((0,),) if _is_zero(eqn.invars[1]) else ()
+        case _:
+            return linear
+
+
+def _bits(aval: Any) -> int:
+    return 8 * aval.dtype.itemsize if jnp.issubdtype(aval.dtype, jnp.floating) else 0
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, jc.Literal) and not atom.val
