@@ -54,8 +54,8 @@ def lowered_functions(
     module = lowered.compiler_ir("stablehlo")
     with module.context:
         passmanager.PassManager.parse(_PASS).run(module.operation)
-        functions = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in module.body if _is_function(op)}
-        return names, {name: _read_function(op) for name, op in functions.items() if name != "main"}
+        by_name = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in module.body if _is_function(op)}
+        return names, {name: _read_function(op) for name, op in by_name.items() if name != "main"}
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
