@@ -9,10 +9,11 @@
 Each step takes a problem and an upper limit on what is of interest, and returns an `Incumbent`: its best assignment,
 and a bound under all that it dropped. A round that leaves few options begins again with these alone.
 
-Every step was measured on problems of the test suite (`benchmarks.optimality_gaps --without`): seconds of the processor
-are 5 times as many without elimination, 2.3 times without the ascent, 1.3 times without its local search; without beam
-search a gap of 3e-4 stays in one of 13 problems that reach it. Few reach contraction; of a mixture-of-experts step on
-2x4 H100s it closes a gap of 7 % in the same time.
+A first ablation (`benchmarks/results/solver-ablation-2026-11-22.json`) took one step out at a time on saved problems of
+the test suite, on a shared machine, within 12 to 40 s each: seconds of the processor were 5 times as many without
+elimination, 2.3 times without the ascent, 1.3 times without its local search; without beam search a gap of 3e-4 stayed
+in one of 13 problems that reach it. Problems that ran out of time say nothing about gaps, so that pruning and dominated
+options are undecided. `benchmarks.optimality_gaps --without STEP` repeats it.
 """
 
 from __future__ import annotations
