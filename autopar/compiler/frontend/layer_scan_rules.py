@@ -358,8 +358,6 @@ def reshape(eqn: JaxprEqn) -> PieceRule | None:
     operand, result = eqn.invars[0], eqn.outvars[0]
     if len(eqn.invars) != 1 or not array_shape(operand) or not array_shape(result) or not prod(array_shape(result)):
         return None
-    if jp.reorders(eqn):
-        return None
     # Rows of the result that one row of the operand fills.
     ratio = Fraction(prod(array_shape(operand)[1:]), prod(array_shape(result)[1:]))
 

@@ -167,7 +167,7 @@ def map_subjaxprs(eqn: JaxprEqn, transform: Callable[[ClosedJaxpr], ClosedJaxpr]
     """
 
     def one(item: Any) -> Any:
-        if isinstance(item, (tuple, list)):
+        if type(item) in (tuple, list):  # named tuples, such as dimension numbers, hold no jaxpr
             return type(item)(one(i) for i in item)
         if isinstance(item, ClosedJaxpr):
             return transform(item)

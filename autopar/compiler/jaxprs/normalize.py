@@ -1,5 +1,7 @@
 """Bring a traced step into the form that every later pass reads: calls inlined, dead equations removed.
 
+A reshape that reads its operand in another order of dimensions becomes a transpose and a plain reshape.
+
 After this pass no equation at any depth is a call of another function (`jit`, `custom_jvp_call`, `custom_vjp_call`,
 ...): what is left of nested programs are loops (`scan`, `while`), branches (`cond`) and rematerialised regions
 (`remat2`), whose bodies are normalised too. Differentiation is over when a step has been traced, so custom rules have
@@ -12,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
@@ -31,6 +34,10 @@ def normalize(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
 def _inlined(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> Sequence[Any]:
     """The results of an equation whose calls, at every depth, are evaluated in its place."""
     called = jp.called_function(eqn)
+    if eqn.primitive.name == "reshape" and (order := jp.read_order(eqn)) is not None:
+        with jc.under_scope_of(eqn):
+            values[0] = lax.transpose(values[0], order)
+        return jc.bind_equation(eqn, values, {"dimensions": None})
     if called is None:
         return jc.bind_equation(eqn, values, _with_inlined_bodies(eqn))
     asked_in, asked_out = jp.jit_shardings(eqn)

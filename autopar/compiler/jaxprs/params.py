@@ -265,9 +265,10 @@ def broadcast_dimensions(eqn: JaxprEqn) -> Dimensions:
     return tuple(eqn.params["broadcast_dimensions"])
 
 
-def reorders(eqn: JaxprEqn) -> bool:
-    """Return True for a `reshape` that reads its operand in another order of dimensions."""
-    return eqn.params.get("dimensions") is not None
+def read_order(eqn: JaxprEqn) -> Dimensions | None:
+    """Return the order in which a `reshape` reads its operand's dimensions; None if it is theirs."""
+    order = eqn.params.get("dimensions")
+    return None if order is None else tuple(map(int, order))
 
 
 def repetitions(eqn: JaxprEqn) -> tuple[int, ...]:

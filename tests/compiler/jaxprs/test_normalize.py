@@ -126,6 +126,15 @@ def test_normalising_again_changes_nothing(function: Callable[..., Any]) -> None
     assert primitives(normalize(once)) == primitives(once)
 
 
+def test_a_reshape_in_another_order_becomes_a_transpose_and_a_reshape() -> None:
+    def function(x):
+        return lax.reshape(x, (2, 6), dimensions=(1, 0))
+
+    x, once = X(), normalize(traced(function))
+    assert primitives(traced(function)) == ["reshape"] and primitives(once) == ["transpose", "reshape"]
+    np.testing.assert_array_equal(jc.jaxpr_as_fun(once)(x)[0], x.T.reshape(2, 6))
+
+
 def test_dead_equations_are_dropped_at_every_depth() -> None:
     def function(x):
         def body(h, row):
