@@ -3,9 +3,10 @@
     python -m benchmarks.accuracy --measurements measurements.csv --json accuracy.json
     python -m benchmarks.accuracy --measurements measurements.csv --calibrate 0.2 --json accuracy.json
 
-No accelerator is needed: the machines are those of `autopar/hardware/machines`, the steps lists of operators
-(`benchmarks/training_model`). With --calibrate, ten physical scalars per source and machine are fitted to that fraction
-of the rows, and both columns, with the machine files alone and calibrated, are of the other rows only.
+No accelerator is needed: the machines are those of `autopar/hardware/machines`. Steps of JAX programs with their plans
+are planned and simulated by the compiler (`accuracy_steps`), others are lists of operators (`training_model`). With
+--calibrate, ten physical scalars per source and machine are fitted to that fraction of the rows, and both columns, with
+the machine files alone and calibrated, are of the other rows only.
 """
 
 import argparse
@@ -23,7 +24,9 @@ from autopar.errors import AutoparError, InvalidArgument
 from benchmarks.accuracy_cases import Case, Unusable, case_of
 from benchmarks.accuracy_fit import chosen_for_fit, fitted_scalars, predicted_times
 from benchmarks.accuracy_report import Predicted, summary
-from benchmarks.accuracy_rows import Measurements, read_measurements
+from benchmarks.accuracy_rows import STEPS, Measurements, read_measurements
+from benchmarks.accuracy_steps import predicted as predicted_step
+from benchmarks.accuracy_steps import step_case_of
 from benchmarks.training_model.memory import peak_memory
 from benchmarks.training_model.prices import Scalars
 
@@ -44,7 +47,7 @@ def main(arguments: argparse.Namespace) -> None:
             "tested. Give one like 0.2."
         )
     report = accuracy_report(read_measurements(arguments.measurements), arguments.calibrate, rows=arguments.rows)
-    Console().print(_table(report))
+    Console().print(_table({**report["sources"], "all": report["all"]}))
     for each in report["skipped"]:
         Console().print(f"{each['rows']:4} rows skipped of {each['source']}: {each['reason']}", highlight=False)
     for each in report["unreadable"]:
@@ -55,21 +58,13 @@ def main(arguments: argparse.Namespace) -> None:
 
 def accuracy_report(measurements: Measurements, fraction: float | None, *, rows: bool = False) -> dict[str, Any]:
     """What the JSON holds: per source with the machine files alone, and calibrated if a fraction is given."""
-    cases: defaultdict[str, list[Case]] = defaultdict(list)
     skipped: Counter[tuple[str, str]] = Counter()
-    for row in measurements.rows:
-        try:
-            cases[row.source].append(case_of(row))
-        except Unusable as why:
-            skipped[row.source, str(why)] += 1
-    sources: dict[str, Any] = {}
-    predictions: list[tuple[Predicted, bool]] = []
-    for source in sorted(cases):
-        sources[source], predicted = _source_report(cases[source], fraction)
-        predictions += predicted
+    read = _read_steps if measurements.columns is STEPS else _read_runs
+    sources, predictions = read(measurements, fraction, skipped)
     report: dict[str, Any] = {
         "calibrate": fraction,
         "sources": sources,
+        "all": summary([each for each, fitted in predictions if not fitted]),
         "skipped": [
             {"source": source, "reason": reason, "rows": count} for (source, reason), count in sorted(skipped.items())
         ],
@@ -80,9 +75,46 @@ def accuracy_report(measurements: Measurements, fraction: float | None, *, rows:
     return report
 
 
-def _source_report(
-    cases: Sequence[Case], fraction: float | None
-) -> tuple[dict[str, Any], list[tuple[Predicted, bool]]]:
+Read = tuple[dict[str, Any], list[tuple[Predicted, bool]]]
+"""The figures of every source; every prediction, with whether its row was fitted to."""
+
+
+def _read_runs(measurements: Measurements, fraction: float | None, skipped: Counter[tuple[str, str]]) -> Read:
+    """The figures of runs as lists of operators; what cannot be predicted is counted in `skipped`."""
+    cases: defaultdict[str, list[Case]] = defaultdict(list)
+    for row in measurements.rows:
+        try:
+            cases[row.source].append(case_of(row))
+        except Unusable as why:
+            skipped[row.source, str(why)] += 1
+    sources: dict[str, Any] = {}
+    predictions: list[tuple[Predicted, bool]] = []
+    for source in sorted(cases):
+        sources[source], predicted = _source_report(cases[source], fraction)
+        predictions += predicted
+    return sources, predictions
+
+
+def _read_steps(measurements: Measurements, fraction: float | None, skipped: Counter[tuple[str, str]]) -> Read:
+    """The figures of JAX programs as the compiler prices them; what cannot be predicted is counted in `skipped`."""
+    if fraction is not None:
+        raise InvalidArgument(
+            f"--calibrate is {fraction:g}, and steps of JAX programs are priced from machine files alone. Leave it out."
+        )
+    found: defaultdict[str, list[Predicted]] = defaultdict(list)
+    progress = Console(stderr=True)
+    for number, row in enumerate(measurements.rows, start=1):
+        try:
+            case = step_case_of(row)
+            progress.print(f"[{number}/{len(measurements.rows)}] {row['id']}", markup=False, highlight=False)
+            found[row.source].append(predicted_step(case))
+        except Unusable as why:
+            skipped[row.source, str(why)] += 1
+    sources = {source: summary(found[source]) for source in sorted(found)}
+    return sources, [(each, False) for source in sorted(found) for each in found[source]]
+
+
+def _source_report(cases: Sequence[Case], fraction: float | None) -> Read:
     """The figures of one source, and its predictions with whether each row was fitted to."""
     fitted = chosen_for_fit(cases, fraction) if fraction else set()
     by_machine: defaultdict[str, list[Case]] = defaultdict(list)
@@ -118,6 +150,7 @@ def _row_report(each: Predicted, fitted: bool) -> dict[str, Any]:
     return {
         "line": each.case.row.line,
         "source": each.case.row.source,
+        "measured_gib": each.case.measured_gib,
         "measured_s": each.case.measured_s,
         "predicted_s": each.step_s,
         "predicted_gib": each.recorded_bytes / 2**30,
@@ -125,13 +158,13 @@ def _row_report(each: Predicted, fitted: bool) -> dict[str, Any]:
     }
 
 
-def _table(report: dict[str, Any]) -> Table:
-    """One line per source; `file` is the mean error with the machine files alone."""
+def _table(sources: dict[str, Any]) -> Table:
+    """One line per source and one for all rows; `file` is the mean error with the machine files alone."""
     table = Table(title="Predicted against measured step times", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("source", no_wrap=True, max_width=20)
-    for name in ("rows", "mape", "file", "median", "worst", "spearman", "regret", "labels"):
+    for name in ("rows", "mape", "file", "median", "worst", "spearman", "regret", "pairs", "labels"):
         table.add_column(name, justify="right", no_wrap=True, min_width=4 if name == "rows" else 6)
-    for source, figures in report["sources"].items():
+    for source, figures in sources.items():
         before = figures.get("uncalibrated", figures)
         labels = figures["oom_right"] + figures["oom_wrong"]
         if not figures["rows"] and not labels:
@@ -143,6 +176,7 @@ def _table(report: dict[str, Any]) -> Table:
             *map(_percent, shown),
             "–" if figures["spearman"] is None else f"{figures['spearman']:.3f}",
             _percent(figures["regret_mean"]),
+            f"{figures['pairs_right']}/{figures['pairs']}" if figures["pairs"] else "–",
             f"{figures['oom_right']}/{labels}" if labels else "–",
         )
     return table

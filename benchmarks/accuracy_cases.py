@@ -33,6 +33,11 @@ class Case:
     """Measured; None if the row does not say, or not for which layout."""
 
     @property
+    def measured_gib(self) -> float | None:
+        """The most that one device held."""
+        return self.row.number("mem_gib")
+
+    @property
     def counts_tensors(self) -> bool:
         """Whether the memory recorded is what tensors took: SimuMax records torch.cuda.max_memory_allocated()."""
         return self.row.source.endswith("SimuMax")

@@ -4,16 +4,58 @@ error       |predicted / measured - 1|, its mean (MAPE), median and worst
 spearman    correlation of ranks, ties sharing theirs
 regret      in a cell of rows that are choices for one task (equal model, hardware, devices, batch, sequence): the
             measured time of the row predicted fastest, over the fastest measured, minus 1
+pairs       of rows of one cell whose measured times differ by more than 5 %; pairs_right: predicted in their order
 labels      out of memory or not, of the rows that say; false_feasible ran out of memory and was called feasible
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from typing import Protocol
 
 import numpy as np
 
-from benchmarks.accuracy_cases import Case
+from autopar.hardware.machine import Machine
+from benchmarks.accuracy_rows import Row
+
+DIFFERENT = 0.05
+"""Times further apart than this have an order."""
+
+
+class Case(Protocol):
+    """A measured row as it can be predicted."""
+
+    @property
+    def row(self) -> Row: ...
+    @property
+    def machine(self) -> Machine: ...
+    @property
+    def layout(self) -> Hashable:
+        """How the task is divided."""
+        ...
+
+    @property
+    def cell(self) -> Hashable:
+        """The task, equal for rows that are choices for one."""
+        ...
+
+    @property
+    def measured_s(self) -> float | None:
+        """None if it ran out of memory."""
+        ...
+
+    @property
+    def measured_gib(self) -> float | None: ...
+    @property
+    def out_of_memory(self) -> bool | None:
+        """None if the row does not say."""
+        ...
+
+    @property
+    def counts_tensors(self) -> bool:
+        """True if the memory measured is that of tensors alone."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +89,7 @@ def summary(predictions: Sequence[Predicted]) -> dict[str, float | int | None]:
     timed = [each for each in predictions if each.case.measured_s is not None]
     errors = [abs(each.error) for each in timed]
     regrets = cell_regrets(timed)
+    pairs = ordered_pairs(timed)
     return {
         "rows": len(timed),
         "mape": _rounded(np.mean(errors)) if errors else None,
@@ -57,6 +100,8 @@ def summary(predictions: Sequence[Predicted]) -> dict[str, float | int | None]:
         "regret_mean": _rounded(np.mean(regrets)) if regrets else None,
         "regret_max": _rounded(max(regrets)) if regrets else None,
         "cells": len(regrets),
+        "pairs": len(pairs),
+        "pairs_right": sum(pairs),
         **_labels(predictions),
         **_memory_errors(predictions),
     }
@@ -64,17 +109,32 @@ def summary(predictions: Sequence[Predicted]) -> dict[str, float | int | None]:
 
 def cell_regrets(timed: Sequence[Predicted]) -> list[float]:
     """One regret per cell of at least two different configurations."""
-    cells: defaultdict[tuple[object, ...], list[Predicted]] = defaultdict(list)
-    for each in timed:
-        cells[each.case.cell].append(each)
     found: list[float] = []
-    for rows in cells.values():
+    for rows in _cells(timed):
         if len({each.case.layout for each in rows}) < 2:
             continue
         chosen = min(rows, key=lambda each: (each.step_s, each.case.row.line))
         best_s = min(each.case.measured_s or 0.0 for each in rows)
         found.append((chosen.case.measured_s or 0.0) / best_s - 1)
     return found
+
+
+def ordered_pairs(timed: Sequence[Predicted]) -> list[bool]:
+    """Of every pair of one cell whose measured times have an order, whether it is that of the predictions."""
+    found: list[bool] = []
+    for rows in _cells(timed):
+        for one, other in combinations(rows, 2):
+            fast, slow = sorted((one, other), key=lambda each: each.case.measured_s or 0.0)
+            if (slow.case.measured_s or 0.0) > (1 + DIFFERENT) * (fast.case.measured_s or 0.0):
+                found.append(fast.step_s < slow.step_s)
+    return found
+
+
+def _cells(timed: Sequence[Predicted]) -> list[list[Predicted]]:
+    cells: defaultdict[Hashable, list[Predicted]] = defaultdict(list)
+    for each in timed:
+        cells[each.case.cell].append(each)
+    return list(cells.values())
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float | None:
@@ -98,7 +158,7 @@ def _labels(predictions: Sequence[Predicted]) -> dict[str, int]:
 
 
 def _memory_errors(predictions: Sequence[Predicted]) -> dict[str, float | int | None]:
-    recorded = [(each.recorded_bytes, each.case.row.number("mem_gib") or 0.0) for each in predictions]
+    recorded = [(each.recorded_bytes, each.case.measured_gib or 0.0) for each in predictions]
     errors = [abs(peak / 2**30 / gib - 1) for peak, gib in recorded if gib]
     return {"memory_rows": len(errors), "memory_mape": _rounded(np.mean(errors)) if errors else None}
 

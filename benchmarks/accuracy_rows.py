@@ -3,6 +3,9 @@
     row = read_measurements(path).rows[0]
     row.number("dp"), row.whole("layers"), row["model"]
 
+There are two kinds of files, told apart by their columns: steps of any framework (`RUNS`), and steps of JAX programs
+with their plans (`STEPS`).
+
 An absent cell is None. A row with a cell that should be a number and is not, or with more cells than columns, is
 unreadable: it is counted, never guessed.
 """
@@ -21,6 +24,29 @@ COLUMNS = (
 )  # fmt: skip
 WORDS = frozenset(("src", "licence", "framework", "model", "hw", "zero", "recompute", "kernel", "note"))
 NUMBERS = tuple(name for name in COLUMNS if name not in WORDS)
+STEP_COLUMNS = (
+    "id", "source", "url", "stack", "model", "family", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim",
+    "vocab", "experts", "top_k", "seq", "global_batch", "microbatches", "dtype", "machine", "devices", "hosts", "data",
+    "fsdp", "tensor", "sequence", "expert", "pipeline", "schedule", "zero", "remat", "attention", "step_s",
+    "tflops_reported", "peak_gib", "oom", "notes", "group", "complete",
+)  # fmt: skip
+STEP_WORDS = frozenset((
+    "id", "source", "url", "stack", "model", "family", "dtype", "machine", "schedule", "remat", "attention", "notes",
+    "group", "complete",
+))  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The columns of one kind of file: those that are not words hold numbers, `source` says where a row is from."""
+
+    names: tuple[str, ...]
+    words: frozenset[str]
+    source: str
+
+
+RUNS = Columns(names=COLUMNS, words=WORDS, source="src")
+STEPS = Columns(names=STEP_COLUMNS, words=STEP_WORDS, source="source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +71,11 @@ class Row:
 
     @property
     def source(self) -> str:
-        """The repository the row is from; for vTrain the file too, for its files are different experiments."""
-        repository, _, place = self["src"].partition(":")
+        """The source as the row names it; of a run the repository, for vTrain with the file, a different experiment."""
+        cells = dict(self.cells)
+        if STEPS.source in cells:
+            return cells[STEPS.source]
+        repository, _, place = cells[RUNS.source].partition(":")
         if repository.endswith("/vTrain"):
             return f"vTrain:{place.partition('#')[0]}"
         return repository
@@ -56,6 +85,7 @@ class Row:
 class Measurements:
     """The rows of a file that can be read, and why the others cannot, by line."""
 
+    columns: Columns
     rows: tuple[Row, ...]
     unreadable: tuple[tuple[int, str], ...]
 
@@ -81,30 +111,32 @@ def _read(path: Path) -> Measurements:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, restkey="", restval=None)
         found = reader.fieldnames or ()
-        missing = [column for column in COLUMNS if column not in found]
+        columns = STEPS if STEPS.source in found else RUNS
+        missing = [column for column in columns.names if column not in found]
         if missing:
             raise InvalidArgument(
                 f"{str(path)!r} has the columns {', '.join(found) or 'none'}; {', '.join(missing)} must be there too. "
                 "Add them, empty where nothing was recorded."
             )
         for cells in reader:
-            problem = _problem(cells)
+            problem = _problem(cells, columns)
             if problem:
                 unreadable.append((reader.line_num, problem))
             else:
-                rows.append(Row(line=reader.line_num, cells=tuple((name, cells[name].strip()) for name in COLUMNS)))
-    return Measurements(rows=tuple(rows), unreadable=tuple(unreadable))
+                read = tuple((name, cells[name].strip()) for name in columns.names)
+                rows.append(Row(line=reader.line_num, cells=read))
+    return Measurements(columns=columns, rows=tuple(rows), unreadable=tuple(unreadable))
 
 
-def _problem(cells: dict[str, str | None]) -> str | None:
+def _problem(cells: dict[str, str | None], columns: Columns) -> str | None:
     """Why a row cannot be read, or None."""
     if "" in cells:
         return "has more cells than there are columns"
-    for name in COLUMNS:
+    for name in columns.names:
         text = cells[name]
         if text is None:
             return f"ends before its column {name}"
-        if name in WORDS or not text.strip():
+        if name in columns.words or not text.strip():
             continue
         try:
             number = float(text)
@@ -112,6 +144,6 @@ def _problem(cells: dict[str, str | None]) -> str | None:
             return f"has {text!r} in column {name}, where a number must be"
         if not math.isfinite(number) or number < 0:
             return f"has {text!r} in column {name}, where a finite number of at least 0 must be"
-    if not (cells["src"] or "").strip():
-        return "does not say its source (column src)"
+    if not (cells[columns.source] or "").strip():
+        return f"does not say its source (column {columns.source})"
     return None

@@ -33,6 +33,10 @@ class GPTSize:
     length: int = 1024
     vocabulary: int = 51200
     batch: int = 1024
+    hidden: int | None = None
+    """Width inside a perceptron; by default four times that of the model."""
+    recomputed: bool = True
+    """Every layer is computed again in the backward pass."""
 
     @property
     def flops(self) -> float:
@@ -63,11 +67,11 @@ def alpa_gpt(name: str, size: GPTSize, dtype: Any = jnp.float16) -> Workload:
         x = params["embedding"][batch["tokens"]] + params["positions"]
         for number in range(size.layers):
             with jax.named_scope(f"h_{number}"):
-                x = jax.checkpoint(layer)(params[f"h_{number}"], x)
+                x = (jax.checkpoint(layer) if size.recomputed else layer)(params[f"h_{number}"], x)
         logits = norm(params["norm"], x) @ params["head"]
         return cross_entropy(logits, batch["targets"]), statistics
 
-    layer_params = block_params(size.width, size.heads, 4 * size.width, dtype)
+    layer_params = block_params(size.width, size.heads, size.hidden or 4 * size.width, dtype)
     return Workload(
         name=name,
         params={

@@ -53,6 +53,8 @@ class MoESize:
     vocabulary: int = 32000
     batch: int = 1024
     group: int = _GROUP
+    recomputed: bool = True
+    """Every layer is computed again in the backward pass."""
 
     @property
     def flops(self) -> float:
@@ -80,6 +82,7 @@ class DeepSeekSize:
     length: int = 4096
     vocabulary: int = 102400
     batch: int = 256
+    recomputed: bool = True
 
 
 MOE_SIZES: Mapping[str, MoESize] = {
@@ -96,8 +99,10 @@ MOE_SIZES: Mapping[str, MoESize] = {
 DEEPSEEK_SIZES: Mapping[str, DeepSeekSize] = {"deepseek-moe-16b": DeepSeekSize()}
 
 
-def alpa_moe(name: str, size: MoESize, dtype: Any = jnp.float16) -> Workload:
-    """A train step of this size: layers 0, 2, ... have experts."""
+def alpa_moe(
+    name: str, size: MoESize, dtype: Any = jnp.float16, optimizer: optax.GradientTransformation | None = None
+) -> Workload:
+    """A train step of this size, by Adafactor unless an optimizer is given: layers 0, 2, ... have experts."""
     hidden = _MLP_FACTOR * size.width
     with_experts = {
         **_attention_half(size.width, size.heads, dtype),
@@ -111,7 +116,7 @@ def alpa_moe(name: str, size: MoESize, dtype: Any = jnp.float16) -> Workload:
     return Workload(
         name=name,
         **_language_model(layers, runs, size, dtype),
-        optimizer=optax.adafactor(1e-2),
+        optimizer=optimizer or optax.adafactor(1e-2),
         flops=size.flops,
         tokens=size.batch * size.length,
     )
@@ -157,7 +162,7 @@ def _language_model(
         x = params["embedding"][batch["tokens"]]
         for number, run in enumerate(runs):
             with jax.named_scope(f"h_{number}"):
-                x = jax.checkpoint(run)(params[f"h_{number}"], x)
+                x = (jax.checkpoint(run) if size.recomputed else run)(params[f"h_{number}"], x)
         return cross_entropy(norm(params["norm"], x) @ params["head"], batch["targets"]), statistics
 
     params = {

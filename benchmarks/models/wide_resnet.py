@@ -36,6 +36,8 @@ class ResNetSize:
     image: int = 224
     classes: int = 1024
     batch: int = 1536
+    recomputed: bool = True
+    """Every block is computed again in the backward pass."""
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -114,7 +116,8 @@ def wide_resnet(name: str, size: ResNetSize, dtype: Any = jnp.float32) -> Worklo
         for number, block in enumerate(blocks):
             key = f"h_{number}"
             with jax.named_scope(key):
-                run = jax.checkpoint(partial(_run_block, block))
+                run = partial(_run_block, block)
+                run = jax.checkpoint(run) if size.recomputed else run
                 x, kept[key] = run(params[key], statistics[key], x)
         return cross_entropy(x.mean((1, 2)) @ params["head"], batch["label"]), kept
 

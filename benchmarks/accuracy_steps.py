@@ -1,0 +1,334 @@
+"""Write measured rows of JAX programs as what the compiler is given: a train step, a method, a cluster.
+
+    Row  ->  StepCase  ->  Predicted            parallelize(step, cluster=...).trace(...).plan(method).simulate()
+
+A row with one kind of replicas, perhaps tensor parallelism and stages, is planned by its degrees (`Megatron`). Where
+the state is divided over one of several mesh axes, every parameter is pinned to where the row has it, and `Auto` finds
+the rest. Where the row leaves the layouts to a search, `Auto` has the row's mesh, stages and microbatches. What cannot
+be written so is `Unusable`, with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+import autopar
+from autopar import Auto, Cluster, Megatron
+from autopar.errors import AutoparError
+from autopar.hardware.machine import Machine, machines
+from autopar.simulation import SimulationReport
+from benchmarks.accuracy_cases import Unusable
+from benchmarks.accuracy_report import Predicted
+from benchmarks.accuracy_rows import Row
+from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
+from benchmarks.models.alpa_moe import MoESize, alpa_moe
+from benchmarks.models.model import Array
+from benchmarks.models.wide_resnet import ResNetSize, wide_resnet
+from benchmarks.models.workload import Workload, adamw
+
+_TIME_LIMIT_S = 20.0
+_DTYPES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16, "float32": jnp.float32}
+_INCOMPLETE = {
+    "remat": "names the values that are kept or offloaded, which no method does",
+    "no": "does not say all of its sizes, its batch, its plan or its machine",
+}
+_WIDENINGS = range(1, 65)
+_SAME_SIZE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What a row trains: sizes of one family, in one type."""
+
+    size: GPTSize | MoESize | ResNetSize
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """What a row says of its plan; `mesh` is given where layouts are searched or pinned."""
+
+    data: int
+    fsdp: int
+    tensor: int
+    pipeline: int
+    num_microbatches: int
+    schedule: str
+    zero: int
+    mesh: tuple[int, ...] | None
+    searched: bool
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp * self.tensor * self.pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase:
+    """A row as the compiler takes it, and what was measured."""
+
+    row: Row
+    model: Model
+    layout: Degrees
+    machine: Machine
+    devices: int
+
+    @property
+    def cell(self) -> tuple[object, ...]:
+        """Rows of one group are choices for one task; a row without a group stands alone."""
+        return (self.row["group"],) if self.row["group"] else (self.row.line,)
+
+    @property
+    def measured_s(self) -> float | None:
+        """Seconds of a step; None if it ran out of memory."""
+        return None if self.out_of_memory else self.row.number("step_s")
+
+    @property
+    def measured_gib(self) -> float | None:
+        """The most that one device held."""
+        return self.row.number("peak_gib")
+
+    @property
+    def out_of_memory(self) -> bool | None:
+        return self.row.number("oom") == 1 if self.row["oom"] else None
+
+    @property
+    def counts_tensors(self) -> bool:
+        """XLA allocates all that an executable needs."""
+        return False
+
+
+def step_case_of(row: Row) -> StepCase:
+    """Return the row as a case; raise `Unusable`, which says why, if it is none."""
+    if row["complete"] not in ("yes", "search"):
+        raise Unusable(_INCOMPLETE.get(row["complete"], "does not say whether it is complete"))
+    if row["machine"] not in machines():
+        raise Unusable(f"no machine file for {row['machine']!r}")
+    if row.number("oom") != 1 and not row.number("step_s"):
+        raise Unusable("has no measured time")
+    devices = _whole(row, "devices")
+    return StepCase(
+        row=row,
+        model=_model(row),
+        layout=_degrees(row, devices),
+        machine=Machine.named(row["machine"]),
+        devices=devices,
+    )
+
+
+def predicted(case: StepCase) -> Predicted:
+    """Return the step as the compiler plans and simulates it; raise `Unusable` for what it refuses."""
+    report = _report(case.model, case.layout, case.machine.name, case.devices)
+    return Predicted(case=case, step_s=report.step_time_s, peak_bytes=report.peak_bytes, tensor_bytes=report.peak_bytes)
+
+
+@cache
+def _report(model: Model, degrees: Degrees, machine: str, devices: int) -> SimulationReport:
+    """The same for equal rows: repetitions are planned once."""
+    workload = workload_of(model)
+    cluster = Cluster(num_devices=devices, machine=Machine.named(machine))
+    try:
+        step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=cluster)
+        traced = step.trace(workload.abstract_state, workload.abstract_batch)
+        return traced.plan(method_of(workload, degrees)).simulate(cluster)
+    except AutoparError as error:
+        raise Unusable(f"{type(error).__name__}: {str(error).split('. ')[0]}") from error
+
+
+# --- models -------------------------------------------------------------------------------------------------------
+
+
+def workload_of(model: Model) -> Workload:
+    """Return the train step of a model."""
+    dtype = _DTYPES[model.dtype]
+    match model.size:
+        case GPTSize():
+            return alpa_gpt("gpt", model.size, dtype)
+        case MoESize():
+            return alpa_moe("moe", model.size, dtype, adamw())
+        case ResNetSize():
+            return wide_resnet("wresnet", model.size, dtype)
+
+
+def _model(row: Row) -> Model:
+    make = _SIZES.get(row["family"])
+    if make is None:
+        raise Unusable(f"is of the family {row['family']!r}; there are {', '.join(_SIZES)}")
+    found = re.search(r"compute (\w+)", row["dtype"])
+    if found is None or found[1] not in _DTYPES:
+        raise Unusable(f"computes in {row['dtype']!r}; there are {', '.join(_DTYPES)}")
+    return Model(size=make(row, _recomputed(row)), dtype=found[1])
+
+
+def _recomputed(row: Row) -> bool:
+    if row["remat"] not in ("none", "full"):
+        raise Unusable(f"recomputes {row['remat']!r}; there are 'none' and 'full'")
+    return row["remat"] == "full"
+
+
+def _gpt(row: Row, recomputed: bool) -> GPTSize:
+    return GPTSize(
+        width=_whole(row, "hidden"),
+        layers=_whole(row, "layers"),
+        heads=_whole(row, "heads"),
+        length=_whole(row, "seq"),
+        vocabulary=_whole(row, "vocab"),
+        batch=_whole(row, "global_batch"),
+        hidden=row.whole("ffn"),
+        recomputed=recomputed,
+    )
+
+
+def _moe(row: Row, recomputed: bool) -> MoESize:
+    width, hidden = _whole(row, "hidden"), _whole(row, "ffn")
+    group = re.search(r"group (\d+)", row["notes"])
+    if hidden != 8 * width or row.number("top_k") != 2 or group is None:
+        raise Unusable("is no mixture of experts eight times as wide as the model, two per token, in groups")
+    return MoESize(
+        width=width,
+        layers=_whole(row, "layers"),
+        experts=_whole(row, "experts"),
+        heads=_whole(row, "heads"),
+        length=_whole(row, "seq"),
+        vocabulary=_whole(row, "vocab"),
+        batch=_whole(row, "global_batch"),
+        group=int(group[1]),
+        recomputed=recomputed,
+    )
+
+
+def _resnet(row: Row, recomputed: bool) -> ResNetSize:
+    """The widening is what the notes say, or what makes as many parameters as the model's name says."""
+    fields = {"channels": _whole(row, "hidden"), "depth": _whole(row, "layers"), "batch": _whole(row, "global_batch")}
+    if fields["depth"] not in (26, 50, 101):
+        raise Unusable(f"has the depth {fields['depth']}; there are 26, 50 and 101")
+    said = re.search(r"width factor (\d+)", row["notes"])
+    if said:
+        return ResNetSize(**fields, widening=int(said[1]), recomputed=recomputed)
+    name = re.search(r"([\d.]+)B$", row["model"])
+    if name is None:
+        raise Unusable("says neither its width factor nor how many parameters it has")
+    sizes = [ResNetSize(**fields, widening=widening, recomputed=recomputed) for widening in _WIDENINGS]
+    wanted = 1e9 * float(name[1])
+    best = min(sizes, key=lambda size: abs(_parameters(size) - wanted))
+    if abs(_parameters(best) / wanted - 1) > _SAME_SIZE:
+        raise Unusable(f"has no width factor for which a network of its depth has {name[1]}B parameters")
+    return best
+
+
+def _parameters(size: ResNetSize) -> float:
+    return sum(k * k * i * o for block in size.blocks for k, i, o in block.kernels.values())
+
+
+_SIZES: Mapping[str, Callable[[Row, bool], Any]] = {"gpt": _gpt, "moe": _moe, "wresnet": _resnet}
+
+
+# --- plans --------------------------------------------------------------------------------------------------------
+
+
+def method_of(workload: Workload, degrees: Degrees) -> Megatron | Auto:
+    """Return the method that plans a workload as a row says."""
+    common: dict[str, Any] = {
+        "num_microbatches": degrees.num_microbatches,
+        "schedule": degrees.schedule,
+        "batch_statistics": workload.batch_statistics,
+        "time_limit_s": _TIME_LIMIT_S,
+    }
+    if degrees.mesh is None:
+        return Megatron(
+            data=degrees.data * degrees.fsdp,
+            tensor=degrees.tensor,
+            pipeline=degrees.pipeline,
+            zero=degrees.zero if degrees.data * degrees.fsdp > 1 else 0,
+            **common,
+        )
+    pins = {} if degrees.searched else _pins(workload)
+    names = ("data", "fsdp", "tensor") if not degrees.searched else None
+    return Auto(
+        num_stages=degrees.pipeline,
+        mesh_shape=degrees.mesh,
+        axis_names=names,
+        pins=pins,
+        memory="off",
+        remat=False,
+        **common,
+    )
+
+
+def _pins(workload: Workload) -> dict[str, PartitionSpec]:
+    """The state divided as MaxText's rules have it: "embed" over fsdp, what is inside of a layer over tensor."""
+    axes = {"embed": "fsdp", "heads": "tensor", "mlp": "tensor", "vocabulary": "tensor"}
+
+    def spec(array: Array) -> PartitionSpec:
+        return PartitionSpec(*(axes.get(name) for name in array.names))
+
+    leaves = jax.tree_util.tree_leaves_with_path(workload.params, is_leaf=lambda leaf: isinstance(leaf, Array))
+    return {
+        f"(^|/){'/'.join(str(getattr(key, 'key', key)) for key in path)}$": spec(array)
+        for path, array in leaves
+        if len(array.shape) > 1
+    }
+
+
+def _degrees(row: Row, devices: int) -> Degrees:
+    for column in ("sequence", "expert"):
+        if (row.number(column) or 1) > 1:
+            raise Unusable(f"divides the {column} among devices, which no method does by degrees")
+    searched = row["complete"] == "search"
+    if _uneven(row["notes"]):
+        raise Unusable("has stages on different numbers of devices")
+    degree = {name: row.whole(name) for name in ("data", "fsdp", "tensor", "pipeline")}
+    pipeline = degree["pipeline"] or 1
+    found = Degrees(
+        data=degree["data"] or 1,
+        fsdp=degree["fsdp"] or 1,
+        tensor=degree["tensor"] or 1,
+        pipeline=pipeline,
+        num_microbatches=row.whole("microbatches") or 1,
+        schedule=row["schedule"] or "1f1b",
+        zero=row.whole("zero") or 0,
+        mesh=_mesh(row, devices // pipeline, degree) if searched else _pinned_mesh(degree),
+        searched=searched,
+    )
+    if not searched and found.devices != devices:
+        raise Unusable("says degrees whose product is not its number of devices")
+    return found
+
+
+def _mesh(row: Row, devices: int, degree: Mapping[str, int | None]) -> tuple[int, ...]:
+    """The mesh of a stage whose layouts were searched: what the row names, or one axis."""
+    named = re.search(r"mesh (\d+)x(\d+)|on (\d+)x(\d+)", row["notes"])
+    if named is not None:
+        shape = tuple(int(size) for size in named.groups() if size)
+        if shape[0] * shape[1] == devices:
+            return shape
+    if degree["data"] and degree["tensor"] and degree["data"] * degree["tensor"] == devices:
+        return degree["data"], degree["tensor"]
+    return (devices, 1)
+
+
+def _pinned_mesh(degree: Mapping[str, int | None]) -> tuple[int, ...] | None:
+    """The mesh of replicas of two kinds, or of a divided state beside tensor parallelism; None for another."""
+    data, fsdp, tensor = (degree[name] or 1 for name in ("data", "fsdp", "tensor"))
+    return (data, fsdp, tensor) if fsdp > 1 and data * tensor > 1 else None
+
+
+def _uneven(notes: str) -> bool:
+    """True if the stages that the notes list differ in devices or in layers."""
+    stages = re.findall(r"(\d+)-(\d+) on (\d+)x(\d+)", notes)
+    return len({(int(b) - int(a), c, d) for a, b, c, d in stages}) > 1
+
+
+def _whole(row: Row, column: str) -> int:
+    number = row.whole(column)
+    if not number:
+        raise Unusable(f"does not say {column}")
+    return number

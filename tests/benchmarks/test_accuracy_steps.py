@@ -1,0 +1,157 @@
+"""Measured steps of JAX programs, as the compiler plans and simulates them."""
+
+import csv
+from pathlib import Path
+
+import pytest
+from jax.sharding import PartitionSpec
+
+from autopar import Auto, Megatron
+from autopar.errors import InvalidArgument
+from benchmarks.accuracy import accuracy_report
+from benchmarks.accuracy_cases import Unusable
+from benchmarks.accuracy_report import DIFFERENT, Predicted, ordered_pairs
+from benchmarks.accuracy_rows import STEP_COLUMNS, STEPS, Row, read_measurements
+from benchmarks.accuracy_steps import StepCase, method_of, predicted, step_case_of, workload_of
+from benchmarks.models.alpa_moe import MoESize
+from benchmarks.models.wide_resnet import ResNetSize
+
+STEP_ROW = {
+    "id": "small-1",
+    "source": "someone's log",
+    "model": "gpt-small",
+    "family": "gpt",
+    "layers": "2",
+    "hidden": "128",
+    "ffn": "512",
+    "heads": "4",
+    "vocab": "512",
+    "seq": "64",
+    "global_batch": "8",
+    "microbatches": "1",
+    "dtype": "compute float16, parameters float32, adamw float32",
+    "machine": "p3.16xlarge",
+    "devices": "2",
+    "data": "2",
+    "tensor": "1",
+    "pipeline": "1",
+    "zero": "0",
+    "remat": "full",
+    "step_s": "0.01",
+    "oom": "0",
+    "group": "small-2",
+    "complete": "yes",
+}
+MOE = {"family": "moe", "ffn": "1024", "experts": "4", "top_k": "2", "notes": "GShard top-2, group 64"}
+RESNET = {"family": "wresnet", "layers": "50", "hidden": "160", "ffn": "", "heads": "", "vocab": "", "seq": ""}
+
+
+def row(**cells: str) -> Row:
+    known = {**STEP_ROW, **cells}
+    return Row(line=2, cells=tuple((column, known.get(column, "")) for column in STEP_COLUMNS))
+
+
+def case(**cells: str) -> StepCase:
+    return step_case_of(row(**cells))
+
+
+def method(**cells: str) -> Megatron | Auto:
+    found = case(**cells)
+    return method_of(workload_of(found.model), found.layout)
+
+
+def test_degrees_are_planned_by_megatron():
+    found = method(devices="8", tensor="2", pipeline="2", microbatches="2", zero="2")
+    assert isinstance(found, Megatron)
+    assert (found.degrees(8), found.num_microbatches, found.zero) == ((2, 2, 2), 2, 2)
+
+
+def test_replicas_that_divide_the_state_are_those_of_zero_3():
+    found = method(data="1", fsdp="2", zero="3")
+    assert isinstance(found, Megatron) and (found.degrees(2), found.zero) == ((2, 1, 1), 3)
+
+
+def test_a_state_divided_over_one_of_several_axes_is_pinned():
+    found = method(devices="8", data="2", fsdp="2", tensor="2", zero="3")
+    assert isinstance(found, Auto) and (found.mesh_shape, found.axis_names) == ((2, 2, 2), ("data", "fsdp", "tensor"))
+    assert PartitionSpec("fsdp", "tensor") in found.pins.values()
+
+
+def test_what_was_searched_is_searched_on_the_mesh_of_the_row():
+    found = method(devices="8", data="", tensor="", complete="search", notes="auto_sharding, mesh 2x4")
+    assert isinstance(found, Auto) and (found.mesh_shape, found.num_stages) == ((2, 4), 1)
+
+
+@pytest.mark.parametrize(
+    ("notes", "model", "widening"), [("width factor 4, images 224x224", "wresnet", 4), ("", "wresnet-0.25B", 2)]
+)
+def test_the_width_of_a_network_is_stated_or_follows_from_its_parameters(notes: str, model: str, widening: int):
+    size = case(**RESNET, notes=notes, model=model).model.size
+    assert isinstance(size, ResNetSize) and size.widening == widening
+
+
+def test_experts_are_chosen_within_groups():
+    size = case(**MOE).model.size
+    assert isinstance(size, MoESize) and (size.group, size.experts, size.recomputed) == (64, 4, True)
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"complete": "no"}, "does not say all of its sizes"),
+        ({"complete": "remat"}, "kept or offloaded"),
+        ({"machine": "abacus"}, "no machine file for 'abacus'"),
+        ({"family": "t5"}, "is of the family 't5'; there are gpt, moe, wresnet"),
+        ({"dtype": "compute float8"}, "computes in 'compute float8'"),
+        ({"remat": "save dots"}, "recomputes 'save dots'"),
+        ({"layers": ""}, "does not say layers"),
+        ({"step_s": ""}, "has no measured time"),
+        ({"tensor": "4"}, "says degrees whose product is not its number of devices"),
+        ({"sequence": "2"}, "divides the sequence among devices"),
+        ({"notes": "stages: 0-1 on 1x1, 2-7 on 1x1"}, "stages on different numbers of devices"),
+        ({**MOE, "top_k": "1"}, "no mixture of experts"),
+        ({**RESNET, "layers": "34"}, "has the depth 34"),
+        ({**RESNET, "model": "wresnet"}, "neither its width factor"),
+        ({**RESNET, "model": "wresnet-500B"}, "no width factor for which"),
+    ],
+)
+def test_a_row_that_cannot_be_expressed_says_why(cells: dict[str, str], reason: str):
+    with pytest.raises(Unusable, match=reason):
+        case(**cells)
+
+
+def test_what_the_compiler_refuses_is_named():
+    with pytest.raises(Unusable, match=r"InvalidArgument: .*do not divide"):
+        predicted(case(global_batch="7"))
+
+
+def test_rows_are_predicted_by_the_compiler_and_counted_by_source(tmp_path: Path):
+    rows = [
+        STEP_ROW,
+        {**STEP_ROW, "data": "1", "tensor": "2", "step_s": "0.02"},
+        {**STEP_ROW, "source": "another", "complete": "no"},
+        {**STEP_ROW, "oom": "1", "step_s": "", "peak_gib": "40"},
+    ]
+    path = tmp_path / "steps.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(STEP_COLUMNS)
+        writer.writerows([each.get(column, "") for column in STEP_COLUMNS] for each in rows)
+    measurements = read_measurements(path)
+    assert measurements.columns is STEPS
+    report = accuracy_report(measurements, None, rows=True)
+    figures = report["sources"]["someone's log"]
+    assert (figures["rows"], figures["pairs"], figures["oom_right"] + figures["oom_wrong"]) == (2, 1, 3)
+    assert report["all"]["rows"] == 2 and len(report["predictions"]) == 3
+    assert [each["source"] for each in report["skipped"]] == ["another"]
+    with pytest.raises(InvalidArgument, match="priced from machine files alone"):
+        accuracy_report(measurements, 0.2)
+
+
+def test_pairs_are_those_of_one_group_that_clearly_differ():
+    def at(measured_s: float, step_s: float, **cells: str) -> Predicted:
+        return Predicted(case=case(step_s=str(measured_s), **cells), step_s=step_s, peak_bytes=0.0)
+
+    close = at(1.0 + DIFFERENT / 2, 0.1)
+    rows = [at(1.0, 0.2), close, at(2.0, 0.3), at(3.0, 0.25), at(9.0, 0.0, group="other")]
+    assert ordered_pairs(rows) == [True, True, True, True, False]
