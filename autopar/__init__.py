@@ -1,6 +1,7 @@
 """autopar: an auto-parallelizing compiler for JAX. Put `@autopar.parallelize` on a train step."""
 
 from autopar.api import Compiled, Lowered, Planned, Step, Traced, parallelize
+from autopar.compiler.frontend.layer_boundaries import layer_boundary
 from autopar.compiler.sharding.declared_rules import sharding_rule
 from autopar.errors import (
     AutoparError,
@@ -84,6 +85,7 @@ __all__ = [
     "create_state",
     "fit",
     "init",
+    "layer_boundary",
     "parallelize",
     "prefetch",
     "register_schedule",

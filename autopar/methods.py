@@ -119,11 +119,12 @@ class PipelineParallel:
 
     The devices are split into `num_stages` meshes. Each has the logical `mesh_shape` with `axis_names`;
     `None` puts all devices of a mesh on one "data" axis. The forward is cut into `layers` layers, by default
-    one per stage. `schedule` is "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", or one that
-    `register_schedule` made known. With "interleaved" each mesh has `virtual_stages` stages, 2 by default,
-    that lie apart in the model; the others have one per mesh. `remat=True` recomputes each stage's forward
-    in its backward, so that only the inputs of a stage stay in memory. `specs` are those of `ShardParallel`,
-    over the axes of a stage's mesh, and the rest is that of `DataParallel`.
+    those that the model marks by `autopar.layer_boundary`, or else one per stage. `schedule` is "gpipe",
+    "1f1b", "eager-1f1b", "interleaved", "zero-bubble", or one that `register_schedule` made known. With
+    "interleaved" each mesh has `virtual_stages` stages, 2 by default, that lie apart in the model; the others have
+    one per mesh. `remat=True` recomputes each stage's forward in its backward, so that only the inputs of a stage
+    stay in memory. `specs` are those of `ShardParallel`, over the axes of a stage's mesh, and the rest is that of
+    `DataParallel`.
 
     Raises `InvalidArgument` for a count below 1, an unknown word, fewer layers than stages, virtual stages
     without "interleaved", an invalid pattern, or a spec with axes that the mesh lacks.
@@ -148,11 +149,7 @@ class PipelineParallel:
         """Raise `InvalidArgument` for a count, word, mesh, pattern or spec that cannot be used."""
         _check_fields(self)
         check_virtual_stages(get_schedule(self.schedule), self.stages_per_mesh)
-        if self.num_layers < self.num_virtual_stages:
-            raise InvalidArgument(
-                f"There are {self.num_layers} layers for {self.num_virtual_stages} stages, each needs one. "
-                f"Give layers={self.num_virtual_stages} or more, or use fewer stages."
-            )
+        _check_layers(self.num_layers, self.num_virtual_stages)
         if self.mesh_shape is not None or self.axis_names is not None:
             check_mesh_shape(self.mesh_shape or (1,), self.mesh_axes)
         _check_specs(self.specs, self.mesh_axes)
@@ -273,21 +270,23 @@ class Auto:
     `num_microbatches` parts of the batch go through the model one after another, in the order of the `schedule`.
     `memory` limits what a device may hold: bytes, a fraction of its memory, or a word: "adaptive" (0.9 of it, the
     default), "slight", "moderate" and "heavy" (0.75, 0.6 and 0.4), "off" (no limit).
+    Stages are runs of layers: those between the marks of `autopar.layer_boundary`, or the numbered scopes of the model
+    (`h_0`, `h_1`), or where it has neither, or fewer scopes than stages, parts of even FLOPs; `layers` says how many.
     `remat` computes layers again in the backward pass instead of keeping what they made: as few as make the plan fit
-    into memory ("auto"), all that can be (True), or none (False). Layers are the numbered scopes of the model (`h_0`,
-    `h_1`), or parts of even FLOPs where it has none; the last one is never among them, as its backward pass follows at
-    once. A scan over layers is not recomputed: put `jax.checkpoint` around its body.
+    into memory ("auto"), all that can be (True), or none (False). The last one is never among them, as its backward
+    pass follows at once. A scan over layers is not recomputed: put `jax.checkpoint` around its body.
     `pins` maps regular expressions to specs: an input whose key path (`state/params/h_0/kernel`) one of them finds is
     laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`. After `time_limit_s`
     seconds the best plan so far is taken, with the gap that is left.
 
-    Raises `InvalidArgument` for values that cannot be used.
+    Raises `InvalidArgument` for values that cannot be used, and fewer layers than stages.
 
     >>> Auto(mesh_shape=(2, 4)).mesh_axes
     ('data', 'model')
     """
 
     num_stages: int | None = None
+    layers: int | None = None
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
     num_microbatches: int | None = None
@@ -303,6 +302,8 @@ class Auto:
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for a field that cannot be used."""
         _check_fields(self)
+        if self.layers is not None:
+            _check_layers(self.layers, self.num_stages or 1)
         if self.mesh_shape is not None:
             check_mesh_shape(self.mesh_shape, self.mesh_axes)
         object.__setattr__(self, "pins", dict(self.pins))
@@ -386,6 +387,14 @@ def _check_fields(method: Method | _RestrictedSearch) -> None:
         is_open = value is None and each.default is None
         if each.name in _FIELD_CHECKS and not is_open:
             _FIELD_CHECKS[each.name](each.name, value)
+
+
+def _check_layers(num_layers: int, num_stages: int) -> None:
+    if num_layers < num_stages:
+        raise InvalidArgument(
+            f"There are {num_layers} layers for {num_stages} stages, each needs one. Give layers={num_stages} or more, "
+            "or use fewer stages."
+        )
 
 
 def _check_memory(name: str, memory: float | str) -> None:

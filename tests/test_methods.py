@@ -10,7 +10,7 @@ from autopar import methods
 from autopar.errors import InvalidArgument
 from autopar.hardware import cluster
 from autopar.hardware.cluster import Cluster
-from autopar.methods import DataParallel, PipelineParallel, ShardParallel
+from autopar.methods import Auto, DataParallel, PipelineParallel, ShardParallel
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,11 @@ def test_mesh_or_spec_that_does_not_fit_is_refused(method, fields, message):
 def test_pipeline_that_cannot_be_built_is_refused(fields, message):
     with pytest.raises(InvalidArgument, match=message):
         PipelineParallel(**fields)
+
+
+def test_a_search_of_fewer_layers_than_stages_is_refused():
+    with pytest.raises(InvalidArgument, match=r"3 layers for 4 stages.*layers=4 or more"):
+        Auto(num_stages=4, layers=3)
 
 
 def test_methods_are_values_that_compare_and_hash():

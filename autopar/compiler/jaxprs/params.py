@@ -358,6 +358,11 @@ def reduced_precision(eqn: JaxprEqn) -> tuple[int, int]:
     return eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
 
 
+def name_of(eqn: JaxprEqn) -> str:
+    """Return the name that `jax.ad_checkpoint.checkpoint_name` gave a value."""
+    return eqn.params["name"]
+
+
 def asked_sharding(eqn: JaxprEqn) -> Any:
     """Return the sharding that a `sharding_constraint` or `reshard` asks for, as JAX holds it."""
     return eqn.params.get("sharding", eqn.params.get("dst_sharding"))

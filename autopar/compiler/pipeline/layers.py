@@ -1,9 +1,10 @@
-"""Find the layers of a model in its forward pass: by the numbered scopes that it has, or else by bytes and FLOPs.
+"""Find the layers of a model in its forward pass: by its marks or numbered scopes, or else by bytes and FLOPs.
 
-    GPT/h_0/..., GPT/h_1/...  ->  start | GPT/h_0 | GPT/h_1 | end
+    h = layer_boundary(f(x)), g(h)  ->  f | g
+    GPT/h_0/..., GPT/h_1/...        ->  start | GPT/h_0 | GPT/h_1 | end
 
 Scopes are what `jax.named_scope` and Flax write. What comes before the first numbered scope and after the last is a
-layer too. Where there are none, the forward is a row of n equations with f_i FLOPs; c_k bytes are alive just before
+layer too. Where there are neither, the forward is a row of n equations with f_i FLOPs; c_k bytes are alive just before
 equation k: the activations, and for a parameter that is used on both sides (tied) its bytes twice per step, once as a
 copy, once as a gradient. Unplaced equations (casts, masks) count where they are first needed. No cut falls inside of a
 rematerialised block as long as there are enough other places. Of all ways to cut the row into L layers, take the least
@@ -32,6 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.compiler.frontend.layer_boundaries import is_layer_boundary
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.jaxprs.primitives import PRODUCTS
@@ -54,34 +56,53 @@ _Indices = NDArray[np.int64]
 _RELATIVE_ERROR = 1e-12
 
 
-def count_layers(phases: Phases) -> int:
-    """The number of layers that the model has by its scopes, or else a good number of layers by FLOPs."""
-    scopes = _numbered_layers(phases)
-    if scopes:
-        return len(scopes)
+def count_layers(phases: Phases, num_stages: int = 1) -> int:
+    """Return the number of layers for a model in so many stages: those that it has, or a good number by FLOPs.
+
+    Raises `InvalidArgument` if the model marks fewer layers than there are stages; numbered scopes, if they are fewer,
+    are not its layers then.
+    """
+    marked = count_marked_layers(phases)
+    if 0 < marked < num_stages:
+        raise InvalidArgument(
+            f"{num_stages} stages were asked for, and the model marks {marked} layers with autopar.layer_boundary; "
+            f"each stage needs one. Use at most {marked} stages, put more marks into the model, or give "
+            f"layers={num_stages} to have it cut by FLOPs."
+        )
+    own = len(_own_layers(phases))
+    if own >= max(1, num_stages):
+        return own
     order = layer_order(phases)
     products = sum(phases.equations[i].primitive.name in PRODUCTS for i in order)
-    return min(_MOST_BY_FLOPS, max(2, products // _PRODUCTS_PER_LAYER), len(order))
+    return max(num_stages, min(_MOST_BY_FLOPS, max(2, products // _PRODUCTS_PER_LAYER), len(order)))
 
 
-def has_numbered_layers(phases: Phases) -> bool:
-    """True if the model names its layers by numbered scopes."""
-    return bool(_numbered_layers(phases))
+def count_marked_layers(phases: Phases) -> int:
+    """Return the number of layers between the marks of `autopar.layer_boundary`; 0 if there are none."""
+    return len(_marked_layers(phases))
+
+
+def has_own_layers(phases: Phases) -> bool:
+    """True if the model says what its layers are, by marks or by numbered scopes."""
+    return bool(_own_layers(phases))
 
 
 def layer_cuts(phases: Phases, num_layers: int) -> tuple[int, ...]:
-    """Return the positions in `layer_order(phases)` where layers 1, 2, ... begin: at numbered scopes if possible."""
-    scopes = _numbered_layers(phases)
-    if len(scopes) == num_layers:
-        return tuple(start for _, start in scopes[1:])
+    """Return the positions in `layer_order(phases)` where layers 1, 2, ... begin: those of the model's own if possible.
+
+    Raises `InvalidArgument` for more layers than the forward pass can be cut into.
+    """
+    own = _own_layers(phases)
+    if len(own) == num_layers:
+        return tuple(start for _, start in own[1:])
     return cut_forward(phases, num_layers)
 
 
 def layer_names(phases: Phases, num_layers: int, parameters: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
     """A name for every layer: its scope, the `parameters` that only it reads, or the line that it begins at."""
-    scopes = _numbered_layers(phases)
-    if len(scopes) == num_layers:
-        return tuple(name for name, _ in scopes)
+    own = _own_layers(phases)
+    if len(own) == num_layers and all(name for name, _ in own):
+        return tuple(name for name, _ in own)
     order = layer_order(phases)
     starts = [0, *layer_cuts(phases, num_layers)]
     lines = [jc.source_line(phases.equations[order[start]]) for start in starts]
@@ -89,6 +110,18 @@ def layer_names(phases: Phases, num_layers: int, parameters: Mapping[int, Sequen
         " ... ".join(dict.fromkeys((own[0], own[-1]))) if (own := parameters.get(number)) else f"layer from {line}"
         for number, line in enumerate(lines)
     )
+
+
+def _own_layers(phases: Phases) -> list[tuple[str, int]]:
+    """The layers that the model says it has: name (marks give none) and first position."""
+    return _marked_layers(phases) or _numbered_layers(phases)
+
+
+def _marked_layers(phases: Phases) -> list[tuple[str, int]]:
+    """The first position of every layer between marks, without a name; empty where there are none."""
+    marks = [is_layer_boundary(phases.equations[i]) for i in layer_order(phases)]
+    starts = [p for p in range(1, len(marks)) if marks[p - 1] and not marks[p] and not all(marks[:p])]
+    return [("", start) for start in (0, *starts)] if starts else []
 
 
 def _numbered_layers(phases: Phases) -> list[tuple[str, int]]:
@@ -158,8 +191,8 @@ def cut_forward(phases: Phases, num_layers: int) -> tuple[int, ...]:
         )
     if num_layers > len(order):
         raise InvalidArgument(
-            f"{num_layers} layers were asked for, but the forward pass has only {len(order)} equations to cut between. "
-            f"Ask for at most {len(order)}."
+            f"{num_layers} layers were asked for, at least one for each stage, but the forward pass has only "
+            f"{len(order)} equations to cut between. Ask for at most {len(order)} layers and stages."
         )
     if num_layers == 1:
         return ()

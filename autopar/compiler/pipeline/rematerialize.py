@@ -52,16 +52,17 @@ class Offer:
     """Of all layers, for the reader."""
 
 
-def offered_layers(trace: Trace) -> Offer:
+def offered_layers(trace: Trace, num_layers: int | None = None) -> Offer:
     """The layers of a step that can be rematerialised, those first that keep most bytes for the FLOPs that made them.
 
-    The last layer is never among them: its backward pass begins where its forward pass ends. Layers that the user
-    rematerialises are not either, nor a scan over layers, whose body needs a `jax.checkpoint` of the user's.
+    The layers are its own unless `num_layers` says how many. The last one is never among them: its backward pass begins
+    where its forward pass ends. Layers that the user rematerialises are not either, nor a scan over layers, whose body
+    needs a `jax.checkpoint` of the user's.
     """
     step = LayeredStep(trace)
     if not step.order:
         return Offer(num_layers=1, layers=(), names=("the step",))
-    num_layers = count_layers(step.phases)
+    num_layers = num_layers or count_layers(step.phases)
     regions = step.recomputed(range(num_layers - 1), num_layers)
     worth = {
         layer: step.saved_bytes(region) / max(step.repeated_flops(region), 1.0) for layer, region in regions.items()

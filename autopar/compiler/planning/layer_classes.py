@@ -25,7 +25,7 @@ from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.lowering.value_types import microbatch_rows, rows_axis
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
-from autopar.compiler.pipeline.layers import count_layers, forward_costs, layer_cuts
+from autopar.compiler.pipeline.layers import count_layers, count_marked_layers, forward_costs, layer_cuts
 from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
@@ -73,8 +73,11 @@ class Layers:
     """Per cut, there and back, of one microbatch; what crosses once per step counts its share."""
 
 
-def count_step_layers(trace: Trace, **options: str) -> tuple[int, int]:
-    """Return the number of layers that a step is cut into, and of pieces of its scans over layers."""
+def count_step_layers(trace: Trace, *, num_stages: int = 1, **options: str) -> tuple[int, int]:
+    """Return the number of layers that a step is cut into, one a stage at least, and of pieces of its layer scans.
+
+    Raises `InvalidArgument` if the model marks fewer layers than there are stages.
+    """
     whole = prepare(trace, num_layers=1, num_microbatches=1, loop_pieces=1, **_exact(options))
     loops = [
         jp.scan_of(eqn).length
@@ -82,8 +85,8 @@ def count_step_layers(trace: Trace, **options: str) -> tuple[int, int]:
         if eqn.primitive.name == "scan" and 1 < jp.scan_of(eqn).length <= _MOST_LOOP_PIECES
     ]
     if loops and loop_pieces_for(trace, max(loops)) > 1:
-        return max(loops), max(loops)
-    return count_layers(whole.phases), 1
+        return max(num_stages, *loops), max(num_stages, *loops)
+    return count_layers(whole.phases, num_stages), 1
 
 
 def _exact(options: Mapping[str, str]) -> dict[str, str]:
@@ -151,9 +154,11 @@ def find_layers(
     )
 
 
-def model_cuts(phases: Phases, num_layers: int) -> tuple[int, ...]:
-    """Between the layers of the model, each of which is worth its place."""
-    return worthwhile_cuts(phases, layer_cuts(phases, num_layers))
+def model_cuts(phases: Phases, num_layers: int, num_stages: int = 1) -> tuple[int, ...]:
+    """Between the layers of the model, each of which is worth its place, or else marked or needed for a stage."""
+    cuts = layer_cuts(phases, num_layers)
+    kept = worthwhile_cuts(phases, cuts)
+    return cuts if len(kept) + 1 < num_stages or count_marked_layers(phases) == num_layers else kept
 
 
 def worthwhile_cuts(phases: Phases, cuts: Sequence[int]) -> tuple[int, ...]:

@@ -12,10 +12,12 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
+from autopar.compiler.frontend.layer_boundaries import is_layer_boundary
 from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.value_types import batch_spec, microbatch_rows, rows_axis
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
-from autopar.compiler.pipeline.layers import cut_forward, group_layers
+from autopar.compiler.pipeline.layers import count_layers, count_marked_layers, cut_forward, group_layers, layer_cuts
 from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.errors import InvalidArgument
@@ -83,16 +85,18 @@ def _one_stage(
 
 def _pipeline(trace: Trace, method: PipelineParallel, num_devices: int) -> Plan:
     meshes = _stage_meshes(method, num_devices)
-    pieces = loop_pieces_for(trace, method.num_layers)
+    num_layers = _count_layers(trace, method)
+    pieces = loop_pieces_for(trace, num_layers)
     prepared = prepare(
         trace,
-        num_layers=method.num_layers,
+        num_layers=num_layers,
         num_microbatches=method.num_microbatches,
         loop_pieces=pieces,
         batch_statistics=method.batch_statistics,
         random=method.random,
     )
-    cuts = cut_forward(prepared.phases, method.num_layers)
+    anywhere = method.layers is None and not count_marked_layers(prepared.phases)
+    cuts = (cut_forward if anywhere else layer_cuts)(prepared.phases, num_layers)
     stages = tuple(group_layers(prepared.phases, cuts, method.num_virtual_stages))
     remat = method.remat or prepared.recomputes
     cut = StageCut(
@@ -117,6 +121,19 @@ def _pipeline(trace: Trace, method: PipelineParallel, num_devices: int) -> Plan:
         batch_statistics=method.batch_statistics,
         random=method.random,
     )
+
+
+def _count_layers(trace: Trace, method: PipelineParallel) -> int:
+    """Return the number of layers that is given, or that the model marks, or else one for each stage.
+
+    Raises `InvalidArgument` if the model marks fewer layers than there are stages.
+    """
+    if method.layers is None and any(is_layer_boundary(eqn) for eqn in jc.all_equations(trace.jaxpr)):
+        options = {"batch_statistics": method.batch_statistics, "random": method.random}
+        phases = prepare(trace, num_layers=1, num_microbatches=1, loop_pieces=1, **options).phases
+        if count_marked_layers(phases):
+            return count_layers(phases, method.num_virtual_stages)
+    return method.num_layers
 
 
 def _stage_meshes(method: PipelineParallel, num_devices: int) -> tuple[MeshPlan, ...]:

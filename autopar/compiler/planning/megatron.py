@@ -25,7 +25,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
-from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_numbered_layers, layer_cuts, layer_names
+from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_own_layers, layer_cuts, layer_names
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.layer_classes import (
@@ -150,8 +150,10 @@ def _pieces(trace: Trace, method: Megatron) -> tuple[int, int]:
         return 1, 1
     if loop_pieces_for(trace, stages) > 1:
         return stages, stages
-    num_layers, _ = count_step_layers(trace, batch_statistics=method.batch_statistics, random=method.random)
-    return max(num_layers, stages), 1
+    num_layers, _ = count_step_layers(
+        trace, num_stages=stages, batch_statistics=method.batch_statistics, random=method.random
+    )
+    return num_layers, 1
 
 
 def _prepared(trace: Trace, method: Megatron, pieces: tuple[int, int], num_microbatches: int) -> PreparedStep:
@@ -187,7 +189,7 @@ def even_layers(prepared: PreparedStep, num_layers: int, num_stages: int) -> tup
 
     Raises `InvalidArgument` for more stages than layers.
     """
-    if has_numbered_layers(prepared.phases):
+    if has_own_layers(prepared.phases):
         num_layers = count_layers(prepared.phases)
     cuts = layer_cuts(prepared.phases, num_layers)
     names = layer_names(prepared.phases, num_layers, {})

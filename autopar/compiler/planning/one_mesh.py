@@ -61,7 +61,7 @@ def plan_by_search(
     Raises `InvalidArgument` for a mesh that does not fill the devices, or constraints that contradict each other, and
     `MemoryTooSmall` where no plan fits.
     """
-    offered = cache(lambda: offered_layers(trace))  # computed when it is first asked for
+    offered = cache(lambda: offered_layers(trace, search_of(method).layers))  # computed when it is first asked for
     fitting: list[MeshSearchResult] = []
     too_small: list[MemoryTooSmall] = []
     for mesh in _meshes(search_of(method), num_devices):

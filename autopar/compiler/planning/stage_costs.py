@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,8 @@ from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
-from autopar.compiler.planning.layer_classes import LayerCutter, Layers, count_step_layers, find_layers
+from autopar.compiler.pipeline.prepare import loop_pieces_for
+from autopar.compiler.planning.layer_classes import LayerCutter, Layers, count_step_layers, find_layers, model_cuts
 from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, LayerCosts
 from autopar.compiler.planning.one_mesh import memory_limit
 from autopar.compiler.sharding.layout import LogicalMesh
@@ -71,6 +73,11 @@ class StageProblem:
         return self.method.num_stages
 
     @property
+    def least_layers(self) -> int:
+        """The layers that are given, or one for every stage that is given; 1 if nothing is."""
+        return self.method.layers or self.num_stages or 1
+
+    @property
     def cluster(self) -> Submesh:
         """The devices as hosts, or as parts of hosts if a given number of equal stages needs them."""
         cluster = cluster_shape(self.num_devices, self.machine.devices_per_host)
@@ -105,7 +112,11 @@ class KnownLayers:
     def of(cls, problem: StageProblem) -> KnownLayers:
         """Return those of the model's layers."""
         options = {"batch_statistics": problem.method.batch_statistics, "random": problem.method.random}
-        num_layers, loop_pieces = count_step_layers(problem.trace, **options)
+        num_layers, loop_pieces = problem.method.layers, 1
+        if num_layers is None:
+            num_layers, loop_pieces = count_step_layers(problem.trace, num_stages=problem.least_layers, **options)
+        else:
+            loop_pieces = loop_pieces_for(problem.trace, num_layers)
         return cls(problem=problem, num_layers=num_layers, loop_pieces=loop_pieces, options=options)
 
     def __call__(self, num_microbatches: int, remat: bool, *, splits: bool) -> tuple[Layers, LayerCosts]:
@@ -123,7 +134,7 @@ class KnownLayers:
                 split_weight_gradients=splits,
                 remat=remat,
                 pins=problem.method.pins,
-                cut=problem.cut,
+                cut=problem.cut or partial(model_cuts, num_stages=problem.least_layers),
                 **self.options,
             )
             problem.known[key] = layers, _costs_of(problem, layers)

@@ -172,9 +172,23 @@ def test_memory_that_nothing_fits_into_is_refused():
         traced(autopar.Auto(memory=1e4), cluster).plan()
 
 
-def test_more_stages_than_layers_are_refused():
-    with pytest.raises(InvalidArgument, match="8 stages were asked for"):
-        traced(autopar.Auto(num_stages=8, num_microbatches=2), autopar.Cluster(num_devices=8, kind="cpu")).plan()
+def test_more_stages_than_scopes_are_cut_by_flops():
+    cluster = autopar.Cluster(num_devices=8, kind="cpu")
+    assert traced(autopar.Auto(num_stages=8, num_microbatches=2), cluster).plan().plan.num_stages == 8
+
+
+@pytest.mark.parametrize("method", [autopar.Auto, autopar.PipelineParallel])
+def test_more_stages_than_equations_are_refused(method):
+    with pytest.raises(InvalidArgument, match=r"64 layers were asked for.*only .* equations.*Ask for at most"):
+        cluster = autopar.Cluster(num_devices=64, kind="cpu")
+        traced(method(num_stages=64, num_microbatches=2), cluster).plan()
+
+
+def test_layers_that_are_given_are_kept():
+    """Without them the two products of a layer are one, and what does next to nothing joins another."""
+    cluster = autopar.Cluster(num_devices=8, kind="cpu")
+    plan = traced(autopar.Auto(num_stages=2, num_microbatches=2, layers=8), cluster).plan().plan
+    assert plan.num_layers == 8
 
 
 def layers_of(num_microbatches=2):
