@@ -117,7 +117,10 @@ class Compiled:
 
     def run(self, call: Call) -> Any:
         """Run one step on sorted arguments."""
-        return jax.tree.unflatten(self.trace.out_tree, self.loaded(call.leaves))
+        return self._result(call, self.loaded(call.leaves))
+
+    def _result(self, call: Call, outputs: Sequence[Any]) -> Any:
+        return self.source.arguments.result(call, jax.tree.unflatten(self.trace.out_tree, outputs))
 
     def timeline(self, path: str | Path, *args: Any, **kwargs: Any) -> Any:
         """Run one step in which every instruction is waited for, and write when each ran, for https://ui.perfetto.dev.
@@ -125,14 +128,15 @@ class Compiled:
         Returns the step's result. Beside the measured lanes stand the predicted ones, where the plan's layouts are
         searched ones, so that their times are known.
         """
-        results, times = self.loaded.timed(self.source.arguments.split(args, kwargs).leaves)
+        call = self.source.arguments.split(args, kwargs)
+        outputs, times = self.loaded.timed(call.leaves)
         planned = Planned(plan=self.plan, trace=self.trace, source=self.source)
         try:
             predicted = planned.simulate().timeline
         except AutoparError:
             predicted = None
         write_trace(path, times, predicted)
-        return jax.tree.unflatten(self.trace.out_tree, results)
+        return self._result(call, outputs)
 
     def __str__(self) -> str:
         return f"Compiled {self.trace.name} on {self.plan.num_devices} devices\n{self.plan}"
@@ -244,7 +248,7 @@ class Planned:
         plain = jax.jit(self.source.arguments.call_flat(call))
         expected = jax.tree.leaves(plain(*anywhere))
         copies = [jnp.array(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in call.leaves]
-        results = jax.tree.leaves(self.lower().compile().run(replace(call, leaves=copies)))
+        results = self.lower().compile().loaded(copies)
         names = [leaf.name for leaf in self.trace.outputs]
         return compare_numbers(
             names, expected, results, rounded=lambda: jax.tree.leaves(plain(*rounded_arguments(anywhere)))

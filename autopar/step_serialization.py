@@ -54,14 +54,14 @@ def serialize_step(arguments: Arguments, call: Call, plan: Plan) -> SerializedSt
     Raises `CannotSerialize`, which names what cannot be sent.
     """
     names = [name for name, _ in arguments.describe_leaves(call)]
-    tree = jax.tree.unflatten(call.tree, call.without_values(names).leaves)
-    payload = (arguments.fun, arguments.roles, tree, call.static, call.num_positional, plan.to_json())
+    traced = call.unflatten(call.without_values(names).leaves)
+    payload = (arguments.fun, arguments.roles, traced, call.static, call.num_positional, plan.to_json())
     try:
         data = pickled(payload)
         unpickled(data)  # some objects can be pickled, and fail only here
         return SerializedStep(payload=data)
     except Exception as error:
-        culprit = _culprit(arguments.name, arguments.fun) or _culprit("its arguments", (tree, call.static))
+        culprit = _culprit(arguments.name, arguments.fun) or _culprit("its arguments", (traced, call.static))
         raise CannotSerialize(
             f"{arguments.name} cannot be sent to the processes of the cluster: {culprit or 'a part of it'} cannot be "
             f"pickled ({type(error).__name__}: {error}). Make it inside of the step, import it from a module that "
@@ -77,10 +77,9 @@ class SerializedStep:
 
     def __call__(self) -> Program:
         """Trace the step and lower it as planned."""
-        fun, roles, (traced_args, traced_kwargs), static, num_positional, plan = unpickled(self.payload)
-        leaves, tree = jax.tree.flatten((traced_args, traced_kwargs))
-        call = Call(leaves=leaves, tree=tree, static=static, num_positional=num_positional)
-        return program_of(Arguments(fun, roles), call, Plan.from_json(plan))
+        fun, roles, traced, static, num_positional, plan = unpickled(self.payload)
+        arguments = Arguments(fun, roles)
+        return program_of(arguments, arguments.call_of(traced, static, num_positional), Plan.from_json(plan))
 
 
 def _culprit(name: str, value: Any, depth: int = 0) -> str | None:

@@ -1,5 +1,6 @@
 """Arguments are sorted alike however they are passed, and calls that differ in what matters have other keys."""
 
+import enum
 import functools
 from typing import Any
 
@@ -70,8 +71,8 @@ STATIC = {
 def test_static_arguments_are_set_apart_however_they_are_named_and_passed(roles, args, kwargs):
     sorter = arguments(**{k: (v,) if isinstance(v, int) else v for k, v in roles.items()})
     call = sorter.split(args, kwargs)
-    assert [value for _, value in call.static] == ["big"] and call.leaves == [1.0, 2.0]
-    assert sorter.call_flat(call)(*call.leaves) == (1.0, 2.0, "big", True)
+    assert [static.value for _, static in call.static] == ["big"] and call.leaves == [1.0, 2.0]
+    assert sorter.result(call, sorter.call_flat(call)(*call.leaves)) == (1.0, 2.0, "big", True)
 
 
 def test_batch_is_the_second_argument_by_default():
@@ -93,6 +94,11 @@ def test_partial_function_is_named_by_its_type_and_counted_without_what_is_bound
     assert sorter.describe_leaves(sorter.split((2.0,), {})) == [("batch", 0)]
 
 
+class Mode(enum.IntEnum):
+    TRAIN = 1
+    TEST = 2
+
+
 X = jnp.ones((4, 2))
 SAME = {
     "other numbers": ((X, 2.0), (X + 1, 3.0)),
@@ -111,6 +117,10 @@ OTHER = {
     "strong and weak type": ((X, 2.0), (X, jnp.float32(2.0))),
     "position and name": ((X, 2.0), (X,)),
     "static value": ((X, 2.0, 1), (X, 2.0, 2)),
+    "type of a static value": ((X, 2.0, 1), (X, 2.0, True)),
+    "type inside of a static value": ((X, 2.0, (1, 2)), (X, 2.0, (1.0, 2))),
+    "static leaf": ((X, [2.0, "mean"]), (X, [2.0, "sum"])),
+    "member of an enumeration": ((X, Mode.TRAIN), (X, Mode.TEST)),
 }
 
 
@@ -132,6 +142,40 @@ def test_key_of_the_next_call_has_arrays_where_the_state_had_numbers():
     first, next_call = sorter.split((0, 2.0), {}), sorter.split((jnp.int32(1), 2.0), {})
     assert first.key() != next_call.key()
     assert first.key_of_successor({0}) == next_call.key()
+
+
+SETTINGS = {
+    "64 bits": jax.enable_x64,
+    "random numbers": functools.partial(jax.threefry_partitionable, not jax.config.jax_threefry_partitionable),
+    "precision": functools.partial(jax.default_matmul_precision, "highest"),
+    "promotion": functools.partial(jax.numpy_dtype_promotion, "strict"),
+    "implementation of keys": functools.partial(jax.default_prng_impl, "rbg"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_settings_of_jax_are_part_of_the_key(setting):
+    sorter = arguments()
+    before = sorter.split((X, X), {}).key()
+    with setting():
+        assert sorter.split((X, X), {}).key() != before
+    assert sorter.split((X, X), {}).key() == before
+
+
+def test_what_no_trace_can_take_is_static_and_stays_in_its_place():
+    sorter = arguments()
+    call = sorter.split(([jnp.tanh, X, "relu", None], {"b": 2.0, "a": np.dtype("int8")}), {"scale": Mode.TEST})
+    assert [static.value for _, static in call.static_leaves] == [jnp.tanh, "relu", np.dtype("int8"), Mode.TEST]
+    assert [name for name, _ in sorter.describe_leaves(call)] == ["state[1]", "batch['b']"]
+    returned = sorter.call_flat(call)(X + 1, 3.0)
+    state, batch, scale, train = sorter.result(call, returned)
+    assert state[0] is jnp.tanh and state[2:] == ["relu", None] and bool((state[1] == X + 1).all())
+    assert (batch, scale, train) == ({"b": 3.0, "a": np.dtype("int8")}, Mode.TEST, True)
+
+
+def test_what_can_be_neither_traced_nor_hashed_is_refused_by_name():
+    with pytest.raises(InvalidArgument, match=r"state\['words'\]\[0\] is a set: no array or number"):
+        arguments().split(({"words": [{"a"}]}, X), {})
 
 
 @pytest.mark.parametrize(

@@ -243,9 +243,9 @@ def test_static_value_that_cannot_be_hashed_is_named_by_position_and_by_name():
 
 X, Y = mlp_batch()
 BATCHES = {
-    "a string": (
-        (X, "text"),
-        r"batch\[1\] is a str; arrays and numbers are required. Name the argument in static_argnums",
+    "an array of words": (
+        (X, np.array(["text"])),
+        r"batch\[1\] is a ndarray: no array or number, which could be traced",
     ),
     "different sizes": ((X, Y[:4]), r"different batch sizes \(batch\[0\]: 8, batch\[1\]: 4\); one size is required"),
     "a scalar": ((X, 1.0), r"Batch input batch\[1\] is a scalar; every batch input needs the batch as its first axis"),
@@ -260,8 +260,8 @@ def test_batch_that_is_none_names_the_leaf(batch, expected):
 
 
 def test_leaf_of_the_state_that_is_no_array_is_named_by_its_path():
-    with pytest.raises(InvalidArgument, match=r"params\[0\]\['w'\] is a object"):
-        autopar.parallelize(mlp_step, devices=devices())([{"w": object(), "b": X[0]}], mlp_batch())
+    with pytest.raises(InvalidArgument, match=r"params\[0\]\['w'\] is a set: no array or number"):
+        autopar.parallelize(mlp_step, devices=devices())([{"w": {1}, "b": X[0]}], mlp_batch())
 
 
 @pytest.mark.parametrize("method", [DataParallel(), two_stages()], ids=["one mesh", "two stages"])

@@ -19,13 +19,25 @@ VAGUE_NAMES = {"utils", "core", "common", "helpers", "misc"}
 
 # Each may import only those before it. `compiler` and `runtime` do not know each other either, see below.
 PACKAGES = (
-    *("errors", "progress", "checks", "json_fields", "arguments", "hardware", "ir", "methods"),
+    *("errors", "progress", "checks", "json_fields", "hardware", "ir", "methods"),
     *("compiler.jaxprs", "compiler.frontend", "compiler.sharding", "compiler.microbatch", "compiler.pipeline"),
     *("compiler.costs", "compiler.resharding", "compiler.spmd", "compiler.memory"),
     *("compiler.solver", "compiler.inter_op", "compiler.intra_op", "compiler.lowering", "compiler.planning"),
     *("compiler.analysis", "compiler.passes", "compiler.plan_within_memory"),
     *("runtime", "runtime.transfer", "runtime.distributed"),
-    *("simulation", "session", "step_serialization", "verification", "aot", "api", "training", "doctor", "__main__"),
+    *(
+        "nnx_objects",
+        "arguments",
+        "simulation",
+        "session",
+        "step_serialization",
+        "verification",
+        "aot",
+        "api",
+        "training",
+        "doctor",
+        "__main__",
+    ),
 )
 KNOWS_NO_JAX = ("compiler.solver", "compiler.inter_op")
 

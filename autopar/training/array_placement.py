@@ -88,14 +88,16 @@ def argument_placement(compiled: Compiled, number: int) -> tuple[ArgumentPlaceme
     trace, program = compiled.trace, compiled.program
     numbers = [i for i, leaf in enumerate(trace.inputs) if leaf.argument == number]
     call, arguments = compiled.source.call, compiled.source.arguments
-    positional, named = jax.tree.unflatten(call.tree, call.leaves)
+    positional, named, _ = call.unflatten(call.leaves)
     name = arguments.positional[number] if number < len(arguments.positional) else None
-    if number not in positional and name not in named:
+    given = {**positional, **named}
+    where = number if number in given else name
+    if where not in given:
         raise InvalidArgument(
             f"{trace.name} was compiled without arrays as argument {number}. Give the state as the step's "
             "argument 0, the batch as one of batch_argnums, and neither as static."
         )
-    argument = positional[number] if number in positional else named[name]
+    argument = given[where]
     uses = {leaf: [program.inputs[place] for place in places] for leaf, places in places_of(program).items()}
     returned = {i: o for o, i in trace.state_outputs.items()}
     outputs = {output.leaf: {mesh for mesh, _ in output.parts} for output in program.outputs}

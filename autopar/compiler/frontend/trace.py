@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -30,6 +30,22 @@ class Leaf:
     name: str
     argument: int | None
     aval: jax.ShapeDtypeStruct
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["result", "replaced", "further"], meta_fields=["kept", "rest"])
+@dataclass(frozen=True, kw_only=True)
+class Returned:
+    """What a step gives beside its result: arrays that take the place of its inputs, and further ones.
+
+    `replaced` has them by the number of the input, `kept` the numbers of inputs that are the caller's also where their
+    argument is donated. `rest` is handed through to whoever made the value.
+    """
+
+    result: Any
+    replaced: Mapping[int, Any]
+    further: Mapping[str, Any]
+    kept: tuple[int, ...] = ()
+    rest: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,15 +101,13 @@ def trace_step(
     batch_inputs: Sequence[int],
     donated_inputs: Sequence[int],
 ) -> Trace:
-    """Trace `flat_step(*leaves)`, which returns any pytree."""
+    """Trace `flat_step(*leaves)`, which returns any pytree, or `Returned`."""
     avals = [leaf.aval for leaf in leaves]
     _check_batch(leaves, batch_inputs)
     closed, out_shape = jax.make_jaxpr(flat_step, return_shape=True)(*avals)
     at_other_batch, reason = _trace_at_other_batch(flat_step, avals, batch_inputs)
-    outputs = tuple(
-        Leaf(name=jax.tree_util.keystr(path), argument=None, aval=jax.ShapeDtypeStruct(a.shape, a.dtype))
-        for path, a in jax.tree_util.tree_leaves_with_path(out_shape)
-    )
+    returned = out_shape if isinstance(out_shape, Returned) else Returned(result=out_shape, replaced={}, further={})
+    outputs, replaced = _outputs(returned, leaves)
     return Trace(
         name=name,
         jaxpr=normalize(closed),
@@ -103,9 +117,21 @@ def trace_step(
         outputs=outputs,
         out_tree=jax.tree.structure(out_shape),
         batch_inputs=tuple(batch_inputs),
-        donated_inputs=tuple(donated_inputs),
-        state_outputs=_match_state(leaves, outputs, set(batch_inputs)),
+        donated_inputs=tuple(i for i in donated_inputs if i not in returned.kept),
+        state_outputs=replaced | _match_state(leaves, outputs, set(batch_inputs) | set(replaced.values())),
     )
+
+
+def _outputs(returned: Returned, leaves: Sequence[Leaf]) -> tuple[tuple[Leaf, ...], dict[int, int]]:
+    """Return the flat outputs, and which of them take the place of which input."""
+    parts = jax.tree_util.tree_leaves_with_path(returned.result)
+    named = [(jax.tree_util.keystr(path), a) for path, a in parts]
+    inputs = sorted(returned.replaced)
+    replaced = {len(named) + i: number for i, number in enumerate(inputs)}
+    named += [(f"{{{leaves[number].name}}}", returned.replaced[number]) for number in inputs]
+    named += [(f"{{{name}}}", returned.further[name]) for name in sorted(returned.further)]
+    outputs = [Leaf(name=name, argument=None, aval=jax.ShapeDtypeStruct(a.shape, a.dtype)) for name, a in named]
+    return tuple(outputs), replaced
 
 
 def _check_batch(leaves: Sequence[Leaf], batch_inputs: Sequence[int]) -> None:
@@ -141,8 +167,10 @@ def _trace_at_other_batch(
         return None, f"tracing it at twice the batch size raised {type(error).__name__}: {error}"
 
 
-def _match_state(leaves: Sequence[Leaf], outputs: Sequence[Leaf], batch: set[int]) -> dict[int, int]:
+def _match_state(leaves: Sequence[Leaf], outputs: Sequence[Leaf], others: set[int]) -> dict[int, int]:
     """Pair the outputs with the inputs that they replace: a subtree of the result that looks just like an argument.
+
+    The inputs `others` are none of these.
 
     An argument `state` is matched by `result[0]` when every leaf of it stands there under the same path with the same
     shape and dtype.
@@ -151,7 +179,7 @@ def _match_state(leaves: Sequence[Leaf], outputs: Sequence[Leaf], batch: set[int
     matches: dict[int, int] = {}
     arguments: dict[int, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        if leaf.argument is not None and i not in batch:
+        if leaf.argument is not None and i not in others:
             arguments.setdefault(leaf.argument, []).append(i)
     for members in arguments.values():
         paths = _relative_paths([leaves[i].name for i in members])

@@ -6,7 +6,7 @@ and `params.py`, the gate to the parameters of equations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax._src import (
     ad_checkpoint,  # the primitive of rematerialised regions is private
+    config,  # what of the configuration a trace depends on has no public reader
+    core,  # nor has the question whether a trace is under way
     effects,  # whether an effect is ordered is asked of its kind, and the kinds are private
     source_info_util,  # name stacks and user frames have no public reader
 )
@@ -33,14 +35,36 @@ __all__ = [
     "Var",
     "ad_phase",
     "bind_equation",
+    "is_tracing",
     "jaxpr_as_fun",
+    "jit_options",
     "open_jaxpr",
     "operands",
     "scope_of",
+    "settings",
     "source_line",
     "subjaxprs",
     "trace",
 ]
+
+
+def settings() -> Hashable:
+    """Return the settings of JAX by which `jax.jit` tells its traces apart, and the kind of keys."""
+    return (config.trace_context(), config.default_prng_impl.value)
+
+
+def is_tracing() -> bool:
+    """Return whether a transformation of JAX is under way here."""
+    return not core.trace_state_clean()
+
+
+def jit_options(fun: Any) -> dict[str, tuple[Any, ...]] | None:
+    """Return the arguments that `jax.jit(fun, ...)` was told are static or donated; None if it is no such function."""
+    if not isinstance(fun, type(jax.jit(jit_options))):
+        return None
+    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+    info = vars(fun)["_jit_info"]
+    return {name: tuple(getattr(info, name)) for name in names}
 
 
 def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
