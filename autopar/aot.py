@@ -25,8 +25,9 @@ from autopar.compiler.analysis.explain import Explanation, explain_plan
 from autopar.compiler.analysis.step_work import step_work
 from autopar.compiler.analysis.task_times import price_plan
 from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_within_memory import plan_that_fits
-from autopar.errors import AutoparError, InvalidArgument
+from autopar.errors import AutoparError, InvalidArgument, Unsupported
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -41,6 +42,16 @@ from autopar.step_serialization import serialize_step
 from autopar.verification import NumberCheck, VerificationReport, compare_numbers, rounded_arguments
 
 Devices = Sequence[Any]
+
+
+def check_not_traced(name: str) -> None:
+    """Raise `Unsupported` inside of `jit`, `grad`, `vmap`, `scan` or another transformation."""
+    if jc.is_tracing():
+        raise Unsupported(
+            f"The parallelized step {name} is called inside of a transformation of JAX (jit, grad, vmap, scan, "
+            "eval_shape, or another parallelize). Its plan places arrays on devices, so it must be called with arrays, "
+            f"outside of all: parallelize the outermost function, and call the plain step inside, {name}.__wrapped__."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +117,12 @@ class Compiled:
         return self.source.keys
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step. Raises `InvalidArgument` for other shapes, and `DonatedBuffer` for deleted arrays."""
+        """Run one step.
+
+        Raises `InvalidArgument` for other shapes, `DonatedBuffer` for deleted arrays, and `Unsupported` inside of a
+        transformation of JAX.
+        """
+        check_not_traced(self.trace.name)
         call = self.source.arguments.split(args, kwargs)
         if call.key() not in self.keys:
             raise InvalidArgument(

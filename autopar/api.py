@@ -12,14 +12,19 @@ step.trace(state, batch)   Traced      the jaxpr            (like the stages of 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
-from autopar.aot import Compiled, Devices, Lowered, Planned, Source, Target, Traced
+import numpy as np
+
+from autopar.aot import Compiled, Devices, Lowered, Planned, Source, Target, Traced, check_not_traced
 from autopar.arguments import ArgumentRoles, Arguments, Call
-from autopar.errors import InvalidArgument
+from autopar.checks import check_names, check_numbers
+from autopar.compiler.jaxprs import compat as jc
+from autopar.errors import CannotSerialize, InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.methods import DataParallel, Method
@@ -39,7 +44,14 @@ class Step:
         self._session: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step: the result has the structure and the numbers of the plain step's."""
+        """Run one step: the result has the structure and the numbers of the plain step's.
+
+        Under `jax.disable_jit` the step runs as it stands, operation by operation, like everything that is jitted.
+        Raises `Unsupported` inside of a transformation of JAX.
+        """
+        check_not_traced(self._arguments.name)
+        if jc.is_jit_disabled():
+            return self._arguments.bound(*args, **kwargs)
         call = self._arguments.split(args, kwargs)
         return self.compiled_for(call).run(call)
 
@@ -59,6 +71,33 @@ class Step:
     def all_compiled(self) -> list[Compiled]:
         """Return all that was compiled in the current session, in this order."""
         return list(dict.fromkeys(self._in_session().values()))
+
+    def clear_cache(self, compiled: Compiled | None = None) -> None:
+        """Drop all that was compiled, or one of `all_compiled`, with its executables. Later calls compile again.
+
+        Raises `InvalidArgument` for what is not among them.
+        """
+        known = self._in_session()
+        keys = [key for key, each in known.items() if compiled is None or each is compiled]
+        if compiled is not None and not keys:
+            raise InvalidArgument(
+                f"{self._arguments.name} has no such compiled step in this session. Give one of step.all_compiled(), "
+                "or nothing, to drop all."
+            )
+        for key in keys:
+            del known[key]
+
+    def __reduce__(self) -> str:
+        """Pickle by reference, as functions are: the executables stay here."""
+        module = self.__dict__.get("__module__", "")
+        name = next((name for name, value in vars(sys.modules.get(module)).items() if value is self), None)
+        if name is None:
+            raise CannotSerialize(
+                f"The parallelized step {self._arguments.name} has no name of its own in the module {module}, by which "
+                "another process would find it. Pickle the plain function and parallelize it there, or give the step a "
+                "name on the level of the module."
+            )
+        return name
 
     def _in_session(self) -> dict[Hashable, Compiled]:
         session = self._target.in_current_session().session
@@ -101,6 +140,7 @@ def parallelize(
     static_argnums: Sequence[int] | int = ...,
     static_argnames: Sequence[str] | str = ...,
     donate_argnums: Sequence[int] | int = ...,
+    axis_name: str | None = ...,
     devices: Devices | None = ...,
     cluster: Cluster | None = ...,
 ) -> Step: ...
@@ -114,6 +154,7 @@ def parallelize(
     static_argnums: Sequence[int] | int = ...,
     static_argnames: Sequence[str] | str = ...,
     donate_argnums: Sequence[int] | int = ...,
+    axis_name: str | None = ...,
     devices: Devices | None = ...,
     cluster: Cluster | None = ...,
 ) -> Callable[[Callable[..., Any]], Step]: ...
@@ -126,6 +167,7 @@ def parallelize(
     static_argnums: Sequence[int] | int = (),
     static_argnames: Sequence[str] | str = (),
     donate_argnums: Sequence[int] | int = (),
+    axis_name: str | None = None,
     devices: Devices | None = None,
     cluster: Cluster | None = None,
 ) -> Step | Callable[[Callable[..., Any]], Step]:
@@ -140,17 +182,21 @@ def parallelize(
     - `batch_argnums`: the arguments that carry the batch, on the first axis of every array in them; by default
       argument 1. Arguments may be passed by name all the same.
     - `static_argnums`, `static_argnames`, `donate_argnums`: as in `jax.jit`.
+    - `axis_name`: for a step written for `jax.pmap`, the axis that it reduces over. It is bound to the whole batch, as
+      if one device held all of it: `lax.pmean` over it changes nothing.
     - `devices`: JAX devices of this process, all by default; `cluster`: plan for one that may not be here.
 
     Raises `InvalidArgument` for options that contradict each other or the function.
     """
     chosen = _with_microbatches(DataParallel() if method is None else method, num_microbatches)
     roles = ArgumentRoles(
-        batch_argnums=None if batch_argnums is None else _numbers(batch_argnums),
-        static_argnums=_numbers(static_argnums),
-        static_argnames=(static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames),
-        donate_argnums=_numbers(donate_argnums),
+        batch_argnums=None if batch_argnums is None else check_numbers("batch_argnums", batch_argnums),
+        static_argnums=check_numbers("static_argnums", static_argnums),
+        static_argnames=check_names("static_argnames", static_argnames),
+        donate_argnums=check_numbers("donate_argnums", donate_argnums),
+        axis_name=axis_name,
     )
+    _check_place(axis_name, devices, cluster)
     target = Target(method=chosen, devices=devices, cluster=cluster)
 
     def wrap(function: Callable[..., Any]) -> Step:
@@ -161,8 +207,15 @@ def parallelize(
     return wrap if fun is None else wrap(fun)
 
 
-def _numbers(value: Sequence[int] | int) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
+def _check_place(axis_name: Any, devices: Any, cluster: Any) -> None:
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise InvalidArgument(f"axis_name is {axis_name!r}. Give the name of the axis that the step reduces over.")
+    if devices is not None and (
+        isinstance(devices, str) or not isinstance(devices, Sequence | np.ndarray) or not len(devices)
+    ):
+        raise InvalidArgument(f"devices is {devices!r}. Give a sequence of JAX devices, such as jax.devices()[:2].")
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise InvalidArgument(f"cluster is {cluster!r}. Give an autopar.Cluster, such as Cluster.parse('2x dgx-h100').")
 
 
 def _with_microbatches(method: Any, num_microbatches: int | None) -> Method | Plan:

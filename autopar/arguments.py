@@ -10,6 +10,7 @@ inside of an Equinox module, which are its hyperparameters. Results are read in 
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ class ArgumentRoles:
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
     donate_argnums: tuple[int, ...] = ()
+    axis_name: str | None = None
+    """The axis that a step written for `jax.pmap` reduces over."""
     static_numbers: bool = False
     """Python's numbers are static, as by `eqx.filter_jit`."""
 
@@ -255,7 +258,14 @@ class Arguments:
             result = _with_static(result, self._result_places(result))
             return _changed(result, graph, nnx_objects.split_changed([*copies, *made], merged), leaves)
 
-        return flat
+        return flat if self.roles.axis_name is None else _over_axis(flat, self.roles.axis_name)
+
+    def bound(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the plain step, operation by operation."""
+        if self.roles.axis_name is None:
+            return self.fun(*args, **kwargs)
+        call = self.split(args, kwargs)
+        return self.result(call, self.call_flat(call)(*call.leaves))
 
     def _call(self, call: Call, positional: dict[int, Any], named: dict[str, Any]) -> Any:
         every = {**positional, **named} | {where: static.value for where, static in call.static}
@@ -308,6 +318,22 @@ class Arguments:
         for number, path in nnx_objects.array_paths(graph) if graph is not None else ():
             name, position = places[number]
             yield name + path, position
+
+
+def _over_axis(flat: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
+    """Return the function with the axis bound: of size 1, so that one shard is the whole batch."""
+
+    def over_axis(*leaves: Any) -> Any:
+        bind = functools.partial(jax.vmap, flat, in_axes=None, axis_size=1, axis_name=axis_name)
+        try:
+            return bind(out_axes=None)(*leaves)
+        except ValueError as error:
+            if "out_axes is None" not in str(error):
+                raise
+        # The step asks for its place on the axis, so that results have the axis, too.
+        return jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), bind(out_axes=0)(*leaves))
+
+    return over_axis
 
 
 def static_places(leaves: Sequence[Any], tree: Any, *, numbers: bool = False) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar.errors import InvalidArgument
@@ -19,9 +20,42 @@ def check_count(name: str, value: object, least: int = 1) -> None:
         raise InvalidArgument(f"{name} is {value!r}, it must be an integer. Give {least} or more.")
 
 
+def is_number(value: object) -> bool:
+    """Return whether `value` is a real number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def plain_value(value: Any) -> Any:
+    """Return the value with Python's numbers for those of NumPy, and tuples for lists."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        plain = tuple(map(plain_value, cast(Sequence[Any], value)))
+        return value if type(value) is tuple and all(a is b for a, b in zip(plain, value)) else plain
+    return value
+
+
+def check_numbers(name: str, value: object) -> tuple[int, ...]:
+    """Return one integer or several as a tuple. Raises `InvalidArgument` for anything else."""
+    plain = plain_value(value)
+    numbers = (plain,) if isinstance(plain, int) else plain
+    if not isinstance(numbers, tuple) or not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
+        raise InvalidArgument(f"{name} is {value!r}. Give the number of an argument, from 0, or a tuple of numbers.")
+    return cast(tuple[int, ...], numbers)
+
+
+def check_names(name: str, value: object) -> tuple[str, ...]:
+    """Return one string or several as a tuple. Raises `InvalidArgument` for anything else."""
+    plain = plain_value(value)
+    names = (plain,) if isinstance(plain, str) else plain
+    if not isinstance(names, tuple) or not all(isinstance(n, str) for n in names):
+        raise InvalidArgument(f"{name} is {value!r}. Give the name of an argument, or a tuple of names.")
+    return cast(tuple[str, ...], names)
+
+
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise `InvalidArgument` unless `value` is one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise InvalidArgument(f"{name} is {value!r}. Choose one of {', '.join(repr(choice) for choice in choices)}.")
 
 

@@ -37,6 +37,8 @@ from autopar.checks import (
     check_count,
     check_mesh_shape,
     check_spec,
+    is_number,
+    plain_value,
 )
 from autopar.errors import InvalidArgument
 from autopar.ir.schedules import DEFAULT_SCHEDULE, Schedule, check_virtual_stages, get_schedule
@@ -327,6 +329,7 @@ class _RestrictedSearch:
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for a field that cannot be used."""
+        _check_fields(self)
         self.search()
 
     def search(self) -> Auto:
@@ -355,12 +358,6 @@ class Zero(_RestrictedSearch):
 
     stage: int = 3
 
-    def __post_init__(self) -> None:
-        """Raise `InvalidArgument` for another stage."""
-        super().__post_init__()
-        if self.stage not in (1, 2, 3):
-            raise InvalidArgument(f"Zero has stage={self.stage!r}; there are the stages 1, 2 and 3. Give one of them.")
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel(_RestrictedSearch):
@@ -381,10 +378,20 @@ Method = HandMethod | Megatron | SearchMethod
 
 
 def _check_fields(method: Method | _RestrictedSearch) -> None:
-    """Raise `InvalidArgument` for a field that cannot be used whatever the others are."""
+    """Raise `InvalidArgument` for a field that cannot be used whatever the others are.
+
+    Numbers of NumPy become Python's, lists tuples, and one size or name of an axis a tuple of it.
+    """
     for each in fields(method):
-        value = getattr(method, each.name)
+        given = getattr(method, each.name)
+        value = plain_value(given)
+        if each.name in ("mesh_shape", "axis_names") and isinstance(value, int | str):
+            value = (value,)
+        if value is not given:
+            object.__setattr__(method, each.name, value)
         is_open = value is None and each.default is None
+        if each.type == "bool" and not isinstance(value, bool):
+            raise InvalidArgument(f"{each.name} is {value!r}. Give True or False.")
         if each.name in _FIELD_CHECKS and not is_open:
             _FIELD_CHECKS[each.name](each.name, value)
 
@@ -400,29 +407,46 @@ def _check_layers(num_layers: int, num_stages: int) -> None:
 def _check_memory(name: str, memory: float | str) -> None:
     if isinstance(memory, str):
         check_choice(name, memory, tuple(MEMORY_LEVELS))
-    elif not memory > 0:
+    elif not is_number(memory) or not memory > 0:
         raise InvalidArgument(
-            f"{name} is {memory}; give bytes, a fraction of a device's memory above 0, or one of "
+            f"{name} is {memory!r}; give bytes, a fraction of a device's memory above 0, or one of "
             f"{', '.join(MEMORY_LEVELS)}."
         )
 
 
 def _check_remat(name: str, remat: bool | str) -> None:
-    if remat not in (True, False, "auto"):
+    if not isinstance(remat, bool) and remat != "auto":
         raise InvalidArgument(f'{name} is {remat!r}; give True, False, or "auto".')
 
 
 def _check_seconds(name: str, seconds: float) -> None:
-    if not seconds > 0:
-        raise InvalidArgument(f"{name} is {seconds}; give a positive number of seconds.")
+    if not is_number(seconds) or not seconds > 0:
+        raise InvalidArgument(f"{name} is {seconds!r}; give a positive number of seconds.")
 
 
 def _check_zero(name: str, zero: int) -> None:
-    if zero not in ZERO_STAGES:
+    if isinstance(zero, bool) or zero not in ZERO_STAGES:
         raise InvalidArgument(f"{name} is {zero!r}; ZeRO has the stages 1, 2 and 3. Give one of them, or 0.")
 
 
+def _check_stage(_: str, stage: int) -> None:
+    if isinstance(stage, bool) or stage not in ZERO_STAGES[1:]:
+        raise InvalidArgument(f"Zero has stage={stage!r}; there are the stages 1, 2 and 3. Give one of them.")
+
+
+def _check_axis_names(name: str, names: tuple[str, ...]) -> None:
+    if not isinstance(names, tuple) or not all(isinstance(each, str) for each in names):  # pyright: ignore
+        raise InvalidArgument(f"{name} is {names!r}. Give a tuple of strings, one for each axis of the mesh.")
+
+
+def _check_axis_sizes(name: str, sizes: tuple[int, ...]) -> None:
+    if not isinstance(sizes, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"{name} is {sizes!r}. Give a tuple of integers, one for each axis of the mesh.")
+
+
 def _check_patterns(name: str, patterns: Mapping[str, PartitionSpec]) -> None:
+    if not isinstance(patterns, Mapping) or not all(isinstance(each, str) for each in patterns):  # pyright: ignore
+        raise InvalidArgument(f"{name} is {patterns!r}. Give a dictionary from regular expressions to PartitionSpecs.")
     for pattern in patterns:
         try:
             re.compile(pattern)
@@ -449,6 +473,9 @@ _FIELD_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "remat": _check_remat,
     "zero": _check_zero,
     "time_limit_s": _check_seconds,
+    "stage": _check_stage,
+    "mesh_shape": _check_axis_sizes,
+    "axis_names": _check_axis_names,
     "pins": _check_patterns,
     "specs": _check_patterns,
 }

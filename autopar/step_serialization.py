@@ -19,7 +19,8 @@ import jax
 from autopar.arguments import Arguments, Call, abstract
 from autopar.compiler import passes
 from autopar.compiler.frontend.trace import Leaf, Trace
-from autopar.errors import CannotSerialize
+from autopar.compiler.jaxprs import compat as jc
+from autopar.errors import CannotSerialize, InvalidArgument
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.runtime.distributed.ray_cluster import pickled, unpickled
@@ -34,13 +35,23 @@ def trace_call(arguments: Arguments, call: Call) -> Trace:
         Leaf(name=name, argument=position, aval=abstract(leaf, name))
         for (name, position), leaf in zip(described, call.leaves, strict=True)
     ]
-    return passes.trace_step(
-        arguments.call_flat(call),
-        leaves,
-        name=arguments.name,
-        batch_inputs=[i for i, leaf in enumerate(leaves) if leaf.argument in arguments.batch],
-        donated_inputs=[i for i, leaf in enumerate(leaves) if leaf.argument in arguments.donated],
-    )
+    try:
+        return passes.trace_step(
+            arguments.call_flat(call),
+            leaves,
+            name=arguments.name,
+            batch_inputs=[i for i, leaf in enumerate(leaves) if leaf.argument in arguments.batch],
+            donated_inputs=[i for i, leaf in enumerate(leaves) if leaf.argument in arguments.donated],
+        )
+    except NameError as error:
+        axis = jc.unbound_axis(error)
+        if axis is None:
+            raise
+        raise InvalidArgument(
+            f"{arguments.name} reduces over the axis {axis!r}, as in a step for jax.pmap, and nothing binds it. Use "
+            f"parallelize(..., axis_name={axis!r}), which binds it to the whole batch, and pass the batch whole, "
+            "without an axis of devices."
+        ) from error
 
 
 def program_of(arguments: Arguments, call: Call, plan: Plan) -> Program:

@@ -6,6 +6,7 @@ and `params.py`, the gate to the parameters of equations.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -35,6 +36,7 @@ __all__ = [
     "Var",
     "ad_phase",
     "bind_equation",
+    "is_jit_disabled",
     "is_tracing",
     "jaxpr_as_fun",
     "jit_options",
@@ -45,6 +47,7 @@ __all__ = [
     "source_line",
     "subjaxprs",
     "trace",
+    "unbound_axis",
 ]
 
 
@@ -56,6 +59,17 @@ def settings() -> Hashable:
 def is_tracing() -> bool:
     """Return whether a transformation of JAX is under way here."""
     return not core.trace_state_clean()
+
+
+def is_jit_disabled() -> bool:
+    """Return whether `jax.disable_jit` is in force."""
+    return config.disable_jit.value
+
+
+def unbound_axis(error: NameError) -> str | None:
+    """Return the name of the axis that a collective asked for in vain; None for any other error."""
+    found = re.match(r"Found an unbound axis name: (\w+)", str(error))
+    return found and found[1]
 
 
 def jit_options(fun: Any) -> dict[str, tuple[Any, ...]] | None:

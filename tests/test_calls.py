@@ -1,0 +1,231 @@
+"""A parallelized step is called where a jitted one would be: what that means for transformations, axes and options."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.errors import CannotSerialize, InvalidArgument, Unsupported
+
+RNG = np.random.default_rng(0)
+W, X = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((4, 4), (16, 4)))
+
+
+def train_step(w, x):
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+    return w - 0.1 * gradient, loss
+
+
+parallel_step = autopar.parallelize(train_step)
+
+
+# --- transformations ----------------------------------------------------------------------------------------------
+
+TRANSFORMED = {
+    "jit": lambda: jax.jit(parallel_step)(W, X),
+    "grad": lambda: jax.grad(lambda w: parallel_step(w, X)[1])(W),
+    "vmap": lambda: jax.vmap(parallel_step, in_axes=(None, 0))(W, X[None]),
+    "scan": lambda: jax.lax.scan(parallel_step, W, X[None]),
+    "eval_shape": lambda: jax.eval_shape(parallel_step, W, X),
+    "parallelize": lambda: autopar.parallelize(lambda w, x: parallel_step(w, x))(W, X),
+    "its own arrays": lambda: jax.jit(lambda x: parallel_step(W, X)[1] + x)(1.0),
+    "compiled": lambda: jax.jit(parallel_step.trace(W, X).plan().lower().compile())(W, X),
+}
+
+
+@pytest.mark.parametrize("call", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_step_inside_of_a_transformation_is_refused_with_what_to_do(call):
+    with pytest.raises(Unsupported, match=r"train_step is called inside of a transformation.*train_step.__wrapped__"):
+        call()
+
+
+def test_plain_step_can_be_transformed():
+    shapes = jax.eval_shape(parallel_step.__wrapped__, W, X)
+    assert shapes[0].shape == W.shape
+
+
+def test_without_jit_the_step_runs_as_it_stands():
+    seen = []
+
+    def step(w, x):
+        seen.append(float(jnp.mean(x)))  # a number only outside of a trace
+        return w + jnp.mean(x)
+
+    with jax.disable_jit():
+        np.testing.assert_allclose(autopar.parallelize(step)(W, X), W + jnp.mean(X), rtol=1e-6)
+    assert len(seen) == 1
+
+
+# --- pickling -----------------------------------------------------------------------------------------------------
+
+
+def test_step_is_pickled_by_reference():
+    assert pickle.loads(pickle.dumps(parallel_step)) is parallel_step
+    assert copy.deepcopy({"step": decorated})["step"] is decorated
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+
+
+@autopar.parallelize
+def decorated(w, x):
+    return w + jnp.mean(x)
+
+
+def test_step_without_a_name_of_its_own_is_not_pickled():
+    with pytest.raises(CannotSerialize, match=r"<lambda> has no name of its own in the module.*Pickle the plain"):
+        pickle.dumps(autopar.parallelize(lambda w, x: w))
+
+
+# --- what was compiled --------------------------------------------------------------------------------------------
+
+
+def test_compiled_steps_are_listed_and_dropped():
+    step = autopar.parallelize(train_step)
+    step(W, X), step(W, X[:8])
+    first, second = step.all_compiled()
+    step.clear_cache(first)
+    assert step.all_compiled() == [second]
+    with pytest.raises(InvalidArgument, match=r"train_step has no such compiled step.*all_compiled"):
+        step.clear_cache(first)
+    step.clear_cache()
+    assert step.all_compiled() == []
+    step(W, X)
+    assert len(step.all_compiled()) == 1
+
+
+# --- steps for pmap -----------------------------------------------------------------------------------------------
+
+
+def pmap_step(w, x):
+    gradient = jax.lax.pmean(jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w), "batch")
+    return w - 0.1 * gradient, {"total": jax.lax.psum(jnp.sum(x), "batch"), "count": jax.lax.psum(1, "batch")}
+
+
+def place_step(w, x):
+    key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("batch"))
+    noise = jax.random.normal(key, w.shape)
+    return w + noise * jnp.mean(x), jax.lax.all_gather(jnp.mean(x), "batch")
+
+
+METHODS = {"data": autopar.DataParallel(), "stages": autopar.PipelineParallel(num_stages=2, num_microbatches=2)}
+PMAP = {
+    "mean": (pmap_step, autopar.DataParallel()),
+    "mean in stages": (pmap_step, METHODS["stages"]),
+    "place": (place_step, autopar.DataParallel()),
+}
+
+
+@pytest.mark.parametrize(("step", "method"), PMAP.values(), ids=PMAP)
+def test_step_for_pmap_is_that_of_one_device_with_the_whole_batch(step, method):
+    one_device = jax.pmap(step, axis_name="batch", devices=jax.devices()[:1])
+    expected = jax.tree.map(lambda a: a[0], one_device(W[None], X[None]))
+    ours = autopar.parallelize(step, method=method, axis_name="batch")(W, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, expected)
+
+
+def test_step_for_pmap_changes_objects_in_place():
+    def step(model, x):
+        model.kernel[...] -= jax.lax.pmean(jnp.mean(x), "batch")
+        return jnp.mean(x)
+
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    expected = model.kernel[...] - jnp.mean(X)
+    autopar.parallelize(step, axis_name="batch")(model, X)
+    np.testing.assert_allclose(model.kernel[...], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_axis_that_nothing_binds_is_refused_with_the_recipe():
+    with pytest.raises(InvalidArgument, match=r"pmap_step reduces over the axis 'batch'.*axis_name='batch'"):
+        autopar.parallelize(pmap_step)(W, X)
+
+
+def test_name_that_the_step_lacks_is_its_own_error():
+    with pytest.raises(NameError, match="nothing_of_this_name"):
+        autopar.parallelize(lambda w, x: nothing_of_this_name)(W, X)  # noqa: F821
+
+
+# --- wrapped by jax.jit -------------------------------------------------------------------------------------------
+
+
+def test_arguments_that_jit_was_told_of_are_static_and_donated():
+    def step(w, x, mode):
+        return w + (jnp.mean(x) if mode == "mean" else jnp.sum(x))
+
+    jitted = jax.jit(step, static_argnames="mode", donate_argnums=0)
+    ours = autopar.parallelize(jitted)
+    assert (ours.arguments.static_names, ours.arguments.donated) == ({"mode"}, {0})
+    np.testing.assert_allclose(ours(W + 0, X, "mean"), step(W, X, "mean"), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ours(W + 0, X, mode="sum"), step(W, X, "sum"), rtol=1e-5, atol=1e-5)
+
+
+# --- options ------------------------------------------------------------------------------------------------------
+
+
+def test_lists_strings_and_numbers_of_numpy_are_taken_for_options():
+    step = autopar.parallelize(
+        lambda w, x, mode: w + jnp.mean(x),
+        batch_argnums=[np.int64(1)],
+        static_argnames=["mode"],
+        donate_argnums=np.int32(0),
+        num_microbatches=np.int64(2),
+    )
+    assert (step.arguments.batch, step.arguments.static_names, step.arguments.donated) == ({1}, {"mode"}, {0})
+    method = autopar.ShardParallel(mesh_shape=[2, np.int64(4)], axis_names=["data", "model"], specs={"w": P("data")})
+    assert method == autopar.ShardParallel(mesh_shape=(2, 4), axis_names=("data", "model"), specs={"w": P("data")})
+    assert autopar.Auto(mesh_shape=8, axis_names="data").mesh_axes == ("data",)
+    assert hash(autopar.Zero(mesh_shape=[2, 4])) == hash(autopar.Zero(mesh_shape=(2, 4)))
+    assert autopar.Auto(memory=np.float32(0.5)).memory == 0.5
+
+
+WRONG = {
+    "number as a string": ({"batch_argnums": "1"}, "batch_argnums is '1'. Give the number"),
+    "truth value as a number": ({"donate_argnums": True}, "donate_argnums is True. Give the number"),
+    "float as a number": ({"static_argnums": [1.0]}, r"static_argnums is \[1.0\]. Give the number"),
+    "number as a name": ({"static_argnames": 1}, "static_argnames is 1. Give the name"),
+    "number as an axis": ({"axis_name": 1}, "axis_name is 1. Give the name"),
+    "number of devices": ({"devices": 4}, "devices is 4. Give a sequence"),
+    "no devices": ({"devices": []}, r"devices is \[\]. Give a sequence"),
+    "cluster as a string": ({"cluster": "2x dgx-h100"}, "cluster is '2x dgx-h100'. Give an autopar.Cluster"),
+    "float as a count": ({"num_microbatches": 2.0}, "num_microbatches is 2.0, it must be an integer"),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), WRONG.values(), ids=WRONG)
+def test_option_of_another_type_is_refused_by_name(options, expected):
+    with pytest.raises(InvalidArgument, match=expected):
+        autopar.parallelize(train_step, **options)
+
+
+FIELDS = {
+    "remat of stages": (autopar.PipelineParallel, {"remat": "auto"}, "remat is 'auto'. Give True or False"),
+    "remat": (autopar.Auto, {"remat": "no"}, "remat is 'no'; give True, False"),
+    "remat by number": (autopar.Auto, {"remat": 1}, "remat is 1; give True, False"),
+    "stage": (autopar.Zero, {"stage": True}, "stage=True; there are the stages 1, 2 and 3"),
+    "zero": (autopar.Megatron, {"zero": True}, "zero is True; ZeRO has the stages"),
+    "count": (autopar.Auto, {"num_stages": 2.0}, "num_stages is 2.0, it must be an integer"),
+    "memory": (autopar.Auto, {"memory": True}, "memory is True; give bytes"),
+    "memory as a list": (autopar.Zero, {"memory": [1]}, r"memory is \(1,\); give bytes"),
+    "seconds": (autopar.Auto, {"time_limit_s": "60"}, "time_limit_s is '60'; give a positive number"),
+    "mesh": (autopar.ShardParallel, {"mesh_shape": 2.5}, "mesh_shape is 2.5. Give a tuple of integers"),
+    "size of an axis": (autopar.ShardParallel, {"mesh_shape": (2, True)}, "it must be an integer"),
+    "names of axes": (autopar.ShardParallel, {"mesh_shape": (2,), "axis_names": (1,)}, "Give a tuple of strings"),
+    "specs": (
+        autopar.ShardParallel,
+        {"mesh_shape": (2,), "specs": [P()]},
+        "Give a dictionary from regular expressions",
+    ),
+    "pattern": (autopar.Auto, {"pins": {1: P()}}, "Give a dictionary from regular expressions"),
+    "word": (autopar.DataParallel, {"random": ["full_batch"]}, "random is .*Choose one of"),
+    "truth value": (autopar.Auto, {"ignore_user_shardings": "yes"}, "ignore_user_shardings is 'yes'. Give True or"),
+}
+
+
+@pytest.mark.parametrize(("method", "options", "expected"), FIELDS.values(), ids=FIELDS)
+def test_field_of_a_method_of_another_type_is_refused_by_name(method, options, expected):
+    with pytest.raises(InvalidArgument, match=expected):
+        method(**options)
