@@ -14,7 +14,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.jaxprs.primitives import COPIES, DRAWS, LABELS, PRODUCTS, RESHAPES
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
-from autopar.compiler.sharding.strategies import Strategy
+from autopar.compiler.sharding.strategies import Strategy, masked_dims
 from autopar.hardware.machine import Machine
 
 # XLA fuses them into what reads the result. Other moves are computed where they stand more often than not.
@@ -31,7 +31,8 @@ def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts) -> f
     mesh = mesh_costs.mesh
     read = sum(_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True))
     written = sum(_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True))
-    return _compute_s(eqn, strategy, read, written, mesh_costs.machine) + _combine_s(strategy, written, mesh_costs)
+    compute_s = _compute_s(eqn, strategy, read, written, mesh_costs.machine) + _mask_s(eqn, strategy, mesh_costs)
+    return compute_s + _combine_s(strategy, written, mesh_costs)
 
 
 def _compute_s(eqn: jc.JaxprEqn, strategy: Strategy, read: float, written: float, machine: Machine) -> float:
@@ -52,9 +53,18 @@ def _compute_s(eqn: jc.JaxprEqn, strategy: Strategy, read: float, written: float
     return max(memory_s, machine.vector_s(flops))
 
 
+def _mask_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts) -> float:
+    """Seconds to read operands of a product and write them with zeros for padding; other equations fuse with that."""
+    if eqn.primitive.name not in PRODUCTS:
+        return 0.0
+    mesh = mesh_costs.mesh
+    masked = zip(eqn.invars, strategy.operands, masked_dims(eqn, strategy, mesh), strict=True)
+    return sum(mesh_costs.machine.memory_s(2 * _part(v.aval, layout, mesh)) for v, layout, dims in masked if dims)
+
+
 def _combine_s(strategy: Strategy, written: float, mesh_costs: MeshCosts) -> float:
     return mesh_costs.collective_s("all-reduce", strategy.combined, written) if strategy.combined else 0.0
 
 
 def _part(aval: Any, layout: Layout, mesh: LogicalMesh) -> float:
-    return aval_bytes(aval) / num_shards(layout, mesh)
+    return aval_bytes(aval) / num_shards(getattr(aval, "shape", ()), layout, mesh)

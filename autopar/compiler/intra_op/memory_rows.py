@@ -102,7 +102,8 @@ class Lister:
         return replicated(atom.aval.ndim) if choice is None else chosen_layout(choice, self.states)
 
     def _nbytes(self, form: Form) -> float:
-        return aval_bytes(form.variable.aval) / num_shards(self.layout(form), self.mesh)
+        aval = form.variable.aval
+        return aval_bytes(aval) / num_shards(aval.shape, self.layout(form), self.mesh)
 
     def _form_of(self, atom: Any) -> Form:
         """A value as it is made."""
@@ -270,7 +271,7 @@ class _Terms:
         """The step's arguments, which are there all the time."""
         terms = _Terms()
         for v, choice in zip(choices.jaxpr.invars, choices.arguments, strict=True):
-            terms.add(aval_bytes(v.aval), choice, mesh)
+            terms.add(v.aval, choice, mesh)
         return terms
 
     def plus(self, moment: Moment, forms: Mapping[Form, Made], mesh: LogicalMesh) -> _Terms:
@@ -282,24 +283,24 @@ class _Terms:
             for form, origin in _kept(at, forms):
                 mine, theirs = forms[form].choice, None if origin is None else forms[origin].choice
                 if origin is None:
-                    terms.add(aval_bytes(form.variable.aval), mine, mesh)
+                    terms.add(form.variable.aval, mine, mesh)
                 elif mine is not None and theirs is not None and mine.number != theirs.number:
-                    terms.add_copy(aval_bytes(form.variable.aval), theirs, mine, mesh)
+                    terms.add_copy(form.variable.aval, theirs, mine, mesh)
             at = at.inside
         return terms
 
-    def add(self, whole_bytes: float, choice: LayoutNode | None, mesh: LogicalMesh) -> None:
+    def add(self, aval: Any, choice: LayoutNode | None, mesh: LogicalMesh) -> None:
         """Add an array in the layout of a choice."""
         if choice is None:
-            self.constant += whole_bytes
+            self.constant += aval_bytes(aval)
         else:
-            nbytes = _bytes_of(whole_bytes, choice.layouts, mesh)
+            nbytes = _bytes_of(aval, choice.layouts, mesh)
             self.nodes[choice.number] = self.nodes[choice.number] + nbytes if choice.number in self.nodes else nbytes
 
-    def add_copy(self, whole_bytes: float, source: LayoutNode, target: LayoutNode, mesh: LogicalMesh) -> None:
+    def add_copy(self, aval: Any, source: LayoutNode, target: LayoutNode, mesh: LogicalMesh) -> None:
         """Add a copy in the layout of `target`, if that is not the one of `source`."""
         differ = np.array([[a != b for b in target.layouts] for a in source.layouts])
-        matrix = differ * _bytes_of(whole_bytes, target.layouts, mesh)
+        matrix = differ * _bytes_of(aval, target.layouts, mesh)
         key = (source.number, target.number)
         if source.number > target.number:
             key, matrix = (target.number, source.number), matrix.T
@@ -367,5 +368,5 @@ def _type(atom: Any, choice: LayoutNode | None, states: Sequence[int]) -> Any:
     return atom.aval.shape, atom.aval.dtype, layout
 
 
-def _bytes_of(whole_bytes: float, layouts: Sequence[Layout], mesh: LogicalMesh) -> np.ndarray:
-    return whole_bytes / np.array([num_shards(layout, mesh) for layout in layouts], dtype=float)
+def _bytes_of(aval: Any, layouts: Sequence[Layout], mesh: LogicalMesh) -> np.ndarray:
+    return aval_bytes(aval) / np.array([num_shards(aval.shape, layout, mesh) for layout in layouts], dtype=float)

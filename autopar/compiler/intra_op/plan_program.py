@@ -31,7 +31,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_key
 from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.memory.estimate import HEADROOM, MemoryEstimate, peak_memory
-from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.rule import Rule
 from autopar.compiler.sharding.rule_lookup import sharding_rules
@@ -161,7 +161,8 @@ def planner_of(
 
 
 def _layouts(aval: Any, mesh: LogicalMesh) -> tuple[Layout, ...] | None:
-    return None if below_split_size(aval) else all_layouts(tuple(aval.shape), mesh)
+    """The layouts that an input or a result may have; None for what is small."""
+    return None if below_split_size(aval) else even_layouts(tuple(aval.shape), mesh)
 
 
 def _rules_of(jaxprs: Sequence[jc.Jaxpr]) -> Callable[[jc.JaxprEqn], Rule]:

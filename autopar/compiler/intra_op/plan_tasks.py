@@ -34,7 +34,7 @@ from autopar.compiler.intra_op.fold_layers import Fold, fold, unfolded
 from autopar.compiler.intra_op.plan_program import FOLD_FROM, Constraints, planner_of
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, num_shards, used_axes
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, num_shards, used_axes
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.solver.optimum_cache import solve_or_recall
 from autopar.compiler.solver.presolve import ReducedMRF, reduce_problem
@@ -106,7 +106,8 @@ class TaskGraph:
         for name, multiplier in sorted(multipliers.items()):
             node = self.values.get(name)
             if node is not None:
-                shares = np.array([1 / num_shards(layout, self.table.mesh) for layout in node.layouts])
+                shape = self.types[name].shape
+                shares = np.array([1 / num_shards(shape, layout, self.table.mesh) for layout in node.layouts])
                 found[node.number] = found.get(node.number, 0.0) + multiplier * aval_bytes(self.types[name]) * shares
         return found
 
@@ -204,7 +205,7 @@ class _Group:
 
     def _new(self, name: str, aval: Any) -> LayoutNode:
         mesh = self.table.mesh
-        layouts = self.constraints.allowed.get(name, all_layouts(tuple(aval.shape), mesh))
+        layouts = self.constraints.allowed.get(name, even_layouts(tuple(aval.shape), mesh))
         if name in self.constraints.sums:
             layouts = (*layouts, *with_partial_sums(layouts, mesh))
         return self.table.add_layouts(f"value {name}", layouts)

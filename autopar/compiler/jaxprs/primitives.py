@@ -55,6 +55,8 @@ SELECTIONS = names("select_and_scatter select_and_scatter_add select_and_gather_
 SCATTERS = names("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max")
 MATRIX_PRODUCTS = names("dot_general ragged_dot ragged_dot_general")
 PRODUCTS = MATRIX_PRODUCTS | {"conv_general_dilated"}
+MASKED = PRODUCTS | names("reduce_sum reduce_max reduce_min scatter-add gather")
+"""Padding of what they sum away, or take the greatest of, is known how to replace by what changes nothing."""
 FACTORIZATIONS = names(
     "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd "
     "symmetric_product triangular_solve tridiagonal"

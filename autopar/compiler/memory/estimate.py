@@ -211,7 +211,8 @@ def _type(value: Any) -> Hashable:
 
 
 def _nbytes(value: Value, mesh: LogicalMesh) -> float:
-    return aval_bytes(value.variable.aval) / num_shards(value.layout, mesh)
+    aval: Any = value.variable.aval
+    return aval_bytes(aval) / num_shards(aval.shape, value.layout, mesh)
 
 
 # --- words --------------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def task_value_types(layer: LayerClass) -> Mapping[str, Any]:
 
 def device_bytes(aval: Any, layout: Layout | None, mesh: LogicalMesh) -> float:
     """Return the bytes of a value on one device."""
-    return aval_bytes(aval) / (1 if layout is None else num_shards(layout, mesh))
+    return aval_bytes(aval) / (1 if layout is None else num_shards(aval.shape, layout, mesh))
 
 
 def _border(layer: LayerClass, solved: GroupPlan) -> dict[Any, Layout]:

@@ -32,7 +32,7 @@ from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.jaxprs.primitives import PRODUCTS
 from autopar.compiler.lowering.microbatch_loop import microbatch_loop
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, replicated, used_axes
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import InvalidArgument, Unsupported
@@ -58,7 +58,7 @@ def parallelism_constraints(
     inputs: dict[int, tuple[Layout, ...]] = {}
     for i, leaf in enumerate(trace.inputs):
         if not below_split_size(leaf.aval):
-            layouts = all_layouts(tuple(leaf.aval.shape), mesh)
+            layouts = even_layouts(tuple(leaf.aval.shape), mesh)
             inputs[i] = tuple(
                 layout
                 for layout in layouts
@@ -192,7 +192,7 @@ def value_layouts(
     for name, aval in _types(tasks).items():
         if below_split_size(aval):
             continue
-        layouts = all_layouts(tuple(aval.shape), mesh)
+        layouts = even_layouts(tuple(aval.shape), mesh)
         batch = values.batch_dims.get(name, ())
         if batch and (name in crossing or not _is_made(name, tasks)):
             allowed[name] = _preferring(_without(layouts, model, dims=batch), data, dims=batch)

@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.resharding.emit import apply_steps
-from autopar.compiler.resharding.paths import Graph, graph_of, last_edges, path
+from autopar.compiler.resharding.paths import Graph, graph_of, last_edges, path, split_like
 from autopar.compiler.resharding.steps import (
     AllGather,
     AllReduce,
@@ -30,10 +30,9 @@ from autopar.compiler.resharding.steps import (
     ToPartial,
     after,
     collective_kind,
-    copied_share,
     moved_share,
 )
-from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, fits, num_shards
+from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, may_have, without_ones
 
 __all__ = [
     "AllGather",
@@ -72,7 +71,7 @@ def reshard_steps(
 
     Of `mesh_costs` only the ratios of the bandwidths along the axes matter; without them all axes are equally fast.
     """
-    assert fits(shape, source, mesh) and fits(shape, target, mesh), (source, target, shape, mesh)
+    assert may_have(shape, source, mesh) and may_have(shape, target, mesh), (source, target, shape, mesh)
     short = path(_graph(shape, mesh, mesh_costs), _short(source, shape, mesh), _short(target, shape, mesh))
     return tuple(_in_full(step, shape) for step in short)
 
@@ -83,13 +82,13 @@ def step_collectives(
     """The collectives of `steps`, in their order, for an array that arrives in the layout `source`."""
     nbytes = math.prod(shape) * itemsize
     found: list[Collective] = []
-    layout = _without_ones(source, mesh)
+    layout = without_ones(source, mesh)
     for step in steps:
-        before, layout = layout, after(layout, step)
         kind = collective_kind(step)
         if kind is not None:
-            moved = nbytes * moved_share(num_shards(before, mesh), num_shards(layout, mesh), step)
+            moved = nbytes * moved_share(step, layout, shape, mesh.shape)
             found.append(Collective(kind=kind, axes=step.axes, nbytes=moved))
+        layout = after(layout, step)
     return tuple(found)
 
 
@@ -109,7 +108,7 @@ def reshard_matrix(
 ) -> np.ndarray:
     """`reshard_s` from every source to every target; not to be written to, for it is kept."""
     mesh = mesh_costs.mesh
-    assert all(fits(shape, layout, mesh) for layout in {*sources, *targets}), (sources, targets, shape, mesh)
+    assert all(may_have(shape, layout, mesh) for layout in {*sources, *targets}), (sources, targets, shape, mesh)
     graph = _graph(shape, mesh, mesh_costs)
     starts, ends = ([graph.number[_short(layout, shape, mesh)] for layout in some] for some in (sources, targets))
     lines = np.array([_seconds_from(graph, start, mesh_costs) for start in starts])
@@ -139,15 +138,14 @@ def _seconds_of_edges(graph: Graph, mesh_costs: MeshCosts) -> np.ndarray:
     """Of every step: [seconds for no bytes, and more seconds per byte of the array]."""
     line = functools.cache(lambda kind, axes: _line(mesh_costs, kind, axes))
     seconds = np.zeros((2, len(graph.steps)))
-    for edge, (step, source, target) in enumerate(zip(graph.steps, graph.source, graph.target, strict=True)):
+    seconds[1] = graph.copied / mesh_costs.machine.memory_bandwidth
+    for edge, step in enumerate(graph.steps):
         if step is None:
             continue
-        parts = graph.parts[source], graph.parts[target]
-        seconds[1, edge] = copied_share(*parts, step) / mesh_costs.machine.memory_bandwidth
         kind = collective_kind(step)
         if kind is not None:
             latency, per_byte = line(kind, step.axes)
-            seconds[:, edge] += latency, per_byte * moved_share(*parts, step)
+            seconds[:, edge] += latency, per_byte * graph.moved[edge]
     return seconds
 
 
@@ -164,20 +162,13 @@ def _graph(shape: tuple[int, ...], mesh: LogicalMesh, mesh_costs: MeshCosts | No
     axes = range(len(mesh.shape))
     bandwidth = [1.0 if mesh_costs is None else mesh_costs.axis_bandwidth(axis) for axis in axes]
     slowness = tuple(round(max(bandwidth) / rate) for rate in bandwidth)
-    divisors = tuple(math.gcd(size, mesh.num_devices) for size in shape if size != 1)
-    return graph_of(divisors, mesh.shape, slowness)
+    return graph_of(tuple(split_like(size, mesh.shape) for size in shape if size != 1), mesh.shape, slowness)
 
 
 def _short(layout: Layout, shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:
     """The layout without mesh axes and dimensions of size 1."""
-    dims, partial = _without_ones(layout, mesh)
+    dims, partial = without_ones(layout, mesh)
     return Layout(tuple(axes for axes, size in zip(dims, shape, strict=True) if size != 1), partial)
-
-
-def _without_ones(layout: Layout, mesh: LogicalMesh) -> Layout:
-    """The layout without mesh axes of size 1, and with the summed axes in order."""
-    dims = (tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in layout.dims)
-    return Layout(tuple(dims), tuple(sorted(axis for axis in layout.partial if mesh.shape[axis] > 1)))
 
 
 def _in_full(step: ReshardStep, shape: tuple[int, ...]) -> ReshardStep:

@@ -1,12 +1,16 @@
 """Carry out resharding steps on one device's part of an array, inside a `shard_map` over all axes of the mesh.
 
-What a collective over several axes joins or divides, it joins and divides in the order in which the axes are named.
+What a collective over several axes joins or divides, it joins and divides in the order in which the axes are named. A
+dimension that they do not divide is padded before it is divided, and cut after it was joined, axis by axis:
+
+    10 rows over (2, 2)    0..9  ->  0..4 | 5..9  ->  0 1 2, 3 4 . | 5 6 7, 8 9 .    and back
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, assert_never
@@ -25,50 +29,91 @@ from autopar.compiler.resharding.steps import (
     ReshardStep,
     Slice,
     ToPartial,
+    after,
 )
-from autopar.compiler.sharding.layout import Axes, LogicalMesh
+from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, local_shape, part_size, without_ones
 
 
-def apply_steps(x: Any, steps: Sequence[ReshardStep], mesh: LogicalMesh) -> Any:
+def apply_steps(x: Any, steps: Sequence[ReshardStep], mesh: LogicalMesh, shape: tuple[int, ...], source: Layout) -> Any:
     """The part of `x` after `steps`, to be traced inside of a `shard_map` over `mesh.axis_names`.
 
-    An array of PRNG keys moves as the words of the keys, and has no summands.
+    `x` is the part of an array of this shape, in the layout `source`. An array of PRNG keys moves as the words of the
+    keys, and has no summands.
     """
     if not steps:
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         # The words of a key are dimensions behind those of the array, so no step touches them.
-        words = apply_steps(jax.random.key_data(x), steps, mesh)
+        words = apply_steps(jax.random.key_data(x), steps, mesh, shape, source)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
     if x.dtype == jnp.bool_ and any(isinstance(step, AllReduce | ReduceScatter) for step in steps):
         # There is no sum of booleans. As a byte each takes as much memory as before.
-        return apply_steps(x.astype(jnp.uint8), steps, mesh).astype(jnp.bool_)
+        return apply_steps(x.astype(jnp.uint8), steps, mesh, shape, source).astype(jnp.bool_)
+    layout = without_ones(source, mesh)
     for step in steps:
-        x = _apply(x, step, mesh)
+        layout = after(layout, step)
+        x = _apply(x, step, mesh, local_shape(shape, layout, mesh))
     return x
 
 
-def _apply(x: Any, step: ReshardStep, mesh: LogicalMesh) -> Any:
-    names = mesh.names(step.axes)
+def padded(x: Any, dim: int, counts: Sequence[int]) -> Any:
+    """`x` with a dimension padded with zeros so that axes of these sizes split it evenly."""
+    size = x.shape[dim]
+    if size % math.prod(counts) == 0:
+        return x
+    before, behind, parts = x.shape[:dim], x.shape[dim + 1 :], []
+    for count in counts:
+        size = part_size(size, count)
+        x = _with_size(x, dim + len(parts), size * count)
+        parts.append(count)
+        x = x.reshape(*before, *parts, size, *behind)
+    return x.reshape(*before, math.prod(parts) * size, *behind)
+
+
+def cut(x: Any, dim: int, size: int, counts: Sequence[int]) -> Any:
+    """`x` of which a dimension was `padded`, with its own size again."""
+    if x.shape[dim] == size:
+        return x
+    before, behind = x.shape[:dim], x.shape[dim + 1 :]
+    sizes = list(itertools.accumulate(counts, part_size, initial=size))
+    x = x.reshape(*before, *counts, sizes[-1], *behind)
+    for level in reversed(range(len(counts))):
+        joined = counts[level] * sizes[level + 1]
+        x = x.reshape(*before, *counts[:level], joined, *behind)
+        x = lax.slice_in_dim(x, 0, sizes[level], axis=dim + level)
+    return x
+
+
+def _with_size(x: Any, dim: int, size: int) -> Any:
+    """`x` with zeros behind the end of a dimension."""
+    widths = [(0, size - x.shape[d] if d == dim else 0, 0) for d in range(x.ndim)]
+    return lax.pad(x, jnp.zeros((), x.dtype), widths)
+
+
+def _apply(x: Any, step: ReshardStep, mesh: LogicalMesh, later: tuple[int, ...]) -> Any:
+    """`x` after a step, which makes the part of an array one of the shape `later`."""
+    names, counts = mesh.names(step.axes), [mesh.shape[axis] for axis in step.axes]
     match step:
-        case Slice(axes, dim):
-            size = x.shape[dim] // mesh.size(axes)
-            return lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, dim)
+        case Slice(_, dim):
+            size = later[dim]
+            return lax.dynamic_slice_in_dim(padded(x, dim, counts), lax.axis_index(names) * size, size, dim)
         case AllGather(_, dim):
-            return lax.all_gather(x, names, axis=dim, tiled=True)
+            return cut(lax.all_gather(x, names, axis=dim, tiled=True), dim, later[dim], counts)
         case AllToAll(_, source, target):
-            return lax.all_to_all(x, names, split_axis=target, concat_axis=source, tiled=True)
+            x = lax.all_to_all(padded(x, target, counts), names, split_axis=target, concat_axis=source, tiled=True)
+            return cut(x, source, later[source], counts)
         case Permute():
             return lax.ppermute(x, names, permutation(step, mesh.shape))
         case ReduceScatter(_, dim):
-            return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+            return lax.psum_scatter(padded(x, dim, counts), names, scatter_dimension=dim, tiled=True)
         case AllReduce():
             return lax.psum(x, names)
         case ToPartial():
             return jnp.where(lax.axis_index(names) == 0, x, jnp.zeros_like(x))
         case PadToPartial(axes, dim):
             whole = jnp.zeros((*x.shape[:dim], x.shape[dim] * mesh.size(axes), *x.shape[dim + 1 :]), x.dtype)
-            return lax.dynamic_update_slice_in_dim(whole, x, lax.axis_index(names) * x.shape[dim], dim)
+            whole = lax.dynamic_update_slice_in_dim(whole, x, lax.axis_index(names) * x.shape[dim], dim)
+            return cut(whole, dim, later[dim], counts)
         case _:
             assert_never(step)
 

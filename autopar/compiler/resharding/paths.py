@@ -2,7 +2,8 @@
 
 Nodes are the layouts that an array may have on a mesh, whatever the order of the axes in a dimension; edges are the
 steps between them. What a path costs does not depend on the size of the array, and only the divisors of its
-dimensions say which layouts it may have: so all arrays share a few graphs. A path costs
+dimensions say which layouts it may have, unless they are split into padded parts: so all arrays share a few graphs. A
+path costs
 
     b + c / 4n + m / 1000      b: bytes that a device sends, as a share of the array, times the slowness of the links;
                                c: number of collectives; n: number of devices;
@@ -43,7 +44,7 @@ from autopar.compiler.resharding.steps import (
     copied_share,
     moved_share,
 )
-from autopar.compiler.sharding.layout import Axes, Layout, used_axes
+from autopar.compiler.sharding.layout import Axes, Layout, can_split, used_axes
 from autopar.hardware.collectives import wire_bytes
 
 
@@ -57,6 +58,10 @@ class Graph:
     layouts: tuple[Layout, ...]
     number: dict[Layout, int]
     steps: tuple[ReshardStep | None, ...]
+    moved: np.ndarray
+    """The share of the array that each edge's collective has on a device, as in `moved_share`."""
+    copied: np.ndarray
+    """As in `copied_share`."""
     source: np.ndarray
     """The layout that each edge leaves."""
     target: np.ndarray
@@ -64,8 +69,6 @@ class Graph:
     weight: np.ndarray
     first_into: np.ndarray
     """The first edge that leads to each layout."""
-    parts: tuple[int, ...]
-    """Into how many parts each layout splits the array."""
 
 
 def path(graph: Graph, source: Layout, target: Layout) -> tuple[ReshardStep, ...]:
@@ -96,79 +99,97 @@ def last_edges(graph: Graph, source: int) -> np.ndarray:
 
 
 @functools.cache
-def graph_of(divisors: tuple[int, ...], mesh_shape: tuple[int, ...], slowness: tuple[int, ...]) -> Graph:
-    """The graph for arrays whose dimensions have these greatest common divisors with the number of devices.
+def graph_of(sizes: tuple[int, ...], mesh_shape: tuple[int, ...], slowness: tuple[int, ...]) -> Graph:
+    """The graph for arrays whose dimensions have these sizes, or split alike (see `split_like`).
 
     `slowness` says of each mesh axis how many times slower its links are than the fastest.
     """
-    layouts = tuple(sorted(_all_orders(divisors, mesh_shape)))
+    layouts = tuple(sorted(_all_orders(sizes, mesh_shape)))
     number = {layout: n for n, layout in enumerate(layouts)}
-    parts = tuple(_size(used_axes(layout), mesh_shape) for layout in layouts)
     into: list[list[tuple[int, ReshardStep | None]]] = [[] for _ in layouts]
     for n, layout in enumerate(layouts):
-        for step in _steps_from(layout, divisors, mesh_shape):
+        for step in _steps_from(layout, sizes, mesh_shape):
             into[number[after(layout, step)]].append((n, step))
-    for source, target, step in _permutes(layouts, mesh_shape):
+    for source, target, step in _permutes(layouts, sizes, mesh_shape):
         into[number[target]].append((number[source], step))
-    weights = [
-        0 if step is None else _weight(step, parts[n], parts[target], mesh_shape, slowness)
-        for target, edges in enumerate(into)
-        for n, step in [*edges, (target, None)]
-    ]
     edges = [edge for target, steps in enumerate(into) for edge in [*steps, (target, None)]]
+    moved, copied = (
+        [0.0 if step is None else share(step, layouts[n], sizes, mesh_shape) for n, step in edges]
+        for share in (moved_share, copied_share)
+    )
+    weights = [
+        0 if step is None else _weight(step, sent, copies, mesh_shape, slowness)
+        for (_, step), sent, copies in zip(edges, moved, copied, strict=True)
+    ]
     return Graph(
         layouts=layouts,
         number=number,
         steps=tuple(step for _, step in edges),
+        moved=np.array(moved),
+        copied=np.array(copied),
         source=np.array([n for n, _ in edges]),
         target=np.repeat(np.arange(len(layouts)), [len(steps) + 1 for steps in into]),
         weight=np.array(weights),
         first_into=np.cumsum([0, *(len(steps) + 1 for steps in into[:-1])]),
-        parts=parts,
     )
 
 
+def split_like(size: int, mesh_shape: tuple[int, ...]) -> int:
+    """Return the least size whose parts are the same shares of it on a mesh as those of a dimension of this size.
+
+    That is its greatest common divisor with the number of devices, unless there are axes that split it unevenly.
+    """
+    real = [count for count in mesh_shape if count > 1]
+    uneven = any(size % math.prod(counts) and can_split(size, counts) for counts in _subsets(real))
+    return size if uneven else math.gcd(size, math.prod(mesh_shape))
+
+
 def _weight(
-    step: ReshardStep, parts: int, parts_after: int, mesh_shape: tuple[int, ...], slowness: tuple[int, ...]
+    step: ReshardStep, moved: float, copied: float, mesh_shape: tuple[int, ...], slowness: tuple[int, ...]
 ) -> int:
-    """The cost of a step in units of the array's size / (4000 n²): all shares are multiples of 1 / n²."""
+    """The cost of a step in units of the array's size / (4000 n²): shares of even parts are multiples of 1 / n²."""
     devices = math.prod(mesh_shape)
-    copied = round(4 * devices**2 * copied_share(parts, parts_after, step))
+    copies = round(4 * devices**2 * copied)
     kind = collective_kind(step)
     if kind is None:
         detour = 400_000 * devices**2 * max(slowness)
-        return copied + (detour * len(step.axes) if isinstance(step, ToPartial | PadToPartial) else 0)
-    sent = wire_bytes(kind, _size(step.axes, mesh_shape), moved_share(parts, parts_after, step))
-    return round(4000 * devices**2 * sent) * max(slowness[axis] for axis in step.axes) + 1000 * devices + copied
+        return copies + (detour * len(step.axes) if isinstance(step, ToPartial | PadToPartial) else 0)
+    sent = wire_bytes(kind, _size(step.axes, mesh_shape), moved)
+    return round(4000 * devices**2 * sent) * max(slowness[axis] for axis in step.axes) + 1000 * devices + copies
 
 
-def _all_orders(divisors: tuple[int, ...], mesh_shape: tuple[int, ...]) -> set[Layout]:
-    """Every layout with equal parts, with and without partial sums, the axes of a dimension in any order."""
-    found = {Layout(((),) * len(divisors))}
+def _all_orders(sizes: tuple[int, ...], mesh_shape: tuple[int, ...]) -> set[Layout]:
+    """Every layout, with and without partial sums, the axes of a dimension in any order."""
+    found = {Layout(((),) * len(sizes))}
     for axis in (a for a, size in enumerate(mesh_shape) if size > 1):
         more = set[Layout]()
         for dims, partial in found:
             more.add(Layout(dims, (*partial, axis)))
             for d, axes in enumerate(dims):
-                if divisors[d] % _size((*axes, axis), mesh_shape) == 0:
+                if _can_split(sizes[d], (*axes, axis), mesh_shape):
                     orders = ((*axes[:i], axis, *axes[i:]) for i in range(len(axes) + 1))
                     more |= {Layout((*dims[:d], order, *dims[d + 1 :]), partial) for order in orders}
         found |= more
     return found
 
 
-def _steps_from(layout: Layout, divisors: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[ReshardStep]:
+def _can_split(size: int, axes: Axes, mesh_shape: tuple[int, ...]) -> bool:
+    return can_split(size, [mesh_shape[axis] for axis in axes])
+
+
+def _steps_from(layout: Layout, sizes: tuple[int, ...], mesh_shape: tuple[int, ...]) -> Iterator[ReshardStep]:
     free = [a for a, n in enumerate(mesh_shape) if n > 1 and a not in used_axes(layout) and a not in layout.partial]
-    rooms = [d // _size(axes, mesh_shape) for d, axes in zip(divisors, layout.dims, strict=True)]
-    for dim, room in enumerate(rooms):
-        fitting = (axes for axes in _ordered_subsets(free) if room % _size(axes, mesh_shape) == 0)
-        yield from (Slice(axes, dim) for axes in fitting)
-        fitting = (axes for axes in _ordered_subsets(layout.partial) if room % _size(axes, mesh_shape) == 0)
-        yield from (ReduceScatter(axes, dim) for axes in fitting)
+
+    def has_room(dim: int, axes: Axes) -> bool:
+        return _can_split(sizes[dim], (*layout.dims[dim], *axes), mesh_shape)
+
+    for dim in range(len(sizes)):
+        yield from (Slice(axes, dim) for axes in _ordered_subsets(free) if has_room(dim, axes))
+        yield from (ReduceScatter(axes, dim) for axes in _ordered_subsets(layout.partial) if has_room(dim, axes))
     for dim, axes in enumerate(layout.dims):
         for start in range(len(axes)):
             minor = axes[start:]
-            targets = (d for d, room in enumerate(rooms) if d != dim and room % _size(minor, mesh_shape) == 0)
+            targets = (target for target in range(len(sizes)) if target != dim and has_room(target, minor))
             yield from (AllToAll(minor, dim, target) for target in targets)
             yield AllGather(minor, dim)
             yield PadToPartial(minor, dim)
@@ -176,17 +197,21 @@ def _steps_from(layout: Layout, divisors: tuple[int, ...], mesh_shape: tuple[int
     yield from (ToPartial(axes) for axes in _subsets(free))
 
 
-def _permutes(layouts: Sequence[Layout], mesh_shape: tuple[int, ...]) -> Iterator[tuple[Layout, Layout, Permute]]:
-    """Between layouts whose parts have the same shape, and that are sums over the same axes."""
+def _permutes(
+    layouts: Sequence[Layout], sizes: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> Iterator[tuple[Layout, Layout, Permute]]:
+    """Between layouts that have the same parts, and are sums over the same axes."""
     alike = defaultdict[tuple[tuple[int, ...], Axes], list[Layout]](list)
     for layout in layouts:
         alike[tuple(_size(axes, mesh_shape) for axes in layout.dims), layout.partial].append(layout)
     for group in alike.values():
         for source, target in itertools.permutations(group, 2):
-            yield source, target, Permute(source.dims, target.dims)
+            changed = [d for d in range(len(sizes)) if source.dims[d] != target.dims[d]]
+            if not any(sizes[d] % _size(source.dims[d], mesh_shape) for d in changed):
+                yield source, target, Permute(source.dims, target.dims)
 
 
-def _subsets(axes: Sequence[int]) -> Iterator[Axes]:
+def _subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     for length in range(1, len(axes) + 1):
         yield from itertools.combinations(axes, length)
 

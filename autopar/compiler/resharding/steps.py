@@ -11,16 +11,18 @@ On a dimension split over the axes `a b` (a major), with `s` an axis that each d
     ToPartial        [-]      -> [-] + s    the first device along an axis keeps the array, the others take zeros
     PadToPartial            [a b]    -> [a] + b    a part among zeros is a summand of the whole
 
-Axes join and leave a dimension at its minor end, where the parts are adjacent.
+Axes join and leave a dimension at its minor end, where the parts are adjacent. What is split is padded first where it
+does not divide; what is joined is cut to its size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from autopar.compiler.sharding.layout import Axes, Layout
+from autopar.compiler.sharding.layout import Axes, Layout, part_size
 
 
 @dataclass(frozen=True)
@@ -148,35 +150,63 @@ def collective_kind(step: ReshardStep) -> str | None:
             assert_never(step)
 
 
-def moved_share(parts: int, parts_after: int, step: ReshardStep) -> float:
-    """Return the share of the whole array that the collective of a step has on one device, operand or result."""
-    return 0.0 if collective_kind(step) is None else 1 / min(parts, parts_after)
+def moved_share(step: ReshardStep, layout: Layout, shape: Sequence[int], mesh_shape: Sequence[int]) -> float:
+    """Return the share of an array in `layout` that the collective of a step has on one device, operand or result."""
+    if collective_kind(step) is None:
+        return 0.0
+    moved, later = (_part(each, shape, mesh_shape) for each in (layout, after(layout, step)))
+    group = math.prod(mesh_shape[axis] for axis in step.axes)
+    # What is joined or divided has all parts of one size, whose padding is cut off after, or put in before.
+    match step:
+        case AllGather(_, dim):
+            moved[dim] *= group
+        case ReduceScatter(_, dim):
+            moved[dim] = later[dim] * group
+        case AllToAll(_, source, target):
+            moved[source] *= group
+            moved[target] = later[target]
+        case _:
+            pass
+    return math.prod(moved) / math.prod(shape) if all(shape) else 1.0
 
 
-def copied_share(parts: int, parts_after: int, step: ReshardStep) -> float:
-    """Return the share of the whole array that a step reads from and writes to memory besides its collective.
+def copied_share(step: ReshardStep, layout: Layout, shape: Sequence[int], mesh_shape: Sequence[int]) -> float:
+    """Return the share of an array in `layout` that a step reads from and writes to memory besides its collective.
 
     Collectives work on the major dimension. On any other one the array is transposed before or after: read once,
-    written once.
+    written once. So is one that is padded, or cut.
     """
+    sizes, later = (_part(each, shape, mesh_shape) for each in (layout, after(layout, step)))
+    whole = math.prod(shape) or 1
+    held, left = math.prod(sizes) / whole, math.prod(later) / whole
+    group = math.prod(mesh_shape[axis] for axis in step.axes)
+
+    def moves(dim: int) -> bool:
+        return dim > 0 or max(sizes[dim], later[dim]) < group * min(sizes[dim], later[dim])
+
     match step:
         case Slice():
-            return 2 / parts_after
+            return 2 * left
         case ToPartial():
             # Zeros are written without reading anything.
-            return 1 / parts
+            return held
         case PadToPartial():
-            return 1 / parts + 1 / parts_after
+            return held + left
         case AllGather(_, dim):
-            return 2 / parts_after if dim else 0.0
+            return 2 * left if moves(dim) else 0.0
         case ReduceScatter(_, dim):
-            return 2 / parts if dim else 0.0
+            return 2 * held if moves(dim) else 0.0
         case AllToAll(_, source, target):
-            return 2 / parts * ((source > 0) + (target > 0))
+            return 2 * held * (moves(source) + moves(target))
         case AllReduce() | Permute():
             return 0.0
         case _:
             assert_never(step)
+
+
+def _part(layout: Layout, shape: Sequence[int], mesh_shape: Sequence[int]) -> list[int]:
+    counts = (math.prod(mesh_shape[axis] for axis in axes) for axes in layout.dims)
+    return [part_size(size, count) for size, count in zip(shape, counts, strict=True)]
 
 
 def _without_last(axes: Axes, last: Axes) -> Axes:

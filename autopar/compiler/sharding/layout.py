@@ -7,6 +7,11 @@ from them the axes over which every device holds a summand of the array only (a 
     Layout(((0,), (1,)))       4 x 4 blocks, one for each device
     Layout(((0, 1), ()))       8 rows, one for each device
     Layout(((0,), ()), (1,))   rows split in two; the four devices of a row block hold summands of it
+
+A dimension that its axes do not divide is padded, axis by axis: of n rows every part along an axis of k devices has
+⌈n/k⌉, the last ones fewer, and behind these stands padding, which may hold anything. Ten rows on a mesh (2, 2):
+
+    Layout(((0, 1), ()))       rows 0 1 2, 3 4 . | 5 6 7, 8 9 .
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,30 +74,74 @@ def used_axes(layout: Layout) -> frozenset[int]:
     return frozenset(axis for axes in layout.dims for axis in axes)
 
 
-def num_shards(layout: Layout, mesh: LogicalMesh) -> int:
-    """Into how many different parts the array is split."""
-    return mesh.size(axis for axes in layout.dims for axis in axes)
+def num_shards(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> float:
+    """How many times as large as the part of one device, padding included, the array is."""
+    sizes = zip(shape, layout.dims, strict=True)
+    return math.prod(num_parts(size, [mesh.shape[axis] for axis in axes]) for size, axes in sizes)
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> tuple[int, ...]:
-    """The shape of one device's part."""
-    return tuple(size // mesh.size(axes) for size, axes in zip(shape, layout.dims, strict=True))
+    """The shape of one device's part, padding included."""
+    return tuple(part_size(size, mesh.size(axes)) for size, axes in zip(shape, layout.dims, strict=True))
+
+
+def part_size(size: int, parts: int) -> int:
+    """The size of the first of some parts of a dimension, which all others are padded to."""
+    return -(-size // parts)
+
+
+def num_parts(size: int, counts: Sequence[int]) -> float:
+    """How many times as large as one of its parts a dimension is, split along axes of these sizes."""
+    parts = math.prod(counts)
+    return parts if size % parts == 0 else size / part_size(size, parts)
+
+
+def can_split(size: int, counts: Sequence[int]) -> bool:
+    """Return whether axes of these sizes may split a dimension: evenly, or each making the padded parts smaller."""
+    parts = math.prod(counts)
+    return size % parts == 0 or all(
+        part_size(size, parts) < part_size(size, parts // count) for count in counts if count > 1
+    )
 
 
 def fits(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
-    """Return whether every dimension divides by the axes that split it."""
-    return all(size % mesh.size(axes) == 0 for size, axes in zip(shape, layout.dims, strict=True))
+    """Return whether every dimension divides by the axes that split it, as JAX wants it of arrays outside a program."""
+    return not padded_dims(shape, layout, mesh)
+
+
+def may_have(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
+    """Return whether the axes of every dimension may split it, with padding where they do not divide it."""
+    return all(
+        can_split(size, [mesh.shape[axis] for axis in axes]) for size, axes in zip(shape, layout.dims, strict=True)
+    )
+
+
+def padded_dims(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> list[int]:
+    """The dimensions whose parts have padding."""
+    return [d for d, axes in enumerate(layout.dims) if shape[d] % mesh.size(axes)]
 
 
 @functools.cache
 def all_layouts(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[Layout, ...]:
-    """Every layout without partial sums whose parts are equal, the axes of a dimension in mesh order; sorted."""
+    """Every layout without partial sums, the axes of a dimension in mesh order; sorted."""
     splits = set[Layout]()
     for owners in itertools.product((None, *range(len(shape))), repeat=len(mesh.shape)):
         dims = tuple(tuple(a for a, owner in enumerate(owners) if owner == d) for d in range(len(shape)))
-        if fits(shape, Layout(dims), mesh):
+        if may_have(shape, Layout(dims), mesh):
             splits.add(Layout(dims))
     return tuple(sorted(splits))
+
+
+@functools.cache
+def even_layouts(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[Layout, ...]:
+    """Those of `all_layouts` whose parts are equal: the layouts that values outside of a program can have."""
+    return tuple(layout for layout in all_layouts(shape, mesh) if fits(shape, layout, mesh))
+
+
+def without_ones(layout: Layout, mesh: LogicalMesh) -> Layout:
+    """The layout without mesh axes of size 1, and with the summed axes in order."""
+    dims = (tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in layout.dims)
+    return Layout(tuple(dims), tuple(sorted(axis for axis in layout.partial if mesh.shape[axis] > 1)))
 
 
 def to_spec(layout: Layout, mesh: LogicalMesh) -> PartitionSpec:

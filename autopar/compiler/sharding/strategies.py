@@ -5,6 +5,9 @@
 Each mesh axis is given to one factor of the equation's rule, or to none (all devices along it do the same), or to a
 set of operands that the equation is linear in, which then are partial sums along it. Splitting a factor that is summed
 away leaves the result a partial sum; one whose maximum or minimum is taken is combined at once.
+
+A factor that the axes do not divide is split into padded parts. Padding never reaches what is no padding: an equation
+computes every place of a factor by itself, and before one is summed away the padding is masked.
 """
 
 from __future__ import annotations
@@ -19,8 +22,17 @@ import jax.numpy as jnp
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.linearity import EXACT_IN_FIRST, linear_operands
-from autopar.compiler.jaxprs.primitives import ADDITIONS, VISIBLE
-from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, replicated
+from autopar.compiler.jaxprs.primitives import ADDITIONS, MASKED, VISIBLE
+from autopar.compiler.sharding.layout import (
+    Axes,
+    Layout,
+    LogicalMesh,
+    can_split,
+    num_parts,
+    padded_dims,
+    replicated,
+    used_axes,
+)
 from autopar.compiler.sharding.rule import Rule, shapes_of
 
 
@@ -30,8 +42,8 @@ class Strategy(NamedTuple):
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     combined: Axes = ()
-    devices: int = 1
-    """The number of devices among which the work is divided."""
+    devices: float = 1
+    """The number of devices among which the work is divided, less what padding takes."""
 
 
 def strategies(
@@ -46,12 +58,34 @@ def strategies(
     feasible: dict[Strategy, None] = {}
     for owners in itertools.product((None, *free, *linear), repeat=len(mesh.shape)):
         factors = {f: tuple(a for a, o in enumerate(owners) if o == f) for f in owners if isinstance(f, int)}
-        if any(rule.sizes[f] % mesh.size(axes) for f, axes in factors.items()):
+        if not all(_can_split(eqn, rule, f, [mesh.shape[axis] for axis in axes]) for f, axes in factors.items()):
             continue
         strategy = _strategy(eqn, rule, mesh, factors, owners)
         if strategy is not None:
             feasible[strategy] = None
     return tuple(feasible)
+
+
+def _can_split(eqn: jc.JaxprEqn, rule: Rule, factor: int, counts: Sequence[int]) -> bool:
+    """Return whether axes of these sizes may split a factor. Padding needs a dimension of its own, and a known sum."""
+    size = rule.sizes[factor]
+    if size % math.prod(counts) == 0:
+        return True
+    dims = (factors for array in (*rule.operands, *rule.results) for factors in array if factor in factors)
+    masked = factor not in rule.reductions or eqn.primitive.name in MASKED
+    return masked and all(factors == (factor,) for factors in dims) and can_split(size, counts)
+
+
+def masked_dims(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> list[list[int]]:
+    """Return for each operand the dimensions that are reduced and whose parts have padding, which must be masked."""
+    # What a gather takes of an array it takes by its index, which is never one of padding.
+    if eqn.primitive.name not in MASKED - {"gather"}:
+        return [[] for _ in eqn.invars]
+    kept = {axis for layout in strategy.results for axis in used_axes(layout)}
+    return [
+        [d for d in padded_dims(shape, layout, mesh) if kept.isdisjoint(layout.dims[d])]
+        for shape, layout in zip(shapes_of(eqn.invars), strategy.operands, strict=True)
+    ]
 
 
 def _on_one_device(eqn: jc.JaxprEqn, mesh: LogicalMesh) -> Strategy:
@@ -84,7 +118,7 @@ def _strategy(
         ),
         results=tuple(Layout(dims, partial) for dims in complete[len(operands) :]),
         combined=tuple(sorted(combined)),
-        devices=math.prod(mesh.size(axes) for axes in factors.values()),
+        devices=math.prod(num_parts(rule.sizes[f], [mesh.shape[axis] for axis in axes]) for f, axes in factors.items()),
     )
 
 

@@ -8,12 +8,13 @@ by two axes, `-,-|model` is a sum over "model" still to be made, `.` a scalar; o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.sharding.layout import Layout, LogicalMesh, used_axes
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_parts
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import PlanMismatch
 
@@ -47,13 +48,21 @@ def value_numbers(jaxpr: jc.Jaxpr) -> dict[jc.Var, int]:
     return numbers
 
 
-def strategy_of(plan: EquationPlan, mesh: LogicalMesh) -> Strategy:
+def strategy_of(eqn: jc.JaxprEqn, plan: EquationPlan, mesh: LogicalMesh) -> Strategy:
     """The strategy of an equation without bodies."""
-    layouts = [layout for layout in (*plan.operands, *plan.results) if layout is not None]
-    axes = {axis for layout in layouts for axis in used_axes(layout)}
+    atoms = zip((*eqn.invars, *eqn.outvars), (*plan.operands, *plan.results), strict=True)
+    splits = {
+        (axes, size if size % mesh.size(axes) else 0)
+        for atom, layout in atoms
+        if layout is not None
+        for size, axes in zip(getattr(atom.aval, "shape", ()), layout.dims, strict=True)
+    }
+    padded = [(axes, size) for axes, size in splits if size]
+    even = {axis for axes, size in splits if not size for axis in axes}
+    devices = mesh.size(even) * math.prod(num_parts(size, [mesh.shape[a] for a in axes]) for axes, size in padded)
     operands = tuple(layout for layout in plan.operands if layout is not None)
     results = tuple(layout for layout in plan.results if layout is not None)
-    return Strategy(operands, results, plan.combined, mesh.size(axes))
+    return Strategy(operands, results, plan.combined, devices)
 
 
 # --- JSON ---------------------------------------------------------------------------------------------------

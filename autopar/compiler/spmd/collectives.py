@@ -22,7 +22,7 @@ from autopar.compiler.jaxprs.primitives import CONTROL_FLOW
 from autopar.compiler.jaxprs.trip_counts import trip_count
 from autopar.compiler.resharding.costs import Collective, step_collectives
 from autopar.compiler.resharding.steps import ReshardStep, collective_kind
-from autopar.compiler.sharding.layout import LogicalMesh, describe_layout, num_shards, replicated
+from autopar.compiler.sharding.layout import LogicalMesh, describe_layout, num_shards
 from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value
 
 
@@ -135,9 +135,8 @@ def _of_block(
     reader = _readers(block)
     for action in block.actions:
         match action:
-            case Reshard(operand=operand, result=result, steps=steps):
-                aval: Any = operand.aval if isinstance(operand, jc.Literal) else operand.variable.aval
-                source = replicated(aval.ndim) if isinstance(operand, jc.Literal) else operand.layout
+            case Reshard(source=source, result=result, steps=steps):
+                aval: Any = action.aval
                 what = f"{aval.str_short()} {describe_layout(source, mesh)} -> {describe_layout(result.layout, mesh)}"
                 scope = jc.scope_of(reader[result]) if result in reader else ""
                 moves = step_collectives(steps, source, tuple(aval.shape), aval.dtype.itemsize, mesh)
@@ -146,7 +145,7 @@ def _of_block(
             case Evaluate(eqn=eqn, results=results, strategy=strategy):
                 for again in repeated[action]:
                     aval = eqn.outvars[0].aval
-                    nbytes = aval.size * aval.dtype.itemsize / num_shards(results[0].layout, mesh)
+                    nbytes = aval.size * aval.dtype.itemsize / num_shards(aval.shape, results[0].layout, mesh)
                     combined = Collective(kind="all-reduce", axes=strategy.combined, nbytes=nbytes)
                     what = f"{eqn.primitive.name} {aval.str_short()}"
                     yield LocalCollective(combined, times, str(aval.dtype), what, jc.scope_of(eqn), "", again)

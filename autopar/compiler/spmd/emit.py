@@ -123,7 +123,7 @@ def _reshard(action: Reshard, frame: _Frame) -> Any:
         # Without it XLA sees that the same was gathered before, and keeps that until now. Both results are read, or it
         # would not wait for the second.
         x, frame.values[action.after] = _lax.optimization_barrier((x, frame.read(action.after)))
-    return apply_steps(x, action.steps, frame.mesh)
+    return apply_steps(x, action.steps, frame.mesh, tuple(action.aval.shape), action.source)
 
 
 def _enter(action: RunBody, frame: _Frame) -> list[Any]:

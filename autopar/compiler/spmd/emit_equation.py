@@ -9,6 +9,7 @@ Every device holds some of the rows. It shifts the indices to its own numbering 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +20,9 @@ from jax import lax
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.primitives import CONSTRAINTS, VISIBLE
-from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, local_shape
-from autopar.compiler.sharding.strategies import Strategy
+from autopar.compiler.resharding.emit import padded
+from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, local_shape, part_size
+from autopar.compiler.sharding.strategies import Strategy, masked_dims
 
 _lax: Any = lax
 _jnp: Any = jnp
@@ -32,6 +34,20 @@ def position(axes: Axes, mesh: LogicalMesh) -> Any:
     for axis in axes:
         index = index * mesh.shape[axis] + lax.axis_index(mesh.axis_names[axis])
     return index
+
+
+def part_held(size: int, axes: Axes, mesh: LogicalMesh) -> tuple[Any, Any]:
+    """Where this device's part of a dimension begins, and how many places of it are no padding."""
+    counts = [mesh.shape[axis] for axis in axes]
+    if size % math.prod(counts) == 0:
+        part = size // math.prod(counts)
+        return position(axes, mesh) * part, part
+    start, held = 0, size
+    for axis, count in zip(axes, counts, strict=True):
+        size = part_size(size, count)
+        before: Any = lax.axis_index(mesh.axis_names[axis]) * size
+        start, held = start + before, jnp.clip(held - before, 0, size)
+    return start, held
 
 
 def gather_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: LogicalMesh) -> Any:
@@ -53,8 +69,9 @@ def gather_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, me
         indices = _clipped(indices, last)
     mine: Any = ~outside if fills else True
     for dimension, place in indexed.items():
-        own = indices[..., place].astype(_jnp.int32) - position(dims[dimension], mesh) * operand.shape[dimension]
-        mine = mine & (own >= 0) & (own < operand.shape[dimension])
+        start, held = part_held(aval.shape[dimension], dims[dimension], mesh)
+        own = indices[..., place].astype(_jnp.int32) - start
+        mine = mine & (own >= 0) & (own < held)
         indices = indices.at[..., place].set(own.astype(indices.dtype))
     inside = {"slice_sizes": sizes, "mode": _lax.GatherScatterMode.CLIP}
     gathered = jc.bind_equation(eqn, (operand, indices), inside)[0]
@@ -85,9 +102,10 @@ def scatter_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, m
         sizes = _window_sizes(eqn, len(dims))
         indices = _clipped(indices, [aval.shape[d] - sizes[d] for d in numbers.scatter_dims_to_operand_dims])
     for dimension, place in indexed.items():
-        own = indices[..., place].astype(_jnp.int32) - position(dims[dimension], mesh) * operand.shape[dimension]
+        start, held = part_held(aval.shape[dimension], dims[dimension], mesh)
+        own = indices[..., place].astype(_jnp.int32) - start
         # Negative indices are out of range here, not counted from the end.
-        own = _jnp.where((own >= 0) & (own < operand.shape[dimension]), own, operand.shape[dimension])
+        own = _jnp.where((own >= 0) & (own < held), own, operand.shape[dimension])
         indices = indices.at[..., place].set(own.astype(indices.dtype))
     if indexed:
         changes = {"mode": _lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
@@ -95,6 +113,9 @@ def scatter_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, m
     if summed:
         first = position(tuple(summed), mesh) == 0
         operand = _jnp.where(first, operand, _jnp.zeros((), operand.dtype))
+    if masked_dims(eqn, strategy, mesh)[1]:
+        # Behind the end of the updates stand others, for whatever places.
+        changes |= {"unique_indices": False, "indices_are_sorted": False}
     return jc.bind_equation(eqn, (operand, indices, updates), changes)[0]
 
 
@@ -144,7 +165,8 @@ def _fill_value(eqn: jc.JaxprEqn, dtype: Any) -> Any:
 # --- Evaluate one equation on one device's parts of its operands, inside a `shard_map` over the whole mesh ---
 # Most primitives do on parts what they do on whole arrays, once their shape parameters are those of the parts. What
 # looks at positions (iota, gather, scatter, random bits) is shifted to where the part is. Partial sums stay partial;
-# a maximum over a split dimension is combined at once.
+# a maximum over a split dimension is combined at once. Padding holds anything, so that it is masked before it is summed
+# away, or before a maximum of it is taken.
 
 _lax: Any = lax
 _jnp: Any = jnp
@@ -153,6 +175,7 @@ _jnp: Any = jnp
 def evaluate_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: LogicalMesh) -> list[Any]:
     """The parts of the results; `args` are parts laid out as `strategy.operands` says."""
     with jc.under_scope_of(eqn):
+        args = _masked(eqn, args, strategy, mesh)
         match eqn.primitive.name:
             case name if name in CONSTRAINTS:
                 return [args[0]]
@@ -172,6 +195,30 @@ def evaluate_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, 
         combine = {"reduce_max": lax.pmax, "reduce_min": lax.pmin}[eqn.primitive.name]
         results = [combine(results[0], mesh.names(strategy.combined))]
     return results
+
+
+def _masked(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: LogicalMesh) -> list[Any]:
+    """The operands of an equation, the padding of what it reduces replaced by what changes no result."""
+    masked = list(args)
+    for place, dims in enumerate(masked_dims(eqn, strategy, mesh)):
+        aval: Any = eqn.invars[place].aval
+        for dim in dims:
+            x = masked[place]
+            _, held = part_held(aval.shape[dim], strategy.operands[place].dims[dim], mesh)
+            inside = _lax.broadcasted_iota(_jnp.int32, x.shape, dim) < held
+            masked[place] = _jnp.where(inside, x, _neutral(eqn.primitive.name, x.dtype))
+    return masked
+
+
+def _neutral(name: str, dtype: Any) -> Any:
+    """What changes no sum, or no maximum or minimum."""
+    if name not in ("reduce_max", "reduce_min"):
+        return _jnp.zeros((), dtype)
+    sign = -1 if name == "reduce_max" else 1
+    if _jnp.issubdtype(dtype, _jnp.floating):
+        return _jnp.asarray(sign * _jnp.inf, dtype)
+    limits = _jnp.iinfo(dtype)
+    return _jnp.asarray(limits.min if sign < 0 else limits.max, dtype)
 
 
 def _local_params(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> dict[str, Any]:
@@ -194,9 +241,9 @@ def _local_params(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> di
             conv = jp.convolution_of(eqn)
             rows, features = (strategy.operands[0].dims[d] for d in conv.lhs_spec[:2])
             if conv.feature_groups > 1:
-                params["feature_group_count"] = conv.feature_groups // mesh.size(features)
+                params["feature_group_count"] = part_size(conv.feature_groups, mesh.size(features))
             if conv.batch_groups > 1:
-                params["batch_group_count"] = conv.batch_groups // mesh.size(rows)
+                params["batch_group_count"] = part_size(conv.batch_groups, mesh.size(rows))
         case _:
             pass
     return params
@@ -214,7 +261,8 @@ def _iota(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> Any:
     if not axes:
         return _lax.broadcasted_iota(aval.dtype, shape, dimension)
     # Counted as integers: a number of few bits would be rounded before it is shifted.
-    counted = _lax.broadcasted_iota(_jnp.int32, shape, dimension) + position(axes, mesh) * shape[dimension]
+    start, _ = part_held(aval.shape[dimension], axes, mesh)
+    counted = _lax.broadcasted_iota(_jnp.int32, shape, dimension) + start
     return _lax.convert_element_type(counted, aval.dtype)
 
 
@@ -232,7 +280,7 @@ def _random_bits(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh
     counter: Any = _jnp.zeros(shape, _jnp.uint32)
     stride = 1
     for dimension in reversed(range(len(shape))):
-        start = position(layout.dims[dimension], mesh) * shape[dimension]
+        start, _ = part_held(aval.shape[dimension], layout.dims[dimension], mesh)
         index = _lax.broadcasted_iota(_jnp.uint32, shape, dimension) + _jnp.asarray(start).astype(_jnp.uint32)
         counter = counter + index * _jnp.uint32(stride)
         stride *= aval.shape[dimension]
@@ -242,6 +290,8 @@ def _random_bits(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh
 def take_part(whole: Any, layout: Layout, mesh: LogicalMesh) -> Any:
     """This device's part of an array that every device holds."""
     shape = local_shape(whole.shape, layout, mesh)
+    for dim, axes in enumerate(layout.dims):
+        whole = padded(whole, dim, [mesh.shape[axis] for axis in axes])
     starts = [position(axes, mesh) * size for axes, size in zip(layout.dims, shape, strict=True)]
     return _lax.dynamic_slice(whole, starts, shape)
 

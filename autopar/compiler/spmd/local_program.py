@@ -51,6 +51,16 @@ class Reshard:
     steps: tuple[ReshardStep, ...]
     after: Value | None = None
 
+    @property
+    def aval(self) -> Any:
+        """The type of the whole array."""
+        return self.operand.aval if isinstance(self.operand, jc.Literal) else self.operand.variable.aval
+
+    @property
+    def source(self) -> Layout:
+        """The layout of the operand."""
+        return replicated(self.aval.ndim) if isinstance(self.operand, jc.Literal) else self.operand.layout
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluate:
@@ -136,7 +146,7 @@ class _Writer:
             ]
             self.actions.append(RunBody(eqn=eqn, operands=operands, results=results, bodies=tuple(bodies)))
         else:
-            strategy = strategy_of(plan, self.mesh)
+            strategy = strategy_of(eqn, plan, self.mesh)
             self.actions.append(Evaluate(eqn=eqn, operands=operands, results=results, strategy=strategy))
 
     def read(self, atom: Any, layout: Layout, phase: str, latest: Value | None = None) -> Value | jc.Literal:

@@ -61,7 +61,7 @@ def kind_of(trace, mesh, block, batch: int) -> Kind:
     for leaf, value in zip(trace.inputs, block.inputs, strict=True):
         name = "moments" if ".mu" in leaf.name or ".nu" in leaf.name else leaf.name.partition("[")[0]
         whole[name] += leaf.aval.size
-        held[name] += leaf.aval.size / num_shards(value.layout, mesh)
+        held[name] += leaf.aval.size / num_shards(leaf.aval.shape, value.layout, mesh)
     large = [each for each in planned_collectives(block, mesh) if each.collective.nbytes > 10_000]
     of_batch = [f"[{batch}," in each.what for each in large]
     return Kind(

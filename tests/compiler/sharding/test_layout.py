@@ -10,9 +10,11 @@ from autopar.compiler.sharding.layout import (
     LogicalMesh,
     all_layouts,
     describe_layout,
+    even_layouts,
     fits,
     from_spec,
     local_shape,
+    may_have,
     num_shards,
     replicated,
     to_spec,
@@ -29,21 +31,31 @@ CUBE = LogicalMesh(shape=(2, 2, 2), axis_names=("x", "y", "z"))
     [
         ((), GRID, 1),
         ((16,), LINE, 2),
-        ((12,), LINE, 1),
+        ((12,), LINE, 2),  # the second with padding
+        ((4,), GRID, 3),  # over both axes parts are no smaller than over one
         ((16, 16), LINE, 3),
         ((16, 16), GRID, 9),
         ((8, 4), GRID, 8),  # not both axes on the second dimension
-        ((8, 3), GRID, 4),
+        ((8, 3), GRID, 8),
         ((2, 2, 2), CUBE, 34),
     ],
     ids=str,
 )
-def test_layouts_are_as_many_as_ways_to_give_axes_to_dimensions_that_divide(shape, mesh, count):
+def test_layouts_are_as_many_as_ways_to_give_axes_to_dimensions_whose_parts_they_make_smaller(shape, mesh, count):
     layouts = all_layouts(shape, mesh)
     assert len(layouts) == len(set(layouts)) == count
     assert list(layouts) == sorted(layouts)
     assert replicated(len(shape)) in layouts
-    assert all(fits(shape, layout, mesh) and not layout.partial for layout in layouts)
+    assert all(may_have(shape, layout, mesh) and not layout.partial for layout in layouts)
+    assert even_layouts(shape, mesh) == tuple(layout for layout in layouts if fits(shape, layout, mesh))
+
+
+def test_parts_are_as_large_as_the_first_and_count_with_their_padding():
+    shape, rows = (12, 50257), Layout(((0, 1), ()))
+    assert local_shape(shape, rows, GRID) == (2, 50257) and num_shards(shape, rows, GRID) == 6
+    assert local_shape(shape, Layout(((0,), (1,))), GRID) == (6, 12565)
+    assert num_shards(shape, Layout(((0,), (1,))), GRID) == pytest.approx(8 * 50257 / 50260)
+    assert not fits(shape, rows, GRID) and fits(shape, Layout(((1,), ())), GRID)
 
 
 @pytest.mark.parametrize("layout", all_layouts((8, 16, 4), GRID), ids=lambda layout: describe_layout(layout, GRID))
@@ -52,7 +64,9 @@ def test_specs_mean_to_jax_what_layouts_mean(layout):
     assert from_spec(spec, 3, GRID) == layout
     sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(2, 4), GRID.axis_names), spec)
     assert sharding.shard_shape(shape) == local_shape(shape, layout, GRID)
-    assert len({str(index) for index in sharding.devices_indices_map(shape).values()}) == num_shards(layout, GRID)
+    assert len({str(index) for index in sharding.devices_indices_map(shape).values()}) == num_shards(
+        shape, layout, GRID
+    )
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,13 @@ PRODUCT = ("dot_general", jnp.matmul, (real(8, 16), real(16, 24)))
         ),
         pytest.param(
             ("tanh", jnp.tanh, (real(3, 8),)),
-            ["[-, -] -> [-, -]", "[-, x] -> [-, x]"],
-            id="only where the size divides",
+            ["[-, -] -> [-, -]", "[x, -] -> [x, -]", "[-, x] -> [-, x]"],
+            id="with padding where the size does not divide",
+        ),
+        pytest.param(
+            ("reshape", lambda x: x.reshape(3, 2, 4), (real(6, 4),)),
+            ["[-, -] -> [-, -, -]", "[-, x] -> [-, -, x]"],
+            id="but not where padding would stand inside of a dimension",
         ),
         pytest.param(
             ("reshape", lambda x: x.reshape(4, 2, 4), (real(8, 4),)),

@@ -12,7 +12,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, replicated
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, from_data, strategy_of, to_data, value_numbers
 from autopar.errors import PlanMismatch
-from tests.compiler.equations import real
+from tests.compiler.equations import equation, real
 from tests.compiler.planned_steps import GRID, plan_step, traced
 
 PRODUCT = EquationPlan(
@@ -100,5 +100,16 @@ def test_values_are_numbered_inputs_first():
 
 
 def test_the_strategy_of_an_equation_counts_the_devices_that_share_it():
-    assert strategy_of(PRODUCT, GRID).devices == 8
-    assert strategy_of(GREATEST, GRID).combined == (0, 1)
+    product, _ = equation("dot_general", jnp.matmul, (real(8, 8), real(8, 8)))
+    greatest, _ = equation("reduce_max", lambda x: jnp.max(x, 1), (real(3, 8),))
+    assert strategy_of(product, PRODUCT, GRID).devices == 8
+    assert strategy_of(greatest, GREATEST, GRID).combined == (0, 1)
+
+
+def test_devices_count_less_what_padding_takes():
+    product, _ = equation("dot_general", jnp.matmul, (real(12, 6), real(6, 12)))
+    # Of 12 rows over 8 devices each has 2, as six devices would; of 6 columns over 4 as three would.
+    rows = EquationPlan(operands=(Layout(((0, 1), ())), replicated(2)), results=(Layout(((0, 1), ())),))
+    assert strategy_of(product, rows, GRID).devices == 6
+    both = EquationPlan(operands=(Layout(((0,), (1,))), Layout(((1,), ()))), results=(Layout(((0,), ()), (1,)),))
+    assert strategy_of(product, both, GRID).devices == 6
