@@ -137,6 +137,7 @@ def parallelize(
     method: Method | Plan | None = ...,
     num_microbatches: int | None = ...,
     batch_argnums: Sequence[int] | int | None = ...,
+    unbatched: Sequence[str] | str = ...,
     static_argnums: Sequence[int] | int = ...,
     static_argnames: Sequence[str] | str = ...,
     donate_argnums: Sequence[int] | int = ...,
@@ -151,6 +152,7 @@ def parallelize(
     method: Method | Plan | None = ...,
     num_microbatches: int | None = ...,
     batch_argnums: Sequence[int] | int | None = ...,
+    unbatched: Sequence[str] | str = ...,
     static_argnums: Sequence[int] | int = ...,
     static_argnames: Sequence[str] | str = ...,
     donate_argnums: Sequence[int] | int = ...,
@@ -164,6 +166,7 @@ def parallelize(
     method: Method | Plan | None = None,
     num_microbatches: int | None = None,
     batch_argnums: Sequence[int] | int | None = None,
+    unbatched: Sequence[str] | str = (),
     static_argnums: Sequence[int] | int = (),
     static_argnames: Sequence[str] | str = (),
     donate_argnums: Sequence[int] | int = (),
@@ -179,8 +182,9 @@ def parallelize(
     - `method`: `DataParallel` (the default), `ShardParallel`, `PipelineParallel`, `Megatron`, `Auto`, `Zero`,
       `TensorParallel`, `ExpertParallel`, or a `Plan`.
     - `num_microbatches`: into how many parts the batch is split, instead of the method's own number.
-    - `batch_argnums`: the arguments that carry the batch, on the first axis of every array in them; by default
-      argument 1. Arguments may be passed by name all the same.
+    - `batch_argnums`: the arguments that carry the batch, on the first axis of every array in them; by default the
+      inputs that carry it are found from what the step does. Arguments may be passed by name all the same.
+    - `unbatched`: regular expressions that find, by name, inputs that are not to be taken for the batch.
     - `static_argnums`, `static_argnames`, `donate_argnums`: as in `jax.jit`.
     - `axis_name`: for a step written for `jax.pmap`, the axis that it reduces over. It is bound to the whole batch, as
       if one device held all of it: `lax.pmean` over it changes nothing.
@@ -191,6 +195,7 @@ def parallelize(
     chosen = _with_microbatches(DataParallel() if method is None else method, num_microbatches)
     roles = ArgumentRoles(
         batch_argnums=None if batch_argnums is None else check_numbers("batch_argnums", batch_argnums),
+        unbatched=check_names("unbatched", unbatched),
         static_argnums=check_numbers("static_argnums", static_argnums),
         static_argnames=check_names("static_argnames", static_argnames),
         donate_argnums=check_numbers("donate_argnums", donate_argnums),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,9 @@ class ArgumentRoles:
     """The user's words on the arguments of a step."""
 
     batch_argnums: tuple[int, ...] | None = None
+    """None: the batch is found."""
+    unbatched: tuple[str, ...] = ()
+    """Patterns that find, by name, the inputs without a batch."""
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
     donate_argnums: tuple[int, ...] = ()
@@ -118,12 +122,9 @@ class Arguments:
             self.positional[i] for i in self.static_positions if i < len(self.positional)
         }
         self.static_positions |= {i for i, n in enumerate(self.positional) if n in self.static_names}
-        if roles.batch_argnums is None:
-            self.batch = frozenset({1} if 1 not in self.static_positions and len(self.positional) != 1 else ())
-        else:
-            self.batch = self._positions("batch_argnums", roles.batch_argnums)
+        self.batch = None if roles.batch_argnums is None else self._positions("batch_argnums", roles.batch_argnums)
         self.donated = self._positions("donate_argnums", roles.donate_argnums)
-        both = (self.batch | self.donated) & self.static_positions
+        both = ((self.batch or frozenset()) | self.donated) & self.static_positions
         if both:
             raise InvalidArgument(
                 f"Argument {min(both)} of {self.name} is static, and cannot be a batch or donated as well. Static "
@@ -318,6 +319,28 @@ class Arguments:
         for number, path in nnx_objects.array_paths(graph) if graph is not None else ():
             name, position = places[number]
             yield name + path, position
+
+    def batch_leaves(self, described: Sequence[tuple[str, int | None]]) -> list[int] | None:
+        """Return the numbers of the leaves that the user names as the batch; None if it is to be found."""
+        return (
+            None if self.batch is None else [i for i, (_, position) in enumerate(described) if position in self.batch]
+        )
+
+    def unbatched_leaves(self, described: Sequence[tuple[str, int | None]]) -> set[int]:
+        """Return the numbers of the leaves that the user says carry no batch.
+
+        Raises `InvalidArgument` for a pattern that finds none.
+        """
+        numbers: set[int] = set()
+        for pattern in self.roles.unbatched:
+            found = {i for i, (name, _) in enumerate(described) if re.search(pattern, name)}
+            if not found:
+                raise InvalidArgument(
+                    f"unbatched has the pattern {pattern!r}, which finds no input of {self.name}. Its inputs are named "
+                    f"like {', '.join(name for name, _ in described[:4])}: give a regular expression that finds one."
+                )
+            numbers |= found
+        return numbers
 
 
 def _over_axis(flat: Callable[..., Any], axis_name: str) -> Callable[..., Any]:

@@ -40,7 +40,8 @@ def trace_call(arguments: Arguments, call: Call) -> Trace:
             arguments.call_flat(call),
             leaves,
             name=arguments.name,
-            batch_inputs=[i for i, leaf in enumerate(leaves) if leaf.argument in arguments.batch],
+            batch_inputs=arguments.batch_leaves(described),
+            unbatched_inputs=arguments.unbatched_leaves(described),
             donated_inputs=[i for i, leaf in enumerate(leaves) if leaf.argument in arguments.donated],
         )
     except NameError as error:

@@ -323,7 +323,7 @@ def test_step_of_nothing_is_a_step(state):
 
 def test_step_without_a_batch_runs_on_one_mesh():
     step = sgd(lambda params, _: mlp_loss(params, (LARGE_ON_DEVICE[:8], LARGE_ON_DEVICE[8:16])))
-    assert_same(parallel(step, method=DataParallel())(mlp_params(), None), step(mlp_params(), None))
+    assert_same(parallel(step, method=DataParallel(), batch_argnums=())(mlp_params(), None), step(mlp_params(), None))
 
 
 def numbers(state, batch):

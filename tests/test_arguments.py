@@ -75,10 +75,8 @@ def test_static_arguments_are_set_apart_however_they_are_named_and_passed(roles,
     assert sorter.result(call, sorter.call_flat(call)(*call.leaves)) == (1.0, 2.0, "big", True)
 
 
-def test_batch_is_the_second_argument_by_default():
-    assert arguments().batch == {1}
-    assert arguments(lambda params: params).batch == set()
-    assert arguments(static_argnums=(1,)).batch == set()
+def test_the_batch_is_left_to_be_found_by_default():
+    assert arguments().batch is None
     assert arguments(batch_argnums=(0, -1)).batch == {0, 2}
 
 

@@ -95,7 +95,7 @@ def argument_placement(compiled: Compiled, number: int) -> tuple[ArgumentPlaceme
     if where not in given:
         raise InvalidArgument(
             f"{trace.name} was compiled without arrays as argument {number}. Give the state as the step's "
-            "argument 0, the batch as one of batch_argnums, and neither as static."
+            "argument 0, the batch as another one, and neither as static."
         )
     argument = given[where]
     uses = {leaf: [program.inputs[place] for place in places] for leaf, places in places_of(program).items()}

@@ -36,7 +36,7 @@ def shard_batch(batch: Any, *, like: Step | Compiled, argnum: int | None = None)
 
     - `batch`: arrays in the structure that the step takes. A leaf may be a function `load(index) -> array` instead:
       it is called in each process with the ranges of the whole that the devices there hold, and is sent by pickling.
-    - `argnum`: which argument of the step it is; by default the first of its batch_argnums.
+    - `argnum`: which argument of the step it is; by default the first that carries the batch.
 
     In one process an array lies on one mesh at a time: a step of microbatches cuts it there, and what a second mesh
     reads of it is copied by the step. Raises `InvalidArgument`, which names the leaf, if the step does not take it.
@@ -79,8 +79,9 @@ def _prefetched(batches: Iterator[Any], like: Step | Compiled, size: int, argnum
 def _argnum(like: Step | Compiled, argnum: int | None) -> int:
     if argnum is not None:
         return argnum
-    arguments = like.source.arguments if isinstance(like, Compiled) else getattr(like, "arguments", None)
-    return min(arguments.batch, default=1) if arguments is not None else 1
+    known: list[Compiled] = [like] if isinstance(like, Compiled) else getattr(like, "all_compiled", list)()
+    carriers = [compiled.trace.inputs[i].argument for compiled in known[-1:] for i in compiled.trace.batch_inputs]
+    return min((argument for argument in carriers if argument is not None), default=1)
 
 
 def _here(place: LeafPlacement, leaf: Any, arrangement: ArgumentPlacement, devices: Any) -> jax.Array:

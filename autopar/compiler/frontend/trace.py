@@ -2,21 +2,25 @@
 
     step, arguments, options  ->  Trace
 
-Tracing is abstract: shapes and dtypes only, no device is touched. The step is traced at the given batch and, where the
-batch size can change, at twice that: what differs between the two says where the batch is in every value.
+Tracing is abstract: shapes and dtypes only, no device is touched. Which inputs carry the batch is found from what the
+step does (`find_batch`), unless the user says. Where the batch is to be split, the step is traced again at twice the
+batch: what differs between the two says where the batch is in every value.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 
+from autopar.compiler.frontend.find_batch import FoundBatch, find_batch
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.errors import InvalidArgument
@@ -54,21 +58,34 @@ class Trace:
 
     name: str
     jaxpr: jc.ClosedJaxpr
-    other_batch_as_traced: jc.ClosedJaxpr | None
-    """The same step at twice the batch, not normalised yet: only splitting the batch needs it."""
-    no_other_batch_because: str
+    flat_step: Callable[..., Any]
+    """The step as a function of the inputs."""
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     out_tree: Any
-    batch_inputs: tuple[int, ...]
+    batch: FoundBatch
     donated_inputs: tuple[int, ...]
     state_outputs: Mapping[int, int]
     """Output number -> number of the input that it replaces in the next step."""
 
+    @property
+    def batch_inputs(self) -> tuple[int, ...]:
+        """The numbers of the inputs that carry the batch, on their first axis."""
+        return self.batch.inputs
+
     @cached_property
     def at_other_batch(self) -> jc.ClosedJaxpr | None:
         """The same step at twice the batch; None where it has no batch or cannot be traced so."""
-        return None if self.other_batch_as_traced is None else normalize(self.other_batch_as_traced)
+        return self._other_batch[0]
+
+    @property
+    def no_other_batch_because(self) -> str:
+        """The reason for which there is no trace at another batch."""
+        return self._other_batch[1]
+
+    @cached_property
+    def _other_batch(self) -> tuple[jc.ClosedJaxpr | None, str]:
+        return _trace_at_other_batch(self)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -98,27 +115,43 @@ def trace_step(
     leaves: Sequence[Leaf],
     *,
     name: str,
-    batch_inputs: Sequence[int],
+    batch_inputs: Sequence[int] | None,
     donated_inputs: Sequence[int],
+    unbatched_inputs: Collection[int] = (),
 ) -> Trace:
-    """Trace `flat_step(*leaves)`, which returns any pytree, or `Returned`."""
+    """Trace `flat_step(*leaves)`, which returns any pytree, or `Returned`.
+
+    `batch_inputs` is the user's word on what carries the batch; None: it is found, outside of `unbatched_inputs`.
+    """
     avals = [leaf.aval for leaf in leaves]
-    _check_batch(leaves, batch_inputs)
+    given = [i for i in batch_inputs or () if i not in unbatched_inputs]
+    _check_batch(leaves, given)
     closed, out_shape = jax.make_jaxpr(flat_step, return_shape=True)(*avals)
-    at_other_batch, reason = _trace_at_other_batch(flat_step, avals, batch_inputs)
+    closed = normalize(closed)
     returned = out_shape if isinstance(out_shape, Returned) else Returned(result=out_shape, replaced={}, further={})
     outputs, replaced = _outputs(returned, leaves)
+    if batch_inputs is None:
+        state = _whole_subtrees(leaves, outputs, replaced, ())
+        batch = find_batch(
+            closed,
+            [leaf.name for leaf in leaves],
+            [leaf.argument for leaf in leaves],
+            state=set(state.values()),
+            unbatched=unbatched_inputs,
+        )
+    else:
+        batch = FoundBatch(inputs=tuple(given))
+        state = _whole_subtrees(leaves, outputs, replaced, batch.inputs)
     return Trace(
         name=name,
-        jaxpr=normalize(closed),
-        other_batch_as_traced=at_other_batch,
-        no_other_batch_because=reason,
+        jaxpr=closed,
+        flat_step=flat_step,
         inputs=tuple(leaves),
         outputs=outputs,
         out_tree=jax.tree.structure(out_shape),
-        batch_inputs=tuple(batch_inputs),
+        batch=batch,
         donated_inputs=tuple(i for i in donated_inputs if i not in returned.kept),
-        state_outputs=replaced | _match_state(leaves, outputs, set(batch_inputs) | set(replaced.values())),
+        state_outputs=_single_leaves(leaves, outputs, state, batch.inputs),
     )
 
 
@@ -140,61 +173,95 @@ def _check_batch(leaves: Sequence[Leaf], batch_inputs: Sequence[int]) -> None:
         if not size:
             raise InvalidArgument(
                 f"Batch input {leaf_name} is a scalar; every batch input needs the batch as its first axis. "
-                "Leave arguments without a batch axis out of batch_argnums."
+                "Leave arguments without a batch axis out of batch_argnums, or inputs without one by unbatched."
             )
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{n}: {s[0]}" for n, s in sizes.items())
         raise InvalidArgument(
             f"Batch inputs have different batch sizes ({listed}); one size is required on the first axis of all of "
-            "them. Name only the arguments that carry the batch in batch_argnums."
+            "them. Name only the arguments that carry the batch in batch_argnums, and inputs without it in unbatched."
         )
 
 
-def _trace_at_other_batch(
-    flat_step: Callable[..., Any], avals: Sequence[Any], batch_inputs: Sequence[int]
-) -> tuple[jc.ClosedJaxpr | None, str]:
-    if not batch_inputs:
-        return None, "no argument is a batch (see batch_argnums)"
-    batch = set(batch_inputs)
+def _trace_at_other_batch(trace: Trace) -> tuple[jc.ClosedJaxpr | None, str]:
+    if not trace.batch_inputs:
+        return None, trace.batch.missing or "no argument is a batch (see batch_argnums)"
+    batch = set(trace.batch_inputs)
+    avals = [leaf.aval for leaf in trace.inputs]
     larger = [
         jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype, weak_type=a.weak_type) if i in batch else a
         for i, a in enumerate(avals)
     ]
     try:
-        return jax.make_jaxpr(flat_step)(*larger), ""
+        return normalize(jax.make_jaxpr(trace.flat_step)(*larger)), ""
     # Whatever the user's own code raises at another batch size; it matters only where microbatches are asked for.
     except Exception as error:
         return None, f"tracing it at twice the batch size raised {type(error).__name__}: {error}"
 
 
-def _match_state(leaves: Sequence[Leaf], outputs: Sequence[Leaf], others: set[int]) -> dict[int, int]:
-    """Pair the outputs with the inputs that they replace: a subtree of the result that looks just like an argument.
+def _whole_subtrees(
+    leaves: Sequence[Leaf], outputs: Sequence[Leaf], known: Mapping[int, int], batch: Collection[int]
+) -> dict[int, int]:
+    """Pair the outputs with the inputs outside of the batch that they replace, by subtrees of several leaves.
 
-    The inputs `others` are none of these.
+    The pairs that are `known` are among them.
 
-    An argument `state` is matched by `result[0]` when every leaf of it stands there under the same path with the same
-    shape and dtype.
+    A subtree of the arguments is replaced by one of the result where every leaf of it stands under the same path with
+    the same shape and dtype; the largest subtrees are matched first.
     """
-    by_path = {leaf.name: i for i, leaf in enumerate(outputs)}
-    matches: dict[int, int] = {}
-    arguments: dict[int, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if leaf.argument is not None and i not in others:
-            arguments.setdefault(leaf.argument, []).append(i)
-    for members in arguments.values():
-        paths = _relative_paths([leaves[i].name for i in members])
-        for prefix in [p[: len(p) - len(paths[0])] for p in by_path if p.endswith(paths[0])]:
-            partners = [by_path.get(prefix + path) for path in paths]
-            pairs = {o: i for i, o in zip(members, partners, strict=True) if o is not None and o not in matches}
-            if len(pairs) == len(members) and all(_same(leaves[i], outputs[o]) for o, i in pairs.items()):
+    paths, results = [_keys(leaf.name) for leaf in leaves], [_keys(leaf.name) for leaf in outputs]
+    ending: dict[str, list[tuple[str, ...]]] = {}
+    for path in results:
+        ending.setdefault(path[-1] if path else "", []).append(path)
+    by_path = {path: o for o, path in enumerate(results)}
+    matches, taken = dict(known), set(known.values())
+    members: dict[tuple[str, ...], list[int]] = {}
+    for i, path in enumerate(paths):
+        for length in range(1, len(path)) if i not in batch and i not in taken else ():
+            members.setdefault(path[:length], []).append(i)
+    for root, inside in sorted(members.items(), key=lambda item: -len(item[1])):
+        if len(inside) == 1 or not taken.isdisjoint(inside):
+            continue
+        below = [paths[i][len(root) :] for i in inside]
+        for end in ending.get(below[0][-1], ()):
+            where = end[: len(end) - len(below[0])]
+            partners = [by_path.get(where + path) for path in below]
+            pairs = {o: i for i, o in zip(inside, partners, strict=True) if o is not None and o not in matches}
+            if len(pairs) == len(inside) and all(_same(leaves[i], outputs[o]) for o, i in pairs.items()):
                 matches.update(pairs)
+                taken.update(inside)
                 break
     return matches
 
 
-def _relative_paths(names: Sequence[str]) -> list[str]:
-    """Key paths below the argument: `state.params['w']` -> `.params['w']`."""
-    return [re.sub(r"^\w+", "", name) for name in names]
+def _single_leaves(
+    leaves: Sequence[Leaf], outputs: Sequence[Leaf], matches: Mapping[int, int], batch: Collection[int]
+) -> dict[int, int]:
+    """Pair what is left: an input outside of the batch with a result that looks like it, by the end of its path.
+
+    An argument of one array has no path; it is paired with the first result of its shape and dtype.
+    """
+    found, taken = dict(matches), set(matches.values()) | set(batch)
+    sizes = Counter(leaf.argument for leaf in leaves)
+    results = {o: _keys(output.name) for o, output in enumerate(outputs) if o not in matches}
+    for i in (i for i in range(len(leaves)) if i not in taken):
+        path = _keys(leaves[i].name)[1:]
+        alike = [o for o in results if o not in found and _same(leaves[i], outputs[o])]
+        best = max(alike, key=lambda o: _meet(path, results[o]), default=None)
+        if best is not None and (sizes[leaves[i].argument] == 1 or _meet(path, results[best])):
+            found[best] = i
+    return found
+
+
+def _meet(path: Sequence[str], other: Sequence[str]) -> int:
+    """The number of keys at the end of two paths that are the same."""
+    pairs = zip(reversed(path), reversed(other))
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _keys(name: str) -> tuple[str, ...]:
+    """The keys of a path: `state.params['w'][0]` -> state, params, w, 0."""
+    return tuple(key for key in re.split(r"[\[\]\.'\"]+", name) if key)
 
 
 def _same(a: Leaf, b: Leaf) -> bool:

@@ -324,6 +324,13 @@ def scatter_of(eqn: JaxprEqn) -> Scatter:
     return Scatter(params["dimension_numbers"], params["mode"], params.get("update_jaxpr"))
 
 
+def indexed_dimensions(eqn: JaxprEqn) -> Dimensions:
+    """The dimensions of a gather's or scatter's array that the columns of its indices name, in their order."""
+    numbers = eqn.params["dimension_numbers"]
+    named = getattr(numbers, "start_index_map", None)
+    return tuple(numbers.scatter_dims_to_operand_dims if named is None else named)
+
+
 class SlidingWindow(NamedTuple):
     """A window that slides over an array: for each dimension its size, stride, padding and dilations."""
 

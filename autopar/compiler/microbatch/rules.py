@@ -8,13 +8,12 @@ results. It raises where neither holds. A primitive without a rule is refused, n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
-
-import numpy as np
+from collections.abc import Callable
+from typing import NoReturn
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.identity_indices import are_identity_indices
 from autopar.compiler.jaxprs.primitives import (
     COPIES,
     CUMULATIVE,
@@ -231,102 +230,6 @@ def _identity_column(site: Site, axis: int, index_map: tuple[int, ...]) -> int:
 
 def _picks_examples(site: Site) -> NoReturn:
     refuse(site.eqn, "picks examples of the batch by index")
-
-
-# Identity indices
-
-
-def are_identity_indices(
-    atom: Any,
-    axis: int,
-    column: int,
-    producers: Mapping[jc.Var, jc.JaxprEqn],
-    constants: Mapping[jc.Var, Any],
-) -> bool:
-    """Return whether `atom[..., column]` is the number i at position i along `axis`.
-
-    So it is for `arange(B)` in `logits[arange(B), labels]`. Such a gather looks as if it picked examples from anywhere
-    in the batch, yet row i reads row i only. The walk goes from the indices back to the `iota`, through what JAX puts
-    between: conversions, broadcasts, the column-wise concatenation, and the wrapping of negative indices
-    `select_n(i < 0, i, i + B)`, which never wraps here.
-    """
-    if not isinstance(atom, jc.Var):
-        return False
-    if atom in constants:
-        columns = np.moveaxis(np.asarray(constants[atom]), axis, 0)[..., column]
-        return bool((np.arange(len(columns)) == columns.T).all())
-    eqn = producers.get(atom)
-    while eqn is not None:
-        step = _column_source(eqn, axis, column)
-        if step is None:
-            return _counts(eqn.outvars[0], axis, producers, constants)
-        source, column = step
-        if source in constants:
-            return are_identity_indices(source, axis, column, producers, constants)
-        eqn = producers.get(source)
-    return False
-
-
-def _column_source(eqn: jc.JaxprEqn, axis: int, column: int) -> tuple[Any, int] | None:
-    """The operand and its column from which this column comes; None where the columns begin."""
-    if eqn.primitive.name == "concatenate" and jp.dimensions_of(eqn) == (len(shape_of(eqn.outvars[0])) - 1,):
-        for operand in eqn.invars:
-            width = shape_of(operand)[-1]
-            if column < width:
-                return operand, column
-            column -= width
-    if eqn.primitive.name == "convert_element_type" and shape_of(eqn.outvars[0])[-1] > 1:
-        return eqn.invars[0], column
-    return None
-
-
-def _counts(atom: Any, axis: int, producers: Mapping[jc.Var, jc.JaxprEqn], constants: Mapping[jc.Var, Any]) -> bool:
-    """Return whether every entry at position i along `axis` is the number i."""
-    if not isinstance(atom, jc.Var):
-        return False
-    if atom in constants:
-        rows = np.moveaxis(np.asarray(constants[atom]), axis, 0)
-        return bool((np.arange(len(rows)) == rows.reshape(len(rows), -1).T).all())
-    eqn = producers.get(atom)
-    if eqn is None:
-        return False
-    match eqn.primitive.name:
-        case "iota":
-            return jp.dimensions_of(eqn) == (axis,)
-        case "convert_element_type" | "copy" | "optimization_barrier" if len(eqn.invars) == 1:
-            return _counts(eqn.invars[0], axis, producers, constants)
-        case "broadcast_in_dim":
-            dims = jp.broadcast_dimensions(eqn)
-            if axis not in dims or shape_of(eqn.invars[0])[dims.index(axis)] != shape_of(atom)[axis]:
-                return False
-            return _counts(eqn.invars[0], dims.index(axis), producers, constants)
-        case "reshape":
-            source = _same_axis(eqn, axis)
-            return source is not None and _counts(eqn.invars[0], source, producers, constants)
-        case "select_n":
-            never = producers.get(eqn.invars[0]) if isinstance(eqn.invars[0], jc.Var) else None
-            wraps = never is not None and never.primitive.name == "lt" and _is_zero(never.invars[1])
-            return (
-                wraps
-                and never is not None
-                and _counts(never.invars[0], axis, producers, constants)
-                and _counts(eqn.invars[1], axis, producers, constants)
-            )
-        case _:
-            return False
-
-
-def _same_axis(eqn: jc.JaxprEqn, axis: int) -> int | None:
-    """The operand's axis that a reshape (adding or dropping dimensions of size 1) made into `axis`."""
-    source, result = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    if [n for n in source if n != 1] != [n for n in result if n != 1] or result[axis] == 1:
-        return None
-    rank = sum(n != 1 for n in result[:axis])
-    return [i for i, n in enumerate(source) if n != 1][rank]
-
-
-def _is_zero(atom: Any) -> bool:
-    return isinstance(atom, jc.Literal) and not np.any(atom.val)
 
 
 # The rule of each primitive

@@ -103,7 +103,8 @@ def _at_other_batch(trace: Trace, num_microbatches: int, loop_pieces: int, wide:
     if not trace.batch_inputs:
         raise InvalidArgument(
             f"{num_microbatches} microbatches were asked for, but {trace.no_other_batch_because}. "
-            "Name the arguments that carry the batch in batch_argnums, or use one microbatch."
+            "Name the arguments that carry the batch in batch_argnums, inputs that do not in unbatched, or use one "
+            "microbatch."
         )
     if trace.at_other_batch is None:
         raise NotSplittable(

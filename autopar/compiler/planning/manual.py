@@ -20,7 +20,7 @@ from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.layers import count_layers, count_marked_layers, cut_forward, group_layers, layer_cuts
 from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.errors import InvalidArgument
+from autopar.errors import InvalidArgument, ReplicatedWarning
 from autopar.ir.instructions import spec_parts
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.schedules import get_schedule
@@ -31,6 +31,7 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, num_devices: int) -> Plan:
     """The plan that a method describes. Raises `InvalidArgument` where it does not fit the program or the devices."""
     match method:
         case DataParallel():
+            _check_batch(trace, method, num_devices)
             return _one_stage(trace, method, (num_devices,), ("data",), {})
         case ShardParallel():
             _check_devices(method.mesh_shape, num_devices)
@@ -46,8 +47,28 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, num_devices: int) -> Plan:
                     f"stage, sharded over all {num_devices} devices. Use ShardParallel or DataParallel to say so.",
                     stacklevel=2,
                 )
+                _check_batch(trace, method, num_devices)
                 return _one_stage(trace, method, (num_devices,), ("data",), {})
             return _pipeline(trace, method, num_devices)
+
+
+def _check_batch(trace: Trace, method: HandMethod, num_devices: int) -> None:
+    """Raise where nobody can tell the batch that is to be split; warn where there is none."""
+    if num_devices == 1 or not trace.batch.missing or not trace.jaxpr.jaxpr.eqns:
+        return
+    if trace.batch.ambiguous:
+        raise InvalidArgument(
+            f"The batch of {trace.name} is to be split among {num_devices} devices, but {trace.batch.missing}. Name "
+            "the arguments that carry it in batch_argnums, or the inputs that do not in unbatched."
+        )
+    if method.num_microbatches > 1 and trace.differentiates:
+        return  # these are refused where they are made
+    warnings.warn(
+        f"Every device computes the whole of {trace.name}, because {trace.batch.missing}. Name the arguments that "
+        "carry the batch in batch_argnums (an empty tuple for none), or use Auto(), which can split other dimensions.",
+        ReplicatedWarning,
+        stacklevel=2,
+    )
 
 
 def _check_devices(mesh_shape: tuple[int, ...], num_devices: int) -> None:

@@ -233,7 +233,7 @@ def _compose(
 ) -> FactorRule | None:
     if function.operations is None:
         return None
-    joined = _Joined()
+    joined = JoinedFactors()
     values = dict(enumerate(joined.of_shape(shape) for shape in function.arguments))
     for operation in function.operations:
         rule = operation.rule or compose(operation.callee, functions, known)
@@ -251,7 +251,7 @@ def _compose(
 
 def reshaped(eqn: jc.JaxprEqn) -> Rule:
     """A reshape: elements keep their order, so that all dimensions together are one dimension of both arrays."""
-    joined = _Joined()
+    joined = JoinedFactors()
     (read,), (written,) = shapes_of(eqn.invars[:1]), shapes_of(eqn.outvars)
     before, after = joined.of_shape(read), joined.of_shape(written)
     joined.join(itertools.chain(*before), itertools.chain(*after))
@@ -261,7 +261,7 @@ def reshaped(eqn: jc.JaxprEqn) -> Rule:
     )
 
 
-class _Joined:
+class JoinedFactors:
     """Factors that are made equal, or split, as operations demand."""
 
     def __init__(self) -> None:
@@ -272,15 +272,20 @@ class _Joined:
         self._blocked: set[int] = set()
 
     def of_shape(self, shape: Sequence[int]) -> list[list[int]]:
-        return [[self._new(size)] for size in shape]
+        return [[self.new(size)] for size in shape]
 
-    def _new(self, size: int) -> int:
+    def new(self, size: int) -> int:
+        """A factor that is like no other yet."""
         self._sizes.append(size)
         return len(self._sizes) - 1
 
+    def size(self, factors: Iterable[int]) -> int:
+        """The size of a dimension of these factors."""
+        return math.prod(self._sizes[f] for f in self.resolved(factors))
+
     def adopt(self, rule: FactorRule) -> list[int]:
         """New factors for those of a rule."""
-        numbers = [self._new(size) for size in rule.sizes]
+        numbers = [self.new(size) for size in rule.sizes]
         self._reduced |= {numbers[f] for f in rule.reduced}
         self._blocked |= {numbers[f] for f in rule.blocked}
         return numbers
@@ -289,7 +294,7 @@ class _Joined:
         """Make the factors of one dimension those of another of the same size."""
         left, right = list(mine), list(theirs)
         while True:
-            left, right = self._resolved(left), self._resolved(right)
+            left, right = self.resolved(left), self.resolved(right)
             if not left or not right:
                 return
             a, b = left[0], right[0]
@@ -302,14 +307,14 @@ class _Joined:
                 return
             self._split(a, common)
             self._split(b, common)
-            (a, *_), (b, *_) = self._resolved([a]), self._resolved([b])
+            (a, *_), (b, *_) = self.resolved([a]), self.resolved([b])
             if a != b:
                 self._become(b, [a])
 
     def _split(self, factor: int, major: int) -> None:
         """Make the factor one of size `major` and the rest, if there is any."""
         if self._sizes[factor] != major:
-            self._become(factor, [self._new(major), self._new(self._sizes[factor] // major)])
+            self._become(factor, [self.new(major), self.new(self._sizes[factor] // major)])
 
     def _become(self, factor: int, parts: list[int]) -> None:
         self._parts[factor] = parts
@@ -317,12 +322,14 @@ class _Joined:
             if factor in marked:
                 marked.update(parts)
 
-    def _resolved(self, factors: Iterable[int]) -> list[int]:
+    def resolved(self, factors: Iterable[int]) -> list[int]:
         """The factors that these are now; those of size 1 are nothing."""
         resolved: list[int] = []
         for factor in factors:
             if factor in self._parts:
-                resolved += self._resolved(self._parts[factor])
+                # What a chain of factors ends in is kept, so that chains stay short.
+                parts = self._parts[factor] = self.resolved(self._parts[factor])
+                resolved += parts
             elif self._sizes[factor] != 1:
                 resolved.append(factor)
         return resolved
@@ -331,7 +338,7 @@ class _Joined:
         """Return the factors that the function's arguments and results have now."""
 
         def dims(value: list[list[int]]) -> Dims:
-            return tuple(tuple(self._resolved(factors)) for factors in value)
+            return tuple(tuple(self.resolved(factors)) for factors in value)
 
         return FactorRule(
             sizes=tuple(self._sizes),

@@ -26,7 +26,7 @@ from autopar.compiler.sharding.rule import FactorRule, Rule, adds_up, blocked_ru
 from autopar.compiler.sharding.shardy import lowered_functions
 from autopar.errors import ReplicatedWarning
 
-__all__ = ["Rule", "sharding_rules"]
+__all__ = ["Rule", "rules_without_warning", "sharding_rules"]
 
 _REDUCTIONS = {"dot_general": "sum", "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
 # Primitives whose parameters hold numbers that are right for local parts too, or that are made local.
@@ -42,18 +42,23 @@ _known: dict[Hashable, Rule] = {}
 
 
 def sharding_rules(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
-    """The rule of each equation; those that are not known yet are lowered together.
+    """The rule of each equation. Warns once for each equation that has no rule.
 
-    Warns once for each equation that has no rule. Equations with bodies that are planned themselves have none to ask
-    for.
+    Equations with bodies that are planned themselves have none to ask for.
     """
+    rules = rules_without_warning(eqns)
+    unknown = {equation_key(eqn): eqn for eqn, rule in zip(eqns, rules, strict=True) if rule.source == "none"}
+    for eqn in unknown.values():
+        _warn(eqn)
+    return rules
+
+
+def rules_without_warning(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
+    """The rule of each equation; those that are not known yet are lowered together."""
     keys = [equation_key(eqn) for eqn in eqns]
     asked = dict(zip(keys, eqns, strict=True))
     missing = {key: eqn for key, eqn in asked.items() if key not in _known}
     _known.update(zip(missing, _rules_of(list(missing.values())), strict=True))
-    for key, eqn in asked.items():
-        if _known[key].source == "none":
-            _warn(eqn)
     return [_known[key] for key in keys]
 
 

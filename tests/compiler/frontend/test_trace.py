@@ -107,6 +107,11 @@ def a_leaf_less(state, batch):
     return {"params": mlp_step(state["params"], batch)[0]}
 
 
+def in_another_order(params, batch, rest):
+    new, _ = mlp_step(params, batch)
+    return {"m": new, "key": jax.random.split(rest["key"])[0]}, new
+
+
 def batch_back(params, batch):
     return mlp_step(params, batch)[0], batch
 
@@ -117,7 +122,19 @@ STATE = {
     "two trees alike": (two_trees, (PARAMS, mlp_batch(), PARAMS), {"[0]": "a", "[1]": "c"}, 4),
     "one array": (one_array, (PARAMS[0]["w"], mlp_batch()), {"[1]": "a"}, 1),
     "another dtype": (other_dtype, (PARAMS, mlp_batch()), {}, 0),
-    "a leaf less": (a_leaf_less, ({"params": PARAMS, "count": jnp.int32(0)}, mlp_batch()), {}, 0),
+    "a leaf less": (
+        a_leaf_less,
+        ({"params": PARAMS, "count": jnp.int32(0)}, mlp_batch()),
+        {"['params']": "a['params']"},
+        2,
+    ),
+    "in another order": (
+        in_another_order,
+        (PARAMS, mlp_batch(), {"m": PARAMS, "key": jax.random.key(0)}),
+        {"[0]": "c", "[1]": "a"},
+        5,
+    ),
+    "gradients": (jax.grad(mlp_loss), (PARAMS, mlp_batch()), {"": "a"}, 2),
     "the batch": (batch_back, (PARAMS, mlp_batch()), {"[0]": "a"}, 2),
 }
 

@@ -1,0 +1,118 @@
+"""Find the inputs of a step that carry the batch: those whose first dimension numbers its examples.
+
+    jaxpr, inputs, which of them are state  ->  FoundBatch
+
+Examples stand on the first dimension of an input, are in nothing that the step keeps as state, and last longest in its
+forward pass: features, positions and places of a table are reduced away while the examples stay, until a loss or a
+metric reduces these too, or the results keep them. So, of the first dimensions of the inputs outside of the state,
+those are the batch that no other one outlasts:
+
+    outlasts    some equation reduces the one and keeps the other; but a dimension inside of an array whose first
+                dimension is another one does not outlast that: time stands inside of the examples
+    ends        reduced by the step, or a dimension of its results: keys of random numbers are neither; or, if no other
+                is there, taken apart row by row
+
+Nodes and edges of a graph outlast each other, and are no batch. Where examples come from two sources that never meet
+(real ones and noise), both are the batch if they are of one size; otherwise nobody can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from autopar.compiler.frontend.dimensions import Dimension, StepDimensions, find_dimensions
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.sharding.rule import shapes_of
+
+_NAMED = 4
+"""The most inputs that a message names of one kind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundBatch:
+    """The numbers of the inputs that carry the batch; where there are none, the reason."""
+
+    inputs: tuple[int, ...] = ()
+    missing: str = ""
+    ambiguous: bool = False
+    """Several readings are possible; `missing` names them."""
+
+
+def find_batch(
+    closed: jc.ClosedJaxpr,
+    names: Sequence[str],
+    arguments: Sequence[int | None],
+    *,
+    state: Collection[int],
+    unbatched: Collection[int] = (),
+) -> FoundBatch:
+    """Return the batch of a normalised step.
+
+    `names` and `arguments` are those of its inputs, `state` the inputs that its results replace, and `unbatched` those
+    that the user says are no batch.
+    """
+    dims = find_dimensions(closed)
+    carriers = _possible(dims, state, unbatched)
+    winners = [d for d in carriers if not any(_outlasts(dims, other, d) for other in carriers if other != d)]
+    if not winners:
+        return FoundBatch(missing="no input outside of the state has independent examples on its first axis")
+    shapes = shapes_of(jc.open_jaxpr(closed)[0].invars)
+    sizes = {shapes[carriers[d][0]][0] for d in winners}
+    if len(sizes) > 1:
+        return FoundBatch(missing=_readings(closed, names, [carriers[d] for d in winners]), ambiguous=True)
+    found = {i for d in winners for i in carriers[d]}
+    (rows,) = sizes
+    unread = _unread(closed) - set(state) - set(unbatched)
+    found |= {i for i in unread if shapes[i][:1] == (rows,) and arguments[i] in {arguments[j] for j in found}}
+    return FoundBatch(inputs=tuple(sorted(found)))
+
+
+def _possible(dims: StepDimensions, state: Collection[int], unbatched: Collection[int]) -> dict[Dimension, list[int]]:
+    """The first dimensions that may be examples, and the inputs that have them."""
+    of_state = {f for i in state for factors in dims.inputs[i] for f in factors}
+    carriers: dict[Dimension, list[int]] = {}
+    for i, value in enumerate(dims.inputs):
+        if i not in state and i not in unbatched and value and value[0] and of_state.isdisjoint(value[0]):
+            carriers.setdefault(value[0], []).append(i)
+    ends = {f for value in dims.outputs for factors in value for f in factors}
+    ends.update(f for r in dims.reductions if r.kind == "reduce" for f in r.reduced)
+    sliced = {f for r in dims.reductions if r.kind == "slice" for f in r.reduced}
+    carriers = _meeting(carriers, ends) or _meeting(carriers, sliced)
+    return _meeting(carriers, dims.differentiated) or carriers
+
+
+def _meeting(carriers: dict[Dimension, list[int]], factors: Collection[int]) -> dict[Dimension, list[int]]:
+    return {d: inputs for d, inputs in carriers.items() if any(f in factors for f in d)}
+
+
+def _outlasts(dims: StepDimensions, one: Dimension, other: Dimension) -> bool:
+    """Return whether one dimension is kept where another is reduced, and does not stand inside of that."""
+    if _stands_inside(dims, other, one):
+        return True
+    if _stands_inside(dims, one, other):
+        return False
+    own = frozenset(one) - frozenset(other)
+    forward = (r for r in dims.reductions if not r.backward)
+    return any(not r.reduced.isdisjoint(other) and not r.kept.isdisjoint(own) for r in forward)
+
+
+def _stands_inside(dims: StepDimensions, inner: Dimension, outer: Dimension) -> bool:
+    values = (*dims.inputs, *dims.outputs)
+    return any(value[0] == outer and inner in value[1:] for value in values if value)
+
+
+def _unread(closed: jc.ClosedJaxpr) -> set[int]:
+    jaxpr, _ = jc.open_jaxpr(closed)
+    read = {v for eqn in jaxpr.eqns for v in jc.operands(eqn)} | {v for v in jaxpr.outvars if isinstance(v, jc.Var)}
+    return {i for i, v in enumerate(jaxpr.invars) if v not in read}
+
+
+def _readings(closed: jc.ClosedJaxpr, names: Sequence[str], readings: Sequence[Sequence[int]]) -> str:
+    shapes = shapes_of(jc.open_jaxpr(closed)[0].invars)
+
+    def one(carriers: Sequence[int]) -> str:
+        named = ", ".join(names[i] for i in carriers[:_NAMED]) + (", ..." if len(carriers) > _NAMED else "")
+        return f"the first axis of {named} ({shapes[carriers[0]][0]} rows)"
+
+    return f"its batch may be {' or '.join(map(one, readings))}"

@@ -1,0 +1,262 @@
+"""The batch is found from what a step does, and where nobody can tell it, that is said."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.errors import InvalidArgument, ReplicatedWarning
+from tests.small_steps import gan_step
+
+ROWS, WIDTH, CLASSES = 8, 6, 3
+
+
+def zeros(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def integers(*shape):
+    return zeros(*shape, dtype=jnp.int32)
+
+
+PARAMS = {"a": zeros(WIDTH, 16), "b": zeros(16, CLASSES)}
+X, Y = zeros(ROWS, WIDTH), zeros(ROWS, CLASSES)
+
+
+def predict(p, x):
+    return jnp.tanh(x @ p["a"]) @ p["b"]
+
+
+def loss(p, x, y):
+    return jnp.mean((predict(p, x) - y) ** 2)
+
+
+def updated(p, of_params):
+    value, grads = jax.value_and_grad(of_params)(p)
+    return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), value
+
+
+def optimizer_second(params, state, batch):
+    tx = optax.adam(0.1)
+    value, grads = jax.value_and_grad(loss)(params, *batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+def bare_array(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+
+def gradients_and_key(params, x, y, key):
+    kept = jax.random.bernoulli(key, 0.5, (x.shape[0], 16))
+    grads = jax.grad(lambda p: jnp.mean((jnp.where(kept, jnp.tanh(x @ p["a"]), 0) @ p["b"] - y) ** 2))(params)
+    return grads, jax.random.split(key)[0]
+
+
+def picked_labels(params, batch):
+    def of_params(p):
+        scores = jax.nn.log_softmax(predict(p, batch["x"]))
+        return -jnp.mean(scores[jnp.arange(len(scores)), batch["label"]]) * batch["scale"]
+
+    return updated(params, of_params)
+
+
+def attention(params, frozen, tokens, positions):
+    def of_params(p):
+        h = frozen["table"][tokens] + jnp.sin(positions)[:, None]
+        mask = jnp.where(positions[:, None] >= positions[None, :], 0, -1e9)
+        h = jax.nn.softmax(jnp.einsum("btd,bsd->bts", h @ p["q"], h) + mask) @ h
+        scores = jax.nn.log_softmax(h[:, :-1] @ p["out"])
+        return -jnp.mean(jnp.take_along_axis(scores, tokens[:, 1:, None], -1))
+
+    return updated(params, of_params)
+
+
+def weights_of_positions(params, x, weights):
+    return updated(params, lambda p: jnp.sum(jnp.mean(predict(p, x) ** 2, axis=(0, 2)) * weights))
+
+
+def teacher(params, teacher, x):
+    return updated(params, lambda p: loss(p, x, predict(teacher, x)))
+
+
+def evaluate(params, x, label):
+    scores = predict(params, x)
+    return {"scores": scores, "accuracy": jnp.mean(scores.argmax(-1) == label)}
+
+
+def batch_normalized(state, x, y):
+    params, mean = state["params"], state["mean"]
+
+    def of_params(p):
+        h = x @ p["a"]
+        center = jnp.mean(h, 0)
+        return jnp.mean((jnp.tanh(h - center) @ p["b"] - y) ** 2), center
+
+    (value, center), grads = jax.value_and_grad(of_params, has_aux=True)(params)
+    params = jax.tree.map(lambda a, g: a - g, params, grads)
+    return {"params": params, "mean": 0.9 * mean + 0.1 * center}, value
+
+
+def accumulated(params, x, y):
+    def one(total, part):
+        value, grads = jax.value_and_grad(loss)(params, *part)
+        return jax.tree.map(jnp.add, total, grads), value
+
+    zero = jax.tree.map(jnp.zeros_like, params)
+    grads, values = jax.lax.scan(one, zero, (x.reshape(2, 4, WIDTH), y.reshape(2, 4, CLASSES)))
+    return jax.tree.map(lambda a, g: a - g, params, grads), values
+
+
+def recurrent(params, x, start):
+    def of_params(p):
+        _, states = jax.lax.scan(lambda h, now: (jnp.tanh(now @ p["a"] + h),) * 2, start, x.swapaxes(0, 1))
+        return jnp.mean((states @ p["b"]) ** 2)
+
+    return updated(params, of_params)
+
+
+def shuffled(params, x, y, key):
+    def epoch(p, key):
+        order = jax.random.permutation(key, x.shape[0])
+        parts = [value[order].reshape(2, 4, -1) for value in (x, y)]
+        return jax.lax.scan(lambda p, part: updated(p, lambda p: loss(p, *part)), p, tuple(parts))
+
+    return jax.lax.scan(epoch, params, jax.random.split(key, 2))
+
+
+def key_of_each_example(params, x, keys):
+    def one(p, x, key):
+        return jnp.sum(predict(p, x + jax.random.normal(key, x.shape)))
+
+    return updated(params, lambda p: jnp.mean(jax.vmap(one, (None, 0, 0))(p, x, keys)))
+
+
+def joined_halves(params, real, fake):
+    x = jnp.concatenate([real, jnp.tanh(fake)])
+    label = jnp.concatenate([jnp.ones(len(real)), jnp.zeros(len(fake))])
+    return updated(params, lambda p: jnp.mean((predict(p, x) - label[:, None]) ** 2))
+
+
+def keyword_only(params, *, images, labels, step):
+    return updated(params, lambda p: loss(p, images, labels) * step)[0], step + 1
+
+
+GAN = {k: [{"w": zeros(4, 4), "b": zeros(4)}] for k in ("generator", "critic")}
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+FOUND = {
+    "the optimizer before the batch": (
+        optimizer_second,
+        (PARAMS, jax.eval_shape(optax.adam(0.1).init, PARAMS), (X, Y)),
+        ["batch[0]", "batch[1]"],
+    ),
+    "one array of the batch's shape": (bare_array, (zeros(8, 8), zeros(8, 8)), ["x"]),
+    "gradients, and a key": (gradients_and_key, (PARAMS, X, Y, KEY), ["x", "y"]),
+    "gradients, and an old key": (gradients_and_key, (PARAMS, X, Y, zeros(2, dtype=jnp.uint32)), ["x", "y"]),
+    "a scalar and what nobody reads": (
+        picked_labels,
+        (PARAMS, {"x": X, "label": integers(ROWS), "scale": zeros(), "number": integers(ROWS)}),
+        ["batch['label']", "batch['number']", "batch['x']"],
+    ),
+    "as many positions as examples": (
+        attention,
+        ({"q": zeros(8, 8), "out": zeros(8, 50)}, {"table": zeros(50, 8)}, integers(6, 6), zeros(6)),
+        ["tokens"],
+    ),
+    "weights of as many positions": (weights_of_positions, (PARAMS, zeros(8, 8, WIDTH), zeros(8)), ["x"]),
+    "a frozen teacher": (teacher, (PARAMS, {"a": zeros(WIDTH, 32), "b": zeros(32, CLASSES)}, X), ["x"]),
+    "no gradient": (evaluate, (PARAMS, X, integers(ROWS)), ["x", "label"]),
+    "batch statistics": (batch_normalized, ({"params": PARAMS, "mean": zeros(16)}, X, Y), ["x", "y"]),
+    "accumulated in the step": (accumulated, (PARAMS, X, Y), ["x", "y"]),
+    "a loop over time": (recurrent, (PARAMS, zeros(ROWS, 5, WIDTH), zeros(ROWS, 16)), ["x", "start"]),
+    "shuffled anew": (shuffled, (PARAMS, X, Y, KEY), ["x", "y"]),
+    "a key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, dtype=KEY.dtype)), ["x", "keys"]),
+    "an old key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, 2, dtype=jnp.uint32)), ["x", "keys"]),
+    "two sources": (gan_step, (GAN, (zeros(8, 4), zeros(8, 4))), ["batch[0]", "batch[1]"]),
+    "two sources joined": (joined_halves, (PARAMS, X, X), ["real", "fake"]),
+}
+
+
+@pytest.mark.parametrize(("step", "args", "names"), FOUND.values(), ids=FOUND)
+def test_the_batch_is_found(step, args, names):
+    assert batch_of(autopar.parallelize(step).trace(*args).trace) == names
+
+
+def batch_of(trace):
+    return [trace.inputs[i].name for i in trace.batch_inputs]
+
+
+def test_the_batch_is_found_among_keyword_arguments():
+    args = {"images": X, "labels": Y, "step": integers()}
+    assert batch_of(autopar.parallelize(keyword_only).trace(PARAMS, **args).trace) == ["images", "labels"]
+
+
+def graph_step(params, nodes, senders, receivers, labels):
+    def of_params(p):
+        h = jax.ops.segment_sum((nodes @ p["a"])[senders], receivers, nodes.shape[0])
+        return jnp.mean((jnp.tanh(h) @ p["b"] - labels) ** 2)
+
+    return updated(params, of_params)
+
+
+GRAPH = (
+    {"a": jnp.ones((WIDTH, 16)), "b": jnp.ones((16, CLASSES))},
+    *(jnp.ones((30, WIDTH)), jnp.zeros(40, jnp.int32), jnp.zeros(40, jnp.int32), jnp.ones((30, CLASSES))),
+)
+
+
+def test_a_step_without_a_batch_is_not_run_in_silence():
+    step = autopar.parallelize(graph_step)
+    assert batch_of(step.trace(*GRAPH).trace) == []
+    with pytest.warns(ReplicatedWarning, match="Every device computes the whole of graph_step, because no input"):
+        got = step(*GRAPH)
+    for value, expected in zip(jax.tree.leaves(got), jax.tree.leaves(graph_step(*GRAPH)), strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+def test_microbatches_of_a_step_without_a_batch_are_refused():
+    with pytest.raises(InvalidArgument, match=r"2 microbatches were asked for, but no input outside of the state .*"):
+        autopar.parallelize(graph_step, num_microbatches=2).trace(*GRAPH).plan().lower()
+
+
+def two_sizes(params, labeled, y, others):
+    return updated(params, lambda p: loss(p, labeled, y) + jnp.mean(predict(p, others) ** 2))
+
+
+TWO_SIZES = (PARAMS, X, Y, zeros(24, WIDTH))
+
+
+def test_two_readings_are_named_with_their_inputs():
+    readings = r"first axis of labeled, y \(8 rows\) or the first axis of others \(24 rows\)"
+    with pytest.raises(InvalidArgument, match=readings + ".*batch_argnums.*unbatched"):
+        autopar.parallelize(two_sizes).trace(*TWO_SIZES).plan()
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"unbatched": "others"}, ["labeled", "y"]),
+        ({"unbatched": ("^labeled$", "^y$")}, ["others"]),
+        ({"batch_argnums": (1, 2)}, ["labeled", "y"]),
+        ({"batch_argnums": (1, 2), "unbatched": "y"}, ["labeled"]),
+        ({"batch_argnums": ()}, []),
+    ],
+)
+def test_the_user_has_the_last_word(options, names):
+    assert batch_of(autopar.parallelize(two_sizes, **options).trace(*TWO_SIZES).trace) == names
+
+
+def test_a_search_does_without_a_batch():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = autopar.parallelize(two_sizes, method=autopar.Auto(num_stages=1)).trace(*TWO_SIZES).plan().plan
+    assert plan.num_microbatches == 1
+
+
+def test_a_pattern_that_finds_no_input_is_refused():
+    with pytest.raises(InvalidArgument, match=r"unbatched has the pattern 'other_name', .* labeled"):
+        autopar.parallelize(two_sizes, unbatched="other_name").trace(*TWO_SIZES)
