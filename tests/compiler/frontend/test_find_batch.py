@@ -155,6 +155,7 @@ FOUND = {
         ["batch[0]", "batch[1]"],
     ),
     "one array of the batch's shape": (bare_array, (zeros(8, 8), zeros(8, 8)), ["x"]),
+    "an array that x never meets": (lambda w, x: w + jnp.mean(x), (zeros(4, 8), zeros(16, 8)), ["x"]),
     "gradients, and a key": (gradients_and_key, (PARAMS, X, Y, KEY), ["x", "y"]),
     "gradients, and an old key": (gradients_and_key, (PARAMS, X, Y, zeros(2, dtype=jnp.uint32)), ["x", "y"]),
     "a scalar and what nobody reads": (
