@@ -120,15 +120,22 @@ def _traceback_of(eqn: JaxprEqn) -> Any:
 
 
 def ad_phase(eqn: JaxprEqn) -> str | None:
-    """`"forward"` or `"backward"` by the outermost differentiation that made the equation; None outside of any.
+    """`"forward"` or `"backward"` by the differentiations that made the equation; None outside of any.
 
-    Forward equations stand under `jvp(...)`, backward ones under `transpose(jvp(...))`; scopes that a user names
-    "transpose" are of another kind and do not count.
+    Forward equations stand under `jvp(...)`, backward ones under `transpose(jvp(...))`, and a transposition within
+    another turns the direction again: `jvp(transpose(jvp(...)))` is the backward pass of a gradient that is
+    differentiated, `transpose(jvp(transpose(jvp(...))))` goes forward through the model to differentiate it. What
+    `jax.checkpoint` computes again inside of a gradient that is differentiated is that gradient's forward pass. Scopes
+    that a user names "transpose" are of another kind and do not count.
     """
-    for entry in eqn.source_info.name_stack.stack:
-        if isinstance(entry, source_info_util.Transform) and entry.name in ("jvp", "transpose"):
-            return "backward" if entry.name == "transpose" else "forward"
-    return None
+    stack = eqn.source_info.name_stack.stack
+    turns = [e.name for e in stack if isinstance(e, source_info_util.Transform) and e.name in ("jvp", "transpose")]
+    if not turns:
+        return None
+    if turns[0] == "jvp" and len(turns) > 1:
+        again = [i for i, entry in enumerate(stack) if entry.name == "rematted_computation"]
+        turns = [e.name for e in stack[again[-1] :] if isinstance(e, source_info_util.Transform)] if again else turns
+    return "backward" if turns.count("transpose") % 2 else "forward"
 
 
 def scope_of(eqn: JaxprEqn) -> str:

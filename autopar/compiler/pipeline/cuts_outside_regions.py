@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.primitives import REMAT
-from autopar.compiler.pipeline.phases import Phase, Phases
+from autopar.compiler.pipeline.phases import Phase, Phases, parameter_sources
 
 
 def cut_allowed(phases: Phases, order: Sequence[int]) -> list[bool]:
@@ -30,7 +29,7 @@ class _Forward:
     def __init__(self, phases: Phases, order: Sequence[int]) -> None:
         self.eqns = phases.equations
         self.order = order
-        self.parameters = _parameters(phases)
+        self.parameters = parameter_sources(phases)
         self.backward = [eqn for eqn, own in zip(self.eqns, phases.of, strict=True) if Phase.BACKWARD in own]
         self.producer = {v: p for p, i in enumerate(order) for v in self.eqns[i].outvars}
         self.readers: dict[jc.Var, list[int]] = {}
@@ -75,26 +74,3 @@ class _Forward:
                 operands = jc.operands(self.eqns[self.order[p]])
                 stack.extend(self.producer[v] for v in operands if v in self.producer)
         return ancestors
-
-
-def _parameters(phases: Phases) -> dict[jc.Var, frozenset[jc.Var]]:
-    """The parameters that values derive from without the microbatch: themselves, their casts and reshapes.
-
-    A scalar made of a parameter (a penalty on it) is not followed: whoever reads it does not use the parameter.
-    """
-    jaxpr = phases.step.jaxpr.jaxpr
-    inputs = zip(jaxpr.invars, phases.step.inputs, strict=True)
-    sources_of = {
-        v: frozenset([v]) for v, spec in inputs if spec.kind == "whole" and v not in phases.replicated_scalars
-    }
-    for eqn, own in zip(phases.equations, phases.of, strict=True):
-        if Phase.UNPLACED in own:
-            sources = frozenset(p for v in jc.operands(eqn) for p in sources_of.get(v, ()))
-            sources_of.update((v, sources) for v in eqn.outvars if _size(v) > 1)
-        elif not own & {Phase.FORWARD, Phase.BACKWARD}:
-            sources_of.update((v, frozenset([v])) for v in eqn.outvars if v not in phases.replicated_scalars)
-    return sources_of
-
-
-def _size(v: Any) -> int:
-    return v.aval.size

@@ -11,8 +11,10 @@ values runs once: that is the update. Per microbatch, an equation is
     unplaced   of either, but reading no activation: casts of parameters, masks, dropout draws. It is computed on
                whichever stage needs it.
 
-A *round* is one sweep of all microbatches; a step that takes a second gradient with what the first one updated (a GAN)
-has two.
+A *round* is one sweep of all microbatches, forward and backward through the stages. A step has several if it takes a
+second gradient with what the first one updated (a GAN), or if a forward pass reads what a backward pass of the same
+example made: adversarial training, a gradient penalty, MAML. A model that is evaluated on such a value without being
+differentiated is a forward pass too: it begins with a product of that value and a parameter.
 """
 
 from __future__ import annotations
@@ -82,9 +84,28 @@ class Phases:
 
 def is_replicated_scalar(aval: Any) -> bool:
     """True for an input (a scalar, a PRNG key, a counter) that is cheaper to copy than to own."""
-    return int(np.prod(aval.shape)) <= _SCALAR_ELEMENTS and (
+    return _size(aval) <= _SCALAR_ELEMENTS and (
         not aval.shape or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or aval.dtype == np.uint32
     )
+
+
+def parameter_sources(phases: Phases) -> dict[jc.Var, frozenset[jc.Var]]:
+    """Return the parameters that values derive from without the microbatch: themselves, their casts and reshapes.
+
+    A scalar made of a parameter (a penalty on it) is not followed: whoever reads it does not use the parameter.
+    """
+    jaxpr = phases.step.jaxpr.jaxpr
+    inputs = zip(jaxpr.invars, phases.step.inputs, strict=True)
+    sources_of = {
+        v: frozenset([v]) for v, spec in inputs if spec.kind == "whole" and v not in phases.replicated_scalars
+    }
+    for eqn, own in zip(phases.equations, phases.of, strict=True):
+        if Phase.UNPLACED in own:
+            sources = frozenset(p for v in jc.operands(eqn) for p in sources_of.get(v, ()))
+            sources_of.update((v, sources) for v in eqn.outvars if _size(v.aval) > 1)
+        elif not own & {Phase.FORWARD, Phase.BACKWARD}:
+            sources_of.update((v, frozenset([v])) for v in eqn.outvars if v not in phases.replicated_scalars)
+    return sources_of
 
 
 @dataclass
@@ -98,15 +119,16 @@ class _Facts:
     noise: set[jc.Var]  # random draws, and what derives from nothing else
     activation: set[jc.Var]
     parameter: set[jc.Var]  # depends on an input that has an owner
-    after_backward: set[jc.Var]
+    backward: set[jc.Var]  # made by the backward pass of its round
 
 
 def find_phases(step: MicrobatchedStep) -> Phases:
     """Classify every equation of the step."""
     jaxpr = step.jaxpr.jaxpr
     facts = _initial_facts(step)
-    rounds = [_sweep(eqn, facts) for eqn in jaxpr.eqns]
-    phases = _phases_of(jaxpr, facts, rounds)
+    swept = [_sweep(eqn, facts) for eqn in jaxpr.eqns]
+    rounds = [round_number for round_number, _ in swept]
+    phases = _phases_of(jaxpr, facts, swept)
     return Phases(
         step=step,
         of=tuple(phases),
@@ -133,15 +155,14 @@ def _initial_facts(step: MicrobatchedStep) -> _Facts:
     return facts
 
 
-def _sweep(eqn: jc.JaxprEqn, facts: _Facts) -> int:
-    """Derive the facts of the equation's results; return its round."""
+def _sweep(eqn: jc.JaxprEqn, facts: _Facts) -> tuple[int, bool]:
+    """Derive the facts of the equation's results; return its round, and whether it is of the backward pass."""
     operands = jc.operands(eqn)
     ready = max((facts.ready.get(v, 0) for v in operands), default=0)
     outs = eqn.outvars
     if eqn.primitive is accumulate_p:
         facts.ready.update((v, ready + 1) for v in outs)
-        return ready
-    facts.ready.update((v, ready) for v in outs)
+        return ready, False
     parameter = any(v in facts.parameter for v in operands)
     noise = any(v in facts.noise for v in operands) or eqn.primitive.name in primitives.DRAWS
     # A generator's noise enters the model as a batch does, also where it does not depend on the microbatch.
@@ -164,25 +185,40 @@ def _sweep(eqn: jc.JaxprEqn, facts: _Facts) -> int:
         or eqn.primitive.name in _COSTLY - primitives.DRAWS
     ):
         facts.activation.update(outs)
-    if jc.ad_phase(eqn) == "backward" or (
-        jc.ad_phase(eqn) is None and any(v in facts.after_backward for v in operands)
-    ):
-        facts.after_backward.update(outs)
-    return ready
+    late = {v for v in operands if v in facts.backward and v in facts.micro and facts.ready.get(v, 0) == ready}
+    if late and _goes_forward(eqn, facts, late):
+        ready, late = ready + 1, set()
+    backward = jc.ad_phase(eqn) == "backward" or bool(late)
+    facts.ready.update((v, ready) for v in outs)
+    if backward:
+        facts.backward.update(outs)
+    return ready, backward
 
 
-def _phases_of(jaxpr: jc.Jaxpr, facts: _Facts, rounds: list[int]) -> list[frozenset[Phase]]:
+def _goes_forward(eqn: jc.JaxprEqn, facts: _Facts, late: set[jc.Var]) -> bool:
+    """Tell if an equation that reads these values of the backward pass begins another forward pass.
+
+    What is computed from them alone, such as the norm of a gradient, does not go anywhere.
+    """
+    others = [v for v in jc.operands(eqn) if v not in late]
+    parameters = [v for v in others if v in facts.parameter and v not in facts.micro]
+    if jc.ad_phase(eqn) == "forward":
+        return bool(parameters) or any(v in facts.micro for v in others)
+    return jc.ad_phase(eqn) is None and bool(parameters) and eqn.primitive.name in primitives.PRODUCTS
+
+
+def _phases_of(jaxpr: jc.Jaxpr, facts: _Facts, swept: list[tuple[int, bool]]) -> list[frozenset[Phase]]:
     """Sweep backwards through the step, collecting what the microbatches need and what the rest of the step needs."""
     needed_by_micro: set[jc.Var] = set()
     needed_by_step = {v for v in jaxpr.outvars if isinstance(v, jc.Var)}
     phases: list[frozenset[Phase]] = []
-    for eqn, ready in zip(reversed(jaxpr.eqns), reversed(rounds), strict=True):
+    for eqn, (ready, backward) in zip(reversed(jaxpr.eqns), reversed(swept), strict=True):
         operands = jc.operands(eqn)
         own: set[Phase] = set()
         if eqn.primitive is accumulate_p:
             own = {Phase.ACCUMULATE}
         elif any(v in facts.micro for v in eqn.outvars or operands):
-            own = {_microbatch_phase(eqn, facts)}
+            own = {_microbatch_phase(eqn, facts, backward)}
         else:
             for_micro = any(v in needed_by_micro for v in eqn.outvars)
             if for_micro and _may_repeat(eqn, facts, ready):
@@ -199,14 +235,10 @@ def _phases_of(jaxpr: jc.Jaxpr, facts: _Facts, rounds: list[int]) -> list[frozen
     return phases[::-1]
 
 
-def _microbatch_phase(eqn: jc.JaxprEqn, facts: _Facts) -> Phase:
+def _microbatch_phase(eqn: jc.JaxprEqn, facts: _Facts, backward: bool) -> Phase:
     if not any(v in facts.activation for v in eqn.outvars) and not eqn.effects:
         return Phase.UNPLACED
-    if jc.ad_phase(eqn) == "forward":
-        return Phase.FORWARD
-    # A callback may have no results: it is as late as what it reads.
-    late = any(v in facts.after_backward for v in eqn.outvars or jc.operands(eqn))
-    return Phase.BACKWARD if late or jc.ad_phase(eqn) == "backward" else Phase.FORWARD
+    return Phase.BACKWARD if backward else Phase.FORWARD
 
 
 def _may_repeat(eqn: jc.JaxprEqn, facts: _Facts, ready: int) -> bool:
@@ -230,3 +262,7 @@ def _costly(eqns: list[jc.JaxprEqn], phases: list[frozenset[Phase]], facts: _Fac
         ):
             costly.update(eqn.outvars)
     return frozenset(costly)
+
+
+def _size(aval: Any) -> int:
+    return int(np.prod(aval.shape))

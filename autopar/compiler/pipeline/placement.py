@@ -2,7 +2,9 @@
 
     Phases, stage of every layer  ->  Placement
 
-- A forward equation lives in its layer's stage. A later round's lives where its operands and parameters live.
+- A forward equation lives in its layer's stage. A later pass's lives where its operands and parameters live: that of a
+  later round, or of another loss over the same parameters, and a model that is evaluated beside (a target network lives
+  with the parameters that it follows).
 - A backward equation lives on the lowest stage among its activations, each counted where the forward read it last:
   residuals stay, only cotangents travel.
 - A parameter lives where it is used; used by several stages (tied), it is owned by the first of them, and its gradients
@@ -22,8 +24,9 @@ import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.elementwise import Classes, joined_values
+from autopar.compiler.jaxprs.primitives import NESTED, PRODUCTS
 from autopar.compiler.microbatch.accumulate import accumulation_kind
-from autopar.compiler.pipeline.phases import Phase, Phases
+from autopar.compiler.pipeline.phases import Phase, Phases, parameter_sources
 
 _LINEAR = {"add_any", "convert_element_type", "transpose", "reshape", "copy", "neg", "squeeze", "mul", "div", "slice"}
 
@@ -43,12 +46,43 @@ class Placement:
 
 
 def layer_order(phases: Phases) -> list[int]:
-    """The forward equations that are cut into layers, in program order."""
-    return [
+    """The forward equations that are cut into layers, in program order: those of the first pass through the model."""
+    order = [
         i
         for i, (eqn, own) in enumerate(zip(phases.equations, phases.of, strict=True))
         if Phase.FORWARD in own and phases.rounds[i] == 0 and jc.ad_phase(eqn) == "forward"
     ]
+    again = _passes_again(phases, order)
+    return [i for i in order if i not in again]
+
+
+def _passes_again(phases: Phases, order: Sequence[int]) -> set[int]:
+    """The equations of passes that begin at the examples and read parameters of an earlier pass only.
+
+    What has one product alone is no pass (the projection of the next input of an unrolled recurrence).
+    """
+    sources = parameter_sources(phases)
+    chains = Classes()
+    again: dict[jc.Var, int] = {}
+    activations: set[jc.Var] = set()
+    seen: set[jc.Var] = set()
+    for i in order:
+        operands = jc.operands(phases.equations[i])
+        parameters = {p for v in operands for p in sources.get(v, ())}
+        before = [v for v in operands if v in activations]
+        activations.update(phases.equations[i].outvars)
+        if (parameters or before) and parameters <= seen and all(v in again for v in before):
+            again.update((v, i) for v in phases.equations[i].outvars)
+            for v in before:
+                chains.join(again[v], i)
+        seen |= parameters
+    products: dict[Hashable, set[jc.Var]] = {}
+    for i in set(again.values()):
+        eqn = phases.equations[i]
+        if eqn.primitive.name in PRODUCTS | NESTED:
+            read = {p for v in jc.operands(eqn) for p in sources.get(v, ())}
+            products.setdefault(chains.find(i), set()).update(read)
+    return {i for i in again.values() if len(products.get(chains.find(i), ())) > 1}
 
 
 def place_equations(phases: Phases, *, layer_stage: Mapping[int, int], num_stages: int) -> Placement:
@@ -97,10 +131,12 @@ class _Placer:
 
     def place_microbatch_equations(self, round_number: int) -> None:
         mine = [i for i in range(len(self.eqns)) if self.phases.rounds[i] == round_number]
-        for i in mine:
-            if Phase.FORWARD in self.phases.of[i]:
-                stage = self.layer_stage.get(i)
-                self._put(i, self._latest(self.eqns[i]) if stage is None else stage)
+        forward = [i for i in mine if Phase.FORWARD in self.phases.of[i]]
+        needed = self._needed_on(forward)
+        homes = self._homes_by_layers()
+        for i in forward:
+            stage = self.layer_stage.get(i)
+            self._put(i, min(self._latest(self.eqns[i], homes), needed[i]) if stage is None else stage)
         self._find_reach(mine)
         only = {v: min(stages) for v, stages in self._parameter_stages().items() if len(stages) == 1}
         for i in mine:
@@ -118,9 +154,27 @@ class _Placer:
         self.stages[index] = stage
         self.micro_stage.update((v, stage) for v in self.eqns[index].outvars)
 
-    def _latest(self, eqn: jc.JaxprEqn) -> int:
+    def _needed_on(self, forward: Sequence[int]) -> dict[int, int]:
+        """The lowest stage of a layer that reads what an equation makes, directly or not."""
+        needed: dict[int, int] = {}
+        for i in reversed(forward):
+            readers = [needed[c] for v in self.eqns[i].outvars for c in self.consumers.get(v, []) if c in needed]
+            needed[i] = self.layer_stage.get(i, min(readers, default=self.num_stages - 1))
+        return needed
+
+    def _homes_by_layers(self) -> dict[jc.Var, int]:
+        """The homes so far, of parameters by the layers that read them, and of what is joined elementwise with them."""
+        homes = dict(self.homes)
+        for i in sorted(self.layer_stage):
+            for v in self._origins(jc.operands(self.eqns[i])) & self.inputs:
+                homes[v] = min(homes.get(v, self.layer_stage[i]), self.layer_stage[i])
+        once = [i for i in range(len(self.eqns)) if Phase.STEP in self.phases.of[i]]
+        joined, of_class = self._homes_of_classes(homes, once)
+        return {v: of_class[c] for v in self.inputs if (c := joined.find(v)) in of_class} | homes
+
+    def _latest(self, eqn: jc.JaxprEqn, homes: Mapping[jc.Var, int]) -> int:
         stages = [self.micro_stage[v] for v in jc.operands(eqn) if v in self.micro_stage]
-        parameters = [self.homes[v] for v in self._origins(jc.operands(eqn)) if v in self.homes]
+        parameters = [homes[v] for v in self._origins(jc.operands(eqn)) if v in homes]
         return max([*stages, *parameters], default=0)
 
     def _earliest(self, eqn: jc.JaxprEqn, only: Mapping[jc.Var, int]) -> int:
@@ -209,7 +263,7 @@ class _Placer:
         if operand in self.micro_stage:
             self.stages[index] = self.micro_stage[operand]
         else:  # the same for every microbatch, or a batch input as it is
-            self.stages[index] = self._latest(eqn)
+            self.stages[index] = self._latest(eqn, self.homes)
         self.homes[eqn.outvars[0]] = self.stages[index]
 
     # --- once per step --------------------------------------------------------------------------------------------
@@ -231,18 +285,25 @@ class _Placer:
 
     def _follow_parameters(self, todo: Sequence[int]) -> None:
         """Place equations that are joined elementwise with a parameter on its stage, wherever its gradient is made."""
-        joined = Classes()
-        for i in todo:
-            for operand, result in joined_values(self.eqns[i]):
-                joined.join(operand, result)
-        homes: dict[Hashable, int] = {}
-        for v in self.inputs & self.homes.keys():
-            homes[joined.find(v)] = min(self.homes[v], homes.get(joined.find(v), self.num_stages))
+        joined, homes = self._homes_of_classes(self.homes, todo)
         for i in todo:
             stages = [homes[c] for v in self.eqns[i].outvars if (c := joined.find(v)) in homes]
             if stages:
                 self._read(i)
                 self._settle(i, min(stages))
+
+    def _homes_of_classes(
+        self, homes: Mapping[jc.Var, int], equations: Iterable[int]
+    ) -> tuple[Classes, dict[Hashable, int]]:
+        """The classes of what equations join elementwise, and the first home of a parameter in each."""
+        joined = Classes()
+        for i in equations:
+            for operand, result in joined_values(self.eqns[i]):
+                joined.join(operand, result)
+        first: dict[Hashable, int] = {}
+        for v in self.inputs & homes.keys():
+            first[joined.find(v)] = min(homes[v], first.get(joined.find(v), self.num_stages))
+        return joined, first
 
     def _follow_operands(self, todo: Sequence[int]) -> bool:
         moved = False

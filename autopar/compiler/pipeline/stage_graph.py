@@ -114,6 +114,13 @@ class StageGraph:
         return frozenset(name for name, value in self.values.items() if value.per_microbatch)
 
     @cached_property
+    def read_in_later_rounds(self) -> frozenset[str]:
+        """Values of a microbatch that a round leaves for a later one: by then every microbatch has made its own."""
+        tasks = [task for task in self.tasks if task.kind != "U"]
+        made = {name: task.round for task in tasks for name in task.outputs}
+        return frozenset(n for task in tasks for n in task.inputs if made.get(n, task.round) < task.round)
+
+    @cached_property
     def crossing(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
         """Values made on one stage and read on others: name -> (stage that makes it, stages that read it)."""
         made = {name: task.stage for task in self.tasks for name in _made_by(task)}

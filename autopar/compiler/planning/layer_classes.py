@@ -54,7 +54,7 @@ class LayerClass:
     kept: frozenset[str]
     """Values of a microbatch that its backward task reads."""
     fed: frozenset[str]
-    """Examples of a microbatch, which are there from the start of the step."""
+    """Values that are there for all microbatches at once: their examples, and what a round leaves for a later one."""
     pins: Mapping[str, PartitionSpec]
     """The specs that the user fixed for its inputs."""
 
@@ -182,6 +182,7 @@ def layer_class(
     made = {name for task in tasks for name in task.outputs}
     crossing = {name for name in graph.crossing if name in read | made}
     microbatch = {i.value for i in graph.inputs if i.kind == "microbatch"} & read
+    fed = microbatch | graph.read_in_later_rounds & (read | made)
     whole = {i.value for i in graph.inputs if i.kind == "whole"} & read
     totals = {name for task in tasks if task.phase != "update" for name in task.outputs if name in task.inputs}
     backward = {name for task in tasks if task.phase == "backward" for name in task.inputs}
@@ -192,10 +193,8 @@ def layer_class(
         batch_axes={n: rows_axis(graph.values[n], rows) for n in sorted(crossing | microbatch) if n not in whole},
         state=frozenset(whole | totals),
         pins=_pinned(sorted(whole | microbatch), pins or {}),
-        kept=frozenset(
-            n for n in backward & forward if graph.values[n].per_microbatch and n not in totals | microbatch
-        ),
-        fed=frozenset(microbatch),
+        kept=frozenset(n for n in backward & forward if graph.values[n].per_microbatch and n not in totals | fed),
+        fed=frozenset(fed),
     )
 
 
