@@ -30,6 +30,9 @@ FEW_PAIRS = 30_000
 """Pairs of options with which all other steps are done soon."""
 LEAST_CLOSED, LEAST_CLOSED_OF_FEW = 0.05, 0.3
 """Share of the gap that a window must close for another one to follow; with few pairs."""
+LEAST_CLOSED_AT_LENGTH = 0.002
+"""The same where all that is left to do takes longer than sweeps. The gap says little of the bound where the best
+assignment is a bad one, and good ones appear when the bound is nearly as high as it gets."""
 SHARE_TO_START_AGAIN = 0.5
 """Share of the pairs of options within the gap below which it pays to go on with these alone."""
 SUM_TOLERANCE = 1e-12
@@ -203,9 +206,11 @@ def continued(before: Ascent, problem: MRF, upper: float = np.inf) -> Ascent:
     return ascent
 
 
-def ascend(ascent: Ascent, deadline: float, *, local_search: bool = True) -> None:
+def ascend(ascent: Ascent, deadline: float, *, at_length: bool = False, local_search: bool = True) -> None:
     """Sweep until the gap closes, or excludes much, or until sweeping does not get on with it."""
     least_progress = LEAST_CLOSED if ascent.num_pairs > FEW_PAIRS else LEAST_CLOSED_OF_FEW
+    if at_length:
+        least_progress = LEAST_CLOSED_AT_LENGTH
     ascent.sweep_back()
     window_start = -np.inf
     for sweep in range(MAX_SWEEPS):

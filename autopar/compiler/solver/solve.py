@@ -2,7 +2,7 @@
 
     presolve      reductions that keep the optimum                                    → reduce_problem
     bound         dual ascent: a bound, an assignment, the options that may be better → ascend, within_gap
-    beam search   among these options, wider and wider                                → beam_search
+    beam search   among these options; then the ascent at length, and a wider beam    → beam_search, ascend
     exhaustive    some nodes contracted, and all of this again; with few pairs left, or
                   too many, wide beams, then branch and bound                         → _exhaust
 
@@ -18,7 +18,6 @@ options are undecided. `benchmarks.optimality_gaps --without STEP` repeats it.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -55,8 +54,8 @@ LIGHTEST, NARROW, WIDE = 30, 1_000, 10_000
 """Widths of a beam: with many pairs, of every round, and before branch and bound."""
 WIDER = (100_000, 1_000_000, 4_000_000)
 """Further widths before branch and bound, which rarely ends where a linear program is in fractions."""
-SHARE_OF_WIDER = 0.5
-"""Of the time that is left, what the wide beams may take."""
+MOST_WIDER_WORK = 2_000_000_000
+"""Pairs of a partial assignment and an option that each further width may look at."""
 PROVEN_TO_WIDEN = 0.5
 """Share of what is left to prove that a wide beam search must prove for a wider one to follow."""
 LIGHT_WORK = 30_000_000
@@ -138,14 +137,13 @@ def _bound_and_search(core: MRF, effort: SolveEffort, upper: float) -> Incumbent
     found = _Round(ascent=ascent, bound=ascent.bound, how=["ascent"])
     pairs = num_pairs(core)
     light = min(NARROW, max(LIGHTEST, LIGHT_WORK // max(pairs, 1)))
-    widths = (0,) if "beam search" in effort.without else dict.fromkeys((0, light, NARROW))
-    for width in widths:
+    for step in (None, partial(found.search, light), found.ascend_at_length, partial(found.search, NARROW)):
         # Going on with little is cheap: `max_gap` spares the rest only.
-        spared = width and pairs > FEW_PAIRS and found.is_enough(effort)
+        spared = step and pairs > FEW_PAIRS and found.is_enough(effort)
         if spared or found.is_closed or effort.left_s <= 0:
             return found.best()
-        if width:
-            found.search(width, effort)
+        if step:
+            step(effort)
         rest, kept = within_gap(ascent)
         if num_pairs(rest) < SHARE_TO_GO_ON * pairs and "pruning" not in effort.without:
             found.go_on(minimize, rest, kept, effort)
@@ -172,8 +170,18 @@ class _Round:
         """Return true if the best assignment needs no further proof."""
         return self.is_closed or effort.is_enough(self.ascent.value, self.bound)
 
+    def ascend_at_length(self, effort: SolveEffort) -> None:
+        """Go on with the ascent where it stopped, as long as the bound rises at all."""
+        if "dual ascent" in effort.without:
+            return
+        self.how.append("long ascent")
+        ascend(self.ascent, effort.deadline, at_length=True, local_search="local search" not in effort.without)
+        self.raise_bound(self.ascent.bound)
+
     def search(self, width: int, effort: SolveEffort) -> None:
         """Search what is within the gap by partial assignments."""
+        if "beam search" in effort.without:
+            return
         ascent = self.ascent
         rest, kept = within_gap(ascent)
         most = ascent.value - ascent.bound + ascent.round_off
@@ -238,13 +246,12 @@ def _search_widely(core: MRF, effort: SolveEffort, upper: float) -> Incumbent:
     """Search widely, more widely as long as that looks as if it would prove the best, then branch and bound."""
     # All costs are at least zero by now.
     found = Incumbent(assignment=None, value=upper, bound=0.0)
-    deadline = time.monotonic() + SHARE_OF_WIDER * effort.left_s
     for width in () if "wide beams" in effort.without else (WIDE, *WIDER):
-        most_work = MOST_WORK if width == WIDE else math.inf
-        searched = beam_search(core, found.value, width, most_work=most_work, deadline=deadline)
+        most_work = MOST_WORK if width == WIDE else MOST_WIDER_WORK
+        searched = beam_search(core, found.value, width, most_work=most_work, deadline=effort.deadline)
         found = _better(core, found, searched.assignment, searched.bound, "wide beam search")
         is_promising = found.bound >= PROVEN_TO_WIDEN * found.value
-        if effort.is_enough(found.value, found.bound) or not is_promising or time.monotonic() > deadline:
+        if effort.is_enough(found.value, found.bound) or not is_promising or effort.left_s <= 0:
             break
     if effort.is_enough(found.value, found.bound) or effort.left_s <= 0:
         return found

@@ -137,7 +137,7 @@ def test_when_time_runs_out_the_choice_within_the_limits_is_returned_with_its_bo
 
 
 def test_limits_that_the_fastest_choice_keeps_change_nothing():
-    problem = step_problem(1, num_nodes=200)
+    problem = step_problem(1, num_nodes=100)
     free = minimize(problem, SolveEffort(deadline=time.monotonic() + 60))
     found = minimize_within_limits(
         problem, lambda options: Measured(excess=-1.0, rows=()), time_limit_s=60, max_gap=0.5, hopeless_excess=np.inf

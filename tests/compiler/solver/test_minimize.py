@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 
+from autopar.compiler.solver.dual_ascent import Ascent, ascend
 from autopar.compiler.solver.problem import MRF, SolveEffort, assignment_cost, num_pairs
 from autopar.compiler.solver.solve import minimize
 from tests.compiler.solver.random_problems import enumerate_best
@@ -35,6 +36,15 @@ def test_a_wide_search_proves_what_a_linear_program_leaves_in_fractions():
     assert "wide beam search" in found.how
     assert "branch and bound" not in found.how
     assert found.value == pytest.approx(assignment_cost(problem, found.assignment)) == pytest.approx(found.bound)
+
+
+def test_a_long_ascent_raises_the_bound_where_a_short_one_gave_up():
+    problem = frustrated(40, 8, 0)
+    ascent = Ascent.of(problem)
+    ascend(ascent, np.inf)
+    short = ascent.bound
+    ascend(ascent, np.inf, at_length=True)
+    assert 1.0002 * short < ascent.bound < assignment_cost(problem, ascent.assignment) == pytest.approx(ascent.value)
 
 
 def test_out_of_time_there_is_a_choice_and_a_bound_below_it():
