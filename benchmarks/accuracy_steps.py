@@ -184,11 +184,20 @@ def _gpt(row: Row, recomputed: bool) -> GPTSize:
         batch=_whole(row, "global_batch"),
         hidden=row.whole("ffn"),
         recomputed=recomputed,
+        kernel=_in_a_kernel(row),
     )
+
+
+def _in_a_kernel(row: Row) -> bool:
+    if row["attention"] not in ("dot", "flash", ""):
+        raise Unusable(f"has the attention {row['attention']!r}; there are 'dot' and 'flash'")
+    return row["attention"] == "flash"
 
 
 def _moe(row: Row, recomputed: bool) -> MoESize:
     width, hidden = _whole(row, "hidden"), _whole(row, "ffn")
+    if _in_a_kernel(row):
+        raise Unusable("is a mixture of experts with attention in a kernel")
     group = re.search(r"group (\d+)", row["notes"])
     if hidden != 8 * width or row.number("top_k") != 2 or group is None:
         raise Unusable("is no mixture of experts eight times as wide as the model, two per token, in groups")

@@ -59,20 +59,47 @@ class Link:
     """Bytes/s that one device sends in large messages, all devices sending: the bus bandwidth of a ring."""
     ramp_bytes: float
     """Size of a message at which half of the bandwidth is reached."""
+    group_bandwidths: tuple[tuple[int, float], ...] = ()
+    """The same bandwidth within groups of fewer devices, where wires join some of them only: (devices, bytes/s)."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no link has."""
         for name in ("latency_s", "bandwidth", "ramp_bytes"):
             check_figure(f"The figure {name} of a link", getattr(self, name), zero=name != "bandwidth")
+        for size, bandwidth in self.group_bandwidths:
+            check_count("A number of devices in group_bandwidths of a link", size, least=2)
+            check_figure(f"The bandwidth of {size} devices in group_bandwidths of a link", bandwidth)
+
+    def bandwidth_of(self, size: int) -> float:
+        """Bytes/s that each of `size` devices sends: that of the largest listed group of at most so many devices."""
+        listed = [(most, bandwidth) for most, bandwidth in self.group_bandwidths if most <= size]
+        if not listed or size > max(most for most, _ in self.group_bandwidths):
+            return self.bandwidth
+        return max(listed)[1]
 
     def transfer_s(self, nbytes: float) -> float:
         """Seconds of one message between two devices."""
-        return self.latency_s + (nbytes + self.ramp_bytes) / self.bandwidth
+        return self.latency_s + (nbytes + self.ramp_bytes) / self.bandwidth_of(2)
 
     def level(self, size: int) -> NetworkLevel:
         """Return `size` devices with such links between them, as a level of the network."""
-        start_s = (size - 1) / size * self.ramp_bytes / self.bandwidth
-        return NetworkLevel(size, start_s, self.latency_s, self.bandwidth)
+        bandwidth = self.bandwidth_of(size)
+        start_s = (size - 1) / size * self.ramp_bytes / bandwidth
+        return NetworkLevel(size, start_s, self.latency_s, bandwidth)
+
+    @staticmethod
+    def from_data(what: str, raw: Any) -> Link:
+        """The link of JSON values; `InvalidArgument` names the field that is missing, unknown or mistyped."""
+        if isinstance(raw, dict):
+            raw = {"group_bandwidths": [], **raw}
+        fields = fields_of(what, raw, [each.name for each in dataclasses.fields(Link)])
+        pairs: Any = fields["group_bandwidths"]
+        if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            raise InvalidArgument(
+                f"group_bandwidths of {what} is {pairs!r}, it must be a list of pairs [devices, bytes/s]. Correct the "
+                "file."
+            )
+        return Link(**{**fields, "group_bandwidths": tuple((size, bandwidth) for size, bandwidth in pairs)})
 
     def ring_s(self, kind: str, nbytes: float, size: int) -> float:
         """Seconds of a collective over `size` devices with such links; `nbytes` as in `collectives.py`."""
@@ -222,8 +249,7 @@ class Machine:
                     f"{name} of the {what} is {fields[name]!r}, it must be a string. Correct the file."
                 )
         for name in ("intra", "inter"):
-            link = fields_of(f"{name} of the {what}", fields[name], [each.name for each in dataclasses.fields(Link)])
-            fields[name] = Link(**link)
+            fields[name] = Link.from_data(f"{name} of the {what}", fields[name])
         for name in ("peak_flops", "matmul_share", "sources"):
             if not isinstance(fields[name], dict):
                 raise InvalidArgument(

@@ -37,6 +37,8 @@ class GPTSize:
     """Width inside a perceptron; by default four times that of the model."""
     recomputed: bool = True
     """Every layer is computed again in the backward pass."""
+    kernel: bool = False
+    """Attention is one kernel, whose scores never reach memory."""
 
     @property
     def flops(self) -> float:
@@ -61,7 +63,7 @@ GPT_SIZES: Mapping[str, GPTSize] = {
 
 def alpa_gpt(name: str, size: GPTSize, dtype: Any = jnp.float16) -> Workload:
     """A train step of this size."""
-    layer = partial(block, mark=unmarked, causal=True)
+    layer = partial(block, mark=unmarked, causal=True, kernel=size.kernel)
 
     def loss(params: Tree, statistics: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         x = params["embedding"][batch["tokens"]] + params["positions"]

@@ -6,9 +6,13 @@ splits it) and "length" that of what is inside them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
+
 import jax
 import jax.numpy as jnp
 
+import autopar
 from benchmarks.models.model import Mark, Tree, constant, weights
 
 OUTSIDE = ("batch", "sequence", "embed")
@@ -32,18 +36,54 @@ def attention_params(width: int, heads: int, dtype: jnp.dtype) -> Tree:
     return {**projections, "out": weights(dtype, heads=heads, head=head, embed=width)}
 
 
-def attention(params: Tree, x: jax.Array, memory: jax.Array, mark: Mark, *, causal: bool) -> jax.Array:
-    """Attention of `x` to `memory`, both [batch, length, embed]."""
+def attention(
+    params: Tree, x: jax.Array, memory: jax.Array, mark: Mark, *, causal: bool, kernel: bool = False
+) -> jax.Array:
+    """Attention of `x` to `memory`, both [batch, length, embed]; in a `kernel` scores stay inside of it."""
     inside = ("batch", "length", "heads", "head")
     query = mark(jnp.einsum("bqd,dhk->bqhk", x, params["query"]), *inside)
     key = mark(jnp.einsum("bsd,dhk->bshk", memory, params["key"]), *inside)
     value = mark(jnp.einsum("bsd,dhk->bshk", memory, params["value"]), *inside)
+    mixed = _in_a_kernel(causal, query, key, value) if kernel else _mixed(causal, query, key, value)
+    return mark(jnp.einsum("bqhk,hkd->bqd", mark(mixed, *inside), params["out"]), *OUTSIDE)
+
+
+def _mixed(causal: bool, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     scores = jnp.einsum("bqhk,bshk->bhqs", query, key).astype(jnp.float32) / query.shape[-1] ** 0.5
     if causal:
         earlier = jnp.tril(jnp.ones(scores.shape[-2:], bool))
         scores = jnp.where(earlier, scores, -1e9)
-    mixed = jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores).astype(x.dtype), value)
-    return mark(jnp.einsum("bqhk,hkd->bqd", mark(mixed, *inside), params["out"]), *OUTSIDE)
+    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores).astype(query.dtype), value)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_a_kernel(causal: bool, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """The same as one kernel that is told how it may be split, and another for its derivatives (Dao et al. 2022)."""
+    return _kernel(causal)(query, key, value)
+
+
+@cache
+def _kernel(causal: bool) -> Callable[..., jax.Array]:
+    return autopar.sharding_rule(partial(_mixed, causal), "b q h _, b _ h _, b _ h _ -> b q h _")
+
+
+@cache
+def _derivatives(causal: bool) -> Callable[..., tuple[jax.Array, ...]]:
+    def derivatives(query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.vjp(partial(_mixed, causal), query, key, value)[1](cotangent)
+
+    return autopar.sharding_rule(derivatives, "b _ h _, b _ h _, b _ h _, b _ h _ -> b _ h _, b _ h _, b _ h _")
+
+
+def _forward(causal: bool, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, Tree]:
+    return _in_a_kernel(causal, query, key, value), (query, key, value)
+
+
+def _backward(causal: bool, operands: Tree, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+    return _derivatives(causal)(*operands, cotangent)
+
+
+_in_a_kernel.defvjp(_forward, _backward)
 
 
 def feed_forward_params(width: int, hidden: int, dtype: jnp.dtype) -> Tree:
@@ -69,17 +109,17 @@ def block_params(width: int, heads: int, hidden: int, dtype: jnp.dtype) -> Tree:
     }
 
 
-def block(params: Tree, x: jax.Array, mark: Mark, *, causal: bool) -> jax.Array:
+def block(params: Tree, x: jax.Array, mark: Mark, *, causal: bool, kernel: bool = False) -> jax.Array:
     """A pre-norm layer of self-attention and a perceptron."""
-    x = attend(params, x, mark, causal=causal)
+    x = attend(params, x, mark, causal=causal, kernel=kernel)
     h = mark(norm(params["mlp_norm"], x), *OUTSIDE)
     return mark(x + feed_forward(params["mlp"], h, mark), *OUTSIDE)
 
 
-def attend(params: Tree, x: jax.Array, mark: Mark, *, causal: bool) -> jax.Array:
+def attend(params: Tree, x: jax.Array, mark: Mark, *, causal: bool, kernel: bool = False) -> jax.Array:
     """The half of a layer that is self-attention."""
     h = mark(norm(params["attention_norm"], x), *OUTSIDE)
-    return mark(x + attention(params["attention"], h, h, mark, causal=causal), *OUTSIDE)
+    return mark(x + attention(params["attention"], h, h, mark, causal=causal, kernel=kernel), *OUTSIDE)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:

@@ -108,7 +108,8 @@ def _partial(machine: Machine, exponent: float) -> dict[int, Machine]:
 
 
 def _scaled(link: Link, latency: float, rate: float) -> Link:
-    return replace(link, latency_s=link.latency_s * latency, bandwidth=link.bandwidth * rate)
+    """The link with other figures; groups of fewer devices have their share of it by `PARTIAL`."""
+    return replace(link, latency_s=link.latency_s * latency, bandwidth=link.bandwidth * rate, group_bandwidths=())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,13 @@
 """Seconds that one device works on its part of an equation: the roofline of its FLOPs and of the bytes it moves.
 
 products          max((FLOPs + half) / matmul rate, bytes / memory bandwidth), and what a kernel takes to start
-renaming, moving  a little: XLA fuses them into what reads the result
-all others        the share of their bytes that fusion leaves, or their FLOPs at a vector rate
+kernels of users  the same, by the products inside and the bytes of operands and results
+random bits       100 operations for every 4 bytes, at the vector rate
+all others        the bytes that go through memory once XLA has fused what it can, and the kernels that start
+
+The bytes of a fused kernel are those at its border: each of its equations pays for the operands that it is the first to
+read, and for the results that leave the kernel (`jaxprs.fusion`). Where a kernel does more operations for a byte than
+the vector units can, its bytes take as much longer.
 """
 
 from __future__ import annotations
@@ -11,46 +16,74 @@ from typing import Any, cast
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
-from autopar.compiler.jaxprs.primitives import COPIES, DRAWS, LABELS, PRODUCTS, RESHAPES
+from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops, flops_where, runs_jaxprs
+from autopar.compiler.jaxprs.fusion import Traffic
+from autopar.compiler.jaxprs.primitives import DRAWS, MATRIX_PRODUCTS, PRODUCTS, SCATTERS
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.sharding.strategies import Strategy, masked_dims
 from autopar.hardware.machine import Machine
 
-# XLA fuses them into what reads the result. Other moves are computed where they stand more often than not.
-_FUSED = LABELS | COPIES | RESHAPES | {"broadcast_in_dim", "convert_element_type", "iota", "slice", "transpose"}
-_SHARE_OF_FUSED = 0.05
-# Of the bytes of all other equations those that reach memory: XLA fuses the rest away.
-_SHARE_NOT_FUSED = 0.35
+# Of the rate of one large product alone, the best shape at full clock: what products reach within a step. Estimate.
+_PRODUCTS_IN_STEP = 0.88
+# Of that rate, what convolutions reach: they gather their operands. Estimate.
+_CONVOLUTIONS = 0.73
 # Threefry takes about 100 integer operations for 4 bytes.
 _FLOPS_PER_RANDOM_WORD = 100
 
 
-def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts) -> float:
+def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, traffic: Traffic) -> float:
     """Seconds of one equation on one device under a strategy, the collectives of a split maximum included."""
     mesh = mesh_costs.mesh
-    read = sum(_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True))
-    written = sum(_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True))
-    compute_s = _compute_s(eqn, strategy, read, written, mesh_costs.machine) + _mask_s(eqn, strategy, mesh_costs)
-    return compute_s + _combine_s(strategy, written, mesh_costs)
+    operands = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True)]
+    results = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True)]
+    compute_s = _compute_s(eqn, strategy, operands, results, mesh_costs.machine, traffic)
+    return compute_s + _mask_s(eqn, strategy, mesh_costs) + _combine_s(strategy, sum(results), mesh_costs)
 
 
-def _compute_s(eqn: jc.JaxprEqn, strategy: Strategy, read: float, written: float, machine: Machine) -> float:
+def _compute_s(
+    eqn: jc.JaxprEqn,
+    strategy: Strategy,
+    operands: list[float],
+    results: list[float],
+    machine: Machine,
+    traffic: Traffic,
+) -> float:
     name = eqn.primitive.name
     if name in PRODUCTS:
-        dtype = cast(Any, eqn.invars[0].aval).dtype
-        flops = equation_flops(eqn) / strategy.devices
-        return machine.matmul_s(flops, read + written, dtype.name)
-    if name in _FUSED:
-        return _SHARE_OF_FUSED * written / machine.memory_bandwidth
+        share = _PRODUCTS_IN_STEP * (1.0 if name in MATRIX_PRODUCTS else _CONVOLUTIONS)
+        return _product_s(eqn, equation_flops(eqn) / share, strategy, operands, results, machine)
+    if name == "declared_rule":
+        flops = flops_where(jp.declared_body(eqn), lambda inner: inner.primitive.name in PRODUCTS or runs_jaxprs(inner))
+        return _product_s(eqn, flops / _PRODUCTS_IN_STEP, strategy, operands, results, machine)
     if name in DRAWS:
-        return machine.vector_s(written / 4 * _FLOPS_PER_RANDOM_WORD)
-    if name.startswith(("gather", "scatter", "dynamic")):
-        # They touch the rows that they move, not the whole table.
-        read = min(read, 3 * min(written, read))
-    flops = equation_flops(eqn) / strategy.devices
-    memory_s = _SHARE_NOT_FUSED * machine.memory_s(read + written)
-    return max(memory_s, machine.vector_s(flops))
+        return machine.vector_s(sum(results) / 4 * _FLOPS_PER_RANDOM_WORD)
+    nbytes = _moved(eqn, operands, results, traffic)
+    return traffic.kernels * machine.kernel_s + max(
+        nbytes / machine.memory_bandwidth, machine.vector_s(nbytes * traffic.flops_per_byte)
+    )
+
+
+def _product_s(
+    eqn: jc.JaxprEqn, flops: float, strategy: Strategy, operands: list[float], results: list[float], machine: Machine
+) -> float:
+    dtype = cast(Any, eqn.invars[0].aval).dtype
+    return machine.matmul_s(flops / strategy.devices, sum(operands) + sum(results), dtype.name)
+
+
+def _moved(eqn: jc.JaxprEqn, operands: list[float], results: list[float], traffic: Traffic) -> float:
+    """Bytes through memory: of what picks or replaces rows those alone, and not the whole table."""
+    name = eqn.primitive.name
+    if name in SCATTERS:
+        # The rows that are replaced, or read and added to; the updates and their places.
+        return (2 if name == "scatter" else 3) * operands[2] + operands[1]
+    if name == "dynamic_update_slice":
+        return 2 * operands[1]
+    written = sum(times * part for times, part in zip(traffic.writes, results, strict=True))
+    read = [times * part for times, part in zip(traffic.reads, operands, strict=True)]
+    if name in ("gather", "dynamic_slice", "slice"):
+        read[0] = min(read[0], traffic.reads[0] * sum(results))
+    return sum(read) + written
 
 
 def _mask_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts) -> float:

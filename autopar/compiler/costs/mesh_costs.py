@@ -52,11 +52,11 @@ class MeshCosts:
     def axis_bandwidth(self, axis: int) -> float:
         """Return the bytes/s at which a ring along an axis sends."""
         inside, across = self._span(axis)
-        intra, inter = self.machine.intra, self.machine.inter
+        intra, inter = self.machine.intra.bandwidth_of(inside), self.machine.inter.bandwidth_of(across)
         if inside == 1 or across == 1:
-            return (intra if across == 1 else inter).bandwidth
+            return intra if across == 1 else inter
         sent = (inside * across - 1) / (inside * across)
-        per_byte_s = (inside - 1) / inside / intra.bandwidth + (across - 1) / across / inter.bandwidth / inside
+        per_byte_s = (inside - 1) / inside / intra + (across - 1) / across / inter / inside
         return sent / per_byte_s
 
     def _levels(self, axes: list[int]) -> list[NetworkLevel]:
@@ -76,4 +76,4 @@ class MeshCosts:
 def _level(link: Link, sizes: list[int]) -> NetworkLevel:
     """Return the ring over axes of these sizes; each starts it, at once."""
     start_s = max(link.level(size).start_s for size in sizes)
-    return NetworkLevel(math.prod(sizes), start_s, link.latency_s, link.bandwidth)
+    return link.level(math.prod(sizes))._replace(start_s=start_s)

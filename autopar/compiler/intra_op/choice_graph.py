@@ -39,6 +39,7 @@ from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_key
+from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
 from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.resharding.costs import reshard_matrix
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
@@ -204,12 +205,12 @@ class _Key(NamedTuple):
 
 
 class Alternatives(NamedTuple):
-    """The strategies of an equation: the layouts that each reads and gives, and its seconds."""
+    """The strategies of an equation: the layouts that each reads and gives, and its seconds as it is fused."""
 
     strategies: tuple[Strategy, ...]
     operands: tuple[tuple[Layout, ...], ...]
     results: tuple[tuple[Layout, ...], ...]
-    seconds: np.ndarray
+    seconds: dict[Traffic, np.ndarray]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -235,14 +236,20 @@ class Planner:
             mesh = self.table.mesh
             every = strategies(eqn, self.rules(eqn), mesh, maybe_partial=maybe_partial)
             kept = self.restrict(eqn, every)
-            seconds = np.array([equation_s(eqn, s, self.table.mesh_costs) for s in kept])
             self.known[key] = Alternatives(
                 kept,
                 tuple(tuple(s.operands[q] for s in kept) for q in range(len(eqn.invars))),
                 tuple(tuple(s.results[q] for s in kept) for q in range(len(eqn.outvars))),
-                seconds,
+                {},
             )
         return self.known[key]
+
+    def seconds(self, eqn: jc.JaxprEqn, found: Alternatives, traffic: Traffic) -> np.ndarray:
+        """Return the seconds of an equation by each of its strategies."""
+        if traffic not in found.seconds:
+            mesh_costs = self.table.mesh_costs
+            found.seconds[traffic] = np.array([equation_s(eqn, s, mesh_costs, traffic) for s in found.strategies])
+        return found.seconds[traffic]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -263,9 +270,12 @@ class BlockBuilder:
     uses: dict[jc.Var, dict[_Key, Reader]] = field(default_factory=dict[jc.Var, dict[_Key, Reader]])
     instances: Counter[jc.Var] = field(default_factory=Counter[jc.Var])
     equations: list[EquationNode | None] = field(default_factory=list[EquationNode | None])
+    traffic: Sequence[Traffic] = ()
+    """Of each equation, while nodes are collected."""
 
     def collect(self) -> None:
         """Make the nodes of all equations, and note who reads what."""
+        self.traffic = fused_traffic(self.jaxpr)
         self.free.update(self.jaxpr.constvars)
         for v, node in zip(self.jaxpr.invars, self.arguments, strict=True):
             root = self.first(v)
@@ -333,7 +343,8 @@ class BlockBuilder:
             if (source := self.source(atom)) is not None and any(layout.partial for layout in source.layouts)
         )
         found = self.planner.alternatives(eqn, partial)
-        node = self.planner.table.add_node(f"{eqn.primitive.name} {number}", found.seconds * weight)
+        seconds = self.planner.seconds(eqn, found, self.traffic[number])
+        node = self.planner.table.add_node(f"{eqn.primitive.name} {number}", seconds * weight)
         return EquationNode(
             number=node,
             strategies=found.strategies,

@@ -17,6 +17,7 @@ import numpy as np
 from autopar.compiler.intra_op.choice_graph import BlockGraph, EquationNode, LayoutNode, NodeTable, chosen_layout
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
+from autopar.compiler.jaxprs.fusion import is_expensive, kind_of
 from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.memory.allocation import (
     Border,
@@ -29,7 +30,7 @@ from autopar.compiler.memory.allocation import (
     taken_places,
     worst_moments,
 )
-from autopar.compiler.memory.liveness import Op, is_expensive, kind_of, workspace_bytes, writes_over
+from autopar.compiler.memory.liveness import Op, workspace_bytes, writes_over
 from autopar.compiler.resharding.costs import reshard_steps
 from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards, replicated

@@ -117,6 +117,8 @@ def equation_flops(eqn: JaxprEqn) -> float:
             return _dot_flops(eqn)
         case name if name in SCATTERS:
             return _scatter_flops(eqn)
+        case "declared_rule":
+            return jaxpr_flops(jp.declared_body(eqn))
         case "conv_general_dilated":
             return _convolution_flops(eqn)
         case "reduce":

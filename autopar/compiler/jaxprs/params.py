@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding
 
-from autopar.compiler.jaxprs.compat import ClosedJaxpr, JaxprEqn, bind_equation, subjaxprs
+from autopar.compiler.jaxprs.compat import ClosedJaxpr, JaxprEqn, bind_equation, subjaxprs, trace
 
 Dimensions = tuple[int, ...]
 
@@ -127,6 +127,11 @@ _CALLS = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_lin": "call_jaxpr",
 }
+
+
+def declared_body(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The function of an equation that `sharding_rule` made, at the types of its operands."""
+    return trace(eqn.params["function"], [v.aval for v in eqn.invars])
 
 
 def called_function(eqn: JaxprEqn) -> ClosedJaxpr | None:

@@ -14,6 +14,7 @@ from typing import Any
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import literal_key
 from autopar.compiler.jaxprs.flops import aval_bytes
+from autopar.compiler.jaxprs.fusion import is_expensive, kind_of
 from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.memory.allocation import (
     Border,
@@ -26,7 +27,7 @@ from autopar.compiler.memory.allocation import (
     taken_places,
     worst_moments,
 )
-from autopar.compiler.memory.liveness import Op, is_expensive, kind_of, workspace_bytes, writes_over
+from autopar.compiler.memory.liveness import Op, workspace_bytes, writes_over
 from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.layout import LogicalMesh, describe_layout, num_shards
 from autopar.compiler.sharding.replicated_values import below_split_size

@@ -22,31 +22,12 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.primitives import NESTED
+from autopar.compiler.jaxprs.fusion import FusionKind
 
 Key = Hashable
-Kind = Literal["constant", "view", "form", "fused", "reduction", "apart"]
+Kind = FusionKind | Literal["form"]
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_VIEWS = _names(
-    "reshape squeeze expand_dims transpose copy sharding_constraint layout_constraint stop_gradient name pvary"
-)
-_REDUCTIONS = _names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
-_APART = _names(
-    "dot_general conv_general_dilated ragged_dot ragged_dot_general sort top_k cumsum cumprod cummax cummin "
-    "cumlogsumexp reduce_window reduce_window_sum reduce_window_max select_and_scatter_add select_and_gather_add fft "
-    "cholesky lu qr geqrf householder_product triangular_solve eigh svd custom_call pallas_call optimization_barrier "
-    "dynamic_update_slice pure_callback io_callback"
-)
-_CHEAP = _names(
-    "abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type dynamic_slice eq floor gather ge "
-    "gt iota is_finite le lt max min mul ne neg not or pad rev round select_n sign slice split sub xor "
-    "shift_right_logical shift_left bitcast_convert_type integer_pow square"
-)
 # XLA fuses no more arrays than that into one kernel.
 _MAX_SOURCES = 12
 # cuBLAS gets so much for each product where it cannot be tuned.
@@ -114,27 +95,10 @@ class Lifetimes:
         return self
 
 
-def kind_of(eqn: jc.JaxprEqn) -> Kind:
-    """How XLA treats an equation."""
-    name = eqn.primitive.name
-    if name == "broadcast_in_dim" and not getattr(eqn.invars[0].aval, "shape", ()):
-        return "constant"
-    if name in _VIEWS:
-        return "view"
-    if name in _REDUCTIONS:
-        return "reduction"
-    return "apart" if name in _APART or name in NESTED or name.startswith("scatter") else "fused"
-
-
 def writes_over(eqn: jc.JaxprEqn) -> bool:
     """Whether an equation apart changes its operand in place."""
     name = eqn.primitive.name
     return name in ("dynamic_update_slice", "scan", "while") or name.startswith("scatter")
-
-
-def is_expensive(eqn: jc.JaxprEqn) -> bool:
-    """Whether XLA rather keeps the equation's result than computes it twice."""
-    return eqn.primitive.name not in _CHEAP
 
 
 def workspace_bytes(eqn: jc.JaxprEqn) -> float:

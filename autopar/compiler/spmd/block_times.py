@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.jaxprs.fusion import fused_traffic
 from autopar.compiler.spmd.collectives import planned_collectives, trips
 from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, RunBody
 
@@ -36,11 +37,12 @@ def block_times(block: LocalBlock, mesh_costs: MeshCosts) -> BlockTimes:
 
 def _equations_s(block: LocalBlock, mesh_costs: MeshCosts) -> float:
     total_s = 0.0
+    traffic = dict(zip(map(id, block.jaxpr.eqns), fused_traffic(block.jaxpr), strict=True))
     for action in block.actions:
         match action:
             case Evaluate(eqn=eqn, strategy=strategy):
                 # The collective of a split maximum is counted with the others.
-                total_s += equation_s(eqn, strategy._replace(combined=()), mesh_costs)
+                total_s += equation_s(eqn, strategy._replace(combined=()), mesh_costs, traffic[id(eqn)])
             case RunBody(eqn=eqn, bodies=bodies):
                 total_s += trips(eqn) * sum(_equations_s(body, mesh_costs) for body in bodies)
             case _:

@@ -1,0 +1,82 @@
+"""What goes through memory once XLA has fused what it can."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.flops import aval_bytes
+from autopar.compiler.jaxprs.fusion import fused_traffic
+from autopar.compiler.jaxprs.normalize import normalize
+
+X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+ONE = 4 * 64 * 64
+
+
+def traffic(fn, *args):
+    """By equation, its name and its traffic."""
+    jaxpr, _ = jc.open_jaxpr(normalize(jax.make_jaxpr(fn)(*args)))
+    return jaxpr, fused_traffic(jaxpr)
+
+
+def moved(fn, *args) -> float:
+    """Bytes read and written by all kernels, in arrays of X."""
+    jaxpr, found = traffic(fn, *args)
+    read = sum(n * aval_bytes(v.aval) for e, t in zip(jaxpr.eqns, found) for n, v in zip(t.reads, e.invars))
+    written = sum(n * aval_bytes(v.aval) for e, t in zip(jaxpr.eqns, found) for n, v in zip(t.writes, e.outvars))
+    return (read + written) / ONE
+
+
+def kernels(fn, *args) -> float:
+    return sum(each.kernels for each in traffic(fn, *args)[1])
+
+
+@pytest.mark.parametrize(
+    ("fn", "operands", "arrays"),
+    [
+        pytest.param(lambda x: jnp.tanh(x * 2.0) + 1.0, 1, 2, id="a chain reads and writes once"),
+        pytest.param(lambda x, y: (x * y, x + y), 2, 4, id="two results of one kernel share its operands"),
+        pytest.param(lambda x: jnp.tanh(x @ x + x), 1, 5, id="a product stands apart"),
+        pytest.param(lambda x: jnp.sin(x).T.reshape(-1), 1, 2, id="views move nothing"),
+        pytest.param(lambda x: x.sum(), 1, 1, id="a reduction writes next to nothing"),
+        pytest.param(lambda x: x - (x * 2.0).sum(1, keepdims=True), 1, 3, id="what a reduction gives is read after it"),
+        pytest.param(lambda x: jnp.full((64, 64), 2.0) * x, 1, 2, id="a constant is filled in"),
+        pytest.param(lambda x: jnp.zeros((64, 64)) @ x, 1, 4, id="a product reads its constant from memory"),
+    ],
+)
+def test_kernels_move_the_bytes_at_their_borders(fn, operands: int, arrays: float):
+    assert moved(fn, *[X] * operands) == pytest.approx(arrays, abs=0.05)
+
+
+def test_cheap_equations_are_computed_again_and_expensive_ones_kept():
+    def twice(inner):
+        def fn(x):
+            y = inner(x)
+            return y - y.sum(1, keepdims=True)
+
+        return fn
+
+    assert moved(twice(lambda x: x + 1.0), X) == pytest.approx(3, abs=0.05)
+    # Written by the first kernel, which goes on to its sum, and read by the second.
+    assert moved(twice(jnp.exp), X) == pytest.approx(4, abs=0.05)
+
+
+def test_an_optimizer_is_one_kernel_for_each_parameter():
+    def adam(w, g, m, v):
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        return w - m / (jnp.sqrt(v) + 1e-8), m, v
+
+    assert moved(adam, X, X, X, X) == pytest.approx(7)
+    assert kernels(adam, X, X, X, X) == pytest.approx(1)
+    assert kernels(lambda *args: (*adam(*args[:4]), *adam(*args[4:])), *[X] * 8) == pytest.approx(2)
+
+
+def test_operations_are_told_for_the_bytes_of_the_whole_kernel():
+    def polynomial(x):
+        y = x
+        for _ in range(50):
+            y = y * x + 1.0
+        return y
+
+    _, found = traffic(polynomial, X)
+    assert {each.flops_per_byte for each in found} == {100 / 8}
