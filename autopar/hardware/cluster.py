@@ -18,7 +18,7 @@ from typing import Any
 from autopar.checks import check_count
 from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Machine
-from autopar.json_fields import fields_of, json_of
+from autopar.json_fields import fields_of, json_of, text_of
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
@@ -127,5 +127,8 @@ class Cluster:
 
     @staticmethod
     def load(path: str | Path) -> Cluster:
-        """Read what `save`, `Machine.save` or `autopar calibrate` wrote; `InvalidArgument` as for `from_json`."""
-        return Cluster.from_json(Path(path).read_text(encoding="utf-8"))
+        """Read what `save`, `Machine.save` or `autopar calibrate` wrote.
+
+        Raises `InvalidArgument` as `from_json`, or if there is no such file.
+        """
+        return Cluster.from_json(text_of("The cluster", path))

@@ -26,12 +26,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from autopar.checks import check_choice, check_count
 from autopar.errors import InvalidArgument
 from autopar.hardware.collectives import NetworkLevel, collective_time
-from autopar.json_fields import check_figure, fields_of, json_of
+from autopar.json_fields import check_figure, fields_of, json_of, text_of
 
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "fp8", "int8")
 _VECTOR_SHARE = 1 / 16
@@ -99,7 +99,8 @@ class Link:
                 f"group_bandwidths of {what} is {pairs!r}, it must be a list of pairs [devices, bytes/s]. Correct the "
                 "file."
             )
-        return Link(**{**fields, "group_bandwidths": tuple((size, bandwidth) for size, bandwidth in pairs)})
+        fields["group_bandwidths"] = tuple((size, bandwidth) for size, bandwidth in pairs)
+        return Link(**fields)
 
     def ring_s(self, kind: str, nbytes: float, size: int) -> float:
         """Seconds of a collective over `size` devices with such links; `nbytes` as in `collectives.py`."""
@@ -151,6 +152,7 @@ class Machine:
         for name in ("memory_bytes", "memory_bandwidth", "matmul_half_flops", "kernel_s", "overlap"):
             zero = not name.startswith("memory")
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
+        self._check_types()
         for name in ("matmul_share", "overlap"):
             shares = self.matmul_share.values() if name == "matmul_share" else [self.overlap]
             if any(share > 1 for share in shares):
@@ -158,10 +160,12 @@ class Machine:
                     f"The figure {name} of {self.name!r} is {getattr(self, name)!r}, a share is at most 1. Divide the "
                     "measured rate by the peak, or correct the peak."
                 )
-        self._check_types()
         unknown = sorted(set(self.sources) - {each.name for each in dataclasses.fields(self)})
         if unknown:
             raise InvalidArgument(f"The sources of {self.name!r} name the unknown fields {unknown}. Correct them.")
+        untold = {name: source for name, source in self.sources.items() if not isinstance(cast(object, source), str)}
+        if untold:
+            raise InvalidArgument(f"The sources of {self.name!r} are {untold!r}; each must be a text. Correct them.")
 
     def _check_types(self) -> None:
         for name in ("peak_flops", "matmul_share"):
@@ -272,8 +276,8 @@ class Machine:
 
     @staticmethod
     def load(path: str | Path) -> Machine:
-        """Read the machine that `save` wrote to `path`; `InvalidArgument` as for `from_json`."""
-        return Machine.from_json(Path(path).read_text(encoding="utf-8"))
+        """Read the machine that `save` wrote to `path`; `InvalidArgument` as for `from_json`, or for no such file."""
+        return Machine.from_json(text_of("The machine", path))
 
     @staticmethod
     def named(name: str) -> Machine:

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import InvalidArgument
+from autopar.hardware.cluster import Cluster
 from autopar.hardware.collectives import PASSES
 from autopar.hardware.machine import Link, Machine, machines
 
@@ -134,6 +137,9 @@ def test_types_that_a_machine_has_no_unit_for_are_computed_in_others(machine, dt
             r"peak_flops for \['float32'\] and matmul_share for \['float16', 'float32'\]",
         ),
         ({"matmul_share": {"float32": 2.0, "float16": 0.5}}, "a share is at most 1"),
+        ({"matmul_share": {"float32": "half", "float16": 0.5}}, r"matmul_share\['float32'\] of 'one' is 'half'"),
+        ({"memory_bytes": 10**400}, "memory_bytes of 'one' is 1000"),
+        ({"sources": {"intra": 5}}, r"sources of 'one' are \{'intra': 5\}; each must be a text"),
         ({"sources": {"nic": "somewhere"}}, r"name the unknown fields \['nic'\]"),
     ],
 )
@@ -149,6 +155,8 @@ def test_figures_that_no_machine_has_are_refused(changes, message):
         ({"bandwidth": 0}, "bandwidth of a link is 0; it must be finite and positive"),
         ({"ramp_bytes": math.nan}, "ramp_bytes of a link is nan"),
         ({"bandwidth": True}, "bandwidth of a link is True"),
+        ({"group_bandwidths": ((1, 1e9),)}, "number of devices in group_bandwidths of a link is 1"),
+        ({"group_bandwidths": ((2, 0.0),)}, "bandwidth of 2 devices in group_bandwidths of a link is 0.0"),
     ],
 )
 def test_figures_that_no_link_has_are_refused(changes, message):
@@ -168,6 +176,52 @@ def test_figures_that_no_link_has_are_refused(changes, message):
 def test_groups_that_do_not_exist_are_refused(arguments, message):
     with pytest.raises(InvalidArgument, match=message):
         ONE.collective_s(*arguments)
+
+
+def test_smaller_groups_send_as_fast_as_the_wires_that_join_them():
+    link = replace(INTRA, group_bandwidths=((2, 1e10), (4, 4e10)))
+    assert [link.bandwidth_of(size) for size in (1, 2, 3, 4, 8)] == [INTRA.bandwidth, 1e10, 1e10, 4e10, INTRA.bandwidth]
+    assert link.transfer_s(1e9) == pytest.approx(INTRA.latency_s + (1e9 + INTRA.ramp_bytes) / 1e10)
+    assert link.level(4).bandwidth == 4e10
+    v100 = Machine.named("p3.16xlarge")
+    pair_s, quad_s, all_s = (v100.collective_s("all-gather", 1e9, size) for size in (2, 4, 8))
+    assert pair_s > 2 * quad_s > 2 * all_s
+
+
+def test_a_damaged_file_is_refused_with_a_lesson_or_read(tmp_path):
+    def damaged(raw: Any) -> Iterator[Any]:
+        yield from (None, "x", True, [], {}, [1], -1, 1.5, 10**400, [[1, 2]], [["a", 1]])
+        items = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
+        for key, value in list(items):
+            for other in damaged(value):
+                changed = raw.copy()
+                changed[key] = other
+                yield changed
+        for key in raw if isinstance(raw, dict) else ():
+            yield {name: value for name, value in raw.items() if name != key}
+            yield {f"{name}!" if name == key else name: value for name, value in raw.items()}
+
+    text = Machine.named("p3.16xlarge").to_json()
+    texts = [json.dumps(each) for each in damaged(json.loads(text))]
+    texts += [text[:stop] for stop in range(0, len(text), 97)] + ["[" * 100_000, "1" * 5_000]
+    refused = 0
+    for each in texts:
+        try:
+            machine = Machine.from_json(each)
+        except InvalidArgument:
+            refused += 1
+        else:
+            assert machine.matmul_s(1e9, 1e6, "float16") > 0 and machine.collective_s("all-reduce", 1e6, 8) > 0
+    assert refused > 0.8 * len(texts) > 500
+
+
+@pytest.mark.parametrize("load", [Machine.load, Cluster.load])
+def test_what_is_no_file_of_text_is_refused(load, tmp_path):
+    with pytest.raises(InvalidArgument, match="cannot be read: No such file"):
+        load(tmp_path / "one.json")
+    (tmp_path / "one.json").write_bytes("é".encode("latin-1"))
+    with pytest.raises(InvalidArgument, match="holds the byte 0xe9"):
+        load(tmp_path / "one.json")
 
 
 def test_a_file_gives_back_the_machine(tmp_path):
