@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +57,12 @@ def _mixed(causal: bool, query: jax.Array, key: jax.Array, value: jax.Array) -> 
     return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores).astype(query.dtype), value)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_a_kernel(causal: bool, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return cast(jax.Array, _differentiable_kernel(causal, query, key, value))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable_kernel(causal: bool, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """The same as one kernel that is told how it may be split, and another for its derivatives (Dao et al. 2022)."""
     return _kernel(causal)(query, key, value)
 
@@ -83,7 +88,7 @@ def _backward(causal: bool, operands: Tree, cotangent: jax.Array) -> tuple[jax.A
     return _derivatives(causal)(*operands, cotangent)
 
 
-_in_a_kernel.defvjp(_forward, _backward)
+_differentiable_kernel.defvjp(_forward, _backward)
 
 
 def feed_forward_params(width: int, hidden: int, dtype: jnp.dtype) -> Tree:
