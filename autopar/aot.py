@@ -141,8 +141,8 @@ class Compiled:
     def timeline(self, path: str | Path, *args: Any, **kwargs: Any) -> Any:
         """Run one step in which every instruction is waited for, and write when each ran, for https://ui.perfetto.dev.
 
-        Returns the step's result. Beside the measured lanes stand the predicted ones, where the plan's layouts are
-        searched ones, so that their times are known.
+        Returns the step's result. Beside the measured lanes stand the predicted ones, unless the plan was made for
+        another machine.
         """
         call = self.source.arguments.split(args, kwargs)
         outputs, times = self.loaded.timed(call.leaves)
@@ -214,7 +214,7 @@ class Planned:
 
         `args` are the step's arguments, to run it once on; without them, or for a GPU `target` such as "h100" (which
         compiles with XLA's GPU compiler and needs no GPU), only the collectives are compared. Raises `InvalidArgument`
-        for a plan that leaves the layouts to XLA, or a target that there is not.
+        for a target that there is not.
         """
         program = passes.lower_step(self.trace, self.plan)
         devices = None if target is not None else self.source.target.live_devices()
@@ -229,7 +229,7 @@ class Planned:
     def explain(self, name: str) -> Explanation:
         """Return the cost of every layout of one input: `name` is its key path, as in `params/block_3/mlp/kernel`.
 
-        Raises `InvalidArgument` for a name that finds no input, and for a plan that leaves the layouts to XLA.
+        Raises `InvalidArgument` for a name that finds no input, `Unsupported` for a plan of several tasks or stages.
         """
         return explain_plan(self.trace, self.plan, name, machine=self.source.target.devices_planned_for().machine)
 
@@ -237,8 +237,7 @@ class Planned:
         """Return time, idle time, memory and a timeline of a step on a cluster, by default the step's own.
 
         No device is needed. The times within a stage are the plan's, so that the cluster must be of the machine that
-        it was made for. Raises `InvalidArgument` if it is of another, `PlanMismatch` if it has too few devices, and
-        `Unsupported` for a plan that leaves layouts on several devices to XLA.
+        it was made for. Raises `InvalidArgument` if it is of another, and `PlanMismatch` if it has too few devices.
         """
         cluster = cluster or self.source.target.planned_for() or Cluster.from_devices(self.source.target.live_devices())
         check_devices(self.plan, cluster)

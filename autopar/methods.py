@@ -1,6 +1,6 @@
 """The ways to parallelize that a user may ask for: each is one frozen value, checked when it is made.
 
-By hand, where the user gives the layouts:
+By hand, where the user gives the layouts of inputs, and those of all other values are the optimum under these:
 
     DataParallel       every device holds all parameters and a part of the batch
     ShardParallel      one mesh of all devices, with a spec for every input that is not replicated
@@ -63,6 +63,8 @@ class DataParallel:
     is an error with `batch_statistics="exact"`, and is taken over each microbatch with `"per_microbatch"`,
     the usual approximation.
 
+    Sharding constraints in the model are obeyed unless `ignore_user_shardings`.
+
     Raises `InvalidArgument` for a count below 1 or an unknown word.
 
     >>> DataParallel(num_microbatches=4).random
@@ -72,6 +74,7 @@ class DataParallel:
     num_microbatches: int = 1
     random: str = "full_batch"
     batch_statistics: str = "exact"
+    ignore_user_shardings: bool = False
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for a count below 1 or an unknown word."""
@@ -101,6 +104,7 @@ class ShardParallel:
     num_microbatches: int = 1
     random: str = "full_batch"
     batch_statistics: str = "exact"
+    ignore_user_shardings: bool = False
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for a mesh, pattern, spec, count or word that cannot be used."""
@@ -113,6 +117,20 @@ class ShardParallel:
     def mesh_axes(self) -> tuple[str, ...]:
         """The names of the mesh axes; the usual ones if none were given."""
         return _axes_or_usual(self.mesh_shape, self.axis_names)
+
+    def search(self) -> Auto:
+        """Return the search that this method restricts: the layouts of one program on this mesh."""
+        return Auto(
+            num_stages=1,
+            num_microbatches=1,
+            mesh_shape=self.mesh_shape,
+            axis_names=self.axis_names,
+            memory="off",
+            remat=False,
+            random=self.random,
+            batch_statistics=self.batch_statistics,
+            ignore_user_shardings=self.ignore_user_shardings,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +164,7 @@ class PipelineParallel:
     specs: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
     random: str = "full_batch"
     batch_statistics: str = "exact"
+    ignore_user_shardings: bool = False
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for a count, word, mesh, pattern or spec that cannot be used."""

@@ -204,7 +204,6 @@ def make_plan(trace: Trace, cutting: Cutting) -> Plan | None:
         cuts=tuple(sorted(rng.sample(range(1, length), num_layers - 1))),
         schedule=cutting.schedule,
         input_specs={},
-        cut_specs={},
         **decisions,
     )
 

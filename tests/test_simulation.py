@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar.compiler.analysis.step_work import step_work
-from autopar.errors import InvalidArgument, PlanMismatch, Unsupported
+from autopar.errors import InvalidArgument, PlanMismatch
 from autopar.hardware.machine import Link, Machine
 from autopar.ir.plan_sharding import MeshSharding, TaskTimes
 from autopar.ir.program import Run, Send
@@ -306,9 +306,3 @@ def test_a_cluster_that_lacks_devices_of_the_plan_is_refused():
 def test_a_cluster_of_another_machine_than_the_planned_is_refused(planned):
     with pytest.raises(InvalidArgument, match="modelled for 'cpu', the cluster is of 'dgx-h100'"):
         planned().simulate(autopar.Cluster.named("dgx-h100"))
-
-
-@pytest.mark.parametrize("method", [autopar.DataParallel(), autopar.PipelineParallel(num_stages=2, num_microbatches=2)])
-def test_a_plan_that_leaves_several_devices_to_the_compiler_is_refused(method):
-    with pytest.raises(Unsupported, match=r"devices of mesh 0 to XLA.*Simulate a plan by Auto"):
-        traced(method).plan().simulate()

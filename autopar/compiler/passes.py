@@ -6,7 +6,7 @@
     lower_step   Trace, Plan  -> Program      what each mesh runs, sends, receives and frees; verified
 
 What comes before the plan decides; what comes after it only carries out. A plan of one stage in one executable has
-nothing to cut: `lower_step` takes the traced step as it is, or with the collectives that the plan says.
+nothing to cut: `lower_step` takes the traced step as it is on one device, or with the collectives that the plan says.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.megatron import plan_megatron
 from autopar.compiler.planning.one_mesh import plan_by_search
-from autopar.compiler.planning.plan_checks import check_cut_specs, check_plan
+from autopar.compiler.planning.plan_checks import check_plan
 from autopar.compiler.planning.search import plan_by_stages, searches_stages
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.hardware.cluster import Cluster
@@ -66,7 +66,9 @@ def make_plan(
             check_plan(method, trace, num_devices=num_devices)
             return method
         case DataParallel() | ShardParallel() | PipelineParallel():
-            return plan_by_hand(trace, method, num_devices=num_devices)
+            return plan_by_hand(
+                trace, method, num_devices=num_devices, machine=cluster.machine, cache_directory=cache_directory
+            )
         case Megatron():
             return plan_megatron(
                 trace, method, num_devices=num_devices, machine=cluster.machine, cache_directory=cache_directory
@@ -106,9 +108,7 @@ def cut_step(trace: Trace, plan: Plan) -> StageGraph:
         batch_statistics=plan.batch_statistics,
         random=plan.random,
     )
-    graph = cut_stages(prepared, StageCut.of(plan))
-    check_cut_specs(plan, graph)
-    return graph
+    return cut_stages(prepared, StageCut.of(plan))
 
 
 @collector_paused()

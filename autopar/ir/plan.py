@@ -42,7 +42,7 @@ from autopar.ir.plan_sharding import Certificate, MeshSharding, PlannedCollectiv
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 from autopar.json_fields import fields_of, json_of
 
-PLAN_FORMAT = 3
+PLAN_FORMAT = 4
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ T = TypeVar("T")
 class MeshPlan:
     """Devices of the cluster by ordinal, row-major over the logical `shape`, whose axes have names.
 
-    `sharding` holds the layouts of its stages, if a search decided them.
+    `sharding` holds the layouts of its stages; a mesh of one device needs none.
     """
 
     devices: tuple[int, ...]
@@ -85,7 +85,7 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every decision for one program; a spec that is missing from a mapping is `PartitionSpec()`, replicated.
+    """Every decision for one program; an input without a spec is `PartitionSpec()`, replicated.
 
     `fingerprint` is that of the program it was made for, and `""` fits any program. `cuts[k]` is the index of
     the forward equation at which layer `k + 1` begins. Several stages on one mesh are virtual stages.
@@ -100,11 +100,10 @@ class Plan:
     num_microbatches: int = 1
     schedule: str = DEFAULT_SCHEDULE
     input_specs: Mapping[str, PartitionSpec]
-    cut_specs: Mapping[str, PartitionSpec]
     batch_statistics: str = "exact"
     random: str = "full_batch"
     sharding: ShardingPlan | None = None
-    """Layouts of every value, if a search decided them; otherwise XLA carries on those of the inputs."""
+    """The layouts of every value of a step that is one program on several devices; otherwise the meshes have them."""
     certificate: Certificate | None = None
     """The quality of the stages, if a search decided them."""
 
@@ -118,11 +117,10 @@ class Plan:
         _check_cuts(self.cuts)
         _check_stages(self.stages, self.num_layers, len(self.meshes))
         _check_devices_disjoint(self.meshes)
-        # Copies, because the caller's dictionaries could change later.
+        # A copy, because the caller's dictionary could change later.
         object.__setattr__(self, "input_specs", dict(self.input_specs))
-        object.__setattr__(self, "cut_specs", dict(self.cut_specs))
         axes = tuple(mesh.axis_names for mesh in self.meshes)
-        for name, spec in itertools.chain(self.input_specs.items(), self.cut_specs.items()):
+        for name, spec in self.input_specs.items():
             check_spec(name, spec, axes)
 
     @property
@@ -152,16 +150,14 @@ class Plan:
 
     @property
     def planned_collectives(self) -> tuple[PlannedCollective, ...]:
-        """The collectives of one step on every mesh, as far as a search decided them."""
+        """The collectives of one step on every mesh."""
         shardings = [self.sharding, *(mesh.sharding for mesh in self.meshes)]
         return tuple(each for sharding in shardings if sharding is not None for each in sharding.collectives)
 
     def to_json(self) -> str:
         """The plan as JSON with sorted keys; a spec is a list of null, an axis name, or a list of names."""
         fields = dataclasses.asdict(self) | {"format": PLAN_FORMAT}
-        for key in ("input_specs", "cut_specs"):
-            specs: Mapping[str, PartitionSpec] = getattr(self, key)
-            fields[key] = {name: list(spec) for name, spec in specs.items()}
+        fields["input_specs"] = {name: list(spec) for name, spec in self.input_specs.items()}
         fields["sharding"] = None if self.sharding is None else self.sharding.to_data()
         lines = (f" {json.dumps(key)}: {_json_lines(fields[key])}" for key in sorted(fields))
         return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -190,7 +186,6 @@ class Plan:
             stages=tuple(_stage_from_json(*item) for item in enumerate(_typed("stages", fields["stages"], list[Any]))),
             cuts=_listed("cuts", fields["cuts"], int),
             input_specs=_specs_from_json("input_specs", fields["input_specs"]),
-            cut_specs=_specs_from_json("cut_specs", fields["cut_specs"]),
             sharding=None if fields["sharding"] is None else ShardingPlan.from_data(fields["sharding"]),
             certificate=None if fields["certificate"] is None else Certificate.from_data(fields["certificate"]),
         )
@@ -248,13 +243,10 @@ class Plan:
             if found is not None:
                 yield Text(str(found))
         yield _stage_table(self.stages, self.meshes)
-        for title, specs in (("inputs", self.input_specs), ("values between stages", self.cut_specs)):
-            sharded = {name: spec for name, spec in specs.items() if any(spec)}
-            yield Text(
-                f"{title}: {len(sharded)} sharded, " + ("all others replicated" if sharded else "all replicated")
-            )
-            if sharded:
-                yield _spec_table(sharded)
+        sharded = {name: spec for name, spec in self.input_specs.items() if any(spec)}
+        yield Text(f"inputs: {len(sharded)} sharded, " + ("all others replicated" if sharded else "all replicated"))
+        if sharded:
+            yield _spec_table(sharded)
 
 
 def _check_cuts(cuts: tuple[int, ...]) -> None:

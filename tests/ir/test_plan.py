@@ -28,7 +28,6 @@ PLAN = Plan(
         "batch": P("data"),
         "state.step": P(),
     },
-    cut_specs={"h": P(("data", "model"), None)},
 )
 
 PRINTED = """\
@@ -42,10 +41,7 @@ PipelineParallel: 4 microbatches, schedule 1f1b, for 8f3a
 inputs: 3 sharded, all others replicated
   name                             spec               count
   state.params['h_*']['kernel']    P(None, 'model')   2
-  batch                            P('data',)         1
-values between stages: 1 sharded, all others replicated
-  name    spec                           count
-  h       P(('data', 'model'), None)    1"""
+  batch                            P('data',)         1"""
 
 
 def test_plan_prints_a_table_of_its_stages_and_of_what_is_sharded():
@@ -94,7 +90,7 @@ def test_plan_does_not_change_with_the_dictionary_it_was_made_from():
         ({"input_specs": {"w": P("expert")}}, "spec of w is .*mesh axes are .*'data', 'model'"),
         ({"input_specs": {"w": P("data", "data")}}, "each mesh axis for one dimension"),
         ({"input_specs": {"w": P(P.UNCONSTRAINED)}}, "A plan decides"),
-        ({"cut_specs": {"h": ("data",)}}, r"spec of h is \('data',\).*PartitionSpec"),
+        ({"input_specs": {"w": ("data",)}}, r"spec of w is \('data',\).*PartitionSpec"),
     ],
 )
 def test_plan_whose_parts_do_not_fit_is_refused(change, message):
@@ -160,7 +156,6 @@ def plans(draw: st.DrawFn) -> Plan:
         num_microbatches=draw(st.integers(1, 9)),
         schedule=draw(st.sampled_from(["gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"])),
         input_specs=draw(specs(axes)),
-        cut_specs=draw(specs(axes)),
         batch_statistics=draw(st.sampled_from(["exact", "per_microbatch"])),
         random=draw(st.sampled_from(["full_batch", "per_microbatch"])),
     )
@@ -196,7 +191,7 @@ def without(key: str) -> dict:
     [
         ("{", "not JSON"),
         ("[]", "format None"),
-        (json.dumps(json.loads(PLAN.to_json()) | {"format": 99}), "format 99.* reads format 3"),
+        (json.dumps(json.loads(PLAN.to_json()) | {"format": 99}), "format 99.* reads format 4"),
         (json.dumps(without("format")), "format None"),
         (json.dumps(without("random")), r"lacks the keys \['random'\]"),
         (json.dumps(json.loads(PLAN.to_json()) | {"colour": 1}), r"unknown keys \['colour'\]"),

@@ -35,7 +35,7 @@ from rich.text import Text
 
 from autopar.compiler.analysis.aot_targets import gpu_devices
 from autopar.compiler.jaxprs import compat as jc
-from autopar.errors import InvalidArgument, Unsupported
+from autopar.errors import Unsupported
 from autopar.hardware.collectives import PASSES, wire_bytes
 from autopar.ir.instructions import Executable
 from autopar.ir.plan import MeshPlan, Plan
@@ -347,15 +347,7 @@ class CollectiveCheck:
 def check_collectives(
     plan: Plan, program: Program, *, devices: Sequence[Any] | None, target: str | None
 ) -> CollectiveCheck:
-    """Compile the program for these devices, or ahead of time for a GPU target, and compare.
-
-    Raises `InvalidArgument` for a plan whose layouts XLA decides: it has no planned collectives.
-    """
-    if plan.sharding is None and any(mesh.sharding is None for mesh in plan.meshes):
-        raise InvalidArgument(
-            f"A plan of {plan.method} leaves the layouts inside of the step to XLA, so there are no planned "
-            "collectives to compare with. Plan with Auto(), Zero(), TensorParallel() or ExpertParallel()."
-        )
+    """Compile the program for these devices, or ahead of time for a GPU target, and compare."""
     if target is not None:
         devices = gpu_devices(target, 1 + max(max(mesh.devices) for mesh in plan.meshes))
     assert devices is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -25,13 +26,14 @@ from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.planning.constraints import key_path
 from autopar.compiler.planning.one_mesh import MeshSearchResult, search_on
 from autopar.compiler.sharding.layout import to_spec
+from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.solver.problem import Infeasible
 from autopar.compiler.solver.solve import solve
 from autopar.compiler.spmd.local_program import local_block
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
-from autopar.methods import Auto
+from autopar.methods import Auto, HandMethod
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,23 +79,21 @@ class Explanation:
 def explain_plan(trace: Trace, plan: Plan, name: str, *, machine: Machine) -> Explanation:
     """Price every layout of the input that `name`, a path or a regular expression, finds first.
 
-    Raises `InvalidArgument` for a name that finds no input, and for a plan whose layouts XLA decides; `Unsupported`
-    for a plan of several stages.
+    The layouts of all other inputs are those of the plan, if they were given by hand, and free if they were searched.
+    Raises `InvalidArgument` for a name that finds no input, `Unsupported` for a plan of several tasks or stages.
     """
-    if plan.certificate is not None and plan.num_stages > 1:
-        raise Unsupported(
-            f"The plan has {plan.num_stages} stages, whose layouts are planned together for each mesh; only layouts of "
-            "one mesh can be explained. Use Auto(num_stages=1), or read plan.certificate and plan.collectives()."
-        )
     if plan.sharding is None:
-        raise InvalidArgument(
-            f"A plan of {plan.method} follows the user's own layouts, so there is nothing to explain. Plan with Auto()."
+        raise Unsupported(
+            f"The plan has {plan.num_stages} stages, {plan.num_microbatches} microbatches and {plan.num_devices} "
+            "devices; only the layouts of one program on one mesh of several devices can be explained. Plan with "
+            "Auto(num_stages=1), or read plan.certificate and plan.collectives()."
         )
     number = _find(trace, name)
     leaf, mesh = trace.inputs[number], logical_mesh(plan.meshes[0])
     auto = Auto(
         mesh_shape=mesh.shape,
         axis_names=mesh.axis_names,
+        pins=_given_layouts(trace, plan, number),
         num_microbatches=plan.num_microbatches,
         memory="off",
         random=plan.random,
@@ -121,6 +121,17 @@ def explain_plan(trace: Trace, plan: Plan, name: str, *, machine: Machine) -> Ex
         chosen=plan.input_specs.get(leaf.name, PartitionSpec()),
         alternatives=tuple(sorted((p for p in priced if p is not None), key=lambda p: (p.step_time_s, str(p.spec)))),
     )
+
+
+def _given_layouts(trace: Trace, plan: Plan, number: int) -> dict[str, PartitionSpec]:
+    """Return the specs of all inputs but one, by patterns for their names, if a method by hand gave them."""
+    if plan.method not in {method.__name__ for method in get_args(HandMethod)}:
+        return {}
+    return {
+        f"^{re.escape(leaf.name)}$": plan.input_specs.get(leaf.name, PartitionSpec())
+        for i, leaf in enumerate(trace.inputs)
+        if i != number and not below_split_size(leaf.aval)
+    }
 
 
 def _find(trace: Trace, name: str) -> int:

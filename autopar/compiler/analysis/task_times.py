@@ -3,7 +3,6 @@
 layouts of the stages planned     the times of the plan
 layouts of one mesh planned       its step time, of which the equations take what is left by no collective
 one device for a mesh             the times of its programs on one device
-several devices without layouts   not known: XLA decides about the collectives
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh, sharded_step
 from autopar.compiler.planning.mesh_sharding import plan_mesh
 from autopar.compiler.spmd.block_times import block_times
-from autopar.errors import InvalidArgument, Unsupported
+from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.plan_sharding import MeshSharding, TaskTimes
@@ -27,8 +26,7 @@ from autopar.ir.program import Executable, Program
 def price_plan(trace: Trace, plan: Plan, program: Program, *, machine: Machine) -> Plan:
     """The plan with the times of every mesh, for devices of a machine; `program` is what it was lowered to.
 
-    Raises `InvalidArgument` for a plan whose times were modelled for others, and `Unsupported` where a mesh of several
-    devices has no layouts.
+    Raises `InvalidArgument` for a plan whose times were modelled for others.
     """
     meshes: list[MeshPlan] = []
     for number, mesh in enumerate(plan.meshes):
@@ -40,7 +38,6 @@ def price_plan(trace: Trace, plan: Plan, program: Program, *, machine: Machine) 
         elif sharding is not None:
             _check_machine(sharding.figures, machine)
         else:
-            _check_one_device(plan, number)
             mine = [executable for executable in program.executables.values() if executable.mesh == number]
             sharding = plan_mesh([_alone(each) for each in mine], GroupConstraints(), logical_mesh(mesh), mesh_costs)
         meshes.append(replace(mesh, sharding=sharding))
@@ -82,14 +79,4 @@ def _check_machine(planned_for: str, machine: Machine) -> None:
         raise InvalidArgument(
             f"The plan's times are modelled for {planned_for!r}, the cluster is of {machine.name!r}. Give simulate the "
             "cluster that the plan was made for, or plan for this one with parallelize(step, cluster=...)."
-        )
-
-
-def _check_one_device(plan: Plan, number: int) -> None:
-    count = len(plan.meshes[number].devices)
-    if count > 1:
-        raise Unsupported(
-            f"The plan by {plan.method} leaves the layouts on the {count} devices of mesh {number} to XLA, so that its "
-            "collectives are not known. Simulate a plan by Auto, Zero, TensorParallel or ExpertParallel, or one with a "
-            "single device for each stage."
         )

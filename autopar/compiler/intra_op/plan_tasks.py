@@ -161,7 +161,10 @@ def _folded(task: GroupTask, body: jc.Jaxpr, constraints: GroupConstraints) -> F
     return fold(
         task.jaxpr,
         task.inputs,
-        [below_split_size(v.aval) for v in body.invars],
+        [
+            below_split_size(v.aval) and name not in constraints.allowed
+            for name, v in zip(task.inputs, body.invars, strict=True)
+        ],
         state_outputs=replaced,
         input_marks={position[name]: constraints.allowed[name] for name in task.inputs if name in constraints.allowed},
         equation_mark=constraints.equations.constraint_key,
@@ -199,7 +202,8 @@ class _Group:
         root = self.root(name)
         self.types[name] = aval
         if root not in self.values:
-            self.values[root] = None if below_split_size(aval) else self._new(root, aval)
+            free = below_split_size(aval) and root not in self.constraints.allowed
+            self.values[root] = None if free else self._new(root, aval)
         self.values[name] = self.values[root]
         return self.values[name]
 

@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.lowering.stage_programs import sharded_mesh
+from autopar.compiler.lowering.stage_programs import ShardedMesh, mesh_on_one_device, sharded_mesh
 from autopar.compiler.lowering.task_executables import (
     EmittedTask,
     emit_concatenation,
@@ -25,8 +24,6 @@ from autopar.compiler.lowering.task_executables import (
     instance,
     task_of,
 )
-from autopar.compiler.lowering.user_constraints import on_mesh
-from autopar.compiler.lowering.value_types import infer_value_types
 from autopar.compiler.pipeline.stage_graph import GraphInput, StageGraph
 from autopar.ir.plan import Plan
 from autopar.ir.program import (
@@ -66,8 +63,10 @@ def lower(graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donat
     overwritable |= _pieces_overwritable(graph, inputs, donated_leaves)
     lent = {(i.mesh, i.value) for i in inputs} - overwritable
     outputs = [replace(out, copied=not lent.isdisjoint(out.parts)) for out in _program_outputs(graph, meshes)]
-    sharded = [None if m.sharding is None else sharded_mesh(graph, plan, n) for n, m in enumerate(plan.meshes)]
-    propagated = infer_value_types(graph, plan) if None in sharded else {}
+    sharded = [
+        mesh_on_one_device(graph, plan, n) if m.sharding is None else sharded_mesh(graph, plan, n)
+        for n, m in enumerate(plan.meshes)
+    ]
     instructions = _with_transfers(calls, inputs)
     kept = {part for output in outputs for part in output.parts}
     executables: dict[str, Executable] = {}
@@ -77,10 +76,8 @@ def lower(graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donat
         alive = {value for m, value in kept if m == number}
         frozen = alive | {v for m, v in lent if m == number}
         mine = sharded[number]
-        base = propagated if mine is None else mine.types
-        donations = _donations(calls[number], instructions[number], frozen, here - frozen, base)
-        planned = {} if mine is None else mine.jaxprs
-        executables |= _executables(calls[number], number, plan, base, donations, planned)
+        donations = _donations(calls[number], instructions[number], frozen, here - frozen, mine.types)
+        executables |= _executables(calls[number], number, mine, donations)
         listed = _with_frees(instructions[number], here, alive, executables)
         names = here | {n for i in listed for n in _touched(i)}
         programs.append(
@@ -88,7 +85,7 @@ def lower(graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donat
                 devices=mesh.devices,
                 shape=mesh.shape,
                 axis_names=mesh.axis_names,
-                values={n: base[n.partition("@")[0]] for n in sorted(names)},
+                values={n: mine.types[n.partition("@")[0]] for n in sorted(names)},
                 instructions=tuple(listed),
             )
         )
@@ -314,21 +311,13 @@ def _donations(
 
 
 def _executables(
-    calls: Sequence[_Call],
-    mesh: int,
-    plan: Plan,
-    types: Mapping[str, ArrayType],
-    donations: Mapping[str, Sequence[int]],
-    planned: Mapping[str, jc.ClosedJaxpr],
+    calls: Sequence[_Call], mesh: int, planned: ShardedMesh, donations: Mapping[str, Sequence[int]]
 ) -> dict[str, Executable]:
-    """The executables of a mesh; the programs of those in `planned` have explicit collectives."""
+    """Return the executables of a mesh."""
     tasks = {executable_name(c.emitted): c.emitted for c in calls}
-    by_name = {n: types[n.partition("@")[0]] for e in tasks.values() for n in (*e.inputs, *e.outputs)}
+    by_name = {n: planned.types[n.partition("@")[0]] for e in tasks.values() for n in (*e.inputs, *e.outputs)}
     return {
-        name: replace(
-            executable_of(e, mesh, by_name, donations[name]),
-            jaxpr=planned[name] if name in planned else on_mesh(e.jaxpr, plan.meshes[mesh]),
-        )
+        name: replace(executable_of(e, mesh, by_name, donations[name]), jaxpr=planned.jaxprs[name])
         for name, e in tasks.items()
     }
 

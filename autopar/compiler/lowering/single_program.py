@@ -1,4 +1,4 @@
-"""Lower a step that one executable runs: as traced, or with the collectives of its planned layouts."""
+"""Lower a step that one executable runs: as traced on one device, or with the collectives of its planned layouts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import jaxpr_bytes, jaxpr_flops
 from autopar.compiler.lowering.sharded_step import sharded_step
-from autopar.compiler.lowering.user_constraints import on_mesh
-from autopar.compiler.lowering.value_types import batch_spec
-from autopar.ir.plan import MeshPlan, Plan
+from autopar.compiler.lowering.user_constraints import without_constraints
+from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Executable, Free, Input, Instruction, MeshProgram, Output, Program, Run, Task
 
 
@@ -25,9 +24,8 @@ def single_program(trace: Trace, plan: Plan) -> Program:
     computed = [i for i, v in enumerate(outvars) if not isinstance(v, jc.Literal)]
     outputs = {i: f"result{trace.outputs[i].name}".replace("@", "(at)") for i in computed}
     if sharded is None:
-        input_specs = [plan.input_specs.get(leaf.name, PartitionSpec()) for leaf in trace.inputs]
-        output_specs = [_output_spec(trace, plan, i, mesh) for i in computed]
-        jaxpr = on_mesh(jc.with_outputs(trace.jaxpr, computed), mesh)
+        input_specs, output_specs = ([PartitionSpec()] * len(each) for each in (trace.inputs, computed))
+        jaxpr = without_constraints(jc.with_outputs(trace.jaxpr, computed))
     else:
         input_specs, output_specs, jaxpr = sharded.input_specs, sharded.output_specs, sharded.jaxpr
     types = {name: _type(leaf.aval, spec) for name, leaf, spec in zip(inputs, trace.inputs, input_specs, strict=True)}
@@ -70,17 +68,6 @@ def single_program(trace: Trace, plan: Plan) -> Program:
 
 def _type(aval: Any, spec: PartitionSpec) -> ArrayType:
     return ArrayType(shape=tuple(aval.shape), dtype=str(aval.dtype), spec=spec)
-
-
-def _output_spec(trace: Trace, plan: Plan, output: int, mesh: MeshPlan) -> PartitionSpec:
-    """State is laid out as it came in; per-example results like the batch."""
-    if output in trace.state_outputs:
-        return plan.input_specs.get(trace.inputs[trace.state_outputs[output]].name, PartitionSpec())
-    if not trace.batch_inputs:
-        return PartitionSpec()
-    shape = trace.outputs[output].aval.shape
-    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
-    return batch_spec(shape, 0 if shape[:1] == (rows,) else None, mesh)
 
 
 def _donated(trace: Trace, inputs: list[ArrayType], outputs: list[ArrayType]) -> tuple[int, ...]:

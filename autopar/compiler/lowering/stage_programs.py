@@ -1,7 +1,7 @@
-"""Write down the programs of the tasks of stages whose layouts are planned.
+"""Write down the programs of the tasks of stages.
 
 StageGraph, stages             ->  GroupTask, ...   the tasks of the stages, and how often a step runs them
-StageGraph, Plan, mesh number  ->  ShardedMesh      the same programs with explicit collectives
+StageGraph, Plan, mesh number  ->  ShardedMesh      the same programs with explicit collectives; plain on one device
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import jax.numpy as jnp
 from autopar.compiler.intra_op.plan_tasks import GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
-from autopar.compiler.lowering.task_executables import EmittedTask, emit_task, emit_zeros, executable_name
+from autopar.compiler.lowering.task_executables import (
+    EmittedTask,
+    emit_concatenation,
+    emit_task,
+    emit_zeros,
+    executable_name,
+)
+from autopar.compiler.lowering.user_constraints import without_constraints
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.spmd.block_plan import from_data, layout_from_text
@@ -35,7 +42,7 @@ class ShardedMesh:
     types: Mapping[str, ArrayType]
 
 
-_PHASES = {"F": "forward", "B": "backward", "W": "backward", "U": "update"}
+_PHASES = {"F": "forward", "B": "backward", "W": "backward", "U": "update", "C": "update"}
 
 
 def tasks_of_stages(
@@ -45,7 +52,7 @@ def tasks_of_stages(
 
     `donated_leaves` of the step may be overwritten.
     """
-    every = [emit_task(graph, task) for task in graph.tasks if task.stage in stages]
+    every = _emitted(graph, stages)
     donated = frozenset(donated_leaves)
     given = {i.value for i in graph.inputs if i.kind == "whole" and i.leaf in donated}
     last = {name: emitted for emitted in every for name in emitted.inputs}
@@ -53,9 +60,9 @@ def tasks_of_stages(
         GroupTask(
             name=executable_name(emitted),
             jaxpr=emitted.jaxpr,
-            inputs=emitted.inputs,
+            inputs=tuple(name.partition("@")[0] for name in emitted.inputs),
             outputs=emitted.outputs,
-            times=1.0 if emitted.task.kind == "U" else float(graph.num_microbatches),
+            times=1.0 if emitted.task.kind in "UC" else float(graph.num_microbatches),
             phase=_PHASES[emitted.task.kind],
             donated=tuple(
                 place
@@ -66,6 +73,24 @@ def tasks_of_stages(
         )
         for emitted in every
     ]
+
+
+def _emitted(graph: StageGraph, stages: Collection[int]) -> list[EmittedTask]:
+    """Return the tasks, and behind each the one that joins its results of all microbatches, if there are any."""
+    emitted: list[EmittedTask] = []
+    for task in graph.tasks:
+        if task.stage in stages:
+            joined = emit_concatenation(graph, task)
+            emitted += [emit_task(graph, task), *([] if joined is None else [joined])]
+    return emitted
+
+
+def mesh_on_one_device(graph: StageGraph, plan: Plan, number: int) -> ShardedMesh:
+    """Return the programs of a mesh of one device."""
+    stages, mesh = plan.stages_on(number), logical_mesh(plan.meshes[number])
+    types = {name: _type(graph, name, None, mesh) for name in graph.values}
+    jaxprs = {executable_name(e): without_constraints(e.jaxpr) for e in _emitted(graph, stages)}
+    return ShardedMesh(jaxprs=jaxprs | _zeros(graph, stages, types), types=types)
 
 
 def sharded_mesh(graph: StageGraph, plan: Plan, number: int) -> ShardedMesh:

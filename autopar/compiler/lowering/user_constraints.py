@@ -1,24 +1,19 @@
-"""Check what a user wrote into the model about places and order, and carry it over: sharding constraints, callbacks.
+"""Check callbacks that must keep an order, and drop sharding constraints where there is nothing to lay out.
 
-A `with_sharding_constraint` names the axes of a mesh that the user made. A stage has a mesh of its own, so the
-constraint moves to the axes of the same names there. Callbacks that must keep an order need one executable that all of
-them are in.
+On several devices the plan obeys them (`planning.constraints`). Callbacks that must keep an order need one executable
+that all of them are in.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
-
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.evaluate import rewrite
-from autopar.errors import InvalidArgument, Unsupported
-from autopar.ir.instructions import spec_axes, spec_parts
-from autopar.ir.plan import MeshPlan, Plan
+from autopar.compiler.jaxprs.primitives import CONSTRAINTS
+from autopar.errors import Unsupported
+from autopar.ir.plan import Plan
 
 
 def check_callbacks(trace: Trace, plan: Plan) -> None:
@@ -38,52 +33,14 @@ def check_callbacks(trace: Trace, plan: Plan) -> None:
             )
 
 
-def has_constraints(closed: jc.ClosedJaxpr) -> bool:
-    """True if the program holds any sharding constraint of the user."""
-    return any(eqn.primitive.name == "sharding_constraint" for eqn in jc.all_equations(closed))
-
-
-def on_mesh(closed: jc.ClosedJaxpr, mesh: MeshPlan) -> jc.ClosedJaxpr:
-    """The program with its sharding constraints on the axes of `mesh`.
-
-    Raises `InvalidArgument` for a constraint over axes that the mesh does not have, or that do not divide its value.
-    """
-    if not has_constraints(closed):
+def without_constraints(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
+    """Return the program without its sharding constraints, which ask for nothing on one device."""
+    if not any(eqn.primitive.name in CONSTRAINTS for eqn in jc.all_equations(closed)):
         return closed
-    target = AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
-    return _moved(closed, target)
 
+    def unconstrained(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> list[Any]:
+        if eqn.primitive.name in CONSTRAINTS:
+            return values[:1]
+        return jc.bind_equation(eqn, values, jc.map_subjaxprs(eqn, without_constraints))
 
-def _moved(closed: Any, target: AbstractMesh) -> jc.ClosedJaxpr:
-    def on_target(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> list[Any]:
-        if eqn.primitive.name != "sharding_constraint":
-            return jc.bind_equation(eqn, values, jc.map_subjaxprs(eqn, lambda sub: _moved(sub, target)))
-        with jc.under_scope_of(eqn):
-            return [jax.lax.with_sharding_constraint(values[0], _on_target(eqn, target))]
-
-    return rewrite(closed, on_target)
-
-
-def _on_target(eqn: jc.JaxprEqn, target: AbstractMesh) -> NamedSharding:
-    wanted = jp.asked_sharding(eqn)
-    if not isinstance(wanted, NamedSharding):
-        raise Unsupported(
-            f"The sharding constraint {jc.describe(eqn)} is a {type(wanted).__name__}; only NamedSharding, or a "
-            "PartitionSpec, can be moved to the mesh of a stage."
-        )
-    sizes = dict(zip(target.axis_names, target.axis_sizes, strict=True))
-    aval: Any = eqn.outvars[0].aval
-    shape = aval.shape
-    missing = [name for entry in wanted.spec for name in spec_axes(entry) if name not in sizes]
-    if missing:
-        raise InvalidArgument(
-            f"The sharding constraint {jc.describe(eqn)} names the mesh axis {missing[0]!r}; the mesh of its stage has "
-            f"{list(sizes)}. Name the axes alike with axis_names=, or leave the constraint out."
-        )
-    for axis, parts in enumerate(spec_parts(wanted.spec, sizes)):
-        if shape[axis] % parts:
-            raise InvalidArgument(
-                f"The sharding constraint {jc.describe(eqn)} splits axis {axis} of size {shape[axis]} into {parts} "
-                "parts on the mesh of its stage, which does not divide. Use another mesh_shape or fewer microbatches."
-            )
-    return NamedSharding(target, wanted.spec)
+    return rewrite(closed, unconstrained)

@@ -1,14 +1,16 @@
 """Turn what a user fixed into constraints of the search: pins, constraints in the model, forms of parallelism.
 
-pins            the inputs that a pattern finds have one layout
+pins, specs     the inputs that a pattern finds have one layout; of a method by hand, all other inputs have one, too
 constraints     `with_sharding_constraint` in the model has one strategy, by the names of the mesh axes
 Zero, ...       inputs and equations of the model have the layouts of that form of parallelism
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -21,10 +23,18 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.normalize import IN_SHARDINGS, OUT_SHARDINGS
 from autopar.compiler.jaxprs.primitives import CONSTRAINTS
 from autopar.compiler.planning.parallelism import parallelism_constraints
-from autopar.compiler.sharding.layout import Layout, LogicalMesh, fits, from_spec
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, fits, from_spec, replicated
+from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import InvalidArgument
-from autopar.methods import Auto, SearchMethod
+from autopar.ir.instructions import listed
+from autopar.methods import Auto, SearchMethod, ShardParallel
+
+DATA = "data"
+"""The mesh axis along which methods by hand split the batch."""
+
+Layouts = dict[int, tuple[Layout, ...]]
+"""The layouts that inputs or results may have, by number."""
 
 _CONSTRAINTS = CONSTRAINTS - {"layout_constraint"}
 """Those that ask for a sharding."""
@@ -35,20 +45,79 @@ def key_path(name: str) -> str:
     return re.sub(r"[\.\[\]'\"]+", "/", name).strip("/")
 
 
-def constraints_of(trace: Trace, closed: jc.ClosedJaxpr, method: SearchMethod, mesh: LogicalMesh) -> Constraints:
+def constraints_of(
+    trace: Trace, closed: jc.ClosedJaxpr, method: SearchMethod | ShardParallel, mesh: LogicalMesh
+) -> Constraints:
     """Return the constraints of a method. Raises `InvalidArgument` for those that mesh or program cannot keep."""
-    if not isinstance(method, Auto):
-        return parallelism_constraints(trace, closed, method, mesh)
-    pinned = {i: (layout,) for i, layout in pinned_inputs(trace, method.pins, mesh).items()}
-    if method.ignore_user_shardings:
-        return Constraints(inputs=pinned)
-    given, asked = _jit_layouts(closed, mesh)
-    return Constraints(
-        inputs=given | pinned,
-        results=asked,
-        restrict=lambda eqn, every: constrained(eqn, every, mesh),
-        constraint_key=constraint_of,
+    match method:
+        case Auto():
+            usual, results = Layouts(), Layouts()
+            pinned = {i: (layout,) for i, layout in pinned_inputs(trace, method.pins, mesh).items()}
+        case ShardParallel():
+            usual, results = _usual_inputs(trace, mesh), {} if method.specs else _usual_results(trace, mesh)
+            pinned = _specified_inputs(trace, method.specs, mesh)
+        case _:
+            return parallelism_constraints(trace, closed, method, mesh)
+    given, asked = (Layouts(), Layouts()) if method.ignore_user_shardings else _jit_layouts(closed, mesh)
+    return replace(
+        equation_constraints(mesh, ignore_user_shardings=method.ignore_user_shardings),
+        inputs=usual | given | pinned,
+        results=results | asked,
     )
+
+
+def _specified_inputs(trace: Trace, specs: Mapping[str, PartitionSpec], mesh: LogicalMesh) -> Layouts:
+    return {
+        i: (layout_from_user(trace.inputs[i].name, spec, tuple(trace.inputs[i].aval.shape), mesh),)
+        for i, spec in specified_inputs(trace, specs).items()
+    }
+
+
+def specified_inputs(trace: Trace, specs: Mapping[str, PartitionSpec]) -> dict[int, PartitionSpec]:
+    """Return by number the spec of the first pattern that finds an input and has no more entries than it has axes.
+
+    Raises `InvalidArgument` for a pattern that finds no input.
+    """
+    found: dict[int, PartitionSpec] = {}
+    for pattern, spec in specs.items():
+        for i in inputs_called(trace, pattern, "spec"):
+            if trace.inputs[i].aval.ndim >= len(spec):
+                found.setdefault(i, spec)
+    return found
+
+
+def _usual_inputs(trace: Trace, mesh: LogicalMesh) -> Layouts:
+    """The examples along the axis "data", everything else on every device."""
+    layouts: Layouts = {}
+    for i, leaf in enumerate(trace.inputs):
+        shape = tuple(leaf.aval.shape)
+        if i in trace.batch_inputs:
+            layouts[i] = (batch_layout(shape, 0, mesh),)
+        elif not below_split_size(leaf.aval):
+            layouts[i] = (replicated(len(shape)),)
+    return layouts
+
+
+def _usual_results(trace: Trace, mesh: LogicalMesh) -> Layouts:
+    """On every device, or along the axis "data" if it may have a row for each example."""
+    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0] if trace.batch_inputs else None
+    return {
+        number: usual_result(tuple(leaf.aval.shape), rows, mesh)
+        for number, leaf in enumerate(trace.outputs)
+        if not below_split_size(leaf.aval)
+    }
+
+
+def usual_result(shape: tuple[int, ...], rows: int | None, mesh: LogicalMesh) -> tuple[Layout, ...]:
+    """Return the layouts of a result that is no state: whole, or split along its first axis if that has `rows`."""
+    whole = replicated(len(shape))
+    return (whole, batch_layout(shape, 0, mesh)) if shape[:1] == (rows,) else (whole,)
+
+
+def batch_layout(shape: tuple[int, ...], axis: int, mesh: LogicalMesh) -> Layout:
+    """Return the layout with `axis` along the mesh axis "data", where there is one and it divides; else replicated."""
+    split = from_spec(PartitionSpec(*[None] * axis, DATA), len(shape), mesh) if DATA in mesh.axis_names else None
+    return split if split is not None and fits(shape, split, mesh) else replicated(len(shape))
 
 
 def pinned_inputs(trace: Trace, pins: Mapping[str, PartitionSpec], mesh: LogicalMesh) -> dict[int, Layout]:
@@ -65,14 +134,7 @@ def pins_of_inputs(trace: Trace, pins: Mapping[str, PartitionSpec]) -> dict[int,
     """
     pattern_of: dict[int, str] = {}
     for pattern, spec in pins.items():
-        numbers = [i for i, leaf in enumerate(trace.inputs) if _matches(pattern, leaf)]
-        if not numbers:
-            paths = [key_path(leaf.name) for leaf in trace.inputs]
-            raise InvalidArgument(
-                f"The pin {pattern!r} matches no input of {trace.name}. Inputs are named like {paths[:4]}: give a "
-                "regular expression that finds one of them, or leave the pin out."
-            )
-        for i in numbers:
+        for i in inputs_called(trace, pattern, "pin"):
             if i in pattern_of and _entries(pins[pattern_of[i]]) != _entries(spec):
                 raise InvalidArgument(
                     f"The pins {pattern_of[i]!r} and {pattern!r} both match {key_path(trace.inputs[i].name)} and ask "
@@ -80,6 +142,19 @@ def pins_of_inputs(trace: Trace, pins: Mapping[str, PartitionSpec]) -> dict[int,
                 )
             pattern_of.setdefault(i, pattern)
     return pattern_of
+
+
+def inputs_called(trace: Trace, pattern: str, what: str) -> list[int]:
+    """Return the numbers of the inputs whose names a pattern finds; `InvalidArgument` if there are none."""
+    numbers = [i for i, leaf in enumerate(trace.inputs) if _matches(pattern, leaf)]
+    if not numbers:
+        names = [key_path(leaf.name) for leaf in trace.inputs]
+        close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+        raise InvalidArgument(
+            f"The {what} {pattern!r} matches no input of {trace.name}. The closest names are {listed(tuple(close))}: "
+            f"give a regular expression that finds one of them, or leave the {what} out."
+        )
+    return numbers
 
 
 def _entries(spec: PartitionSpec) -> list[tuple[str, ...]]:
@@ -119,13 +194,10 @@ def layout_from_user(what: str, spec: PartitionSpec, shape: tuple[int, ...], mes
     return layout
 
 
-def _jit_layouts(
-    closed: jc.ClosedJaxpr, mesh: LogicalMesh
-) -> tuple[dict[int, tuple[Layout, ...]], dict[int, tuple[Layout, ...]]]:
+def _jit_layouts(closed: jc.ClosedJaxpr, mesh: LogicalMesh) -> tuple[Layouts, Layouts]:
     """The layouts of inputs and results, by number, that `jax.jit` was given for the step itself."""
     jaxpr, _ = jc.open_jaxpr(closed)
-    inputs: dict[int, tuple[Layout, ...]] = {}
-    results: dict[int, tuple[Layout, ...]] = {}
+    inputs, results = Layouts(), Layouts()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name not in _CONSTRAINTS:
             continue
@@ -138,9 +210,9 @@ def _jit_layouts(
     return inputs, results
 
 
-def equation_constraints(method: Auto, mesh: LogicalMesh) -> Constraints:
+def equation_constraints(mesh: LogicalMesh, *, ignore_user_shardings: bool) -> Constraints:
     """Return the constraints that the user wrote into the model."""
-    if method.ignore_user_shardings:
+    if ignore_user_shardings:
         return Constraints()
     return Constraints(restrict=lambda eqn, every: constrained(eqn, every, mesh), constraint_key=constraint_of)
 

@@ -23,13 +23,12 @@ from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupTask
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
-from autopar.compiler.lowering.value_types import microbatch_rows, rows_axis
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.layers import count_layers, count_marked_layers, forward_costs, layer_cuts
 from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
-from autopar.compiler.pipeline.stage_graph import StageGraph
+from autopar.compiler.pipeline.stage_graph import GraphValue, StageGraph
 from autopar.compiler.planning.constraints import key_path
 from autopar.compiler.planning.mesh_sharding import mesh_constraints
 
@@ -177,7 +176,8 @@ def layer_class(
     graph: StageGraph, tasks: Sequence[GroupTask], pins: Mapping[str, PartitionSpec] | None = None
 ) -> LayerClass:
     """Return the class of a layer, or of a stage, from its tasks."""
-    rows = microbatch_rows(graph)
+    batch = [graph.values[i.value].shape[i.axis] for i in graph.inputs if i.kind == "microbatch"]
+    rows = batch[0] if batch else 0
     read = {name for task in tasks for name in task.inputs}
     made = {name for task in tasks for name in task.outputs}
     crossing = {name for name in graph.crossing if name in read | made}
@@ -190,12 +190,22 @@ def layer_class(
     return LayerClass(
         tasks=tuple(tasks),
         constraints=mesh_constraints(graph, list(tasks)),
-        batch_axes={n: rows_axis(graph.values[n], rows) for n in sorted(crossing | microbatch) if n not in whole},
+        batch_axes={n: _rows_axis(graph.values[n], rows) for n in sorted(crossing | microbatch) if n not in whole},
         state=frozenset(whole | totals),
         pins=_pinned(sorted(whole | microbatch), pins or {}),
         kept=frozenset(n for n in backward & forward if graph.values[n].per_microbatch and n not in totals | fed),
         fed=frozenset(fed),
     )
+
+
+def _rows_axis(value: GraphValue, rows: int) -> int | None:
+    """Return the axis of a microbatch's value that holds its examples: the first one as long as the microbatch.
+
+    A guess by size decides only where the value is laid out, never what it is.
+    """
+    if not value.per_microbatch or not rows:
+        return None
+    return next((axis for axis, size in enumerate(value.shape) if size == rows), None)
 
 
 def _pinned(names: Sequence[str], pins: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:

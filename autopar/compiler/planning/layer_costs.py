@@ -96,7 +96,7 @@ class LayerCosts:
                 layer.constraints,
                 alike={**layer.constraints.alike, **_as_they_came(layer)},
                 allowed=self._allowed(layer, mesh) | pinned_layouts(layer, mesh),
-                equations=equation_constraints(self.method, mesh),
+                equations=equation_constraints(mesh, ignore_user_shardings=self.method.ignore_user_shardings),
             )
             listed = self.listed.setdefault(mesh.shape, {})
             choices = task_graph(layer.tasks, mesh, mesh_costs, constraints, known=listed)

@@ -1,58 +1,147 @@
-"""Write down as a plan what a method by hand asks for: every decision of it, for one program and a number of devices.
+"""Plan what a method by hand asks for: it gives the layouts of inputs, those of all other values are the best then.
 
-Trace, DataParallel | ShardParallel | PipelineParallel, number of devices  ->  Plan
+    Trace, DataParallel | ShardParallel | PipelineParallel, devices of a machine  ->  Plan
+
+    inputs       by the user's specs; else the examples along the axis "data", and everything else on every device
+    state        comes back as it came
+    results      where the user gives no specs: on every device, or along "data" with a row for each example
+
+One stage without microbatches is one program on one mesh, all other plans are tasks of stages. A mesh of one device has
+nothing to lay out.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections.abc import Mapping
-
-from jax.sharding import PartitionSpec
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from autopar.compiler.frontend.layer_boundaries import is_layer_boundary
 from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.intra_op.plan_tasks import GroupConstraints
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.lowering.value_types import batch_spec, microbatch_rows, rows_axis
+from autopar.compiler.lowering.sharded_step import logical_mesh
+from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.layers import count_layers, count_marked_layers, cut_forward, group_layers, layer_cuts
 from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
+from autopar.compiler.planning.constraints import (
+    batch_layout,
+    equation_constraints,
+    layout_from_user,
+    specified_inputs,
+    usual_result,
+)
+from autopar.compiler.planning.layer_classes import layer_class
+from autopar.compiler.planning.one_mesh import plan_by_search
+from autopar.compiler.planning.stage_layouts import ConstrainedStage, received_seconds, shard_stages
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
+from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.errors import InvalidArgument, ReplicatedWarning
-from autopar.ir.instructions import spec_parts
+from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.schedules import get_schedule
 from autopar.methods import DataParallel, HandMethod, PipelineParallel, ShardParallel
 
+_TIME_LIMIT_S = 60.0
+"""For the layouts of one stage."""
 
-def plan_by_hand(trace: Trace, method: HandMethod, *, num_devices: int) -> Plan:
-    """The plan that a method describes. Raises `InvalidArgument` where it does not fit the program or the devices."""
+
+def plan_by_hand(
+    trace: Trace, method: HandMethod, *, num_devices: int, machine: Machine, cache_directory: Path | None = None
+) -> Plan:
+    """Return the plan that a method describes; solved problems are kept on disk.
+
+    Raises `InvalidArgument` where it does not fit the program or the devices.
+    """
+    stages = _as_stages(trace, method, num_devices)
+    shape = stages.mesh_shape
+    assert shape is not None
+    if stages.num_virtual_stages == 1 and stages.num_microbatches == 1 and math.prod(shape) > 1:
+        on_one_mesh = ShardParallel(
+            mesh_shape=shape,
+            axis_names=stages.mesh_axes,
+            specs=stages.specs,
+            random=stages.random,
+            batch_statistics=stages.batch_statistics,
+            ignore_user_shardings=stages.ignore_user_shardings,
+        )
+        plan = plan_by_search(
+            trace, on_one_mesh, num_devices=num_devices, machine=machine, cache_directory=cache_directory
+        )
+        return replace(plan, method=type(method).__name__)
+    specified_inputs(trace, stages.specs)  # also on one device every pattern must find an input
+    several = stages.num_virtual_stages > 1
+    if not several and stages.num_microbatches == 1:
+        return _bare_plan(trace, stages, type(method).__name__, cuts=(), layers=[(0, 1)])
+    num_layers = _count_layers(trace, stages) if several else 1
+    pieces = loop_pieces_for(trace, num_layers) if several else 1
+    prepared = prepare(
+        trace,
+        num_layers=num_layers,
+        num_microbatches=stages.num_microbatches,
+        loop_pieces=pieces,
+        batch_statistics=stages.batch_statistics,
+        random=stages.random,
+    )
+    anywhere = stages.layers is None and not count_marked_layers(prepared.phases)
+    cuts = (cut_forward if anywhere else layer_cuts)(prepared.phases, num_layers) if several else ()
+    layers = group_layers(prepared.phases, cuts, stages.num_virtual_stages) if several else [(0, 1)]
+    bare = _bare_plan(trace, stages, type(method).__name__, cuts=cuts, layers=layers, loop_pieces=pieces)
+    if prepared.recomputes:
+        bare = replace(bare, stages=tuple(replace(stage, remat=True) for stage in bare.stages))
+    if math.prod(shape) == 1:
+        return bare
+    graph = cut_stages(prepared, StageCut.of(bare))
+    return shard_stages(
+        bare,
+        graph,
+        [_constrained_stage(trace, graph, bare, number, stages, machine) for number in range(len(bare.meshes))],
+        machine=machine,
+        time_limit_s=_TIME_LIMIT_S,
+        cache_directory=cache_directory,
+    )
+
+
+def _as_stages(trace: Trace, method: HandMethod, num_devices: int) -> PipelineParallel:
+    """Return the method as stages on meshes of a given shape. Raises `InvalidArgument` for what the devices lack."""
     match method:
-        case DataParallel():
-            _check_batch(trace, method, num_devices)
-            return _one_stage(trace, method, (num_devices,), ("data",), {})
-        case ShardParallel():
-            _check_devices(method.mesh_shape, num_devices)
-            return _one_stage(trace, method, method.mesh_shape, method.mesh_axes, method.specs)
-        case PipelineParallel():
-            if method.num_virtual_stages == 1:
-                shape = method.mesh_shape or (num_devices,)
-                _check_devices(shape, num_devices)
-                return _one_stage(trace, method, shape, method.mesh_axes, method.specs)
-            if not trace.differentiates:
-                warnings.warn(
-                    f"{trace.name} takes no gradient, so there is no backward pass to pipeline and it runs as one "
-                    f"stage, sharded over all {num_devices} devices. Use ShardParallel or DataParallel to say so.",
-                    stacklevel=2,
-                )
+        case DataParallel() | ShardParallel():
+            if isinstance(method, DataParallel):
                 _check_batch(trace, method, num_devices)
-                return _one_stage(trace, method, (num_devices,), ("data",), {})
-            return _pipeline(trace, method, num_devices)
+            by_specs = isinstance(method, ShardParallel)
+            stages = PipelineParallel(
+                num_stages=1,
+                num_microbatches=method.num_microbatches if trace.differentiates else 1,
+                mesh_shape=method.mesh_shape if by_specs else (num_devices,),
+                axis_names=method.mesh_axes if by_specs else ("data",),
+                specs=method.specs if by_specs else {},
+                random=method.random,
+                batch_statistics=method.batch_statistics,
+                ignore_user_shardings=method.ignore_user_shardings,
+            )
+        case PipelineParallel():
+            stages = method
+    if stages.num_virtual_stages > 1 and not trace.differentiates:
+        raise InvalidArgument(
+            f"{trace.name} takes no gradient, so there is no backward pass by which to cut it into "
+            f"{stages.num_virtual_stages} stages. Use DataParallel or ShardParallel, or num_stages=1."
+        )
+    if num_devices % stages.num_stages:
+        raise InvalidArgument(
+            f"{num_devices} devices do not divide into {stages.num_stages} stages of equal size. Use a number of "
+            f"stages that divides {num_devices}, or pass `devices=` with a multiple of {stages.num_stages}."
+        )
+    each = num_devices // stages.num_stages
+    shape = stages.mesh_shape or (each,)
+    _check_shape(shape, each, stages.num_stages)
+    return replace(stages, mesh_shape=shape)
 
 
-def _check_batch(trace: Trace, method: HandMethod, num_devices: int) -> None:
+def _check_batch(trace: Trace, method: DataParallel, num_devices: int) -> None:
     """Raise where nobody can tell the batch that is to be split; warn where there is none."""
     if num_devices == 1 or not trace.batch.missing or not trace.jaxpr.jaxpr.eqns:
         return
@@ -67,81 +156,22 @@ def _check_batch(trace: Trace, method: HandMethod, num_devices: int) -> None:
         f"Every device computes the whole of {trace.name}, because {trace.batch.missing}. Name the arguments that "
         "carry the batch in batch_argnums (an empty tuple for none), or use Auto(), which can split other dimensions.",
         ReplicatedWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
 
 
-def _check_devices(mesh_shape: tuple[int, ...], num_devices: int) -> None:
-    size = math.prod(mesh_shape)
-    if size != num_devices:
+def _check_shape(shape: tuple[int, ...], each: int, num_stages: int) -> None:
+    size = math.prod(shape)
+    if size != each and num_stages == 1:
         raise InvalidArgument(
-            f"mesh_shape {mesh_shape} needs {size} devices, there are {num_devices}. Give a shape whose product is "
-            f"{num_devices}, or pass `devices=` with {size} of them."
+            f"mesh_shape {shape} needs {size} devices, there are {each}. Give a shape whose product is {each}, or pass "
+            f"`devices=` with {size} of them."
         )
-
-
-def _one_stage(
-    trace: Trace,
-    method: HandMethod,
-    mesh_shape: tuple[int, ...],
-    axis_names: tuple[str, ...],
-    specs: Mapping[str, PartitionSpec],
-) -> Plan:
-    count = math.prod(mesh_shape)
-    mesh = MeshPlan(devices=tuple(range(count)), shape=mesh_shape, axis_names=axis_names)
-    num_microbatches = method.num_microbatches if trace.differentiates else 1
-    return Plan(
-        fingerprint=trace.fingerprint,
-        method=type(method).__name__,
-        meshes=(mesh,),
-        stages=(StagePlan(layers=(0, 1), mesh=0),),
-        cuts=(),
-        num_microbatches=num_microbatches,
-        input_specs=_input_specs(trace, mesh, specs, num_microbatches),
-        cut_specs={},
-        batch_statistics=method.batch_statistics,
-        random=method.random,
-    )
-
-
-def _pipeline(trace: Trace, method: PipelineParallel, num_devices: int) -> Plan:
-    meshes = _stage_meshes(method, num_devices)
-    num_layers = _count_layers(trace, method)
-    pieces = loop_pieces_for(trace, num_layers)
-    prepared = prepare(
-        trace,
-        num_layers=num_layers,
-        num_microbatches=method.num_microbatches,
-        loop_pieces=pieces,
-        batch_statistics=method.batch_statistics,
-        random=method.random,
-    )
-    anywhere = method.layers is None and not count_marked_layers(prepared.phases)
-    cuts = (cut_forward if anywhere else layer_cuts)(prepared.phases, num_layers)
-    stages = tuple(group_layers(prepared.phases, cuts, method.num_virtual_stages))
-    remat = method.remat or prepared.recomputes
-    cut = StageCut(
-        cuts=cuts,
-        stages=stages,
-        remat_stages=frozenset(range(len(stages)) if remat else ()),
-        split_weight_gradients=get_schedule(method.schedule).splits_weight_gradients,
-    )
-    return Plan(
-        fingerprint=trace.fingerprint,
-        method=type(method).__name__,
-        meshes=meshes,
-        stages=tuple(
-            StagePlan(layers=layers, mesh=s % method.num_stages, remat=remat) for s, layers in enumerate(stages)
-        ),
-        cuts=cuts,
-        loop_pieces=pieces,
-        num_microbatches=method.num_microbatches,
-        schedule=get_schedule(method.schedule).name,
-        input_specs=_input_specs(trace, meshes[0], method.specs, method.num_microbatches),
-        cut_specs=_cut_specs(cut_stages(prepared, cut), meshes[0]),
-        batch_statistics=method.batch_statistics,
-        random=method.random,
-    )
+    if size != each:
+        raise InvalidArgument(
+            f"mesh_shape {shape} needs {size} devices per stage, each of the {num_stages} stages has {each}. "
+            f"Give a shape whose product is {each}, or another number of stages."
+        )
 
 
 def _count_layers(trace: Trace, method: PipelineParallel) -> int:
@@ -157,64 +187,80 @@ def _count_layers(trace: Trace, method: PipelineParallel) -> int:
     return method.num_layers
 
 
-def _stage_meshes(method: PipelineParallel, num_devices: int) -> tuple[MeshPlan, ...]:
-    if num_devices % method.num_stages:
-        raise InvalidArgument(
-            f"{num_devices} devices do not divide into {method.num_stages} stages of equal size. Use a number of "
-            f"stages that divides {num_devices}, or pass `devices=` with a multiple of {method.num_stages}."
-        )
-    each = num_devices // method.num_stages
-    shape = method.mesh_shape or (each,)
-    _check_stage_shape(shape, each, method.num_stages)
-    return tuple(
-        MeshPlan(devices=tuple(range(s * each, (s + 1) * each)), shape=shape, axis_names=method.mesh_axes)
-        for s in range(method.num_stages)
+def _bare_plan(
+    trace: Trace,
+    stages: PipelineParallel,
+    method: str,
+    *,
+    cuts: tuple[int, ...],
+    layers: Sequence[tuple[int, int]],
+    loop_pieces: int = 1,
+) -> Plan:
+    """Return the plan without layouts."""
+    assert stages.mesh_shape is not None
+    each = math.prod(stages.mesh_shape)
+    return Plan(
+        fingerprint=trace.fingerprint,
+        method=method,
+        meshes=tuple(
+            MeshPlan(
+                devices=tuple(range(s * each, (s + 1) * each)), shape=stages.mesh_shape, axis_names=stages.mesh_axes
+            )
+            for s in range(stages.num_stages)
+        ),
+        stages=tuple(
+            StagePlan(layers=own, mesh=s % stages.num_stages, remat=stages.remat) for s, own in enumerate(layers)
+        ),
+        cuts=cuts,
+        loop_pieces=loop_pieces,
+        num_microbatches=stages.num_microbatches,
+        schedule=get_schedule(stages.schedule).name,
+        input_specs={},
+        batch_statistics=stages.batch_statistics,
+        random=stages.random,
     )
 
 
-def _check_stage_shape(shape: tuple[int, ...], each: int, num_stages: int) -> None:
-    size = math.prod(shape)
-    if size != each:
-        raise InvalidArgument(
-            f"mesh_shape {shape} needs {size} devices per stage, each of the {num_stages} stages has {each}. "
-            f"Give a shape whose product is {each}, or another number of stages."
-        )
+def _constrained_stage(
+    trace: Trace, graph: StageGraph, plan: Plan, number: int, stages: PipelineParallel, machine: Machine
+) -> ConstrainedStage:
+    mesh = logical_mesh(plan.meshes[number])
+    tasks = tasks_of_stages(graph, plan.stages_on(number), trace.donated_inputs)
+    layer = layer_class(graph, tasks)
+    constraints: GroupConstraints = replace(
+        layer.constraints,
+        allowed=_allowed(trace, graph, stages, mesh),
+        equations=equation_constraints(mesh, ignore_user_shardings=stages.ignore_user_shardings),
+    )
+    return ConstrainedStage(
+        tasks=tasks,
+        layer=layer,
+        constraints=constraints,
+        received=received_seconds(graph, plan, number, machine),
+    )
 
 
-def _input_specs(
-    trace: Trace, mesh: MeshPlan, specs: Mapping[str, PartitionSpec], num_microbatches: int
-) -> dict[str, PartitionSpec]:
-    """The user's spec by pattern; the batch along the data axis; everything else replicated."""
-    batch = set(trace.batch_inputs)
-    input_specs: dict[str, PartitionSpec] = {}
-    for i, leaf in enumerate(trace.inputs):
-        pattern = next((p for p in specs if re.search(p, leaf.name)), None)
-        if pattern is not None and leaf.aval.ndim >= len(specs[pattern]):
-            input_specs[leaf.name] = specs[pattern]
-            _check_divides(leaf.name, leaf.aval.shape, specs[pattern], mesh)
-        elif i in batch and leaf.aval.shape[0] % num_microbatches == 0:
-            rows = (leaf.aval.shape[0] // num_microbatches, *leaf.aval.shape[1:])
-            input_specs[leaf.name] = batch_spec(rows, 0, mesh)
-    return {name: spec for name, spec in input_specs.items() if any(entry is not None for entry in spec)}
-
-
-def _check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: MeshPlan) -> None:
-    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-    for axis, parts in enumerate(spec_parts(spec, sizes)):
-        if shape[axis] % parts:
-            raise InvalidArgument(
-                f"{name} has shape {shape}; its axis {axis} of size {shape[axis]} does not divide into {parts} parts, "
-                f"as {spec} asks for. Choose another axis for it, or a narrower pattern."
-            )
-
-
-def _cut_specs(graph: StageGraph, mesh: MeshPlan) -> dict[str, PartitionSpec]:
-    """Split activations and cotangents that cross stages along the batch."""
-    rows = microbatch_rows(graph)
-    specs: dict[str, PartitionSpec] = {}
-    for name in sorted(graph.crossing):
-        value = graph.values[name]
-        spec = batch_spec(value.shape, rows_axis(value, rows), mesh)
-        if any(entry is not None for entry in spec):
-            specs[name] = spec
-    return specs
+def _allowed(
+    trace: Trace, graph: StageGraph, stages: PipelineParallel, mesh: LogicalMesh
+) -> dict[str, tuple[Layout, ...]]:
+    """Return the layouts of the inputs by name, and where there are no specs those of results that are no state."""
+    specs = specified_inputs(trace, stages.specs)
+    allowed: dict[str, tuple[Layout, ...]] = {}
+    if not specs:
+        rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0] if trace.batch_inputs else None
+        for out in graph.outputs:
+            if out.value is not None and out.replaces is None and not below_split_size(graph.values[out.value]):
+                allowed[out.value] = usual_result(graph.values[out.value].shape, rows, mesh)
+    for given in graph.inputs:
+        value = graph.values.get(given.value)
+        if value is None or given.leaf is None:
+            continue
+        if given.leaf in specs:
+            layout = layout_from_user(given.name, specs[given.leaf], value.shape, mesh)
+        elif given.kind == "microbatch":
+            layout = batch_layout(value.shape, given.axis, mesh)
+        else:
+            layout = replicated(len(value.shape))
+        if any(layout.dims) or not below_split_size(value):
+            allowed[given.value] = (layout,)
+    return allowed

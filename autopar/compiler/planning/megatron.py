@@ -14,14 +14,10 @@ memory or not. `Planned.simulate` tells.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, task_graph
-from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
@@ -29,15 +25,11 @@ from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_own_
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.layer_classes import (
-    LayerClass,
-    class_key,
     count_step_layers,
     layer_class,
-    layer_value_numbers,
 )
-from autopar.compiler.planning.mesh_sharding import mesh_sharding
 from autopar.compiler.planning.parallelism import StageValues, stage_constraints, stage_values, value_layouts
-from autopar.compiler.planning.stage_layouts import SolvedStage, received_seconds
+from autopar.compiler.planning.stage_layouts import ConstrainedStage, received_seconds, shard_stages
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
@@ -68,23 +60,16 @@ def plan_megatron(
         other=other,
         plan=bare,
         machine=machine,
-        cache_directory=cache_directory,
     )
     values = stage_values(graph, other, trace.batch_inputs)
-    asked = [_asked(problem, values, number) for number in range(pipeline)]
-    solved: dict[Hashable, SolvedStage] = {}
-    meshes: list[MeshPlan] = []
-    for mesh, stage in zip(bare.meshes, asked, strict=True):
-        key = _key(stage)
-        best = solved[key].for_layer(stage.layer) if key in solved else None
-        if best is None:
-            best = _best(problem, mesh, stage)
-            solved[key] = SolvedStage(layer=stage.layer, plan=best)
-        sharding = mesh_sharding(
-            stage.tasks, best, logical_mesh(mesh), MeshCosts(machine=machine, mesh=logical_mesh(mesh))
-        )
-        meshes.append(replace(mesh, sharding=sharding))
-    return replace(bare, meshes=tuple(meshes))
+    return shard_stages(
+        bare,
+        graph,
+        [_asked(problem, values, number) for number in range(pipeline)],
+        machine=machine,
+        time_limit_s=method.time_limit_s,
+        cache_directory=cache_directory,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,18 +82,6 @@ class _Problem:
     other: StageGraph
     plan: Plan
     machine: Machine
-    cache_directory: Path | None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Asked:
-    """The tasks of a mesh, and all that their layouts depend on."""
-
-    tasks: list[GroupTask]
-    layer: LayerClass
-    constraints: GroupConstraints
-    received: Mapping[str, float]
-    """Seconds for every byte of what comes from other meshes."""
 
 
 # --- the step and its stages --------------------------------------------------------------------------------------
@@ -234,7 +207,6 @@ def _bare_plan(
         num_microbatches=method.num_microbatches,
         schedule=get_schedule(method.schedule).name,
         input_specs={},
-        cut_specs={},
         batch_statistics=method.batch_statistics,
         random=method.random,
     )
@@ -243,7 +215,7 @@ def _bare_plan(
 # --- the layouts of a stage ---------------------------------------------------------------------------------------
 
 
-def _asked(problem: _Problem, values: StageValues, number: int) -> _Asked:
+def _asked(problem: _Problem, values: StageValues, number: int) -> ConstrainedStage:
     graph, plan, zero = problem.graph, problem.plan, problem.method.zero
     mesh = logical_mesh(plan.meshes[number])
     tasks = tasks_of_stages(graph, plan.stages_on(number), problem.trace.donated_inputs)
@@ -256,30 +228,9 @@ def _asked(problem: _Problem, values: StageValues, number: int) -> _Asked:
             allowed=value_layouts(tasks, values, graph.crossing, mesh, zero),
             equations=stage_constraints(tasks, others, mesh, zero),
         )
-    return _Asked(
+    return ConstrainedStage(
         tasks=tasks,
         layer=layer,
         constraints=constraints,
         received=received_seconds(graph, plan, number, problem.machine),
-    )
-
-
-def _key(asked: _Asked) -> Hashable:
-    """Equal for stages whose layouts are the same."""
-    numbers, constraints = layer_value_numbers(asked.layer), asked.constraints
-    return (
-        class_key(asked.layer),
-        tuple(numbers.get(constraints.alike.get(name, name), -1) for name in numbers),
-        tuple((constraints.allowed.get(name), asked.received.get(name)) for name in numbers),
-        tuple(
-            constraints.equations.constraint_key(eqn) for task in asked.tasks for eqn in jc.all_equations(task.jaxpr)
-        ),
-    )
-
-
-def _best(problem: _Problem, mesh: MeshPlan, asked: _Asked) -> GroupPlan:
-    mesh_costs = MeshCosts(machine=problem.machine, mesh=logical_mesh(mesh))
-    choices = task_graph(asked.tasks, logical_mesh(mesh), mesh_costs, asked.constraints)
-    return choices.best(
-        asked.received, time_limit_s=problem.method.time_limit_s, cache_directory=problem.cache_directory
     )

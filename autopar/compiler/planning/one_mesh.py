@@ -1,6 +1,6 @@
 """Search a plan for one mesh: the layout of every value, by integer programming.
 
-Trace, Auto | Zero | TensorParallel | ExpertParallel, devices  ->  Plan
+Trace, Auto | Zero | TensorParallel | ExpertParallel | ShardParallel, devices  ->  Plan
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import ShardingPlan
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
-from autopar.methods import MEMORY_LEVELS, Auto, SearchMethod
+from autopar.methods import MEMORY_LEVELS, Auto, SearchMethod, ShardParallel
 from autopar.progress import tell
 
 
@@ -48,7 +48,7 @@ class MeshSearchResult:
 
 def plan_by_search(
     trace: Trace,
-    method: SearchMethod,
+    method: SearchMethod | ShardParallel,
     *,
     num_devices: int,
     machine: Machine,
@@ -78,14 +78,14 @@ def plan_by_search(
 
 def _search_layers(
     trace: Trace,
-    method: SearchMethod,
+    method: SearchMethod | ShardParallel,
     search_on_mesh: Callable[..., MeshSearchResult],
     offered: Callable[[], Offer],
     budget: float,
 ) -> MeshSearchResult:
     """Search on one mesh with the layers recomputed that the method asks for, or as few as make it fit into memory."""
 
-    def search(count: int, within: SearchMethod = method) -> MeshSearchResult:
+    def search(count: int, within: SearchMethod | ShardParallel = method) -> MeshSearchResult:
         recomputed = tuple(sorted(offered().layers[:count])) if count else ()
         num_layers = offered().num_layers if count else 1
         return search_on_mesh(trace, within, recomputed_layers=recomputed, num_layers=num_layers)
@@ -98,6 +98,7 @@ def _search_layers(
     except MemoryTooSmall:
         if remat is False or not offered().layers:
             raise
+    assert not isinstance(method, ShardParallel), "it has no budget"
     unlimited = replace(method, memory="off")
 
     def fastest(count: int) -> MeshSearchResult | None:
@@ -138,14 +139,14 @@ def _step_time_s(searched: MeshSearchResult) -> float:
     return searched.intra_op.optimum.value
 
 
-def search_of(method: SearchMethod) -> Auto:
+def search_of(method: SearchMethod | ShardParallel) -> Auto:
     """Return the search that a method is, or restricts."""
     return method if isinstance(method, Auto) else method.search()
 
 
 def search_on(
     trace: Trace,
-    method: SearchMethod,
+    method: SearchMethod | ShardParallel,
     mesh: LogicalMesh,
     *,
     machine: Machine,
@@ -192,7 +193,9 @@ def search_on(
     )
 
 
-def plan_of(trace: Trace, method: SearchMethod, searched: MeshSearchResult, offered: Callable[[], Offer]) -> Plan:
+def plan_of(
+    trace: Trace, method: SearchMethod | ShardParallel, searched: MeshSearchResult, offered: Callable[[], Offer]
+) -> Plan:
     """Return a search's result as a plan."""
     auto, mesh, block = search_of(method), searched.mesh, searched.block
     recomputed = searched.recomputed_layers
@@ -217,7 +220,6 @@ def plan_of(trace: Trace, method: SearchMethod, searched: MeshSearchResult, offe
         num_microbatches=(auto.num_microbatches or 1) if trace.differentiates else 1,
         schedule=get_schedule(auto.schedule or DEFAULT_SCHEDULE).name,
         input_specs={name: spec for name, spec in specs.items() if any(spec)},
-        cut_specs={},
         batch_statistics=auto.batch_statistics,
         random=auto.random,
         sharding=sharding,
@@ -239,7 +241,7 @@ def _meshes(auto: Auto, num_devices: int) -> list[LogicalMesh]:
     return [LogicalMesh(shape=shape, axis_names=names) for shape in shapes]
 
 
-def _headroom(method: SearchMethod, checked: bool) -> float:
+def _headroom(method: SearchMethod | ShardParallel, checked: bool) -> float:
     """Share of the modelled peak that is kept free. A word for `memory` leaves a share of the device free by itself."""
     if checked or isinstance(search_of(method).memory, str):
         return 0.0

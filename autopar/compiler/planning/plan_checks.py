@@ -7,7 +7,6 @@ from collections import defaultdict
 from jax.sharding import PartitionSpec
 
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.errors import PlanMismatch
 from autopar.ir.instructions import listed, spec_parts
 from autopar.ir.plan import MeshPlan, Plan
@@ -27,6 +26,12 @@ def check_plan(plan: Plan, trace: Trace, *, num_devices: int) -> None:
             f"The plan uses {plan.num_devices} devices numbered up to {needed - 1}, there are {num_devices}. "
             f"Run it where there are {needed} devices, or make a plan for {num_devices}."
         )
+    for number, mesh in enumerate(plan.meshes):
+        if plan.sharding is None and mesh.sharding is None and len(mesh.devices) > 1:
+            raise PlanMismatch(
+                f"The plan has no layouts for mesh {number} of {len(mesh.devices)} devices; only a mesh of one device "
+                "can do without. Make a plan with step.trace(...).plan()."
+            )
     shapes = {leaf.name: leaf.aval.shape for leaf in trace.inputs}
     for name, spec in sorted(plan.input_specs.items()):
         if name not in shapes:
@@ -36,19 +41,6 @@ def check_plan(plan: Plan, trace: Trace, *, num_devices: int) -> None:
             )
         for mesh in plan.meshes:
             _check_spec_fits(name, shapes[name], spec, mesh)
-
-
-def check_cut_specs(plan: Plan, graph: StageGraph) -> None:
-    """Raise `PlanMismatch` for a spec of a plan that is for no value between stages, or does not divide its value."""
-    for name, spec in sorted(plan.cut_specs.items()):
-        if name not in graph.values:
-            crossing = listed(tuple(sorted(graph.crossing)))
-            raise PlanMismatch(
-                f"The plan gives a spec to {name!r}, which is no value between the stages of {graph.name}. These are "
-                f"{crossing}. Use one of these names, or leave the spec out."
-            )
-        for mesh in plan.meshes:
-            _check_spec_fits(name, graph.values[name].shape, spec, mesh)
 
 
 def _check_spec_fits(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: MeshPlan) -> None:

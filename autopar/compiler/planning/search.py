@@ -22,7 +22,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.planning.candidates import PipelineCandidate, certificate_of, lower_bound_s, search_pipelines
 from autopar.compiler.planning.stage_costs import StageProblem, submesh_mesh
-from autopar.compiler.planning.stage_layouts import stage_shardings
+from autopar.compiler.planning.stage_layouts import stage_shardings, with_input_specs
 from autopar.errors import MemoryTooSmall
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import Certificate
@@ -66,7 +66,6 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> Shar
         num_microbatches=layers.num_microbatches,
         schedule=candidate.timing.schedule.name,
         input_specs={},
-        cut_specs={},
         batch_statistics=method.batch_statistics,
         random=method.random,
     )
@@ -74,7 +73,7 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> Shar
     shardings = stage_shardings(problem, layers, graph, bare, stages, candidate.timing)
     planned = (replace(mesh, sharding=each.sharding) for mesh, each in zip(meshes, shardings, strict=True))
     return ShardedPlan(
-        plan=replace(bare, meshes=tuple(planned)),
+        plan=with_input_specs(replace(bare, meshes=tuple(planned)), graph),
         step_time_s=candidate.simulate_s([each.cost for each in shardings]),
         peak_bytes=max(each.peak_bytes for each in shardings),
     )

@@ -1,15 +1,19 @@
-"""Choose the layouts of every stage of the best partition, for the stage as a whole.
+"""Choose the layouts of every stage of a partition, for the stage as a whole.
 
-    StageGraph, Plan, its stages  ->  MeshSharding, ...
+    StageGraph, Plan, its stages          ->  MeshSharding, ...   within memory, for a search
+    Plan, ConstrainedStage, ...           ->  Plan                under given constraints, for the other methods
 
-Stages that compute the same, under the same memory multiplier, have one solution: it is solved for once, and handed on
-by the numbers of their values.
+Stages that compute the same, under the same constraints, have one solution: it is solved for once, and handed on by the
+numbers of their values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from jax.sharding import PartitionSpec
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
@@ -23,9 +27,10 @@ from autopar.compiler.planning.layer_classes import LayerClass, Layers, class_ke
 from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, memory_charges, pinned_layouts, stage_cost
 from autopar.compiler.planning.mesh_sharding import local_blocks, mesh_sharding, mesh_sharding_like
 from autopar.compiler.planning.stage_costs import StageProblem
-from autopar.compiler.sharding.layout import LogicalMesh
+from autopar.compiler.sharding.layout import LogicalMesh, to_spec
+from autopar.compiler.spmd.block_plan import layout_from_text
 from autopar.hardware.machine import Machine
-from autopar.ir.plan import Plan
+from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.plan_sharding import MeshSharding
 from autopar.progress import tell
 
@@ -70,6 +75,67 @@ class SolvedStage:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class ConstrainedStage:
+    """The tasks of a mesh, and all that their layouts depend on."""
+
+    tasks: list[GroupTask]
+    layer: LayerClass
+    constraints: GroupConstraints
+    received: Mapping[str, float]
+    """Seconds for every byte of what comes from other meshes."""
+
+
+def shard_stages(
+    plan: Plan,
+    graph: StageGraph,
+    stages: Sequence[ConstrainedStage],
+    *,
+    machine: Machine,
+    time_limit_s: float,
+    cache_directory: Path | None,
+) -> Plan:
+    """Return the plan with the best layouts that the constraints of each mesh allow; one device needs none."""
+    solved: dict[Hashable, SolvedStage] = {}
+    meshes: list[MeshPlan] = []
+    for planned, stage in zip(plan.meshes, stages, strict=True):
+        mesh = logical_mesh(planned)
+        mesh_costs = MeshCosts(machine=machine, mesh=mesh)
+        key = (mesh.shape, _key_of_constrained(stage))
+        best = solved[key].for_layer(stage.layer) if key in solved else None
+        if best is None:
+            choices = task_graph(stage.tasks, mesh, mesh_costs, stage.constraints)
+            best = choices.best(stage.received, time_limit_s=time_limit_s, cache_directory=cache_directory)
+            solved[key] = SolvedStage(layer=stage.layer, plan=best)
+        meshes.append(replace(planned, sharding=mesh_sharding(stage.tasks, best, mesh, mesh_costs)))
+    return with_input_specs(replace(plan, meshes=tuple(meshes)), graph)
+
+
+def _key_of_constrained(stage: ConstrainedStage) -> Hashable:
+    """Equal for stages whose layouts are the same."""
+    numbers, constraints = layer_value_numbers(stage.layer), stage.constraints
+    return (
+        class_key(stage.layer),
+        tuple(numbers.get(constraints.alike.get(name, name), -1) for name in numbers),
+        tuple((constraints.allowed.get(name), stage.received.get(name)) for name in numbers),
+        tuple(
+            constraints.equations.constraint_key(eqn) for task in stage.tasks for eqn in jc.all_equations(task.jaxpr)
+        ),
+    )
+
+
+def with_input_specs(plan: Plan, graph: StageGraph) -> Plan:
+    """Return a plan whose meshes have layouts with the specs of the inputs that these split."""
+    specs: dict[str, PartitionSpec] = {}
+    for given in graph.inputs:
+        mesh = plan.meshes[plan.stages[given.stages[0]].mesh] if given.stages else None
+        if given.leaf is not None and mesh is not None and mesh.sharding is not None:
+            layout = layout_from_text(mesh.sharding.layouts["values"].get(given.value, "free"), logical_mesh(mesh))
+            if layout is not None and any(layout.dims):
+                specs[given.name] = to_spec(layout, logical_mesh(mesh))
+    return replace(plan, input_specs=specs)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StageLayouts:
     """The layouts of a stage, its cost and the peak bytes of a device with them."""
 
@@ -109,7 +175,9 @@ def _stage_inputs(
         tasks=tasks,
         layer=layer,
         constraints=replace(
-            layer.constraints, allowed=pinned_layouts(layer, mesh), equations=equation_constraints(problem.method, mesh)
+            layer.constraints,
+            allowed=pinned_layouts(layer, mesh),
+            equations=equation_constraints(mesh, ignore_user_shardings=problem.method.ignore_user_shardings),
         ),
         mesh=mesh,
         mesh_costs=MeshCosts(machine=problem.machine, mesh=mesh),

@@ -20,7 +20,7 @@ import numpy as np
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_key
-from autopar.compiler.jaxprs.primitives import NESTED
+from autopar.compiler.jaxprs.primitives import NESTED, VISIBLE
 from autopar.compiler.sharding.primitive_rules import rule_by_hand
 from autopar.compiler.sharding.rule import FactorRule, Rule, adds_up, blocked_rule, compose, rule_of_labels, shapes_of
 from autopar.compiler.sharding.shardy import lowered_functions
@@ -72,6 +72,8 @@ def _rules_of(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
 def _rule_without_lowering(eqn: jc.JaxprEqn) -> Rule | None:
     name = eqn.primitive.name
     assert name not in NESTED, f"{jc.describe(eqn)} has a body, which has rules of its own"
+    if name in VISIBLE:  # it is to see whole values, on one device
+        return blocked_rule(eqn, "by hand")
     if eqn.effects:
         return blocked_rule(eqn, "none")
     if not _can_be_split(eqn):

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autopar import DataParallel, Plan, ShardParallel
+import autopar
+from autopar import DataParallel, InvalidArgument, Plan, ShardParallel
 from autopar.compiler import passes
 from autopar.compiler.frontend.trace import Trace
 from autopar.hardware.cluster import Cluster
@@ -78,7 +79,7 @@ SPECS = {
         {"w": P(("data", "model"))},
         {"a[0]['w']": P(("data", "model")), "a[1]['w']": P(("data", "model"))},
     ),
-    "nothing": ({"no such input": P("model"), "w": P()}, {}),
+    "nothing": ({"w": P()}, {}),
 }
 
 
@@ -143,11 +144,48 @@ def test_one_stage_is_one_mesh():
 
 
 def test_activations_between_stages_are_split_along_the_batch():
-    trace = traced(sgd(gpt_loss), gpt_params(), gpt_batch())
+    trace = traced(sgd(gpt_loss), gpt_params(), gpt_batch(16))
     found = plan(two_stages(num_microbatches=2), trace, num_devices=4)
     graph = passes.cut_step(trace, found)
-    assert set(found.cut_specs.values()) == {P("data")}
-    assert set(found.cut_specs) == {n for n in graph.crossing if graph.values[n].per_microbatch}
+    crossing = [n for n in graph.crossing if graph.values[n].per_microbatch and graph.values[n].shape[0] == 8]
+    assert {found.meshes[0].sharding.layouts["values"][name] for name in crossing} == {"data,-,-"}
+
+
+def test_a_pattern_that_finds_nothing_is_refused_with_the_closest_names():
+    for method in (ShardParallel(mesh_shape=(8,), specs={"parms": P()}), two_stages(specs={"parms": P()})):
+        with pytest.raises(InvalidArgument, match=r"'parms' matches no input .* closest names are .*leave the"):
+            plan(method)
+
+
+HAND_METHODS = {
+    "data parallel": DataParallel(),
+    "microbatches": DataParallel(num_microbatches=2),
+    "by specs": ShardParallel(mesh_shape=(2, 4), specs={"w": P(None, "model")}),
+    "stages": two_stages(),
+    "stages by specs": two_stages(mesh_shape=(2, 2), specs={"w": P(None, "model")}),
+}
+
+
+@pytest.mark.parametrize("method", HAND_METHODS.values(), ids=HAND_METHODS)
+def test_plans_by_hand_are_verified_and_simulated(method):
+    params, batch = mlp_params(4), mlp_batch(16)
+    planned = autopar.parallelize(mlp_step, method=method).trace(params, batch).plan()
+    assert planned.verify(params, batch)
+    assert planned.simulate().step_time_s > 0
+    assert planned.plan.planned_collectives
+
+
+def test_state_stays_on_every_device_under_data_parallelism():
+    for method in (DataParallel(), DataParallel(num_microbatches=2)):
+        params, value = autopar.parallelize(mlp_step, method=method)(mlp_params(4), mlp_batch(16))
+        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves((params, value)))
+
+
+def test_an_input_of_a_plan_by_hand_is_explained_with_the_others_as_they_are():
+    params = [draw(i, 16, 16) for i in range(2)]
+    step = autopar.parallelize(lambda p, x: [w - x.mean() * w for w in p], method=DataParallel())
+    explained = step.trace(params, draw(3, 16, 16)).plan().explain("p/0")
+    assert explained.chosen == P() and len(explained.alternatives) == 3
 
 
 def test_loop_over_layers_is_split_into_a_piece_for_each_layer():

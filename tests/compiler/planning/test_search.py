@@ -226,7 +226,6 @@ def test_the_cost_of_a_range_is_that_of_its_layers():
         cuts=layers.cuts,
         num_microbatches=2,
         input_specs={},
-        cut_specs={},
     )
     graph = cut_stages(layers.prepared, StageCut.of(plan))
     tasks = tasks_of_stages(graph, plan.stages_on(0))

@@ -513,7 +513,7 @@ def test_a_callback_on_single_numbers_loses_nothing_and_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         (rule,) = sharding_rules([eqn])
-    assert (str(rule), rule.source) == ("->", "none")
+    assert (str(rule), rule.source) == ("->", "by hand")
 
 
 def test_one_equation_that_cannot_be_lowered_leaves_the_others_their_rules():
