@@ -22,6 +22,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -295,7 +296,8 @@ class Machine:
         word = device_kind.lower()
         if word in machines():
             return _library()[word]
-        fitting = [machine for machine in _library().values() if machine.kind in word]
+        # An "l4" is in "NVIDIA L4", and not in "NVIDIA L40".
+        fitting = [each for each in _library().values() if re.search(re.escape(each.kind) + r"(?!\d)", word)]
         if not fitting:
             kinds = sorted({machine.kind for machine in _library().values()})
             raise InvalidArgument(

@@ -306,12 +306,25 @@ def test_collectives_take_about_what_was_measured(name, kind, group, hosts, meas
         ("TPU v5 lite", "tpu-v5e"),
         ("TPU v5", "tpu-v5p"),
         ("TPU v6 lite", "tpu-v6e"),
+        ("TPU7x", "tpu7x"),
+        ("Tesla T4", "g4dn.12xlarge"),
+        ("NVIDIA A10G", "g5.48xlarge"),
+        ("NVIDIA L4", "g6.48xlarge"),
+        ("NVIDIA L40S", "g6e.48xlarge"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("AMD Instinct MI300X", "mi300x-8"),
+        ("AMD Instinct MI355X", "mi355x-8"),
         ("cpu", "cpu"),
         ("p4de.24xlarge", "p4de.24xlarge"),
     ],
 )
 def test_devices_are_found_by_the_name_that_jax_gives_them(kind, name):
     assert Machine.of_kind(kind) == Machine.named(name)
+
+
+def test_a_kind_is_no_part_of_a_longer_number():
+    with pytest.raises(InvalidArgument, match="no figures for devices of kind 'NVIDIA L40'"):
+        Machine.of_kind("NVIDIA L40")
 
 
 def test_a_machine_that_is_not_there_is_refused_with_those_spelled_alike():
