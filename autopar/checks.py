@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -57,6 +58,12 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise `InvalidArgument` unless `value` is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgument(f"{name} is {value!r}. Choose one of {', '.join(repr(choice) for choice in choices)}.")
+
+
+def names_alike(name: str, names: Iterable[str]) -> str:
+    """Return "Did you mean ...? " with the names that are spelled alike, or nothing if none is."""
+    close = difflib.get_close_matches(name.lower(), list(names), n=3, cutoff=0.6)
+    return f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
 
 
 def check_mesh_shape(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> None:

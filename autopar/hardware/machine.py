@@ -19,17 +19,16 @@ goes from host to host.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
-from autopar.checks import check_choice, check_count
+from autopar.checks import check_choice, check_count, names_alike
 from autopar.errors import InvalidArgument
 from autopar.hardware.collectives import NetworkLevel, collective_time
 from autopar.json_fields import check_figure, fields_of, json_of, text_of
@@ -284,7 +283,10 @@ class Machine:
     def named(name: str) -> Machine:
         """A machine of the library; `InvalidArgument` names those that are spelled alike."""
         if name.lower() not in machines():
-            raise InvalidArgument(f"There is no machine {name!r}. {_alike(name, machines())}")
+            known = ", ".join(machines())
+            raise InvalidArgument(
+                f"There is no machine {name!r}. {names_alike(name, machines())}Choose one of {known}, or load a file."
+            )
         return _library()[name.lower()]
 
     @staticmethod
@@ -326,9 +328,3 @@ def _library() -> dict[str, Machine]:
     found = (path for path in files("autopar.hardware").joinpath("machines").iterdir() if path.name.endswith(".json"))
     every = (Machine.from_json(path.read_text(encoding="utf-8")) for path in found)
     return dict(sorted((machine.name, machine) for machine in every))
-
-
-def _alike(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), list(names), n=3, cutoff=0.6)
-    meant = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
-    return f"{meant}Choose one of {', '.join(names)}, or load a file."

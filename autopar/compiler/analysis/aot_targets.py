@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from autopar.checks import names_alike
 from autopar.errors import InvalidArgument
 
 _Device = Any  # a jax.Device, which the type checker does not know
@@ -47,7 +48,7 @@ def gpu_devices(target: str, num_devices: int) -> tuple[_Device, ...]:
     if target not in gpu_targets():
         raise InvalidArgument(
             f"The figures of a GPU named {target!r} are not known; those of {', '.join(gpu_targets())} are. "
-            "Take the nearest of these."
+            f"{names_alike(target, gpu_targets())}Take the nearest of these."
         )
     num_hosts, rest = divmod(num_devices, DEVICES_PER_HOST)
     if num_devices < 1 or (num_hosts and rest):

@@ -39,7 +39,9 @@ def test_compiler_and_planner_know_the_same_h100():
 
 
 def test_unknown_target_is_an_error_that_names_the_known_ones():
-    with pytest.raises(InvalidArgument, match=r"'v100' are not known; those of a100, h100, h200 are. Take the nearest"):
+    with pytest.raises(
+        InvalidArgument, match=r"'v100' are not known; those of a100, h100, h200 are. Did you mean .*'h100'"
+    ):
         gpu_devices("v100", 8)
 
 
