@@ -24,7 +24,7 @@ from autopar.compiler.analysis.compiled_collectives import check_collectives
 from autopar.compiler.analysis.explain import Explanation, explain_plan
 from autopar.compiler.analysis.step_work import step_work
 from autopar.compiler.analysis.task_times import price_plan
-from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.frontend.trace import Returned, Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_within_memory import plan_that_fits
 from autopar.errors import AutoparError, InvalidArgument, Unsupported
@@ -33,7 +33,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.methods import Method
 from autopar.progress import search_progress
-from autopar.runtime.in_process import InProcess
+from autopar.runtime.in_process import FunctionOnOneDevice, InProcess, function_on_one_device
 from autopar.runtime.interfaces import LoadedProgram
 from autopar.runtime.timeline import write_trace
 from autopar.session import current_session
@@ -66,10 +66,14 @@ class Target:
     cluster: Cluster | None
     session: Any = None
 
+    @property
+    def names_devices(self) -> bool:
+        """Return whether the user named the devices or the cluster, which then stand in every session."""
+        return self.devices is not None or self.cluster is not None
+
     def in_current_session(self) -> Target:
-        """Return the target of a step that is traced now: devices or a cluster that the user named stand."""
-        named = self.devices is not None or self.cluster is not None
-        return replace(self, session=None if named else current_session())
+        """Return the target of a step that is traced now."""
+        return replace(self, session=None if self.names_devices else current_session())
 
     def planned_for(self) -> Cluster | None:
         """Return the cluster that plans are for; None: devices of this process."""
@@ -138,6 +142,14 @@ class Compiled:
     def _result(self, call: Call, outputs: Sequence[Any]) -> Any:
         return self.source.arguments.result(call, jax.tree.unflatten(self.trace.out_tree, outputs))
 
+    def on_one_device(self) -> FunctionOnOneDevice | None:
+        """Return the step as a function that JAX can trace, if its arguments and results are arrays on one device."""
+        target, call = self.source.target, self.source.call
+        result = jax.tree.unflatten(self.trace.out_tree, self.trace.outputs)
+        if target.session is not None or call.static or call.static_leaves or isinstance(result, Returned):
+            return None
+        return function_on_one_device(self.program, target.live_devices())
+
     def timeline(self, path: str | Path, *args: Any, **kwargs: Any) -> Any:
         """Run one step in which every instruction is waited for, and write when each ran, for https://ui.perfetto.dev.
 
@@ -167,8 +179,8 @@ class Lowered:
     trace: Trace
     source: Source
 
-    def compile(self) -> Compiled:
-        """Load the program on the devices of this process."""
+    def compile(self, *, at_first_call: bool = False) -> Compiled:
+        """Load the program on the devices of this process; XLA's part may wait until the first call."""
         target = self.source.target
         if target.session is not None:
             return self._on_cluster(target.session)
@@ -178,8 +190,8 @@ class Lowered:
                 f"The plan needs {self.plan.num_devices} devices, this process has {len(devices)}. Plan for these "
                 "devices, or run where there are enough."
             )
-        loaded = InProcess(devices).load(self.program, leaf_names=[leaf.name for leaf in self.trace.inputs])
-        return self._compiled(loaded)
+        names = [leaf.name for leaf in self.trace.inputs]
+        return self._compiled(InProcess(devices).load(self.program, leaf_names=names, at_first_call=at_first_call))
 
     def _on_cluster(self, session: Any) -> Compiled:
         from autopar.runtime.distributed.driver import ClusterProgram

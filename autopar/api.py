@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
+import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from autopar.aot import Compiled, Devices, Lowered, Planned, Source, Target, Traced, check_not_traced
 from autopar.arguments import ArgumentRoles, Arguments, Call
@@ -28,9 +32,14 @@ from autopar.errors import CannotSerialize, InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.methods import DataParallel, Method
+from autopar.session import current_session
 from autopar.step_serialization import trace_call
 
 __all__ = ["Compiled", "Lowered", "Planned", "Step", "Traced", "parallelize"]
+
+
+class _NotDispatched(Exception):
+    """A call that `jax.jit` alone cannot serve."""
 
 
 class Step:
@@ -42,6 +51,8 @@ class Step:
         self._target = target
         self._compiled: dict[Hashable, Compiled] = {}
         self._session: Any = None
+        self._dispatch: Any = None
+        self._dispatches = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step: the result has the structure and the numbers of the plain step's.
@@ -49,11 +60,62 @@ class Step:
         Under `jax.disable_jit` the step runs as it stands, operation by operation, like everything that is jitted.
         Raises `Unsupported` inside of a transformation of JAX.
         """
+        if self._dispatch is not None and not kwargs and not jc.is_tracing() and self._is_here():
+            try:
+                return self._dispatch(*args)
+            except (_NotDispatched, TypeError, ValueError):
+                pass  # not compiled yet, arrays on other devices, or what is to be explained
+            except RuntimeError as error:
+                if "deleted" not in str(error):
+                    raise
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_not_traced(self._arguments.name)
         if jc.is_jit_disabled():
             return self._arguments.bound(*args, **kwargs)
         call = self._arguments.split(args, kwargs)
-        return self.compiled_for(call).run(call)
+        known = call.key() in self._in_session()
+        compiled = self.compiled_for(call)
+        if not known and not kwargs and self._can_dispatch(compiled):
+            with suppress(_NotDispatched, TypeError, ValueError), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+                return self._dispatch(*args)
+        return compiled.run(call)
+
+    def _can_dispatch(self, compiled: Compiled) -> bool:
+        """Return whether JAX can find this compiled step by itself; one that it cannot find ends it for all calls.
+
+        `jax.jit` flattens arguments, tells calls apart and builds results without any Python. So where all that was
+        compiled are functions on one device, they are traced into one `jax.jit`, which calls them from then on.
+        """
+        whole = compiled.on_one_device()
+        if whole is None:
+            self._dispatch, self._dispatches = None, False
+        elif self._dispatches and self._dispatch is None:
+            # Not the plan's mesh, which would be part of the types: the first call and the second were two traces then.
+            there = SingleDeviceSharding(whole.device)
+            donated = tuple(self._arguments.donated)
+
+            def enter(*args: Any) -> Any:
+                return self._enter(*args)
+
+            enter.__name__ = enter.__qualname__ = self._arguments.name  # what profiles and dumps of XLA show
+            self._dispatch = jax.jit(enter, in_shardings=there, out_shardings=there, donate_argnums=donated)
+        return self._dispatch is not None
+
+    def _enter(self, *args: Any) -> Any:
+        call = self._arguments.split(args, {})
+        compiled = self._compiled.get(call.key())
+        if compiled is None or not jc.is_tracing() or any(jc.devices_in_type(leaf) > 1 for leaf in call.leaves):
+            raise _NotDispatched
+        whole = compiled.on_one_device()
+        if whole is None:
+            raise _NotDispatched
+        return jax.tree.unflatten(compiled.trace.out_tree, whole.function(*call.leaves))
+
+    def _is_here(self) -> bool:
+        return self._target.names_devices or current_session() is None
 
     @property
     def arguments(self) -> Arguments:
@@ -64,7 +126,8 @@ class Step:
         """Return the compiled step of such calls in the current session, by `plan` if one is given."""
         compiled = self._in_session().get(call.key())
         if compiled is None:
-            compiled = self._trace(call).plan(plan).lower().compile()
+            lowered = self._trace(call).plan(plan).lower()
+            compiled = lowered.compile(at_first_call=lowered.plan.num_devices == 1)
             self._compiled.update(dict.fromkeys(compiled.keys, compiled))
         return compiled
 
@@ -86,6 +149,7 @@ class Step:
             )
         for key in keys:
             del known[key]
+        self._dispatch = None
 
     def __reduce__(self) -> str:
         """Pickle by reference, as functions are: the executables stay here."""
@@ -102,7 +166,7 @@ class Step:
     def _in_session(self) -> dict[Hashable, Compiled]:
         session = self._target.in_current_session().session
         if session is not self._session:  # what was compiled for another cluster went with it
-            self._compiled, self._session = {}, session
+            self._compiled, self._session, self._dispatch = {}, session, None
         return self._compiled
 
     def timeline(self, path: str | Path, *args: Any, **kwargs: Any) -> Any:

@@ -98,6 +98,90 @@ def test_compiled_steps_are_listed_and_dropped():
     assert len(step.all_compiled()) == 1
 
 
+# --- one device ---------------------------------------------------------------------------------------------------
+
+
+def on_one_device(step=train_step, **options):
+    return autopar.parallelize(step, devices=jax.devices()[1:2], **options)
+
+
+def compiled_by_xla(function):
+    """Return how many programs XLA compiled meanwhile."""
+    compiled = []
+
+    def listen(event, duration, **_):
+        compiled.append(event.endswith("backend_compile_duration"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        function()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return sum(compiled)
+
+
+def test_step_on_one_device_is_compiled_once_however_its_arrays_lie():
+    step = on_one_device()
+    w, x, there = jax.block_until_ready((W + 0, np.asarray(X), jax.device_put(X, jax.devices()[1])))
+
+    def train():
+        state = w
+        for batch in (x, x, there, x):
+            state, _ = step(state, batch)
+        assert state.devices() == {jax.devices()[1]}
+
+    assert compiled_by_xla(train) == 1
+    assert len(step.all_compiled()) == 1
+
+
+def test_step_on_one_device_equals_the_plain_step_for_every_call():
+    step, plain = on_one_device(), jax.jit(train_step)
+    mesh = jax.make_mesh((jax.device_count(),), ("rows",))
+    calls = {
+        "first": (W, X),
+        "again": (W, X),
+        "other batch size": (W, X[:6]),
+        "other dtype": (W.astype(jnp.bfloat16), X),
+        "on other devices": (jax.device_put(W, jax.devices()[3]), X),
+        "on a mesh": (jax.device_put(W, jax.NamedSharding(mesh, P())), X),
+    }
+    for w, x in calls.values():
+        ours, theirs = step(w, x), plain(jax.device_get(w), jax.device_get(x))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
+        assert ours[1].devices() == {jax.devices()[1]}
+    assert len(step.all_compiled()) == 3
+
+
+def test_step_on_one_device_tells_settings_and_names_apart():
+    def draw(w, x):
+        return w + jax.random.normal(jax.random.key(0), w.shape) + jnp.mean(x)
+
+    step = on_one_device(draw)
+    default = step(W, X)
+    with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+        np.testing.assert_allclose(step(W, X), jax.jit(draw)(W, X), rtol=1e-5)
+    np.testing.assert_array_equal(step(W, X), default)
+    np.testing.assert_allclose(step(W, x=X), default, rtol=1e-6)
+    with jax.enable_x64(True):
+        assert step(W.astype(jnp.float64), X).dtype == jnp.float64
+
+
+def test_array_donated_on_one_device_is_named_when_it_is_used_again():
+    step = on_one_device(donate_argnums=0)
+    w = step(W + 0, X)[0]
+    step(w, X)
+    with pytest.raises(autopar.DonatedBuffer, match="'w' was donated to an earlier call"):
+        step(w, X)
+
+
+def test_calls_that_jit_alone_cannot_serve_follow_ones_that_it_can():
+    step = on_one_device(lambda state, x: {"mean": state["w"] * jnp.mean(x), "name": state.get("name")})
+    np.testing.assert_allclose(step({"w": W}, X)["mean"], W * jnp.mean(X), rtol=1e-5)
+    named = step({"w": W, "name": "first"}, X)
+    assert named["name"] == "first"
+    np.testing.assert_allclose(step({"w": W}, X)["mean"], named["mean"], rtol=1e-6)
+
+
 # --- steps for pmap -----------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ runtime imports nothing of the compiler, so that either can be replaced without 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import jax
@@ -56,6 +57,18 @@ def compile_all(
         compiling = [pool.submit(low.compile) for low in lowered]
         shown = track(compiling, "compiling", console=console, transient=True, disable=not console.is_terminal)
         return {e.name: work.result() for e, work in zip(executables, shown, strict=True)}
+
+
+def compile_at_first_call(
+    executables: Sequence[Executable], meshes: Sequence[Mesh] | Mapping[int, Mesh]
+) -> Mapping[str, Callable[..., Any]]:
+    """Return every executable as a function that compiles it when it is called first."""
+
+    def later(executable: Executable) -> Callable[..., Any]:
+        compiled = cache(lambda: _lowered(executable, meshes[executable.mesh]).compile())
+        return lambda *arrays: compiled()(*arrays)
+
+    return {e.name: later(e) for e in executables}
 
 
 def _lowered(executable: Executable, mesh: Mesh) -> Any:

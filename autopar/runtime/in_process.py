@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar.ir.program import Free, Program, Recv, Run
-from autopar.runtime.executables import compile_all, mesh_of
+from autopar.runtime.executables import compile_all, compile_at_first_call, jaxpr_as_fun, mesh_of
 from autopar.runtime.inputs import placement
 from autopar.runtime.interfaces import Device, LoadedProgram, Receiver, Sender
 from autopar.runtime.interpreter import Environment, resolve
@@ -53,8 +53,11 @@ class InProcess:
 
     devices: Sequence[Device]
 
-    def load(self, program: Program, *, leaf_names: Sequence[str] = ()) -> LoadedProgram:
-        """Check the program, compile its executables, and look up everything that its instructions name."""
+    def load(self, program: Program, *, leaf_names: Sequence[str] = (), at_first_call: bool = False) -> LoadedProgram:
+        """Check the program, compile its executables, and look up everything that its instructions name.
+
+        With `at_first_call` each executable is compiled when it runs first.
+        """
         program.verify()
         meshes = [mesh_of(mesh, self.devices) for mesh in program.meshes]
         layouts = {
@@ -63,7 +66,7 @@ class InProcess:
             for name, kind in mesh.values.items()
         }
         slots = _slots(program)
-        functions = compile_all(list(program.executables.values()), meshes)
+        functions = (compile_at_first_call if at_first_call else compile_all)([*program.executables.values()], meshes)
         donated = {e.name: e.donated for e in program.executables.values()}
         queues: Queues = defaultdict(deque)
         local = [{name: slots[number, name] for name in mesh.values} for number, mesh in enumerate(program.meshes)]
@@ -128,6 +131,23 @@ class InProcessProgram:
     def timed(self, leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
         """The same, waiting for every instruction: one mesh works at a time, and when each ran."""
         return self.timed_call(leaves)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionOnOneDevice:
+    """A program that is one function on one device: flat arguments in, flat results out."""
+
+    function: Callable[..., list[Any]]
+    device: Device
+
+
+def function_on_one_device(program: Program, devices: Sequence[Device]) -> FunctionOnOneDevice | None:
+    """Return the program as a function that JAX can trace; None if it is more than that."""
+    whole = _whole_step(program)
+    if whole is None or len(program.meshes[0].devices) > 1:
+        return None
+    (device,) = mesh_of(program.meshes[0], devices).devices.flat
+    return FunctionOnOneDevice(function=jaxpr_as_fun(program.executables[whole].jaxpr), device=device)
 
 
 def _whole_step(program: Program) -> str | None:

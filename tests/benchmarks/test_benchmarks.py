@@ -29,5 +29,5 @@ def test_ratio_is_that_of_neighbours() -> None:
 def test_overhead_is_measured_and_written(tmp_path: Path) -> None:
     overhead.main(["--repetitions", "3", "--json", str(tmp_path / "overhead.json")])
     result = json.loads((tmp_path / "overhead.json").read_text())
-    assert len(result["comparisons"]) == 2
+    assert len(result["comparisons"]) == 2 + len(overhead.NUMBERS_OF_LEAVES)
     assert result["driver"]["num_instructions"] > 0

@@ -166,6 +166,12 @@ def explicit_spec(v: Any) -> PartitionSpec | None:
     return getattr(sharding, "spec", None)
 
 
+def devices_in_type(x: Any) -> int:
+    """Return the number of devices of the mesh in an array's type; 1 where it has none."""
+    mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+    return 1 if mesh is None or mesh.empty else mesh.size
+
+
 def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, tuple[Any, ...]]:
     """The jaxpr and its constants, of a closed or an open jaxpr (jax 0.12 has only one type for both)."""
     if isinstance(jaxpr, ClosedJaxpr):
