@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopar.compiler.frontend.trace import Trace, trace_step
+from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops
 from autopar.compiler.lowering.lower import lower
 from autopar.compiler.lowering.single_program import single_program
 from autopar.compiler.lowering.user_constraints import check_callbacks
@@ -73,9 +74,9 @@ def make_plan(
             return plan_megatron(
                 trace, method, num_devices=num_devices, machine=cluster.machine, cache_directory=cache_directory
             )
-        case Auto() if searches_stages(trace, method, num_devices):
+        case Auto() if searches_stages(_cuttable(trace, method), method, num_devices):
             problem = StageProblem(
-                trace=trace,
+                trace=unroll_training_loops(trace),
                 method=method,
                 num_devices=num_devices,
                 machine=cluster.machine,
@@ -98,10 +99,20 @@ def make_plan(
             )
 
 
+def _cuttable(trace: Trace, method: Auto) -> Trace:
+    """Return the step as it is to be cut if stages are asked for: its training loops unrolled."""
+    if (method.num_stages or 1) == 1:
+        return trace
+    cuttable = unroll_training_loops(trace)
+    if not cuttable.differentiates:
+        refuse_long_training_loops(cuttable, f"{method.num_stages} stages")
+    return cuttable
+
+
 def cut_step(trace: Trace, plan: Plan) -> StageGraph:
     """Return the stages of a plan as programs of their own."""
     prepared = prepare(
-        trace,
+        unroll_training_loops(trace),
         num_layers=plan.num_layers,
         num_microbatches=plan.num_microbatches,
         loop_pieces=plan.loop_pieces,

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from autopar.compiler.frontend.layer_boundaries import is_layer_boundary
 from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
@@ -57,7 +58,8 @@ def plan_by_hand(
 
     Raises `InvalidArgument` where it does not fit the program or the devices.
     """
-    stages = _as_stages(trace, method, num_devices)
+    unrolled = unroll_training_loops(trace)
+    stages = _as_stages(unrolled, method, num_devices)
     shape = stages.mesh_shape
     assert shape is not None
     if stages.num_virtual_stages == 1 and stages.num_microbatches == 1 and math.prod(shape) > 1:
@@ -77,6 +79,7 @@ def plan_by_hand(
     several = stages.num_virtual_stages > 1
     if not several and stages.num_microbatches == 1:
         return _bare_plan(trace, stages, type(method).__name__, cuts=(), layers=[(0, 1)])
+    trace = unrolled
     num_layers = _count_layers(trace, stages) if several else 1
     pieces = loop_pieces_for(trace, num_layers) if several else 1
     prepared = prepare(
@@ -125,6 +128,9 @@ def _as_stages(trace: Trace, method: HandMethod, num_devices: int) -> PipelinePa
             )
         case PipelineParallel():
             stages = method
+    asked = {"stages": stages.num_virtual_stages, "microbatches": method.num_microbatches}
+    if not trace.differentiates and (several := [f"{count} {of}" for of, count in asked.items() if count > 1]):
+        refuse_long_training_loops(trace, several[0])
     if stages.num_virtual_stages > 1 and not trace.differentiates:
         raise InvalidArgument(
             f"{trace.name} takes no gradient, so there is no backward pass by which to cut it into "

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.frontend.training_loops import unroll_training_loops
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
@@ -45,6 +46,7 @@ def plan_megatron(
     Raises `InvalidArgument` for degrees that the devices, the batch, the layers or the weights do not divide into, and
     `Unsupported` for a step without a gradient, or one whose examples cannot be found.
     """
+    trace = unroll_training_loops(trace)
     data, tensor, pipeline = method.degrees(num_devices)
     _check_step(trace, method, data, tensor)
     pieces = _pieces(trace, method)
