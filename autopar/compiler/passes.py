@@ -1,6 +1,6 @@
 """The compiler on one screen.
 
-    trace_step   step         -> Trace        its jaxpr, normalised; also at twice the batch, to see what grows
+    trace_step   step         -> Trace        its jaxpr, normalised; its batch and its state
     make_plan    Trace        -> Plan         every decision: by hand, by degrees of parallelism, or by search
     cut_step     Trace, Plan  -> StageGraph   the planned stages, one jaxpr per task
     lower_step   Trace, Plan  -> Program      what each mesh runs, sends, receives and frees; verified

@@ -149,7 +149,7 @@ def test_options_that_contradict_each_other_are_refused(step, options, message):
 
 
 def test_a_step_that_returns_no_metrics_is_refused():
-    step = autopar.parallelize(lambda params, batch: jax.tree.map(jnp.negative, params), devices=jax.devices())
+    step = autopar.parallelize(lambda params, batch: jax.tree.map(jnp.negative, params), batch_argnums=1)
     with pytest.raises(InvalidArgument, match=r"fit trains steps that return \(state, metrics\)"):
         fit(step, mlp_params(), draw, num_steps=1)
 

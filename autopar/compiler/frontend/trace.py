@@ -3,8 +3,8 @@
     step, arguments, options  ->  Trace
 
 Tracing is abstract: shapes and dtypes only, no device is touched. Which inputs carry the batch is found from what the
-step does (`find_batch`), unless the user says. Where the batch is to be split, the step is traced again at twice the
-batch: what differs between the two says where the batch is in every value.
+step does (`find_batch`), unless the user says. Where the batch is to be split, the step is traced again with as many
+rows as a part has: what differs between the two says where the batch is in every value.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import jax
 
 from autopar.compiler.frontend.find_batch import FoundBatch, find_batch
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import same_equations
 from autopar.compiler.jaxprs.normalize import normalize
 from autopar.errors import InvalidArgument
 from autopar.progress import collector_paused
@@ -73,19 +74,41 @@ class Trace:
         """The numbers of the inputs that carry the batch, on their first axis."""
         return self.batch.inputs
 
+    def at_batch_of(self, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
+        """Return the same step on a batch of so many rows, normalised; or None and what tracing it raised."""
+        if rows not in self._at_rows:
+            self._at_rows[rows] = _trace_at(self, rows)
+        return self._at_rows[rows]
+
+    @cached_property
+    def _at_rows(self) -> dict[int, tuple[jc.ClosedJaxpr | None, str]]:
+        return {}
+
     @cached_property
     def at_other_batch(self) -> jc.ClosedJaxpr | None:
-        """The same step at twice the batch; None where it has no batch or cannot be traced so."""
-        return self._other_batch[0]
+        """The same step on another batch, to see what grows with it; None if there is none.
+
+        It has half of the rows, as a part of a batch has fewer: code may take no more than there are. If it is another
+        program then, or the rows cannot be halved, it has twice as many.
+        """
+        if not self.batch_inputs:
+            return None
+        rows = self.num_rows
+        sizes = [rows // 2, 2 * rows] if rows % 2 == 0 and rows > 2 else [2 * rows]
+        traced = [twin for twin, _ in map(self.at_batch_of, sizes) if twin is not None]
+        return next((twin for twin in traced if same_equations(self.jaxpr, twin)), next(iter(traced), None))
+
+    @property
+    def num_rows(self) -> int:
+        """The number of examples in the batch."""
+        return self.inputs[self.batch_inputs[0]].aval.shape[0]
 
     @property
     def no_other_batch_because(self) -> str:
         """The reason for which there is no trace at another batch."""
-        return self._other_batch[1]
-
-    @cached_property
-    def _other_batch(self) -> tuple[jc.ClosedJaxpr | None, str]:
-        return _trace_at_other_batch(self)
+        if not self.batch_inputs:
+            return self.batch.missing or "no argument is a batch (see batch_argnums)"
+        return self.at_batch_of(2 * self.num_rows)[1]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -183,20 +206,17 @@ def _check_batch(leaves: Sequence[Leaf], batch_inputs: Sequence[int]) -> None:
         )
 
 
-def _trace_at_other_batch(trace: Trace) -> tuple[jc.ClosedJaxpr | None, str]:
-    if not trace.batch_inputs:
-        return None, trace.batch.missing or "no argument is a batch (see batch_argnums)"
+def _trace_at(trace: Trace, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
     batch = set(trace.batch_inputs)
-    avals = [leaf.aval for leaf in trace.inputs]
-    larger = [
-        jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype, weak_type=a.weak_type) if i in batch else a
-        for i, a in enumerate(avals)
+    avals = [
+        jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype, weak_type=a.weak_type) if i in batch else a
+        for i, a in enumerate(leaf.aval for leaf in trace.inputs)
     ]
     try:
-        return normalize(jax.make_jaxpr(trace.flat_step)(*larger)), ""
-    # Whatever the user's own code raises at another batch size; it matters only where microbatches are asked for.
+        return normalize(jax.make_jaxpr(trace.flat_step)(*avals)), ""
+    # Whatever the user's own code raises at another batch size; it matters only where the batch is split.
     except Exception as error:
-        return None, f"tracing it at twice the batch size raised {type(error).__name__}: {error}"
+        return None, f"tracing it with a batch of {rows} raised {type(error).__name__}: {error}"
 
 
 def _whole_subtrees(

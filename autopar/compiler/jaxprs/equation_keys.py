@@ -34,6 +34,11 @@ def literal_key(literal: Any) -> Hashable:
     return (tuple(aval.shape), aval.dtype, aval.weak_type, np.asarray(value).tobytes())
 
 
+def same_equations(closed: Any, twin: Any) -> bool:
+    """Return whether two programs have the same primitives in the same order, at every depth."""
+    return [eqn.primitive for eqn in jc.all_equations(closed)] == [eqn.primitive for eqn in jc.all_equations(twin)]
+
+
 def _avals(atoms: Iterable[Any]) -> list[Any]:
     return [atom.aval for atom in atoms]
 

@@ -1,6 +1,6 @@
 """Find out where the batch is in every value of a train step, and what each equation does for one microbatch.
 
-An abstract interpretation of the program at the full batch, beside the same program at twice the batch: an
+An abstract interpretation of the program at the full batch, beside the same program at another batch: an
 axis whose size differs is the batch axis. Every value gets a `State`, every equation a
 `MicrobatchStep`:
 
@@ -40,6 +40,7 @@ from autopar.compiler.microbatch.states import (
     WHOLE,
     AnalysisState,
     Batched,
+    BatchSizes,
     EquationPlace,
     Invariant,
     Local,
@@ -73,10 +74,15 @@ def analyse(
             return block
 
 
-def input_states(full: jc.ClosedJaxpr, at_other_batch: jc.ClosedJaxpr, stateful: Mapping[int, bool]) -> list[State]:
+def input_states(
+    sizes: BatchSizes, full: jc.ClosedJaxpr, at_other_batch: jc.ClosedJaxpr, stateful: Mapping[int, bool]
+) -> list[State]:
     """Return the states of a step's inputs."""
     pairs = zip(jc.open_jaxpr(full)[0].invars, jc.open_jaxpr(at_other_batch)[0].invars, strict=True)
-    return [sliced_state(var.aval, twin.aval, Provenance(stateful=stateful[i])) for i, (var, twin) in enumerate(pairs)]
+    return [
+        sliced_state(sizes, var.aval, twin.aval, Provenance(stateful=stateful[i]))
+        for i, (var, twin) in enumerate(pairs)
+    ]
 
 
 def _wanted_once(analysis: AnalysisState, block: MicrobatchBlock) -> set[EquationPlace]:
@@ -90,14 +96,14 @@ def _block(
     analysis: AnalysisState, scope: Scope, full: Any, at_other_batch: Any, inputs: Sequence[State]
 ) -> MicrobatchBlock:
     jaxpr, consts = jc.open_jaxpr(full)
-    double, _ = jc.open_jaxpr(at_other_batch)
-    _check_same_structure(jaxpr, double)
+    other, _ = jc.open_jaxpr(at_other_batch)
+    _check_same_structure(jaxpr, other)
     scope.states.update(zip(jaxpr.invars, inputs, strict=True))
-    for var, twin in zip(jaxpr.constvars, double.constvars, strict=True):
-        scope.states[var] = sliced_state(var.aval, twin.aval, Provenance())
+    for var, twin in zip(jaxpr.constvars, other.constvars, strict=True):
+        scope.states[var] = sliced_state(analysis.sizes, var.aval, twin.aval, Provenance())
     scope.constants.update(zip(jaxpr.constvars, consts))
     steps: list[MicrobatchStep] = []
-    for number, (eqn, twin) in enumerate(zip(jaxpr.eqns, double.eqns, strict=True)):
+    for number, (eqn, twin) in enumerate(zip(jaxpr.eqns, other.eqns, strict=True)):
         for step in _steps(analysis, scope, (*scope.place, number), eqn, twin):
             scope.states.update(zip(step.eqn.outvars, step.results, strict=True))
             scope.producers.update(dict.fromkeys(step.eqn.outvars, step.eqn))
@@ -113,13 +119,13 @@ def _block(
     )
 
 
-def _check_same_structure(jaxpr: jc.Jaxpr, double: jc.Jaxpr) -> None:
-    for eqn, twin in zip(jaxpr.eqns, double.eqns):
+def _check_same_structure(jaxpr: jc.Jaxpr, other: jc.Jaxpr) -> None:
+    for eqn, twin in zip(jaxpr.eqns, other.eqns):
         if eqn.primitive is not twin.primitive or _arity(eqn) != _arity(twin):
-            difference = f"with the given batch there is {jc.describe(eqn)}, with twice the batch {jc.describe(twin)}"
+            difference = f"with the given batch there is {jc.describe(eqn)}, with another batch {jc.describe(twin)}"
             raise _structure_differs(difference)
-    if len(jaxpr.eqns) != len(double.eqns):
-        difference = f"{len(jaxpr.eqns)} equations with the given batch, {len(double.eqns)} with twice the batch"
+    if len(jaxpr.eqns) != len(other.eqns):
+        difference = f"{len(jaxpr.eqns)} equations with the given batch, {len(other.eqns)} with another batch"
         raise _structure_differs(difference)
 
 
@@ -195,7 +201,7 @@ def _step(
         )
     except (NotSplittable, Unsupported):
         if _can_be_whole(scope, eqn, states):
-            return _whole(eqn, at_other_batch, states)
+            return _whole(analysis, eqn, at_other_batch, states)
         if analysis.num_microbatches == 1:
             return _alone(eqn, at_other_batch, states)
         raise
@@ -203,7 +209,7 @@ def _step(
     reduced = shared or any(isinstance(r, Partial | Whole) for r in step.results)
     if reduced and _can_be_whole(scope, eqn, states):
         # What depends on the batch alone is exact and shared if it is taken of the whole batch.
-        return _whole(eqn, at_other_batch, states)
+        return _whole(analysis, eqn, at_other_batch, states)
     return replace(step, operands=tuple(states))
 
 
@@ -217,9 +223,12 @@ def _can_be_whole(scope: Scope, eqn: jc.JaxprEqn, states: Sequence[State]) -> bo
     return scope.straight and apart and not eqn.effects
 
 
-def _whole(eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: Sequence[State]) -> MicrobatchStep:
+def _whole(
+    analysis: AnalysisState, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: Sequence[State]
+) -> MicrobatchStep:
     provenance = provenances(states)
-    results = [sliced_state(v.aval, w.aval, provenance) for v, w in zip(eqn.outvars, at_other_batch.outvars)]
+    pairs = zip(eqn.outvars, at_other_batch.outvars)
+    results = [sliced_state(analysis.sizes, v.aval, w.aval, provenance) for v, w in pairs]
     return make_step(eqn, at_other_batch, WHOLE, states, results)
 
 
@@ -277,7 +286,7 @@ def _enter(
 # Equations with bodies
 
 AnalyseBody = Callable[[object, Any, Any, Sequence[State], Sequence[Any]], MicrobatchBlock]
-"""Analyse a body, given its role, the body, its twin at twice the batch, its inputs' states and values."""
+"""Analyse a body, given its role, the body, its twin at another batch, its inputs' states and values."""
 
 
 def has_bodies(eqn: jc.JaxprEqn) -> bool:

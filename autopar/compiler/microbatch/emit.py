@@ -1,6 +1,7 @@
 """Trace the program of one microbatch from the steps that the analysis decided on.
 
-    split     the parameters at the microbatch's size, p(B/M) = p(B) - (p(2B) - p(B)) (1 - 1/M)
+    split     the parameters at the microbatch's size, p(B/M) = p(B) + (p(C) - p(B)) (B/M - B) / (C - B),
+              for a batch of B rows and the other trace's of C: mostly C = B/M, and nothing has to be computed
     source    at the full size, then this microbatch's slice, right there so that XLA can fuse the two
     whole     on whole copies of the batch, once, before the microbatches
 
@@ -35,6 +36,7 @@ from autopar.compiler.microbatch.states import (
     SOURCE,
     WHOLE,
     Batched,
+    BatchSizes,
     Local,
     MicrobatchBlock,
     MicrobatchStep,
@@ -52,18 +54,16 @@ _lax: Any = lax
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """The microbatch that is computed: `index` is a traced number."""
+    """The microbatch that is computed: `index` is a traced number, and `sizes` are those of the two traces."""
 
     count: int
     index: Any
+    sizes: BatchSizes
 
     def size(self, full: int) -> int:
         """The length of an axis in one microbatch."""
         if full % self.count:
-            raise NotSplittable(
-                f"An axis of {full}, which grows with the batch, does not divide into {self.count} "
-                f"microbatches. Choose a number of microbatches that divides {full}."
-            )
+            raise NotSplittable(_does_not_divide(full, self.count))
         return full // self.count
 
     def rows(self, value: Any, axis: int) -> Any:
@@ -76,8 +76,8 @@ class Microbatch:
 
 def params_at_microbatch(eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, microbatch: Microbatch) -> dict[str, Any]:
     """An equation's parameters at the microbatch's size."""
-    twice = jp.parameters(at_other_batch)
-    return {key: at_microbatch(value, twice[key], microbatch) for key, value in jp.parameters(eqn).items()}
+    other = jp.parameters(at_other_batch)
+    return {key: at_microbatch(value, other[key], microbatch) for key, value in jp.parameters(eqn).items()}
 
 
 def at_microbatch(value: Any, at_other_batch: Any, microbatch: Microbatch) -> Any:
@@ -86,9 +86,23 @@ def at_microbatch(value: Any, at_other_batch: Any, microbatch: Microbatch) -> An
         items = cast("tuple[Any, ...]", value)
         return tuple(at_microbatch(a, b, microbatch) for a, b in zip(items, at_other_batch, strict=True))
     if isinstance(value, int) and isinstance(at_other_batch, int) and value != at_other_batch:
-        grown = at_other_batch - value
-        return value - grown + microbatch.size(grown)
+        rows = microbatch.size(microbatch.sizes.full)
+        change = (at_other_batch - value) * (rows - microbatch.sizes.full)
+        return value + _whole_part(change, microbatch.sizes.other - microbatch.sizes.full, value, microbatch.count)
     return value
+
+
+def _whole_part(change: int, of: int, size: int, count: int) -> int:
+    if change % of:
+        raise NotSplittable(_does_not_divide(size, count))
+    return change // of
+
+
+def _does_not_divide(size: int, count: int) -> str:
+    return (
+        f"An axis of {size}, which grows with the batch, does not divide into {count} microbatches. Choose a number of "
+        f"microbatches that divides {size}."
+    )
 
 
 @dataclass(kw_only=True)

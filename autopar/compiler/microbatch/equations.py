@@ -32,6 +32,7 @@ from autopar.compiler.microbatch.states import (
     SUM,
     AnalysisState,
     Batched,
+    BatchSizes,
     EquationPlace,
     Invariant,
     Local,
@@ -127,7 +128,7 @@ def flat_step(
         shown = scope.top and not eqn.outvars
         uses = [COMPLETE if shown and isinstance(s, Partial) else KEEP for s in states]
         return make_step(eqn, at_other_batch, SPLIT, states, states[: len(eqn.outvars)], uses)
-    verdict = _verdict(scope, eqn, at_other_batch, states)
+    verdict = _verdict(analysis.sizes, scope, eqn, at_other_batch, states)
     states, uses = _settled(analysis, scope, eqn, at_other_batch, states, verdict)
     analysis.check_crossing(eqn, states)
     if verdict is not None:
@@ -139,22 +140,31 @@ def flat_step(
     return _from_shared(analysis, place, eqn, at_other_batch, states, uses)
 
 
-def sliced_state(aval: Any, at_other_batch: Any, provenance: Provenance) -> State:
+def sliced_state(sizes: BatchSizes, aval: Any, at_other_batch: Any, provenance: Provenance) -> State:
     """Return the state of a value of the full size: sliced if it has one axis that is proportional to the batch."""
     axes = batch_axes(aval, at_other_batch)
     if not axes:
         return Invariant(provenance=provenance)
-    if len(axes) == 1 and at_other_batch.shape[axes[0]] == 2 * aval.shape[axes[0]]:
+    if len(axes) == 1 and sizes.in_proportion(aval.shape[axes[0]], at_other_batch.shape[axes[0]]):
         return Batched(axis=axes[0], provenance=provenance)
     return Whole(provenance=provenance)
 
 
-def _verdict(scope: Scope, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: list[State]) -> Verdict | None:
+def _verdict(
+    sizes: BatchSizes, scope: Scope, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: list[State]
+) -> Verdict | None:
     """Return what the rules say of the rows of the operands; None if no operand has rows."""
     if not any(isinstance(s, Batched) for s in states):
         return None
     axes = tuple(s.axis if isinstance(s, Batched) else None for s in states)
-    site = Site(eqn=eqn, at_other_batch=at_other_batch, axes=axes, producers=scope.producers, constants=scope.constants)
+    site = Site(
+        eqn=eqn,
+        at_other_batch=at_other_batch,
+        sizes=sizes,
+        axes=axes,
+        producers=scope.producers,
+        constants=scope.constants,
+    )
     return row_verdict(site)
 
 
@@ -278,7 +288,7 @@ def _rows_state(
     axes = batch_axes(var.aval, twin.aval)
     if len(axes) != 1:
         refuse(eqn, "combines pairs of the batch's examples" if axes else "loses the batch axis")
-    if var.aval.shape[axes[0]] * 2 != twin.aval.shape[axes[0]]:
+    if not analysis.sizes.in_proportion(var.aval.shape[axes[0]], twin.aval.shape[axes[0]]):
         refuse(eqn, "makes an axis that is not proportional to the batch")
     return _with_rows(analysis, place, Batched(axis=axes[0], provenance=provenance))
 
@@ -303,7 +313,7 @@ def _from_shared(
     if analysis.draw_per_microbatch and eqn.primitive.name == "random_bits":
         provenance = replace(provenance, stateful=True)  # what is drawn is not what the whole batch would draw
     pairs = list(zip(eqn.outvars, at_other_batch.outvars))
-    results = [sliced_state(v.aval, w.aval, provenance) for v, w in pairs]
+    results = [sliced_state(analysis.sizes, v.aval, w.aval, provenance) for v, w in pairs]
     results = [_with_rows(analysis, place, r) if isinstance(r, Batched) else r for r in results]
     if local and any(isinstance(r, Whole) for r in results):
         refuse(eqn, "makes an axis that is not proportional to the batch")

@@ -94,8 +94,8 @@ def _not_in_last(count: Callable[[jc.JaxprEqn], int], what: str) -> Callable[[Si
 
 def _reshape(site: Site) -> Verdict:
     (axis,) = (a for a in site.axes[:1] if a is not None)
-    (result,), (double,) = site.eqn.outvars, site.at_other_batch.outvars
-    axes = batch_axes(result.aval, double.aval)
+    (result,), (other,) = site.eqn.outvars, site.at_other_batch.outvars
+    axes = batch_axes(result.aval, other.aval)
     if len(axes) == 1 and math.prod(site.shape(0)[:axis]) == math.prod(shape_of(result)[: axes[0]]):
         return Rows()
     return refuse(site.eqn, "puts the batch inside another dimension, where a microbatch is no contiguous slice")
@@ -136,9 +136,9 @@ def _conv(site: Site) -> Verdict:
     if rhs == conv.rhs_spec[0]:  # vmap over kernels merges the examples into groups
         if lhs is None and (conv.feature_groups, conv.batch_groups) == (1, 1):
             return Rows()
-        if lhs == conv.lhs_spec[1] and at_other_batch.feature_groups == 2 * conv.feature_groups:
+        if lhs == conv.lhs_spec[1] and site.sizes.in_proportion(conv.feature_groups, at_other_batch.feature_groups):
             return Rows()
-        if lhs == conv.lhs_spec[0] and at_other_batch.batch_groups == 2 * conv.batch_groups:
+        if lhs == conv.lhs_spec[0] and site.sizes.in_proportion(conv.batch_groups, at_other_batch.batch_groups):
             return Rows()
     return refuse(site.eqn, "mixes the batch's examples in a convolution")
 

@@ -24,7 +24,7 @@ from autopar.compiler.jaxprs.evaluate import evaluate_jaxpr
 from autopar.compiler.microbatch.accumulate import accumulate_p, accumulation_axis, accumulation_kind, combine
 from autopar.compiler.microbatch.analysis import analyse, input_states
 from autopar.compiler.microbatch.emit import Microbatch, emit
-from autopar.compiler.microbatch.states import AnalysisState, Batched, MicrobatchBlock, shape_of
+from autopar.compiler.microbatch.states import AnalysisState, Batched, BatchSizes, MicrobatchBlock, batch_axes, shape_of
 from autopar.errors import InvalidArgument
 
 __all__ = ["MicrobatchedStep", "StepInput", "accumulate_p", "evaluate_microbatched", "split_batch"]
@@ -62,26 +62,37 @@ def split_batch(
     random: str = "full_batch",
     input_names: Sequence[str] = (),
 ) -> MicrobatchedStep:
-    """The step of one microbatch, given the normalised traces at the batch and at twice the batch.
+    """The step of one microbatch, given the normalised traces at the batch and at another: best that of a microbatch.
 
     `batch_statistics="per_microbatch"` accepts that reductions over the batch that meet the same examples
     again, as in batch normalisation, are taken within each microbatch; `random="per_microbatch"` that random
     bits are drawn from a key folded with the microbatch's number, instead of being those of the full batch.
     """
+    invars = jc.open_jaxpr(full)[0].invars
+    sizes = _sizes(invars, jc.open_jaxpr(at_other_batch)[0].invars)
     analysis = AnalysisState(
         num_microbatches=num_microbatches,
+        sizes=sizes,
         # One microbatch is the batch, so its own statistics are exact.
         exact=batch_statistics == "exact" and num_microbatches > 1,
         draw_per_microbatch=random == "per_microbatch" and num_microbatches > 1,
     )
-    invars = jc.open_jaxpr(full)[0].invars
     stateful = {i: i not in batch_inputs and _is_state(v.aval) for i, v in enumerate(invars)}
-    states = input_states(full, at_other_batch, stateful)
+    states = input_states(sizes, full, at_other_batch, stateful)
     for i, (var, state) in enumerate(zip(invars, states)):
         size = shape_of(var)[state.axis] if isinstance(state, Batched) else 0
         if size % num_microbatches:
             raise _does_not_divide(size, num_microbatches, _name(i, input_names))
-    return _traced_step(analyse(analysis, full, at_other_batch, states), num_microbatches)
+    return _traced_step(analyse(analysis, full, at_other_batch, states), sizes, num_microbatches)
+
+
+def _sizes(invars: Sequence[jc.Var], at_other_batch: Sequence[jc.Var]) -> BatchSizes:
+    grown = (
+        BatchSizes(full=shape_of(var)[axis], other=shape_of(twin)[axis])
+        for var, twin in zip(invars, at_other_batch, strict=True)
+        for axis in batch_axes(var.aval, twin.aval)
+    )
+    return next(grown, BatchSizes(full=1, other=1))
 
 
 def _is_state(aval: Any) -> bool:
@@ -105,7 +116,7 @@ def _does_not_divide(size: int, num_microbatches: int, name: str) -> InvalidArgu
     )
 
 
-def _traced_step(block: MicrobatchBlock, num_microbatches: int) -> MicrobatchedStep:
+def _traced_step(block: MicrobatchBlock, sizes: BatchSizes, num_microbatches: int) -> MicrobatchedStep:
     invars = block.jaxpr.invars
     copies = [i for i, v in enumerate(invars) if v in block.needed_whole and isinstance(block.inputs[i], Batched)]
     inputs = [
@@ -121,7 +132,7 @@ def _traced_step(block: MicrobatchBlock, num_microbatches: int) -> MicrobatchedS
 
     def run(*args: Any) -> list[Any]:
         index, whole = args[len(invars)], args[len(invars) + 1 :]
-        microbatch = Microbatch(count=num_microbatches, index=index)
+        microbatch = Microbatch(count=num_microbatches, index=index, sizes=sizes)
         return emit(microbatch, block, args[: len(invars)], dict(zip([invars[i] for i in copies], whole)), top=True)
 
     avals = [_aval(block, given, num_microbatches) for given in inputs]

@@ -146,11 +146,24 @@ def shape_of(atom: Any) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """The rows of the batch, and of the other one that the step was traced with."""
+
+    full: int
+    other: int
+
+    def in_proportion(self, size: int, at_other_batch: int) -> bool:
+        """Return whether a size grows as the batch does."""
+        return size * self.other == at_other_batch * self.full
+
+
+@dataclass(frozen=True, kw_only=True)
 class Site:
-    """An equation at the full and twice the batch; the batch axis of each operand (None: it has none)."""
+    """An equation at the full and the other batch; the batch axis of each operand (None: it has none)."""
 
     eqn: jc.JaxprEqn
     at_other_batch: jc.JaxprEqn
+    sizes: BatchSizes
     axes: tuple[int | None, ...]
     producers: Mapping[jc.Var, jc.JaxprEqn]
     constants: Mapping[jc.Var, Any]
@@ -290,6 +303,7 @@ class AnalysisState:
     """One analysis: its options, and what it learns on the way."""
 
     num_microbatches: int
+    sizes: BatchSizes
     exact: bool
     draw_per_microbatch: bool
     local: frozenset[EquationPlace] = frozenset()

@@ -16,6 +16,7 @@ from autopar.compiler.frontend.checkpoint_regions import Path, find_wide_regions
 from autopar.compiler.frontend.layer_scans import LeafRows, layer_scan_lengths, split_layer_scans
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import same_equations
 from autopar.compiler.microbatch.split import MicrobatchedStep, split_batch
 from autopar.compiler.microbatch.unsplit import whole_batch
 from autopar.compiler.pipeline.phases import Phases, find_phases
@@ -106,13 +107,27 @@ def _at_other_batch(trace: Trace, num_microbatches: int, loop_pieces: int, wide:
             "Name the arguments that carry the batch in batch_argnums, inputs that do not in unbatched, or use one "
             "microbatch."
         )
-    if trace.at_other_batch is None:
+    twin, reason = _as_one_microbatch(trace, num_microbatches)
+    if twin is None:
         raise NotSplittable(
-            f"{num_microbatches} microbatches need a step that accepts other batch sizes, but "
-            f"{trace.no_other_batch_because}. Take sizes from the arguments' shapes in the model, or use one "
-            "microbatch."
+            f"{num_microbatches} microbatches need a step that accepts other batch sizes, but {reason}. Take sizes "
+            "from the arguments' shapes in the model, or use one microbatch."
         )
-    return _split_loops(trace, inline_regions(trace.at_other_batch, wide), loop_pieces)[0]
+    return _split_loops(trace, inline_regions(twin, wide), loop_pieces)[0]
+
+
+def _as_one_microbatch(trace: Trace, num_microbatches: int) -> tuple[jc.ClosedJaxpr | None, str]:
+    """Return the step on as many rows as a microbatch has.
+
+    Where it is another program then (one row is often a case of its own), it is the step on another batch: what differs
+    from the full batch is the same.
+    """
+    rows = trace.num_rows
+    twin, reason = trace.at_batch_of(rows // num_microbatches) if rows % num_microbatches == 0 else (None, "")
+    if twin is not None and same_equations(trace.jaxpr, twin):
+        return twin, ""
+    other = trace.at_other_batch
+    return (other, "") if other is not None else (twin, reason or trace.no_other_batch_because)
 
 
 def _piece_name(trace: Trace, piece: LeafRows) -> str:

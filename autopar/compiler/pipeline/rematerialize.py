@@ -30,6 +30,7 @@ from autopar.compiler.frontend.layer_scans import find_layer_scans
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.dead_code import eliminate_dead
+from autopar.compiler.jaxprs.equation_keys import same_equations
 from autopar.compiler.jaxprs.evaluate import evaluate_equations, read
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.jaxprs.primitives import REMAT
@@ -101,10 +102,12 @@ class _RematerializedTrace(Trace):
     step: LayeredStep
     units: tuple[int | Recomputed, ...]
 
-    @cached_property
-    def at_other_batch(self) -> jc.ClosedJaxpr | None:
-        """The same step at twice the batch, with the same layers recomputed."""
-        return None if self.step.at_other_batch is None else _emitted(self.step.at_other_batch, self.units)
+    def at_batch_of(self, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
+        """The same step on a batch of so many rows, with the same layers recomputed."""
+        twin, reason = self.step.trace.at_batch_of(rows)
+        if twin is None or not same_equations(self.step.trace.jaxpr, twin):
+            return None, reason or f"it has other equations with a batch of {rows}"
+        return _emitted(twin, self.units), ""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -175,8 +178,9 @@ class LayeredStep:
 
     @cached_property
     def at_other_batch(self) -> jc.ClosedJaxpr | None:
-        """The step at twice the batch, if it has the same equations."""
-        return self.trace.at_other_batch if _alike(self.trace.jaxpr, self.trace.at_other_batch) else None
+        """The step on another batch, if it has the same equations."""
+        twin = self.trace.at_other_batch
+        return twin if twin is not None and same_equations(self.trace.jaxpr, twin) else None
 
     def operands(self, region: Recomputed) -> set[jc.Var]:
         """Return the values that a region reads."""
@@ -310,13 +314,6 @@ class LayeredStep:
                 between.add(i)
                 needed.update(jc.operands(self.eqns[i]))
         return between
-
-
-def _alike(closed: jc.ClosedJaxpr, twin: jc.ClosedJaxpr | None) -> bool:
-    """True if the step at twice the batch has the same equations."""
-    if twin is None:
-        return False
-    return [eqn.primitive for eqn in closed.jaxpr.eqns] == [eqn.primitive for eqn in twin.jaxpr.eqns]
 
 
 def _grows(var: Any, twin: Any) -> bool:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import autopar
 from autopar.compiler.jaxprs import compat as jc
 from tests.small_steps import (
     Adam,
@@ -46,27 +47,51 @@ def test_printed_trace_counts_what_it_holds():
     assert text.endswith("6 inputs (2 batch, 4 donated), 5 outputs")
 
 
-# --- the trace at twice the batch ---------------------------------------------------------------------------------
+# --- the trace at another batch -----------------------------------------------------------------------------------
 
 
-def test_step_is_traced_at_twice_the_batch_as_well():
-    trace = traced(mlp_step, mlp_params(), mlp_batch())
+def first_rows(params, batch):
+    return mlp_step(params, (batch[0][:8], batch[1]))
+
+
+def more_than_four(params, batch):
+    assert batch[0].shape[0] > 4, "too few"
+    return mlp_step(params, batch)
+
+
+@pytest.mark.parametrize(("step", "rows"), [(mlp_step, 4), (first_rows, 4), (more_than_four, 16)])
+def test_step_is_traced_with_half_of_the_batch_or_twice_the_batch(step, rows):
+    trace = traced(step, mlp_params(), mlp_batch())
     assert trace.at_other_batch is not None
-    assert [v.aval.shape for v in trace.at_other_batch.jaxpr.invars][-2:] == [(16, 4), (16, 4)]
+    assert [v.aval.shape for v in trace.at_other_batch.jaxpr.invars][-2:] == [(rows, 4), (rows, 4)]
 
 
 @pytest.mark.parametrize(
     ("step", "batch", "reason"),
     [
         (lambda p, b: p, (), "no argument is a batch"),
-        (lambda p, b: b[0].reshape(8, 4), (1,), "at twice the batch size raised TypeError: .*reshape"),
+        (lambda p, b: b[0].reshape(8, 4), (1,), "with a batch of 16 raised TypeError: .*reshape"),
     ],
     ids=["no batch", "a fixed size"],
 )
-def test_reason_is_kept_where_there_is_no_trace_at_twice_the_batch(step, batch, reason):
+def test_reason_is_kept_where_there_is_no_trace_at_another_batch(step, batch, reason):
     trace = traced(step, mlp_params(), mlp_batch(), batch=batch)
     assert trace.at_other_batch is None
     assert re.search(reason, trace.no_other_batch_because)
+
+
+def test_step_that_is_not_split_is_traced_once():
+    calls = []
+
+    def step(params, batch):
+        calls.append(len(batch[0]))
+        return mlp_step(params, batch)
+
+    parallel = autopar.parallelize(step)
+    parallel.trace(mlp_params(), mlp_batch()).plan().lower()
+    assert calls == [8]
+    parallel.trace(mlp_params(), mlp_batch()).plan(autopar.DataParallel(num_microbatches=4)).lower()
+    assert calls == [8, 8, 2]
 
 
 # --- state --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Split a step by hand in a test: trace it at the batch and at twice the batch, split it, evaluate it."""
+"""Split a step by hand in a test: trace it at the batch and at that of a microbatch, split it, evaluate it."""
 
 from typing import Any
 
@@ -42,8 +42,11 @@ def hidden(p, x):
     return jnp.tanh(x @ p["a"] + p["b"])
 
 
-def traces(step: Any, *args: Any, batch: tuple[int, ...] = (1,)) -> Any:
-    """The step traced at the batch and at twice the batch, the positions of the batch's leaves, and all leaves."""
+def traces(step: Any, *args: Any, batch: tuple[int, ...] = (1,), microbatches: int | None = None) -> Any:
+    """The step traced at the batch and at another, the positions of the batch's leaves, and all leaves.
+
+    The other batch is that of a microbatch of several rows if the step takes it, otherwise twice the batch.
+    """
     leaves, tree = jax.tree.flatten(args)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     owner = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
@@ -52,14 +55,25 @@ def traces(step: Any, *args: Any, batch: tuple[int, ...] = (1,)) -> Any:
     def flat(*values: Any) -> Any:
         return step(*jax.tree.unflatten(tree, values))
 
-    twice = [jnp.concatenate([v, v]) if i in batch_inputs and v.ndim else v for i, v in enumerate(leaves)]
-    full, at_other_batch = (normalize(jax.make_jaxpr(flat)(*values)) for values in (leaves, twice))
+    def traced(rows: int) -> Any:
+        sizes = [(rows, *v.shape[1:]) if i in batch_inputs and v.ndim else v.shape for i, v in enumerate(leaves)]
+        return normalize(
+            jax.make_jaxpr(flat)(*[jax.ShapeDtypeStruct(s, v.dtype) for s, v in zip(sizes, leaves, strict=True)])
+        )
+
+    rows = next((len(leaves[i]) for i in batch_inputs if leaves[i].ndim), 1)
+    part = rows // microbatches if microbatches and rows % microbatches == 0 else 1
+    full = traced(rows)
+    try:
+        at_other_batch = traced(part if 1 < part < rows else 2 * rows)
+    except TypeError:  # groups of more rows than a microbatch has
+        at_other_batch = traced(2 * rows)
     return full, at_other_batch, batch_inputs, leaves
 
 
 def split(step: Any, *args: Any, batch: tuple[int, ...] = (1,), microbatches: int = 4, **options: Any) -> Any:
     """The microbatched step and the flat arguments."""
-    full, at_other_batch, batch_inputs, leaves = traces(step, *args, batch=batch)
+    full, at_other_batch, batch_inputs, leaves = traces(step, *args, batch=batch, microbatches=microbatches)
     result = split_batch(full, at_other_batch, batch_inputs=batch_inputs, num_microbatches=microbatches, **options)
     return result, leaves
 
