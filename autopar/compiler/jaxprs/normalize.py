@@ -1,6 +1,7 @@
 """Bring a traced step into the form that every later pass reads: calls inlined, dead equations removed.
 
-A reshape that reads its operand in another order of dimensions becomes a transpose and a plain reshape.
+A reshape that reads its operand in another order of dimensions becomes a transpose and a plain reshape, and a
+collective over an axis that `jax.vmap` binds the reduction that it is.
 
 After this pass no equation at any depth is a call of another function (`jit`, `custom_jvp_call`, `custom_vjp_call`,
 ...): what is left of nested programs are loops (`scan`, `while`), branches (`cond`) and rematerialised regions
@@ -22,6 +23,8 @@ from autopar.compiler.jaxprs.dead_code import eliminate_dead
 from autopar.compiler.jaxprs.evaluate import evaluate_jaxpr, rewrite
 from autopar.compiler.jaxprs.primitives import NESTED
 
+_OVER_MAPPED_AXES = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+
 # The scopes of constraints that were arguments of `jax.jit`.
 IN_SHARDINGS, OUT_SHARDINGS = "in_shardings", "out_shardings"
 
@@ -38,6 +41,9 @@ def _inlined(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> Sequence[Any]:
         with jc.under_scope_of(eqn):
             values[0] = lax.transpose(values[0], order)
         return jc.bind_equation(eqn, values, {"dimensions": None})
+    if axes := jp.mapped_axes(eqn):
+        with jc.under_scope_of(eqn):
+            return [_OVER_MAPPED_AXES[eqn.primitive.name](value, axes) for value in values]
     if called is None:
         return jc.bind_equation(eqn, values, _with_inlined_bodies(eqn))
     asked_in, asked_out = jp.jit_shardings(eqn)

@@ -255,6 +255,16 @@ def dimensions_of(eqn: JaxprEqn) -> Dimensions:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
+def mapped_axes(eqn: JaxprEqn) -> Dimensions:
+    """The dimensions over which a collective reduces, where all its axes are those of `jax.vmap`; else none.
+
+    Mapped axes have become dimensions of the operands by then; those of a mesh still have names.
+    """
+    axes = eqn.params.get("axes", ()) if eqn.primitive.name in ("psum", "pmax", "pmin") else ()
+    whole = eqn.params.get("axis_index_groups") is None
+    return tuple(axes) if whole and all(isinstance(axis, int) for axis in axes) else ()
+
+
 def fft_points(eqn: JaxprEqn) -> tuple[int, ...]:
     """The lengths of the transformed dimensions of an `fft`."""
     return tuple(eqn.params["fft_lengths"])

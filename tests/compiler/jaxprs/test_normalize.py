@@ -126,6 +126,20 @@ def test_normalising_again_changes_nothing(function: Callable[..., Any]) -> None
     assert primitives(normalize(once)) == primitives(once)
 
 
+def test_collectives_over_a_mapped_axis_become_reductions() -> None:
+    def one(row):
+        return lax.pmean(row, "rows"), lax.psum((row, 2.0 * row), "rows"), lax.pmax(row, "rows"), lax.pmin(row, "rows")
+
+    def function(x):
+        return jax.vmap(one, axis_name="rows")(x)
+
+    closed = normalize(traced(function))
+    assert not {"psum", "pmax", "pmin"}.intersection(primitives(closed))
+    results = jc.jaxpr_as_fun(closed)(X())
+    for result, expected in zip(results, jax.tree.leaves(function(X())), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-14)
+
+
 def test_a_reshape_in_another_order_becomes_a_transpose_and_a_reshape() -> None:
     def function(x):
         return lax.reshape(x, (2, 6), dimensions=(1, 0))
