@@ -105,3 +105,14 @@ def test_batch_norm_carries_its_state():
     theirs = eqx.filter_jit(normed_step)(model, state, X)
     for a, b in zip(jax.tree.leaves(eqx.filter(ours, eqx.is_array)), jax.tree.leaves(eqx.filter(theirs, eqx.is_array))):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_argument_with_more_than_arrays_is_not_placed_ahead_of_a_call():
+    def scaled(batch, w):
+        return w * jnp.mean(batch["x"])
+
+    step = autopar.parallelize(scaled, batch_argnums=0)
+    batch = {"x": X, "kind": "images"}
+    step(batch, Y)
+    with pytest.raises(autopar.InvalidArgument, match="Argument 0 of scaled holds more than arrays"):
+        autopar.shard_batch(batch, like=step, argnum=0)

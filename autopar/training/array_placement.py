@@ -83,7 +83,7 @@ class ArgumentPlacement:
 def argument_placement(compiled: Compiled, number: int) -> tuple[ArgumentPlacement, Any]:
     """Return the places of one argument of a step (0 is its state), and the structure of that argument.
 
-    Raises `InvalidArgument` for an argument that is static or missing.
+    Raises `InvalidArgument` for an argument that is static or missing, or holds what is no array.
     """
     trace, program = compiled.trace, compiled.program
     numbers = [i for i, leaf in enumerate(trace.inputs) if leaf.argument == number]
@@ -98,6 +98,11 @@ def argument_placement(compiled: Compiled, number: int) -> tuple[ArgumentPlaceme
             "argument 0, the batch as another one, and neither as static."
         )
     argument = given[where]
+    if len(jax.tree.leaves(argument)) != len(numbers):
+        raise InvalidArgument(
+            f"Argument {number} of {trace.name} holds more than arrays: functions, words, numbers of a module, or NNX "
+            "objects. Only arrays are placed ahead of a call; pass it to the step as it is, which places it."
+        )
     uses = {leaf: [program.inputs[place] for place in places] for leaf, places in places_of(program).items()}
     returned = {i: o for o, i in trace.state_outputs.items()}
     outputs = {output.leaf: {mesh for mesh, _ in output.parts} for output in program.outputs}
