@@ -12,6 +12,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 _CACHE = Path(__file__).parent.parent / ".cache" / "jax" / version("jax")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("AUTOPAR_CACHE_DIR", str(_CACHE.parent.parent / "autopar"))
+# Most of a test's time goes into compiling, half of that into making fast what runs for a millisecond.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # A test's Ray is its own, and not one that another test or somebody else has started on this machine.
 os.environ.setdefault("RAY_ADDRESS", "local")
 # Everything is worth keeping: tests compile many small programs.

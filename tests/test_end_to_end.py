@@ -56,16 +56,16 @@ def four(num_microbatches: int, schedule: str, *, donate: bool = False, **option
 
 # Models that take long to compile: on one mesh, and in two or four stages. `make sweep` runs the rest of the product.
 HEAVY = {
-    "gpt_linen": (one(1, **MESH_2_4, **MEGATRON), two(2, "zero-bubble", **MESH_2_2, **MEGATRON)),
+    "gpt_linen": (one(2, **MESH_2_4, **MEGATRON), two(2, "zero-bubble", **MESH_2_2, **MEGATRON)),
     "gpt_scan": (one(2), four(1, "1f1b", donate=True)),
     "gpt_bfloat16": (one(4), four(2, "gpipe")),
-    "gpt_nnx": (one(1), two(4, "gpipe", **REMAT)),
+    "gpt_nnx": (one(2), two(4, "gpipe", **REMAT)),
     "gpt_equinox": (one(4), four(1, "zero-bubble")),
     "moe": (one(2, **MESH_2_4, **EXPERTS), two(1, "interleaved")),
     "convnet": (one(4), four(2, "1f1b", **REMAT)),
     "convnet_batch_norm": (one(1), two(2, "1f1b")),
     "vit": (one(2), two(4, "eager-1f1b")),
-    "recurrent": (one(1), two(4, "zero-bubble")),
+    "recurrent": (one(2), two(4, "zero-bubble")),
     "encoder_decoder": (one(4), two(2, "interleaved")),
     "masked_lm": (one(2), four(4, "eager-1f1b")),
     "dropout": (one(4), two(2, "eager-1f1b", donate=True)),
