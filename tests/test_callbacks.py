@@ -1,6 +1,6 @@
 """Callbacks in a parallelized step: each runs where it can, as often as its data is there, and sees whole values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -179,3 +179,55 @@ def test_callback_whose_result_may_mix_examples_runs_with_the_whole_batch(call):
     step = sgd(lambda params, batch: mlp_loss(params, (call(batch[0] @ params[0]["w"]), batch[1])))
     parallel = autopar.parallelize(step, method=two_stages(num_microbatches=1), devices=devices())
     assert_same(parallel(mlp_params(), mlp_batch()), jax.jit(step)(mlp_params(), mlp_batch()))
+
+
+@pytest.fixture
+def new_tokens() -> Iterator[None]:
+    """JAX remembers the last execution with effects of every device, and raises its failure when the process ends."""
+    yield
+    for device in jax.devices():
+        jax.jit(lambda x: jax.debug.callback(lambda x: None, x))(jax.device_put(0, device))
+    jax.effects_barrier()
+
+
+RAISING = METHODS | {
+    "data parallel": autopar.DataParallel(),
+    "search": autopar.Auto(num_stages=1, num_microbatches=1),
+}
+
+
+@pytest.mark.parametrize("callback", [jax.experimental.io_callback, jax.debug.callback], ids=["io", "debug"])
+@pytest.mark.parametrize("method", RAISING.values(), ids=RAISING)
+def test_callback_that_raises_fails_the_step_or_who_reads_its_loss(method, callback, new_tokens):
+    def refuse(loss: Any) -> None:
+        raise ValueError(f"a loss of {loss}")
+
+    def step(params, batch):
+        new, loss = sgd(mlp_loss)(params, batch)
+        callback(refuse, None, loss) if callback is jax.experimental.io_callback else callback(refuse, loss)
+        return new, loss
+
+    parallel = autopar.parallelize(step, method=method, devices=devices())
+    for _ in range(2):  # not only the first time
+        with pytest.raises(jax.errors.JaxRuntimeError, match="a loss of"):
+            float(parallel(mlp_params(), mlp_batch())[1])
+
+
+def test_a_step_whose_callback_raised_once_goes_on(new_tokens):
+    seen: list[float] = []
+
+    def refuse_the_first(loss: Any) -> None:
+        seen.append(float(loss))
+        if len(seen) == 1:
+            raise ValueError("the first")
+
+    def step(params, batch):
+        new, loss = sgd(mlp_loss)(params, batch)
+        jax.debug.callback(refuse_the_first, loss)
+        return new, loss
+
+    parallel = autopar.parallelize(step, method=two_stages(), devices=devices())
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the first"):
+        parallel(mlp_params(), mlp_batch())
+    assert_same(parallel(mlp_params(), mlp_batch()), jax.jit(sgd(mlp_loss))(mlp_params(), mlp_batch()))
+    assert len(seen) == 2

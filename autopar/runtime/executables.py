@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import track
 
@@ -49,6 +49,9 @@ def compile_all(
 ) -> Mapping[str, Callable[..., Any]]:
     """Compile every executable for its mesh, as many at a time as there are cores, and show how far it is.
 
+    One with effects returns a number more than it has outputs, which is there when its effects are: a callback that
+    raises fails its executable, and reading the number says so, whatever becomes of the outputs.
+
     Lowering reads JAX's thread-local configuration, so it stays on this thread; XLA compiles on the others.
     """
     lowered = [_lowered(e, meshes[e.mesh]) for e in executables]
@@ -71,6 +74,11 @@ def compile_at_first_call(
     return {e.name: later(e) for e in executables}
 
 
+def has_effects(executable: Executable) -> bool:
+    """Return True if the executable calls back to Python, prints, or has another effect that can fail."""
+    return executable.jaxpr is not None and bool(executable.jaxpr.effects)
+
+
 def _lowered(executable: Executable, mesh: Mesh) -> Any:
     arguments = [
         jax.ShapeDtypeStruct(kind.shape, jax_dtype(kind.dtype), sharding=sharding)
@@ -83,13 +91,16 @@ def _jitted(executable: Executable, mesh: Mesh) -> Any:
     fun = jaxpr_as_fun(executable.jaxpr)
 
     def call(*arrays: jax.Array) -> list[Any]:
-        return fun(*arrays)
+        return [*fun(*arrays), *([jnp.zeros(())] if has_effects(executable) else [])]
 
     call.__name__ = call.__qualname__ = executable.name  # what profiles and dumps of XLA show
     return jax.jit(
         call,
         in_shardings=_shardings(executable.inputs, mesh),
-        out_shardings=list(_shardings(executable.outputs, mesh)),
+        out_shardings=[
+            *_shardings(executable.outputs, mesh),
+            *([NamedSharding(mesh, PartitionSpec())] if has_effects(executable) else []),
+        ],
         donate_argnums=executable.donated,
         keep_unused=True,  # so that the planned positions are the compiled ones
     )

@@ -2,26 +2,32 @@
 
 JAX dispatches asynchronously and every device has a queue of its own, so the loop runs ahead of the devices
 and the meshes work at the same time; `device_put` between meshes is the channel, and starts at the Send.
+
+Any number of threads may call: a call has an environment of its own, and starts its work while no other does.
+A step whose parts have effects is waited for, so that a callback that raises fails the call.
 """
 
+import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
-from autopar.ir.program import Free, Program, Recv, Run
+from autopar.ir.program import Free, Instruction, Program, Recv, Run
 from autopar.runtime.executables import compile_all, compile_at_first_call, jaxpr_as_fun, mesh_of
 from autopar.runtime.inputs import placement
 from autopar.runtime.interfaces import Device, LoadedProgram, Receiver, Sender
-from autopar.runtime.interpreter import Environment, resolve
-from autopar.runtime.results import collection
+from autopar.runtime.interpreter import Environment, ResolvedInstruction, numbered, resolve
+from autopar.runtime.results import ReadResult, collection
 from autopar.runtime.timeline import InstructionTime, instruction_name
 
-Queues = dict[tuple[int, int], deque[Sequence[jax.Array]]]  # (source, destination) -> sent and not yet received
+# Executions that reach the devices in different orders would wait for each other in their collectives, so that one
+# call at a time starts its work. Reentrant, for callbacks that run on the thread which calls.
+_starting = threading.RLock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,21 +36,15 @@ class InProcessChannel:
 
     mesh: int
     layouts: Mapping[tuple[int, str], NamedSharding]
-    queues: Queues
 
     def sender(self, values: tuple[str, ...], to: int) -> Sender:
-        """Start the copy and queue it."""
-        queue = self.queues[self.mesh, to]
+        """Start the copy, which is the message."""
         shardings = [self.layouts[to, value] for value in values]
-
-        def send(arrays: Sequence[jax.Array]) -> None:
-            queue.append(jax.device_put(list(arrays), shardings))
-
-        return send
+        return lambda arrays: jax.device_put(list(arrays), shardings)
 
     def receiver(self, values: tuple[str, ...], source: int) -> Receiver:
-        """Take the oldest copy of this pair of meshes."""
-        return self.queues[source, self.mesh].popleft
+        """Take the copy."""
+        return lambda message: message
 
 
 @dataclass(frozen=True)
@@ -68,69 +68,89 @@ class InProcess:
         slots = _slots(program)
         functions = (compile_at_first_call if at_first_call else compile_all)([*program.executables.values()], meshes)
         donated = {e.name: e.donated for e in program.executables.values()}
-        queues: Queues = defaultdict(deque)
         local = [{name: slots[number, name] for name in mesh.values} for number, mesh in enumerate(program.meshes)]
+        order = numbered(program)
         steps = [
             resolve(
                 instruction,
                 slots=local[mesh],
                 functions=functions,
                 donated=donated,
-                channel=InProcessChannel(mesh=mesh, layouts=layouts, queues=queues),
+                channel=InProcessChannel(mesh=mesh, layouts=layouts),
+                extra=None if number is None else len(slots) + number,
             )
-            for mesh, instruction in program.linear_order()
+            for mesh, instruction, number in order
         ]
-        place = placement(program, [layouts[item.mesh, item.value] for item in program.inputs], leaf_names)
-        results = collection(program, slots, layouts)
-        unset: Environment = [None] * (len(slots) - len(program.inputs))
-
-        def begin(leaves: Sequence[Any]) -> Environment:
-            for queue in queues.values():
-                queue.clear()  # of a call that was interrupted
-            return place(leaves) + unset
-
-        def step(leaves: Sequence[Any]) -> list[Any]:
-            env = begin(leaves)
-            for run in steps:
-                run(env)
-            return [result(env) for result in results]
-
-        order = program.linear_order()
-
-        def timed(leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
-            env = begin(leaves)
-            times: list[InstructionTime] = []
-            for (mesh, instruction), run in zip(order, steps):
-                start_s = time.time()
-                run(env)
-                # A Send has nothing to wait for here: its Recv waits for the copy.
-                names = instruction.outputs if isinstance(instruction, Run) else ()
-                names = instruction.values if isinstance(instruction, Recv) else names
-                jax.block_until_ready([env[slots[mesh, name]] for name in names])
-                if not isinstance(instruction, Free):
-                    name, stop_s = instruction_name(instruction), time.time()
-                    times.append(InstructionTime(process=0, mesh=mesh, name=name, start_s=start_s, stop_s=stop_s))
-            return [result(env) for result in results], times
-
         whole = _whole_step(program)
-        call = step if whole is None else _direct(functions[whole], step)
-        return InProcessProgram(call=call, timed_call=timed)
+        return InProcessProgram(
+            place=placement(program, [layouts[item.mesh, item.value] for item in program.inputs], leaf_names),
+            unset=[None] * (len(slots) + len(order) - len(program.inputs)),
+            order=order,
+            steps=steps,
+            slots=slots,
+            results=collection(program, slots, layouts),
+            whole=None if whole is None else functions[whole],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class InProcessProgram:
     """A program that is loaded in this process."""
 
-    call: Callable[[Sequence[Any]], list[Any]]
-    timed_call: Callable[[Sequence[Any]], tuple[list[Any], list[InstructionTime]]]
+    place: Callable[[Sequence[Any]], list[Any]]
+    unset: Environment
+    """The slots of what is no input: values, then messages and effects by their numbers."""
+    order: Sequence[tuple[int, Instruction, int | None]]
+    steps: Sequence[ResolvedInstruction]
+    slots: Mapping[tuple[int, str], int]
+    results: Sequence[ReadResult]
+    whole: Callable[..., list[Any]] | None
+    """The one executable that takes the arguments and returns the results as they are, if there is one."""
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Carry out one step; what the program donates is gone afterwards."""
-        return self.call(leaves)
+        # Looked up here, because a deleted array on several devices crashes the process in jaxlib 0.10.
+        if self.whole is None or _any_deleted(leaves):
+            return self._step(leaves)  # which says which one is deleted
+        try:
+            # Its effects are not waited for: it makes all results, so that reading any tells of a failure.
+            with _starting:
+                return self.whole(*leaves)[: len(self.results)]
+        except (TypeError, ValueError):  # another layout or number type: to be placed, or to be explained
+            return self._step(leaves)
+
+    def _step(self, leaves: Sequence[Any]) -> list[Any]:
+        with _starting:
+            env = self.place(leaves) + self.unset
+            for run in self.steps:
+                run(env)
+            found = [result(env) for result in self.results]
+        jax.block_until_ready([env[slot] for slot in self._effects])
+        return found
+
+    @cached_property
+    def _effects(self) -> list[int]:
+        return [len(self.slots) + n for _, step, n in self.order if isinstance(step, Run) and n is not None]
 
     def timed(self, leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
         """The same, waiting for every instruction: one mesh works at a time, and when each ran."""
-        return self.timed_call(leaves)
+        with _starting:
+            env = self.place(leaves) + self.unset
+        times: list[InstructionTime] = []
+        for (mesh, instruction, number), run in zip(self.order, self.steps):
+            start_s = time.time()
+            with _starting:
+                run(env)
+            # A Send has nothing to wait for here: its Recv waits for the copy.
+            names = instruction.outputs if isinstance(instruction, Run) else ()
+            names = instruction.values if isinstance(instruction, Recv) else names
+            jax.block_until_ready([env[self.slots[mesh, name]] for name in names])
+            if number is not None:
+                jax.block_until_ready(env[len(self.slots) + number])
+            if not isinstance(instruction, Free):
+                name, stop_s = instruction_name(instruction), time.time()
+                times.append(InstructionTime(process=0, mesh=mesh, name=name, start_s=start_s, stop_s=stop_s))
+        return [result(env) for result in self.results], times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,23 +184,6 @@ def _whole_step(program: Program) -> str | None:
         and [o.leaf for o in program.outputs] == list(range(len(outputs)))
     )
     return runs[0].executable if straight else None
-
-
-def _direct(
-    executable: Callable[..., list[Any]], step: Callable[[Sequence[Any]], list[Any]]
-) -> Callable[[Sequence[Any]], list[Any]]:
-    """Call the executable on the leaves as they are; what it refuses goes the way of every program."""
-
-    def call(leaves: Sequence[Any]) -> list[Any]:
-        # Looked up here, because a deleted array on several devices crashes the process in jaxlib 0.10.
-        if _any_deleted(leaves):
-            return step(leaves)  # which says which one
-        try:
-            return executable(*leaves)
-        except (TypeError, ValueError):  # another layout or number type: to be placed, or to be explained
-            return step(leaves)
-
-    return call
 
 
 def _any_deleted(leaves: Sequence[Any]) -> bool:

@@ -149,10 +149,9 @@ class ArgumentUses:
     mesh_devices: frozenset[Device]
     all_meshes: frozenset[frozenset[Device]]
     together: tuple[JoinedWindows, ...] | None
-    # Per layout of the argument that was seen: the devices of every window, when all lie there already; the same for
-    # the windows of a mesh together.
-    local: dict[Sharding, list[list[Device]] | None] = field(default_factory=dict)
-    local_together: dict[Sharding, list[list[Device]] | None] = field(default_factory=dict)
+    # Per layout of the argument that was seen: the devices of every window, when all lie there already, and the same
+    # for the windows of a mesh together.
+    local: dict[Sharding, tuple[list[list[Device]] | None, list[list[Device]] | None]] = field(default_factory=dict)
 
 
 def placement(
@@ -212,10 +211,12 @@ def _place_windows(leaf: ArgumentUses, argument: Any, is_array: bool, placed: li
         return
     there = argument.sharding
     if there not in leaf.local:
-        leaf.local[there] = _local_devices(leaf.windows, leaf.shape, there)
         wider = None if leaf.together is None else [each.use for each in leaf.together]
-        leaf.local_together[there] = None if wider is None else _local_devices(wider, leaf.shape, there)
-    local, local_together = leaf.local[there], leaf.local_together[there]
+        leaf.local[there] = (
+            _local_devices(leaf.windows, leaf.shape, there),
+            None if wider is None else _local_devices(wider, leaf.shape, there),
+        )
+    local, local_together = leaf.local[there]
     if local is not None:
         for use, array in zip(leaf.windows, _taken_over(argument, leaf.windows, local)):
             placed[use.place] = array

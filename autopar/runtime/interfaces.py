@@ -9,8 +9,9 @@ import jax
 from autopar.runtime.timeline import InstructionTime
 
 Device = Any  # a jax.Device, which the type checker does not know
-Sender = Callable[[Sequence[jax.Array]], None]
-Receiver = Callable[[], Sequence[jax.Array]]
+Message = Any  # what its receiver in this process needs; None where it goes by other ways
+Sender = Callable[[Sequence[jax.Array]], Message]
+Receiver = Callable[[Message], Sequence[jax.Array]]
 
 
 class LoadedProgram(Protocol):
@@ -26,14 +27,17 @@ class LoadedProgram(Protocol):
 
 
 class Channel(Protocol):
-    """A way from the values of one mesh to the others; both ends are made once, when a program is loaded."""
+    """A way from the values of one mesh to the others; both ends are made once, when a program is loaded.
+
+    Calls of the program may overlap, so that a channel keeps nothing of a call: it is in the message.
+    """
 
     def sender(self, values: tuple[str, ...], to: int) -> Sender:
-        """A function that hands over the arrays of `values` and does not wait."""
+        """A function that hands over the arrays of `values`, does not wait, and returns the message."""
         ...
 
     def receiver(self, values: tuple[str, ...], source: int) -> Receiver:
-        """A function that returns the arrays of `values` in the layout that this mesh declares."""
+        """A function that returns the arrays of a message in the layout that this mesh declares for `values`."""
         ...
 
 

@@ -1,20 +1,49 @@
 """The one interpreter of instructions: each becomes a function of an environment, once, to be just called.
 
-An environment is a flat list with one slot per value. All names, executables and channels are looked up when
-a program is loaded, so that what a step pays per instruction is one call and a few list accesses.
+An environment is a flat list with one slot per value and per message, and all that a call has of its own: two
+calls of one program, from two threads or one interrupted, know nothing of each other. All names, executables and
+channels are looked up when a program is loaded, so that what a step pays per instruction is one call and a few list
+accesses.
 
     Run   env[outputs] = executable(env[inputs]);  env[donated] = None
-    Send  sender(env[values])          Recv  env[values] = receiver()          Free  env[values] = None
+    Send  env[message] = sender(env[values])
+    Recv  env[values] = receiver(env[message]);  env[message] = None
+    Free  env[values] = None
 """
 
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_never
 
-from autopar.ir.program import Free, Instruction, Recv, Run, Send
+from autopar.ir.program import Free, Instruction, Program, Recv, Run, Send
+from autopar.runtime.executables import has_effects
 from autopar.runtime.interfaces import Channel, Receiver, Sender
 
 Environment = list[Any]
 ResolvedInstruction = Callable[[Environment], None]
+
+
+def numbered(program: Program) -> list[tuple[int, Instruction, int | None]]:
+    """Return (mesh, instruction, number) in linear order.
+
+    A Send and its Recv have one number, that of their message; a Run with effects has a number of its own; all others
+    have None.
+    """
+    on_the_way: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+    found: list[tuple[int, Instruction, int | None]] = []
+    numbers = itertools.count()
+    for mesh, instruction in program.linear_order():
+        number = None
+        if isinstance(instruction, Send):
+            number = next(numbers)
+            on_the_way[mesh, instruction.to].append(number)
+        elif isinstance(instruction, Recv):
+            number = on_the_way[instruction.source, mesh].popleft()
+        elif isinstance(instruction, Run) and has_effects(program.executables[instruction.executable]):
+            number = next(numbers)
+        found.append((mesh, instruction, number))
+    return found
 
 
 def resolve(
@@ -24,24 +53,28 @@ def resolve(
     functions: Mapping[str, Callable[..., Sequence[Any]]],
     donated: Mapping[str, tuple[int, ...]],
     channel: Channel,
+    extra: int | None = None,
 ) -> ResolvedInstruction:
-    """The instruction as a function of an environment whose values have these slots."""
+    """Return the instruction as a function of an environment whose values have these slots.
+
+    `extra` is the slot of the message of a Send or Recv, and of what stands for the effects of a Run that has some.
+    """
     match instruction:
         case Run():
             inputs = [slots[name] for name in instruction.inputs]
             gone = [inputs[position] for position in donated[instruction.executable]]
             outputs = [slots[name] for name in instruction.outputs]
+            if extra is not None:
+                outputs.append(extra)
             return _run(functions[instruction.executable], inputs, gone, outputs)
         case Send():
-            return _send(
-                channel.sender(instruction.values, instruction.to),
-                [slots[name] for name in instruction.values],
-            )
+            assert extra is not None
+            values = [slots[name] for name in instruction.values]
+            return _send(channel.sender(instruction.values, instruction.to), values, extra)
         case Recv():
-            return _receive(
-                channel.receiver(instruction.values, instruction.source),
-                [slots[name] for name in instruction.values],
-            )
+            assert extra is not None
+            values = [slots[name] for name in instruction.values]
+            return _receive(channel.receiver(instruction.values, instruction.source), values, extra)
         case Free():
             return _free([slots[name] for name in instruction.values])
         case _:
@@ -64,17 +97,18 @@ def _run(
     return step
 
 
-def _send(sender: Sender, slots: Sequence[int]) -> ResolvedInstruction:
+def _send(sender: Sender, slots: Sequence[int], message: int) -> ResolvedInstruction:
     def step(env: Environment) -> None:
-        sender([env[slot] for slot in slots])
+        env[message] = sender([env[slot] for slot in slots])
 
     return step
 
 
-def _receive(receiver: Receiver, slots: Sequence[int]) -> ResolvedInstruction:
+def _receive(receiver: Receiver, slots: Sequence[int], message: int) -> ResolvedInstruction:
     def step(env: Environment) -> None:
-        for slot, array in zip(slots, receiver()):
+        for slot, array in zip(slots, receiver(env[message])):
             env[slot] = array
+        env[message] = None
 
     return step
 

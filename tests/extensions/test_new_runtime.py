@@ -4,7 +4,6 @@ The pieces of a program are public: the order in which nothing waits, the interp
 instruction, and where arguments come from. A runtime gives functions for executables, and a channel for values.
 """
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,22 +15,18 @@ import pytest
 from autopar.compiler import passes
 from autopar.hardware.cluster import Cluster
 from autopar.ir.program import Executable, Input, Program
-from autopar.runtime.interpreter import resolve
+from autopar.runtime.interpreter import numbered, resolve
 from tests.small_steps import mlp_batch, mlp_params, mlp_step, traced, two_stages
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mailbox:
-    """The channel of one mesh: arrays are passed on as they are, first in, first out."""
+class AsTheyAre:
+    """A channel of all meshes: a message is the arrays themselves."""
 
-    mesh: int
-    queues: dict[tuple[int, int], deque[Sequence[Any]]]
+    def sender(self, values: tuple[str, ...], to: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        return lambda arrays: arrays
 
-    def sender(self, values: tuple[str, ...], to: int) -> Callable[[Sequence[Any]], None]:
-        return self.queues[self.mesh, to].append
-
-    def receiver(self, values: tuple[str, ...], source: int) -> Callable[[], Sequence[Any]]:
-        return self.queues[source, self.mesh].popleft
+    def receiver(self, values: tuple[str, ...], source: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        return lambda message: message
 
 
 @dataclass(frozen=True)
@@ -43,21 +38,22 @@ class OnPaper:
         names = [(item.mesh, item.value) for item in program.inputs]
         names += [(number, name) for number, mesh in enumerate(program.meshes) for name in mesh.values]
         slots = {name: slot for slot, name in enumerate(dict.fromkeys(names))}
-        queues: dict[tuple[int, int], deque[Sequence[Any]]] = defaultdict(deque)
+        order = numbered(program)
         steps = [
             resolve(
                 instruction,
                 slots={name: slots[mesh, name] for name in program.meshes[mesh].values},
                 functions={name: evaluator(executable) for name, executable in program.executables.items()},
                 donated={name: executable.donated for name, executable in program.executables.items()},
-                channel=Mailbox(mesh=mesh, queues=queues),
+                channel=AsTheyAre(),
+                extra=None if number is None else len(slots) + number,
             )
-            for mesh, instruction in program.linear_order()
+            for mesh, instruction, number in order
         ]
 
         def step(leaves: Sequence[Any]) -> list[Any]:
             env: list[Any] = [argument(item, leaves) for item in program.inputs]
-            env += [None] * (len(slots) - len(env))
+            env += [None] * (len(slots) + len(order) - len(env))
             for run in steps:
                 run(env)
             return [env[slots[output.parts[0]]] for output in program.outputs]

@@ -1,6 +1,9 @@
 """The in-process runtime computes what the program says, and copies and destroys no more than it must."""
 
+import itertools
+import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -380,3 +383,45 @@ def test_a_call_after_a_failed_call_is_not_disturbed() -> None:
     with pytest.raises(InvalidArgument):
         step([w, v, x[:1]])
     np.testing.assert_allclose(step([w, v, x])[1], pipeline_oracle(w, v, x)[1], rtol=1e-5, atol=ROUNDING)
+
+
+def test_threads_that_call_one_program_get_their_own_results() -> None:
+    step = InProcess(jax.devices()).load(pipeline())
+    w, v, x = pipeline_arguments()
+
+    def call(number: int) -> None:
+        expected = pipeline_oracle(w, v, x * number)[1]
+        for _ in range(10):
+            np.testing.assert_allclose(step([w, v, x * number])[1], expected, rtol=1e-5, atol=number * ROUNDING)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, range(1, 9)))
+
+
+def test_calls_that_are_interrupted_anywhere_leave_the_next_one_alone() -> None:
+    step = InProcess(jax.devices()).load(pipeline())
+    w, v, x = pipeline_arguments()
+    expected = pipeline_oracle(w, v, x)[1]
+
+    def interrupted(after: int) -> bool:
+        """Raise in the `after`-th function that the call enters; False if it was done before."""
+        left = itertools.count(after, -1)
+
+        def trace(frame: Any, event: str, arg: Any) -> None:
+            if "autopar" in frame.f_code.co_filename and next(left) == 0:
+                raise KeyboardInterrupt
+
+        sys.setprofile(trace)
+        try:
+            step([w, v, x])
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    count = 0
+    while interrupted(count):
+        np.testing.assert_allclose(step([w, v, x])[1], expected, rtol=1e-5, atol=ROUNDING)
+        count += 7
+    assert count > 70

@@ -63,12 +63,17 @@ class ClusterProgram:
 
     def timed(self, leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
         """One step in which every instruction is waited for, and when each ran."""
-        self.session.settle()
-        results = self.step(leaves, timed=True)
-        return results, [time for report in self.session.settle() for time in report.times]
+        with self.session.stepping:
+            self.session.settle()
+            results = self.step(leaves, timed=True)
+            return results, [time for report in self.session.settle() for time in report.times]
 
     def step(self, leaves: Sequence[Any], *, timed: bool = False) -> list[Any]:
         """One step; `timed` makes the processes wait for every instruction and report when it ran."""
+        with self.session.stepping:
+            return self._step(leaves, timed)
+
+    def _step(self, leaves: Sequence[Any], timed: bool) -> list[Any]:
         self._check(leaves)
         number, routing, sent_to = self._routing(leaves)
         session = self.session

@@ -7,7 +7,7 @@ which share a mesh both run its executables in the same order, and the two ends 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +18,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar.errors import StepFailed
 from autopar.ir.instructions import item_bytes
-from autopar.ir.program import Free, Instruction, Program, Recv, Run, Send
+from autopar.ir.program import Free, Program, Recv, Run, Send
 from autopar.runtime.distributed.host_inputs import Bring, HostInputs, Values
 from autopar.runtime.distributed.input_routing import InputRouting
 from autopar.runtime.distributed.pieces import value_layout
 from autopar.runtime.distributed.world import World
 from autopar.runtime.executables import compile_all, mesh_of
 from autopar.runtime.interfaces import Receiver, Sender
-from autopar.runtime.interpreter import Environment, ResolvedInstruction, resolve
+from autopar.runtime.interpreter import Environment, ResolvedInstruction, numbered, resolve
 from autopar.runtime.transfer.exchange import lasting_values
 from autopar.runtime.transfer.tiles import DeviceLayout, TransferPlan, plan_transfer, scattered
 
@@ -36,7 +36,7 @@ RUNS_IN_FLIGHT = 8
 
 @dataclass(frozen=True, kw_only=True)
 class HostChannel:
-    """The channel of one mesh: messages are numbered in the program's linear order."""
+    """The channel of one mesh: messages go by their number (`numbered`)."""
 
     mesh: int
     program: Program
@@ -55,7 +55,8 @@ class HostChannel:
     def receiver(self, values: tuple[str, ...], source: int) -> Receiver:
         """Pull the tiles of this process's devices."""
         shardings = [self.layouts[self.mesh, value] for value in values]
-        return self.world.exchange.receiver(self._plans(values, source, self.mesh), self.message, shardings)
+        pull = self.world.exchange.receiver(self._plans(values, source, self.mesh), self.message, shardings)
+        return lambda message: pull()
 
     def _plans(self, values: tuple[str, ...], source: int, to: int) -> list[TransferPlan]:
         types = self.program.meshes[source].values, self.program.meshes[to].values
@@ -101,22 +102,6 @@ def sent_layout(
     return scattered(target, shape, process_of) or target
 
 
-def messages(program: Program) -> list[tuple[int, Instruction, int]]:
-    """(mesh, instruction, message) in linear order: a Send and its Recv have the same message number, others -1."""
-    on_the_way: dict[tuple[int, int], deque[int]] = defaultdict(deque)
-    numbered: list[tuple[int, Instruction, int]] = []
-    count = 0
-    for mesh, instruction in program.linear_order():
-        number = -1
-        if isinstance(instruction, Send):
-            number, count = count, count + 1
-            on_the_way[mesh, instruction.to].append(number)
-        elif isinstance(instruction, Recv):
-            number = on_the_way[instruction.source, mesh].popleft()
-        numbered.append((mesh, instruction, number))
-    return numbered
-
-
 class HostProgram:
     """A loaded program: `run` carries out this process's part of one step."""
 
@@ -132,10 +117,16 @@ class HostProgram:
             for name, kind in program.meshes[number].values.items()
         }
         self.slots = {value: slot for slot, value in enumerate(self.shardings)}
-        self.instructions = [step for step in messages(program) if step[0] in meshes]
-        self.num_messages = sum(isinstance(i, Send) for mesh in program.meshes for i in mesh.instructions)
+        order = numbered(program)
+        self.instructions = [step for step in order if step[0] in meshes]
+        self.num_extras = len({number for _, _, number in order if number is not None})
         self.steps = self._resolved(meshes)
-        self.inputs = HostInputs(program, world, self.shardings, self.slots, first_message=self.num_messages)
+        self.with_effects = [
+            (place, len(self.slots) + number)
+            for place, (_, instruction, number) in enumerate(self.instructions)
+            if isinstance(instruction, Run) and number is not None
+        ]
+        self.inputs = HostInputs(program, world, self.shardings, self.slots, first_message=self.num_extras)
         self.outputs = self._outputs()
         self._brings: dict[int, Bring] = {}
         world.exchange.open()
@@ -156,7 +147,7 @@ class HostProgram:
         plans: dict[Any, list[TransferPlan]] = {}
         steps: list[ResolvedInstruction] = []
         runs = 0
-        for mesh, instruction, message in self.instructions:
+        for mesh, instruction, number in self.instructions:
             channel = HostChannel(
                 mesh=mesh,
                 program=self.program,
@@ -164,9 +155,16 @@ class HostProgram:
                 layouts=self.shardings,
                 plans=plans,
                 lasting=lasting,
-                message=message,
+                message=-1 if number is None else number,
             )
-            step = resolve(instruction, slots=local[mesh], functions=functions, donated=donated, channel=channel)
+            step = resolve(
+                instruction,
+                slots=local[mesh],
+                functions=functions,
+                donated=donated,
+                channel=channel,
+                extra=None if number is None else len(self.slots) + number,
+            )
             if isinstance(instruction, Run) and mesh in throttled:
                 runs += 1
                 if runs % RUNS_IN_FLIGHT == 0:
@@ -203,7 +201,7 @@ class HostProgram:
         Raises `StepFailed`, which names the instruction. `clock`, if given, gets the start and end of each instruction
         in seconds, and every instruction is waited for.
         """
-        env: Environment = [None] * len(self.slots)
+        env: Environment = [None] * (len(self.slots) + self.num_extras)
         number = -1
         try:
             self._brings[routing](env, arguments, sent)
@@ -212,6 +210,9 @@ class HostProgram:
                     step(env)
                 else:
                     self._run_timed(step, number, env, clock)
+            for place, slot in self.with_effects:
+                number = place
+                jax.block_until_ready(env[slot])
             number = len(self.steps)
             return [[_result(env, part) for part in parts] for parts in self.outputs]
         except Exception as error:

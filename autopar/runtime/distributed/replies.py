@@ -38,7 +38,7 @@ class _Pending:
 
 
 class Replies:
-    """The replies of the processes of one world. May be asked for on any thread, but steps on one only."""
+    """The replies of the processes of one world. May be asked for on any thread, but steps on one at a time."""
 
     def __init__(self, hosts: RayHosts) -> None:
         self.hosts = hosts

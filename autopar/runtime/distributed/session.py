@@ -5,7 +5,8 @@
     fetch    the bytes of values, when somebody reads them
     run      a function in the processes: for batches, checkpoints and checks
 
-Threads: the user's, one that places batches ahead of the step, and one that watches the processes.
+Threads: the user's, of which one at a time sends a step; one that places batches ahead of the step, and one that
+watches the processes.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class RaySession:
         self._dropped: deque[int] = deque()
         self._dropped_programs: deque[int] = deque()
         self._lock = threading.Lock()
+        self.stepping = threading.RLock()
+        """Held from the first message of a step to the last: all processes get the steps in one order."""
         self.reports = self._join()
         self.process_of = self.reports[0].process_of
         self.described_by = described_by
@@ -190,8 +193,9 @@ class RaySession:
 
     def settle(self) -> list[Any]:
         """Wait until every process has answered every step; the reports of the last one."""
-        self.replies.check()
-        return self.replies.settle(0, self.step_timeout_s)
+        with self.stepping:
+            self.replies.check()
+            return self.replies.settle(0, self.step_timeout_s)
 
     def fetch(self, values: Sequence[DistributedArray]) -> list[np.ndarray[Any, Any]]:
         """The bytes of values: each shard from one process that holds it."""

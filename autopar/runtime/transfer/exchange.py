@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from autopar.ir.instructions import KEY_BYTES
 from autopar.ir.program import Program, Run, Send
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS, jax_dtype
-from autopar.runtime.interfaces import Device, Endpoint, Receiver, Sender
+from autopar.runtime.interfaces import Device, Endpoint, Sender
 from autopar.runtime.transfer.endpoints import WORD_BYTES, Empty, ProcessOf, ShardCut, ShardJoin, incoming, outgoing
 from autopar.runtime.transfer.tiles import Box, TransferPlan
 
@@ -105,7 +105,9 @@ class Exchange:
 
         return send
 
-    def receiver(self, plans: Sequence[TransferPlan], message: int, shardings: Sequence[NamedSharding]) -> Receiver:
+    def receiver(
+        self, plans: Sequence[TransferPlan], message: int, shardings: Sequence[NamedSharding]
+    ) -> Callable[[], Arrays]:
         """A function that returns the values in these shardings, this process's shards of them.
 
         A plan whose destination cuts finer than the sharding (see `scattered`) is completed by an all-gather, which all

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -123,6 +124,34 @@ def test_results_stay_on_the_cluster_until_they_are_read(cluster):
     assert_equal(jax.device_get(state), want_state)
     assert_equal(jax.tree.map(jnp.asarray, state), want_state)
     assert "16, 16" in repr(state[0])
+
+
+def test_threads_that_call_one_step_on_a_cluster_get_their_own_results(cluster):
+    step, plain, (state, batch) = pipelined(), jax.jit(train_step), made()
+
+    def call(number):
+        batches = {name: array * number for name, array in batch.items()}
+        for _ in range(3):
+            assert_equal(step(state, batches), plain(state, batches))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(call, range(1, 5)))
+
+
+def test_callback_that_raises_in_a_stage_ends_the_cluster_with_its_reason(cluster):
+    def refuse(loss):
+        raise ValueError("a loss that nobody wants")
+
+    def checked(state, batch):
+        state, metrics = train_step(state, batch)
+        jax.debug.callback(refuse, metrics["loss"])
+        return state, metrics
+
+    step = pipelined(checked)
+    with pytest.raises(StepFailed, match="a loss that nobody wants"):
+        for _ in range(2):
+            float(step(*made())[1]["loss"])
+    session.restart()
 
 
 def test_dropped_values_are_freed_on_the_cluster(cluster):
