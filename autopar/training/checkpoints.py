@@ -5,17 +5,28 @@
     step, state = checkpoints.restore(like=train_step)      the last good one, where the step wants it
     ocp.StandardCheckpointer().restore("runs/7/100", abstract_state)      without autopar
 
-A checkpoint is a directory named by its step. It is written under another name and then renamed, so that it is there
-as a whole or not at all. In one process Orbax writes on its threads; on a cluster every process writes its own shards,
+A checkpoint is a directory named by its step. It is written under another name, every file is digested, and then it is
+renamed, so that it is there as a whole or not at all (`runtime.digests`). One whose files have changed since is set
+aside for its predecessor. In one process Orbax writes on its threads; on a cluster every process writes its own shards,
 and reads its own ranges, so that the directory must be one that all share.
+
+    100                         a checkpoint
+    100.writing-host-4711.0     one that process 4711 writes, or wrote when it was ended
+    100.damaged                 one that was set aside
+    100.removed                 one too many, of which a part may be gone
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
+import socket
+import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,25 +37,34 @@ import numpy as np
 from autopar.aot import Compiled
 from autopar.api import Step
 from autopar.errors import AutoparError, CheckpointFailed, ClusterFailed, InvalidArgument, StepFailed
+from autopar.runtime.digests import commit, damage, discard
 from autopar.runtime.distributed.array import DistributedArray
 from autopar.runtime.distributed.pieces import Placed
 from autopar.session import current_session
 from autopar.training.array_placement import argument_placement, compiled_like
 
-_WRITING = ".orbax-checkpoint-tmp"  # what Orbax adds to the name of a directory that it still writes
+_WRITING = ".writing-"
 _REMOVED = ".removed"
 _POLL_S = 0.02
+_saves = itertools.count()
+_LEFT_BEHIND_S = 24 * 3600  # what a process of another host has not touched for so long, it has left behind
 
 
 class Checkpoints:
-    """The checkpoints of a directory; `keep` of the newest are kept, all if it is None."""
+    """The checkpoints of a directory; `keep` of the newest are kept, all if it is None.
 
-    def __init__(self, directory: str | Path, *, keep: int | None = 3) -> None:
+    `verify`: before one is read, all its files are compared with their digests, which reads them a second time.
+    Without, damage in the middle of an array goes unnoticed.
+    """
+
+    def __init__(self, directory: str | Path, *, keep: int | None = 3, verify: bool = True) -> None:
         if keep is not None and keep < 1:
             raise InvalidArgument(f"keep is {keep}; at least 1 checkpoint must be kept, or None to keep all.")
         self.directory = Path(directory).absolute()
         self.keep = keep
+        self.verify = verify
         self._saving: Save | None = None
+        self._verified: set[int] = set()
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints that are complete, oldest first."""
@@ -57,6 +77,51 @@ class Checkpoints:
         """The step of the newest complete checkpoint; None if there is none."""
         return max(self.steps(), default=None)
 
+    def latest_sound(self) -> int | None:
+        """The step of the newest checkpoint that is as it was written; None if there is none at all.
+
+        Damaged ones after it are set aside, with a warning. Raises `CheckpointFailed` if all are damaged, and leaves
+        them where they are.
+        """
+        found: dict[int, str] = {}
+        for step in self.steps()[::-1]:
+            reason = self._damage(step)
+            if reason is None:
+                self._set_aside(found, step)
+                return step
+            found[step] = reason
+        if found:
+            raise self._none_sound(found)
+        return None
+
+    def _damage(self, step: int) -> str | None:
+        if not self.verify or step in self._verified:
+            return None
+        reason = damage(self.directory / str(step))
+        if reason is None:
+            self._verified.add(step)
+        return reason
+
+    def _set_aside(self, damaged: Mapping[int, str], used: int) -> None:
+        """Rename damaged checkpoints, so that training may save these steps again, and warn."""
+        for step, reason in damaged.items():
+            names = (f"{step}.damaged{'' if n == 1 else f'-{n}'}" for n in itertools.count(1))
+            aside = next(self.directory / name for name in names if not (self.directory / name).exists())
+            with suppress(FileNotFoundError):  # another process was first
+                (self.directory / str(step)).rename(aside)
+            warnings.warn(
+                f"The checkpoint {self.directory / str(step)} is damaged: {reason}. It was set aside as {aside.name}, "
+                f"and that of step {used} is used.",
+                stacklevel=4,
+            )
+
+    def _none_sound(self, damaged: Mapping[int, str]) -> CheckpointFailed:
+        reasons = "; ".join(f"{step}: {reason}" for step, reason in damaged.items())
+        return CheckpointFailed(
+            f"No checkpoint in {self.directory} can be used: {reasons}. Restore one from a copy, or give another "
+            "directory to begin anew."
+        )
+
     def save(self, step: int, state: Any) -> None:
         """Start to write a state, and return when it may be donated; the save before must end first.
 
@@ -64,6 +129,7 @@ class Checkpoints:
         still there; `InvalidArgument` if there is a checkpoint of this step, or the state went with its cluster.
         """
         self.wait()
+        self._verified.discard(step)
         target = self.directory / str(step)
         if step < 0 or is_complete(target):
             raise InvalidArgument(
@@ -71,8 +137,7 @@ class Checkpoints:
             )
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            for rest in self.directory.glob(f"{step}{_WRITING}*"):  # of a run that was ended while it wrote
-                shutil.rmtree(rest)
+            self._remove_what_was_left()
         except OSError as error:
             raise self._failed(step, error) from error
         session = current_session()
@@ -110,21 +175,28 @@ class Checkpoints:
         `CheckpointFailed` if none can be read.
         """
         self.wait()
-        candidates = self.steps()[::-1] if step is None else [step]
+        target = restore_target(like)
+        if step is not None:
+            return step, self._restore(step, target)
+        candidates = self.steps()[::-1]
         if not candidates:
             raise InvalidArgument(f"There is no complete checkpoint in {self.directory}. Save one first.")
-        target = restore_target(like)
-        for number, candidate in enumerate(candidates):
+        failed: dict[int, str] = {}
+        for candidate in candidates:
             try:
-                return candidate, self._restore(candidate, target)
+                state = self._restore(candidate, target)
             except CheckpointFailed as error:
-                if number == len(candidates) - 1:
-                    raise
-                warnings.warn(f"{error} Its predecessor is used.", stacklevel=2)
-        raise AssertionError
+                failed[candidate] = str(error)
+            else:
+                self._set_aside(failed, candidate)
+                return candidate, state
+        raise self._none_sound(failed)
 
     def _restore(self, step: int, target: RestoreTarget) -> Any:
         path = self.directory / str(step)
+        reason = self._damage(step)
+        if reason is not None:
+            raise CheckpointFailed(f"The checkpoint {path} cannot be read: {reason}.")
         check_stored(path, target)
         return target.read(path)
 
@@ -145,8 +217,39 @@ class Checkpoints:
             return
         for step in self.steps()[: -self.keep]:
             # By another name first: one half of which is gone must not pass for a checkpoint.
-            removed = (self.directory / str(step)).rename(self.directory / f"{step}{_REMOVED}")
-            shutil.rmtree(removed, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another process was first
+                removed = (self.directory / str(step)).rename(self.directory / f"{step}{_REMOVED}")
+                shutil.rmtree(removed, ignore_errors=True)
+
+    def _remove_what_was_left(self) -> None:
+        """Remove what runs that were ended were writing or removing."""
+        for path in self.directory.glob(f"*{_REMOVED}"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.directory.glob(f"*{_WRITING}*"):
+            if _is_left_behind(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _written_as(target: Path) -> Path:
+    """Return the name of a checkpoint until it is complete, which no other save has."""
+    return target.with_name(f"{target.name}{_WRITING}{socket.gethostname()}-{os.getpid()}.{next(_saves)}")
+
+
+def _is_left_behind(path: Path) -> bool:
+    """Return True if the process that wrote this directory is gone, as far as one can tell."""
+    host, _, rest = path.name.partition(_WRITING)[2].rpartition("-")
+    number = rest.partition(".")[0]
+    if host != socket.gethostname() or not number.isdigit():
+        with suppress(FileNotFoundError):
+            return time.time() - path.stat().st_mtime > _LEFT_BEHIND_S
+        return False
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 class Save(Protocol):
@@ -160,18 +263,33 @@ class Save(Protocol):
 
 
 class LocalSave:
-    """In this process, on Orbax's threads."""
+    """In this process, on Orbax's threads, and on one that waits for them and gives the checkpoint its name."""
 
     def __init__(self, target: Path, state: Any) -> None:
         import orbax.checkpoint as ocp
 
         self.target = target
+        self._written = _written_as(target)
+        self._error: BaseException | None = None
         self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-        self._checkpointer.save(target, args=ocp.args.PyTreeSave(jax.tree.map(_as_array, plain_tree(state))))
+        plain = jax.tree.map(_as_array, plain_tree(state))
+        self._checkpointer.save(self._written, args=ocp.args.PyTreeSave(plain))
+        self._thread = threading.Thread(target=self._commit, name="autopar-checkpoint")
+        self._thread.start()
+
+    def _commit(self) -> None:
+        try:
+            self._checkpointer.wait_until_finished()
+            commit(self._written, self.target)
+        except BaseException as error:
+            self._error = error
+            discard(self._written)
 
     def finish(self) -> None:
         """Wait for the threads."""
-        self._checkpointer.wait_until_finished()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 class ClusterSave:
@@ -189,7 +307,8 @@ class ClusterSave:
         items = [_item(leaf) for leaf in self._gathered]
         [self._number] = session.next_numbers(1)
         numbered = jax.tree.unflatten(tree, range(len(leaves)))
-        session.run_everywhere(start_save, self._number, str(target), numbered, items)
+        paths = str(_written_as(target)), str(target)
+        session.run_everywhere(start_save, self._number, *paths, numbered, items)
 
     def finish(self) -> None:
         """Ask the processes until all are done, or one has failed."""

@@ -53,6 +53,7 @@ def fit(
     on_step: OnStep | None = None,
     nan_guard: bool = False,
     keep: int | None = 3,
+    verify: bool = True,
 ) -> tuple[Any, list[Any]]:
     """Train; returns the last state, and the metrics of every step of this call as NumPy arrays.
 
@@ -60,7 +61,8 @@ def fit(
     - `batches`: an iterable from the first batch on, or a function of the step's number, from 0; then `num_steps` is
       required. A run that goes on skips the batches before its checkpoint.
     - `checkpoint_dir`: where states are saved, every `checkpoint_every` steps and at the end, of which the newest
-      `keep` are kept. If there is a checkpoint at the start, training goes on from it, and not from `state`.
+      `keep` are kept. If there is a checkpoint at the start, training goes on from it, and not from `state`; from its
+      predecessor, if it is damaged.
     - `on_failure`: when a process of the cluster is lost or a step fails there, "raise" the error; "restart" as many
       processes with the same plan; or "replan" for the processes that there is room for. Then the last checkpoint is
       restored, and the batches since then, which are kept until the next one is complete, are trained again.
@@ -69,13 +71,15 @@ def fit(
       that are trained again after a failure replace theirs in the returned list.
     - `nan_guard`: raise `NonFiniteLoss` at the first loss that is infinite or not a number: of the metrics whose name
       has "loss" in it, or, if none has, of all that are single floating-point numbers.
+    - `verify`: compare a checkpoint with its digests before it is read; for very large states it may be left out.
 
-    Raises `InvalidArgument` for options that contradict each other, and batches that end before `num_steps`.
+    Raises `InvalidArgument` for options that contradict each other, and batches that end before `num_steps`, and
+    `CheckpointFailed` if no checkpoint can be written, or those that are there are all damaged.
     """
     check_choice("on_failure", on_failure, ON_FAILURE)
     _check(step, batches, checkpoint_dir, num_steps, checkpoint_every, on_failure, max_failures)
-    checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, keep=keep)
-    first = None if checkpoints is None else checkpoints.latest()
+    checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, keep=keep, verify=verify)
+    first = None if checkpoints is None else checkpoints.latest_sound()
     run = _Run(
         step=step,
         state=state,
@@ -214,7 +218,7 @@ class _Run:
         assert self.checkpoints is not None
         self.checkpoints.abandon()
         self._unread.clear()
-        saved = self.checkpoints.latest()
+        saved = self.checkpoints.latest_sound()
         if saved is None and any(isinstance(leaf, DistributedArray) for leaf in jax.tree.leaves(self.state)):
             raise failure
         if saved is not None:

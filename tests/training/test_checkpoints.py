@@ -1,7 +1,14 @@
 """Checkpoints hold the same bits whatever plan, runtime and number of devices wrote them, or read them."""
 
+import os
+import random
 import resource
 import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +21,7 @@ import pytest
 
 import autopar
 from autopar.errors import CheckpointFailed, InvalidArgument
+from autopar.runtime.digests import DIGESTS
 from autopar.session import current_session
 from autopar.training.checkpoints import Checkpoints
 from autopar.training.create_state import create_state
@@ -111,25 +119,132 @@ def test_a_newest_checkpoint_that_cannot_be_read_gives_way_to_the_one_before(tmp
         checkpoints.save(step, {"w": jnp.full(64, step)})
     checkpoints.wait()
     damage(tmp_path / "2")
-    with pytest.warns(UserWarning, match=r"cannot be read: .* Its predecessor is used"):
+    with pytest.raises(CheckpointFailed, match="cannot be read"):
+        checkpoints.restore(like={"w": jnp.zeros(64, int)}, step=2)
+    with pytest.warns(UserWarning, match=r"/2 is damaged: .* set aside as 2.damaged, and that of step 1 is used"):
         number, found = checkpoints.restore(like={"w": jnp.zeros(64, int)})
     assert number == 1
     np.testing.assert_array_equal(found["w"], [1] * 64)
-    with pytest.raises(CheckpointFailed, match="cannot be read"):
-        checkpoints.restore(like={"w": jnp.zeros(64, int)}, step=2)
+    assert checkpoints.steps() == [1]
+    checkpoints.save(2, {"w": jnp.full(64, 22)})
+    assert checkpoints.restore(like={"w": jnp.zeros(64, int)})[0] == 2
 
 
 def test_a_checkpoint_that_was_being_written_when_its_process_ended_is_none(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"w": jnp.ones(3)})
     checkpoints.wait()
-    shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    shutil.copytree(tmp_path / "1", tmp_path / f"2.writing-{socket.gethostname()}-{ended.pid}")
+    shutil.copytree(tmp_path / "1", tmp_path / f"2.writing-{socket.gethostname()}-{os.getppid()}")
+    shutil.copytree(tmp_path / "1", tmp_path / "2.writing-elsewhere-1.orbax-checkpoint-tmp")
     (tmp_path / "3").mkdir()
+    (tmp_path / "0.removed").mkdir()
     assert checkpoints.steps() == [1]
     assert checkpoints.restore(like={"w": jnp.zeros(3)})[0] == 1
     checkpoints.save(2, {"w": jnp.ones(3)})
     checkpoints.wait()
     assert checkpoints.steps() == [1, 2]
+    # What processes that live, or those of other hosts may be writing still is left alone.
+    left = {path.name for path in tmp_path.iterdir()} - {"1", "2", "3"}
+    assert left == {f"2.writing-{socket.gethostname()}-{os.getppid()}", "2.writing-elsewhere-1.orbax-checkpoint-tmp"}
+
+
+def test_every_flipped_bit_is_noticed_and_the_predecessor_is_used(tmp_path):
+    state = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.float32), "i": jnp.arange(1000)}
+    checkpoints = Checkpoints(tmp_path / "run", keep=None)
+    for step in (1, 2):
+        checkpoints.save(step, state)
+    checkpoints.wait()
+    shutil.copytree(tmp_path / "run", tmp_path / "kept")
+    files = sorted(path for path in (tmp_path / "run" / "2").rglob("*") if path.is_file())
+    draw = random.Random(1)
+    for path in files:
+        shutil.rmtree(tmp_path / "run")
+        shutil.copytree(tmp_path / "kept", tmp_path / "run")
+        data = bytearray(path.read_bytes())
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(bytes(data))
+        again = Checkpoints(tmp_path / "run")
+        with pytest.warns(UserWarning, match=r"run/2 is damaged: .*(not those|cannot be read|missing)"):
+            assert again.latest_sound() == 1
+        number, found = again.restore(like=state)
+        assert number == 1
+        assert_same(found, state)
+
+
+def test_without_verification_the_digests_are_not_read(tmp_path):
+    state = {"w": jnp.ones(3)}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    (tmp_path / "1" / DIGESTS).write_text("{")
+    assert Checkpoints(tmp_path, verify=False).restore(like=state)[0] == 1
+    with pytest.raises(CheckpointFailed, match=r"No checkpoint in .* can be used: 1: .*cannot be read.*from a copy"):
+        Checkpoints(tmp_path).latest_sound()
+    assert checkpoints.steps() == [1]
+
+
+def test_digests_of_another_format_are_refused_by_name(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"w": jnp.ones(3)})
+    checkpoints.wait()
+    (tmp_path / "1" / DIGESTS).rename(tmp_path / "1" / "autopar-digests-7.json")
+    with pytest.raises(InvalidArgument, match=r"the format autopar-digests-7.json, this release reads .*verify=False"):
+        Checkpoints(tmp_path).restore(like={"w": jnp.ones(3)})
+
+
+def test_two_writers_never_mix_their_files(tmp_path):
+    one, other = Checkpoints(tmp_path), Checkpoints(tmp_path)
+    one.save(1, {"w": jnp.full(3, 1)})
+    other.save(2, {"w": jnp.full(3, 2)})
+    other.wait()
+    one.wait()
+    assert one.steps() == [1, 2]
+    states = {"one": {"w": jnp.full(3, 5)}, "other": {"w": jnp.full(3, 6)}}
+    one.save(5, states["one"])
+    other.save(5, states["other"])
+    refused = []
+    for name, checkpoints in (("one", one), ("other", other)):
+        try:
+            checkpoints.wait()
+        except CheckpointFailed as error:
+            refused.append(name)
+            assert "/5 cannot be written" in str(error)
+    [name] = states.keys() - set(refused)
+    assert_same(one.restore(like=states["one"], step=5)[1], states[name])
+    assert one.latest_sound() == 5 and sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "5"]
+
+
+# Saves states of one number each, and says when each is complete.
+WRITER = """
+import itertools, sys
+import jax.numpy as jnp
+import autopar
+checkpoints = autopar.Checkpoints(sys.argv[1], keep=2)
+for step in itertools.count((checkpoints.latest() or 0) + 1):
+    checkpoints.save(step, {"w": jnp.full((64, 64), step), "b": jnp.full(3, step)})
+    checkpoints.wait()
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(range(2, 12), marks=pytest.mark.slow)])
+def test_a_writer_that_is_killed_at_any_point_leaves_its_last_complete_checkpoint(tmp_path, seed):
+    for number in seed if isinstance(seed, range) else [seed]:
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        complete = int(writer.stdout.readline())
+        time.sleep(random.Random(number).uniform(0, 0.3))
+        os.kill(writer.pid, signal.SIGKILL)
+        complete = max([complete, *map(int, writer.stdout.read().split())])
+        writer.wait()
+        found, state = Checkpoints(tmp_path, keep=2).restore(
+            like={"w": jnp.zeros((64, 64), int), "b": jnp.zeros(3, int)}
+        )
+        assert found in (complete, complete + 1)
+        assert (np.asarray(state["w"]) == found).all() and (np.asarray(state["b"]) == found).all()
 
 
 @pytest.mark.parametrize(
@@ -267,7 +382,7 @@ def test_the_processes_skip_a_checkpoint_that_cannot_be_read(tmp_path):
     checkpoints.wait()
     shutil.copytree(tmp_path / "1", tmp_path / "2")
     damaged(tmp_path / "2")
-    with pytest.warns(UserWarning, match="Its predecessor is used"):
+    with pytest.warns(UserWarning, match="set aside as 2.damaged"):
         assert checkpoints.restore(like=step)[0] == 1
     with pytest.raises(InvalidArgument, match=r"another state: \['w'\] is not in it"):
         checkpoints.restore(like={"w": jnp.zeros(3)}, step=1)

@@ -114,6 +114,22 @@ def test_a_driver_that_dies_loses_the_steps_since_the_checkpoint_only(step, tmp_
     assert_same(params, fit(step, mlp_params(), draw, num_steps=9)[0])
 
 
+def test_training_goes_on_from_the_checkpoint_before_a_damaged_one_and_saves_the_same_steps_again(step, tmp_path):
+    fit(step, mlp_params(), draw, num_steps=4, checkpoint_dir=tmp_path, checkpoint_every=2)
+    largest = max(
+        (path for path in (tmp_path / "4").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+    os.truncate(largest, 10)
+    iterator = (draw(i) for i in range(9))  # gives each batch once
+    with pytest.warns(UserWarning, match=r"/4 is damaged: .* set aside as 4.damaged, and that of step 2"):
+        params, rest = fit(step, mlp_params(), iterator, num_steps=6, checkpoint_dir=tmp_path, checkpoint_every=2)
+    expected, losses = plain_losses(6)
+    np.testing.assert_allclose(losses_of(rest), losses[2:], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "4.damaged", "6"]
+    assert fit(step, mlp_params(), draw, num_steps=6, checkpoint_dir=tmp_path)[1] == []
+
+
 def test_a_loss_that_is_not_finite_names_its_step_and_is_not_saved(step, tmp_path):
     def batches(number: int) -> Any:
         x, y = draw(number)

@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import CheckpointFailed
+from autopar.runtime.digests import commit
 from autopar.runtime.distributed.host import Host
 from autopar.runtime.distributed.host_inputs import Values, assembled, sharding_on
 from autopar.runtime.distributed.pieces import Placed
@@ -108,8 +110,11 @@ _LOST = (jax.errors.JaxRuntimeError, TimeoutError)
 _under_way: dict[int, _Saving] = {}
 
 
-def start_save(host: Host, number: int, path: str, tree: Any, items: Sequence[Kept | Sent]) -> None:
-    """Copy this process's shards, and start to write them; `tree` has numbers of `items` as its leaves."""
+def start_save(host: Host, number: int, path: str, target: str, tree: Any, items: Sequence[Kept | Sent]) -> None:
+    """Copy this process's shards, and start to write them; `tree` has numbers of `items` as its leaves.
+
+    Process 0 gives the checkpoint at `path` its name `target` when all have written.
+    """
     import orbax.checkpoint as ocp
     import orbax.checkpoint.experimental.v1 as v1
 
@@ -136,6 +141,8 @@ def start_save(host: Host, number: int, path: str, tree: Any, items: Sequence[Ke
     def finish() -> None:
         try:
             checkpointer.wait_until_finished()
+            if host.world.process == 0:
+                commit(Path(path), Path(target))
         except BaseException as error:
             errors.append((f"{type(error).__name__}: {error}", isinstance(error, _LOST)))
 
