@@ -18,7 +18,7 @@ from autopar.compiler.frontend.trace import Trace, trace_step
 from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops
 from autopar.compiler.lowering.lower import lower
 from autopar.compiler.lowering.single_program import single_program
-from autopar.compiler.lowering.user_constraints import check_callbacks
+from autopar.compiler.lowering.user_constraints import check_callbacks, check_manual_meshes
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
@@ -62,6 +62,7 @@ def make_plan(
     `checked` by compiling it.
     """
     num_devices = cluster.num_devices
+    check_manual_meshes(trace)
     match method:
         case Plan():
             check_plan(method, trace, num_devices=num_devices)

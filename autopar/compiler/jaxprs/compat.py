@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.extend import random as jex_random
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
 __all__ = [
     "ClosedJaxpr",
@@ -154,8 +154,8 @@ def describe(eqn: JaxprEqn) -> str:
     return f"`{eqn.primitive.name}` -> {results} at {source_line(eqn)}"
 
 
-def explicit_spec(v: Any) -> PartitionSpec | None:
-    """The spec in a value's type, where the user's mesh has Explicit axes; None otherwise.
+def explicit_sharding(v: Any) -> Any:
+    """The sharding in a value's type, where the user's mesh has Explicit axes; None otherwise.
 
     A type's sharding is not documented as part of an abstract value, so only this file looks at it.
     """
@@ -163,7 +163,7 @@ def explicit_spec(v: Any) -> PartitionSpec | None:
     mesh = getattr(sharding, "mesh", None)
     if mesh is None or mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return None
-    return getattr(sharding, "spec", None)
+    return sharding
 
 
 def devices_in_type(x: Any) -> int:

@@ -12,6 +12,9 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+MANUAL = names("shard_map xla_pmap")
+"""They run their body on parts of arrays, over axes of a mesh of their own."""
+
 # Elements as they are
 
 CONSTRAINTS = names("sharding_constraint layout_constraint reshard")

@@ -1,4 +1,4 @@
-"""Check callbacks that must keep an order, and drop sharding constraints where there is nothing to lay out.
+"""Check callbacks and meshes of the user's own; drop sharding constraints where there is nothing to lay out.
 
 On several devices the plan obeys them (`planning.constraints`). Callbacks that must keep an order need one executable
 that all of them are in.
@@ -11,7 +11,7 @@ from typing import Any
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.evaluate import rewrite
-from autopar.compiler.jaxprs.primitives import CONSTRAINTS
+from autopar.compiler.jaxprs.primitives import CONSTRAINTS, MANUAL
 from autopar.errors import Unsupported
 from autopar.ir.plan import Plan
 
@@ -30,6 +30,17 @@ def check_callbacks(trace: Trace, plan: Plan) -> None:
             raise Unsupported(
                 f"The step calls Python in order, by {jc.describe(eqn)}, which JAX supports on one device only; the "
                 f"plan has {plan.num_devices}. Use ordered=False, or pass `devices=` with one."
+            )
+
+
+def check_manual_meshes(trace: Trace) -> None:
+    """Raise `Unsupported` for a `shard_map` or `pmap` in the step, which is for a mesh of its own."""
+    for eqn in jc.all_equations(trace.jaxpr):
+        if eqn.primitive.name in MANUAL:
+            raise Unsupported(
+                f"The step lays out arrays by hand, by {jc.describe(eqn)}: a shard_map or pmap, whose mesh is not the "
+                "planned one. Write its body for whole arrays (what it maps over by jax.vmap, with the same axis_name "
+                "for its collectives), or declare how it splits with autopar.sharding_rule."
             )
 
 

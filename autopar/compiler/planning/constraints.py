@@ -27,7 +27,7 @@ from autopar.compiler.sharding.layout import Layout, LogicalMesh, fits, from_spe
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import InvalidArgument
-from autopar.ir.instructions import listed
+from autopar.ir.instructions import listed, spec_axes
 from autopar.methods import Auto, SearchMethod, ShardParallel
 
 DATA = "data"
@@ -201,7 +201,7 @@ def _jit_layouts(closed: jc.ClosedJaxpr, mesh: LogicalMesh) -> tuple[Layouts, La
     for eqn in jaxpr.eqns:
         if eqn.primitive.name not in _CONSTRAINTS:
             continue
-        layout = (_asked_layout(eqn, _wanted_spec(eqn), eqn.outvars[0], mesh),)
+        layout = (_asked_layout(eqn, _wanted_sharding(eqn), eqn.outvars[0], mesh),)
         scope = jc.scope_of(eqn).rpartition("/")[2]
         inputs.update({i: layout for i, v in enumerate(jaxpr.invars) if scope == IN_SHARDINGS and v is eqn.invars[0]})
         results.update(
@@ -220,29 +220,30 @@ def equation_constraints(mesh: LogicalMesh, *, ignore_user_shardings: bool) -> C
 def constraint_of(eqn: jc.JaxprEqn) -> Hashable:
     """Return the user's constraint on an equation: a sharding constraint, or types of a mesh with Explicit axes."""
     if eqn.primitive.name in _CONSTRAINTS:
-        return str(_wanted_spec(eqn))
-    typed = tuple(jc.explicit_spec(v) for v in eqn.outvars)
-    return None if all(spec is None for spec in typed) else str(typed)
+        return str(_wanted_sharding(eqn))
+    typed = tuple(jc.explicit_sharding(v) for v in eqn.outvars)
+    return None if all(sharding is None for sharding in typed) else str(typed)
 
 
-def _wanted_spec(eqn: jc.JaxprEqn) -> PartitionSpec:
+def _wanted_sharding(eqn: jc.JaxprEqn) -> NamedSharding:
     wanted: Any = jp.asked_sharding(eqn)
     if not isinstance(wanted, NamedSharding):
         raise InvalidArgument(
             f"The sharding constraint {jc.describe(eqn)} is a {type(wanted).__name__}; only a NamedSharding or a "
             "PartitionSpec can be carried over to the planned mesh. Use one, or ignore_user_shardings=True."
         )
-    return wanted.spec
+    return wanted
 
 
 def constrained(eqn: jc.JaxprEqn, every: tuple[Strategy, ...], mesh: LogicalMesh) -> tuple[Strategy, ...]:
     """The strategies that keep what the user asks for at an equation."""
     if eqn.primitive.name in _CONSTRAINTS:
-        layout = _asked_layout(eqn, _wanted_spec(eqn), eqn.outvars[0], mesh)
+        layout = _asked_layout(eqn, _wanted_sharding(eqn), eqn.outvars[0], mesh)
         return (Strategy((layout,), (layout,)),)
-    typed = [jc.explicit_spec(v) for v in eqn.outvars]
+    typed = [jc.explicit_sharding(v) for v in eqn.outvars]
     wanted = [
-        None if spec is None else _asked_layout(eqn, spec, v, mesh) for spec, v in zip(typed, eqn.outvars, strict=True)
+        None if sharding is None else _asked_layout(eqn, sharding, v, mesh)
+        for sharding, v in zip(typed, eqn.outvars, strict=True)
     ]
     if all(layout is None for layout in wanted):
         return every
@@ -251,13 +252,36 @@ def constrained(eqn: jc.JaxprEqn, every: tuple[Strategy, ...], mesh: LogicalMesh
     return kept or every
 
 
-def _asked_layout(eqn: jc.JaxprEqn, spec: PartitionSpec, v: Any, mesh: LogicalMesh) -> Layout:
-    named = [name for entry in spec if entry is not None for name in ((entry,) if isinstance(entry, str) else entry)]
-    missing = [name for name in named if name not in mesh.axis_names]
-    if missing:
+def _asked_layout(eqn: jc.JaxprEqn, sharding: NamedSharding, v: Any, mesh: LogicalMesh) -> Layout:
+    sizes = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_sizes, strict=True))
+    used = {name: sizes[name] for entry in sharding.spec for name in spec_axes(entry)}
+    planned = matched_axes(used, sizes, mesh)
+    if planned is None:
         raise InvalidArgument(
-            f"The sharding constraint {jc.describe(eqn)} names the mesh axis {missing[0]!r}; the planned mesh has "
-            f"{list(mesh.axis_names)}. Name them alike with axis_names=, or use ignore_user_shardings=True."
+            f"The sharding constraint {jc.describe(eqn)} is over the axes {used} of a mesh {sizes}; the planned mesh "
+            f"is {dict(zip(mesh.axis_names, mesh.shape, strict=True))}, whose axes are not theirs by name, nor by size "
+            "and place. Give mesh_shape and axis_names of that mesh, or ignore_user_shardings=True."
         )
+    entries = [tuple(name for axis in spec_axes(entry) for name in planned[axis]) for entry in sharding.spec]
     shape: tuple[int, ...] = tuple(getattr(v.aval, "shape", ()))
-    return layout_from_user(f"The sharding constraint {jc.describe(eqn)}", spec, shape, mesh)
+    return layout_from_user(f"The sharding constraint {jc.describe(eqn)}", PartitionSpec(*entries), shape, mesh)
+
+
+def matched_axes(
+    used: Mapping[str, int], sizes: Mapping[str, int], mesh: LogicalMesh
+) -> dict[str, tuple[str, ...]] | None:
+    """Return the planned mesh axes that stand for the `used` axes of a user's mesh of these `sizes`.
+
+    An axis stands for that of its name. If a name is missing, meshes of equal sizes match place by place, and a mesh
+    of one axis over all devices is all axes of the planned one. None where nothing of that holds.
+    """
+    if used.keys() <= set(mesh.axis_names):
+        return {name: (name,) for name in used}
+    theirs = {name: size for name, size in sizes.items() if size > 1}
+    mine = {name: size for name, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1}
+    of_one = {name: () for name in sizes if name not in theirs}
+    if tuple(theirs.values()) == tuple(mine.values()):
+        return of_one | {name: (own,) for name, own in zip(theirs, mine, strict=True)}
+    if tuple(theirs.values()) == (mesh.num_devices,):
+        return of_one | dict.fromkeys(theirs, tuple(mine))
+    return None

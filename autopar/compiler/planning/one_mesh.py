@@ -63,16 +63,16 @@ def plan_by_search(
     """
     offered = cache(lambda: offered_layers(trace, search_of(method).layers))  # computed when it is first asked for
     fitting: list[MeshSearchResult] = []
-    too_small: list[MemoryTooSmall] = []
+    refused: list[MemoryTooSmall | InvalidArgument] = []
     for mesh in _meshes(search_of(method), num_devices):
         try:
             search = partial(search_on, mesh=mesh, machine=machine, checked=checked, cache_directory=cache_directory)
             budget = memory_limit(search_of(method).memory, machine) / (1 + _headroom(method, checked))
             fitting.append(_search_layers(trace, method, search, offered, budget))
-        except MemoryTooSmall as error:
-            too_small.append(error)
+        except (MemoryTooSmall, InvalidArgument) as error:  # another mesh may have the axes of the user's constraints
+            refused.append(error)
     if not fitting:
-        raise too_small[-1]
+        raise refused[-1]
     return plan_of(trace, method, min(fitting, key=_step_time_s), offered)
 
 

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.errors import InvalidArgument, Unsupported
 from tests.small_steps import two_stages
 
 METHODS = {
@@ -39,3 +40,52 @@ def test_constraint_beside_a_gather(method):
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, tokens))
 
     equals_plain(step, [draw(32, 8), draw(8, 8)], np.arange(16) % 7, method=method)
+
+
+def constrained_step(shape, names, spec):
+    mesh = Mesh(np.array(jax.devices()).reshape(shape), names)
+
+    def loss(weights, x):
+        h = jax.lax.with_sharding_constraint(x @ weights[0], NamedSharding(mesh, spec))
+        return jnp.mean(jnp.tanh(h @ weights[1]) ** 2)
+
+    return lambda weights, x: jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
+
+
+ARGUMENTS = ([draw(8, 16), draw(16, 8)], draw(32, 8))
+GRID = autopar.ShardParallel(mesh_shape=(2, 4))
+MATCHED = {
+    "place by place": ((2, 4), ("dp", "tp"), P("dp", "tp"), GRID),
+    "where the search may choose the mesh": (
+        (2, 4),
+        ("dp", "tp"),
+        P("dp", "tp"),
+        autopar.Auto(num_stages=1, num_microbatches=1),
+    ),
+    "one axis for all": ((8,), ("rows",), P("rows"), GRID),
+    "beside an axis of size one": ((8, 1), ("rows", "columns"), P("rows", "columns"), autopar.DataParallel()),
+}
+
+
+@pytest.mark.parametrize(("shape", "names", "spec", "method"), MATCHED.values(), ids=MATCHED)
+def test_axes_of_another_mesh_are_matched_by_size_and_place(shape, names, spec, method):
+    equals_plain(constrained_step(shape, names, spec), *ARGUMENTS, method=method)
+
+
+def test_axes_that_are_not_matched_are_refused_with_the_line_unless_ignored():
+    step = constrained_step((4, 2), ("dp", "tp"), P("dp", "tp"))
+    with pytest.raises(InvalidArgument, match=r"test_user_shardings.*'dp': 4, 'tp': 2.* planned mesh is {'data': 8}"):
+        autopar.parallelize(step, method=autopar.DataParallel())(*ARGUMENTS)
+    equals_plain(step, *ARGUMENTS, method=autopar.DataParallel(ignore_user_shardings=True))
+
+
+def test_arrays_that_are_laid_out_by_hand_are_refused_with_the_recipe():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+
+    def local(x):
+        return x - jax.lax.pmean(x, "data")
+
+    centered = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    for step in (lambda w, x: w - centered(x).mean(), lambda w, x: w - jax.pmap(jnp.sin)(x).mean()):
+        with pytest.raises(Unsupported, match=r"by hand, by `(shard_map|xla_pmap)`.*jax.vmap"):
+            autopar.parallelize(step, method=autopar.DataParallel())(draw(4), draw(8, 4))
