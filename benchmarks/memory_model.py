@@ -45,6 +45,8 @@ from benchmarks.models.model import Model
 from benchmarks.models.moe import moe
 
 _SOLVE_S = 30.0
+# The same rates for every target, that the plans are the same.
+_PLANNED_FOR = Machine.named("dgx-h100")
 _GPT = {"layers": 4, "width": 512, "heads": 8, "vocabulary": 8192, "length": 256, "batch": 64}
 MODELS: dict[str, Callable[[], Model]] = {
     "mlp, much data": lambda: mlp(layers=8, width=1024, hidden=4096, batch=4096),
@@ -95,7 +97,7 @@ def cases(name: str, mesh: LogicalMesh, target: str, shares: list[float]) -> Ite
 
     def case(plan: str, found: IntraOpPlan, **more: Any) -> Case:
         block = local_block(trace.jaxpr.jaxpr, found.plan, mesh)
-        estimate = peak_memory(block, mesh, state)
+        estimate = peak_memory(block, mesh, state, product_workspace=_PLANNED_FOR.product_workspace_bytes)
         return Case(
             model=name,
             mesh="x".join(map(str, mesh.shape)),
@@ -119,8 +121,7 @@ def cases(name: str, mesh: LogicalMesh, target: str, shares: list[float]) -> Ite
 
 
 def _plan(trace: Trace, mesh: LogicalMesh, **how: Any) -> IntraOpPlan:
-    # The same rates for every target, that the plans are the same.
-    mesh_costs = MeshCosts(machine=Machine.named("dgx-h100"), mesh=mesh)
+    mesh_costs = MeshCosts(machine=_PLANNED_FOR, mesh=mesh)
     return plan_intra_op(trace.jaxpr, mesh, mesh_costs, state_outputs=dict(trace.state_outputs), **how)
 
 

@@ -144,12 +144,21 @@ class Machine:
     """Share of the collectives of parameters and gradients that runs behind compute, from 0 to 1."""
     sources: Mapping[str, str] = field(hash=False)
     """The source of each figure, by field."""
+    product_workspace_bytes: float = 0.0
+    """Memory that a kernel of a matrix product gets while it runs, besides its operands and result."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no machine has."""
         check_count(f"devices_per_host of {self.name!r}", self.devices_per_host)
         check_count(f"domain of {self.name!r}", self.domain)
-        for name in ("memory_bytes", "memory_bandwidth", "matmul_half_flops", "kernel_s", "overlap"):
+        for name in (
+            "memory_bytes",
+            "memory_bandwidth",
+            "matmul_half_flops",
+            "kernel_s",
+            "overlap",
+            "product_workspace_bytes",
+        ):
             zero = not name.startswith("memory")
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
         self._check_types()

@@ -12,6 +12,7 @@ import autopar
 from autopar.compiler.analysis.aot_targets import gpu_devices
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.plan_program import plan_intra_op
+from autopar.compiler.memory import estimate
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.spmd.emit import emit_spmd
 from autopar.compiler.spmd.local_program import Value, local_block
@@ -20,6 +21,7 @@ from benchmarks.models.gpt import gpt
 from benchmarks.models.mlp import mlp
 from benchmarks.models.model import Model
 
+H100 = Machine.named("dgx-h100")
 _GPT = {"layers": 2, "width": 512, "heads": 8, "vocabulary": 8192, "length": 256, "batch": 64}
 MODELS = {
     "mlp": lambda: mlp(layers=6, width=1024, hidden=4096, batch=4096),
@@ -44,7 +46,7 @@ def state_inputs(trace) -> list[int]:
 def planned(trace, shape: tuple[int, ...], **how):
     """Mesh, plan, and the program of one device."""
     mesh = LogicalMesh(shape=shape, axis_names=("data", "model")[: len(shape)])
-    mesh_costs = MeshCosts(machine=Machine.named("dgx-h100"), mesh=mesh)
+    mesh_costs = MeshCosts(machine=H100, mesh=mesh)
     found = plan_intra_op(trace.jaxpr, mesh, mesh_costs, state_outputs=dict(trace.state_outputs), **how)
     return mesh, found, local_block(trace.jaxpr.jaxpr, found.plan, mesh)
 
@@ -52,6 +54,11 @@ def planned(trace, shape: tuple[int, ...], **how):
 needs_gpu_compiler = pytest.mark.skipif(
     importlib.util.find_spec("jax_plugins") is None, reason="XLA's GPU compiler: pip install 'autopar[gpu-aot]'"
 )
+
+
+def peak_memory(block, mesh, donated=()) -> estimate.MemoryEstimate:
+    """The estimate for the machine that `planned` plans for."""
+    return estimate.peak_memory(block, mesh, donated, product_workspace=H100.product_workspace_bytes)
 
 
 def compiled_bytes(trace, block, mesh, donated) -> float:

@@ -160,5 +160,6 @@ def _price(trace: Trace, searched: MeshSearchResult, node: int, state: int, spec
         return None
     plan = block_plan_of(searched.intra_op.choices, optimum.assignment)
     block = local_block(jc.open_jaxpr(searched.closed)[0], plan, mesh)
-    memory = peak_memory(block, mesh, trace.donated_inputs)
+    workspace = table.mesh_costs.machine.product_workspace_bytes
+    memory = peak_memory(block, mesh, trace.donated_inputs, product_workspace=workspace)
     return Alternative(spec=spec, step_time_s=optimum.value, peak_bytes=memory.peak_bytes)

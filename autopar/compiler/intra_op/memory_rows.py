@@ -62,6 +62,7 @@ class Lister:
     block: BlockGraph
     states: Sequence[int]
     mesh: LogicalMesh
+    product_workspace: float
     nested: bool = False
     made: dict[Form, Made] = field(default_factory=dict[Form, Made])
     ops: list[Op] = field(default_factory=list[Op])
@@ -133,6 +134,7 @@ class Lister:
             block=body,
             states=self.states,
             mesh=self.mesh,
+            product_workspace=self.product_workspace,
             nested=True,
             made=self.made,
             ops=self.ops,
@@ -163,13 +165,25 @@ class Lister:
             kind = kind_of(eqn)
             kind = "fused" if kind == "view" and not (reads and results) else kind
             op = Op(
-                kind, reads, results, expensive=is_expensive(eqn), over=writes_over(eqn), workspace=workspace_bytes(eqn)
+                kind,
+                reads,
+                results,
+                expensive=is_expensive(eqn),
+                over=writes_over(eqn),
+                workspace=workspace_bytes(eqn, self.product_workspace),
             )
         self.ops.append(op)
 
     def _body(self, eqn: jc.JaxprEqn, number: int, body: BlockGraph) -> MemoryProgram:
         border = border_of_body(eqn, number, len(body.jaxpr.invars), len(body.jaxpr.outvars))
-        lister = Lister(block=body, states=self.states, mesh=self.mesh, nested=True, made=self.made)
+        lister = Lister(
+            block=body,
+            states=self.states,
+            mesh=self.mesh,
+            product_workspace=self.product_workspace,
+            nested=True,
+            made=self.made,
+        )
         return lister.program(border)
 
     def _read(self, atom: Any, choice: LayoutNode | None, phase: str) -> Form | None:
@@ -245,7 +259,7 @@ def modelled_memory(
     donated: Collection[int] = (),
 ) -> ModelledMemory:
     """The memory of a solution. `donated` are the inputs that a step may overwrite."""
-    program, forms = _step(choices, table.mesh, states, donated)
+    program, forms = _step(choices, table, states, donated)
     arguments = _Terms.of_inputs(choices, table.mesh)
     return ModelledMemory(
         mesh=table.mesh,
@@ -350,9 +364,10 @@ def _nearest(form: Form, forms: Mapping[Form, Made], places: Mapping[Any, Any], 
 
 
 def _step(
-    choices: BlockGraph, mesh: LogicalMesh, states: Sequence[int], donated: Collection[int]
+    choices: BlockGraph, table: NodeTable, states: Sequence[int], donated: Collection[int]
 ) -> tuple[MemoryProgram, Mapping[Form, Made]]:
-    lister = Lister(block=choices, states=states, mesh=mesh)
+    workspace = table.mesh_costs.machine.product_workspace_bytes
+    lister = Lister(block=choices, states=states, mesh=table.mesh, product_workspace=workspace)
     ends = zip(choices.jaxpr.outvars, choices.results, strict=True)
     border = Border(
         taken=taken_places(

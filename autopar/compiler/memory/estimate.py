@@ -34,9 +34,11 @@ from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value
 
 
-def listed_program(block: LocalBlock, mesh: LogicalMesh, border: Border) -> MemoryProgram:
+def listed_program(
+    block: LocalBlock, mesh: LogicalMesh, border: Border, product_workspace: float = 0.0
+) -> MemoryProgram:
     """The memory program of a block, order_ops."""
-    lister = _Lister(block=block, mesh=mesh)
+    lister = _Lister(block=block, mesh=mesh, product_workspace=product_workspace)
     for value in block.inputs:
         lister.note(value)
     lister.run()
@@ -55,6 +57,7 @@ def listed_program(block: LocalBlock, mesh: LogicalMesh, border: Border) -> Memo
 class _Lister:
     block: LocalBlock
     mesh: LogicalMesh
+    product_workspace: float
     ops: list[Op] = field(default_factory=list[Op])
     labels: list[str] = field(default_factory=list[str])
     inner: dict[int, tuple[MemoryProgram, ...]] = field(default_factory=dict[int, tuple[MemoryProgram, ...]])
@@ -92,6 +95,7 @@ class _Lister:
         region = _Lister(
             block=body,
             mesh=self.mesh,
+            product_workspace=self.product_workspace,
             ops=self.ops,
             labels=self.labels,
             inner=self.inner,
@@ -111,6 +115,7 @@ class _Lister:
                     body,
                     self.mesh,
                     border_of_body(action.eqn, place, len(body.inputs), len(body.outputs)),
+                    self.product_workspace,
                 )
                 for place, body in enumerate(action.bodies)
             )
@@ -134,7 +139,7 @@ class _Lister:
                     results,
                     expensive=is_expensive(eqn),
                     over=writes_over(eqn),
-                    workspace=workspace_bytes(eqn),
+                    workspace=workspace_bytes(eqn, self.product_workspace),
                 )
             case RunBody(eqn=eqn, operands=operands):
                 reads = tuple(key for v in operands if (key := self.key(v)) is not None)
@@ -183,10 +188,15 @@ class MemoryEstimate:
     of products that it puts off."""
 
 
-def peak_memory(block: LocalBlock, mesh: LogicalMesh, donated: Collection[int] = ()) -> MemoryEstimate:
-    """The estimate for a whole step; `donated` are the numbers of the inputs that it may overwrite."""
+def peak_memory(
+    block: LocalBlock, mesh: LogicalMesh, donated: Collection[int] = (), *, product_workspace: float = 0.0
+) -> MemoryEstimate:
+    """The estimate for a whole step; `donated` are the numbers of the inputs that it may overwrite.
+
+    `product_workspace` are the bytes that a matrix product needs on the machine while it runs.
+    """
     border = Border(taken=taken_places([*map(_type, block.inputs)], [*map(_type, block.outputs)], donated))
-    program = listed_program(block, mesh, border)
+    program = listed_program(block, mesh, border, product_workspace)
     (moment,) = worst_moments(program, 1)
     arguments = {f"input {n}: {_described(v, mesh)}": _nbytes(v, mesh) for n, v in enumerate(block.inputs)}
     total = sum(arguments.values())

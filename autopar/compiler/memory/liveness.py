@@ -30,8 +30,6 @@ Kind = FusionKind | Literal["form"]
 
 # XLA fuses no more arrays than that into one kernel.
 _MAX_SOURCES = 12
-# cuBLAS gets so much for each product where it cannot be tuned.
-_PRODUCT_WORKSPACE_BYTES = 4.0 * 2**20
 
 
 class Op(NamedTuple):
@@ -101,9 +99,12 @@ def writes_over(eqn: jc.JaxprEqn) -> bool:
     return name in ("dynamic_update_slice", "scan", "while") or name.startswith("scatter")
 
 
-def workspace_bytes(eqn: jc.JaxprEqn) -> float:
-    """Bytes that the kernel of an equation needs while it runs, besides operands and results."""
-    return _PRODUCT_WORKSPACE_BYTES if eqn.primitive.name == "dot_general" else 0.0
+def workspace_bytes(eqn: jc.JaxprEqn, product_workspace: float) -> float:
+    """Bytes that the kernel of an equation needs while it runs, besides operands and results.
+
+    `product_workspace` is what the machine's kernels of matrix products need.
+    """
+    return product_workspace if eqn.primitive.name == "dot_general" else 0.0
 
 
 def lifetimes(

@@ -37,6 +37,7 @@ from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.compiler.spmd.block_times import block_times
 from autopar.compiler.spmd.local_program import LocalBlock
+from autopar.hardware.machine import Machine
 from autopar.methods import Auto
 
 MEMORY_MULTIPLIERS = (0.0, 0.3, 10.0)
@@ -151,7 +152,7 @@ def stage_cost(
         task_s = block_times(blocks[task.name], mine).total_s
         seconds[task.phase] += task_s
         weight_s += task_s if task.name.startswith("weight_gradient") else 0.0
-    memory = stage_memory(layer, solved.layouts, blocks, mesh)
+    memory = stage_memory(layer, solved.layouts, blocks, mesh, mesh_costs.machine)
     return StageCost(
         forward_s=seconds["forward"],
         backward_s=seconds["backward"],
@@ -181,6 +182,7 @@ def stage_memory(
     layouts: Mapping[str, Layout | None],
     blocks: Mapping[str, LocalBlock],
     mesh: LogicalMesh,
+    machine: Machine,
 ) -> StageMemory:
     """Return the memory of a layer or a stage, by the layouts of its values and the local programs of its tasks."""
     types = task_value_types(layer)
@@ -191,7 +193,7 @@ def stage_memory(
 
     temporary = deferred = update = 0.0
     for task in layer.tasks:
-        memory = peak_memory(blocks[task.name], mesh, task.donated)
+        memory = peak_memory(blocks[task.name], mesh, task.donated, product_workspace=machine.product_workspace_bytes)
         extra = memory.peak_bytes - total_bytes(_counted(task, counted))
         if task.phase == "update":
             update = max(update, extra)

@@ -79,7 +79,7 @@ def mesh_sharding(
         own = mesh_costs.of_update() if task.phase == "update" else mesh_costs
         took = block_times(block, own)
         times[task.name] = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
-        memory = peak_memory(block, mesh, task.donated)
+        memory = peak_memory(block, mesh, task.donated, product_workspace=mesh_costs.machine.product_workspace_bytes)
         temporary_bytes[task.name] = memory.peak_bytes - memory.arguments_bytes
         collectives += priced_collectives(block, mesh, own, times=task.times, name=task.name)
     return MeshSharding(

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from autopar.compiler.intra_op.plan_program import Constraints
-from autopar.compiler.memory.estimate import bytes_with_headroom, peak_memory
+from autopar.compiler.memory.estimate import bytes_with_headroom
 from autopar.compiler.sharding.layout import LogicalMesh, from_spec, num_shards, replicated
 from autopar.compiler.spmd.collectives import planned_collectives
 from autopar.errors import MemoryTooSmall
@@ -16,6 +16,7 @@ from benchmarks.models.mlp import mlp
 from tests.compiler.planned_memory import (
     compiled_bytes,
     needs_gpu_compiler,
+    peak_memory,
     planned,
     state_inputs,
     traced,

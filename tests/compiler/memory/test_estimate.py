@@ -3,13 +3,14 @@
 import pytest
 
 from autopar.compiler.intra_op.memory_rows import modelled_memory
-from autopar.compiler.memory.estimate import peak_memory
+from autopar.compiler.memory import estimate
 from autopar.compiler.solver.problem import row_weight
 from benchmarks.models.mlp import mlp
 from tests.compiler.planned_memory import (
     MODELS,
     compiled_bytes,
     needs_gpu_compiler,
+    peak_memory,
     planned,
     state_inputs,
     traced,
@@ -42,10 +43,10 @@ def test_state_that_is_not_donated_is_there_twice():
 def test_estimate_names_the_largest_first():
     trace = traced("gpt")
     mesh, _, block = planned(trace, (8,))
-    estimate = peak_memory(block, mesh, state_inputs(trace))
-    sizes = [nbytes for _, nbytes in estimate.largest]
+    named = peak_memory(block, mesh, state_inputs(trace))
+    sizes = [nbytes for _, nbytes in named.largest]
     assert sizes == sorted(sizes, reverse=True)
-    assert estimate.peak_bytes > estimate.arguments_bytes > 0
+    assert named.peak_bytes > named.arguments_bytes > 0
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
@@ -62,3 +63,10 @@ def test_rows_are_the_modelled_memory(name, shape):
     worst, *_ = memory.rows_above(limit)
     assert row_weight(worst, assignment) - worst.limit == pytest.approx(nbytes - limit, rel=1e-6)
     assert not memory.rows_above(1.01 * nbytes)
+
+
+def test_a_product_needs_what_its_kernel_gets_on_the_machine():
+    trace = traced("mlp")
+    mesh, _, block = planned(trace, (8,))
+    without, more = (estimate.peak_memory(block, mesh, product_workspace=nbytes) for nbytes in (0.0, 2.0**20))
+    assert 0 < more.peak_bytes - without.peak_bytes <= 2**20

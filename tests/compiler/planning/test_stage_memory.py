@@ -13,14 +13,14 @@ from jax.sharding import Mesh, NamedSharding
 
 import autopar
 from autopar.compiler.analysis.aot_targets import gpu_devices
-from autopar.compiler.memory.estimate import bytes_with_headroom, peak_memory
+from autopar.compiler.memory.estimate import bytes_with_headroom
 from autopar.compiler.planning.candidates import search_pipelines
 from autopar.compiler.planning.search import shard_candidate
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.errors import MemoryTooSmall
 from autopar.hardware.machine import Link, Machine
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
-from tests.compiler.planned_memory import planned, traced_model
+from tests.compiler.planned_memory import peak_memory, planned, traced_model
 
 WIDTH, ROWS, LAYERS = 128, 256, 4
 
