@@ -10,7 +10,9 @@ SWEEP_ARGS ?=
 EXTRAS ?= lint,test
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-newest lint check format goldens pictures sweep hooks venv
+WILD_VENV ?= .venv-wild
+
+.PHONY: help wild demo test test-newest lint check format goldens pictures sweep hooks venv
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -46,6 +48,9 @@ sweep: $(INSTALLED) ## every long benchmark, before a release; SWEEP_ARGS=--list
 	$(VENV)/bin/python -m pip install --quiet --editable '.[gpu-aot]'
 	$(VENV)/bin/python -m benchmarks.sweep $(SWEEP_ARGS)
 
+wild: $(WILD_VENV)/.installed ## train steps of released packages beside their own jit; writes docs/wild.md
+	KERAS_BACKEND=jax $(WILD_VENV)/bin/python -m benchmarks.wild --markdown docs/wild.md
+
 hooks: $(INSTALLED) ## have git run `make lint` before a commit and `make check` before a push
 	$(VENV)/bin/pre-commit install --hook-type pre-commit --hook-type pre-push
 
@@ -56,4 +61,9 @@ $(INSTALLED): pyproject.toml
 		{ echo "No Python 3.11 or newer was found. Install one, or name it: make $(MAKECMDGOALS) PYTHON=..."; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	@touch $@
+
+$(WILD_VENV)/.installed: pyproject.toml benchmarks/wild/requirements.txt
+	test -x $(WILD_VENV)/bin/python || $(PYTHON) -m venv $(WILD_VENV)
+	$(WILD_VENV)/bin/python -m pip install --quiet --editable . --requirement benchmarks/wild/requirements.txt
 	@touch $@

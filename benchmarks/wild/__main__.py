@@ -1,0 +1,222 @@
+"""Try autopar on train steps that other people wrote: every case, by three methods, beside its own jit.
+
+    make wild                                   installs the packages apart, runs all, writes docs/wild.md
+    python -m benchmarks.wild [case ...] [--json F] [--markdown F] [--timeout SECONDS]
+
+Each case and method is a process of its own, on 8 virtual CPU devices. Two calls are made on the arguments; what they
+returned, and what they changed in place, is held beside the same two calls under the package's own jit.
+
+    right      equal, as far as rounding allows
+    refused    an autopar error: its first sentence is the reason
+    WRONG      other numbers
+    RAW        another exception
+    SILENT     equal, but no input of the step was divided, and nobody was told
+
+Exits 1 when anything is wrong, raw, silent or out of time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+METHODS = ("default", "pipeline", "auto")
+BAD = ("WRONG", "RAW", "SILENT", "TIMEOUT")
+TOLERANCE = 2e-4
+"""Of the largest entry of a leaf: float32 sums in another order, two steps long."""
+
+
+def main() -> None:
+    """Run the cases that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="names of cases; all by default")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for a case by one method")
+    parser.add_argument("--one", nargs=2, metavar=("CASE", "METHOD"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run_one(*options.one)))
+        return
+    rows = run_all(options.cases, options.methods, options.timeout)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(markdown(rows))
+    counts = {status: sum(row["status"] == status for row in rows) for status in ("right", "refused", *BAD)}
+    print(", ".join(f"{number} {status}" for status, number in counts.items()))
+    sys.exit(any(counts[status] for status in BAD))
+
+
+def run_all(names: list[str], methods: tuple[str, ...], timeout: float) -> list[dict[str, Any]]:
+    """Return a row for each case and method, and print each as it comes."""
+    from benchmarks.wild.cases import CASES
+
+    unknown = set(names) - set(CASES)
+    if unknown:
+        raise SystemExit(f"There is no case {', '.join(sorted(unknown))}. There are {', '.join(CASES)}.")
+    rows = []
+    for name in names or CASES:
+        package, build = CASES[name]
+        about = {"case": name, "package": package, "version": _version(package), "what": (build.__doc__ or "").strip()}
+        for method in methods:
+            row = about | {"method": method} | _in_a_process(name, method, timeout)
+            rows.append(row)
+            print(f"{row['status']:8} {name:28} {method:9} {row['seconds']:5.0f} s  {row['said'][:150]}", flush=True)
+    return rows
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _in_a_process(name: str, method: str, timeout: float) -> dict[str, Any]:
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "KERAS_BACKEND": "jax",
+    }
+    started = time.monotonic()
+    words = [sys.executable, "-m", "benchmarks.wild", "--one", name, method]
+    try:
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return {"status": "TIMEOUT", "said": f"not done after {timeout:.0f} s", "seconds": timeout}
+    seconds = time.monotonic() - started
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        last = (done.stderr.strip().splitlines() or ["no word"])[-1]
+        return {"status": "RAW", "said": f"ended with {done.returncode}: {last}", "seconds": seconds}
+    return json.loads(lines[-1]) | {"seconds": round(seconds, 1)}
+
+
+def run_one(name: str, method: str) -> dict[str, Any]:
+    """Return status and words of one case by one method, in this process."""
+    import autopar
+    from benchmarks.wild.cases import CASES
+
+    wild = CASES[name][1]()
+    wanted = _two_calls(wild.jit(wild.step), wild)
+    methods = {
+        "default": None,
+        "pipeline": autopar.PipelineParallel(num_stages=2, num_microbatches=2),
+        "auto": autopar.Auto(),
+    }
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            step = autopar.parallelize(wild.step, method=methods[method], **wild.options)
+            got = _two_calls(step, wild)
+        except autopar.AutoparError as error:
+            return {"status": "refused", "said": f"{type(error).__name__}: {error}"}
+        except Exception as error:  # whatever came through is what this looks for
+            return {"status": "RAW", "said": f"{type(error).__name__}: {error}"}
+    said = "; ".join(sorted({str(w.message) for w in told if w.category.__module__.startswith("autopar")}))
+    off, where = _difference(wanted, got)
+    if not off <= TOLERANCE:
+        return {"status": "WRONG", "said": f"off by {off:.1e} of the largest entry in {where}"}
+    if not said and not _divides(step):
+        return {"status": "SILENT", "said": "no input is divided, and nothing was said"}
+    return {"status": "right", "said": said, "off": off}
+
+
+def _two_calls(step: Any, wild: Any) -> Any:
+    import jax
+
+    arguments, keywords = wild.arguments(), wild.keywords()
+    results = [step(*arguments, **keywords) for _ in range(2)]
+    return jax.device_get(_arrays((results, arguments)))
+
+
+def _arrays(tree: Any) -> dict[str, Any]:
+    """Return the arrays of a tree by their paths, those inside of nnx modules too."""
+    import jax
+    from flax import nnx
+
+    flat = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(tree)) if _has_modules(tree) else tree)
+    arrays = {jax.tree_util.keystr(path): leaf for path, leaf in flat if isinstance(leaf, jax.Array)}
+    return {
+        path: jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        for path, leaf in arrays.items()
+    }
+
+
+def _has_modules(tree: Any) -> bool:
+    import jax
+    from flax import nnx
+
+    is_module = lambda node: isinstance(node, nnx.Object)  # noqa: E731
+    return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
+
+
+def _difference(wanted: dict[str, Any], got: dict[str, Any]) -> tuple[float, str]:
+    """Return the largest difference, relative to the largest entry of its leaf, and the leaf."""
+    import numpy as np
+
+    if set(wanted) != set(got):
+        return float("inf"), f"leaves {sorted(set(wanted) ^ set(got))[:3]} that only one of them has"
+    worst, where = 0.0, ""
+    for path, leaf in wanted.items():
+        a, b = (np.asarray(x, np.float64) for x in (leaf, got[path]))
+        if a.shape != b.shape:
+            return float("inf"), f"{path}: {b.shape} for {a.shape}"
+        off = np.max(np.abs(a - b), initial=0.0) / max(np.max(np.abs(a), initial=0.0), 1e-6)
+        if not off <= worst:
+            worst, where = float(off), path
+    return worst, where
+
+
+def _divides(step: Any) -> bool:
+    """Return whether the last plan divides any input, over devices or into microbatches or stages."""
+    plan = step.all_compiled()[-1].plan
+    divided = [any(axes is not None for axes in spec) for spec in plan.input_specs.values()]
+    return plan.num_microbatches > 1 or len(plan.meshes) > 1 or any(divided)
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Return the table of `docs/wild.md`."""
+    import jax
+
+    lines = [
+        "# Train steps that other people wrote",
+        "",
+        "Models, losses and steps of released packages, each by three methods on 8 virtual CPU devices beside its own",
+        "`jit`; two calls, results and what is changed in place compared. Made by `make wild`.",
+        "",
+        f"Python {sys.version.split()[0]}, jax {jax.__version__}.",
+        "",
+        "| package | step | default | `PipelineParallel` 2 x 2 | `Auto()` |",
+        "|---|---|---|---|---|",
+    ]
+    notes: list[str] = []
+    for name in dict.fromkeys(row["case"] for row in rows):
+        by_method = {row["method"]: row for row in rows if row["case"] == name}
+        first = next(iter(by_method.values()))
+        cells = []
+        for method in METHODS:
+            row = by_method.get(method)
+            cell = "" if row is None else row["status"]
+            if row is not None and row["said"]:
+                notes.append(f"{name}, {method}: {row['said'].splitlines()[0]}")
+                cell += f" [{len(notes)}]"
+            cells.append(cell)
+        what = first["what"].splitlines()[0]
+        lines.append(f"| {first['package']} {first['version']} | {what} | {' | '.join(cells)} |")
+    lines += ["", *(f"{i}. {note}" for i, note in enumerate(notes, 1))]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
