@@ -28,6 +28,7 @@ from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.plan_checks import check_plan
 from autopar.compiler.planning.search import plan_by_stages, searches_stages
 from autopar.compiler.planning.stage_costs import StageProblem
+from autopar.errors import NotSplittable, Unsupported
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -83,10 +84,15 @@ def make_plan(
                 machine=cluster.machine,
                 cache_directory=cache_directory,
             )
-            best, certificate = plan_by_stages(problem)
+            try:
+                best, certificate = plan_by_stages(problem)
+            except (NotSplittable, Unsupported):
+                if method.num_stages is not None or (method.num_microbatches or 1) > 1:
+                    raise
+                best, certificate = replace(method, num_stages=1, num_microbatches=1), None
             if isinstance(best, Plan):
                 return best
-            # One program on one mesh is the best, so its layouts are searched in one piece.
+            # One program on one mesh is the best, or all that there can be: its layouts are searched in one piece.
             plan = make_plan(trace, best, cluster=cluster, checked=checked, cache_directory=cache_directory)
             return replace(plan, certificate=certificate)
         case Auto() | Zero() | TensorParallel() | ExpertParallel():

@@ -1,0 +1,1 @@
+"""Train steps of released packages, tried as their users would: `make wild`."""

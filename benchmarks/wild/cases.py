@@ -458,16 +458,21 @@ def flowjax_step() -> Wild:
         flow = masked_autoregressive_flow(
             jax.random.key(SEED), base_dist=Normal(jnp.zeros(4)), flow_layers=2, nn_width=8, nn_depth=1
         )
-        return eqx.partition(
-            flow, eqx.is_inexact_array, is_leaf=lambda leaf: isinstance(leaf, NonTrainable)
-        ) + (_normal(BATCH, 4),)
+        return eqx.partition(flow, eqx.is_inexact_array, is_leaf=lambda leaf: isinstance(leaf, NonTrainable)) + (
+            _normal(BATCH, 4),
+        )
 
     optimizer = optax.sgd(0.01)
 
     def keywords() -> dict[str, Any]:
         params = arguments()[0]
         state = optimizer.init(params)
-        return {"optimizer": optimizer, "opt_state": state, "loss_fn": MaximumLikelihoodLoss(), "key": jax.random.key(1)}
+        return {
+            "optimizer": optimizer,
+            "opt_state": state,
+            "loss_fn": MaximumLikelihoodLoss(),
+            "key": jax.random.key(1),
+        }
 
     return _wild(step, arguments, lambda step: step, keywords)
 
@@ -518,13 +523,11 @@ def keras_mobilenet() -> Wild:
     import keras
 
     keras.utils.set_random_seed(SEED)
-    model = keras.applications.MobileNet(
-        input_shape=(32, 32, 3), weights=None, classes=10, dropout=0.0, alpha=0.25
-    )
+    model = keras.applications.MobileNet(input_shape=(32, 32, 3), weights=None, classes=10, dropout=0.0, alpha=0.25)
     return _keras_step(model, _normal(BATCH, 32, 32, 3) * 64 + 128, _ints(10, BATCH))
 
 
-# numpyro, jaxopt, blackjax, evosax -------------------------------------------------------------------------------------
+# numpyro, jaxopt, blackjax --------------------------------------------------------------------------------------------
 
 
 @_case("numpyro")
@@ -612,7 +615,8 @@ def brax_proximal_policy() -> Wild:
             extras={
                 "state_extras": {"truncation": jnp.zeros(shape)},
                 "policy_extras": {
-                    "raw_action": _normal(*shape, 2), "log_prob": _normal(*shape), "distribution_params": _normal(*shape, 4),
+                    "raw_action": _normal(*shape, 2), "log_prob": _normal(*shape),
+                    "distribution_params": _normal(*shape, 4),
                 },
             },
         )  # fmt: skip
@@ -704,12 +708,12 @@ def penzai_trainer() -> Wild:
         model = MLP.from_config(init_base_rng=jax.random.key(SEED), feature_sizes=[8, 16, 5])
         trainer = StatefulTrainer.build(jax.random.key(1), model, optax.sgd(0.1), loss_fn)
         stateless, variables = pz.unbind_variables(trainer.model)
-        return dict(
-            root_rng=trainer.root_rng, state=trainer.state.value, stateless_model=stateless,
-            trainable_params=pz.freeze_variables(tuple(variables)), frozen_params=(), state_vars=(),
-            loss_fn=trainer.loss_fn, optimizer_def=trainer.optimizer_def,
-            kwargs={"xs": pz.nx.wrap(_normal(BATCH, 8), "batch", "features"), "labels": _ints(5, BATCH)},
-        )  # fmt: skip
+        return {
+            "root_rng": trainer.root_rng, "state": trainer.state.value, "stateless_model": stateless,
+            "trainable_params": pz.freeze_variables(tuple(variables)), "frozen_params": (), "state_vars": (),
+            "loss_fn": trainer.loss_fn, "optimizer_def": trainer.optimizer_def,
+            "kwargs": {"xs": pz.nx.wrap(_normal(BATCH, 8), "batch", "features"), "labels": _ints(5, BATCH)},
+        }  # fmt: skip
 
     step = StatefulTrainer.build(jax.random.key(1), MLP.from_config(jax.random.key(SEED), [8, 5]), optax.sgd(0.1),
                                  loss_fn).step_fn  # fmt: skip

@@ -15,6 +15,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch.accumulate import accumulate_p
 from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.placement import Placement
+from autopar.errors import Unsupported
 
 ValueKey = tuple[jc.Var, str | None]
 """A variable, and which of its copies: None the only one, "sum" its total, or one of `unplaced_key`, `floating_key`."""
@@ -152,6 +153,13 @@ class UpdateRounds:
     def _stage_of(self, key: ValueKey, v: jc.Var) -> int:
         if key[1] == "sum":
             return self.placement.stages[self.producer[key[0]]]
+        if v not in self.placement.homes:
+            eqn = self.eqns[self.producer[v]]
+            raise Unsupported(
+                f"The result of {jc.describe(eqn)} is computed for every microbatch, and nothing adds these up: it "
+                "depends on random numbers that all examples share, as in variational inference. Use one microbatch on "
+                "one mesh: DataParallel(), or Auto(num_stages=1, num_microbatches=1)."
+            )
         return self.placement.homes[v]
 
     def _nearest_stage(self, variables: Sequence[jc.Var]) -> int:

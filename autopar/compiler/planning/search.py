@@ -115,7 +115,7 @@ def plan_by_stages(problem: StageProblem) -> tuple[Plan | Auto, Certificate]:
 
 def searches_stages(trace: Trace, method: Auto, num_devices: int) -> bool:
     """Return whether there is anything to search beyond one program on one mesh."""
-    if num_devices == 1 or not trace.differentiates:
+    if num_devices == 1 or not trace.differentiates or (method.num_stages is None and not trace.batch_inputs):
         return False
     if method.num_stages == 1 and (method.num_microbatches is not None or not _large(trace)):
         return False

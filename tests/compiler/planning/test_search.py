@@ -270,3 +270,34 @@ def test_one_stage_computes_again_what_the_user_says(method):
     assert plan.num_stages == 1 and not any(stage.remat for stage in plan.stages)
     graph = cut_step(traced.trace, plan)
     assert num_regions(eqn for task in graph.tasks for eqn in jc.all_equations(task.jaxpr)) == 2
+
+
+def shared_noise_step(scale, batch):
+    """A step of variational inference: one draw of the weights for all examples, and a penalty without any."""
+    noise = jax.random.normal(jax.random.key(0), scale.shape)
+
+    def loss_of(scale):
+        weights = jnp.exp(scale) * noise
+        return jnp.mean((batch @ weights) ** 2) - jnp.sum(scale) + 0.5 * jnp.sum(weights**2)
+
+    return scale - 0.1 * jax.grad(loss_of)(scale)
+
+
+def test_what_cannot_be_cut_is_one_program_of_a_free_search_and_refused_in_stages():
+    arguments = (jnp.zeros((8, 4)), jnp.ones((16, 8)))
+    with pytest.raises(Unsupported, match="random numbers that all examples share"):
+        autopar.parallelize(shared_noise_step, method=autopar.PipelineParallel(num_stages=2, num_microbatches=2)).trace(
+            *arguments
+        ).plan()
+    step = autopar.parallelize(shared_noise_step, method=autopar.Auto())
+    np.testing.assert_allclose(step(*arguments), shared_noise_step(*arguments), rtol=1e-5)
+
+
+def test_a_step_without_a_batch_has_a_plan_on_one_mesh():
+    def step(params, senders):
+        grads = jax.grad(lambda p: jnp.sum((jnp.tanh(p["nodes"][senders]) @ p["out"]).sum(0) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    arguments = ({"nodes": jnp.ones((16, 8)) / 4, "out": jnp.ones((8, 4)) / 8}, jnp.arange(5) % 3)
+    parallel = autopar.parallelize(step, method=autopar.Auto(), unbatched="senders")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), parallel(*arguments), step(*arguments))
