@@ -172,16 +172,17 @@ def _difference(wanted: dict[str, Any], got: dict[str, Any]) -> tuple[float, str
 
     if set(wanted) != set(got):
         return float("inf"), f"leaves {sorted(set(wanted) ^ set(got))[:3]} that only one of them has"
-    largest = {path: np.max(np.abs(np.asarray(leaf, np.float64)), initial=0.0) for path, leaf in wanted.items()}
+    largest = {path: np.nanmax(np.abs(np.asarray(leaf, np.float64)), initial=0.0) for path, leaf in wanted.items()}
     least = max(SMALL * float(np.median(list(largest.values()) or [0.0])), 1e-6)
     worst, where = 0.0, ""
     for path, leaf in wanted.items():
         a, b = (np.asarray(x, np.float64) for x in (leaf, got[path]))
         if a.shape != b.shape:
             return float("inf"), f"{path}: {b.shape} for {a.shape}"
-        off = np.max(np.abs(a - b), initial=0.0) / max(largest[path], least)
-        if not off <= worst:
-            worst, where = float(off), path
+        apart = np.where(np.isnan(a) & np.isnan(b), 0.0, np.abs(a - b))
+        off = float(np.max(np.nan_to_num(apart, nan=np.inf), initial=0.0)) / max(largest[path], least)
+        if off > worst:
+            worst, where = off, path
     return worst, where
 
 
