@@ -1,6 +1,7 @@
 """Callbacks in a parallelized step: each runs where it can, as often as its data is there, and sees whole values."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -190,30 +191,88 @@ def new_tokens() -> Iterator[None]:
     jax.effects_barrier()
 
 
-ON_ONE_DEVICE = [autopar.DataParallel(), autopar.Auto(num_stages=1, num_microbatches=1)]
-RAISING = {name: METHODS[name] for name in ("pipeline", "remat", "zero bubble")}
-RAISING |= {"data parallel": ON_ONE_DEVICE[0], "search": ON_ONE_DEVICE[1]}
+RAISING = METHODS | {
+    "data parallel": autopar.DataParallel(),
+    "search": autopar.Auto(num_stages=1, num_microbatches=1),
+}
 
 
-@pytest.mark.parametrize("callback", [jax.experimental.io_callback, jax.debug.callback], ids=["io", "debug"])
-@pytest.mark.parametrize("method", RAISING.values(), ids=RAISING)
-def test_callback_that_raises_fails_the_step_or_who_reads_its_loss(method, callback, new_tokens):
-    def refuse(loss: Any) -> None:
-        raise ValueError(f"a loss of {loss}")
+def refuse(loss: Any) -> None:
+    raise ValueError(f"a loss of {loss}")
 
+
+def refused(callback: Any) -> Any:
     def step(params, batch):
         new, loss = sgd(mlp_loss)(params, batch)
         callback(refuse, None, loss) if callback is jax.experimental.io_callback else callback(refuse, loss)
         return new, loss
 
-    # Where several devices work on one stage, XLA would leave the others waiting for the one that failed.
-    parallel = autopar.parallelize(step, method=method, devices=devices(1 if method in ON_ONE_DEVICE else 2))
+    return step
+
+
+@pytest.mark.parametrize("callback", [jax.experimental.io_callback, jax.debug.callback], ids=["io", "debug"])
+@pytest.mark.parametrize("method", RAISING.values(), ids=RAISING)
+def test_callback_that_raises_fails_the_call(method, callback):
+    parallel = autopar.parallelize(refused(callback), method=method, devices=devices())
     for _ in range(2):  # not only the first time
+        with pytest.raises(jax.errors.JaxRuntimeError, match="a loss of") as caught:
+            parallel(mlp_params(), mlp_batch())
+        assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_callback_that_raises_on_one_device_fails_who_reads_the_loss_as_in_jit(new_tokens):
+    for run in (jax.jit, lambda f: autopar.parallelize(f, devices=devices(1))):
         with pytest.raises(jax.errors.JaxRuntimeError, match="a loss of"):
-            float(parallel(mlp_params(), mlp_batch())[1])
+            float(run(refused(jax.debug.callback))(mlp_params(), mlp_batch())[1])
 
 
-def test_a_step_whose_callback_raised_once_goes_on(new_tokens):
+def test_timeline_of_a_step_whose_callback_raises_fails(tmp_path):
+    parallel = autopar.parallelize(refused(jax.debug.callback), method=autopar.DataParallel(), devices=devices())
+    compiled = parallel.trace(mlp_params(), mlp_batch()).plan().lower().compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a loss of"):
+        compiled.timeline(tmp_path / "timeline.json", mlp_params(), mlp_batch())
+
+
+def called(function: Callable[..., Any], h: Any) -> Any:
+    return jax.pure_callback(function, jax.ShapeDtypeStruct(h.shape, h.dtype), jax.lax.stop_gradient(h))
+
+
+def refused_in_a_loop(h: Any) -> Any:
+    return jax.lax.scan(lambda h, _: (h + called(refuse, h), None), h, length=2)[0]
+
+
+def refused_under_a_rule(h: Any) -> Any:
+    return autopar.sharding_rule(lambda h: called(refuse, h), "b d -> b d")(jax.lax.stop_gradient(h)) + h
+
+
+def of_another_shape(h: Any) -> Any:
+    return h + called(lambda h: np.zeros(3, np.float32), h)
+
+
+def printed_as_an_integer(h: Any) -> Any:
+    jax.debug.print("{:d}", h[0, 0])
+    return h
+
+
+WRONG = {
+    refused_in_a_loop: "a loss of",
+    refused_under_a_rule: "a loss of",
+    of_another_shape: r"returned float32\[3\], but declares float32\[8,4\]",
+    printed_as_an_integer: "format",
+}
+
+
+@pytest.mark.filterwarnings("ignore::autopar.ReplicatedWarning")
+@pytest.mark.parametrize(("use", "message"), WRONG.items(), ids=[use.__name__ for use in WRONG])
+def test_callback_that_raises_wherever_it_stands_fails_the_call(use, message):
+    step = sgd(lambda params, batch: mlp_loss(params, (use(batch[0] @ params[0]["w"]), batch[1])))
+    parallel = autopar.parallelize(step, method=autopar.ShardParallel(mesh_shape=(2,)), devices=devices())
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        parallel(mlp_params(), mlp_batch())
+
+
+@pytest.mark.parametrize("method", [two_stages(), autopar.DataParallel()], ids=["pipeline", "data parallel"])
+def test_a_step_whose_callback_raised_once_goes_on(method):
     seen: list[float] = []
 
     def refuse_the_first(loss: Any) -> None:
@@ -226,8 +285,33 @@ def test_a_step_whose_callback_raised_once_goes_on(new_tokens):
         jax.debug.callback(refuse_the_first, loss)
         return new, loss
 
-    parallel = autopar.parallelize(step, method=two_stages(), devices=devices())
+    parallel = autopar.parallelize(step, method=method, devices=devices())
     with pytest.raises(jax.errors.JaxRuntimeError, match="the first"):
         parallel(mlp_params(), mlp_batch())
     assert_same(parallel(mlp_params(), mlp_batch()), jax.jit(sgd(mlp_loss))(mlp_params(), mlp_batch()))
     assert len(seen) == 2
+
+
+def test_of_threads_that_call_one_step_those_fail_whose_callback_raised():
+    def refuse_large(loss: Any) -> None:
+        if loss > 1:
+            raise ValueError(f"a loss of {loss}")
+
+    def step(params, batch):
+        new, loss = sgd(mlp_loss)(params, batch)
+        jax.debug.callback(refuse_large, loss)
+        return new, loss
+
+    parallel = autopar.parallelize(step, method=autopar.DataParallel(), devices=devices())
+    expected = jax.jit(sgd(mlp_loss))(mlp_params(), mlp_batch())
+    x, y = mlp_batch()
+
+    def call(number: int) -> None:
+        if number % 2:
+            with pytest.raises(jax.errors.JaxRuntimeError, match="a loss of"):
+                parallel(mlp_params(), (x, y + 10))
+        else:
+            assert_same(parallel(mlp_params(), (x, y)), expected)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(call, range(16)))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from autopar.compiler.frontend.trace import Trace, trace_step
 from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops
+from autopar.compiler.lowering.guard_callbacks import guard_callbacks
 from autopar.compiler.lowering.lower import lower
 from autopar.compiler.lowering.single_program import single_program
 from autopar.compiler.lowering.user_constraints import check_callbacks, check_manual_meshes
@@ -139,4 +140,4 @@ def lower_step(trace: Trace, plan: Plan) -> Program:
         batch_sizes = {i: trace.inputs[i].aval.shape[0] for i in trace.batch_inputs}
         program = lower(cut_step(trace, plan), plan, leaf_sizes=batch_sizes, donated_leaves=trace.donated_inputs)
     program.verify()
-    return program
+    return guard_callbacks(program) if plan.num_devices > 1 else program

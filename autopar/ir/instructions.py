@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from autopar.errors import Unsupported
+from autopar.ir.callback_errors import CallbackErrors
 from autopar.ir.tasks import Task
 
 KEY_BYTES = {"key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}
@@ -58,6 +59,8 @@ class Executable:
     bytes_accessed: float = 0.0
     # A ClosedJaxpr, which neither compares nor pickles.
     jaxpr: Any = field(default=None, compare=False, repr=False)
+    # Where its callbacks keep what they raise, so that other devices do not wait in vain; None if it has none that do.
+    callback_errors: CallbackErrors | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         donated = f", donates {listed(self.donated)}" if self.donated else ""

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.ir.callback_errors import CallbackErrors
 from autopar.ir.instructions import (
     ArrayType,
     Executable,
@@ -63,6 +64,11 @@ class Program:
         """Raise InvalidProgram, which names the mesh and the instruction, unless every rule above holds."""
         check_pieces(self.meshes, self.executables, self.inputs, self.outputs)
         check_values(self.meshes, self.executables, self.inputs, self.outputs)
+
+    @property
+    def callback_errors(self) -> CallbackErrors | None:
+        """Return where callbacks keep what they raise, which a call has to run in; None if there are none that do."""
+        return next((e.callback_errors for e in self.executables.values() if e.callback_errors is not None), None)
 
     def linear_order(self) -> tuple[tuple[int, Instruction], ...]:
         """(mesh, instruction) in one global order in which no Recv waits; one Run per mesh and round."""

@@ -10,6 +10,7 @@ A step whose parts have effects is waited for, so that a callback that raises fa
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -81,7 +82,8 @@ class InProcess:
             )
             for mesh, instruction, number in order
         ]
-        whole = _whole_step(program)
+        # What may raise the errors of callbacks is to be waited for.
+        whole = _whole_step(program) if program.callback_errors is None else None
         return InProcessProgram(
             place=placement(program, [layouts[item.mesh, item.value] for item in program.inputs], leaf_names),
             unset=[None] * (len(slots) + len(order) - len(program.inputs)),
@@ -90,6 +92,7 @@ class InProcess:
             slots=slots,
             results=collection(program, slots, layouts),
             whole=None if whole is None else functions[whole],
+            context=program.callback_errors or nullcontext(),
         )
 
 
@@ -106,6 +109,8 @@ class InProcessProgram:
     results: Sequence[ReadResult]
     whole: Callable[..., list[Any]] | None
     """The one executable that takes the arguments and returns the results as they are, if there is one."""
+    context: AbstractContextManager[None]
+    """What a call runs in until its effects are there; it raises what callbacks raised."""
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Carry out one step; what the program donates is gone afterwards."""
@@ -120,12 +125,13 @@ class InProcessProgram:
             return self._step(leaves)
 
     def _step(self, leaves: Sequence[Any]) -> list[Any]:
-        with _starting:
-            env = self.place(leaves) + self.unset
-            for run in self.steps:
-                run(env)
-            found = [result(env) for result in self.results]
-        jax.block_until_ready([env[slot] for slot in self._effects])
+        with self.context:
+            with _starting:
+                env = self.place(leaves) + self.unset
+                for run in self.steps:
+                    run(env)
+                found = [result(env) for result in self.results]
+            jax.block_until_ready([env[slot] for slot in self._effects])
         return found
 
     @cached_property
@@ -134,22 +140,23 @@ class InProcessProgram:
 
     def timed(self, leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
         """The same, waiting for every instruction: one mesh works at a time, and when each ran."""
-        with _starting:
-            env = self.place(leaves) + self.unset
         times: list[InstructionTime] = []
-        for (mesh, instruction, number), run in zip(self.order, self.steps):
-            start_s = time.time()
+        with self.context:
             with _starting:
-                run(env)
-            # A Send has nothing to wait for here: its Recv waits for the copy.
-            names = instruction.outputs if isinstance(instruction, Run) else ()
-            names = instruction.values if isinstance(instruction, Recv) else names
-            jax.block_until_ready([env[self.slots[mesh, name]] for name in names])
-            if number is not None:
-                jax.block_until_ready(env[len(self.slots) + number])
-            if not isinstance(instruction, Free):
-                name, stop_s = instruction_name(instruction), time.time()
-                times.append(InstructionTime(process=0, mesh=mesh, name=name, start_s=start_s, stop_s=stop_s))
+                env = self.place(leaves) + self.unset
+            for (mesh, instruction, number), run in zip(self.order, self.steps):
+                start_s = time.time()
+                with _starting:
+                    run(env)
+                # A Send has nothing to wait for here: its Recv waits for the copy.
+                names = instruction.outputs if isinstance(instruction, Run) else ()
+                names = instruction.values if isinstance(instruction, Recv) else names
+                jax.block_until_ready([env[self.slots[mesh, name]] for name in names])
+                if number is not None:
+                    jax.block_until_ready(env[len(self.slots) + number])
+                if not isinstance(instruction, Free):
+                    name, stop_s = instruction_name(instruction), time.time()
+                    times.append(InstructionTime(process=0, mesh=mesh, name=name, start_s=start_s, stop_s=stop_s))
         return [result(env) for result in self.results], times
 
 

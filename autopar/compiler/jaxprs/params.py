@@ -6,13 +6,23 @@ equation with other parameters names those that change (`bind_equation(eqn, args
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import NamedSharding
 
-from autopar.compiler.jaxprs.compat import ClosedJaxpr, JaxprEqn, bind_equation, subjaxprs, trace
+from autopar.compiler.jaxprs.compat import (
+    ClosedJaxpr,
+    JaxprEqn,
+    bind_equation,
+    jaxpr_as_fun,
+    open_jaxpr,
+    subjaxprs,
+    trace,
+)
 
 Dimensions = tuple[int, ...]
 
@@ -132,6 +142,23 @@ _CALLS = {
 def declared_body(eqn: JaxprEqn) -> ClosedJaxpr:
     """The function of an equation that `sharding_rule` made, at the types of its operands."""
     return trace(eqn.params["function"], [v.aval for v in eqn.invars])
+
+
+def with_declared_body(eqn: JaxprEqn, body: ClosedJaxpr) -> JaxprEqn:
+    """The equation of `sharding_rule` with another function, for operands of the same types."""
+    return eqn.replace(params={**eqn.params, "function": lambda *args: jaxpr_as_fun(body)(*args)})
+
+
+def with_callback(eqn: JaxprEqn, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> JaxprEqn:
+    """The callback equation that calls `change(f)` in place of its function f of flat arrays."""
+    if "callback" in eqn.params:
+        return eqn.replace(params={**eqn.params, "callback": change(eqn.params["callback"])})
+    # A `jax.debug.print` makes its function when it is lowered.
+    called = change(partial(eqn.primitive.impl, **eqn.params))
+    options = {name: eqn.params[name] for name in ("ordered", "partitioned")}
+    closed = trace(lambda *args: jax.debug.callback(called, *args, **options), [v.aval for v in eqn.invars])
+    (callback,) = open_jaxpr(closed)[0].eqns
+    return eqn.replace(primitive=callback.primitive, params=callback.params)
 
 
 def called_function(eqn: JaxprEqn) -> ClosedJaxpr | None:

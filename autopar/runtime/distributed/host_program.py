@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,16 +205,17 @@ class HostProgram:
         env: Environment = [None] * (len(self.slots) + self.num_extras)
         number = -1
         try:
-            self._brings[routing](env, arguments, sent)
-            for number, step in enumerate(self.steps):
-                if clock is None:
-                    step(env)
-                else:
-                    self._run_timed(step, number, env, clock)
-            for place, slot in self.with_effects:
-                number = place
-                jax.block_until_ready(env[slot])
-            number = len(self.steps)
+            with self.program.callback_errors or nullcontext():
+                self._brings[routing](env, arguments, sent)
+                for number, step in enumerate(self.steps):
+                    if clock is None:
+                        step(env)
+                    else:
+                        self._run_timed(step, number, env, clock)
+                for place, slot in self.with_effects:
+                    number = place
+                    jax.block_until_ready(env[slot])
+                number = len(self.steps)
             return [[_result(env, part) for part in parts] for parts in self.outputs]
         except Exception as error:
             raise StepFailed(
