@@ -47,7 +47,7 @@ class _UnrolledTrace(Trace):
 
     @cached_property
     def at_other_batch(self) -> jc.ClosedJaxpr | None:
-        """The same step at twice the batch, with the same loops unrolled."""
+        """The same step on another batch, with the same loops unrolled."""
         other = self.traced.at_other_batch
         return None if other is None else _unrolled(other)
 

@@ -5,7 +5,7 @@ Remat regions and whatever has side effects stay as they are: a remat region rep
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
@@ -14,16 +14,12 @@ from autopar.compiler.jaxprs.evaluate import rewrite
 from autopar.compiler.jaxprs.primitives import CONSTRAINTS, CONTROL_FLOW, NESTED
 
 
-def merge_common_subexpressions(closed: jc.ClosedJaxpr, like: jc.ClosedJaxpr | None = None) -> jc.ClosedJaxpr:
-    """The same program without the second of two equal equations.
-
-    `like` is the same program at another batch size: merged is then what is equal there, so that both stay alike.
-    """
+def merge_common_subexpressions(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
+    """The same program without the second of two equal equations."""
     jaxpr, _ = jc.open_jaxpr(closed)
-    model = jaxpr if like is None else jc.open_jaxpr(like)[0]
-    first = _first_equals(model)
+    first = _first_equals(jaxpr)
     loops = {
-        number: _merged_bodies(eqn, model.eqns[number])
+        number: jc.map_subjaxprs(eqn, merge_common_subexpressions)
         for number, eqn in enumerate(jaxpr.eqns)
         if eqn.primitive.name in CONTROL_FLOW
     }
@@ -40,11 +36,22 @@ def merge_common_subexpressions(closed: jc.ClosedJaxpr, like: jc.ClosedJaxpr | N
     return rewrite(closed, once)
 
 
-def _merged_bodies(eqn: jc.JaxprEqn, like: jc.JaxprEqn) -> dict[str, Any]:
-    models: list[jc.ClosedJaxpr] = []
-    jc.map_subjaxprs(like, lambda body: models.append(body) or body)
-    in_order = iter(models)
-    return jc.map_subjaxprs(eqn, lambda body: merge_common_subexpressions(body, next(in_order)))
+def twins_of_merged(closed: Any, twin: Any) -> Iterator[jc.JaxprEqn]:
+    """Yield the equation of `twin` for each that merging leaves of `closed`, at every depth.
+
+    The two have the same equations at two batch sizes. What is equal at one need not be at the other, as zeros of shape
+    [rows, 8] and [8, 8] are for 8 rows alone, so that a twin cannot itself be merged like the program.
+    """
+    jaxpr, _ = jc.open_jaxpr(closed)
+    other, _ = jc.open_jaxpr(twin)
+    first = _first_equals(jaxpr)
+    for number, (eqn, its_twin) in enumerate(zip(jaxpr.eqns, other.eqns, strict=True)):
+        if first[number] < number:
+            continue
+        yield its_twin
+        for body, twin_body in zip(jc.subjaxprs(eqn), jc.subjaxprs(its_twin), strict=True):
+            merged = eqn.primitive.name in CONTROL_FLOW
+            yield from twins_of_merged(body, twin_body) if merged else jc.all_equations(twin_body)
 
 
 def _first_equals(jaxpr: jc.Jaxpr) -> list[int]:

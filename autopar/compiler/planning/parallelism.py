@@ -1,7 +1,7 @@
 """Restrict the layouts of a step to known forms of parallelism, so that its plan is provably of that form.
 
-Which dimensions carry the batch is known from the step with another number of examples, at twice the batch or in other
-microbatches: they are those of another size. In the model (forward and backward), every mesh axis then is
+Which dimensions carry the batch is known from the step with another number of examples, at half or twice the batch or
+in other microbatches: they are those of another size. In the model (forward and backward), every mesh axis then is
 
     a data axis     it splits dimensions that carry the batch, and no others
     a model axis    it splits dimensions that do not carry the batch, and no others
@@ -28,7 +28,8 @@ from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.intra_op.plan_tasks import GroupTask
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
-from autopar.compiler.jaxprs.cse import merge_common_subexpressions
+from autopar.compiler.jaxprs.cse import twins_of_merged
+from autopar.compiler.jaxprs.equation_keys import same_equations
 from autopar.compiler.jaxprs.primitives import PRODUCTS
 from autopar.compiler.lowering.microbatch_loop import microbatch_loop
 from autopar.compiler.pipeline.stage_graph import StageGraph
@@ -311,7 +312,7 @@ def _allowed(every: tuple[Strategy, ...], is_allowed: Callable[[Strategy], bool]
 
 
 def _task_batch_dims(task: GroupTask, other: GroupTask) -> dict[int, BatchDims]:
-    batch_dims = _equation_batch_dims(task.jaxpr, other.jaxpr)
+    batch_dims = _equation_batch_dims(task.jaxpr, jc.all_equations(other.jaxpr))
     if batch_dims is None:
         raise Unsupported(
             f"Megatron finds the examples by comparing the step with itself in other microbatches, and {task.name} is "
@@ -330,33 +331,34 @@ def _batch_dims(
             f"{kind} must know which dimensions carry the batch, and {trace.name} was not traced at another batch "
             f"size: {trace.no_other_batch_because}. Use Auto() instead."
         )
-    other = _of_other_examples(trace, method)
-    dims = None if other is None else _equation_batch_dims(closed, other)
+    pair = _with_other_examples(trace, method)
+    dims = None if pair is None else _equation_batch_dims(closed, twins_of_merged(*pair))
     if dims is None:
         raise Unsupported(
-            f"{kind} compares {trace.name} with itself at twice the batch or in other microbatches, and the two are "
-            "different programs. Use Auto() instead."
+            f"{kind} compares {trace.name} with itself at half or twice the batch or in other microbatches, and the "
+            "two are different programs. Use Auto() instead."
         )
     return {id(eqn): dims[id(eqn)] for eqn, of_model in _equations(closed) if of_model}
 
 
-def _of_other_examples(trace: Trace, method: Zero | TensorParallel | ExpertParallel) -> jc.ClosedJaxpr | None:
-    """The step with another number of examples at a time; None if there is none that is the same program."""
+def _with_other_examples(
+    trace: Trace, method: Zero | TensorParallel | ExpertParallel
+) -> tuple[jc.ClosedJaxpr, jc.ClosedJaxpr] | None:
+    """The step, and the same with another number of examples at a time; None if there is none of the same equations."""
+
+    def in_microbatches(count: int) -> jc.ClosedJaxpr:
+        return microbatch_loop(trace, count, method.batch_statistics, method.search().random)
+
     count = method.num_microbatches if trace.differentiates else 1
     if count == 1:
         assert trace.at_other_batch is not None
-        alike = _names(trace.jaxpr) == _names(trace.at_other_batch)
-        return merge_common_subexpressions(trace.at_other_batch, like=trace.jaxpr) if alike else None
-    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
-    others = [n for n in (count // 2, 2 * count) if n > 1 and rows % n == 0 and n != count]
-    if not others:
-        return None
-    looped = microbatch_loop(trace, others[0], method.batch_statistics, method.search().random)
-    return merge_common_subexpressions(looped)
-
-
-def _names(closed: jc.ClosedJaxpr) -> list[str]:
-    return [eqn.primitive.name for eqn, _ in _equations(closed)]
+        pair = trace.jaxpr, trace.at_other_batch
+    else:
+        others = [n for n in (count // 2, 2 * count) if n > 1 and trace.num_rows % n == 0]
+        if not others:
+            return None
+        pair = in_microbatches(count), in_microbatches(others[0])
+    return pair if same_equations(*pair) else None
 
 
 def _equations(closed: Any, of_model: bool = False) -> Iterator[tuple[jc.JaxprEqn, bool]]:
@@ -368,9 +370,9 @@ def _equations(closed: Any, of_model: bool = False) -> Iterator[tuple[jc.JaxprEq
             yield from _equations(body, inside)
 
 
-def _equation_batch_dims(closed: jc.ClosedJaxpr, other: jc.ClosedJaxpr) -> dict[int, BatchDims] | None:
-    """Return by equation, at any depth, the dimensions of another size in `other`; None if it is another program."""
-    mine, theirs = list(jc.all_equations(closed)), list(jc.all_equations(other))
+def _equation_batch_dims(closed: jc.ClosedJaxpr, others: Iterable[jc.JaxprEqn]) -> dict[int, BatchDims] | None:
+    """Return by equation, at any depth, the dimensions of another size in its twin; None if the two do not match."""
+    mine, theirs = list(jc.all_equations(closed)), list(others)
     if [eqn.primitive.name for eqn in mine] != [eqn.primitive.name for eqn in theirs]:
         return None
     return {

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.errors import InvalidArgument
+from autopar.errors import InvalidArgument, Unsupported
 from tests.zoo import ZOO
 
 WIDTH, HIDDEN, ROWS = 256, 1024, 64
@@ -229,6 +229,40 @@ def test_a_stage_of_zero_that_there_is_not_is_refused():
 def test_a_batch_that_the_devices_cannot_share_is_refused():
     with pytest.raises(InvalidArgument, match=r"over all 8 devices, and .* has 20 rows"):
         planned(autopar.Zero(mesh_shape=(8,)), rows=20)
+
+
+def step_with_zeros_as_wide_as_long(params, batch):
+    def loss(p):
+        return jnp.sum(jnp.sin((jnp.zeros((batch.shape[0], 8)) + batch) @ (jnp.zeros((8, 8)) + p)))
+
+    return params - jax.grad(loss)(params)
+
+
+def test_as_many_examples_as_a_row_has_numbers_are_told_from_a_matrix():
+    step, args = step_with_zeros_as_wide_as_long, (jnp.eye(8), jnp.linspace(-1.0, 1.0, 64).reshape(8, 8))
+    got = autopar.parallelize(step, method=autopar.Zero(stage=3, mesh_shape=(8,)), batch_argnums=1)(*args)
+    np.testing.assert_allclose(got, jax.jit(step)(*args), rtol=1e-5, atol=1e-6)  # sums of float32 in another order
+
+
+def step_of_one_batch_size(params, batch):
+    return params - jax.grad(lambda p: jnp.sum((batch.reshape(8, 16) @ p) ** 2))(params)
+
+
+def step_with_a_case_for_8_rows(params, batch):
+    return params - jax.grad(lambda p: jnp.sum((jnp.sin if len(batch) == 8 else jnp.cos)(batch @ p)))(params)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (step_of_one_batch_size, "was not traced at another batch size.*Use Auto"),
+        (step_with_a_case_for_8_rows, "the two are different programs. Use Auto"),
+    ],
+)
+def test_a_step_that_cannot_be_compared_with_itself_at_another_batch_is_refused(step, message):
+    wrapped = autopar.parallelize(step, method=autopar.Zero(mesh_shape=(8,)), batch_argnums=1)
+    with pytest.raises(Unsupported, match=message):
+        wrapped.trace(jnp.eye(16), jnp.ones((8, 16))).plan()
 
 
 def test_devices_without_figures_are_refused():
