@@ -60,6 +60,12 @@ SWEEPS = (
         shows="searched plans equal jax.jit",
     ),
     Sweep(
+        name="random_steps",
+        words=("benchmarks.random_steps",),
+        minutes=None,
+        shows="random steps of every kind under six methods equal jax.jit, or are refused",
+    ),
+    Sweep(
         name="planned_vs_compiled",
         words=("benchmarks.planned_vs_compiled", "--compilers", "cpu"),
         minutes=45,
