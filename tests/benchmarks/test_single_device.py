@@ -17,7 +17,7 @@ def test_step_and_products_are_measured_and_kept(tmp_path, capsys):
     words = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
     single_device.main([*words, "--repetitions", "4", "--dtype", "float32", "--json", str(file)])
     result = json.loads(file.read_text())
-    assert result["size"] == TINY
+    assert TINY.items() <= result["size"].items()
     assert result["step"]["plain_ms"] > 0
     assert result["step"]["interval"][0] <= result["step"]["ratio"] <= result["step"]["interval"][1]
     assert len(result["products"]) >= 8
