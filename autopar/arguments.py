@@ -110,8 +110,8 @@ class Call:
 class Arguments:
     """Sorts the arguments of calls of one function."""
 
-    def __init__(self, fun: Callable[..., Any], roles: ArgumentRoles) -> None:
-        self.name = getattr(fun, "__name__", type(fun).__name__)
+    def __init__(self, fun: Callable[..., Any], roles: ArgumentRoles, name: str | None = None) -> None:
+        self.name = name or getattr(fun, "__name__", type(fun).__name__)
         self.fun, self.roles = fun, roles = _without_jit(fun, roles)
         self._trees_with_objects: dict[Any, bool] = {}
         self._static_among: dict[Any, Collection[int]] = {}

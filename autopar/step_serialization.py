@@ -67,7 +67,8 @@ def serialize_step(arguments: Arguments, call: Call, plan: Plan) -> SerializedSt
     """
     names = [name for name, _ in arguments.describe_leaves(call)]
     traced = call.unflatten(call.without_values(names).leaves)
-    payload = (arguments.fun, arguments.roles, traced, call.static, call.num_positional, plan.to_json())
+    fun, roles, name = arguments.fun, arguments.roles, arguments.name  # a jitted function loses its name on the way
+    payload = (fun, roles, name, traced, call.static, call.num_positional, plan.to_json())
     try:
         data = pickled(payload)
         unpickled(data)  # some objects can be pickled, and fail only here
@@ -89,8 +90,8 @@ class SerializedStep:
 
     def __call__(self) -> Program:
         """Trace the step and lower it as planned."""
-        fun, roles, traced, static, num_positional, plan = unpickled(self.payload)
-        arguments = Arguments(fun, roles)
+        fun, roles, name, traced, static, num_positional, plan = unpickled(self.payload)
+        arguments = Arguments(fun, roles, name)
         return program_of(arguments, arguments.call_of(traced, static, num_positional), Plan.from_json(plan))
 
 

@@ -33,6 +33,15 @@ def test_the_program_made_from_what_was_sent_is_the_drivers():
     assert str(sent()) == str(here)
 
 
+def test_a_jitted_function_is_sent_with_what_it_was_told_of_its_arguments():
+    def step(weight, batch, times):
+        return jax.tree.map(lambda x: times * x, train_step(weight, batch))
+
+    jitted = jax.jit(step, static_argnums=2, donate_argnums=0)
+    sent, here = serialized(jitted, jnp.ones((4, 4)), jnp.ones((8, 4)), 3)
+    assert sent().fingerprint() == here.fingerprint()
+
+
 def test_functions_with_derivatives_of_their_own_are_sent():
     @jax.custom_vjp
     def cube(x):

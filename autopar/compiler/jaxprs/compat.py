@@ -73,12 +73,15 @@ def unbound_axis(error: NameError) -> str | None:
 
 
 def jit_options(fun: Any) -> dict[str, tuple[Any, ...]] | None:
-    """Return the arguments that `jax.jit(fun, ...)` was told are static or donated; None if it is no such function."""
+    """Return the arguments that `jax.jit(fun, ...)` was told are static or donated; None if it is no such function.
+
+    One that was pickled still obeys these, and no longer says them: nothing is returned of it.
+    """
     if not isinstance(fun, type(jax.jit(jit_options))):
         return None
     names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
-    info = vars(fun)["_jit_info"]
-    return {name: tuple(getattr(info, name)) for name in names}
+    info = vars(fun).get("_jit_info")
+    return {} if info is None else {name: tuple(getattr(info, name)) for name in names}
 
 
 def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
