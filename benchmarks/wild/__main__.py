@@ -21,6 +21,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -195,15 +196,13 @@ def _divides(step: Any) -> bool:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Return the table of `docs/wild.md`."""
-    import jax
-
     lines = [
         "# Train steps that other people wrote",
         "",
         "Models, losses and steps of released packages, each by three methods on 8 virtual CPU devices beside its own",
         "`jit`; two calls, results and what is changed in place compared. Made by `make wild`.",
         "",
-        f"Python {sys.version.split()[0]}, jax {jax.__version__}.",
+        f"Python {sys.version.split()[0]}, jax {_version('jax')}.",
         "",
         "| package | step | default | `PipelineParallel` 2 x 2 | `Auto()` |",
         "|---|---|---|---|---|",
@@ -217,7 +216,10 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             row = by_method.get(method)
             cell = "" if row is None else row["status"]
             if row is not None and row["said"]:
-                notes.append(f"{name}, {method}: {row['said'].splitlines()[0]}")
+                said = re.sub(
+                    r"\S*/(?=benchmarks/wild|site-packages)(site-packages/)?", "", row["said"].splitlines()[0]
+                )
+                notes.append(f"{name}, {method}: {said}")
                 cell += f" [{len(notes)}]"
             cells.append(cell)
         what = first["what"].splitlines()[0]
