@@ -77,7 +77,6 @@ def test_donation_of_filter_jit_is_kept():
     assert donated == {1, 2, 3, 4}
 
 
-@pytest.mark.filterwarnings("ignore:`psum` .* has no sharding rule:autopar.ReplicatedWarning")  # slower, and right
 def test_batch_norm_carries_its_state():
     class Normed(eqx.Module):
         linear: eqx.nn.Linear
