@@ -57,7 +57,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def accuracy_report(measurements: Measurements, fraction: float | None, *, rows: bool = False) -> dict[str, Any]:
-    """What the JSON holds: per source with the machine files alone, and calibrated if a fraction is given."""
+    """Return what the JSON holds: per source with the machine files alone, and calibrated if a fraction is given."""
     skipped: Counter[tuple[str, str]] = Counter()
     read = _read_steps if measurements.columns is STEPS else _read_runs
     sources, predictions = read(measurements, fraction, skipped)

@@ -39,12 +39,12 @@ class Case:
 
     @property
     def counts_tensors(self) -> bool:
-        """Whether the memory recorded is what tensors took: SimuMax records torch.cuda.max_memory_allocated()."""
+        """True if the memory recorded is what tensors took: SimuMax records torch.cuda.max_memory_allocated()."""
         return self.row.source.endswith("SimuMax")
 
     @property
     def cell(self) -> tuple[object, ...]:
-        """What rows share that are choices for one task: model, hardware, devices, batch and sequence."""
+        """Key that rows share which are choices for one task: model, hardware, devices, batch and sequence."""
         batch = self.layout.dp * self.layout.microbatch * self.layout.microbatches
         return (self.model, self.row["hw"], self.row["framework"], self.layout.devices, batch, self.layout.sequence)
 
@@ -205,7 +205,7 @@ def _bigscience(row: Row, billions: float) -> Transformer | None:
 
 
 def _planned_layout(row: Row, model: Transformer, machine: Machine, habits: Habits) -> Layout | None:
-    """What the model would have chosen where a planner did and the row does not say what; None for other rows."""
+    """Plan that the model would have chosen where a planner did and the row does not say what; None for other rows."""
     restriction = restriction_of(row["framework"]) if row.source.startswith("alpa-projects") else None
     devices = row.whole("ngpu")
     if not restriction or not devices:

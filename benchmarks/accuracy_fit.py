@@ -50,7 +50,7 @@ def chosen_for_fit(cases: Sequence[Case], fraction: float) -> set[int]:
 
 
 def _configuration(case: Case) -> tuple[object, ...]:
-    """What was run: like runs stand together, and equal ones in the order of a digest of what they are."""
+    """Key of what was run: like runs stand together, and equal ones in the order of a digest of what they are."""
     model, layout = case.model, case.layout
     task = (case.machine.name, model.parameters, layout.sequence, layout.devices)
     degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.dp)

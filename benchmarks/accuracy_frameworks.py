@@ -1,4 +1,4 @@
-"""What the frameworks and the hardware of the measurements are: habits and machines, by their names.
+"""Habits of the frameworks and machines of the measurements, by their names.
 
 The habits are what the frameworks' documentation and defaults say; the launch of one kernel from eager PyTorch, about
 10 us forward and twice that with autograd and recomputation, is an estimate.
@@ -106,7 +106,7 @@ NETWORKS: tuple[tuple[str, float], ...] = (
 
 
 def network_of(hardware: str, source: str) -> float | None:
-    """What one device of a cluster sends between hosts, in bytes per second, or None if it is as the machine says."""
+    """Bytes per second that one device of a cluster sends between hosts, or None if it is as the machine says."""
     name = f"{hardware} | {source}".lower()
     return next((rate for pattern, rate in NETWORKS if re.search(pattern, name)), None)
 

@@ -19,7 +19,7 @@ ALPA_SEQUENCE = 1024
 
 
 def restriction_of(framework: str) -> str | None:
-    """What the planner was allowed: "any", "intra" operator parallelism only, "inter" only; None if it is not known."""
+    """Parallelism allowed to the planner: "any", "intra" operator parallelism only, "inter" only; None if unknown."""
     match framework.lower().removeprefix("parax."):
         case "megatron" | "auto" | "auto_stage" | "equal_mesh" | "equal_layer":
             return "any"

@@ -46,7 +46,7 @@ _SAME_SIZE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What a row trains: sizes of one family, in one type."""
+    """Model that a row trains: sizes of one family, in one type."""
 
     size: GPTSize | MoESize | ResNetSize
     dtype: str
@@ -54,7 +54,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """What a row says of its plan; `mesh` is given where layouts are searched or pinned."""
+    """Plan of a row, as far as the row gives it; `mesh` is given where layouts are searched or pinned."""
 
     data: int
     fsdp: int

@@ -183,7 +183,7 @@ def not_a_number(current: Any, file: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What to break, how training is to go on, and the error if it is not to."""
+    """A fault: what to break, how training goes on, and the error if it does not."""
 
     act: Break
     on_failure: str = "restart"
@@ -208,7 +208,7 @@ CASES: dict[str, Case] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a case came to."""
+    """Outcome of a case."""
 
     case: str
     right: bool
@@ -306,7 +306,7 @@ MARK = f"AUTOPAR_FAULTS_{os.getpid()}"
 
 
 def _traces() -> set[str]:
-    """What a cluster could leave behind: processes that inherited our mark, and files in shared memory."""
+    """Return what a cluster could leave behind: processes that inherited our mark, and files in shared memory."""
     found: set[str] = set()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit() or int(folder.name) == os.getpid():

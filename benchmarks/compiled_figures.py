@@ -1,4 +1,4 @@
-"""What a compiled step moves between devices, keeps in memory, and takes by a roofline of its operations.
+"""Bytes that a compiled step moves between devices and keeps in memory, and its time by a roofline of its operations.
 
     modelled time = the kernels by their rooflines (`hlo_roofline.py`) + the collectives, one after the other
 

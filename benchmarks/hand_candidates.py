@@ -39,7 +39,7 @@ _ROOM = 0.7
 def hand_candidates(
     name: str, workload: Workload, cluster: autopar.Cluster, num_microbatches: int | None = None
 ) -> list[Megatron]:
-    """What to try; empty if the batch has not an example for each replica.
+    """Return the plans to try; none if the batch has not an example for each replica.
 
     A pipeline of single GPUs has at most a stage for each layer, and leaves other GPUs idle.
     """
@@ -120,7 +120,7 @@ def _microbatches(workload: Workload, data: int, rows: int, least: int = 1) -> i
 
 
 def replica_bytes(workload: Workload) -> float:
-    """What a GPU holds at least that has the whole state: that, and gradients."""
+    """Return the bytes that a GPU with the whole state holds at least: that, and gradients."""
     weights, rest = _state_bytes(workload)
     return 2 * weights + rest
 

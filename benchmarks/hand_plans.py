@@ -47,7 +47,7 @@ class HandPlan:
         return f"{self.name} {sizes}"
 
     def fits(self, mesh_shape: Sequence[int]) -> bool:
-        """Whether a mesh of this shape has the axes, if any of its axes may be taken for one."""
+        """True if a mesh of this shape has the axes, if any of its axes may be taken for one."""
         sizes = sorted(size for size in self.mesh.values() if size > 1)
         return any(sizes == merged for merged in _merged(tuple(mesh_shape)))
 

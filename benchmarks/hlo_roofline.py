@@ -48,7 +48,7 @@ _MOVES_NOTHING = _CALLS | {
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What one run of a kernel computes and moves."""
+    """FLOPs and bytes of one run of a kernel."""
 
     flops: float  # of products
     nbytes: float

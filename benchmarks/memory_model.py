@@ -77,7 +77,7 @@ class Case:
 
     @property
     def exceeds(self) -> bool:
-        """Whether the compiled plan needs more than it was given."""
+        """True if the compiled plan needs more than it was given."""
         return self.budget_mib is not None and self.compiled_mib > self.budget_mib
 
     @property

@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What was measured; the last fields are what was planned."""
+    """Measured figures; the last fields are the plan's."""
 
     case: Case
     start_s: float

@@ -104,13 +104,13 @@ class Row:
 
     @property
     def missed(self) -> bool:
-        """Whether a plan by hand keeps within the budget, and ours does not or does not exist."""
+        """True if a plan by hand keeps within the budget, and ours does not or does not exist."""
         return bool(self.fastest) and not self.within
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is compiled for, and its machine. `devices` may be abstract, of a GPU that is not here."""
+    """Target of compilation, and its machine. `devices` may be abstract, of a GPU that is not here."""
 
     devices: Sequence[Any]
     cluster: autopar.Cluster | None  # that ours is planned for; None: the devices that are here, by their kind
@@ -331,7 +331,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def _cells(row: Row) -> Iterator[str]:
-    """What follows model, mesh and budget."""
+    """Cells of the row after model, mesh and budget."""
     if row.ours is None:
         yield from ("", row.fewest, _number(row.fewest_mb), "none", "", row.fastest, _number(row.fastest_ms))
         yield row.message[:60]

@@ -73,7 +73,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is planned by which method, and compiled by which compiler."""
+    """A model, the method that plans it, and the compiler of the plan."""
 
     model: str
     mesh: str
@@ -86,7 +86,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What came of a case. Bytes of one device and step."""
+    """Outcome of a case. Bytes of one device and step."""
 
     case: Case
     kinds: tuple[dict[str, Any], ...]  # each a KindCheck, and whether it holds
@@ -163,7 +163,7 @@ def restricted_methods(model: str) -> tuple[str, ...]:
 
 
 def method_of(case: Case, peak_bytes: float = math.inf) -> Method:
-    """What `case.method` names; `peak_bytes` are those of ZeRO-3 without a limit."""
+    """Return the method that `case.method` names; `peak_bytes` are those of ZeRO-3 without a limit."""
     shape = tuple(map(int, case.mesh.split("x")))
     match case.method:
         case "Auto":

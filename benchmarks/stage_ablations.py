@@ -54,7 +54,7 @@ def ablated_plan(traced: autopar.Traced, cluster: autopar.Cluster, method: Auto,
 
 
 def _problems(traced: autopar.Traced, cluster: autopar.Cluster, method: Auto, name: str) -> Iterator[StageProblem]:
-    """What is to be searched, of which the best is taken: what layers cost is found for all of them once."""
+    """Searches of which the best is taken; costs of layers are computed for all of them once."""
     whole = StageProblem(
         trace=traced.trace,
         method=method,
@@ -83,7 +83,7 @@ def _num_layers(traced: autopar.Traced, method: Auto) -> int:
 
 
 def _is_even(num_stages: int, start: int, stop: int, num_layers: int) -> bool:
-    """Whether layers [start, stop) are one of so many stages that are as even as can be."""
+    """True if layers [start, stop) are one of so many stages that are as even as can be."""
     borders = [stage * num_layers // num_stages for stage in range(num_stages + 1)]
     return (start, stop) in itertools.pairwise(borders)
 

@@ -22,7 +22,7 @@ from benchmarks.models.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a method makes of a model on a number of GPUs; figures are None where there are none."""
+    """Plan of a method for a model on a number of GPUs; figures are None where there are none."""
 
     model: str
     gpus: int

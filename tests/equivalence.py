@@ -68,7 +68,7 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Whether the difference is one of rounding. A NaN does not hold."""
+        """True if the difference is one of rounding. A NaN does not hold."""
         return self.difference <= self.tolerance
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ METHODS = {
 
 
 def shown(step: Any, method: Any) -> tuple[list[Any], list[Any]]:
-    """What `step(show)` shows when parallelized and when plain, each sorted."""
+    """Return what `step(show)` shows when parallelized and when plain, each sorted."""
     found: list[list[Any]] = []
     for run in (lambda f: autopar.parallelize(f, method=method, devices=devices()), jax.jit):
         values: list[Any] = []

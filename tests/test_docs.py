@@ -63,7 +63,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 @cache
 def names_of(module: str) -> frozenset[str] | None:
-    """What a module defines or imports, `Class.name` too; None if there is no such module."""
+    """Return the names that a module defines or imports, `Class.name` too; None if there is no such module."""
     path = ROOT / Path(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if not path.exists():

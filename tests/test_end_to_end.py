@@ -128,7 +128,7 @@ def lowered(name: str, configuration: Configuration) -> Lowered:
 
 
 def sends_per_step(mesh: MeshProgram) -> list[Send]:
-    """What a mesh sends once per step, in contrast to once per microbatch."""
+    """Return the collectives of a mesh once per step, in contrast to once per microbatch."""
     sends = [i for i in mesh.instructions if isinstance(i, Send)]
     return [send for send in sends if any("@" not in value for value in send.values)]
 
@@ -182,7 +182,7 @@ def test_state_comes_back_where_the_next_call_wants_it(name, configuration):
 
 
 def lies(leaf: jax.Array, item: Input, program: Program) -> bool:
-    """Whether every device of an input's mesh holds just its part of it already."""
+    """True if every device of an input's mesh holds just its part of it already."""
     mesh, kind = program.meshes[item.mesh], program.meshes[item.mesh].values[item.value]
     devices = np.array(jax.devices())[list(mesh.devices)].reshape(mesh.shape)
     wanted = NamedSharding(Mesh(devices, mesh.axis_names), kind.spec).devices_indices_map(kind.shape)

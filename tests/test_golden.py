@@ -1,4 +1,4 @@
-"""What plans, stage graphs and programs look like in print; `pytest --update-goldens` writes them anew, to be reviewed.
+"""Plans, stage graphs and programs as they are printed; `pytest --update-goldens` writes them anew, to be reviewed.
 
 A golden says what changed. Whether it is right is said by the tests of what each value promises.
 """

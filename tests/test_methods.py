@@ -1,4 +1,4 @@
-"""What a user may ask for: the usual values, what is refused, and the examples of the docstrings."""
+"""Methods that a user may ask for: the usual values, what is refused, and the examples of the docstrings."""
 
 import doctest
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a plan will take on a cluster is its program over the cluster's mesh_costs: closed forms, and sums by hand."""
+"""The time of a plan on a cluster is that of its program on its costs: closed forms, and sums by hand."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What cannot be sent to other processes is named, however deep it lies; what can is the same program there."""
+"""A value that cannot be sent to other processes is named, at any depth; one that can is the same program there."""
 
 import threading
 

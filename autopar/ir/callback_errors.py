@@ -16,7 +16,7 @@ FlatCallback = Callable[..., Sequence[Any]]
 
 
 class CallbackErrors:
-    """What the callbacks of one program raised in the call that is under way; a context in which that call runs.
+    """Exceptions that callbacks of one program raised in the call under way; a context in which that call runs.
 
     The context is left when the effects of the call are there. It raises `jax.errors.JaxRuntimeError`, as a callback
     does under `jax.jit`, with the first error as its cause. One call at a time is inside, so that errors are its own.

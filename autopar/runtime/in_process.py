@@ -110,7 +110,7 @@ class InProcessProgram:
     whole: Callable[..., list[Any]] | None
     """The one executable that takes the arguments and returns the results as they are, if there is one."""
     context: AbstractContextManager[None]
-    """What a call runs in until its effects are there; it raises what callbacks raised."""
+    """Context of a call until its effects are there; it raises what callbacks raised."""
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Carry out one step; what the program donates is gone afterwards."""

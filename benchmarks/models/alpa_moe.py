@@ -212,7 +212,7 @@ def _expert_layer(params: Tree, x: jax.Array, experts: Callable[[Tree, jax.Array
 
 
 def run_experts(params: Tree, x: jax.Array, *, chosen: int, group: int) -> jax.Array:
-    """What the experts make of x [batch, length, embed]; `group` sequences share the places that an expert has."""
+    """The experts' output for x [batch, length, embed]; `group` sequences share the places that an expert has."""
     grouped = x.reshape(-1, group * x.shape[1], x.shape[2])
     gates = jax.nn.softmax((grouped @ params["router"]).astype(jnp.float32))
     combine = _combine(gates, chosen).astype(x.dtype)

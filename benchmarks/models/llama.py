@@ -46,7 +46,7 @@ LLAMA_405B = Llama(num_layers=126, width=16384, num_heads=128, num_kv_heads=8, h
 
 
 class State(NamedTuple):
-    """What the train step replaces."""
+    """State that the train step replaces."""
 
     params: Weights
     opt_state: Any

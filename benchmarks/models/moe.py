@@ -85,7 +85,7 @@ def _model(
 
 
 def experts_by_einsum(params: Tree, x: jax.Array, mark: Mark) -> tuple[jax.Array, jax.Array]:
-    """What the experts add to x [batch, length, embed], and how unevenly they are used."""
+    """Return what the experts add to x [batch, length, embed], and how unevenly they are used."""
     gates = jax.nn.softmax((x @ params["router"]).astype(jnp.float32))
     weight, onehot, uneven = _choose_two(gates)
     length, num_experts = gates.shape[1:]

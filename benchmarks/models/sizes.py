@@ -36,11 +36,11 @@ class Family:
     """The small model for a number of devices."""
 
     def maker(self, name: str) -> Callable[[], Workload]:
-        """What makes the model of this name; `InvalidArgument` names those alike if there is none."""
+        """Return the maker of the model of this name; `InvalidArgument` names those alike if there is none."""
         return self.models[closest(f"The model of {self.name}", name, self.models)]
 
     def maker_on(self, num_gpus: int) -> Callable[[], Workload]:
-        """What makes Alpa's model for this number of GPUs; `InvalidArgument` if it has none for it."""
+        """Return the maker of Alpa's model for this number of GPUs; `InvalidArgument` if it has none for it."""
         if num_gpus not in self.by_gpus:
             raise InvalidArgument(
                 f"There is no {self.name} model for {num_gpus} GPUs. Alpa's are for {', '.join(map(str, self.by_gpus))}"

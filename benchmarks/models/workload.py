@@ -23,7 +23,7 @@ Loss = Callable[[Tree, Tree, Tree], tuple[jax.Array, Tree]]
 
 
 class State(NamedTuple):
-    """What a train step replaces. `master` is None where the parameters have 32 bits themselves."""
+    """State that a train step replaces. `master` is None where the parameters have 32 bits themselves."""
 
     params: Tree
     master: Tree
@@ -98,7 +98,7 @@ class Workload:
 
     @property
     def _rounds(self) -> bool:
-        """Whether parameters are rounded to 16 bits for the model."""
+        """True if parameters are rounded to 16 bits for the model."""
         return any(jnp.dtype(array.dtype).itemsize == 2 for array in jax.tree.leaves(self.params))
 
 

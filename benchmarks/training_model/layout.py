@@ -67,7 +67,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Habits:
-    """What a framework does the same way for every model."""
+    """Habits of a framework, the same for every model."""
 
     dtype: str = "bfloat16"
     """Of the matrix products."""
@@ -112,5 +112,5 @@ class Habits:
     held_bytes: float = 4 * 2**30
     """By CUDA's context and libraries, NCCL's buffers for each of the groups, and cuBLAS's workspaces: estimate."""
     fragmentation: float = 1.1
-    """What a caching allocator holds over what is in use, estimate; 1 if memory is planned ahead of the step."""
+    """Bytes held by a caching allocator over those in use, estimate; 1 if memory is planned ahead of the step."""
     schedule: str = "1f1b"

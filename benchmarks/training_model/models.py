@@ -1,4 +1,4 @@
-"""What is trained: the sizes of a transformer, and the parameters these make.
+"""Models that are trained: the sizes of a transformer, and the parameters these make.
 
 A transformer of L layers, hidden size h, a heads (g of them with keys and values) of d channels, MLP width f:
 

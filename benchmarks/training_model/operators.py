@@ -161,7 +161,7 @@ def _attention_passes(model: Transformer, layout: Layout, habits: Habits) -> tup
 
 
 def fused_softmax(model: Transformer, layout: Layout, habits: Habits) -> bool:
-    """Whether one kernel scales, masks and normalizes the scores: Megatron-LM's takes values of 2 bytes, and numbers of
+    """True if one kernel scales, masks and normalizes the scores: Megatron-LM's takes values of 2 bytes, and numbers of
     heads and samples that four warps divide among them (megatron/model/fused_softmax.py, is_kernel_available)."""
     return habits.compiled or (habits.value_bytes == 2 and layout.microbatch * model.heads // layout.tp % 4 == 0)
 

@@ -1,4 +1,4 @@
-"""What operators take on a machine, corrected by at most ten physical scalars.
+"""Time of operators on a machine, corrected by at most ten physical scalars.
 
 A block of operators that one device runs takes
 
@@ -125,7 +125,7 @@ class Price:
 
 
 def price(operators: tuple[Operator, ...], layout: Layout, rates: Rates) -> Price:
-    """What the operators take one after the other."""
+    """Seconds of the operators, one after the other."""
     work_s = collective_s = waits_s = 0.0
     launches, wider = 0, rates.habits.value_bytes / 2
     for each in operators:

@@ -24,7 +24,7 @@ class StepTime:
 
 
 def step_time(model: Transformer, layout: Layout, rates: Rates) -> StepTime:
-    """What one step takes, without the memory's limits."""
+    """Time and memory of one step, without the memory's limits."""
     stages = [_stage(model, layout, rates, index) for index in range(layout.pp)]
     transfer_s = _transfer_s(model, layout, rates)
     whole_s = pipeline_s(

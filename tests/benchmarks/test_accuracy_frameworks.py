@@ -1,4 +1,4 @@
-"""What rows leave out, filled in as the frameworks' own scripts and releases have it."""
+"""Fields that rows leave out are filled in as the frameworks' own scripts and releases have them."""
 
 import pytest
 

@@ -60,5 +60,5 @@ def input_layouts(found: IntraOpPlan) -> Sequence[Layout | None]:
 
 
 def collectives(closed: jc.ClosedJaxpr, found: IntraOpPlan, mesh: LogicalMesh) -> list[LocalCollective]:
-    """What a step moves."""
+    """Collectives of a step."""
     return list(planned_collectives(local_block(jc.open_jaxpr(closed)[0], found.plan, mesh), mesh))

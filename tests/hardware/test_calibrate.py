@@ -28,7 +28,7 @@ MB = 2**20
 
 
 def exchanges(machine: Machine, groups=(2, 4, 8)) -> list[Measurement]:
-    """What a machine's collectives and transfers take, by its formulas."""
+    """Return the times of a machine's collectives and transfers, by its formulas."""
     found = [
         Measurement(what=kind, dtype="float32", nbytes=nbytes, seconds=1.0, group_size=group)
         for kind in (*PASSES, "transfer")
@@ -39,7 +39,7 @@ def exchanges(machine: Machine, groups=(2, 4, 8)) -> list[Measurement]:
 
 
 def work(machine: Machine, dtypes=("float32", "float16")) -> list[Measurement]:
-    """What its products and its memory traffic take."""
+    """Return the times of its products and its memory traffic."""
     products = [
         Measurement(what="product", dtype=dtype, nbytes=12 * n**2, seconds=1.0, flops=2 * n**3)
         for dtype in dtypes

@@ -79,7 +79,7 @@ def array_of(moved: Moved) -> jax.Array:
 
 
 def is_right(array: jax.Array, moved: Moved) -> bool:
-    """Whether the shards here are bit for bit those of the destination's layout."""
+    """True if the shards here are bit for bit those of the destination's layout."""
     same = array.dtype == jax_dtype(moved.plan.dtype) and array.shape == moved.plan.shape
     for shard in array.addressable_shards:
         words = jax.random.key_data(shard.data) if moved.plan.dtype in KEY_BYTES else shard.data
@@ -115,7 +115,7 @@ def carried_out(exchange: Exchange, messages: list[list[Moved]], steps: int) -> 
 
 
 def donated_is_received(exchange: Exchange, message: int) -> bool:
-    """What process 0 sent before it was computed, and then donated, arrives; the receiver begins when that is done."""
+    """A value sent by process 0 before it was computed, and then donated, arrives; the receiver begins after that."""
     source, destination = (DeviceLayout(devices=(d,), mesh_shape=(1,), axis_names=("x",), spec=P()) for d in (0, 2))
     plan = plan_transfer((1 << 16,), 4, source, destination, exchange.process_of, dtype="float32")
     compute = jax.jit(lambda x: jax.lax.fori_loop(0, 4000, lambda _, y: -y, x))

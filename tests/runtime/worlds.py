@@ -15,7 +15,7 @@ from tests.runtime.exchange_process import MARK
 
 @contextmanager
 def world(endpoint: str, environments: Sequence[Mapping[str, str]]) -> Iterator[list[dict[str, Any]]]:
-    """What each of the processes found, one per environment; they stay until the end."""
+    """Return the processes' reports, one per environment; they stay until the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"

@@ -41,7 +41,7 @@ def plain(seed: int = 3) -> Any:
 
 
 def on_one_device(state: Any) -> Any:
-    """What plain JAX restores into."""
+    """Return the tree that plain JAX restores into."""
     there = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), state)
 

@@ -97,7 +97,7 @@ METHODS = {
 
 
 def arrivals_without_a_move(compiled: autopar.Compiled, state: Any, batch: Any) -> Any:
-    """What a call would have to move, by the places that were asked for."""
+    """Return the arrays that a call would have to move, by the places that were asked for."""
     places: list[Any] = [None] * len(compiled.trace.inputs)
     for number, value in ((0, state), (1, batch)):
         arrangement, _ = argument_placement(compiled, number)

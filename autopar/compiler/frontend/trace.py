@@ -40,7 +40,7 @@ class Leaf:
 @partial(jax.tree_util.register_dataclass, data_fields=["result", "replaced", "further"], meta_fields=["kept", "rest"])
 @dataclass(frozen=True, kw_only=True)
 class Returned:
-    """What a step gives beside its result: arrays that take the place of its inputs, and further ones.
+    """Outputs of a step beside its result: arrays that take the place of its inputs, and further ones.
 
     `replaced` has them by the number of the input, `kept` the numbers of inputs that are the caller's also where their
     argument is donated. `rest` is handed through to whoever made the value.

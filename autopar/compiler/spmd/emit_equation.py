@@ -211,7 +211,7 @@ def _masked(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: Log
 
 
 def _neutral(name: str, dtype: Any) -> Any:
-    """What changes no sum, or no maximum or minimum."""
+    """Return the value that changes no sum, or no maximum or minimum."""
     if name not in ("reduce_max", "reduce_min"):
         return _jnp.zeros((), dtype)
     sign = -1 if name == "reduce_max" else 1

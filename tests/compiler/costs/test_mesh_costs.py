@@ -1,4 +1,4 @@
-"""What collectives take along the axes of a mesh, by the machine whose devices it is over."""
+"""Time of collectives along the axes of a mesh, by the machine whose devices it is over."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a program computes again is computed once, at every depth, and only where it is the same value."""
+"""Recomputed values are computed once, at every depth, and only where it is the same value."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

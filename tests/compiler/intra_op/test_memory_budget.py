@@ -47,7 +47,7 @@ def test_plans_need_less_and_split_more_of_the_state_as_the_budget_tightens():
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What a plan of a GPT splits and sends, of arrays other than scalars."""
+    """Return the arrays other than scalars that a plan of a GPT splits and sends."""
 
     moments: float
     """Share that a device holds."""

@@ -1,4 +1,4 @@
-"""What goes through memory once XLA has fused what it can."""
+"""Bytes that go through memory once XLA has fused what it can."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What reaches memory, and for how long: ops by hand, with the lifetimes that XLA would give them."""
+"""Arrays that reach memory, and for how long: ops by hand, with the lifetimes that XLA would give them."""
 
 import pytest
 

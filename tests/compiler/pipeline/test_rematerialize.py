@@ -266,7 +266,7 @@ def test_layers_that_there_are_not_are_refused():
 
 
 def residual_bytes(closed):
-    """What the backward pass reads of what the forward pass made."""
+    """Return the forward pass's values that the backward pass reads."""
     eqns = closed.jaxpr.eqns
     made = {v for eqn in eqns if jc.ad_phase(eqn) == "forward" for v in eqn.outvars}
     read = {v for eqn in eqns if jc.ad_phase(eqn) == "backward" for v in jc.operands(eqn)}

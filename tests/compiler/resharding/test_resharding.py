@@ -58,7 +58,7 @@ def with_partial_sums(shape, mesh):
 
 
 def parts_of(array, layout, mesh):
-    """What each device holds of an array without partial sums, NaN for padding: [*mesh, *part]."""
+    """Return each device's part of an array without partial sums, NaN for padding: [*mesh, *part]."""
     held = np.empty((*mesh.shape, *local_shape(array.shape, layout, mesh)), array.dtype)
     for device in np.ndindex(*mesh.shape):
         part = array
@@ -74,7 +74,7 @@ def parts_of(array, layout, mesh):
 
 
 def summands_of(array, layout, mesh, rng):
-    """What each device holds of an array that is a sum over `layout.partial`: [*mesh, *part]."""
+    """Return each device's part of an array that is a sum over `layout.partial`: [*mesh, *part]."""
     counts = [mesh.shape[axis] for axis in layout.partial]
     if not counts:
         return parts_of(array, layout, mesh)

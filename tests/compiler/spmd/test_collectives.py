@@ -1,4 +1,4 @@
-"""What a program does twice is found, in remat regions too; what it does to other data or in loops is not the same."""
+"""Collectives done twice are found, in remat regions too; those of other data or in loops are not the same."""
 
 import jax
 import jax.numpy as jnp

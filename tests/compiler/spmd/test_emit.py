@@ -136,7 +136,7 @@ PROGRAMS = {
 
 @functools.cache
 def local_program(name: str, mesh: LogicalMesh) -> tuple[jc.ClosedJaxpr, LocalBlock]:
-    """What every device does under the best plan that splits the first input; nothing moves where nothing is split."""
+    """Return a device's program under the best plan that splits the first input; nothing moves if nothing is split."""
     function, args, num_state = PROGRAMS[name]
     closed = traced(function, *args)
     first = args[0].ndim - 1

@@ -39,7 +39,7 @@ def test_parts_of_random_bits_of_sixty_four_are_those_of_the_whole():
 
 
 def check_every_strategy(eqn: jc.JaxprEqn, operands: Sequence[Any], mesh: LogicalMesh, name: str) -> None:
-    """What the devices compute, all strategies in one program, against what one device computes."""
+    """Compare the devices' results, all strategies in one program, with one device's."""
     every = strategies_of(eqn, mesh)
     expected = [as_numbers(x) for x in jax.jit(lambda *args: jc.bind_equation(eqn, args))(*operands)]
     found = on_devices(lambda *args: [evaluated(eqn, args, strategy, mesh) for strategy in every], operands, mesh)
@@ -93,7 +93,7 @@ def garbage(dtype: Any) -> Any:
 
 
 def on_devices(run: Any, operands: Sequence[Any], mesh: LogicalMesh) -> Any:
-    """What every device makes of whole arrays: [device, ...]."""
+    """Return every device's results of whole arrays: [device, ...]."""
 
     def on_one(*args: Any) -> Any:
         return jax.tree.map(lambda x: words(x)[None], run(*args))

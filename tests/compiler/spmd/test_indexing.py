@@ -18,7 +18,7 @@ SPLIT, WHOLE = Layout(((0, 1), ())), replicated(2)
 
 
 def on_devices(run, specs, *args):
-    """What the devices make of their parts, in the order of the mesh, and the collectives of the program."""
+    """Return the devices' results of their parts, in the order of the mesh, and the collectives of the program."""
     mesh = Mesh(np.array(jax.devices()).reshape(GRID.shape), GRID.axis_names, (AxisType.Auto,) * 2)
     every = PartitionSpec(GRID.axis_names)
 

@@ -1,4 +1,4 @@
-"""What every device does, spelled out: who reads which form, what is done once, and what moves."""
+"""Each device's program, spelled out: which layout each reader takes, what is done once, and what moves."""
 
 import jax
 import jax.numpy as jnp

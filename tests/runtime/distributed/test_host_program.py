@@ -39,7 +39,7 @@ def world() -> World:
 
 
 def sent_to_all(routing: Any, arguments: Any, world: World) -> list[np.ndarray[Any, Any]]:
-    """What the driver sends."""
+    """Return what the driver sends."""
     boxes = routing.sent_to(world.ordinals)
     return [np.asarray(arguments[leaf])[tuple(slice(*part) for part in box)] for leaf, box in boxes]
 

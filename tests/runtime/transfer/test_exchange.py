@@ -28,7 +28,7 @@ PROCESS_OF = [ordinal // DEVICES_EACH for ordinal in range(PROCESSES * DEVICES_E
 
 @pytest.fixture(scope="module")
 def found() -> Iterator[list[dict[str, Any]]]:
-    """What each process of one world found."""
+    """Reports of the processes of one world."""
     # Gloo's collectives need threads that wait for each other, however few cores there are.
     cpu = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES_EACH}", "NPROC": "16"}
     with world("server", [cpu] * PROCESSES) as what:
