@@ -39,7 +39,7 @@ from autopar.runtime.timeline import write_trace
 from autopar.session import current_session
 from autopar.simulation import SimulationReport, check_devices, simulate_plan
 from autopar.step_serialization import serialize_step
-from autopar.verification import NumberCheck, VerificationReport, compare_numbers, rounded_arguments
+from autopar.verification import NumberCheck, VerificationReport, rounding_of_sums, verify_numbers
 
 Devices = Sequence[Any]
 
@@ -193,6 +193,45 @@ class Lowered:
         names = [leaf.name for leaf in self.trace.inputs]
         return self._compiled(InProcess(devices).load(self.program, leaf_names=names, at_first_call=at_first_call))
 
+    def verify(self, *args: Any, target: str | None = None, **kwargs: Any) -> VerificationReport:
+        """Compile, and compare the collectives with the planned ones, the results with those of plain `jax.jit`.
+
+        `args` are the step's arguments, to run it on, and on ones moved away from zero; without them, or for a GPU
+        `target` such as "h100" (which compiles with XLA's GPU compiler and needs no GPU), only the collectives are
+        compared. Raises `InvalidArgument` for a target that there is not, `InvalidProgram` for a program that does not
+        fit together.
+        """
+        self.program.verify()
+        devices = None if target is not None else self.source.target.live_devices()
+        collectives = check_collectives(self.plan, self.program, devices=devices, target=target)
+        numbers = None
+        if (args or kwargs) and target is None:
+            call = self.source.arguments.split(args, kwargs)
+            if all(isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int) for leaf in call.leaves):
+                numbers = self._compare_numbers(call)
+        return VerificationReport(collectives=collectives, numbers=numbers)
+
+    def _compare_numbers(self, call: Call) -> NumberCheck:
+        # From the host, so that arrays may come from anywhere and the step may name devices of its own.
+        anywhere = [
+            leaf if jnp.issubdtype(dtype, jax.dtypes.prng_key) else np.asarray(leaf, dtype)
+            for leaf, dtype in ((leaf, jnp.asarray(leaf).dtype) for leaf in call.leaves)
+        ]
+        plain = jax.jit(self.source.arguments.call_flat(call))
+        loaded = self.compile().loaded
+        on_cpu = all(device.platform == "cpu" for device in self.source.target.live_devices())
+        avals = [v.aval for eqn in jc.all_equations(self.trace.jaxpr) for v in (*eqn.invars, *eqn.outvars)]
+        return verify_numbers(
+            [leaf.name for leaf in self.trace.outputs],
+            lambda leaves: jax.tree.leaves(plain(*leaves)),
+            # Copies, because a step may take what it is given.
+            lambda leaves: loaded([jnp.array(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]),
+            anywhere,
+            replaced=self.trace.state_outputs,
+            # Others multiply float32 in fewer bits, if they are not told otherwise.
+            rounding=rounding_of_sums(avals, bits=52 if on_cpu else 10),
+        )
+
     def _on_cluster(self, session: Any) -> Compiled:
         from autopar.runtime.distributed.driver import ClusterProgram
 
@@ -222,21 +261,8 @@ class Planned:
         return Lowered(plan=self.plan, program=program, trace=self.trace, source=self.source)
 
     def verify(self, *args: Any, target: str | None = None, **kwargs: Any) -> VerificationReport:
-        """Compile, and compare the collectives with the planned ones, the results with those of plain `jax.jit`.
-
-        `args` are the step's arguments, to run it once on; without them, or for a GPU `target` such as "h100" (which
-        compiles with XLA's GPU compiler and needs no GPU), only the collectives are compared. Raises `InvalidArgument`
-        for a target that there is not.
-        """
-        program = passes.lower_step(self.trace, self.plan)
-        devices = None if target is not None else self.source.target.live_devices()
-        collectives = check_collectives(self.plan, program, devices=devices, target=target)
-        numbers = None
-        if (args or kwargs) and target is None:
-            call = self.source.arguments.split(args, kwargs)
-            if all(isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int) for leaf in call.leaves):
-                numbers = self._compare_numbers(call)
-        return VerificationReport(collectives=collectives, numbers=numbers)
+        """Hold the plan against what a compiler makes of it, and against plain `jax.jit`: see `Lowered.verify`."""
+        return self.lower().verify(*args, target=target, **kwargs)
 
     def explain(self, name: str) -> Explanation:
         """Return the cost of every layout of one input: `name` is its key path, as in `params/block_3/mlp/kernel`.
@@ -264,21 +290,6 @@ class Planned:
             dtype=work.dtype,
             examples=work.examples,
             tokens=work.tokens,
-        )
-
-    def _compare_numbers(self, call: Call) -> NumberCheck:
-        # From the host, so that arrays may come from anywhere and the step may name devices of its own.
-        anywhere = [
-            leaf if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key) else np.asarray(leaf)
-            for leaf in call.leaves
-        ]
-        plain = jax.jit(self.source.arguments.call_flat(call))
-        expected = jax.tree.leaves(plain(*anywhere))
-        copies = [jnp.array(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in call.leaves]
-        results = self.lower().compile().loaded(copies)
-        names = [leaf.name for leaf in self.trace.outputs]
-        return compare_numbers(
-            names, expected, results, rounded=lambda: jax.tree.leaves(plain(*rounded_arguments(anywhere)))
         )
 
     def __str__(self) -> str:

@@ -1,10 +1,21 @@
-"""The report of `verify` on a plan: its collectives as compiled, its numbers beside those of plain `jax.jit`."""
+"""The report of `verify` on a plan: its collectives as compiled, its numbers beside those of plain `jax.jit`.
+
+    step, planned program, arguments  ->  NumberCheck
+
+Both run on the given arguments, and on ones that are moved away from zero: the moments of a new optimizer are all zero,
+so that one in the place of another would not be seen. A result that replaces an argument is held to its change: after a
+step of 1e-3 what was not updated is still right to three digits. Two limits hold:
+
+    wrong        at some arguments by more than half of the digits, and by more than rounding does to the plain step
+    imprecise    at all of these arguments by more than many roundings, as where a value lost digits on its way
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,13 +30,20 @@ _TIMES_ROUNDING = 2.0
 """A result may differ by so many times the change that moved arguments cause, in the root of its squares."""
 _MOVED_BY = 16
 """Rounding errors by which arguments are moved: a step adds up more than one."""
+_IMPRECISE = 8.0
+"""A result may differ by so many times that change without being called imprecise."""
+_PER_ROOT = 4.0
+"""And by so many rounding errors for the root of the number of terms in a sum, which err in all directions."""
+
+Leaves = Sequence[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NumberCheck:
     """The leaf of the step's result that differs most from plain `jax.jit`'s, relative to its largest entry.
 
-    One whose entries are decided by rounding counts as a whole, relative to the root of its squares.
+    One whose entries are decided by rounding, or that is imprecise, counts as a whole, relative to the root of its
+    squares.
     """
 
     leaf: str
@@ -66,33 +84,115 @@ class VerificationReport:
             )
 
 
-def compare_numbers(
+def verify_numbers(
     names: Sequence[str],
-    expected: Sequence[Any],
-    results: Sequence[Any],
+    plain: Callable[[Leaves], Leaves],
+    planned: Callable[[Leaves], Leaves],
+    leaves: Leaves,
     *,
-    rounded: Callable[[], Sequence[Any]] | None = None,
+    replaced: Mapping[int, int],
+    rounding: float,
 ) -> NumberCheck:
-    """Return the leaf that differs most. Allowed is ten times the square root of the leaf's rounding error.
+    """Return the result that differs most between two functions of flat arguments, which lie on the host.
 
-    An optimizer may divide by the root of a number that is zero but for rounding, which keeps half of the digits, or
-    none: Adam's first step is the sign of the gradient. So a leaf may also differ by what moves it in `rounded`, the
-    results of the expected step for `rounded_arguments`; few entries in a leaf of many, then.
+    - `names`: of the results.
+    - `replaced`: the number of the argument that a result replaces, by the number of the result.
+    - `rounding`: of a sum within the step, see `rounding_of_sums`.
     """
-    leaves = list(zip(names, expected, results, strict=True))
-    checks = [_compare(*leaf) for leaf in leaves]
-    if rounded is not None and not all(checks):
-        checks = [
-            check if check else _compare_as_a_whole(check, wanted, other, moved)
-            for check, (_, wanted, other), moved in zip(checks, leaves, rounded(), strict=True)
-        ]
-    return max(checks, key=lambda check: check.difference / check.tolerance)
+
+    def point(arguments: Leaves) -> Point:
+        moved = rounded_arguments(arguments)
+        return Point(
+            before=[arguments[replaced[n]] if n in replaced else None for n in range(len(names))],
+            expected=plain(arguments),
+            results=planned(arguments),
+            rounded=lambda: plain(moved),
+            moved_before=[moved[replaced[n]] if n in replaced else None for n in range(len(names))],
+        )
+
+    points = [point(leaves)]
+    check = compare_numbers(names, points, rounding=rounding)
+    if not check:
+        return check
+    elsewhere = arguments_away_from_zero(leaves)
+    if _all_finite(plain(elsewhere)):  # The step may not be defined there.
+        points.append(point(elsewhere))
+    return max(check, compare_numbers(names, points, rounding=rounding), key=_excess)
 
 
-def rounded_arguments(leaves: Sequence[Any]) -> list[Any]:
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """The results of a step and of its plan for the same arguments, leaf by leaf."""
+
+    before: Leaves
+    """What a result replaces; None where it is new."""
+    expected: Leaves
+    results: Leaves
+    rounded: Callable[[], Leaves]
+    """Returns the results of the step for `rounded_arguments`."""
+    moved_before: Leaves
+    """What these replace."""
+
+    @cached_property
+    def moved(self) -> Leaves:
+        """The results of the step for `rounded_arguments`, made once."""
+        return self.rounded()
+
+
+def compare_numbers(names: Sequence[str], points: Sequence[Point], *, rounding: float) -> NumberCheck:
+    """Return the leaf that differs most from plain `jax.jit`'s: at some point wrong, or at all points imprecise.
+
+    Allowed is ten times the square root of the leaf's rounding error. An optimizer may divide by the root of a number
+    that is zero but for rounding, which keeps half of the digits, or none: Adam's first step is the sign of the
+    gradient. So a leaf may also differ by what moves it for `rounded_arguments`; few entries in a leaf of many, then.
+    """
+    checks = [_wrong(name, point, n) for point in points for n, name in enumerate(names)]
+    worst = max(checks, key=_excess)
+    if not worst:
+        return worst
+    precise = [
+        min((_imprecise(name, point, n, rounding) for point in points), key=_excess) for n, name in enumerate(names)
+    ]
+    return max((worst, *(check for check in precise if not check)), key=_excess)
+
+
+def rounded_arguments(leaves: Leaves) -> list[Any]:
     """Return the arguments with every floating number moved up or down by some times its rounding error."""
     rng = np.random.default_rng(0)
-    return [_rounded(leaf, rng) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf for leaf in leaves]
+    return [_rounded(leaf, rng) if _is_floating(leaf) else leaf for leaf in leaves]
+
+
+def arguments_away_from_zero(leaves: Leaves) -> list[Any]:
+    """Return the arguments with every floating number grown by up to a quarter, and small ones where all are zero.
+
+    Signs stay, as do the zeros of a mask.
+    """
+    rng = np.random.default_rng(1)
+
+    def moved(leaf: Any) -> Any:
+        part = rng.random(np.shape(leaf))
+        wide = np.asarray(leaf, np.float64)
+        return np.asarray(wide * (1 + part / 4) if np.any(wide) else 0.005 + part / 100, leaf.dtype)
+
+    return [moved(leaf) if _is_floating(leaf) else leaf for leaf in leaves]
+
+
+def rounding_of_sums(avals: Sequence[Any], *, bits: int) -> float:
+    """Return the relative error of a sum over the largest of some arrays, added up in the least precise type of all.
+
+    `bits` are those of the fraction that the devices multiply with, where they are fewer than the type's.
+    """
+    errors = [float(jnp.finfo(aval.dtype).eps) for aval in avals if _is_floating(aval)]
+    sizes = [int(np.prod(aval.shape)) for aval in avals if hasattr(aval, "shape")]
+    return max([2.0**-bits, *errors]) * max(sizes, default=1) ** 0.5
+
+
+def _is_floating(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _all_finite(leaves: Leaves) -> bool:
+    return all(bool(np.all(np.isfinite(_wide(leaf)))) for leaf in leaves)
 
 
 def _rounded(leaf: Any, rng: np.random.Generator) -> Any:
@@ -101,22 +201,49 @@ def _rounded(leaf: Any, rng: np.random.Generator) -> Any:
     return np.asarray(leaf * np.where(up, 1 + share, 1 - share), leaf.dtype)
 
 
-def _compare(name: str, expected: Any, result: Any) -> NumberCheck:
-    exact = not jnp.issubdtype(expected.dtype, np.inexact)
-    tolerance = 1e-30 if exact else 10 * float(jnp.finfo(expected.dtype).eps) ** 0.5
+def _excess(check: NumberCheck) -> float:
+    return check.difference / check.tolerance
+
+
+def _wrong(name: str, point: Point, n: int) -> NumberCheck:
+    """Return the largest difference in a leaf relative to its largest entry, or in the norm if rounding decides it."""
+    expected, result = point.expected[n], point.results[n]
     x, y = _wide(expected), _wide(result)
-    scale = max(float(np.max(np.abs(x), initial=0.0)), 1e-3)
-    difference = float(np.max(np.abs(x - y), initial=0.0)) / scale
-    return NumberCheck(leaf=name, difference=float("inf") if np.isnan(difference) else difference, tolerance=tolerance)
+    size = max(float(np.max(np.abs(x), initial=0.0)), 1e-3)
+    tolerance, difference = 1e-30, float(np.max(np.abs(x - y), initial=0.0)) / size
+    if jnp.issubdtype(expected.dtype, np.inexact):
+        eps = float(jnp.finfo(expected.dtype).eps)
+        change = x if point.before[n] is None else x - _wide(point.before[n])
+        share = max(float(np.max(np.abs(change), initial=0.0)) / size, 1e-30)
+        tolerance = 10 * eps**0.5 * min(share, 1.0) + _MOVED_BY * eps
+    check = NumberCheck(leaf=name, difference=float("inf") if np.isnan(difference) else difference, tolerance=tolerance)
+    return check if check else _wrong_as_a_whole(check, x, y, _wide(point.moved[n]))
 
 
-def _compare_as_a_whole(check: NumberCheck, expected: Any, result: Any, moved: Any) -> NumberCheck:
+def _wrong_as_a_whole(check: NumberCheck, x: Any, y: Any, moved: Any) -> NumberCheck:
     """Return the check of a leaf beside what rounding does to it; the one before, if it differs by more."""
-    x = _wide(expected)
     size = max(float(np.linalg.norm(x)), 1e-30)
-    difference, allowed = (float(np.linalg.norm(x - _wide(other))) / size for other in (result, moved))
-    whole = NumberCheck(leaf=check.leaf, difference=difference, tolerance=_TIMES_ROUNDING * allowed)
+    difference, allowed = (float(np.linalg.norm(x - other)) / size for other in (y, moved))
+    whole = NumberCheck(leaf=check.leaf, difference=difference, tolerance=max(_TIMES_ROUNDING * allowed, 1e-30))
     return whole if whole else check
+
+
+def _imprecise(name: str, point: Point, n: int, rounding: float) -> NumberCheck:
+    """Return the difference in the root of a leaf's squares, beside that of rounded arguments and of long sums."""
+    expected = point.expected[n]
+    if not jnp.issubdtype(expected.dtype, np.inexact):
+        return NumberCheck(leaf=name, difference=0.0, tolerance=1.0)  # `_wrong` has asked for the same
+    x, y, moved = (_wide(leaves[n]) for leaves in (point.expected, point.results, point.moved))
+    eps = float(jnp.finfo(expected.dtype).eps)
+    size = max(float(np.linalg.norm(x)), 1e-30)
+    noise, change = moved - x, x
+    if point.before[n] is not None:
+        before = _wide(point.before[n])
+        noise, change = noise - (_wide(point.moved_before[n]) - before), x - before
+    allowed = _IMPRECISE * float(np.linalg.norm(noise)) + _PER_ROOT * max(rounding, eps) * float(np.linalg.norm(change))
+    return NumberCheck(
+        leaf=name, difference=float(np.linalg.norm(x - y)) / size, tolerance=allowed / size + _PER_ROOT * eps
+    )
 
 
 def _wide(leaf: Any) -> Any:

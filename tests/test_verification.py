@@ -1,12 +1,14 @@
 """Numbers agree up to rounding, and up to what rounding does to a step that divides by what is zero but for it."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import autopar
-from autopar.verification import compare_numbers, rounded_arguments
+from autopar.verification import Point, arguments_away_from_zero, compare_numbers, rounded_arguments
 
 NAMES = ("loss", "params")
 
@@ -15,22 +17,29 @@ def results(loss=1.0, params=(1.0, -2.0)):
     return [np.float32(loss), np.asarray(params, np.float32)]
 
 
+def compared(found, *, expected=None, before=(None, None), rounded=results, points=1):
+    """The worst leaf of a step whose results are `found`."""
+    point = Point(
+        before=before, expected=expected or results(), results=found, rounded=rounded, moved_before=before
+    )  # fmt: skip
+    return compare_numbers(NAMES, [point] * points, rounding=1e-7)
+
+
 def test_equal_results_agree():
-    check = compare_numbers(NAMES, results(), results(), rounded=lambda: pytest.fail("not needed"))
+    check = compared(results())
     assert check
     assert check.difference == 0
 
 
 def test_the_leaf_that_differs_most_is_named():
-    check = compare_numbers(NAMES, results(), results(params=(1.0, -2.1)))
+    check = compared(results(params=(1.0, -2.1)))
     assert not check
     assert check.leaf == "params"
     assert check.difference == pytest.approx(0.05, rel=1e-3)
 
 
 def test_a_difference_is_allowed_that_rounding_the_arguments_makes_too():
-    rounded = lambda: results(params=(1.06, -2.0))  # noqa: E731
-    check = compare_numbers(NAMES, results(), results(params=(1.0, -2.1)), rounded=rounded)
+    check = compared(results(params=(1.0, -2.1)), rounded=lambda: results(params=(1.06, -2.0)))
     assert check
     assert (check.leaf, check.difference) == ("params", pytest.approx(0.1 / 5**0.5, rel=1e-3))
     assert check.tolerance == pytest.approx(2 * 0.06 / 5**0.5, rel=1e-3)
@@ -38,9 +47,57 @@ def test_a_difference_is_allowed_that_rounding_the_arguments_makes_too():
 
 def test_a_difference_beyond_what_rounding_makes_is_none_of_it():
     rounded = lambda: results(params=(1.06, -2.0))  # noqa: E731
-    assert not compare_numbers(NAMES, results(), results(params=(1.0, -2.2)), rounded=rounded)
-    assert not compare_numbers(NAMES, results(), results(loss=1.1), rounded=rounded)
-    assert not compare_numbers(NAMES, results(), results(params=(1.0, np.nan)), rounded=rounded)
+    assert not compared(results(params=(1.0, -2.2)), rounded=rounded)
+    assert not compared(results(loss=1.1), rounded=rounded)
+    assert not compared(results(params=(1.0, np.nan)), rounded=rounded)
+
+
+def test_what_replaces_an_argument_is_held_to_its_change():
+    before = (None, np.asarray((1.001, -2.001), np.float32))
+    assert compared(results(), before=before)
+    assert not compared(results(params=before[1]), before=before), "the update was dropped"
+    assert not compared(results(params=(0.999, -1.999)), before=before), "it was doubled"
+
+
+def test_a_result_that_lost_digits_is_imprecise():
+    check = compared(results(params=(1.0 + 2**-10, -2.0)))
+    assert not check
+    assert check.difference > 100 * check.tolerance
+
+
+def test_what_is_imprecise_at_one_point_of_two_is_the_kink_of_a_function():
+    good, bad = (
+        Point(before=(None, None), expected=results(), results=found, rounded=results, moved_before=(None, None))
+        for found in (results(), results(params=(1.0 + 2**-10, -2.0)))
+    )
+    assert compare_numbers(NAMES, [good, bad], rounding=1e-7)
+    assert not compare_numbers(NAMES, [bad, bad], rounding=1e-7)
+
+
+def test_arguments_away_from_zero_keep_signs_and_masks():
+    count, zeros, mask, weights = np.arange(3), np.zeros(4, np.float32), np.float32([0, 1, 1]), np.float32([-1, 2])
+    same, small, masked, moved = arguments_away_from_zero([count, zeros, mask, weights])
+    assert same is count
+    assert (small > 0).all()
+    assert (masked != 0).tolist() == [False, True, True]
+    assert np.sign(moved).tolist() == [-1, 1]
+    assert (np.abs(moved) > np.abs(weights)).all()
+    assert {leaf.dtype for leaf in (small, masked, moved)} == {np.dtype("float32")}
+
+
+def test_moments_in_each_others_place_are_seen_though_both_begin_as_zeros():
+    def step(state, x):
+        params, mu, nu = state
+        grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(params)
+        mu, nu = 0.9 * mu + 0.1 * grads, 0.99 * nu + 0.01 * grads**2
+        return params - 0.01 * mu / (jnp.sqrt(nu) + 1e-3), mu, nu
+
+    state, x = (jnp.ones(8), jnp.zeros(8), jnp.zeros(8)), jax.random.normal(jax.random.key(0), (16, 8))
+    lowered = autopar.parallelize(step, method=autopar.DataParallel()).trace(state, x).plan().lower()
+    assert lowered.verify(state, x)
+    first, mu, nu, *rest = lowered.program.inputs
+    swapped = (first, replace(mu, leaf=nu.leaf), replace(nu, leaf=mu.leaf), *rest)
+    assert not replace(lowered, program=replace(lowered.program, inputs=swapped)).verify(state, x)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -111,6 +111,8 @@ def check_pieces(
 ) -> None:
     """Check what each part promises by itself: devices, specs, calls, windows and results."""
     owners: dict[int, int] = {}
+    for executable in executables.values():
+        _check_types(executable)
     for number, mesh in enumerate(meshes):
         _check_mesh(number, mesh, owners)
         for position, instruction in enumerate(mesh.instructions):
@@ -160,6 +162,25 @@ def _fits(kind: ArrayType, mesh: MeshProgram) -> bool:
     if len(kind.spec) > len(kind.shape) or any(a not in sizes for entry in kind.spec for a in spec_axes(entry)):
         return False
     return all(dim % parts == 0 for dim, parts in zip(kind.shape, spec_parts(kind.spec, sizes)))
+
+
+def _check_types(executable: Executable) -> None:
+    """Check that an executable computes what it declares; one without a jaxpr computes nothing yet."""
+    if executable.jaxpr is None:
+        return
+    for what, declared, avals in (
+        ("inputs", executable.inputs, executable.jaxpr.in_avals),
+        ("outputs", executable.outputs, executable.jaxpr.out_avals),
+    ):
+        wanted = [(kind.shape, kind.dtype) for kind in declared]
+        found = [(tuple(aval.shape), str(aval.dtype)) for aval in avals]
+        if found != wanted:
+            number = next((n for n, pair in enumerate(zip(found, wanted)) if pair[0] != pair[1]), None)
+            differs = f"{len(found)} and {len(wanted)}" if number is None else f"{found[number]} and {wanted[number]}"
+            raise InvalidProgram(
+                f"Executable '{executable.name}' has other {what} than it declares: {differs}"
+                f"{'' if number is None else f', the {what[:-1]} {number}'}. Declare shapes and dtypes as it has them."
+            )
 
 
 def _check_declared(step: PlacedInstruction, mesh: MeshProgram) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -351,6 +352,10 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "result leaves": (
         outputs(Output(leaf=1, parts=((0, "w'"),))),
         r"The results are leaves \[1\]; they must be 0 to 0",
+    ),
+    "another jaxpr": (
+        executable("second", jaxpr=jax.make_jaxpr(lambda a, b, i: a + b)(np.ones((4, 8)), np.ones((4, 8)), 3)),
+        r"'second' has other outputs than it declares: .*\(4, 8\).*\(8, 8\).*, the output 0",
     ),
     "unlike parts": (
         outputs(Output(leaf=0, parts=((0, "w'"), (1, "i")))),
