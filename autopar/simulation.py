@@ -4,7 +4,8 @@
 
 Every executable takes its modelled time, its compute and then its collectives; values between meshes take
 `Machine.transfer_s`, within a fast domain if both meshes lie in the same one; sends go on behind compute, receives
-wait. Over all devices on average,
+wait. A host takes `Machine.dispatch_s` to start each of them, one after the other, ahead of its devices. Over
+all devices on average,
 
     step_time_s  =  compute_s  +  collective_s  +  exposed_transfer_s  +  idle_s            bubble = the last two
 
@@ -28,6 +29,7 @@ from rich.text import Text
 from autopar.errors import PlanMismatch
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine
+from autopar.ir.clocks import Hosts
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import TaskTimes
 from autopar.ir.program import Executable, Program, Task
@@ -243,6 +245,7 @@ def simulate_plan(
     timeline = simulate(
         program,
         ClusterCosts(program=program, machine=machine, times=times),
+        hosts=Hosts.of_devices([mesh.devices for mesh in program.meshes], machine),
         collective_s={name: times.collective_s for name, times in times.items()},
         temporary_bytes=temporary_bytes,
     )

@@ -93,6 +93,17 @@ def test_a_step_of_stages_takes_its_tasks_and_transfers_one_after_the_other():
     assert report.collective_s > 0
 
 
+def test_a_pipeline_takes_its_host_the_starts_of_its_instructions_and_one_program_does_not():
+    slow = autopar.Cluster(num_devices=8, kind="cpu", machine=dataclasses.replace(CPUS.machine, dispatch_s=0.5))
+    planned = with_layouts(4)
+    instructions = [i for mesh in planned.lower().program.meshes for i in mesh.instructions]
+    starts = sum(len(i.values) if isinstance(i, Send) else isinstance(i, Run) for i in instructions)
+    step_s, slow_s = planned.simulate().step_time_s, planned.simulate(slow).step_time_s
+    assert 0.5 * (starts - 1) <= slow_s <= 0.5 * (starts - 1) + step_s
+    one = traced(autopar.Auto(mesh_shape=(2, 4))).plan()
+    assert one.simulate(slow).step_time_s == one.simulate().step_time_s
+
+
 def test_the_parts_of_a_step_add_up_on_every_mesh():
     report = with_layouts(4).simulate()
     for mesh in report.meshes:

@@ -27,6 +27,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Link, Machine
 from autopar.hardware.measure import Effort, Measurement, Series, series_of
 
+_OF_ONE_HOST = {"product", "memory", "dispatch"}
+"""What is measured without any exchange between devices."""
 _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -76,7 +78,8 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
     kind = Cluster.from_devices(devices).kind
     known = _known(kind)
     rates = fit_rates(measured)
-    exchanged = [each for each in measured if each.what not in ("product", "memory")]
+    exchanged = [each for each in measured if each.what not in _OF_ONE_HOST]
+    starts_s = [each.seconds for each in measured if each.what == "dispatch"]
     base = Machine.named("cpu") if known is None else known
     intra = fit_link(exchanged) if exchanged else base.intra
     peaks, shares = _peaks(base if known is not None and kind != "cpu" else None, rates.matmul_flops)
@@ -96,12 +99,15 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
         inter=base.inter,
         domain=max(len(devices), base.domain if known is not None and kind != "cpu" else 1),
         overlap=base.overlap,
+        product_workspace_bytes=base.product_workspace_bytes,
+        dispatch_s=statistics.median(starts_s) if starts_s else base.dispatch_s,
         sources={
             **dict.fromkeys(("memory_bandwidth", "matmul_share", "matmul_half_flops", "kernel_s"), here),
+            "dispatch_s": here if starts_s else not_measured,
             "memory_bytes": "told by the device or the operating system",
             "peak_flops": not_measured if peaks.keys() & base.peak_flops.keys() and kind != "cpu" else here,
             "intra": here if exchanged else not_measured,
-            **dict.fromkeys(("inter", "domain", "overlap"), not_measured),
+            **dict.fromkeys(("inter", "domain", "overlap", "product_workspace_bytes"), not_measured),
         },
     )
 
@@ -156,7 +162,7 @@ def table_of(machine: Machine, measured: Sequence[Measurement]) -> Table:
 def summary_of(machine: Machine, measured: Sequence[Measurement]) -> Table:
     """The fitted figures, and how far the formulas are from the measurements they were fitted to."""
     table = Table("figure", "value", "median error", title=f"{machine.name}: figures", box=box.SIMPLE_HEAD)
-    exchanged = {each.what for each in measured} - {"product", "memory"}
+    exchanged = {each.what for each in measured} - _OF_ONE_HOST
     memory = _usual_error(machine, measured, {"memory"})
     table.add_row("memory bandwidth", _amount(machine.memory_bandwidth, "B/s"), memory)
     table.add_row("kernel", _seconds(machine.kernel_s), memory)
@@ -165,6 +171,7 @@ def summary_of(machine: Machine, measured: Sequence[Measurement]) -> Table:
         some = [each for each in measured if each.dtype == dtype]
         table.add_row(f"products of {dtype}", rate, _usual_error(machine, some, {"product"}))
     table.add_row("half of it at", _amount(machine.matmul_half_flops, "FLOP"), "")
+    table.add_row("start of an executable", _seconds(machine.dispatch_s), "")
     if exchanged:
         error = _usual_error(machine, measured, exchanged)
         table.add_row("link bandwidth", _amount(machine.intra.bandwidth, "B/s"), error)
@@ -265,6 +272,8 @@ def predicted_s(machine: Machine, each: Measurement) -> float:
         return machine.matmul_s(each.flops, each.nbytes, each.dtype)
     if each.what == "memory":
         return machine.memory_s(each.nbytes)
+    if each.what == "dispatch":
+        return machine.dispatch_s
     if each.what == "transfer":
         return machine.transfer_s(each.nbytes, same_host=True)
     return machine.collective_s(each.what, each.nbytes, each.group_size)

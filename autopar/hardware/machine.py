@@ -146,6 +146,8 @@ class Machine:
     """The source of each figure, by field."""
     product_workspace_bytes: float = 0.0
     """Memory that a kernel of a matrix product gets while it runs, besides its operands and result."""
+    dispatch_s: float = 1e-4
+    """Seconds of a host to start one executable on its devices, or to send or take one value."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no machine has."""
@@ -158,6 +160,7 @@ class Machine:
             "kernel_s",
             "overlap",
             "product_workspace_bytes",
+            "dispatch_s",
         ):
             zero = not name.startswith("memory")
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)

@@ -13,6 +13,7 @@ All devices work at once, as in a step, and so do all groups of a collective: de
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,13 +29,14 @@ from jax.sharding import PartitionSpec as P
 
 _AXIS, _GROUPS = "devices", "groups"
 _REPETITIONS = 3
+_CALLS = 50
 # Rounds between two questions whether to go on, for which a GPU waits for its host.
 _ROUNDS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One timed operation. `what` is "product", "memory", "transfer" or a collective of `collectives.PASSES`."""
+    """One timed operation. `what` is "product", "memory", "dispatch", "transfer" or one of `collectives.PASSES`."""
 
     what: str
     dtype: str
@@ -74,6 +76,7 @@ def series_of(devices: Sequence[Any], effort: Effort, *, quick: bool) -> list[Se
     """Everything to measure on devices of one process."""
     found = [Series(name=f"products of {dtype}", measure=partial(_products, devices, dtype)) for dtype in effort.dtypes]
     found.append(Series(name="memory", measure=partial(_memory, devices)))
+    found.append(Series(name="starts of executables", measure=partial(_dispatches, devices)))
     if len(devices) == 1:
         return found
     found.append(Series(name="transfers", measure=partial(_transfers, devices[0], devices[-1])))
@@ -114,6 +117,23 @@ def _memory(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
     # The smallest says what a kernel takes to start (XLA's CPU compiler makes one kernel of a whole loop over less
     # than a kilobyte); all others are larger than caches.
     return list(_growing((2**12, *(2**25 * 2**i for i in range(8))), measured, effort))
+
+
+def _dispatches(devices: Sequence[Any], _: Effort) -> list[Measurement]:
+    """The call of an executable that does next to nothing, until it returns, all work before it being done."""
+    step = jax.jit(_on_each(lambda x: x + 1.0, devices))
+    x = _made(lambda: jnp.ones(len(devices), jnp.float32), devices)
+    jax.block_until_ready(step(x))
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        result = step(x)
+        passed_s = time.perf_counter() - start
+        jax.block_until_ready(result)
+        return passed_s
+
+    median_s = statistics.median(seconds() for _ in range(_CALLS))
+    return [Measurement(what="dispatch", dtype="float32", nbytes=4, seconds=median_s)]
 
 
 def _on_each(step: Callable[..., jax.Array], devices: Sequence[Any]) -> Callable[..., jax.Array]:

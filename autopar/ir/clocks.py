@@ -1,16 +1,39 @@
-"""Advance the clocks of meshes and of the links between them: the one event simulation, of programs and of schedules.
+"""Advance the clocks of hosts, meshes and links: the one event simulation, of programs and of schedules.
 
-run       a mesh is busy for a duration
-send      costs the sender nothing, and occupies the link to another mesh, one transfer at a time:
-              made = clock of the source;  start = max(made, link);  arrival = link = start + duration
+dispatch  a host starts the work of its meshes piece by piece, ahead of the devices; a transfer has a host at each end:
+              host = host + dispatch_s;  ready = the latest of its hosts
+run       a mesh is busy for a duration:
+              start = max(clock, ready);  clock = start + duration
+send      costs the sender's devices nothing, and occupies the link to another mesh, one transfer at a time:
+              made = clock of the source;  start = max(made, ready, link);  arrival = link = start + duration
 receive   a mesh waits for an arrival:
               clock = max(clock, arrival);  exposed = arrival - max(clock, made), where that is positive
+
+The first dispatch of a host is free: while a step runs, the host starts the next one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from autopar.hardware.machine import Machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """The hosts that start the work of meshes, one process on each."""
+
+    of_mesh: tuple[frozenset[int], ...]
+    dispatch_s: float
+    """Seconds of a host to start one executable, or to send or take one value."""
+
+    @classmethod
+    def of_devices(cls, devices: Sequence[Sequence[int]], machine: Machine) -> Hosts:
+        """Return the hosts of meshes over these devices of a machine, which are numbered host by host."""
+        hosts = (frozenset(device // machine.devices_per_host for device in mine) for mine in devices)
+        return cls(of_mesh=tuple(hosts), dispatch_s=machine.dispatch_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,23 +46,28 @@ class Delivery:
 
 
 class Clocks:
-    """The seconds at which every mesh has done, and every link has carried, all that it was given so far."""
+    """The seconds at which every mesh has done, and every link has carried, all that it was given so far.
 
-    def __init__(self, num_meshes: int) -> None:
+    Without `hosts` nothing takes time to be started.
+    """
+
+    def __init__(self, num_meshes: int, hosts: Hosts | None = None) -> None:
         self.mesh_s = [0.0] * num_meshes
         self.exposed_s = [0.0] * num_meshes
         """Per mesh, the seconds in which it waited for values that were already made, and on their way."""
         self._link_s: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self._hosts = hosts
+        self._host_s: dict[int, float] = {}
 
     def run(self, mesh: int, duration_s: float) -> tuple[float, float]:
         """Return when work of a mesh starts and stops."""
-        start_s = self.mesh_s[mesh]
+        start_s = max(self.mesh_s[mesh], self._dispatch([mesh], 1))
         self.mesh_s[mesh] = start_s + duration_s
         return start_s, self.mesh_s[mesh]
 
-    def send(self, source: int, to: int, duration_s: float) -> Delivery:
-        """Return when what a mesh has made by now reaches another one."""
-        made_s = self.mesh_s[source]
+    def send(self, source: int, to: int, duration_s: float, num_values: int = 1) -> Delivery:
+        """Return when values that a mesh has made by now reach another one."""
+        made_s = max(self.mesh_s[source], self._dispatch([source, to], num_values))
         start_s = max(made_s, self._link_s[source, to])
         self._link_s[source, to] = start_s + duration_s
         return Delivery(made_s=made_s, start_s=start_s, arrival_s=start_s + duration_s)
@@ -49,3 +77,13 @@ class Clocks:
         now_s = self.mesh_s[mesh]
         self.exposed_s[mesh] += max(0.0, delivery.arrival_s - max(now_s, delivery.made_s))
         self.mesh_s[mesh] = max(now_s, delivery.arrival_s)
+
+    def _dispatch(self, meshes: Sequence[int], count: int) -> float:
+        """Return when the last host of the meshes has started so many more pieces of work."""
+        if self._hosts is None:
+            return 0.0
+        hosts = frozenset[int]().union(*(self._hosts.of_mesh[mesh] for mesh in meshes))
+        for host in hosts:
+            before_s = self._host_s.get(host, -self._hosts.dispatch_s)
+            self._host_s[host] = before_s + count * self._hosts.dispatch_s
+        return max(self._host_s[host] for host in hosts)

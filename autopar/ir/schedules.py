@@ -356,7 +356,7 @@ def task_needed(task: Task, num_stages: int) -> Task | None:
 
 
 def linear_order(order: TaskOrder, num_stages: int) -> Iterator[tuple[int, Task]]:
-    """Yield (mesh, task) in one global order in which no task comes before what it needs.
+    """Yield (mesh, task) in one global order in which no task comes before what it needs; one per mesh and round.
 
     Raises `InvalidProgram` if tasks wait for each other in a circle.
     """
@@ -366,7 +366,7 @@ def linear_order(order: TaskOrder, num_stages: int) -> Iterator[tuple[int, Task]
     while moved:
         moved = False
         for mesh, tasks in enumerate(order):
-            while positions[mesh] < len(tasks) and task_needed(tasks[positions[mesh]], num_stages) in done:
+            if positions[mesh] < len(tasks) and task_needed(tasks[positions[mesh]], num_stages) in done:
                 task = tasks[positions[mesh]]
                 yield mesh, task
                 done.add(task)

@@ -3,8 +3,8 @@
     Program, Costs  ->  Timeline
 
 Every mesh does its instructions in order. A Run takes the time that the costs say, and a Send and its Recv that of a
-transfer on the link of the two meshes (`ir.clocks`). All devices of the two meshes share a transfer: its bytes are the
-most that one device of either side sends or receives,
+transfer on the link of the two meshes; hosts start both (`ir.clocks`). All devices of the two meshes share a transfer:
+its bytes are the most that one device of either side sends or receives,
 
     max(bytes that a receiver holds,  bytes that a receiver holds · receivers / senders)
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol, assert_never
 
-from autopar.ir.clocks import Clocks, Delivery
+from autopar.ir.clocks import Clocks, Delivery, Hosts
 from autopar.ir.program import Executable, Free, Instruction, Program, Recv, Run, Send, Task
 from autopar.runtime.timeline import Event, Timeline, Transfer
 
@@ -61,15 +61,16 @@ def simulate(
     program: Program,
     costs: Costs,
     *,
+    hosts: Hosts | None = None,
     collective_s: Mapping[str, float] = _NONE,
     temporary_bytes: Mapping[str, float] = _NONE,
 ) -> Timeline:
-    """Return the timeline of one step.
+    """Return the timeline of one step; without `hosts`, nothing takes time to be started.
 
     By executable: `collective_s` is the part of its time that are collectives, `temporary_bytes` what it needs on a
     device beside its inputs.
     """
-    times = _Times(clocks=Clocks(len(program.meshes)))
+    times = _Times(clocks=Clocks(len(program.meshes), hosts))
     memory = [_Memory() for _ in program.meshes]
     sizes = _Sizes(program)
     for item in program.inputs:
@@ -132,7 +133,8 @@ def _advance(
 
 def _send(times: _Times, mesh: int, send: Send, sizes: "_Sizes", costs: Costs) -> None:
     moved = sum(sizes.on_link(mesh, send.to, value) for value in send.values)
-    delivery = times.clocks.send(mesh, send.to, costs.transfer_time_s(moved, mesh, send.to))
+    duration_s = costs.transfer_time_s(moved, mesh, send.to)
+    delivery = times.clocks.send(mesh, send.to, duration_s, len(send.values))
     times.deliveries[mesh, send.to].append(delivery)
     times.transfers.append(
         Transfer(

@@ -127,6 +127,7 @@ def test_the_devices_that_are_here_become_a_file(tmp_path, capsys):
     assert {"float32", "bfloat16"} <= set(machine.peak_flops)
     assert set(machine.matmul_share.values()) == {1.0}
     assert machine.sources["intra"].startswith(f"measured on {len(jax.devices())} x cpu")
+    assert 1e-6 < machine.dispatch_s < 0.1 and machine.sources["dispatch_s"].startswith("measured on")
     assert json.loads(path.read_text())["name"] == "measured-cpu"
     told = capsys.readouterr()
     assert "measured against fitted" in told.out and "reduce-scatter" in told.out and "Cluster.load" in told.out

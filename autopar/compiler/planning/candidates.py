@@ -18,7 +18,7 @@ from functools import cached_property
 
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
 from autopar.compiler.inter_op.search import StageSearch, search_stages
-from autopar.compiler.inter_op.stage_costs import Partition, StageCost, Timing
+from autopar.compiler.inter_op.stage_costs import Partition, Stage, StageCost, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_submeshes, submesh_choices
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.layer_classes import Layers
@@ -26,6 +26,7 @@ from autopar.compiler.planning.layer_costs import LayerCosts
 from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
 from autopar.compiler.planning.virtual_stages import VirtualStage, make_virtual_stages, simulate_schedule_s
 from autopar.errors import InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
+from autopar.ir.clocks import Hosts
 from autopar.ir.plan_sharding import Certificate
 from autopar.ir.schedules import SCHEDULES, Schedule
 from autopar.progress import tell, tell_best
@@ -53,6 +54,7 @@ class PipelineCandidate:
     search: StageSearch
     virtual_stages: tuple[VirtualStage, ...]
     """Those of the best partition."""
+    hosts: Hosts
     costs_gap: float
 
     @cached_property
@@ -62,7 +64,7 @@ class PipelineCandidate:
 
     def simulate_s(self, costs: Sequence[StageCost]) -> float:
         """Return the simulated seconds of a step for other costs of the meshes."""
-        return simulate_schedule_s(self.timing, self.virtual_stages, costs)
+        return simulate_schedule_s(self.timing, self.virtual_stages, costs, self.hosts)
 
     @property
     def gain_from_splitting(self) -> float:
@@ -313,6 +315,7 @@ def _search_layers(
                 remat=remat,
                 search=search,
                 virtual_stages=make_virtual_stages(ranges, search.best.stages, timing.virtual_stages),
+                hosts=_hosts_of(problem, search.best.stages),
                 costs_gap=costs.gap,
             )
         )
@@ -322,6 +325,12 @@ def _search_layers(
     best = _fastest(candidates)
     tell_best(best.step_time_s)
     return best
+
+
+def _hosts_of(problem: StageProblem, stages: Sequence[Stage]) -> Hosts:
+    devices = place_submeshes([stage.submesh for stage in stages], problem.cluster)
+    assert devices is not None
+    return Hosts.of_devices(devices, problem.machine)
 
 
 def _fastest(candidates: Sequence[PipelineCandidate]) -> PipelineCandidate:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.planning.stage_costs import RangeCosts
-from autopar.ir.clocks import Clocks, Delivery
+from autopar.ir.clocks import Clocks, Delivery, Hosts
 from autopar.ir.schedules import linear_order, schedule_tasks, task_needed
 from autopar.ir.tasks import Task
 
@@ -72,8 +72,13 @@ def make_virtual_stages(ranges: RangeCosts, stages: Sequence[Stage], virtual_sta
     )
 
 
-def simulate_schedule_s(timing: Timing, stages: Sequence[VirtualStage], costs: Sequence[StageCost]) -> float:
-    """Return the seconds of a step of these stages, for the costs of every mesh; its update follows its last task."""
+def simulate_schedule_s(
+    timing: Timing, stages: Sequence[VirtualStage], costs: Sequence[StageCost], hosts: Hosts | None = None
+) -> float:
+    """Return the seconds of a step of these stages, for the costs of every mesh; its update follows its last task.
+
+    Without `hosts` nothing takes time to be started. Between stages every microbatch sends one value.
+    """
     durations_s: dict[tuple[str, int], float] = {}
     for number, stage in enumerate(stages):
         cost = costs[stage.mesh]
@@ -84,7 +89,7 @@ def simulate_schedule_s(timing: Timing, stages: Sequence[VirtualStage], costs: S
     order = schedule_tasks(
         timing.schedule, stage_mesh=[stage.mesh for stage in stages], num_microbatches=timing.num_microbatches
     )
-    clocks = Clocks(len(costs))
+    clocks = Clocks(len(costs), hosts)
     deliveries: dict[Task, Delivery] = {}
     for mesh, task in linear_order(order, len(stages)):
         needed = task_needed(task, len(stages))
@@ -95,4 +100,4 @@ def simulate_schedule_s(timing: Timing, stages: Sequence[VirtualStage], costs: S
         if 0 <= reader < len(stages) and stages[reader].mesh != mesh:
             link_s = stages[min(task.stage, reader)].link_s
             deliveries[task] = clocks.send(mesh, stages[reader].mesh, link_s)
-    return max(stop_s + cost.update_s for stop_s, cost in zip(clocks.mesh_s, costs))
+    return max(clocks.run(mesh, cost.update_s)[1] for mesh, cost in enumerate(costs))

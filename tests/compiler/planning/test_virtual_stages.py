@@ -6,6 +6,7 @@ import pytest
 
 from autopar.compiler.inter_op.stage_costs import StageCost, Timing
 from autopar.compiler.planning.virtual_stages import VirtualStage, assign_layers, simulate_schedule_s
+from autopar.ir.clocks import Hosts
 from autopar.ir.program import Executable, Task
 from autopar.ir.schedules import SCHEDULES, schedule_tasks
 from autopar.runtime.simulator import simulate
@@ -47,8 +48,15 @@ def test_a_schedule_takes_as_long_as_its_program(name, seed):
     stage_mesh = [stage.mesh for stage in stages]
     order = schedule_tasks(name, stage_mesh=stage_mesh, num_microbatches=timing.num_microbatches)
     program = program_of(order, stage_mesh, timing.num_microbatches)
-    expected_s = simulate(program, TaskTimes(timing, stages, costs)).makespan_s
+    times = TaskTimes(timing, stages, costs)
+    expected_s = simulate(program, times).makespan_s
     assert simulate_schedule_s(timing, stages, costs) == pytest.approx(expected_s, rel=1e-12)
+    hosts = Hosts(of_mesh=tuple(frozenset({mesh // 2}) for mesh in range(num_meshes)), dispatch_s=0.1)
+    expected_s = simulate(program, times, hosts=hosts).makespan_s
+    # Of the starts, those of updates are not in the program.
+    assert simulate_schedule_s(timing, stages, costs, hosts) == pytest.approx(
+        expected_s, rel=0.02, abs=0.1 * num_meshes
+    )
 
 
 @pytest.mark.parametrize("counts", [[1], [3, 2], [4, 5, 6]])
