@@ -265,7 +265,7 @@ class Planned:
         return self.lower().verify(*args, target=target, **kwargs)
 
     def explain(self, name: str) -> Explanation:
-        """Return the cost of every layout of one input: `name` is its key path, as in `params/block_3/mlp/kernel`.
+        """Return the cost of every layout of one input, by its name or the end of it: `block_3.mlp.kernel`.
 
         Raises `InvalidArgument` for a name that finds no input, `Unsupported` for a plan of several tasks or stages.
         """

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import nnx_objects
+from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.compiler.frontend.trace import Returned
 from autopar.compiler.jaxprs import compat as jc
 from autopar.errors import InvalidArgument
@@ -311,14 +312,14 @@ class Arguments:
         ]
         for (name, position), value in zip(arguments, [*positional.values(), *(named[n] for n in sorted(named))]):
             for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_place):
-                described = (name + jax.tree_util.keystr(path), position)
+                described = (leaf_name(name, path), position)
                 if isinstance(leaf, ObjectPlace):
                     places[leaf.number] = described
                 else:
                     yield described
         for number, path in nnx_objects.array_paths(graph) if graph is not None else ():
             name, position = places[number]
-            yield name + path, position
+            yield leaf_name(name, path), position
 
     def batch_leaves(self, described: Sequence[tuple[str, int | None]]) -> list[int] | None:
         """Return the numbers of the leaves that the user names as the batch; None if it is to be found."""
@@ -445,7 +446,7 @@ def _changed(result: Any, before: ObjectGraph, after: ObjectGraph, leaves: Seque
             replaced[number] = array
             sources.append(("replaced", number))
         else:
-            further[f"new{len(further)}{path[1]}"] = array
+            further[leaf_name(f"new{len(further)}", path[1])] = array
             sources.append(("further", list(further)[-1]))
     kept = tuple(sorted({key for kind, key in sources if kind == "kept" and isinstance(key, int)}))
     rest = (after.structure, jax.tree.structure(after.arrays), tuple(sources))

@@ -88,7 +88,7 @@ class ShardParallel:
     `mesh_shape` has one size per mesh axis, and their product is the number of devices. `axis_names` are by
     default the first of "data", "model", "expert". `specs` maps regular expressions to specs: an input takes
     the spec of the first pattern that `re.search` finds in its name, for example
-    "state.params['h_0']['kernel']", and is replicated, or split along the batch, if none does. The other
+    "state.params.h_0.kernel", and is replicated, or split along the batch, if none does. The other
     fields are those of `DataParallel`.
 
     Raises `InvalidArgument` for a mesh without names, an invalid pattern, or a spec with axes that the mesh
@@ -296,7 +296,7 @@ class Auto:
     `remat` computes layers again in the backward pass instead of keeping what they made: as few as make the plan fit
     into memory ("auto"), all that can be (True), or none (False). The last one is never among them, as its backward
     pass follows at once. A scan over layers is not recomputed: put `jax.checkpoint` around its body.
-    `pins` maps regular expressions to specs: an input whose key path (`state/params/h_0/kernel`) one of them finds is
+    `pins` maps regular expressions to specs: an input whose name (`state.params.h_0.kernel`) one of them finds is
     laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`. After `time_limit_s`
     seconds the best plan so far is taken, with the gap that is left.
 

@@ -106,22 +106,18 @@ def update(graph: ObjectGraph, references: Any) -> list[Any]:
     )
 
 
-def array_paths(graph: ObjectGraph) -> Iterator[tuple[int, str]]:
+def array_paths(graph: ObjectGraph) -> Iterator[tuple[int, tuple[Any, ...]]]:
     """Yield of every array, as `jax.tree.leaves` orders them: the number of its object, and its path in there."""
     objects, _ = merge(graph)
     _, state = _flatten(objects, with_paths=True, ref_index=_nnx().graphlib.RefMap())
     for (number, *path), value in zip(state.paths, graph.arrays, strict=True):
         for inner, _ in jax.tree_util.tree_leaves_with_path(value):
-            yield number, "".join(map(_part, path)) + jax.tree_util.keystr(inner)
+            yield number, (*path, *inner)
 
 
 def jitted_function(fun: Callable[..., Any]) -> Any:
     """Return the `jax.jit` inside of what `flax.nnx.jit` returned; None for anything else."""
     return getattr(fun, "jitted_fn", None) if type(fun).__module__.startswith("flax.nnx.") else None
-
-
-def _part(key: Any) -> str:
-    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
 
 
 def _is_instance(kind: type, value: Any) -> bool:

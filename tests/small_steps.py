@@ -10,6 +10,7 @@ import numpy as np
 import autopar
 from autopar.arguments import abstract
 from autopar.compiler import passes
+from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.compiler.frontend.trace import Leaf, Trace
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.hardware.cluster import Cluster
@@ -140,11 +141,11 @@ def gan_step(params: dict[str, Any], batch: Any) -> Any:
 
 
 def traced(step: Callable[..., Any], *args: Any, batch: Sequence[int] = (1,), donated: Sequence[int] = ()) -> Trace:
-    """The trace of a step, its leaves named like `args` of one letter each: `a['w']`, `b`."""
+    """The trace of a step, its leaves named like `args` of one letter each: `a.w`, `b`."""
     leaves: list[Leaf] = []
     for number, arg in enumerate(args):
         for path, leaf in jax.tree_util.tree_leaves_with_path(arg):
-            name = "abcdef"[number] + jax.tree_util.keystr(path)
+            name = leaf_name("abcdef"[number], path)
             leaves.append(Leaf(name=name, argument=number, aval=abstract(leaf, name)))
     tree = jax.tree.structure(args)
 

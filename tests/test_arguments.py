@@ -49,11 +49,11 @@ def test_names_are_key_paths_in_the_order_of_the_leaves():
     call = sorter.split(({"b": [1.0, 2.0], "a": 3.0}, (4.0, None)), {"extra": {"x": 5.0}})
     described = sorter.describe_leaves(call)
     assert described == [
-        ("state['a']", 0),
-        ("state['b'][0]", 0),
-        ("state['b'][1]", 0),
-        ("batch[0]", 1),
-        ("extra['x']", None),
+        ("state.a", 0),
+        ("state.b.0", 0),
+        ("state.b.1", 0),
+        ("batch.0", 1),
+        ("extra.x", None),
     ]
     assert call.leaves == [3.0, 1.0, 2.0, 4.0, 5.0]
 
@@ -164,7 +164,7 @@ def test_what_no_trace_can_take_is_static_and_stays_in_its_place():
     sorter = arguments()
     call = sorter.split(([jnp.tanh, X, "relu", None], {"b": 2.0, "a": np.dtype("int8")}), {"scale": Mode.TEST})
     assert [static.value for _, static in call.static_leaves] == [jnp.tanh, "relu", np.dtype("int8"), Mode.TEST]
-    assert [name for name, _ in sorter.describe_leaves(call)] == ["state[1]", "batch['b']"]
+    assert [name for name, _ in sorter.describe_leaves(call)] == ["state.1", "batch.b"]
     returned = sorter.call_flat(call)(X + 1, 3.0)
     state, batch, scale, train = sorter.result(call, returned)
     assert state[0] is jnp.tanh and state[2:] == ["relu", None] and bool((state[1] == X + 1).all())
@@ -172,7 +172,7 @@ def test_what_no_trace_can_take_is_static_and_stays_in_its_place():
 
 
 def test_what_can_be_neither_traced_nor_hashed_is_refused_by_name():
-    with pytest.raises(InvalidArgument, match=r"state\['words'\]\[0\] is a set: no array or number"):
+    with pytest.raises(InvalidArgument, match=r"state\.words\.0 is a set: no array or number"):
         arguments().split(({"words": [{"a"}]}, X), {})
 
 
@@ -196,5 +196,5 @@ def test_abstract_value_is_what_jax_will_see(leaf, shape, dtype, weak):
 
 
 def test_what_is_no_array_is_refused_by_name():
-    with pytest.raises(InvalidArgument, match=r"state\['text'\] is a str; arrays and numbers are required"):
-        abstract("hello", "state['text']")
+    with pytest.raises(InvalidArgument, match=r"state\.text is a str; arrays and numbers are required"):
+        abstract("hello", "state.text")

@@ -30,10 +30,10 @@ from tests.zoo import ZOO
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-COLUMNS = {"specs": {r"\['w'\]$": P(None, "model")}}
+COLUMNS = {"specs": {r"\.w$": P(None, "model")}}
 # As in Megatron-LM: the first matrix of a perceptron by columns, the second by rows.
-MEGATRON = {"specs": {r"\['up'\]\['kernel'\]": P(None, "model"), r"\['down'\]\['kernel'\]": P("model")}}
-EXPERTS = {"specs": {r"\['(up|down)'\]$": P("model")}}
+MEGATRON = {"specs": {r"\.up\.kernel": P(None, "model"), r"\.down\.kernel": P("model")}}
+EXPERTS = {"specs": {r"\.(up|down)$": P("model")}}
 MESH_2_4, MESH_2_2 = {"mesh_shape": (2, 4)}, {"mesh_shape": (2, 2)}
 REMAT = {"remat": True}
 

@@ -50,7 +50,7 @@ def message(error: Any) -> str:
 DOES_NOT_FIT = {
     "three microbatches of eight rows": (
         {"method": two_stages(num_microbatches=3)},
-        r"`batch\[0\]` has 8 rows, .* 3 microbatches .* divides 8 \(the nearest is 2\)",
+        r"`batch\.0` has 8 rows, .* 3 microbatches .* divides 8 \(the nearest is 2\)",
     ),
     "more layers than equations": (
         {"method": two_stages(layers=100)},
@@ -69,8 +69,8 @@ DOES_NOT_FIT = {
         r"mesh_shape \(2, 4\) needs 8 devices, there are 4. Give a shape .* `devices=` with 8",
     ),
     "a spec that does not divide": (
-        {"num_devices": 3, "method": ShardParallel(mesh_shape=(3,), specs={"'w'": P(None, "data")})},
-        r"params\[0\]\['w'\] splits shape \(4, 4\) by .* over \{'data': 3\}, which does not divide. Choose another",
+        {"num_devices": 3, "method": ShardParallel(mesh_shape=(3,), specs={r"\.w$": P(None, "data")})},
+        r"params\.0\.w splits shape \(4, 4\) by .* over \{'data': 3\}, which does not divide. Choose another",
     ),
 }
 
@@ -146,14 +146,14 @@ MISMATCHES = {
         "numbered up to 5, there are 2",
     ),
     "a spec for an unknown input": (
-        {"input_specs": {"parms[0]": SPEC}},
+        {"input_specs": {"parms.0": SPEC}},
         2,
-        r"spec to 'parms\[0\]', which is no input of train_step. Its inputs are batch\[0\], .* leave the spec out",
+        r"spec to 'parms\.0', which is no input of train_step. Its inputs are batch\.0, .* leave the spec out",
     ),
     "a spec with more entries than axes": (
-        {"input_specs": {"params[0]['b']": P(None, "data")}},
+        {"input_specs": {"params.0.b": P(None, "data")}},
         2,
-        r"splits params\[0\]\['b'\], of shape \(4,\), by .* over a mesh of \{'data': 1\}",
+        r"splits params\.0\.b, of shape \(4,\), by .* over a mesh of \{'data': 1\}",
     ),
     "a layer that begins behind the end": ({"cuts": (1000,)}, 2, r"forward equation 1000, train_step has \d+ of them"),
 }
@@ -169,10 +169,8 @@ def test_plan_that_does_not_fit_says_where(changes, num_devices, expected):
 
 def test_plan_with_a_spec_that_does_not_divide_says_which_input():
     plan = planned(method=ShardParallel(mesh_shape=(3,)), num_devices=3).plan
-    with pytest.raises(
-        PlanMismatch, match=r"params\[1\]\['w'\], of shape \(4, 4\), .* \{'data': 3\}.*whose size it divides"
-    ):
-        planned(method=replace(plan, input_specs={"params[1]['w']": SPEC}), num_devices=3)
+    with pytest.raises(PlanMismatch, match=r"params\.1\.w, of shape \(4, 4\), .* \{'data': 3\}.*whose size it divides"):
+        planned(method=replace(plan, input_specs={"params.1.w": SPEC}), num_devices=3)
 
 
 def test_microbatches_beside_a_plan_that_has_another_number_are_refused():
@@ -236,11 +234,11 @@ X, Y = mlp_batch()
 BATCHES = {
     "an array of words": (
         (X, np.array(["text"])),
-        r"batch\[1\] is a ndarray: no array or number, which could be traced",
+        r"batch\.1 is a ndarray: no array or number, which could be traced",
     ),
-    "different sizes": ((X, Y[:4]), r"different batch sizes \(batch\[0\]: 8, batch\[1\]: 4\); one size is required"),
-    "a scalar": ((X, 1.0), r"Batch input batch\[1\] is a scalar; every batch input needs the batch as its first axis"),
-    "a scalar array": ((X, jnp.float32(1)), r"Batch input batch\[1\] is a scalar"),
+    "different sizes": ((X, Y[:4]), r"different batch sizes \(batch\.0: 8, batch\.1: 4\); one size is required"),
+    "a scalar": ((X, 1.0), r"Batch input batch\.1 is a scalar; every batch input needs the batch as its first axis"),
+    "a scalar array": ((X, jnp.float32(1)), r"Batch input batch\.1 is a scalar"),
 }
 
 
@@ -251,7 +249,7 @@ def test_batch_that_is_none_names_the_leaf(batch, expected):
 
 
 def test_leaf_of_the_state_that_is_no_array_is_named_by_its_path():
-    with pytest.raises(InvalidArgument, match=r"params\[0\]\['w'\] is a set: no array or number"):
+    with pytest.raises(InvalidArgument, match=r"params\.0\.w is a set: no array or number"):
         autopar.parallelize(mlp_step, devices=devices())([{"w": {1}, "b": X[0]}], mlp_batch())
 
 
@@ -261,9 +259,7 @@ def test_donated_argument_used_again_is_named_by_its_path(method):
     # The results lie where the next step needs them: what would have to be copied there is not lost.
     params, _ = step(mlp_params(), mlp_batch())
     step(params, mlp_batch())
-    with pytest.raises(
-        autopar.DonatedBuffer, match=r"'params\[0\]\['[wb]'\]' was donated to an earlier call and is gone"
-    ):
+    with pytest.raises(autopar.DonatedBuffer, match=r"'params\.0\.[wb]' was donated to an earlier call and is gone"):
         step(params, mlp_batch())
 
 

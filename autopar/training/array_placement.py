@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.aot import Compiled
 from autopar.api import Step
+from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.compiler.frontend.trace import Leaf
 from autopar.errors import InvalidArgument
 from autopar.ir.program import ArrayType, Input, MeshProgram, Program, Window
@@ -182,10 +183,10 @@ def check_argument(value: Any, to: ArgumentPlacement, tree: Any, found: str, ste
 
     A leaf may be a function that loads it: its shape is seen later.
     """
-    given = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(value)}
+    given = {leaf_name("", path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(value)}
     if jax.tree.structure(value) != tree:
         wanted = jax.tree.unflatten(tree, range(len(to.places)))
-        paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(wanted)}
+        paths = {leaf_name("", path) for path, _ in jax.tree_util.tree_leaves_with_path(wanted)}
         extra, missing = sorted(given.keys() - paths), sorted(paths - given.keys())
         containers = f"the containers differ, {jax.tree.structure(value)} and {tree}"
         difference = f"{extra[0]} is too much" if extra else f"{missing[0]} is missing" if missing else containers

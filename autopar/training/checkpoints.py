@@ -36,6 +36,7 @@ import numpy as np
 
 from autopar.aot import Compiled
 from autopar.api import Step
+from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.errors import AutoparError, CheckpointFailed, ClusterFailed, InvalidArgument, StepFailed
 from autopar.runtime.digests import commit, damage, discard
 from autopar.runtime.distributed.array import DistributedArray
@@ -480,7 +481,7 @@ def check_stored(path: Path, target: RestoreTarget) -> None:
     """Raise unless the checkpoint holds such a state: `CheckpointFailed` if that cannot be read from it."""
     stored = _stored(path)
     paths = jax.tree_util.tree_leaves_with_path(plain_tree(target.abstract))
-    wanted = {jax.tree_util.keystr(key): _words_of(leaf) for key, leaf in paths}
+    wanted = {leaf_name("", key): _words_of(leaf) for key, leaf in paths}
     missing, extra = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
     if missing or extra:
         difference = f"{missing[0]} is not in it" if missing else f"it also has {extra[0]}"
@@ -519,7 +520,7 @@ def _stored(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     except Exception as error:
         raise CheckpointFailed(f"The checkpoint {path} cannot be read: {type(error).__name__}: {error}.") from error
     leaves = jax.tree_util.tree_leaves_with_path(found.tree)
-    return {jax.tree_util.keystr(key): (tuple(leaf.shape), str(np.dtype(leaf.dtype))) for key, leaf in leaves}
+    return {leaf_name("", key): (tuple(leaf.shape), str(np.dtype(leaf.dtype))) for key, leaf in leaves}
 
 
 def is_complete(path: Path) -> bool:

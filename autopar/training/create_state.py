@@ -16,6 +16,7 @@ import jax
 from autopar.aot import Compiled
 from autopar.api import Step
 from autopar.arguments import abstract
+from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.compiler.lowering.initial_state import placed_results
 from autopar.errors import CannotSerialize
 from autopar.ir.program import Program
@@ -38,10 +39,7 @@ def create_state(
 
     Raises `InvalidArgument`, which names the leaf, if the result is not what the step takes.
     """
-    names = [
-        f"{_name(init_fn)}'s argument{jax.tree_util.keystr(path)}"
-        for path, _ in jax.tree_util.tree_leaves_with_path(args)
-    ]
+    names = [leaf_name(f"{_name(init_fn)}'s argument", path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
     avals = [abstract(leaf, name) for name, leaf in zip(names, jax.tree.leaves(args), strict=True)]
     shapes = jax.eval_shape(init_fn, *jax.tree.unflatten(jax.tree.structure(args), avals))
     if isinstance(like, Step) and (batch is not None or further):

@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from autopar.api import Step
 from autopar.checks import check_choice
+from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.errors import AutoparError, ClusterFailed, InvalidArgument, NonFiniteLoss
 from autopar.ir.plan import Plan
 from autopar.runtime.distributed.array import DistributedArray
@@ -312,7 +313,7 @@ def _on_driver(leaf: Any) -> Any:
 
 
 def _check_finite(number: int, metrics: Any) -> None:
-    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(metrics)]
+    leaves = [(leaf_name("", path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(metrics)]
     numbers = [(key, leaf) for key, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size == 1]
     for key, leaf in [item for item in numbers if "loss" in item[0].lower()] or numbers:
         if not np.isfinite(leaf.astype(np.float32)).all():

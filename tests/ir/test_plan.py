@@ -23,8 +23,8 @@ PLAN = Plan(
     cuts=(7, 12),
     num_microbatches=4,
     input_specs={
-        "state.params['h_0']['kernel']": P(None, "model"),
-        "state.params['h_1']['kernel']": P(None, "model"),
+        "state.params.h_0.kernel": P(None, "model"),
+        "state.params.h_1.kernel": P(None, "model"),
         "batch": P("data"),
         "state.step": P(),
     },
@@ -39,9 +39,9 @@ PipelineParallel: 4 microbatches, schedule 1f1b, for 8f3a
   1       [1, 3)   1      2-5       data=2, model=2   yes
 
 inputs: 3 sharded, all others replicated
-  name                             spec               count
-  state.params['h_*']['kernel']    P(None, 'model')   2
-  batch                            P('data',)         1"""
+  name                       spec               count
+  state.params.h_*.kernel    P(None, 'model')   2
+  batch                      P('data',)         1"""
 
 
 def test_plan_prints_a_table_of_its_stages_and_of_what_is_sharded():
@@ -49,9 +49,9 @@ def test_plan_prints_a_table_of_its_stages_and_of_what_is_sharded():
     assert words == [line.split() for line in PRINTED.splitlines()]
 
 
-def test_rich_prints_names_with_brackets_as_they_are(capsys):
+def test_rich_prints_names_with_stars_as_they_are(capsys):
     rich.print(PLAN)
-    assert "state.params['h_*']['kernel']" in capsys.readouterr().out
+    assert "state.params.h_*.kernel" in capsys.readouterr().out
 
 
 def test_plan_counts_layers_stages_and_devices():

@@ -250,10 +250,10 @@ def test_a_writer_that_is_killed_at_any_point_leaves_its_last_complete_checkpoin
 @pytest.mark.parametrize(
     ("like", "message"),
     [
-        ({"w": jnp.zeros((4, 3))}, r"holds float32\[3\] at \['w'\], where float32\[4, 3\] is required"),
-        ({"w": jnp.zeros(3, jnp.bfloat16)}, r"holds float32\[3\] at \['w'\], where bfloat16\[3\]"),
-        ({"w": jnp.zeros(3), "b": jnp.zeros(3)}, r"another state: \['b'\] is not in it; it has 1 arrays, 2 are"),
-        ({}, r"it also has \['w'\]"),
+        ({"w": jnp.zeros((4, 3))}, r"holds float32\[3\] at w, where float32\[4, 3\] is required"),
+        ({"w": jnp.zeros(3, jnp.bfloat16)}, r"holds float32\[3\] at w, where bfloat16\[3\]"),
+        ({"w": jnp.zeros(3), "b": jnp.zeros(3)}, r"another state: b is not in it; it has 1 arrays, 2 are"),
+        ({}, r"it also has w"),
     ],
 )
 def test_a_foreign_checkpoint_is_refused_by_key_and_shape(tmp_path, like, message):
@@ -387,7 +387,7 @@ def test_the_processes_skip_a_checkpoint_that_cannot_be_read(tmp_path):
     damaged(tmp_path / "2")
     with pytest.warns(UserWarning, match="set aside as 2.damaged"):
         assert checkpoints.restore(like=step)[0] == 1
-    with pytest.raises(InvalidArgument, match=r"another state: \['w'\] is not in it"):
+    with pytest.raises(InvalidArgument, match=r"another state: w is not in it"):
         checkpoints.restore(like={"w": jnp.zeros(3)}, step=1)
 
 

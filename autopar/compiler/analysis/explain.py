@@ -23,7 +23,6 @@ from autopar.compiler.intra_op.choice_graph import block_plan_of
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.memory.estimate import peak_memory
-from autopar.compiler.planning.constraints import key_path
 from autopar.compiler.planning.one_mesh import MeshSearchResult, search_on
 from autopar.compiler.sharding.layout import to_spec
 from autopar.compiler.sharding.replicated_values import below_split_size
@@ -110,13 +109,13 @@ def explain_plan(trace: Trace, plan: Plan, name: str, *, machine: Machine) -> Ex
     choice = searched.intra_op.choices.arguments[number]
     if choice is None:
         raise InvalidArgument(
-            f"{key_path(leaf.name)} has shape {leaf.aval.shape}, which is too small to be split: every device has it."
+            f"{leaf.name} has shape {leaf.aval.shape}, which is too small to be split: every device has it."
         )
     specs = [to_spec(layout, mesh) for layout in choice.layouts]
     shown = track(list(enumerate(specs)), "pricing layouts", console=Console(stderr=True), transient=True)
     priced = [_price(trace, searched, choice.number, state, spec) for state, spec in shown]
     return Explanation(
-        path=key_path(leaf.name),
+        path=leaf.name,
         shape=tuple(leaf.aval.shape),
         chosen=plan.input_specs.get(leaf.name, PartitionSpec()),
         alternatives=tuple(sorted((p for p in priced if p is not None), key=lambda p: (p.step_time_s, str(p.spec)))),
@@ -135,16 +134,16 @@ def _given_layouts(trace: Trace, plan: Plan, number: int) -> dict[str, Partition
 
 
 def _find(trace: Trace, name: str) -> int:
-    paths = [key_path(leaf.name) for leaf in trace.inputs]
+    paths = [leaf.name for leaf in trace.inputs]
     for number, path in enumerate(paths):
-        if path == name or path.endswith("/" + name) or trace.inputs[number].name == name:
+        if path == name or path.endswith("." + name):
             return number
     for number, path in enumerate(paths):
         if re.search(name, path):
             return number
     raise InvalidArgument(
-        f"No input of {trace.name} is called {name!r}. Inputs are named like {paths[:4]}: give a path, or a regular "
-        "expression that finds one."
+        f"No input of {trace.name} is called {name!r}. Inputs are named like {paths[:4]}: give a name, its end, or a "
+        "regular expression that finds one."
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from autopar.compiler.frontend.find_batch import FoundBatch, find_batch
+from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import same_equations
 from autopar.compiler.jaxprs.normalize import normalize
@@ -30,7 +31,7 @@ from autopar.progress import collector_paused
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One flat input or output: its name (`state.params['w']`), its argument's number, its abstract value."""
+    """One flat input or output: its name (`state.params.w`), its argument's number, its abstract value."""
 
     name: str
     argument: int | None
@@ -181,7 +182,7 @@ def trace_step(
 def _outputs(returned: Returned, leaves: Sequence[Leaf]) -> tuple[tuple[Leaf, ...], dict[int, int]]:
     """Return the flat outputs, and which of them take the place of which input."""
     parts = jax.tree_util.tree_leaves_with_path(returned.result)
-    named = [(jax.tree_util.keystr(path), a) for path, a in parts]
+    named = [(leaf_name("", path), a) for path, a in parts]
     inputs = sorted(returned.replaced)
     replaced = {len(named) + i: number for i, number in enumerate(inputs)}
     named += [(f"{{{leaves[number].name}}}", returned.replaced[number]) for number in inputs]
@@ -192,10 +193,10 @@ def _outputs(returned: Returned, leaves: Sequence[Leaf]) -> tuple[tuple[Leaf, ..
 
 def _check_batch(leaves: Sequence[Leaf], batch_inputs: Sequence[int]) -> None:
     sizes = {leaves[i].name: leaves[i].aval.shape[:1] for i in batch_inputs}
-    for leaf_name, size in sizes.items():
+    for name, size in sizes.items():
         if not size:
             raise InvalidArgument(
-                f"Batch input {leaf_name} is a scalar; every batch input needs the batch as its first axis. "
+                f"Batch input {name} is a scalar; every batch input needs the batch as its first axis. "
                 "Leave arguments without a batch axis out of batch_argnums, or inputs without one by unbatched."
             )
     if len(set(sizes.values())) > 1:
@@ -280,8 +281,8 @@ def _meet(path: Sequence[str], other: Sequence[str]) -> int:
 
 
 def _keys(name: str) -> tuple[str, ...]:
-    """The keys of a path: `state.params['w'][0]` -> state, params, w, 0."""
-    return tuple(key for key in re.split(r"[\[\]\.'\"]+", name) if key)
+    """The keys of a path: `state.params.w.0` -> state, params, w, 0."""
+    return tuple(key for key in re.split(r"[.'\"]+", name) if key)
 
 
 def _same(a: Leaf, b: Leaf) -> bool:

@@ -22,7 +22,7 @@ def single_program(trace: Trace, plan: Plan) -> Program:
     inputs = [leaf.name.replace("@", "(at)") for leaf in trace.inputs]
     outvars = trace.jaxpr.jaxpr.outvars
     computed = [i for i, v in enumerate(outvars) if not isinstance(v, jc.Literal)]
-    outputs = {i: f"result{trace.outputs[i].name}".replace("@", "(at)") for i in computed}
+    outputs = {i: ".".join(filter(None, ("result", trace.outputs[i].name))).replace("@", "(at)") for i in computed}
     if sharded is None:
         input_specs, output_specs = ([PartitionSpec()] * len(each) for each in (trace.inputs, computed))
         jaxpr = without_constraints(jc.with_outputs(trace.jaxpr, computed))

@@ -40,11 +40,6 @@ _CONSTRAINTS = CONSTRAINTS - {"layout_constraint"}
 """Those that ask for a sharding."""
 
 
-def key_path(name: str) -> str:
-    """A leaf's name as a path: `state.params['h_0']['kernel']` is `state/params/h_0/kernel`."""
-    return re.sub(r"[\.\[\]'\"]+", "/", name).strip("/")
-
-
 def constraints_of(
     trace: Trace, closed: jc.ClosedJaxpr, method: SearchMethod | ShardParallel, mesh: LogicalMesh
 ) -> Constraints:
@@ -137,7 +132,7 @@ def pins_of_inputs(trace: Trace, pins: Mapping[str, PartitionSpec]) -> dict[int,
         for i in inputs_called(trace, pattern, "pin"):
             if i in pattern_of and _entries(pins[pattern_of[i]]) != _entries(spec):
                 raise InvalidArgument(
-                    f"The pins {pattern_of[i]!r} and {pattern!r} both match {key_path(trace.inputs[i].name)} and ask "
+                    f"The pins {pattern_of[i]!r} and {pattern!r} both match {trace.inputs[i].name} and ask "
                     f"for different layouts, {pins[pattern_of[i]]} and {spec}. Narrow one of the two patterns."
                 )
             pattern_of.setdefault(i, pattern)
@@ -146,9 +141,9 @@ def pins_of_inputs(trace: Trace, pins: Mapping[str, PartitionSpec]) -> dict[int,
 
 def inputs_called(trace: Trace, pattern: str, what: str) -> list[int]:
     """Return the numbers of the inputs whose names a pattern finds; `InvalidArgument` if there are none."""
-    numbers = [i for i, leaf in enumerate(trace.inputs) if _matches(pattern, leaf)]
+    numbers = [i for i, leaf in enumerate(trace.inputs) if re.search(pattern, leaf.name)]
     if not numbers:
-        names = [key_path(leaf.name) for leaf in trace.inputs]
+        names = [leaf.name for leaf in trace.inputs]
         close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
         raise InvalidArgument(
             f"The {what} {pattern!r} matches no input of {trace.name}. The closest names are {listed(tuple(close))}: "
@@ -165,12 +160,8 @@ def _entries(spec: PartitionSpec) -> list[tuple[str, ...]]:
     return entries
 
 
-def _matches(pattern: str, leaf: Leaf) -> bool:
-    return re.search(pattern, key_path(leaf.name)) is not None or re.search(pattern, leaf.name) is not None
-
-
 def _pinned_layout(leaf: Leaf, pattern: str, spec: PartitionSpec, mesh: LogicalMesh) -> Layout:
-    return layout_from_user(f"The pin {pattern!r} of {key_path(leaf.name)}", spec, tuple(leaf.aval.shape), mesh)
+    return layout_from_user(f"The pin {pattern!r} of {leaf.name}", spec, tuple(leaf.aval.shape), mesh)
 
 
 def layout_from_user(what: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:

@@ -29,7 +29,6 @@ from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import GraphValue, StageGraph
-from autopar.compiler.planning.constraints import key_path
 from autopar.compiler.planning.mesh_sharding import mesh_constraints
 
 LayerCutter = Callable[[Phases, int], Sequence[int]]
@@ -211,9 +210,7 @@ def _rows_axis(value: GraphValue, rows: int) -> int | None:
 def _pinned(names: Sequence[str], pins: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
     pinned: dict[str, PartitionSpec] = {}
     for name in names:
-        specs = [
-            spec for pattern, spec in pins.items() if re.search(pattern, name) or re.search(pattern, key_path(name))
-        ]
+        specs = [spec for pattern, spec in pins.items() if re.search(pattern, name)]
         if specs:
             pinned[name] = specs[0]
     return pinned

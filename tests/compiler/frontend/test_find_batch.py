@@ -152,7 +152,7 @@ FOUND = {
     "the optimizer before the batch": (
         optimizer_second,
         (PARAMS, jax.eval_shape(optax.adam(0.1).init, PARAMS), (X, Y)),
-        ["batch[0]", "batch[1]"],
+        ["batch.0", "batch.1"],
     ),
     "one array of the batch's shape": (bare_array, (zeros(8, 8), zeros(8, 8)), ["x"]),
     "an array that x never meets": (lambda w, x: w + jnp.mean(x), (zeros(4, 8), zeros(16, 8)), ["x"]),
@@ -161,7 +161,7 @@ FOUND = {
     "a scalar and what nobody reads": (
         picked_labels,
         (PARAMS, {"x": X, "label": integers(ROWS), "scale": zeros(), "number": integers(ROWS)}),
-        ["batch['label']", "batch['number']", "batch['x']"],
+        ["batch.label", "batch.number", "batch.x"],
     ),
     "as many positions as examples": (
         attention,
@@ -177,7 +177,7 @@ FOUND = {
     "shuffled anew": (shuffled, (PARAMS, X, Y, KEY), ["x", "y"]),
     "a key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, dtype=KEY.dtype)), ["x", "keys"]),
     "an old key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, 2, dtype=jnp.uint32)), ["x", "keys"]),
-    "two sources": (gan_step, (GAN, (zeros(8, 4), zeros(8, 4))), ["batch[0]", "batch[1]"]),
+    "two sources": (gan_step, (GAN, (zeros(8, 4), zeros(8, 4))), ["batch.0", "batch.1"]),
     "two sources joined": (joined_halves, (PARAMS, X, X), ["real", "fake"]),
 }
 

@@ -115,7 +115,7 @@ def test_weights_fold_over_the_layers_and_never_within_one(kind: str) -> None:
     layered = [group for group in groups.values() if "layers" in group[0]]
     assert len(layered) == 2 * num_weights  # the weights, and their momenta
     for group in layered:
-        assert group == [group[0].replace("['layers'][0]", f"['layers'][{layer}]") for layer in range(num_layers)]
+        assert group == [group[0].replace(".layers.0", f".layers.{layer}") for layer in range(num_layers)]
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -133,7 +133,7 @@ def test_alike_equations_compute_the_same_in_the_same_phase(kind: str) -> None:
 def test_marked_inputs_are_alike_only_inputs_with_the_same_mark() -> None:
     trace = traced("feed_forward", 8)
     names = [leaf.name for leaf in trace.inputs]
-    marked = [names.index(f"state[0]['layers'][{layer}][0]") for layer in (2, 5)]
+    marked = [names.index(f"state.0.layers.{layer}.0") for layer in (2, 5)]
     alike = folded(trace, input_marks=dict.fromkeys(marked, "constraint")).equivalent_inputs
     assert marked[0] not in alike
     assert alike[marked[1]] == marked[0]

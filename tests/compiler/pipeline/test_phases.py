@@ -127,7 +127,7 @@ def test_counters_and_keys_have_no_home_and_weights_have():
         for v, spec in zip(found.step.jaxpr.jaxpr.invars, found.step.inputs)
         if spec.leaf is not None and v in found.replicated_scalars
     }
-    assert replicated_scalars == {"a['count']", "a['key']"}
+    assert replicated_scalars == {"a.count", "a.key"}
 
 
 @pytest.mark.parametrize(

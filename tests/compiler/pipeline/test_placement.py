@@ -42,7 +42,7 @@ def crossing(graph: StageGraph, *, per_microbatch: bool) -> dict[str, tuple[Any,
 @pytest.mark.parametrize("remat", [False, True])
 def test_parameters_live_on_the_one_stage_that_uses_them(num_microbatches, remat):
     graph = cut(mlp_step, mlp_params(4), mlp_batch(), num_microbatches=num_microbatches, remat=remat)
-    expected = {f"a[{layer}]['{name}']": (layer // 2,) for layer in range(4) for name in "bw"}
+    expected = {f"a.{layer}.{name}": (layer // 2,) for layer in range(4) for name in "bw"}
     assert {n: stages for n, stages in homes(graph).items() if n in expected} == expected
     assert successors(graph) == {name: stage for name, (stage,) in expected.items()}
     assert not crossing(graph, per_microbatch=False)
@@ -50,7 +50,7 @@ def test_parameters_live_on_the_one_stage_that_uses_them(num_microbatches, remat
 
 def test_batch_goes_to_the_stages_that_read_it():
     graph = cut(mlp_step, mlp_params(), mlp_batch())
-    assert (homes(graph)["b[0]"], homes(graph)["b[1]"]) == ((0,), (1,))
+    assert (homes(graph)["b.0"], homes(graph)["b.1"]) == ((0,), (1,))
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_moments_live_with_their_parameter_and_the_counter_everywhere():
     graph = cut(adam(mlp_loss), adam_state(mlp_params()), mlp_batch())
     for layer in range(2):
         for tree in ("params", "mu", "nu"):
-            assert homes(graph)[f"a.{tree}[{layer}]['w']"] == (layer,)
-            assert successors(graph)[f"a.{tree}[{layer}]['w']"] == layer
+            assert homes(graph)[f"a.{tree}.{layer}.w"] == (layer,)
+            assert successors(graph)[f"a.{tree}.{layer}.w"] == layer
     assert set(homes(graph)["a.count"]) == {0, 1}
     assert not next(i for i in graph.inputs if i.value == "a.count").owned
 
@@ -93,11 +93,11 @@ def test_only_one_stage_gives_back_the_counter():
 
 def test_tied_table_lives_on_its_first_stage_and_its_gradients_are_added_there_once():
     graph = cut(sgd(gpt_loss), gpt_params(), gpt_batch(), num_microbatches=4)
-    assert homes(graph)["a['embed']"] == (0, 1) and successors(graph)["a['embed']"] == 0
+    assert homes(graph)["a.embed"] == (0, 1) and successors(graph)["a.embed"] == 0
     per_step = crossing(graph, per_microbatch=False)
     (total,) = [name for name, ends in per_step.items() if ends == (1, (0,))]
     assert graph.values[total].shape == gpt_params()["embed"].shape
-    assert set(per_step) == {"a['embed']", total}
+    assert set(per_step) == {"a.embed", total}
     tied = [a.result for task in graph.tasks for a in task.accumulations if graph.values[a.result].shape == (11, 4)]
     (update,) = [task for task in graph.tasks if task.kind == "U" and task.stage == 0]
     assert total in tied and set(tied) <= set(update.inputs)
@@ -112,7 +112,7 @@ def test_weights_shared_by_all_stages_are_added_once_per_step(num_stages):
         return jnp.mean((h - batch[1]) ** 2)
 
     graph = cut(sgd(loss), {"w": draw(0, WIDTH, WIDTH)}, mlp_batch(), num_devices=num_stages, num_stages=num_stages)
-    assert homes(graph)["a['w']"] == tuple(range(num_stages))
+    assert homes(graph)["a.w"] == tuple(range(num_stages))
     downwards = [ends for ends in crossing(graph, per_microbatch=False).values() if ends[0] != 0]
     assert sorted(downwards) == [(stage, (stage - 1,)) for stage in range(1, num_stages)]
     assert all(graph.values[out.value].shape == (WIDTH, WIDTH) for out in graph.outputs if out.replaces)
@@ -131,10 +131,10 @@ def test_average_lives_with_its_parameter_and_what_nothing_uses_on_the_first_sta
     state = {"params": mlp_params(), "average": mlp_params(), "unused": draw(0, 5, 5), "kept": draw(1, 6, 6)}
     graph = cut(with_average, state, mlp_batch())
     for layer in range(2):
-        assert homes(graph)[f"a['average'][{layer}]['w']"] == (layer,)
-        assert successors(graph)[f"a['average'][{layer}]['w']"] == layer
-    assert homes(graph)["a['unused']"] == homes(graph)["a['kept']"] == (0,)
-    assert successors(graph)["a['unused']"] == successors(graph)["a['kept']"] == 0
+        assert homes(graph)[f"a.average.{layer}.w"] == (layer,)
+        assert successors(graph)[f"a.average.{layer}.w"] == layer
+    assert homes(graph)["a.unused"] == homes(graph)["a.kept"] == (0,)
+    assert successors(graph)["a.unused"] == successors(graph)["a.kept"] == 0
 
 
 def test_clipping_sends_one_scalar_from_every_stage():

@@ -223,7 +223,7 @@ def test_models_without_scopes_are_cut_by_flops():
     cuts = layer_cuts(step.phases, 4)
     assert len(cuts) == 3
     assert list(cuts) == sorted(cuts)
-    assert step.names(4)[1] == "a['blocks'][2]['down'] ... a['blocks'][3]['up']"
+    assert step.names(4)[1] == "a.blocks.2.down ... a.blocks.3.up"
     assert all("test_rematerialize" in name for name in layer_names(step.phases, 4, {}))
 
 
@@ -350,7 +350,7 @@ def test_a_plan_that_recomputes_means_the_same_from_json():
     assert again == plan
     step = autopar.parallelize(sgd(deep_loss))
     assert again.verify(step, args)
-    explained = again.explain("blocks/0/up", step, args)
+    explained = again.explain("blocks.0.up", step, args)
     assert explained.chosen == P()
     assert explained.of_chosen.step_time_s == pytest.approx(plan.sharding.step_time_s)
 

@@ -36,7 +36,7 @@ def plan(method: Any, trace: Trace | None = None, *, num_devices: int = 8) -> Pl
 def test_data_parallel_is_one_mesh_of_all_devices_with_the_batch_along_it():
     found = plan(DataParallel())
     assert [(m.devices, m.shape, m.axis_names) for m in found.meshes] == [(tuple(range(8)), (8,), ("data",))]
-    assert found.input_specs == {"b[0]": P("data"), "b[1]": P("data")}
+    assert found.input_specs == {"b.0": P("data"), "b.1": P("data")}
     assert (found.num_stages, found.cuts, found.method) == (1, (), "DataParallel")
 
 
@@ -53,7 +53,7 @@ def test_plan_knows_its_program_and_is_the_same_each_time():
 )
 def test_batch_is_split_where_the_rows_of_a_microbatch_divide(rows, microbatches, spec):
     trace = traced(mlp_step, mlp_params(), mlp_batch(rows))
-    assert plan(DataParallel(num_microbatches=microbatches), trace).input_specs.get("b[0]") == spec
+    assert plan(DataParallel(num_microbatches=microbatches), trace).input_specs.get("b.0") == spec
 
 
 MEAN = traced(lambda params, batch: jnp.mean(batch[0]) + params[0]["w"], mlp_params(), mlp_batch())
@@ -69,15 +69,15 @@ def test_step_without_a_gradient_is_not_split(method):
 # --- specs --------------------------------------------------------------------------------------------------------
 
 SPECS = {
-    "by name": ({r"\['w'\]": P(None, "model")}, {"a[0]['w']": P(None, "model"), "a[1]['w']": P(None, "model")}),
+    "by name": ({r"\.w$": P(None, "model")}, {"a.0.w": P(None, "model"), "a.1.w": P(None, "model")}),
     "first pattern that fits": (
-        {r"a\[0\]": P("model"), "w": P(None, "model")},
-        {"a[0]['w']": P("model"), "a[0]['b']": P("model"), "a[1]['w']": P(None, "model")},
+        {r"a\.0": P("model"), "w": P(None, "model")},
+        {"a.0.w": P("model"), "a.0.b": P("model"), "a.1.w": P(None, "model")},
     ),
-    "more entries than axes": ({"a": P(None, "model")}, {"a[0]['w']": P(None, "model"), "a[1]['w']": P(None, "model")}),
+    "more entries than axes": ({"a": P(None, "model")}, {"a.0.w": P(None, "model"), "a.1.w": P(None, "model")}),
     "two mesh axes on one": (
         {"w": P(("data", "model"))},
-        {"a[0]['w']": P(("data", "model")), "a[1]['w']": P(("data", "model"))},
+        {"a.0.w": P(("data", "model")), "a.1.w": P(("data", "model"))},
     ),
     "nothing": ({"w": P()}, {}),
 }
@@ -87,12 +87,12 @@ SPECS = {
 def test_specs_go_to_the_inputs_whose_names_they_match(specs, expected):
     trace = traced(mlp_step, mlp_params(), mlp_batch())
     found = plan(ShardParallel(mesh_shape=(2, 2), specs=specs), trace, num_devices=4)
-    assert found.input_specs == expected | {"b[0]": P("data"), "b[1]": P("data")}
+    assert found.input_specs == expected | {"b.0": P("data"), "b.1": P("data")}
 
 
 def test_spec_of_the_user_goes_before_that_of_the_batch():
-    found = plan(ShardParallel(mesh_shape=(2, 4), specs={r"^b\[1\]": P(None, "model")}))
-    assert found.input_specs == {"b[0]": P("data"), "b[1]": P(None, "model")}
+    found = plan(ShardParallel(mesh_shape=(2, 4), specs={r"^b\.1": P(None, "model")}))
+    assert found.input_specs == {"b.0": P("data"), "b.1": P(None, "model")}
 
 
 # --- pipelines ----------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_stages_share_the_devices_in_order():
 def test_stage_meshes_have_the_shape_that_was_asked_for():
     found = plan(two_stages(mesh_shape=(2, 2), axis_names=("data", "tensor"), specs={"w": P(None, "tensor")}))
     assert {(m.shape, m.axis_names) for m in found.meshes} == {((2, 2), ("data", "tensor"))}
-    assert found.input_specs["a[0]['w']"] == P(None, "tensor") and found.input_specs["b[0]"] == P("data")
+    assert found.input_specs["a.0.w"] == P(None, "tensor") and found.input_specs["b.0"] == P("data")
 
 
 def test_virtual_stages_go_round_the_meshes():
@@ -140,7 +140,7 @@ def test_options_are_carried_over():
 def test_one_stage_is_one_mesh():
     found = plan(two_stages(num_stages=1, mesh_shape=(2, 4), specs={"w": P(None, "model")}))
     assert len(found.meshes) == found.num_stages == 1
-    assert found.input_specs["a[0]['w']"] == P(None, "model")
+    assert found.input_specs["a.0.w"] == P(None, "model")
 
 
 def test_activations_between_stages_are_split_along_the_batch():
@@ -184,7 +184,7 @@ def test_state_stays_on_every_device_under_data_parallelism():
 def test_an_input_of_a_plan_by_hand_is_explained_with_the_others_as_they_are():
     params = [draw(i, 16, 16) for i in range(2)]
     step = autopar.parallelize(lambda p, x: [w - x.mean() * w for w in p], method=DataParallel())
-    explained = step.trace(params, draw(3, 16, 16)).plan().explain("p/0")
+    explained = step.trace(params, draw(3, 16, 16)).plan().explain("p.0")
     assert explained.chosen == P() and len(explained.alternatives) == 3
 
 

@@ -72,12 +72,12 @@ def test_stages_have_as_many_layers_and_the_devices_of_a_stage_are_neighbours():
 
 def test_weights_are_divided_by_columns_and_rows_and_examples_over_the_replicas():
     found = layouts(planned(**EIGHT).plan)
-    assert found["batch['tokens']"] == "data,-"
-    for part in ("state.params", "state.opt_state[0].mu"):
-        assert found[f"{part}['h_0']['attention']['query']"] == "-,model,-"
-        assert found[f"{part}['h_0']['attention']['out']"] == "model,-,-"
-        assert found[f"{part}['h_0']['mlp']['up']"] == "-,model"
-        assert found[f"{part}['h_0']['mlp']['down']"] == "model,-"
+    assert found["batch.tokens"] == "data,-"
+    for part in ("state.params", "state.opt_state.0.mu"):
+        assert found[f"{part}.h_0.attention.query"] == "-,model,-"
+        assert found[f"{part}.h_0.attention.out"] == "model,-,-"
+        assert found[f"{part}.h_0.mlp.up"] == "-,model"
+        assert found[f"{part}.h_0.mlp.down"] == "model,-"
 
 
 def test_gradients_are_summed_over_the_replicas_once_per_step():

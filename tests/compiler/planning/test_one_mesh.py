@@ -117,7 +117,7 @@ def test_plans_that_differ_say_where():
 def test_pins_are_obeyed():
     pins = {"state/0/head$": P("model", None), r"/up$": P(None, ("data", "model"))}
     plan = planned(autopar.Auto(mesh_shape=(2, 4), pins=pins)).plan
-    assert plan.input_specs["state[0]['head']"] == P("model")
+    assert plan.input_specs["state.0.head"] == P("model")
     assert specs(plan, "['up']") == {P(None, ("data", "model"))}
 
 
@@ -180,7 +180,7 @@ WRONG = {
     "mesh": (autopar.Auto(mesh_shape=(3, 2)), "needs 6 devices, there are 8"),
     "pin of nothing": (autopar.Auto(mesh_shape=(8,), pins={"nobody": P()}), "'nobody' matches no input"),
     "pins that contradict": (
-        autopar.Auto(mesh_shape=(8,), pins={"head": P("data"), "0/h": P(None, "data")}),
+        autopar.Auto(mesh_shape=(8,), pins={"head": P("data"), r"0\.h": P(None, "data")}),
         "'head' and '0/h' both match state/0/head",
     ),
     "pin that does not divide": (autopar.Auto(mesh_shape=(8,), pins={"count": P("data")}), "has 1 entries"),
@@ -279,7 +279,7 @@ def test_a_plan_by_hand_is_what_the_compiler_makes_of_it_too():
 
 def test_an_explanation_prices_every_layout_and_none_is_faster_than_the_chosen_one():
     found = planned(autopar.Auto(mesh_shape=(8,)))
-    explained = found.explain("0/head")
+    explained = found.explain("0.head")
     assert explained.path == "state/0/head"
     assert {each.spec for each in explained.alternatives} == {P(), P("data"), P(None, "data")}
     assert explained.of_chosen.step_time_s == pytest.approx(found.plan.sharding.step_time_s)

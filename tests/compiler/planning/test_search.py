@@ -139,7 +139,7 @@ def test_pins_hold_in_stages():
         ({r"nowhere": P(None, "model")}, "The pin 'nowhere' matches no input"),
         (
             {r"h_\d/up": P(None, "model"), r"h_2/up": P("model")},
-            r"both match params/h_2/up and ask for different layouts",
+            r"both match params.h_2.up and ask for different layouts",
         ),
     ],
 )
@@ -163,7 +163,7 @@ def test_layouts_of_several_stages_are_not_explained_one_by_one():
     method = autopar.Auto(num_stages=2, num_microbatches=2)
     planned = traced(method, autopar.Cluster(num_devices=8, kind="cpu")).plan()
     with pytest.raises(Unsupported, match="The plan has 2 stages"):
-        planned.explain("h_0/up")
+        planned.explain("h_0.up")
 
 
 def test_memory_that_nothing_fits_into_is_refused():
