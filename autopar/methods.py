@@ -218,8 +218,8 @@ class Megatron:
         2   and the sums of gradients, into which those of each microbatch are reduce-scattered
         3   and the parameters, which are gathered for each forward and backward pass
 
-    `random` and `batch_statistics` are those of `DataParallel`. After `time_limit_s` seconds for a stage the best
-    layouts so far are taken.
+    `random`, `batch_statistics` and `ignore_user_shardings` are those of `DataParallel`. After `time_limit_s` seconds
+    for a stage the best layouts so far are taken.
 
     Narayanan et al.: Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, SC'21.
     Shoeybi et al.: Megatron-LM, arXiv:1909.08053. Rajbhandari et al.: ZeRO, SC'20.
@@ -241,6 +241,7 @@ class Megatron:
     remat: bool = False
     random: str = "full_batch"
     batch_statistics: str = "exact"
+    ignore_user_shardings: bool = False
     time_limit_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -337,12 +338,17 @@ class Auto:
 
 @dataclass(frozen=True, kw_only=True)
 class _RestrictedSearch:
-    """The fields of a search that tries a part of all shardings only."""
+    """The fields of a search that tries a part of all shardings only.
+
+    Sharding constraints in the model are obeyed unless `ignore_user_shardings`; one that the method does not allow is
+    refused.
+    """
 
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
     num_microbatches: int = 1
     memory: float | str = "adaptive"
+    ignore_user_shardings: bool = False
     time_limit_s: float = 60.0
     batch_statistics: str = "exact"
 
@@ -359,6 +365,7 @@ class _RestrictedSearch:
             mesh_shape=self.mesh_shape,
             axis_names=self.axis_names,
             memory=self.memory,
+            ignore_user_shardings=self.ignore_user_shardings,
             time_limit_s=self.time_limit_s,
             batch_statistics=self.batch_statistics,
         )

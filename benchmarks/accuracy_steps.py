@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar import Auto, Cluster, Megatron
+from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.errors import AutoparError
 from autopar.hardware.machine import Machine, machines
 from autopar.simulation import SimulationReport
@@ -280,11 +281,7 @@ def _pins(workload: Workload) -> dict[str, PartitionSpec]:
         return PartitionSpec(*(axes.get(name) for name in array.names))
 
     leaves = jax.tree_util.tree_leaves_with_path(workload.params, is_leaf=lambda leaf: isinstance(leaf, Array))
-    return {
-        f"(^|/){'/'.join(str(getattr(key, 'key', key)) for key in path)}$": spec(array)
-        for path, array in leaves
-        if len(array.shape) > 1
-    }
+    return {rf"(^|\.){re.escape(leaf_name('', path))}$": spec(array) for path, array in leaves if len(array.shape) > 1}
 
 
 def _degrees(row: Row, devices: int) -> Degrees:

@@ -52,7 +52,15 @@ def constraints_of(
             usual, results = _usual_inputs(trace, mesh), {} if method.specs else _usual_results(trace, mesh)
             pinned = _specified_inputs(trace, method.specs, mesh)
         case _:
-            return parallelism_constraints(trace, closed, method, mesh)
+            form = parallelism_constraints(trace, closed, method, mesh)
+            if method.ignore_user_shardings:
+                return form
+            given, asked = _jit_layouts(closed, mesh)
+            both = {i: tuple(a for a in form.inputs.get(i, layouts) if a in layouts) for i, layouts in given.items()}
+            for i in (i for i, layouts in both.items() if not layouts):
+                raise _against_form(f"in_shardings for {trace.inputs[i].name}", type(method).__name__)
+            kept = constraints_within(form, mesh, type(method).__name__)
+            return replace(kept, inputs=form.inputs | both, results=form.results | asked)
     given, asked = (Layouts(), Layouts()) if method.ignore_user_shardings else _jit_layouts(closed, mesh)
     return replace(
         equation_constraints(mesh, ignore_user_shardings=method.ignore_user_shardings),
@@ -206,6 +214,35 @@ def equation_constraints(mesh: LogicalMesh, *, ignore_user_shardings: bool) -> C
     if ignore_user_shardings:
         return Constraints()
     return Constraints(restrict=lambda eqn, every: constrained(eqn, every, mesh), constraint_key=constraint_of)
+
+
+def constraints_within(form: Constraints, mesh: LogicalMesh, method: str) -> Constraints:
+    """Return the constraints of a form of parallelism, and within them those that the user wrote into the model.
+
+    Raises `InvalidArgument` where an equation cannot keep both.
+    """
+    user = equation_constraints(mesh, ignore_user_shardings=False)
+
+    def restrict(eqn: jc.JaxprEqn, every: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        wanted = user.restrict(eqn, every) if constraint_of(eqn) is not None else every
+        if wanted == every:
+            return form.restrict(eqn, every)
+        # Beside the strategy that splits nothing, so that what the form refuses is not taken for want of another.
+        kept = tuple(s for s in form.restrict(eqn, (every[0], *wanted)) if s in wanted)
+        if not kept:
+            raise _against_form(f"The sharding constraint {jc.describe(eqn)}", method)
+        return kept
+
+    return replace(
+        form, restrict=restrict, constraint_key=lambda eqn: (form.constraint_key(eqn), user.constraint_key(eqn))
+    )
+
+
+def _against_form(what: str, method: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{what} asks for a layout that {method} does not allow. Use Auto(), which obeys it, leave the constraint out, "
+        "or give ignore_user_shardings=True."
+    )
 
 
 def constraint_of(eqn: jc.JaxprEqn) -> Hashable:

@@ -25,6 +25,7 @@ from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_own_layers, layer_cuts, layer_names
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
+from autopar.compiler.planning.constraints import constraints_within
 from autopar.compiler.planning.layer_classes import (
     count_step_layers,
     layer_class,
@@ -225,10 +226,11 @@ def _asked(problem: _Problem, values: StageValues, number: int) -> ConstrainedSt
     constraints = layer.constraints
     if mesh.num_devices > 1:
         others = tasks_of_stages(problem.other, plan.stages_on(number))
+        form = stage_constraints(tasks, others, mesh, zero)
         constraints = replace(
             constraints,
             allowed=value_layouts(tasks, values, graph.crossing, mesh, zero),
-            equations=stage_constraints(tasks, others, mesh, zero),
+            equations=form if problem.method.ignore_user_shardings else constraints_within(form, mesh, "Megatron"),
         )
     return ConstrainedStage(
         tasks=tasks,

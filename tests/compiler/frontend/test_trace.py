@@ -100,8 +100,8 @@ def test_step_that_is_not_split_is_traced_once():
 def test_results_are_paired_with_the_state_that_they_replace():
     trace = traced(adam(mlp_loss), adam_state(mlp_params(1)), mlp_batch())
     assert state_pairs(trace) == {
-        f"[0]{path}": f"a{path}"
-        for path in [f".{tree}[0]['{name}']" for tree in ("params", "mu", "nu") for name in ("b", "w")] + [".count"]
+        f"0.{path}": f"a.{path}"
+        for path in [f"{tree}.0.{name}" for tree in ("params", "mu", "nu") for name in ("b", "w")] + ["count"]
     }
 
 
@@ -143,24 +143,24 @@ def batch_back(params, batch):
 
 PARAMS = mlp_params(1)
 STATE = {
-    "deep in the result": (deep, (adam_state(PARAMS), mlp_batch()), {"['result'].state": "a"}, 7),
-    "two trees alike": (two_trees, (PARAMS, mlp_batch(), PARAMS), {"[0]": "a", "[1]": "c"}, 4),
-    "one array": (one_array, (PARAMS[0]["w"], mlp_batch()), {"[1]": "a"}, 1),
+    "deep in the result": (deep, (adam_state(PARAMS), mlp_batch()), {"result.state": "a"}, 7),
+    "two trees alike": (two_trees, (PARAMS, mlp_batch(), PARAMS), {"0": "a", "1": "c"}, 4),
+    "one array": (one_array, (PARAMS[0]["w"], mlp_batch()), {"1": "a"}, 1),
     "another dtype": (other_dtype, (PARAMS, mlp_batch()), {}, 0),
     "a leaf less": (
         a_leaf_less,
         ({"params": PARAMS, "count": jnp.int32(0)}, mlp_batch()),
-        {"['params']": "a['params']"},
+        {"params": "a.params"},
         2,
     ),
     "in another order": (
         in_another_order,
         (PARAMS, mlp_batch(), {"m": PARAMS, "key": jax.random.key(0)}),
-        {"[0]": "c", "[1]": "a"},
+        {"0": "c", "1": "a"},
         5,
     ),
-    "gradients": (jax.grad(mlp_loss), (PARAMS, mlp_batch()), {"": "a"}, 2),
-    "the batch": (batch_back, (PARAMS, mlp_batch()), {"[0]": "a"}, 2),
+    "gradients": (jax.grad(mlp_loss), (PARAMS, mlp_batch()), {"": "a."}, 2),
+    "the batch": (batch_back, (PARAMS, mlp_batch()), {"0": "a"}, 2),
 }
 
 

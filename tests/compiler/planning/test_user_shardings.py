@@ -1,5 +1,7 @@
 """Shardings that a user wrote into a step are obeyed or refused with a reason, and the result is the plain step's."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,3 +91,41 @@ def test_arrays_that_are_laid_out_by_hand_are_refused_with_the_recipe():
     for step in (lambda w, x: w - centered(x).mean(), lambda w, x: w - jax.pmap(jnp.sin)(x).mean()):
         with pytest.raises(Unsupported, match=r"by hand, by `(shard_map|xla_pmap)`.*jax.vmap"):
             autopar.parallelize(step, method=autopar.DataParallel())(draw(4), draw(8, 4))
+
+
+LINE, SQUARE = ((8,), ("data",)), ((4, 2), ("data", "model"))
+NAMED = {
+    "Zero": (autopar.Zero(stage=1, mesh_shape=(8,)), LINE, P("data"), P(None, "data")),
+    "TensorParallel": (autopar.TensorParallel(mesh_shape=(8,)), LINE, P(None, "data"), P("data")),
+    "ExpertParallel": (autopar.ExpertParallel(mesh_shape=(8,)), LINE, P("data"), None),
+    "Megatron": (autopar.Megatron(data=4, tensor=2), SQUARE, P("data", "model"), P("model")),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_methods_obey_constraints_within_their_form_and_refuse_others(name):
+    method, mesh, kept, refused = NAMED[name]
+    equals_plain(constrained_step(*mesh, kept), *ARGUMENTS, method=method)
+    if refused is not None:
+        step = constrained_step(*mesh, refused)
+        with pytest.raises(InvalidArgument, match=rf"test_user_shardings.* {name} does not allow.*ignore_user"):
+            autopar.parallelize(step, method=method)(*ARGUMENTS)
+        equals_plain(step, *ARGUMENTS, method=dataclasses.replace(method, ignore_user_shardings=True))
+
+
+def test_named_methods_obey_the_shardings_of_jitted_arguments():
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    plain = lambda weights, x: jax.tree.map(lambda w: w - 0.1 * jnp.mean(x), weights)  # noqa: E731
+
+    def planned(spec, method):
+        step = jax.jit(plain, in_shardings=([NamedSharding(mesh, spec), None], None))
+        return autopar.parallelize(step, method=method, batch_argnums=1).trace(*ARGUMENTS).plan().plan
+
+    zero = autopar.Zero(stage=3, mesh_shape=(8,))
+    assert planned(P(None, "data"), zero).input_specs["weights.0"] == P(None, "data")
+    assert planned(P("data"), zero).input_specs["weights.0"] == P("data")
+    with pytest.raises(InvalidArgument, match=r"in_shardings for x asks for a layout that TensorParallel does not"):
+        step = jax.jit(plain, in_shardings=(None, NamedSharding(mesh, P("data"))))
+        autopar.parallelize(step, method=autopar.TensorParallel(mesh_shape=(8,)), batch_argnums=1).trace(
+            *ARGUMENTS
+        ).plan()
