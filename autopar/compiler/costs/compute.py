@@ -12,7 +12,11 @@ the vector units can, its bytes take as much longer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
@@ -37,41 +41,61 @@ def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, traf
     mesh = mesh_costs.mesh
     operands = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True)]
     results = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True)]
-    compute_s = _compute_s(eqn, strategy, operands, results, mesh_costs.machine, traffic)
-    return compute_s + _mask_s(eqn, strategy, mesh_costs) + _combine_s(strategy, sum(results), mesh_costs)
+    if (flops := _product_flops(eqn)) is not None:
+        compute_s = _product_s(eqn, flops, strategy, sum(operands) + sum(results), mesh_costs)
+    else:
+        compute_s = _compute_s(eqn, operands, results, mesh_costs.machine, traffic)
+    return float(compute_s + _combine_s(strategy, sum(results), mesh_costs))
 
 
-def _compute_s(
-    eqn: jc.JaxprEqn,
-    strategy: Strategy,
-    operands: list[float],
-    results: list[float],
-    machine: Machine,
-    traffic: Traffic,
-) -> float:
+def seconds_by_strategy(
+    eqn: jc.JaxprEqn, strategies: Sequence[Strategy], mesh_costs: MeshCosts, traffic: Traffic
+) -> npt.NDArray[np.float64]:
+    """Return the `equation_s` of every strategy of an equation, computed together."""
+    mesh = mesh_costs.mesh
+    operands = [_parts(v.aval, [s.operands[place] for s in strategies], mesh) for place, v in enumerate(eqn.invars)]
+    results = [_parts(v.aval, [s.results[place] for s in strategies], mesh) for place, v in enumerate(eqn.outvars)]
+    written: npt.NDArray[np.float64] = sum(results, np.zeros(len(strategies)))
+    if (flops := _product_flops(eqn)) is not None:
+        moved = sum(operands, np.zeros(len(strategies))) + written
+        each = zip(strategies, moved.tolist(), strict=True)
+        total_s = np.array([_product_s(eqn, flops, strategy, nbytes, mesh_costs) for strategy, nbytes in each])
+    else:
+        total_s = np.zeros(len(strategies)) + _compute_s(eqn, operands, results, mesh_costs.machine, traffic)
+    for number, strategy in enumerate(strategies):
+        if strategy.combined:
+            total_s[number] += _combine_s(strategy, float(written[number]), mesh_costs)
+    return total_s
+
+
+def _product_flops(eqn: jc.JaxprEqn) -> float | None:
+    """Return the FLOPs of products, as many more as they reach less than the rate; None for other equations."""
     name = eqn.primitive.name
     if name in PRODUCTS:
-        share = _PRODUCTS_IN_STEP * (1.0 if name in MATRIX_PRODUCTS else _CONVOLUTIONS)
-        return _product_s(eqn, equation_flops(eqn) / share, strategy, operands, results, machine)
+        return equation_flops(eqn) / (_PRODUCTS_IN_STEP * (1.0 if name in MATRIX_PRODUCTS else _CONVOLUTIONS))
     if name == "declared_rule":
         flops = flops_where(jp.declared_body(eqn), lambda inner: inner.primitive.name in PRODUCTS or runs_jaxprs(inner))
-        return _product_s(eqn, flops / _PRODUCTS_IN_STEP, strategy, operands, results, machine)
-    if name in DRAWS:
+        return flops / _PRODUCTS_IN_STEP
+    return None
+
+
+def _product_s(eqn: jc.JaxprEqn, flops: float, strategy: Strategy, nbytes: float, mesh_costs: MeshCosts) -> float:
+    dtype = cast(Any, eqn.invars[0].aval).dtype
+    product_s = mesh_costs.machine.matmul_s(flops / strategy.devices, nbytes, dtype.name)
+    return product_s + _mask_s(eqn, strategy, mesh_costs)
+
+
+def _compute_s(eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], machine: Machine, traffic: Traffic) -> Any:
+    """Seconds of what is no product, by bytes of operands and results on one device: of one strategy, or of each."""
+    if eqn.primitive.name in DRAWS:
         return machine.vector_s(sum(results) / 4 * _FLOPS_PER_RANDOM_WORD)
     nbytes = _moved(eqn, operands, results, traffic)
-    return traffic.kernels * machine.kernel_s + max(
+    return traffic.kernels * machine.kernel_s + np.maximum(
         nbytes / machine.memory_bandwidth, machine.vector_s(nbytes * traffic.flops_per_byte)
     )
 
 
-def _product_s(
-    eqn: jc.JaxprEqn, flops: float, strategy: Strategy, operands: list[float], results: list[float], machine: Machine
-) -> float:
-    dtype = cast(Any, eqn.invars[0].aval).dtype
-    return machine.matmul_s(flops / strategy.devices, sum(operands) + sum(results), dtype.name)
-
-
-def _moved(eqn: jc.JaxprEqn, operands: list[float], results: list[float], traffic: Traffic) -> float:
+def _moved(eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], traffic: Traffic) -> Any:
     """Bytes through memory: of what picks or replaces rows those alone, and not the whole table."""
     name = eqn.primitive.name
     if name in SCATTERS:
@@ -82,7 +106,7 @@ def _moved(eqn: jc.JaxprEqn, operands: list[float], results: list[float], traffi
     written = sum(times * part for times, part in zip(traffic.writes, results, strict=True))
     read = [times * part for times, part in zip(traffic.reads, operands, strict=True)]
     if name in ("gather", "dynamic_slice", "slice"):
-        read[0] = min(read[0], traffic.reads[0] * sum(results))
+        read[0] = np.minimum(read[0], traffic.reads[0] * sum(results))
     return sum(read) + written
 
 
@@ -97,6 +121,12 @@ def _mask_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts) -> floa
 
 def _combine_s(strategy: Strategy, written: float, mesh_costs: MeshCosts) -> float:
     return mesh_costs.collective_s("all-reduce", strategy.combined, written) if strategy.combined else 0.0
+
+
+def _parts(aval: Any, layouts: Sequence[Layout], mesh: LogicalMesh) -> npt.NDArray[np.float64]:
+    """Return the bytes of one device's part of an array under each of some layouts."""
+    parts = {layout: _part(aval, layout, mesh) for layout in dict.fromkeys(layouts)}
+    return np.array([parts[layout] for layout in layouts])
 
 
 def _part(aval: Any, layout: Layout, mesh: LogicalMesh) -> float:

@@ -16,7 +16,7 @@ Node i has one option x_i. With s_i[a] = 1 where x_i = a, the integer program is
          + Σ_(i,j) Σ_ab M_ij[a,b] s_i[a] s_j[b] seconds of resharding a value from its
                                                 producer's layout to its reader's        → NodeTable.add_edge
     s.t. Σ_a s_i[a] = 1                         one layout or strategy per node          → linear_program._as_program
-         M_ij[a,b] = ∞                          no such resharding                       → reshard_matrix
+         M_ij[a,b] = ∞                          no such resharding                       → reshard_lines
          s_i = s_j                              state comes back as it came, a carry as
                                                 it goes in: they share one node          → build_graph, control_flow
          a among the options of i               the user's constraints, the rules        → Planner.alternatives
@@ -28,24 +28,25 @@ The products s_i[a] s_j[b] become variables e_ij[a,b] of the linear program (`li
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.intra_op.mesh_tables import Alternatives, LayoutList, MeshTables, mesh_tables
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.equation_keys import equation_key
+from autopar.compiler.jaxprs.equation_keys import equation_classes
 from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
 from autopar.compiler.jaxprs.primitives import NESTED
-from autopar.compiler.resharding.costs import reshard_matrix
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
 from autopar.compiler.sharding.replicated_values import free_results
 from autopar.compiler.sharding.rule import Rule
-from autopar.compiler.sharding.strategies import Strategy, strategies
+from autopar.compiler.sharding.strategies import Strategy
 from autopar.compiler.solver.problem import MRF
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, value_numbers
 from autopar.compiler.spmd.phase import phase_of
@@ -101,13 +102,25 @@ class BlockGraph:
 class NodeTable:
     """Nodes and edges while they are collected."""
 
-    mesh: LogicalMesh
     mesh_costs: MeshCosts
-    update_costs: MeshCosts
-    """Of the update, whose collectives XLA combines: their latency is shared."""
     costs: list[np.ndarray] = field(default_factory=list[np.ndarray])
     names: list[str] = field(default_factory=list[str])
     edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict[tuple[int, int], np.ndarray])
+    lists: dict[int, tuple[tuple[Layout, ...], LayoutList]] = field(
+        default_factory=dict[int, tuple[tuple[Layout, ...], LayoutList]]
+    )
+    """By the identity of the layouts of nodes, which are kept so that it stays theirs."""
+    reshardings: dict[Hashable, np.ndarray] = field(default_factory=dict[Hashable, np.ndarray])
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """The mesh that the layouts are for."""
+        return self.mesh_costs.mesh
+
+    @cached_property
+    def tables(self) -> MeshTables:
+        """What is known of the mesh from other graphs."""
+        return mesh_tables(self.mesh_costs)
 
     def add_node(self, name: str, costs: np.ndarray | Sequence[float]) -> int:
         """Add a node with the cost of each of its options, in seconds; return its number."""
@@ -120,11 +133,20 @@ class NodeTable:
         return LayoutNode(self.add_node(name, np.zeros(len(layouts))), layouts)
 
     def add_edge(self, source: LayoutNode, target: LayoutNode, aval: Any, weight: float, phase: str) -> None:
-        """Charge for resharding `aval` from `source` to `target`."""
-        mesh_costs = self.update_costs if phase == "update" else self.mesh_costs
-        itemsize = aval.dtype.itemsize
-        matrix = _expanded(source.layouts, target.layouts, tuple(aval.shape), itemsize, mesh_costs)
-        self.charge(source.number, target.number, matrix * weight)
+        """Charge for resharding `aval` from `source` to `target`. In the update collectives share their latency."""
+        shape, in_update = tuple(aval.shape), phase == "update"
+        nbytes = math.prod(shape) * aval.dtype.itemsize
+        before, after = self._list(source.layouts), self._list(target.layouts)
+        key = (before.number, after.number, shape, nbytes, weight, in_update)
+        if key not in self.reshardings:
+            seconds = self.tables.reshard_s(before, after, shape, nbytes, in_update=in_update)
+            self.reshardings[key] = (seconds * weight)[before.of_option[:, None], after.of_option]
+        self.charge(source.number, target.number, self.reshardings[key])
+
+    def _list(self, layouts: tuple[Layout, ...]) -> LayoutList:
+        if id(layouts) not in self.lists:
+            self.lists[id(layouts)] = layouts, self.tables.layout_list(layouts)
+        return self.lists[id(layouts)][1]
 
     def charge(self, source: int, target: int, matrix: np.ndarray) -> None:
         """Add the costs of pairs of options; those of one node with itself are on the diagonal."""
@@ -137,22 +159,6 @@ class NodeTable:
     def problem(self) -> MRF:
         """Return the nodes and edges as a problem for the solver."""
         return MRF(costs=tuple(self.costs), edges=dict(self.edges))
-
-
-def _expanded(
-    sources: tuple[Layout, ...],
-    targets: tuple[Layout, ...],
-    shape: tuple[int, ...],
-    itemsize: int,
-    mesh_costs: MeshCosts,
-) -> np.ndarray:
-    """Return resharding times for every pair of options, computed once for each pair of different layouts."""
-    rows, columns = dict.fromkeys(sources), dict.fromkeys(targets)
-    small = reshard_matrix(tuple(rows), tuple(columns), shape, itemsize, mesh_costs)
-    row_number = {layout: number for number, layout in enumerate(rows)}
-    column_number = {layout: number for number, layout in enumerate(columns)}
-    index = np.ix_([row_number[layout] for layout in sources], [column_number[layout] for layout in targets])
-    return small[index]
 
 
 def chosen_layout(node: LayoutNode, options: Sequence[int]) -> Layout:
@@ -204,15 +210,6 @@ class _Key(NamedTuple):
     phase: str
 
 
-class Alternatives(NamedTuple):
-    """The strategies of an equation: the layouts that each reads and gives, and its seconds as it is fused."""
-
-    strategies: tuple[Strategy, ...]
-    operands: tuple[tuple[Layout, ...], ...]
-    results: tuple[tuple[Layout, ...], ...]
-    seconds: dict[Traffic, np.ndarray]
-
-
 @dataclass(kw_only=True, eq=False)
 class Planner:
     """The parts that all blocks of a program share: the nodes, the rules, and which strategies may be chosen."""
@@ -225,31 +222,18 @@ class Planner:
     """Key of whatever else that depends on than the equation itself."""
     enter: Callable[[BlockBuilder, jc.JaxprEqn, float], EquationNode]
     """Makes the nodes of loops, branches and remat regions."""
-    known: dict[Any, Alternatives] = field(default_factory=dict[Any, Alternatives])
+    restricted: dict[Hashable, Alternatives] = field(default_factory=dict[Hashable, Alternatives])
     keep_split: frozenset[int] = frozenset()
     """Mesh axes over which what can only come split is stored split: it is gathered anew for every phase."""
 
-    def alternatives(self, eqn: jc.JaxprEqn, maybe_partial: frozenset[int]) -> Alternatives:
-        """Return the strategies of an equation, listed once for all equal equations."""
-        key = (equation_key(eqn), maybe_partial, self.constraint_key(eqn))
-        if key not in self.known:
-            mesh = self.table.mesh
-            every = strategies(eqn, self.rules(eqn), mesh, maybe_partial=maybe_partial)
-            kept = self.restrict(eqn, every)
-            self.known[key] = Alternatives(
-                kept,
-                tuple(tuple(s.operands[q] for s in kept) for q in range(len(eqn.invars))),
-                tuple(tuple(s.results[q] for s in kept) for q in range(len(eqn.outvars))),
-                {},
-            )
-        return self.known[key]
-
-    def seconds(self, eqn: jc.JaxprEqn, found: Alternatives, traffic: Traffic) -> np.ndarray:
-        """Return the seconds of an equation by each of its strategies."""
-        if traffic not in found.seconds:
-            mesh_costs = self.table.mesh_costs
-            found.seconds[traffic] = np.array([equation_s(eqn, s, mesh_costs, traffic) for s in found.strategies])
-        return found.seconds[traffic]
+    def alternatives(self, eqn: jc.JaxprEqn, kind: Hashable, maybe_partial: frozenset[int]) -> Alternatives:
+        """Return the strategies that may be chosen for an equation of a kind: an entry of `equation_classes`."""
+        every = self.table.tables.alternatives(eqn, kind, maybe_partial, self.rules)
+        key = (id(every), self.constraint_key(eqn))
+        if key not in self.restricted:
+            kept = self.restrict(eqn, every.strategies)
+            self.restricted[key] = every if kept == every.strategies else Alternatives.of(eqn, kept)
+        return self.restricted[key]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -270,12 +254,13 @@ class BlockBuilder:
     uses: dict[jc.Var, dict[_Key, Reader]] = field(default_factory=dict[jc.Var, dict[_Key, Reader]])
     instances: Counter[jc.Var] = field(default_factory=Counter[jc.Var])
     equations: list[EquationNode | None] = field(default_factory=list[EquationNode | None])
+    kinds: Sequence[Hashable] = ()
     traffic: Sequence[Traffic] = ()
     """Of each equation, while nodes are collected."""
 
     def collect(self) -> None:
         """Make the nodes of all equations, and note who reads what."""
-        self.traffic = fused_traffic(self.jaxpr)
+        self.kinds, self.traffic = equation_classes(self.jaxpr), fused_traffic(self.jaxpr)
         self.free.update(self.jaxpr.constvars)
         for v, node in zip(self.jaxpr.invars, self.arguments, strict=True):
             root = self.first(v)
@@ -342,8 +327,8 @@ class BlockBuilder:
             for operand, atom in enumerate(eqn.invars)
             if (source := self.source(atom)) is not None and any(layout.partial for layout in source.layouts)
         )
-        found = self.planner.alternatives(eqn, partial)
-        seconds = self.planner.seconds(eqn, found, self.traffic[number])
+        found = self.planner.alternatives(eqn, self.kinds[number], partial)
+        seconds = found.seconds(eqn, self.traffic[number], self.planner.table.mesh_costs)
         node = self.planner.table.add_node(f"{eqn.primitive.name} {number}", seconds * weight)
         return EquationNode(
             number=node,

@@ -17,7 +17,6 @@ from typing import Any
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.choice_graph import (
-    Alternatives,
     BlockGraph,
     NodeTable,
     Planner,
@@ -103,7 +102,7 @@ def plan_intra_op(
     """
     constraints = Constraints() if constraints is None else constraints
     jaxpr, _ = jc.open_jaxpr(closed)
-    table = NodeTable(mesh=mesh, mesh_costs=mesh_costs, update_costs=mesh_costs.of_update())
+    table = NodeTable(mesh_costs=mesh_costs)
     inputs = [constraints.inputs.get(i, _layouts(v.aval, mesh)) for i, v in enumerate(jaxpr.invars)]
     folded = unfolded(closed)
     if input_names is not None and len(jaxpr.eqns) >= fold_from:
@@ -142,20 +141,14 @@ def plan_intra_op(
     return IntraOpPlan(plan=block_plan_of(choices, optimum.assignment), optimum=optimum, choices=choices, table=table)
 
 
-def planner_of(
-    table: NodeTable,
-    jaxprs: Sequence[jc.Jaxpr],
-    constraints: Constraints,
-    known: dict[Any, Alternatives] | None = None,
-) -> Planner:
-    """Return what the blocks of some programs share; `known` keeps what was listed of equations, for other programs."""
+def planner_of(table: NodeTable, jaxprs: Sequence[jc.Jaxpr], constraints: Constraints) -> Planner:
+    """Return what the blocks of some programs share."""
     return Planner(
         table=table,
         rules=_rules_of(jaxprs),
         restrict=constraints.restrict,
         constraint_key=constraints.constraint_key,
         enter=enter,
-        known={} if known is None else known,
         keep_split=constraints.keep_split,
     )
 

@@ -22,7 +22,6 @@ import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.choice_graph import (
-    Alternatives,
     BlockBuilder,
     BlockGraph,
     LayoutNode,
@@ -130,18 +129,16 @@ def task_graph(
     constraints: GroupConstraints,
     *,
     fold_from: int = FOLD_FROM,
-    known: dict[Any, Alternatives] | None = None,
 ) -> TaskGraph:
     """Return the graph of the tasks of a stage, which are listed in an order in which they may run.
 
     The objective is the time of all of them in one step, each as often as it runs. Programs of at least `fold_from`
-    equations together have their repeated layers planned as one. `known` keeps what was listed of equations, for other
-    groups on the same mesh.
+    equations together have their repeated layers planned as one.
     """
-    table = NodeTable(mesh=mesh, mesh_costs=mesh_costs, update_costs=mesh_costs.of_update())
+    table = NodeTable(mesh_costs=mesh_costs)
     group = _Group(table=table, constraints=constraints)
     bodies = [jc.open_jaxpr(task.jaxpr)[0] for task in tasks]
-    planner = planner_of(table, bodies, constraints.equations, known)
+    planner = planner_of(table, bodies, constraints.equations)
     folding = sum(len(body.eqns) for body in bodies) >= fold_from
     folds = [_folded(task, body, constraints) if folding else unfolded(task.jaxpr) for task, body in zip(tasks, bodies)]
     group.tie(tasks, folds)

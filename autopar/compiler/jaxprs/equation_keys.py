@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -24,6 +25,23 @@ def equation_key(eqn: jc.JaxprEqn) -> Hashable:
     )
     avals = ((tuple(aval.shape), aval.dtype) for aval in _avals([*eqn.invars, *eqn.outvars]))
     return (name, tuple(params), tuple(avals), bool(eqn.effects))
+
+
+_kept: dict[Hashable, Hashable] = {}
+_by_jaxpr: weakref.WeakKeyDictionary[jc.Jaxpr, tuple[Hashable, ...]] = weakref.WeakKeyDictionary()
+
+
+class _Key:
+    """Stands for a key: itself alone is equal to it, which takes no time to see."""
+
+    __slots__ = ()
+
+
+def equation_classes(jaxpr: jc.Jaxpr) -> tuple[Hashable, ...]:
+    """Return for each equation of a jaxpr, not of its bodies, what is equal for those of equal `equation_key` alone."""
+    if jaxpr not in _by_jaxpr:
+        _by_jaxpr[jaxpr] = tuple(_kept.setdefault(equation_key(eqn), _Key()) for eqn in jaxpr.eqns)
+    return _by_jaxpr[jaxpr]
 
 
 def literal_key(literal: Any) -> Hashable:

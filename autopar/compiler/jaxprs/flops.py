@@ -22,6 +22,7 @@ replaces elements reads and writes those alone, and what only renames (reshape, 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -172,6 +173,7 @@ def aval_bytes(aval: Any) -> int:
     return math.ceil(math.prod(aval.shape) * _bits(aval.dtype) / 8)
 
 
+@functools.cache
 def _bits(dtype: Any) -> int:
     if jnp.issubdtype(dtype, jnp.integer):
         return int(jnp.iinfo(dtype).bits)

@@ -14,6 +14,7 @@ common: XLA fuses a producer with its consumer, and consumers of one array with 
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -88,9 +89,14 @@ def alone(eqn: jc.JaxprEqn) -> Traffic:
     )
 
 
+_known: weakref.WeakKeyDictionary[jc.Jaxpr, tuple[Traffic, ...]] = weakref.WeakKeyDictionary()
+
+
 def fused_traffic(jaxpr: jc.Jaxpr) -> tuple[Traffic, ...]:
-    """Return the traffic of every equation of a jaxpr; that of a loop or a branch is in its body."""
-    return _Fusion(jaxpr=jaxpr).run()
+    """Return the traffic of every equation of a jaxpr, found once; that of a loop or a branch is in its body."""
+    if jaxpr not in _known:
+        _known[jaxpr] = _Fusion(jaxpr=jaxpr).run()
+    return _known[jaxpr]
 
 
 _END = -1

@@ -62,7 +62,6 @@ class LayerCosts:
     cache_directory: Path | None = None
     known: dict[Any, StageCost] = field(default_factory=dict[Any, StageCost])
     choices: dict[Any, PricedTaskGraph] = field(default_factory=dict[Any, PricedTaskGraph])
-    listed: dict[Any, dict[Any, Any]] = field(default_factory=dict[Any, dict[Any, Any]])
     borders: dict[Any, dict[Any, Layout]] = field(default_factory=dict[Any, dict[Any, Layout]])
     gap: float = 0.0
     """The largest gap of the optima."""
@@ -99,8 +98,7 @@ class LayerCosts:
                 allowed=self._allowed(layer, mesh) | pinned_layouts(layer, mesh),
                 equations=equation_constraints(mesh, ignore_user_shardings=self.method.ignore_user_shardings),
             )
-            listed = self.listed.setdefault(mesh.shape, {})
-            choices = task_graph(layer.tasks, mesh, mesh_costs, constraints, known=listed)
+            choices = task_graph(layer.tasks, mesh, mesh_costs, constraints)
             self.choices[key] = PricedTaskGraph(graph=choices, names=layer.state | layer.kept | layer.fed)
         return self.choices[key]
 

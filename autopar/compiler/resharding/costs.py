@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.resharding.emit import apply_steps
-from autopar.compiler.resharding.paths import Graph, graph_of, last_edges, path, split_like
+from autopar.compiler.resharding.paths import Graph, graph_of, last_edges, path
 from autopar.compiler.resharding.steps import (
     AllGather,
     AllReduce,
@@ -32,7 +32,7 @@ from autopar.compiler.resharding.steps import (
     collective_kind,
     moved_share,
 )
-from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, may_have, without_ones
+from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, may_have, split_like, without_ones
 
 __all__ = [
     "AllGather",
@@ -46,9 +46,11 @@ __all__ = [
     "Slice",
     "ToPartial",
     "apply_steps",
+    "reshard_lines",
     "reshard_matrix",
     "reshard_s",
     "reshard_steps",
+    "split_alike",
     "step_collectives",
 ]
 
@@ -98,24 +100,32 @@ def reshard_s(source: Layout, target: Layout, shape: tuple[int, ...], itemsize: 
     return float(reshard_matrix((source,), (target,), shape, itemsize, mesh_costs)[0, 0])
 
 
-@functools.lru_cache(maxsize=512)
 def reshard_matrix(
-    sources: tuple[Layout, ...],
-    targets: tuple[Layout, ...],
-    shape: tuple[int, ...],
-    itemsize: float,
-    mesh_costs: MeshCosts,
+    sources: Sequence[Layout], targets: Sequence[Layout], shape: tuple[int, ...], itemsize: float, mesh_costs: MeshCosts
 ) -> np.ndarray:
-    """`reshard_s` from every source to every target; not to be written to, for it is kept."""
+    """`reshard_s` from every source to every target."""
+    fixed, per_byte = reshard_lines(sources, targets, shape, mesh_costs)
+    return fixed + per_byte * (math.prod(shape) * itemsize)
+
+
+def reshard_lines(
+    sources: Sequence[Layout], targets: Sequence[Layout], shape: tuple[int, ...], mesh_costs: MeshCosts
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return, from every source to every target, the seconds for no bytes, and the seconds for every byte of the array.
+
+    They are those of all shapes that are `split_alike`.
+    """
     mesh = mesh_costs.mesh
     assert all(may_have(shape, layout, mesh) for layout in {*sources, *targets}), (sources, targets, shape, mesh)
     graph = _graph(shape, mesh, mesh_costs)
     starts, ends = ([graph.number[_short(layout, shape, mesh)] for layout in some] for some in (sources, targets))
     lines = np.array([_seconds_from(graph, start, mesh_costs) for start in starts])
-    fixed, per_byte = lines[:, 0, ends], lines[:, 1, ends]
-    seconds = fixed + per_byte * (math.prod(shape) * itemsize)
-    seconds.setflags(write=False)
-    return seconds
+    return lines[:, 0, ends], lines[:, 1, ends]
+
+
+def split_alike(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[int, ...]:
+    """Return the least shape whose parts on a mesh are the same shares of it as those of this one."""
+    return tuple(size if size == 1 else split_like(size, mesh.shape) for size in shape)
 
 
 @functools.lru_cache(maxsize=4096)

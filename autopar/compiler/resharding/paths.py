@@ -100,7 +100,7 @@ def last_edges(graph: Graph, source: int) -> np.ndarray:
 
 @functools.cache
 def graph_of(sizes: tuple[int, ...], mesh_shape: tuple[int, ...], slowness: tuple[int, ...]) -> Graph:
-    """The graph for arrays whose dimensions have these sizes, or split alike (see `split_like`).
+    """The graph for arrays whose dimensions have these sizes, or split alike (see `layout.split_like`).
 
     `slowness` says of each mesh axis how many times slower its links are than the fastest.
     """
@@ -132,16 +132,6 @@ def graph_of(sizes: tuple[int, ...], mesh_shape: tuple[int, ...], slowness: tupl
         weight=np.array(weights),
         first_into=np.cumsum([0, *(len(steps) + 1 for steps in into[:-1])]),
     )
-
-
-def split_like(size: int, mesh_shape: tuple[int, ...]) -> int:
-    """Return the least size whose parts are the same shares of it on a mesh as those of a dimension of this size.
-
-    That is its greatest common divisor with the number of devices, unless there are axes that split it unevenly.
-    """
-    real = [count for count in mesh_shape if count > 1]
-    uneven = any(size % math.prod(counts) and can_split(size, counts) for counts in _subsets(real))
-    return size if uneven else math.gcd(size, math.prod(mesh_shape))
 
 
 def _weight(

@@ -104,6 +104,21 @@ def can_split(size: int, counts: Sequence[int]) -> bool:
     )
 
 
+@functools.cache
+def split_like(size: int, mesh_shape: tuple[int, ...]) -> int:
+    """Return the least size whose parts are the same shares of it on a mesh as those of a dimension of this size.
+
+    That is its greatest common divisor with the number of devices, unless there are axes that split it unevenly.
+    """
+    real = [count for count in mesh_shape if count > 1]
+    uneven = any(
+        size % math.prod(counts) and can_split(size, counts)
+        for length in range(1, len(real) + 1)
+        for counts in itertools.combinations(real, length)
+    )
+    return size if uneven else math.gcd(size, math.prod(mesh_shape))
+
+
 def fits(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
     """Return whether every dimension divides by the axes that split it, as JAX wants it of arrays outside a program."""
     return not padded_dims(shape, layout, mesh)

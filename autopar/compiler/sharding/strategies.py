@@ -12,6 +12,7 @@ computes every place of a factor by itself, and before one is summed away the pa
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Collection, Sequence
@@ -31,9 +32,10 @@ from autopar.compiler.sharding.layout import (
     num_parts,
     padded_dims,
     replicated,
+    split_like,
     used_axes,
 )
-from autopar.compiler.sharding.rule import Rule, shapes_of
+from autopar.compiler.sharding.rule import Dims, Rule, shapes_of
 
 
 class Strategy(NamedTuple):
@@ -53,27 +55,72 @@ def strategies(
     # On the first device only, whose results are those of all.
     if eqn.primitive.name in VISIBLE:
         return (_on_one_device(eqn, mesh),)
-    free = [f for f in range(len(rule.sizes)) if f not in rule.blocked]
-    linear = [o for o in summands(eqn) if not set(o).isdisjoint(maybe_partial)]
+    return _strategies_of(
+        tuple(_split_like(size, mesh) for size in rule.sizes),
+        rule.operands,
+        rule.results,
+        tuple(rule.reductions.items()),
+        rule.blocked,
+        possible_sums(eqn, maybe_partial),
+        eqn.primitive.name in MASKED,
+        mesh,
+    )
+
+
+def possible_sums(eqn: jc.JaxprEqn, maybe_partial: Collection[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of operands that may be summands, some of which may arrive as sums."""
+    return tuple(o for o in summands(eqn) if not set(o).isdisjoint(maybe_partial)) if maybe_partial else ()
+
+
+def _split_like(size: int, mesh: LogicalMesh) -> int:
+    """Return a size that the axes of a mesh split as they split this one: into even parts, uneven ones, or single ones.
+
+    Equations of many sizes then have the strategies of one.
+    """
+    # A factor that no axis divides: of the multiple more than single elements are left, however it is split.
+    alike = size if size <= mesh.num_devices else split_like(size, mesh.shape)
+    return size if alike == size else alike * (mesh.num_devices + 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _strategies_of(
+    sizes: tuple[int, ...],
+    operands: tuple[Dims, ...],
+    results: tuple[Dims, ...],
+    reductions: tuple[tuple[int, str], ...],
+    blocked: frozenset[int],
+    linear: tuple[tuple[int, ...], ...],
+    masked: bool,
+    mesh: LogicalMesh,
+) -> tuple[Strategy, ...]:
+    """Return the strategies of all equations with a rule like this: what else they are does not matter.
+
+    The operands in `linear` may be sums. `masked` says whether padding of what is summed can be masked.
+    """
+    rule = Rule(
+        sizes=sizes, operands=operands, results=results, reductions=dict(reductions), blocked=blocked, source=""
+    )
+    free = [f for f in range(len(sizes)) if f not in blocked]
     feasible: dict[Strategy, None] = {}
     for owners in itertools.product((None, *free, *linear), repeat=len(mesh.shape)):
         factors = {f: tuple(a for a, o in enumerate(owners) if o == f) for f in owners if isinstance(f, int)}
-        if not all(_can_split(eqn, rule, f, [mesh.shape[axis] for axis in axes]) for f, axes in factors.items()):
+        counts = {f: [mesh.shape[axis] for axis in axes] for f, axes in factors.items()}
+        if not all(_can_split(rule, f, parts, masked) for f, parts in counts.items()):
             continue
-        strategy = _strategy(eqn, rule, mesh, factors, owners)
+        strategy = _strategy(rule, mesh, factors, owners)
         if strategy is not None:
             feasible[strategy] = None
     return tuple(feasible)
 
 
-def _can_split(eqn: jc.JaxprEqn, rule: Rule, factor: int, counts: Sequence[int]) -> bool:
+def _can_split(rule: Rule, factor: int, counts: Sequence[int], masked: bool) -> bool:
     """Return whether axes of these sizes may split a factor. Padding needs a dimension of its own, and a known sum."""
     size = rule.sizes[factor]
     if size % math.prod(counts) == 0:
         return True
     dims = (factors for array in (*rule.operands, *rule.results) for factors in array if factor in factors)
-    masked = factor not in rule.reductions or eqn.primitive.name in MASKED
-    return masked and all(factors == (factor,) for factors in dims) and can_split(size, counts)
+    known = factor not in rule.reductions or masked
+    return known and all(factors == (factor,) for factors in dims) and can_split(size, counts)
 
 
 def masked_dims(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> list[list[int]]:
@@ -96,7 +143,6 @@ def _on_one_device(eqn: jc.JaxprEqn, mesh: LogicalMesh) -> Strategy:
 
 
 def _strategy(
-    eqn: jc.JaxprEqn,
     rule: Rule,
     mesh: LogicalMesh,
     factors: dict[int, Axes],

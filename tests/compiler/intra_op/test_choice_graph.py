@@ -16,7 +16,7 @@ MATRIX = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
 
 def table():
-    return NodeTable(mesh=LINE, mesh_costs=FORWARD, update_costs=UPDATE)
+    return NodeTable(mesh_costs=FORWARD)
 
 
 def test_layouts_are_states_free_of_cost():

@@ -1,0 +1,117 @@
+"""Keep what the graphs of all programs on one mesh have in common: the choices of equal equations, and reshardings.
+
+    equation                             ->  Alternatives     strategies, with the layouts and seconds of each
+    layouts of two nodes, a shape        ->  seconds for no bytes, and for every byte, of every pair
+
+Both depend on the mesh and its costs alone. Layers repeat, and microbatches, depths and stages change few types: so
+nearly all that a graph asks for was there before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.compiler.costs.compute import seconds_by_strategy
+from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.fusion import Traffic
+from autopar.compiler.resharding.costs import reshard_lines, split_alike
+from autopar.compiler.sharding.layout import Layout
+from autopar.compiler.sharding.rule import Rule
+from autopar.compiler.sharding.strategies import Strategy, possible_sums, strategies
+
+FloatArray = npt.NDArray[np.float64]
+IndexArray = npt.NDArray[np.intp]
+
+MOST_MESHES = 64
+"""Meshes whose tables are kept, those used last."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Alternatives:
+    """The strategies of equal equations: the layouts that each reads and gives, and its seconds as it is fused."""
+
+    strategies: tuple[Strategy, ...]
+    operands: tuple[tuple[Layout, ...], ...]
+    results: tuple[tuple[Layout, ...], ...]
+    known: dict[Traffic, FloatArray] = field(default_factory=dict[Traffic, FloatArray])
+
+    @classmethod
+    def of(cls, eqn: jc.JaxprEqn, every: tuple[Strategy, ...]) -> Alternatives:
+        """Return the columns of some strategies."""
+        return cls(
+            strategies=every,
+            operands=tuple(tuple(s.operands[place] for s in every) for place in range(len(eqn.invars))),
+            results=tuple(tuple(s.results[place] for s in every) for place in range(len(eqn.outvars))),
+        )
+
+    def seconds(self, eqn: jc.JaxprEqn, traffic: Traffic, mesh_costs: MeshCosts) -> FloatArray:
+        """Return the seconds of an equation by each strategy."""
+        if traffic not in self.known:
+            self.known[traffic] = seconds_by_strategy(eqn, self.strategies, mesh_costs, traffic)
+        return self.known[traffic]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayoutList:
+    """The different layouts among those of a node's options, and which of them each option has."""
+
+    number: int
+    layouts: tuple[Layout, ...]
+    of_option: IndexArray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeshTables:
+    """The choices of equations on a mesh, and its reshardings; `costs` price them."""
+
+    costs: MeshCosts
+    choices: dict[Hashable, Alternatives] = field(default_factory=dict[Hashable, Alternatives])
+    lists: dict[tuple[Layout, ...], LayoutList] = field(default_factory=dict[tuple[Layout, ...], LayoutList])
+    lines: dict[Hashable, tuple[FloatArray, FloatArray]] = field(
+        default_factory=dict[Hashable, tuple[FloatArray, FloatArray]]
+    )
+
+    def alternatives(
+        self, eqn: jc.JaxprEqn, kind: Hashable, maybe_partial: frozenset[int], rule: Callable[[jc.JaxprEqn], Rule]
+    ) -> Alternatives:
+        """Return the strategies of an equation whose `equation_classes` entry is `kind`."""
+        key = (kind, possible_sums(eqn, maybe_partial))
+        if key not in self.choices:
+            every = strategies(eqn, rule(eqn), self.costs.mesh, maybe_partial=maybe_partial)
+            self.choices[key] = Alternatives.of(eqn, every)
+        return self.choices[key]
+
+    def layout_list(self, layouts: tuple[Layout, ...]) -> LayoutList:
+        """Return the different ones of some layouts."""
+        if layouts not in self.lists:
+            number = {layout: place for place, layout in enumerate(dict.fromkeys(layouts))}
+            of_option = np.array([number[layout] for layout in layouts], np.intp)
+            self.lists[layouts] = LayoutList(number=len(self.lists), layouts=tuple(number), of_option=of_option)
+        return self.lists[layouts]
+
+    def reshard_s(
+        self, source: LayoutList, target: LayoutList, shape: tuple[int, ...], nbytes: float, *, in_update: bool
+    ) -> FloatArray:
+        """Return the seconds of bringing an array of so many bytes from every layout of one list to every one of other.
+
+        Collectives of the update share their latency.
+        """
+        alike = split_alike(shape, self.costs.mesh)
+        key = (source.number, target.number, alike, in_update)
+        if key not in self.lines:
+            costs = self.costs.of_update() if in_update else self.costs
+            self.lines[key] = reshard_lines(source.layouts, target.layouts, alike, costs)
+        fixed, per_byte = self.lines[key]
+        return fixed + per_byte * nbytes
+
+
+@functools.lru_cache(maxsize=MOST_MESHES)
+def mesh_tables(mesh_costs: MeshCosts) -> MeshTables:
+    """Return the tables of a mesh, which grow with what is planned for it."""
+    return MeshTables(costs=mesh_costs)
