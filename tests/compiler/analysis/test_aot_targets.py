@@ -27,20 +27,32 @@ needs_compiler = pytest.mark.skipif(not INSTALLED, reason="XLA's GPU compiler: p
 
 
 def test_targets_are_listed_by_name():
-    assert gpu_targets() == ("a100", "h100", "h200")
+    assert gpu_targets() == ("a100", "b200", "b300", "gb200", "gb300", "h100", "h200")
 
 
-def test_compiler_and_planner_know_the_same_h100():
-    text = (files("autopar.compiler.analysis") / "gpu_targets" / "h100.txtpb").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("target", "machine"),
+    [
+        ("a100", "dgx-a100-80"),
+        ("b200", "dgx-b200"),
+        ("b300", "dgx-b300"),
+        ("gb200", "gb200-nvl72"),
+        ("gb300", "gb300-nvl72"),
+        ("h100", "dgx-h100"),
+        ("h200", "dgx-h200"),
+    ],
+)
+def test_compiler_and_planner_know_the_same_device(target, machine):
+    text = (files("autopar.compiler.analysis") / "gpu_targets" / f"{target}.txtpb").read_text(encoding="utf-8")
     figures = {name: float(number) for name, number in re.findall(r"(\w+): ([\d.]+)", text)}
-    planner = Machine.named("dgx-h100")
-    assert figures["device_memory_size"] == planner.memory_bytes
+    planner = Machine.named(machine)
+    assert figures["device_memory_size"] == pytest.approx(planner.memory_bytes, rel=0.08)
     assert 0.8 * figures["memory_bandwidth"] < planner.memory_bandwidth < figures["memory_bandwidth"]
 
 
 def test_unknown_target_is_an_error_that_names_the_known_ones():
     with pytest.raises(
-        InvalidArgument, match=r"'v100' are not known; those of a100, h100, h200 are. Did you mean .*'h100'"
+        InvalidArgument, match=r"'v100' are not known; those of a100, b200, .*h200 are. Did you mean .*'h100'"
     ):
         gpu_devices("v100", 8)
 
