@@ -33,7 +33,7 @@ from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.models.alpa_moe import MoESize, alpa_moe
 from benchmarks.models.model import Array
 from benchmarks.models.wide_resnet import ResNetSize, wide_resnet
-from benchmarks.models.workload import Workload, adamw
+from benchmarks.models.workload import Workload
 
 _TIME_LIMIT_S = 20.0
 _DTYPES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16, "float32": jnp.float32}
@@ -154,7 +154,7 @@ def workload_of(model: Model) -> Workload:
         case GPTSize():
             return alpa_gpt("gpt", model.size, dtype)
         case MoESize():
-            return alpa_moe("moe", model.size, dtype, adamw())
+            return alpa_moe("moe", model.size, dtype)
         case ResNetSize():
             return wide_resnet("wresnet", model.size, dtype)
 
