@@ -309,11 +309,17 @@ class Traced:
         What a search solved is kept in $AUTOPAR_CACHE_DIR, by default ~/.cache/autopar.
         """
         target = self.source.target
+        cluster = target.devices_planned_for()
+
+        def simulated_s(plan: Plan) -> float:
+            return Planned(plan=plan, trace=self.trace, source=self.source).simulate(cluster).step_time_s
+
         with search_progress(f"planning {self.trace.name}"):
             plan = plan_that_fits(
                 self.trace,
                 target.method if method is None else method,
-                cluster=target.devices_planned_for(),
+                cluster=cluster,
+                simulated_s=simulated_s,
                 devices=target.live_devices() if target.planned_for() is None else None,
                 cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
             )

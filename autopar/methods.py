@@ -46,6 +46,9 @@ from autopar.ir.schedules import DEFAULT_SCHEDULE, Schedule, check_virtual_stage
 MEMORY_LEVELS = {"off": math.inf, "adaptive": 0.9, "slight": 0.75, "moderate": 0.6, "heavy": 0.4}
 """The share of a device's memory that a plan may use, a tenth being left to what is not modelled; "off": no limit."""
 
+EFFORTS = {"fast": 4, "normal": 32, "thorough": math.inf}
+"""The parts of the space of all plans that a search looks into, the most promising first."""
+
 ZERO_STAGES = (0, 1, 2, 3)
 """The stages of ZeRO: how much of the state replicas divide; 0: nothing."""
 
@@ -298,8 +301,9 @@ class Auto:
     into memory ("auto"), all that can be (True), or none (False). The last one is never among them, as its backward
     pass follows at once. A scan over layers is not recomputed: put `jax.checkpoint` around its body.
     `pins` maps regular expressions to specs: an input whose name (`state.params.h_0.kernel`) one of them finds is
-    laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`. After `time_limit_s`
-    seconds the best plan so far is taken, with the gap that is left.
+    laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`. `effort` ("fast",
+    "normal", "thorough") says how much of the space is looked at before the best plan so far is taken, with the gap
+    that is left; a search that takes `time_limit_s` seconds ends as well, and the plan says so.
 
     Raises `InvalidArgument` for values that cannot be used, and fewer layers than stages.
 
@@ -317,6 +321,7 @@ class Auto:
     remat: bool | str = "auto"
     pins: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
     ignore_user_shardings: bool = False
+    effort: str = "normal"
     time_limit_s: float = 60.0
     random: str = "full_batch"
     batch_statistics: str = "exact"
@@ -495,6 +500,7 @@ _FIELD_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "schedule": lambda _, schedule: get_schedule(schedule),
     "random": lambda name, word: check_choice(name, word, RANDOM),
     "batch_statistics": lambda name, word: check_choice(name, word, BATCH_STATISTICS),
+    "effort": lambda name, word: check_choice(name, word, tuple(EFFORTS)),
     "memory": _check_memory,
     "remat": _check_remat,
     "zero": _check_zero,

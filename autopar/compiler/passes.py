@@ -11,11 +11,11 @@ nothing to cut: `lower_step` takes the traced step as it is on one device, or wi
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 from autopar.compiler.frontend.trace import Trace, trace_step
-from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops
+from autopar.compiler.frontend.training_loops import unroll_training_loops
 from autopar.compiler.lowering.guard_callbacks import guard_callbacks
 from autopar.compiler.lowering.lower import lower
 from autopar.compiler.lowering.single_program import single_program
@@ -27,9 +27,8 @@ from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.megatron import plan_megatron
 from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.plan_checks import check_plan
-from autopar.compiler.planning.search import plan_by_stages, searches_stages
+from autopar.compiler.planning.search import search_plan
 from autopar.compiler.planning.stage_costs import StageProblem
-from autopar.errors import NotSplittable, Unsupported
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -55,13 +54,14 @@ def make_plan(
     method: Method | Plan,
     *,
     cluster: Cluster,
+    simulated_s: Callable[[Plan], float] | None = None,
     checked: bool = False,
     cache_directory: Path | None = None,
 ) -> Plan:
     """Return the plan of a method for the devices of a cluster, or the given plan if it fits.
 
-    Searches keep what they solved in `cache_directory`, if one is given, and use all of a memory budget if the plan is
-    `checked` by compiling it.
+    `Auto` compares plans by the seconds that they are simulated to take. Searches keep what they solved in
+    `cache_directory`, if one is given, and use all of a memory budget if the plan is `checked` by compiling it.
     """
     num_devices = cluster.num_devices
     check_manual_meshes(trace)
@@ -77,26 +77,18 @@ def make_plan(
             return plan_megatron(
                 trace, method, num_devices=num_devices, machine=cluster.machine, cache_directory=cache_directory
             )
-        case Auto() if searches_stages(_cuttable(trace, method), method, num_devices):
+        case Auto():
+            assert simulated_s is not None, "a search compares plans by their simulation"
             problem = StageProblem(
-                trace=unroll_training_loops(trace),
+                trace=trace,
                 method=method,
                 num_devices=num_devices,
                 machine=cluster.machine,
                 cache_directory=cache_directory,
+                checked=checked,
             )
-            try:
-                best, certificate = plan_by_stages(problem)
-            except (NotSplittable, Unsupported):
-                if method.num_stages is not None or (method.num_microbatches or 1) > 1:
-                    raise
-                best, certificate = replace(method, num_stages=1, num_microbatches=1), None
-            if isinstance(best, Plan):
-                return best
-            # One program on one mesh is the best, or all that there can be: its layouts are searched in one piece.
-            plan = make_plan(trace, best, cluster=cluster, checked=checked, cache_directory=cache_directory)
-            return replace(plan, certificate=certificate)
-        case Auto() | Zero() | TensorParallel() | ExpertParallel():
+            return search_plan(problem, simulated_s)
+        case Zero() | TensorParallel() | ExpertParallel():
             return plan_by_search(
                 trace,
                 method,
@@ -105,16 +97,6 @@ def make_plan(
                 checked=checked,
                 cache_directory=cache_directory,
             )
-
-
-def _cuttable(trace: Trace, method: Auto) -> Trace:
-    """Return the step as it is to be cut if stages are asked for: its training loops unrolled."""
-    if (method.num_stages or 1) == 1:
-        return trace
-    cuttable = unroll_training_loops(trace)
-    if not cuttable.differentiates:
-        refuse_long_training_loops(cuttable, f"{method.num_stages} stages")
-    return cuttable
 
 
 def cut_step(trace: Trace, plan: Plan) -> StageGraph:

@@ -7,7 +7,7 @@ takes time, but not twice where JAX's compilation cache is on: what is compiled 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ def plan_that_fits(
     *,
     cluster: Cluster,
     devices: Sequence[Any] | None,
+    simulated_s: Callable[[Plan], float],
     cache_directory: Path | None = None,
 ) -> Plan:
     """The plan of a method, as `passes.make_plan`; with `devices` and a memory budget as a number, checked on them.
@@ -41,7 +42,14 @@ def plan_that_fits(
     """
 
     def made(method: Method | Plan, *, checked: bool) -> Plan:
-        return passes.make_plan(trace, method, cluster=cluster, checked=checked, cache_directory=cache_directory)
+        return passes.make_plan(
+            trace,
+            method,
+            cluster=cluster,
+            simulated_s=simulated_s,
+            checked=checked,
+            cache_directory=cache_directory,
+        )
 
     if devices is None or not isinstance(method, SearchMethod) or isinstance(search_of(method).memory, str):
         return made(method, checked=False)

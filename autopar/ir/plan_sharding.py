@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rich import box
@@ -160,11 +160,11 @@ class MeshSharding:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """A bound on how good the stages of a plan are: the simulated time of a step, and a time that none can undercut.
+    """A bound on how good a plan is: the simulated seconds of a step, and seconds that no plan asked for undercuts.
 
-    The bound is for every cut of the step's layers into stages on the submeshes of the cluster, for the numbers of
-    microbatches in `tried`, with layers as fast as the intra-operator pass makes each of them, by the formulas of the
-    schedules that were tried. When simulated, unequal stages can take less than a formula says.
+    The bound is for one program and for stages, on every part of the cluster, for every number of microbatches and
+    every schedule. It does not cover other cuts into layers than the model's, other layouts where layers of a stage
+    meet, and meshes of more than two axes.
     """
 
     step_time_s: float
@@ -172,26 +172,21 @@ class Certificate:
     tried: tuple[int, ...]
     runners_up: tuple[tuple[str, float], ...]
     """Other plans that were met, in words, and their step times."""
+    stopped: str = ""
+    """The reason for which the search ended before its bounds met; empty if they did."""
 
     @property
     def gap(self) -> float:
-        """By how much the best stages could be faster, relative to the lower bound."""
+        """By how much the best plan could be faster, relative to the lower bound."""
         return self.step_time_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
 
-    def at_most(self, step_time_s: float) -> Certificate:
-        """The same for a plan of which it is known that a step takes no longer."""
-        return replace(
-            self,
-            step_time_s=min(self.step_time_s, step_time_s),
-            lower_bound_s=min(self.lower_bound_s, step_time_s),
-        )
-
     def __str__(self) -> str:
-        tried = ", ".join(map(str, self.tried))
         best = f"; next best: {self.runners_up[0][0]}, {1e3 * self.runners_up[0][1]:.4g} ms" if self.runners_up else ""
         return (
-            f"{1e3 * self.step_time_s:.4g} ms per step by the schedule, at most {100 * self.gap:.2g} % above "
-            f"the best stages for {tried} microbatches{best}"
+            f"{1e3 * self.step_time_s:.4g} ms per step as simulated, at most {100 * self.gap:.2g} % above the best "
+            "plan that was asked for (other layers, other layouts between layers and meshes of three axes not counted)"
+            + (f"; {self.stopped}" if self.stopped else "")
+            + best
         )
 
     @staticmethod

@@ -26,6 +26,7 @@ from typing import Any
 from autopar.checks import check_spec
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, PricedTaskGraph, task_graph
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
@@ -33,6 +34,7 @@ from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.planning.constraints import equation_constraints, layout_from_user
 from autopar.compiler.planning.layer_classes import LayerClass
 from autopar.compiler.planning.mesh_sharding import local_blocks
+from autopar.compiler.planning.step_bounds import Work, total_work, work_of_program
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.compiler.spmd.block_times import block_times
@@ -63,6 +65,10 @@ class LayerCosts:
     known: dict[Any, StageCost] = field(default_factory=dict[Any, StageCost])
     choices: dict[Any, PricedTaskGraph] = field(default_factory=dict[Any, PricedTaskGraph])
     borders: dict[Any, dict[Any, Layout]] = field(default_factory=dict[Any, dict[Any, Layout]])
+    solved: set[Submesh] = field(default_factory=set[Submesh])
+    """The submeshes on which the layouts of layers are asked for."""
+    works: dict[int, dict[str, Work]] = field(default_factory=dict[int, dict[str, Work]])
+    """By class, the work of its phases."""
     gap: float = 0.0
     """The largest gap of the optima."""
 
@@ -85,6 +91,29 @@ class LayerCosts:
                 self.borders[mesh.shape] = _border(layer, solved)
             self.known[key] = stage_cost(layer, solved, mesh, mesh_costs)
         return self.known[key]
+
+    def least(self, number: int, machine: Machine, num_devices: int) -> StageCost:
+        """Return what a layer needs at least on so many devices, however it is laid out there."""
+        layer = self.classes[number]
+        if number not in self.works:
+            each = [(task, work_of_program(jc.open_jaxpr(task.jaxpr)[0], machine)) for task in layer.tasks]
+            phases = ("forward", "backward", "update")
+            self.works[number] = {p: total_work([work for task, work in each if task.phase == p]) for p in phases}
+            self.works[number]["weight"] = total_work([w for t, w in each if t.name.startswith("weight_gradient")])
+        seconds = {phase: work.on(num_devices) for phase, work in self.works[number].items()}
+        types = task_value_types(layer)
+
+        def least_bytes(names: Iterable[str]) -> float:
+            return sum(aval_bytes(types[name]) for name in names if name in types) / num_devices
+
+        return StageCost(
+            forward_s=seconds["forward"],
+            backward_s=seconds["backward"],
+            update_s=seconds["update"],
+            weight_s=seconds["weight"],
+            state_bytes=least_bytes(layer.state),
+            activation_bytes=least_bytes(layer.kept),
+        )
 
     def _choices_of(self, number: int, mesh: LogicalMesh, mesh_costs: MeshCosts) -> PricedTaskGraph:
         key = (number, mesh.shape)

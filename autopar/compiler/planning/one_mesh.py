@@ -64,7 +64,7 @@ def plan_by_search(
     offered = cache(lambda: offered_layers(trace, search_of(method).layers))  # computed when it is first asked for
     fitting: list[MeshSearchResult] = []
     refused: list[MemoryTooSmall | InvalidArgument] = []
-    for mesh in _meshes(search_of(method), num_devices):
+    for mesh in mesh_choices(search_of(method), num_devices):
         try:
             search = partial(search_on, mesh=mesh, machine=machine, checked=checked, cache_directory=cache_directory)
             budget = memory_limit(search_of(method).memory, machine) / (1 + _headroom(method, checked))
@@ -228,7 +228,8 @@ def plan_of(
     )
 
 
-def _meshes(auto: Auto, num_devices: int) -> list[LogicalMesh]:
+def mesh_choices(auto: Auto, num_devices: int) -> list[LogicalMesh]:
+    """Return the logical meshes to try on so many devices; raise `InvalidArgument` for a shape of another number."""
     if auto.mesh_shape is not None:
         size = math.prod(auto.mesh_shape)
         if size != num_devices:

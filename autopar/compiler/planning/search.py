@@ -1,37 +1,122 @@
-"""Search a plan in full: stages, their submeshes, microbatches, schedule and recomputation, chosen together.
+"""Search a plan in full, the best first: one program on one mesh, or stages, for every number of microbatches.
 
-    Trace, Auto, devices
-      │ find_layers     Layers, for a number of microbatches
-      │ LayerCosts      the intra-operator optimum of every class of layers on every submesh, by memory multiplier
-      │ search_stages   the best ranges of layers on the best submeshes, by the closed form of the schedule
-      │ stage_shardings the intra-operator optimum of every stage as a whole
-      ▼ Plan
+    StageProblem, the seconds that a plan is simulated to take  ->  Plan, the fastest that there is
 
-Numbers of microbatches are tried from a usual one on, in the direction that helps.
+A *region* is a part of the space, with a time that no plan in it undercuts:
+
+    OneProgram       one mesh shape, for a number of microbatches      its integer program     planning.one_mesh
+    Stages           some numbers of stages, for one of microbatches   ranges of layers        planning.candidates
+    Completion       stages that were found there                      layouts of each stage   planning.stage_layouts
+
+The region with the lowest bound is next. It is solved for its best plan, or gives way to regions with higher bounds;
+when no bound is below the time of the best plan, that plan is the best. Plans are compared by what they are simulated
+to take. What the user fixes takes regions away, and adds none.
+
+How much is looked at is counted in regions and not in seconds, so that a busy machine finds the same plan.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.inter_op.submeshes import place_submeshes
+from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops
+from autopar.compiler.inter_op.submeshes import place_submeshes, submesh_choices
 from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
-from autopar.compiler.planning.candidates import PipelineCandidate, certificate_of, lower_bound_s, search_pipelines
-from autopar.compiler.planning.stage_costs import StageProblem, submesh_mesh
+from autopar.compiler.planning.candidates import (
+    FORMULA_SHARE,
+    PipelineCandidate,
+    likely_time_s,
+    microbatch_counts,
+    stage_candidates,
+)
+from autopar.compiler.planning.constraints import pins_of_inputs
+from autopar.compiler.planning.one_mesh import mesh_choices, plan_by_search
+from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, submesh_mesh
 from autopar.compiler.planning.stage_layouts import stage_shardings, with_input_specs
-from autopar.errors import MemoryTooSmall
+from autopar.compiler.planning.step_bounds import StepBounds, step_bounds
+from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import Certificate
-from autopar.methods import Auto
+from autopar.methods import EFFORTS
+from autopar.progress import tell, tell_best
 
 _ATTEMPTS = 4
 """Searches for less and less memory, until stages as a whole fit."""
 _NEXT_SHARE = 0.97
 """Of the memory that one search had, the most that the next one gets."""
+_WHOLE_SHARE = 0.97
+"""Of the time of stages by their layers: as a whole they rarely take less."""
+_LIKELY_SHARE = 0.9
+"""Of the time of equal stages by the layers of other microbatches: the best ones rarely take less."""
+_MUCH_MEMORY = 0.8
+"""Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer."""
+_MICROBATCHES_PER_STAGE = 8
+"""A usual number, where nothing else tells numbers apart."""
+_NUM_RUNNERS_UP = 5
+
+SimulatedTime = Callable[[Plan], float]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OneProgram:
+    """The plans of one program on one mesh of some devices; a shape of None: of the best of the usual shapes."""
+
+    num_devices: int
+    shape: tuple[int, ...] | None
+    num_microbatches: int
+    bound_s: float
+
+    @property
+    def likely_s(self) -> float:
+        """The time that its best plan is taken to need at least."""
+        return self.bound_s
+
+    def __str__(self) -> str:
+        shape = f"{self.num_devices}" if self.shape is None else "x".join(map(str, self.shape))
+        return f"one program on {shape}, {self.num_microbatches} microbatches"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stages:
+    """The plans of `num_stages` stages, from the first to the second of these."""
+
+    num_microbatches: int
+    num_stages: tuple[int, int]
+    bound_s: float
+    likely_s: float
+    share: float = 1.0
+    """Of the memory: as much as the sum over a stage's layers may reach."""
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        few, most = self.num_stages
+        return f"{few} to {most} stages, {self.num_microbatches} microbatches"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """The plans of one candidate, whose layouts are to be chosen."""
+
+    candidate: PipelineCandidate
+    region: Stages
+
+    @property
+    def likely_s(self) -> float:
+        """The time that its best plan is taken to need at least."""
+        return max(_WHOLE_SHARE * self.candidate.step_time_s, self.region.bound_s)
+
+    def __str__(self) -> str:
+        return str(self.candidate)
+
+
+Region = OneProgram | Stages | Completion
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,53 +164,312 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> Shar
     )
 
 
-def plan_by_stages(problem: StageProblem) -> tuple[Plan | Auto, Certificate]:
-    """Return the best plan, or the search of one program on one mesh if that is best, with its certificate.
+def search_plan(problem: StageProblem, simulated_s: SimulatedTime) -> Plan:
+    """Return the fastest plan that the method allows, with its certificate.
 
-    Raises `MemoryTooSmall` where nothing fits.
+    Raises `MemoryTooSmall` where nothing fits, `InvalidArgument` for what the devices, the layers or the pins cannot
+    keep, and `NotSplittable` or `Unsupported` for a step that cannot be cut as it is asked for.
     """
-    certificate: Certificate | None = None
-    peak_bytes = 0.0
-    for _ in range(_ATTEMPTS):
+    pins_of_inputs(problem.trace, problem.method.pins)
+    return _Search.of(problem, simulated_s).run()
+
+
+@dataclass(kw_only=True, eq=False)
+class _Search:
+    """The state of a search; only its own methods change it."""
+
+    problem: StageProblem
+    cuttable: StageProblem
+    """The same, with training loops unrolled, as stages need it."""
+    simulated_s: SimulatedTime
+    known: KnownLayers | None
+    """None where the step cannot be cut."""
+    bounds: StepBounds | None
+    open: list[Region] = field(default_factory=list[Region])
+    best: Plan | None = None
+    best_s: float = math.inf
+    closed_s: float = math.inf
+    """The least bound of the regions that are done."""
+    solved: dict[int, int] = field(default_factory=dict[int, int])
+    """The numbers of microbatches whose layers have costs, and how many stages these have at least."""
+    others: dict[str, float] = field(default_factory=dict[str, float])
+    """Other plans that were met, in words, and their times."""
+    tried: set[int] = field(default_factory=set[int])
+    errors: list[AutoparError] = field(default_factory=list[AutoparError])
+
+    @classmethod
+    def of(cls, problem: StageProblem, simulated_s: SimulatedTime) -> _Search:
+        """Return the search at its start: every region is open."""
+        cuttable = replace(problem, trace=unroll_training_loops(problem.trace))
+        known, bounds = _if_it_can_be_cut(cuttable)
+        search = cls(problem=problem, cuttable=cuttable, simulated_s=simulated_s, known=known, bounds=bounds)
+        search.open = [*search.programs(), *search.stages()]
+        return search
+
+    # --- the space ----------------------------------------------------------------------------------------------------
+
+    def programs(self) -> Iterator[Region]:
+        """Yield the regions of one program."""
+        problem, method = self.problem, self.problem.method
+        every = problem.num_devices
+        divides = method.mesh_shape is None or every % math.prod(method.mesh_shape) == 0
+        if self.known is not None and divides and (problem.num_stages or 1) > 1:
+            return
+        if self.is_large and (problem.num_stages is None or method.num_microbatches is None):
+            return  # as a stage: the whole step in one program takes too long to be planned within memory
+        sizes = self.sizes() if method.num_stages is None and method.mesh_shape is None else [every]
+        for num_devices in reversed(sizes):
+            # With few devices, the state alone may be too much.
+            if num_devices == every or self.state_bytes <= num_devices * problem.memory_bytes:
+                for mesh in mesh_choices(method, num_devices):
+                    yield self.program(num_devices, mesh.shape, method.num_microbatches or 1)
+
+    def program(self, num_devices: int, shape: tuple[int, ...], num_microbatches: int) -> OneProgram:
+        """Return a region of one program with its bound."""
+        bound_s = 0.0 if self.bounds is None else self.bounds.one_program_s(num_devices, num_microbatches)
+        return OneProgram(num_devices=num_devices, shape=shape, num_microbatches=num_microbatches, bound_s=bound_s)
+
+    def stages(self) -> Iterator[Region]:
+        """Yield the regions of stages."""
+        if self.known is None:
+            return
+        assert self.bounds is not None
+        given = self.cuttable.num_stages
+        for count in microbatch_counts(self.cuttable):
+            for few, most in self.numbers_of_stages():
+                bound_s = self.bounds.stages_s(count, few, most, self.sizes() if given is None else [self.part(given)])
+                yield Stages(num_microbatches=count, num_stages=(few, most), bound_s=bound_s, likely_s=bound_s)
+
+    def numbers_of_stages(self) -> Iterator[tuple[int, int]]:
+        """Yield the numbers of stages, in ranges: 2, 3 to 4, 5 to 8, ..., or the one that is given."""
+        assert self.known is not None
+        given = self.cuttable.num_stages
+        if given is not None:
+            if given > 1 or (self.is_large and self.problem.method.num_microbatches is None):
+                yield given, given
+            return
+        if self.is_large:
+            yield 1, 1
+        most, few = min(self.known.num_layers, self.problem.num_devices), 2
+        while few <= most:
+            yield few, min(2 * (few - 1), most)
+            few = 2 * few - 1
+
+    def sizes(self) -> list[int]:
+        """Return the numbers of devices that a mesh can have, smallest first."""
+        cluster = self.cuttable.cluster
+        return [each.num_devices for each in submesh_choices(cluster.num_devices, cluster.devices_per_host)]
+
+    def part(self, num_stages: int) -> int:
+        """Return the devices of one of so many equal stages."""
+        return max(1, self.problem.num_devices // num_stages)
+
+    @cached_property
+    def is_large(self) -> bool:
+        """True if the whole step in one program is too much to be planned within a memory that matters in seconds."""
+        jaxpr, bounds = jc.open_jaxpr(self.problem.trace.jaxpr)[0], self.bounds
+        return len(jaxpr.eqns) >= FOLD_FROM and bounds is not None and bounds.whole_bytes > self.problem.memory_bytes
+
+    @property
+    def state_bytes(self) -> float:
+        """The bytes that stay from step to step."""
+        return 0.0 if self.bounds is None else self.bounds.state_bytes
+
+    # --- the search ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> Plan:
+        """Solve regions, the most promising first, until none can hold a better plan."""
+        method = self.problem.method
+        most, deadline = EFFORTS[method.effort], time.monotonic() + method.time_limit_s
+        taken, stopped = 0, ""
+        while self.open:
+            region = min(self.open, key=self.order)
+            if self.best is not None:
+                if region.likely_s >= self.best_s:
+                    break
+                if taken >= most:
+                    stopped = f'effort="{method.effort}" ended the search'
+                    break
+                if time.monotonic() > deadline:
+                    stopped = f"the time limit of {method.time_limit_s:g} s ended the search"
+                    break
+            self.open.remove(region)
+            taken += self.take(region)
+        if self.best is None:
+            raise self.reason()
+        unsolved = [region.bound_s for region in self.open if not isinstance(region, Completion)]
+        bound_s = min([self.best_s, self.closed_s, *unsolved])
+        others = sorted((seconds, words) for words, seconds in self.others.items() if seconds >= self.best_s)
+        certificate = Certificate(
+            step_time_s=self.best_s,
+            lower_bound_s=bound_s,
+            tried=tuple(sorted(self.tried)),
+            runners_up=tuple((words, seconds) for seconds, words in others[:_NUM_RUNNERS_UP]),
+            stopped=stopped,
+        )
+        return replace(self.best, certificate=certificate)
+
+    def order(self, region: Region) -> tuple[float, ...]:
+        """Return by what regions are sorted: the time that is likely, then how usual they are."""
+        match region:
+            case Completion():
+                return region.likely_s, 0.0
+            case OneProgram():
+                return region.likely_s, 0.0
+            case Stages(num_microbatches=count):
+                cluster = self.cuttable.cluster
+                num_layers = 1 if self.known is None else self.known.num_layers
+                usual = _MICROBATCHES_PER_STAGE * max(1, min(cluster.num_hosts, num_layers // 2))
+                return region.likely_s, abs(math.log2(count / usual))
+
+    def take(self, region: Region) -> bool:
+        """Solve or divide a region. Return whether that was work worth counting."""
+        tell(str(region))
         try:
-            ranked = search_pipelines(problem)
-        except MemoryTooSmall:
-            if certificate is None:
-                raise
-            break
-        # What holds for all that fits holds for what fits more easily.
-        bound_s = lower_bound_s(ranked) if certificate is None else certificate.lower_bound_s
-        best, certificate = ranked[0], certificate_of(ranked, bound_s)
-        if len(best.search.best.stages) == 1 and best.layers.num_microbatches == 1:
-            return replace(problem.method, num_stages=1, num_microbatches=1), certificate
-        sharded = shard_candidate(problem, best)
-        peak_bytes = sharded.peak_bytes
-        if peak_bytes <= problem.memory_bytes:
-            # Stages as a whole may take less time than their layers, whose borders have one layout.
-            certificate = certificate.at_most(sharded.step_time_s)
-            return replace(sharded.plan, certificate=certificate), certificate
+            match region:
+                case OneProgram():
+                    self.solve_program(region)
+                case Stages():
+                    return self.search_stages(region)
+                case Completion():
+                    self.complete(region)
+        except (MemoryTooSmall, InvalidArgument, NotSplittable, Unsupported) as error:
+            self.errors.append(error)
+            if isinstance(region, OneProgram) and isinstance(error, MemoryTooSmall):
+                self.open += self.with_more_microbatches(region)
+        return True
+
+    def solve_program(self, region: OneProgram) -> None:
+        """Find the best layouts of one program on one mesh."""
+        problem = self.problem
+        method = replace(
+            problem.method, num_stages=1, num_microbatches=region.num_microbatches, mesh_shape=region.shape
+        )
+        plan = plan_by_search(
+            problem.trace,
+            method,
+            num_devices=region.num_devices,
+            machine=problem.machine,
+            checked=problem.checked,
+            cache_directory=problem.cache_directory,
+        )
+        assert plan.sharding is not None
+        self.closed_s = min(self.closed_s, max(region.bound_s, plan.sharding.lower_bound_s))
+        self.tried.add(region.num_microbatches)
+        self.add(plan, str(region), plan.sharding.step_time_s)
+        if plan.sharding.recomputed or plan.sharding.peak_bytes > _MUCH_MEMORY * problem.memory_bytes:
+            self.open += self.with_more_microbatches(region)
+
+    def with_more_microbatches(self, region: OneProgram) -> list[Region]:
+        """Return the region of the next number of microbatches, if that is not given."""
+        if self.problem.method.num_microbatches is not None or self.known is None or region.shape is None:
+            return []
+        more = [n for n in microbatch_counts(self.cuttable) if n > region.num_microbatches]
+        return [self.program(region.num_devices, region.shape, more[0])] if more else []
+
+    def search_stages(self, region: Stages) -> bool:
+        """Find the best stages of every schedule; return False if only another time is likely than was thought."""
+        assert self.known is not None
+        count = region.num_microbatches
+        likely_s = self.likely_s(region)
+        if likely_s > region.likely_s:
+            self.open.append(replace(region, likely_s=likely_s))
+            return False
+        problem = replace(self.cuttable, share=region.share)
+        known = replace(self.known, problem=problem)
+        below_s = self.best_s
+        self.tried.add(count)
+        found = stage_candidates(problem, known, count, region.num_stages, below_s)
+        self.solved[count] = region.num_stages[0]
+        lower_s = [FORMULA_SHARE * (1 - known.gap) * each.search.lower_bound_s for each in found]
+        self.closed_s = min(self.closed_s, max(region.bound_s, min([below_s, *lower_s])))
+        by_stages: dict[object, PipelineCandidate] = {}
+        for each in sorted(found, key=lambda each: each.step_time_s):
+            self.note(str(each), each.step_time_s)
+            by_stages.setdefault(each.stages_key, each)
+        self.open += [Completion(candidate=each, region=region) for each in by_stages.values()]
+        return True
+
+    def likely_s(self, region: Stages) -> float:
+        """Return the time that is likely by the layers of the nearest number of microbatches whose costs are known."""
+        count = region.num_microbatches
+        if not self.solved or count in self.solved or self.problem.method.effort == "thorough":
+            return region.likely_s
+        assert self.known is not None
+        like = min(self.solved, key=lambda other: (abs(math.log2(other / count)), other))
+        return max(region.likely_s, _LIKELY_SHARE * likely_time_s(self.cuttable, self.known, count, like))
+
+    def complete(self, region: Completion) -> None:
+        """Choose the layouts of all stages of a candidate, and simulate its plan."""
+        candidate, problem = region.candidate, self.cuttable
+        stages = candidate.search.best.stages
+        if len(stages) == 1 and candidate.layers.num_microbatches == 1 and len(candidate.virtual_stages) == 1:
+            # The layouts of one program on one mesh are searched in one piece.
+            self.solve_program(
+                OneProgram(
+                    num_devices=stages[0].submesh.num_devices,
+                    shape=None,
+                    num_microbatches=1,
+                    bound_s=region.region.bound_s,
+                )
+            )
+            return
+        sharded = shard_candidate(problem, candidate)
+        if sharded.peak_bytes <= problem.memory_bytes:
+            self.add(sharded.plan, str(candidate), self.simulated_s(sharded.plan))
+            return
         # Stages as a whole may need more than the sum over their layers: then all are expected to need as much more.
-        problem = replace(problem, share=problem.share * min(_NEXT_SHARE, problem.memory_bytes / peak_bytes))
-    raise MemoryTooSmall(
-        f"The best stages need {peak_bytes / 2**30:.3g} GiB of a device with their layouts, and may use "
-        f"{problem.memory_bytes / 2**30:.3g} GiB; there are none that need less. Use more devices, more and smaller "
-        "microbatches, or a larger budget."
-    )
+        before = region.region
+        share = before.share * min(_NEXT_SHARE, problem.memory_bytes / sharded.peak_bytes)
+        self.errors.append(
+            MemoryTooSmall(
+                f"The best stages need {sharded.peak_bytes / 2**30:.3g} GiB of a device with their layouts, and may "
+                f"use {problem.memory_bytes / 2**30:.3g} GiB; there are none that need less. Use more devices, more "
+                "and smaller microbatches, or a larger budget."
+            )
+        )
+        if before.attempt + 1 < _ATTEMPTS:
+            self.open = [each for each in self.open if not (isinstance(each, Completion) and each.region is before)]
+            likely_s = max(before.likely_s, _WHOLE_SHARE * candidate.step_time_s)
+            self.open.append(replace(before, share=share, attempt=before.attempt + 1, likely_s=likely_s))
+
+    def add(self, plan: Plan, words: str, step_time_s: float) -> None:
+        """Keep the plan if it is the fastest so far."""
+        if step_time_s < self.best_s:
+            self.best, self.best_s = plan, step_time_s
+            tell_best(step_time_s)
+        self.note(words, step_time_s)
+
+    def note(self, words: str, seconds: float) -> None:
+        """Keep the time of a plan in words."""
+        self.others[words] = min(seconds, self.others.get(words, math.inf))
+
+    def reason(self) -> AutoparError:
+        """Return the error that says best why there is no plan: memory before all, if that is what is missing."""
+        shortages = [error for error in self.errors if isinstance(error, MemoryTooSmall)]
+        return (shortages or self.errors)[-1]
 
 
-def searches_stages(trace: Trace, method: Auto, num_devices: int) -> bool:
-    """Return whether there is anything to search beyond one program on one mesh."""
-    if num_devices == 1 or not trace.differentiates or (method.num_stages is None and not trace.batch_inputs):
+def _if_it_can_be_cut(problem: StageProblem) -> tuple[KnownLayers | None, StepBounds | None]:
+    """Return the layers of a step and its bounds; None where there is nothing but one program."""
+    trace, method = problem.trace, problem.method
+    if not _may_be_cut(trace, method.num_stages, problem.num_devices):
+        return None, None
+    if (method.num_stages or 1) > 1 and not trace.differentiates:
+        refuse_long_training_loops(trace, f"{method.num_stages} stages")
+    if not trace.differentiates:
+        return None, None
+    try:
+        options = {"batch_statistics": method.batch_statistics, "random": method.random}
+        return KnownLayers.of(problem), step_bounds(trace, problem.machine, problem.num_devices, **options)
+    except (NotSplittable, Unsupported):
+        if method.num_stages is not None or (method.num_microbatches or 1) > 1:
+            raise
+        return None, None
+
+
+def _may_be_cut(trace: Trace, num_stages: int | None, num_devices: int) -> bool:
+    """Return whether a step might be more than one program."""
+    if num_devices == 1 or (num_stages is None and not trace.batch_inputs):
         return False
-    if method.num_stages == 1 and (method.num_microbatches is not None or not _large(trace)):
-        return False
-    if method.mesh_shape is not None:
-        each = math.prod(method.mesh_shape)
-        if num_devices % each or (each == num_devices and method.num_stages is None):
-            return False  # one mesh, or an error that says why not
     return not any(jc.keeps_order(eqn) for eqn in jc.all_equations(trace.jaxpr))
-
-
-def _large(trace: Trace) -> bool:
-    """Return whether the whole step in one program is too much to be planned under a memory budget in seconds."""
-    return len(jc.open_jaxpr(trace.jaxpr)[0].eqns) >= FOLD_FROM

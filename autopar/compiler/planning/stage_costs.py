@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from autopar.compiler.planning.layer_classes import LayerCutter, Layers, count_s
 from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, LayerCosts
 from autopar.compiler.planning.one_mesh import memory_limit
 from autopar.compiler.sharding.layout import LogicalMesh
-from autopar.errors import NotSplittable, Unsupported
 from autopar.hardware.machine import Machine
 from autopar.ir.schedules import DEFAULT_SCHEDULE, Schedule, get_schedule
 from autopar.methods import Auto
@@ -46,6 +45,8 @@ class StageProblem:
     num_devices: int
     machine: Machine
     cache_directory: Path | None
+    checked: bool = False
+    """The plan will be compiled to see what it needs, and so may use all of its memory budget."""
     share: float = 1.0
     """The part of a plan's memory limit that the sum over a stage's layers may reach."""
     cut: LayerCutter | None = None
@@ -119,6 +120,11 @@ class KnownLayers:
             loop_pieces = loop_pieces_for(problem.trace, num_layers)
         return cls(problem=problem, num_layers=num_layers, loop_pieces=loop_pieces, options=options)
 
+    @property
+    def gap(self) -> float:
+        """The largest gap of the optima so far."""
+        return max((costs.gap for _, costs in self.problem.known.values()), default=0.0)
+
     def __call__(self, num_microbatches: int, remat: bool, *, splits: bool) -> tuple[Layers, LayerCosts]:
         """Return the layers and their costs; with `splits`, weight gradients are tasks of their own.
 
@@ -139,15 +145,6 @@ class KnownLayers:
             )
             problem.known[key] = layers, _costs_of(problem, layers)
         return problem.known[key]
-
-    def of_first(self, counts: Sequence[int], remat: bool) -> tuple[Layers, LayerCosts] | None:
-        """Return those of the first number of microbatches into which the batch can be split."""
-        for count in counts:
-            try:
-                return self(count, remat, splits=self.problem.first_schedule.splits_weight_gradients)
-            except (NotSplittable, Unsupported):
-                continue
-        return None
 
 
 def _costs_of(problem: StageProblem, layers: Layers) -> LayerCosts:
@@ -180,13 +177,25 @@ class RangeCosts:
         self.expected_bytes = problem.expected_bytes
         self.most_in_flight = min(layers.num_microbatches, 2 * len(layers.class_of))
 
+    @property
+    def solved(self) -> frozenset[Submesh]:
+        """The submeshes on which the layouts of layers are solved for; on others, only their work counts."""
+        return frozenset(self.costs.solved)
+
+    def solve(self, submeshes: Collection[Submesh]) -> None:
+        """Have the layouts of layers on these submeshes solved for from now on."""
+        self.costs.solved.update(submeshes)
+        self.known = {key: known for key, known in self.known.items() if key[2] not in submeshes}
+        self.sums = {key: sums for key, sums in self.sums.items() if key[0] not in submeshes}
+
     def __call__(self, start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
         key = (start, stop, submesh)
         if key not in self.known:
             free = self.cost(start, stop, submesh, 0.0)
             # Memory costs nothing where there is enough of it in any case, nor where nothing can be divided.
             enough = free.peak_bytes(self.most_in_flight) <= self.expected_bytes
-            multipliers = () if enough or submesh.num_devices == 1 else self._worthwhile_multipliers(submesh)
+            one_way = enough or submesh.num_devices == 1 or submesh not in self.solved
+            multipliers = () if one_way else self._worthwhile_multipliers(submesh)
             self.known[key] = [free, *(self.cost(start, stop, submesh, each) for each in multipliers)]
         return self.known[key]
 
@@ -222,15 +231,18 @@ class RangeCosts:
     def _sums(self, submesh: Submesh, memory_multiplier: float) -> _Sums:
         key = (submesh, memory_multiplier)
         if key not in self.sums:
-            mesh = submesh_mesh(self.problem.method, submesh)
-            tell(f"{self.layers.num_microbatches} microbatches: layers on {submesh}")
-            mesh_costs = MeshCosts(machine=self.problem.machine, mesh=mesh)
-            each = [
-                self.costs.cost(number, mesh, mesh_costs, memory_multiplier)
-                for number in range(len(self.layers.classes))
-            ]
+            each = self._of_classes(submesh, memory_multiplier)
             self.sums[key] = _sums([each[number] for number in self.layers.class_of])
         return self.sums[key]
+
+    def _of_classes(self, submesh: Submesh, memory_multiplier: float) -> list[StageCost]:
+        machine, numbers = self.problem.machine, range(len(self.layers.classes))
+        if submesh not in self.solved:
+            return [self.costs.least(number, machine, submesh.num_devices) for number in numbers]
+        tell(f"{self.layers.num_microbatches} microbatches: layers on {submesh}")
+        mesh = submesh_mesh(self.problem.method, submesh)
+        mesh_costs = MeshCosts(machine=machine, mesh=mesh)
+        return [self.costs.cost(number, mesh, mesh_costs, memory_multiplier) for number in numbers]
 
     def transfer_s(self, cut: int, source: Submesh, target: Submesh) -> float:
         """Return the seconds of activations and cotangents over a cut, which the devices of both sides share.

@@ -1,0 +1,146 @@
+"""Bound the seconds of a step from below without choosing a layout: by its work, and by what hosts have to start.
+
+    Trace, Machine                          ->  StepBounds
+    StepBounds, devices, microbatches, ...  ->  seconds that no plan takes less than
+
+On p devices an equation takes at least what does not divide (its kernels start, a product reaches its rate) and a p-th
+of the rest. With k and w these sums of the forward and backward pass over the whole batch, a microbatch takes at least
+
+    t(p) = k + w / (M p)
+
+for M microbatches. Collectives and transfers are counted as nothing. Stages add, for S of them on D devices:
+
+    chain     stage s waits for those before it, and they for its last gradient:  T >= sum before s of t + M t_s, so
+              T >= t(p) / (1 - (1 - 1/M)^S)           p the most devices that one stage can have
+    work      some stage has as much to do as all have on average:  T >= (M k + w) / D  and  T >= M t(p) / S
+    starting  a host starts one piece of work after another: 2 S M tasks, 2 (S-1) M transfers and S updates
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.compiler.costs.compute import equation_s
+from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.flops import aval_bytes
+from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
+from autopar.compiler.jaxprs.primitives import NESTED
+from autopar.compiler.pipeline.phases import Phase
+from autopar.compiler.pipeline.prepare import prepare
+from autopar.compiler.sharding.layout import LogicalMesh, replicated
+from autopar.compiler.sharding.strategies import Strategy
+from autopar.compiler.spmd.collectives import trips
+from autopar.hardware.machine import Machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Seconds of one device: what more devices take as well, and what they divide."""
+
+    fixed_s: float = 0.0
+    divisible_s: float = 0.0
+
+    def on(self, parts: float) -> float:
+        """Return the seconds that one of so many equal parts takes at least."""
+        return self.fixed_s + self.divisible_s / parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBounds:
+    """The work of a step, and the bytes that it has to hold from step to step."""
+
+    per_batch: Work
+    """Forward and backward; `fixed_s` is that of every microbatch."""
+    per_step: Work
+    state_bytes: float
+    whole_bytes: float
+    """All that a step is given and makes, at once."""
+    num_devices: int
+    num_hosts: int
+    dispatch_s: float
+
+    def one_program_s(self, num_devices: int, num_microbatches: int) -> float:
+        """Return the least seconds of one program on so many devices."""
+        repeated_s = (num_microbatches - 1) * self.per_batch.fixed_s
+        return self.per_batch.on(num_devices) + repeated_s + self.per_step.on(num_devices)
+
+    def stages_s(self, num_microbatches: int, fewest: int, most: int, sizes: Sequence[int]) -> float:
+        """Return the least seconds of `fewest` to `most` stages, each on one of these numbers of devices."""
+        counts = range(fewest, max(fewest, most) + 1)
+        return min((self._stages_s(num_microbatches, count, sizes) for count in counts), default=math.inf)
+
+    def _stages_s(self, num_microbatches: int, num_stages: int, sizes: Sequence[int]) -> float:
+        largest = max((n for n in sizes if n + (num_stages - 1) * min(sizes) <= self.num_devices), default=0)
+        if not largest:
+            return math.inf
+        micro_s = Work(fixed_s=self.per_batch.fixed_s, divisible_s=self.per_batch.divisible_s / num_microbatches).on(
+            largest
+        )
+        chain_s = micro_s / (1 - (1 - 1 / num_microbatches) ** num_stages)
+        by_stage_s = (num_microbatches * micro_s + self.per_step.on(largest)) / num_stages
+        repeated_s = (num_microbatches - 1) * self.per_batch.fixed_s
+        every_s = self.per_batch.on(1) + repeated_s + self.per_step.on(1)
+        started = 2 * num_stages * num_microbatches + 2 * (num_stages - 1) * num_microbatches + num_stages
+        starting_s = self.dispatch_s * (math.ceil(started / min(num_stages, self.num_hosts)) - 1)
+        return max(chain_s, by_stage_s, every_s / self.num_devices, starting_s)
+
+
+def step_bounds(trace: Trace, machine: Machine, num_devices: int, *, batch_statistics: str, random: str) -> StepBounds:
+    """Return the bounds of a step on devices of a machine."""
+    prepared = prepare(
+        trace, num_layers=1, num_microbatches=1, loop_pieces=1, batch_statistics=batch_statistics, random=random
+    )
+    phases = prepared.phases
+    once = {i for i, of in enumerate(phases.of) if of <= {Phase.STEP, Phase.ACCUMULATE}}
+    each = _work_of_equations(phases.step.jaxpr.jaxpr, machine)
+    state = [leaf.aval for i, leaf in enumerate(trace.inputs) if i not in trace.batch_inputs]
+    return StepBounds(
+        per_batch=total_work([work for i, work in enumerate(each) if i not in once]),
+        per_step=total_work([work for i, work in enumerate(each) if i in once]),
+        state_bytes=sum(map(aval_bytes, state)),
+        whole_bytes=sum(aval_bytes(v.aval) for eqn in phases.equations for v in eqn.outvars)
+        + sum(aval_bytes(leaf.aval) for leaf in trace.inputs),
+        num_devices=num_devices,
+        num_hosts=-(-num_devices // machine.devices_per_host),
+        dispatch_s=machine.dispatch_s,
+    )
+
+
+def work_of_program(jaxpr: jc.Jaxpr, machine: Machine) -> Work:
+    """Return the work of a program."""
+    return total_work(_work_of_equations(jaxpr, machine))
+
+
+def _work_of_equations(jaxpr: jc.Jaxpr, machine: Machine) -> list[Work]:
+    at_once = replace(machine, kernel_s=0.0, matmul_half_flops=0.0)
+    return [
+        _work(eqn, traffic, machine, at_once) for eqn, traffic in zip(jaxpr.eqns, fused_traffic(jaxpr), strict=True)
+    ]
+
+
+def _work(eqn: jc.JaxprEqn, traffic: Traffic, machine: Machine, at_once: Machine) -> Work:
+    """Return the work of an equation; `at_once` is the machine if nothing took time to begin."""
+    if eqn.primitive.name in NESTED:
+        bodies = [work_of_program(jc.open_jaxpr(body)[0], machine) for body in jc.subjaxprs(eqn)]
+        total, times = total_work(bodies), trips(eqn)
+        return Work(fixed_s=times * total.fixed_s, divisible_s=times * total.divisible_s)
+    alone = Strategy(
+        operands=tuple(replicated(len(getattr(v.aval, "shape", ()))) for v in eqn.invars),
+        results=tuple(replicated(len(getattr(v.aval, "shape", ()))) for v in eqn.outvars),
+    )
+    whole_s, divisible_s = (
+        equation_s(eqn, alone, MeshCosts(machine=each, mesh=_ONE_DEVICE), traffic) for each in (machine, at_once)
+    )
+    return Work(fixed_s=whole_s - divisible_s, divisible_s=divisible_s)
+
+
+_ONE_DEVICE = LogicalMesh(shape=(1,), axis_names=("data",))
+
+
+def total_work(each: Sequence[Work]) -> Work:
+    """Return the work of several parts, one after another."""
+    return Work(fixed_s=sum(w.fixed_s for w in each), divisible_s=sum(w.divisible_s for w in each))
