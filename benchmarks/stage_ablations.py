@@ -21,7 +21,7 @@ from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.planning.layer_classes import count_step_layers, model_cuts
-from autopar.compiler.planning.search import plan_by_stages
+from autopar.compiler.planning.search import search_plan
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.errors import MemoryTooSmall
 from autopar.ir.plan import Plan
@@ -34,19 +34,19 @@ ABLATIONS = ("equal-mesh", "equal-layer", "equal-operator")
 
 def ablated_plan(traced: autopar.Traced, cluster: autopar.Cluster, method: Auto, name: str) -> autopar.Planned:
     """The best plan of what is left of the space. Raises `MemoryTooSmall` where nothing of it fits."""
+
+    def simulated_s(plan: Plan) -> float:
+        return traced.plan(plan).simulate(cluster).step_time_s
+
     found: list[tuple[float, autopar.Planned]] = []
     shortage: MemoryTooSmall | None = None
     for problem in _problems(traced, cluster, method, name):
         try:
-            plan, certificate = plan_by_stages(problem)
+            planned = traced.plan(search_plan(problem, simulated_s))
         except MemoryTooSmall as error:
             shortage = error
             continue
-        if isinstance(plan, Plan):
-            planned = traced.plan(plan)
-            found.append((planned.simulate(cluster).step_time_s, planned))
-        else:  # One program on one mesh, which is left to the search of one.
-            found.append((certificate.step_time_s, traced.plan(plan)))
+        found.append((simulated_s(planned.plan), planned))
     if not found:
         assert shortage is not None
         raise shortage

@@ -203,7 +203,8 @@ class _Search:
         cuttable = replace(problem, trace=unroll_training_loops(problem.trace))
         known, bounds = _if_it_can_be_cut(cuttable)
         search = cls(problem=problem, cuttable=cuttable, simulated_s=simulated_s, known=known, bounds=bounds)
-        search.open = [*search.programs(), *search.stages()]
+        search.open += search.programs()
+        search.open += search.stages()
         return search
 
     # --- the space ----------------------------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ class _Search:
             return  # as a stage: the whole step in one program takes too long to be planned within memory
         sizes = self.sizes() if method.num_stages is None and method.mesh_shape is None else [every]
         for num_devices in reversed(sizes):
-            # With few devices, the state alone may be too much.
+            # On few devices, the state alone may be too much; on all of them, the search says what is missing.
             if num_devices == every or self.state_bytes <= num_devices * problem.memory_bytes:
                 for mesh in mesh_choices(method, num_devices):
                     yield self.program(num_devices, mesh.shape, method.num_microbatches or 1)
@@ -234,6 +235,8 @@ class _Search:
         if self.known is None:
             return
         assert self.bounds is not None
+        if self.state_bytes > self.problem.num_devices * self.problem.memory_bytes and self.open:
+            return  # nothing can fit: one program says what is missing
         given = self.cuttable.num_stages
         for count in microbatch_counts(self.cuttable):
             for few, most in self.numbers_of_stages():
@@ -310,12 +313,15 @@ class _Search:
         return replace(self.best, certificate=certificate)
 
     def order(self, region: Region) -> tuple[float, ...]:
-        """Return by what regions are sorted: the time that is likely, then how usual they are."""
+        """Return by what regions are sorted: the time that is likely, then how usual they are.
+
+        One program on one mesh is the first plan of all, against which the others are held.
+        """
         match region:
             case Completion():
                 return region.likely_s, 0.0
             case OneProgram():
-                return region.likely_s, 0.0
+                return (0.0 if self.best is None else region.likely_s), 0.0
             case Stages(num_microbatches=count):
                 cluster = self.cuttable.cluster
                 num_layers = 1 if self.known is None else self.known.num_layers
@@ -362,7 +368,8 @@ class _Search:
 
     def with_more_microbatches(self, region: OneProgram) -> list[Region]:
         """Return the region of the next number of microbatches, if that is not given."""
-        if self.problem.method.num_microbatches is not None or self.known is None or region.shape is None:
+        never = self.state_bytes > region.num_devices * self.problem.memory_bytes
+        if never or self.problem.method.num_microbatches is not None or self.known is None or region.shape is None:
             return []
         more = [n for n in microbatch_counts(self.cuttable) if n > region.num_microbatches]
         return [self.program(region.num_devices, region.shape, more[0])] if more else []
