@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from autopar.compiler.analysis.task_times import price_plan
 from autopar.compiler.frontend.trace import Returned, Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_within_memory import plan_that_fits
+from autopar.description import PlanDescription, describe_plan
 from autopar.errors import AutoparError, InvalidArgument, Unsupported
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
@@ -166,6 +168,10 @@ class Compiled:
         write_trace(path, times, predicted)
         return self._result(call, outputs)
 
+    def __repr__(self) -> str:
+        """One line; `print` shows the plan."""
+        return f"<Compiled {self.trace.name}: {self.plan!r}>"
+
     def __str__(self) -> str:
         return f"Compiled {self.trace.name} on {self.plan.num_devices} devices\n{self.plan}"
 
@@ -243,6 +249,10 @@ class Lowered:
     def _compiled(self, loaded: LoadedProgram) -> Compiled:
         return Compiled(plan=self.plan, program=self.program, trace=self.trace, source=self.source, loaded=loaded)
 
+    def __repr__(self) -> str:
+        """One line; `print` shows the instructions."""
+        return f"<Lowered {self.trace.name}: {self.plan!r}>"
+
     def __str__(self) -> str:
         return str(self.program)
 
@@ -255,10 +265,21 @@ class Planned:
     trace: Trace
     source: Source
 
+    @cached_property
+    def _program(self) -> Program:
+        return passes.lower_step(self.trace, self.plan)
+
     def lower(self) -> Lowered:
         """Cut the step as planned, and write the instructions of every mesh."""
-        program = passes.lower_step(self.trace, self.plan)
-        return Lowered(plan=self.plan, program=program, trace=self.trace, source=self.source)
+        return Lowered(plan=self.plan, program=self._program, trace=self.trace, source=self.source)
+
+    def describe(self, cluster: Cluster | None = None) -> PlanDescription:
+        """Return what runs: the layout of every input and crossing value, the collectives, time and memory.
+
+        It prints as tables, shows in a notebook, and gives JSON. `cluster` and errors are those of `simulate`.
+        """
+        names = [leaf.name for leaf in self.trace.inputs]
+        return describe_plan(self.trace.name, self.plan, self._program, names, self.simulate(cluster))
 
     def verify(self, *args: Any, target: str | None = None, **kwargs: Any) -> VerificationReport:
         """Hold the plan against what a compiler makes of it, and against plain `jax.jit`: see `Lowered.verify`."""
@@ -279,7 +300,7 @@ class Planned:
         """
         cluster = cluster or self.source.target.planned_for() or Cluster.from_devices(self.source.target.live_devices())
         check_devices(self.plan, cluster)
-        program = passes.lower_step(self.trace, self.plan)
+        program = self._program
         priced = price_plan(self.trace, self.plan, program, machine=cluster.machine)
         work = step_work(self.trace)
         return simulate_plan(
@@ -292,8 +313,23 @@ class Planned:
             tokens=work.tokens,
         )
 
+    def __repr__(self) -> str:
+        """One line; `print` shows what runs."""
+        return f"<Planned {self.trace.name}: {self.plan!r}>"
+
+    def __rich__(self) -> PlanDescription | Plan:
+        """Return what runs, see `describe`; the plan alone if its times are of another machine."""
+        try:
+            return self.describe()
+        except AutoparError:
+            return self.plan
+
     def __str__(self) -> str:
-        return str(self.plan)
+        return str(self.__rich__())
+
+    def _repr_html_(self) -> str:
+        return self.describe().to_html()
+
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -324,6 +360,10 @@ class Traced:
                 cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
             )
         return Planned(plan=plan, trace=self.trace, source=self.source)
+
+    def __repr__(self) -> str:
+        """One line; `print` shows the jaxpr."""
+        return f"<Traced {self.trace.name}: {len(self.trace.inputs)} inputs, {len(self.trace.outputs)} outputs>"
 
     def __str__(self) -> str:
         return str(self.trace)

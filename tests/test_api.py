@@ -70,7 +70,7 @@ def test_every_rung_of_the_ladder_prints_what_it_adds():
     compiled = lowered.compile()
     assert str(traced).startswith(f"Trace of train_step ({traced.trace.fingerprint}):")
     assert "6 inputs (2 batch, 0 donated), 5 outputs" in str(traced)
-    assert str(planned) == str(planned.plan) and "2 microbatches, schedule 1f1b" in str(planned)
+    assert str(planned).startswith(planned.plan.summary()) and "2 microbatches, schedule 1f1b" in str(planned)
     assert str(lowered) == str(lowered.program) and "mesh 1: devices 1 as (data=1)" in str(lowered)
     assert str(compiled).startswith("Compiled train_step on 2 devices\nPipelineParallel: 2 microbatches")
     assert_same(compiled(mlp_params(), mlp_batch()), mlp_step(mlp_params(), mlp_batch()))

@@ -29,6 +29,7 @@ PACKAGES = (
         "nnx_objects",
         "arguments",
         "simulation",
+        "description",
         "session",
         "step_serialization",
         "verification",

@@ -83,7 +83,7 @@ class StagePlan:
     remat: bool = False  # the backward task recomputes the forward from the stage's inputs
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """Every decision for one program; an input without a spec is `PartitionSpec()`, replicated.
 
@@ -227,6 +227,32 @@ class Plan:
         mine, theirs = (plan.to_json().splitlines() for plan in (self, other))
         return "\n".join(difflib.unified_diff(mine, theirs, "this plan", "other plan", lineterm="", n=0))
 
+    def stage_rows(self) -> list[tuple[str, ...]]:
+        """Return for every stage, as text: number, layers, mesh, devices, mesh shape, whether it is recomputed."""
+        rows: list[tuple[str, ...]] = []
+        for number, stage in enumerate(self.stages):
+            mesh = self.meshes[stage.mesh]
+            shape = ", ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.shape, strict=True))
+            layers = f"[{stage.layers[0]}, {stage.layers[1]})"
+            remat = "yes" if stage.remat else "no"
+            rows.append((str(number), layers, str(stage.mesh), _ranges(mesh.devices), shape, remat))
+        return rows
+
+    def __repr__(self) -> str:
+        """One line; `print` shows the whole plan."""
+        stages = f"{self.num_stages} stage{'s' * (self.num_stages > 1)} on {self.num_devices} devices"
+        return f"<Plan {self.method}: {stages}, {self._schedule_words()}>"
+
+    def _schedule_words(self) -> str:
+        microbatches = "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
+        return f"{microbatches}, schedule {self.schedule}"
+
+    def summary(self) -> str:
+        """Return the lines above the tables: method, schedule, program, and the quality of what was searched."""
+        fits = f"for {self.fingerprint}" if self.fingerprint else "for any program"
+        searched = [str(each) for each in (self.certificate, self.sharding) if each is not None]
+        return "\n".join([f"{self.method}: {self._schedule_words()}, {fits}", *searched])
+
     def __str__(self) -> str:
         """The plan as a table in plain text, the same on every terminal."""
         text = io.StringIO()
@@ -236,13 +262,11 @@ class Plan:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the header, one row per stage, and what is sharded."""
         # Text objects, because rich would read the brackets of "params['kernel']" as markup.
-        microbatches = "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
-        fits = f"for {self.fingerprint}" if self.fingerprint else "for any program"
-        yield Text(f"{self.method}: {microbatches}, schedule {self.schedule}, {fits}")
-        for found in (self.certificate, self.sharding):
-            if found is not None:
-                yield Text(str(found))
-        yield _stage_table(self.stages, self.meshes)
+        yield Text(self.summary())
+        table = Table("stage", "layers", "mesh", "devices", "mesh shape", "remat", box=box.SIMPLE_HEAD)
+        for row in self.stage_rows():
+            table.add_row(*map(Text, row))
+        yield table
         sharded = {name: spec for name, spec in self.input_specs.items() if any(spec)}
         yield Text(f"inputs: {len(sharded)} sharded, " + ("all others replicated" if sharded else "all replicated"))
         if sharded:
@@ -350,18 +374,6 @@ def _specs_from_json(what: str, raw: Any) -> dict[str, PartitionSpec]:
         )
         specs[name] = PartitionSpec(*parts)
     return specs
-
-
-def _stage_table(stages: Sequence[StagePlan], meshes: Sequence[MeshPlan]) -> Table:
-    """Return a table with one row per stage."""
-    table = Table("stage", "layers", "mesh", "devices", "mesh shape", "remat", box=box.SIMPLE_HEAD)
-    for number, stage in enumerate(stages):
-        mesh = meshes[stage.mesh]
-        shape = ", ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.shape, strict=True))
-        layers = f"[{stage.layers[0]}, {stage.layers[1]})"
-        cells = (number, layers, stage.mesh, _ranges(mesh.devices), shape, "yes" if stage.remat else "no")
-        table.add_row(*(Text(str(cell)) for cell in cells))
-    return table
 
 
 def _ranges(numbers: Sequence[int]) -> str:

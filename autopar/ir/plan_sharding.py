@@ -203,9 +203,10 @@ class Certificate:
             ) from None
 
 
-def collectives_table(collectives: tuple[PlannedCollective, ...]) -> Table:
-    """One row for all collectives of a kind over the same axes at the same place of the model."""
-    table = Table("where", "kind", "axes", "value", "times", "MB", "ms", box=box.SIMPLE_HEAD)
+def collectives_table(collectives: tuple[PlannedCollective, ...], title: str | None = None) -> Table:
+    """Return a row for all collectives of a kind over the same axes at the same place of the model."""
+    columns = ("where", "kind", "axes", "value", "times", "MB", "ms")
+    table = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD)
     rows: dict[tuple[str, str, tuple[str, ...], str], list[PlannedCollective]] = {}
     for each in collectives:
         rows.setdefault((_starred(each.scope), each.kind, each.axes, each.what), []).append(each)
