@@ -331,7 +331,6 @@ class Planned:
         return self.describe().to_html()
 
 
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Traced:
     """A traced step: `trace` holds its jaxpr and the names of its inputs."""

@@ -12,13 +12,12 @@ The costs are moved to the earliest nodes first, so that the cost of a part fore
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.compiler.solver.problem import MRF, Assignment, FloatArray, IndexArray
+from autopar.compiler.solver.problem import MRF, Assignment, FloatArray, IndexArray, WorkBudget
 
 Shorts = npt.NDArray[np.int16]
 
@@ -59,12 +58,12 @@ class _Early:
 
 
 def beam_search(
-    problem: MRF, most: float, width: int, *, most_work: float = MOST_WORK, deadline: float = math.inf
+    problem: MRF, most: float, width: int, *, most_work: float = MOST_WORK, budget: WorkBudget | None = None
 ) -> BeamResult:
     """Return the best assignment of cost at most `most` among those whose parts are never out of the `width` best.
 
     No cost may be below zero, and every option must have a partner along every edge. After `most_work`, pairs of a
-    partial assignment and an option, or past the `deadline`, a time of the monotonic clock, there is only the bound.
+    partial assignment and an option, or when the `budget` is spent, there is only the bound.
     """
     early = _moved_early(problem)
     spare, dropped = most - early.bound, np.inf
@@ -72,8 +71,11 @@ def beam_search(
     frontier, chosen, values = list[int](), np.zeros((1, 0), np.int16), np.zeros(1)
     work = 0
     for node in range(len(problem.costs)):
-        work += values.size * early.costs[node].size * (1 + len(early.behind[node]))
-        if work > most_work or time.monotonic() > deadline:
+        more = values.size * early.costs[node].size * (1 + len(early.behind[node]))
+        work += more
+        if work <= most_work and budget is not None:
+            budget.spend(more)
+        if work > most_work or (budget is not None and budget.is_spent):
             return BeamResult(assignment=None, bound=early.bound + min(dropped, float(values.min())))
         extended, options, values = _extensions(early, node, frontier, chosen, values, spare)
         if not values.size:

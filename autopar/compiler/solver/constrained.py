@@ -9,7 +9,7 @@
 
 For multipliers λ every option a of node i has a bound on the assignments with x_i = a as well; what lies above the best
 assignment so far is excluded. Every assignment that is met is measured: it is a candidate if it is within the limits,
-else the rows that it exceeds join the problem. Whenever time runs out after step 2, there is an assignment within the
+else the rows that it exceeds join the problem. Whenever the work ends after step 2, there is an assignment within the
 limits and a bound on the best one.
 """
 
@@ -36,6 +36,7 @@ from autopar.compiler.solver.problem import (
     Optimum,
     Row,
     SolveEffort,
+    WorkBudget,
     assignment_cost,
     num_pairs,
     row_scale,
@@ -44,7 +45,7 @@ from autopar.compiler.solver.problem import (
 from autopar.compiler.solver.solve import MAX_GAP, minimize, optimum_of
 
 SHARE_WITHOUT_LIMITS = 0.25
-"""Share of the time that goes to the optimum without limits, unless that is what is asked for."""
+"""Share of the work that goes to the optimum without limits, unless that is what is asked for."""
 MAX_MULTIPLIERS = 25
 """Vectors of multipliers that are tried before branch and bound takes over."""
 LEAST_RISE_OF_PROMISE = 0.05
@@ -85,7 +86,7 @@ def minimize_within_limits(
     A bound above `hopeless_excess` need not be looked at twice. Raises `Infeasible` if no assignment is possible, and
     `NoneWithin` if none within the limits was found.
     """
-    began = time.monotonic()
+    began, budget = time.monotonic(), WorkBudget.of_seconds(time_limit_s)
     known: dict[Assignment, Measured] = {}
 
     def measured(assignment: Assignment) -> Measured:
@@ -93,26 +94,24 @@ def minimize_within_limits(
             known[assignment] = measure(assignment)
         return known[assignment]
 
-    fastest = _without_limits(problem, measured, began, time_limit_s, max_gap)
+    fastest = _without_limits(problem, measured, budget, max_gap)
     if fastest.assignment is None or measured(fastest.assignment).excess <= 0:
         return optimum_of(problem, fastest, began, time_limit_s)
-    # An assignment that fits is worth the whole time.
-    effort = SolveEffort(deadline=began + time_limit_s, max_gap=max_gap)
-    least = lower_excess(
-        problem, measured, fastest.assignment, deadline=effort.deadline, hopeless_excess=hopeless_excess
-    )
+    # An assignment that fits is worth all the work.
+    effort = SolveEffort(budget=budget, max_gap=max_gap)
+    least = lower_excess(problem, measured, fastest.assignment, budget=budget, hopeless_excess=hopeless_excess)
     best = _best_from(problem, measured, fastest, least, effort)
     how = (*fastest.how, f"{least.rounds} lowerings", *best.how)
     return optimum_of(problem, replace(best, how=how), began, time_limit_s)
 
 
-def _without_limits(problem: MRF, measure: Measure, began: float, time_limit_s: float, max_gap: float) -> Incumbent:
-    effort = SolveEffort(deadline=began + SHARE_WITHOUT_LIMITS * time_limit_s, max_gap=min(max_gap, MAX_GAP))
+def _without_limits(problem: MRF, measure: Measure, budget: WorkBudget, max_gap: float) -> Incumbent:
+    effort = SolveEffort(budget=budget.part(SHARE_WITHOUT_LIMITS), max_gap=min(max_gap, MAX_GAP))
     found = minimize(problem, effort)
     proven = found.assignment is None or effort.is_enough(found.value, found.bound)
     if not proven and measure(found.assignment or ()).excess <= 0:
         # Limits that leave so good an assignment are not likely to matter.
-        found = minimize(problem, replace(effort, deadline=began + time_limit_s))
+        found = minimize(problem, replace(effort, budget=budget))
     return found
 
 
@@ -204,7 +203,7 @@ class _Search:
 
 
 def _search_within_rows(search: _Search) -> None:
-    """Raise the bound and improve the best candidate until it is proven, time runs out, or no new row appears."""
+    """Raise the bound and improve the best candidate until it is proven, the work is done, or no new row appears."""
     multipliers, num_rows = np.zeros(0), -1
     while num_rows < len(search.rows) and not search.is_done:
         num_rows = len(search.rows)
@@ -213,7 +212,7 @@ def _search_within_rows(search: _Search) -> None:
             _solve_promising(search)
         if num_rows == len(search.rows) and not search.is_done:
             _solve_rest(search)
-        if search.effort.left_s <= 0 and search.best is not None:
+        if search.effort.budget.is_spent and search.best is not None:
             break
 
 
@@ -223,7 +222,7 @@ def _try_multipliers(search: _Search, multipliers: FloatArray) -> FloatArray:
     ascent: Ascent | None = None
     best, best_bound = multipliers, -np.inf if multipliers.any() else search.bound
     num_tried = 0
-    while len(search.rows) == multipliers.size and not search.is_done and search.effort.left_s > 0:
+    while len(search.rows) == multipliers.size and not search.is_done and not search.effort.budget.is_spent:
         promised = np.inf
         if np.isfinite(best_bound):
             multipliers, promised = _next_multipliers(search, best, best_bound)
@@ -234,7 +233,7 @@ def _try_multipliers(search: _Search, multipliers: FloatArray) -> FloatArray:
         num_met, num_tried = len(search.met), num_tried + 1
         with_multipliers = relaxation.smaller.with_multipliers(multipliers)
         ascent = Ascent.of(with_multipliers) if ascent is None else continued(ascent, with_multipliers)
-        ascend(ascent, search.effort.deadline)
+        ascend(ascent, search.effort.budget)
         bound = relaxation.note(search, ascent, multipliers)
         if ascent.value - ascent.bound > UNSURE * min(missing, abs(ascent.value)):
             bound = max(bound, relaxation.note_optimum(search, with_multipliers, multipliers, enough))
@@ -281,7 +280,7 @@ class _Relaxation:
         """Solve the problem with multipliers, up to a gap, where its ascent tells too little; return its bound."""
         shift = self.smaller.shift(multipliers)
         share = gap / (abs(search.bound) or 1.0)
-        found = minimize(problem, SolveEffort(deadline=search.effort.deadline, max_gap=share, constant=shift))
+        found = minimize(problem, SolveEffort(budget=search.effort.budget, max_gap=share, constant=shift))
         search.raise_bound(found.bound + shift)
         if found.assignment is not None:
             search.meet(self.expand(found.assignment))
@@ -321,7 +320,7 @@ def _solve_promising(search: _Search) -> None:
         first = np.argsort(least, kind="stable")[:PROMISING_OPTIONS] if np.isfinite(least).any() else []
         kept.append(np.unique([*first, *(assignment[node] for assignment in search.met)]).astype(np.intp))
     try:
-        assignment, _ = _solve_restricted(search, kept, search.effort.left_s / 5)
+        assignment, _ = _solve_restricted(search, kept, search.effort.budget.part(1 / 5))
     except Infeasible:
         return
     search.how.append("branch and bound on the options met")
@@ -334,7 +333,7 @@ def _solve_rest(search: _Search) -> None:
     most = search.value - search.effort.slack(search.value)
     search.how.append("branch and bound")
     try:
-        assignment, bound = _solve_restricted(search, search.not_excluded(most), search.effort.left_s)
+        assignment, bound = _solve_restricted(search, search.not_excluded(most), search.effort.budget)
     except Infeasible:
         if search.best is None:
             raise
@@ -345,9 +344,9 @@ def _solve_rest(search: _Search) -> None:
 
 
 def _solve_restricted(
-    search: _Search, kept: Sequence[IndexArray], time_limit_s: float
+    search: _Search, kept: Sequence[IndexArray], budget: WorkBudget
 ) -> tuple[Assignment | None, float]:
-    """Return the best assignment of some options within the rows, if one was found in time, and a bound on such."""
+    """Return the best assignment of some options within the rows, if one was found, and a bound on such."""
     relaxation = _Relaxation.of(search, kept)
     smaller = relaxation.smaller
     core, constant = smaller.reduced.core, smaller.reduced.constant
@@ -357,7 +356,7 @@ def _solve_restricted(
         return None, -np.inf
     start = None if search.best is None else smaller.reduced.core_assignment(_places(kept, search.best))
     gap = search.effort.slack(search.value)
-    solution = solve_in_whole_numbers(core, smaller.rows, start=start, time_limit_s=time_limit_s, gap=gap)
+    solution = solve_in_whole_numbers(core, smaller.rows, start=start, budget=budget, gap=gap)
     assignment = None if solution.assignment is None else relaxation.expand(solution.assignment)
     return assignment, solution.bound + constant
 

@@ -15,13 +15,12 @@ assignments that contain it, so that options (and pairs) too costly for the opti
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.compiler.solver.problem import MRF, Assignment, BoolArray, FloatArray, assignment_cost
+from autopar.compiler.solver.problem import MRF, Assignment, BoolArray, FloatArray, WorkBudget, assignment_cost
 
 MAX_SWEEPS = 400
 WINDOW = 8
@@ -35,6 +34,8 @@ LEAST_CLOSED_AT_LENGTH = 0.002
 assignment is a bad one, and good ones appear when the bound is nearly as high as it gets."""
 SHARE_TO_START_AGAIN = 0.5
 """Share of the pairs of options within the gap below which it pays to go on with these alone."""
+ENTRIES_OF_EDGE = 1_000
+"""Entries that could be looked at in the time that a small matrix takes, whatever its size."""
 SUM_TOLERANCE = 1e-12
 """Share of the value by which sums of the same numbers may differ."""
 
@@ -206,8 +207,10 @@ def continued(before: Ascent, problem: MRF, upper: float = np.inf) -> Ascent:
     return ascent
 
 
-def ascend(ascent: Ascent, deadline: float, *, at_length: bool = False, local_search: bool = True) -> None:
+def ascend(ascent: Ascent, budget: WorkBudget, *, at_length: bool = False, local_search: bool = True) -> None:
     """Sweep until the gap closes, or excludes much, or until sweeping does not get on with it."""
+    # A sweep looks at every matrix twice, forward and back.
+    work_of_sweep = 2 * (ascent.num_pairs + ENTRIES_OF_EDGE * len(ascent.edges))
     least_progress = LEAST_CLOSED if ascent.num_pairs > FEW_PAIRS else LEAST_CLOSED_OF_FEW
     if at_length:
         least_progress = LEAST_CLOSED_AT_LENGTH
@@ -224,7 +227,8 @@ def ascend(ascent: Ascent, deadline: float, *, at_length: bool = False, local_se
             if ascent.bound - window_start < least_progress * gap or ascent.share_within_gap() < SHARE_TO_START_AGAIN:
                 break
             window_start = ascent.bound
-        if ascent.closed or time.monotonic() > deadline:
+        budget.spend(work_of_sweep)
+        if ascent.closed or budget.is_spent:
             break
 
 

@@ -12,7 +12,6 @@ a little, which keeps what no row weighs yet as split as the fastest assignment 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +25,7 @@ from autopar.compiler.solver.problem import (
     FloatArray,
     Row,
     SolveEffort,
+    WorkBudget,
     assignment_cost,
     row_weight,
 )
@@ -67,7 +67,7 @@ class LeastExcess:
 
 
 def lower_excess(
-    problem: MRF, measure: Measure, start: Assignment, *, deadline: float, hopeless_excess: float
+    problem: MRF, measure: Measure, start: Assignment, *, budget: WorkBudget, hopeless_excess: float
 ) -> LeastExcess:
     """Lower the excess of an assignment until it is within its limits, or as far as it gets.
 
@@ -78,11 +78,11 @@ def lower_excess(
     while lowering.meet(assignment) or lowering.has_risen or lowering.turn_to_rows():
         rounds += 1
         hopeless = lowering.bound > hopeless_excess and rounds > FEW_ROUNDS
-        if lowering.is_done or hopeless or rounds > MAX_ROUNDS or time.monotonic() > deadline:
+        if lowering.is_done or hopeless or rounds > MAX_ROUNDS or budget.is_spent:
             break
         weights = lowering.next_weights()
-        lowering.raise_bound(weights, deadline)
-        assignment = lowering.candidate(weights, deadline)
+        lowering.raise_bound(weights, budget)
+        assignment = lowering.candidate(weights, budget)
     return LeastExcess(assignment=lowering.best, excess=lowering.excess, bound=lowering.bound, rounds=rounds)
 
 
@@ -136,16 +136,16 @@ class _Lowering:
         """Return by how much each row is exceeded."""
         return np.array([row_weight(row, assignment) - row.limit for row in self.rows])
 
-    def raise_bound(self, weights: FloatArray, deadline: float) -> None:
+    def raise_bound(self, weights: FloatArray, budget: WorkBudget) -> None:
         """Bound what every assignment exceeds the rows by, weighted so."""
         row = sum_of_rows(self.rows, weights)
-        found = minimize(weights_as_costs(self.problem, row), SolveEffort(deadline=deadline, max_gap=MAX_GAP))
+        found = minimize(weights_as_costs(self.problem, row), SolveEffort(budget=budget, max_gap=MAX_GAP))
         bound = found.bound - row.limit
         self.has_risen = bound > self.bound + LEAST_RISE * abs(self.bound) if self.weights.size else True
         if bound > self.bound:
             self.bound, self.weights = bound, weights
 
-    def candidate(self, weights: FloatArray, deadline: float) -> Assignment:
+    def candidate(self, weights: FloatArray, budget: WorkBudget) -> Assignment:
         """Return an assignment that uses up little of the rows, and of those that are equal there costs little."""
         row = sum_of_rows(self.rows, weights)
         used, cost = abs(row_weight(row, self.start)), assignment_cost(self.problem, self.start)
@@ -158,7 +158,7 @@ class _Lowering:
                 for ends, matrix in bytes_alone.edges.items()
             },
         )
-        found = minimize(both, SolveEffort(deadline=deadline, max_gap=GAP_OF_CANDIDATES))
+        found = minimize(both, SolveEffort(budget=budget, max_gap=GAP_OF_CANDIDATES))
         return self.best if found.assignment is None else found.assignment
 
 

@@ -19,11 +19,23 @@ from typing import Any
 import highspy
 import numpy as np
 
-from autopar.compiler.solver.problem import MRF, Assignment, FloatArray, IndexArray, Infeasible, Row, row_scale
+from autopar.compiler.solver.problem import (
+    MRF,
+    Assignment,
+    FloatArray,
+    IndexArray,
+    Infeasible,
+    Row,
+    WorkBudget,
+    row_scale,
+)
 from autopar.errors import SolverFailed
 
 LARGEST_PROGRAM = 400_000
 """Pairs of options beyond which a program would not end in time."""
+ENTRIES_OF_NODE = 1_000
+"""Entries, for every variable, that could be looked at in the time of a node of branch and bound."""
+MOST_NODES = 1_000_000
 LARGEST_COST = 1e4
 """The largest cost after scaling: far above the solver's tolerance of 1e-7, far below where doubles end."""
 
@@ -33,13 +45,20 @@ def solve_in_whole_numbers(
     rows: Sequence[Row] = (),
     *,
     start: Sequence[int] | None = None,
-    time_limit_s: float,
+    budget: WorkBudget,
     gap: float = 0.0,
 ) -> ProgramSolution:
-    """Solve the program in whole numbers, by branch and bound, from a known assignment, up to an (absolute) gap."""
+    """Solve the program in whole numbers, by branch and bound, from a known assignment, up to an (absolute) gap.
+
+    The budget says how many nodes of the search there may be: the first one there always is.
+    """
     pairs = _pairs(problem)
     columns = None if start is None else _columns_of(problem, pairs, start)
-    result = run_program(_as_program(problem, pairs, rows), start=columns, time_limit_s=time_limit_s, gap=gap)
+    program = _as_program(problem, pairs, rows)
+    work_of_node = ENTRIES_OF_NODE * program.costs.size
+    most_nodes = max(1, int(min(budget.left / work_of_node, MOST_NODES)))
+    result = run_program(program, start=columns, most_nodes=most_nodes, gap=gap)
+    budget.spend(work_of_node * max(1, result.num_nodes))
     if not result.feasible:
         raise Infeasible([row.name for row in rows])
     if result.columns is None:
@@ -51,7 +70,7 @@ def solve_in_whole_numbers(
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramSolution:
-    """The assignment that a program led to, None if it ran out of time without any, and a bound on all of them."""
+    """The assignment that a program led to, None if it ended without any, and a bound on all of them."""
 
     assignment: Assignment | None
     bound: float
@@ -146,19 +165,20 @@ class LinearProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramResult:
-    """The values of x and a bound; `columns` is None when time ran out first, or when `feasible` is false."""
+    """The values of x and a bound; `columns` is None when the nodes ended first, or when `feasible` is false."""
 
     columns: FloatArray | None
     bound: float
     feasible: bool = True
+    num_nodes: int = 0
 
 
 def run_program(
-    program: LinearProgram, *, start: FloatArray | None = None, time_limit_s: float = np.inf, gap: float = 0.0
+    program: LinearProgram, *, start: FloatArray | None = None, most_nodes: int = MOST_NODES, gap: float = 0.0
 ) -> ProgramResult:
-    """Solve a program on one thread, so that equal programs have equal results.
+    """Solve a program on one thread and by no clock, so that equal programs have equal results.
 
-    Branch and bound ends when the best solution costs at most `gap` more than the bound.
+    Branch and bound ends when the best solution costs at most `gap` more than the bound, or after `most_nodes`.
     """
     # The solver does not survive NaN.
     assert np.isfinite(program.costs).all() and np.isfinite(program.entries).all()
@@ -169,7 +189,7 @@ def run_program(
         "output_flag": False,
         "threads": 1,
         "random_seed": 1,
-        "time_limit": max(time_limit_s, 0.05),
+        "mip_max_nodes": most_nodes,
         "mip_rel_gap": 0.0,
         "mip_abs_gap": max(1e-8, gap * scale),
         "primal_feasibility_tolerance": 1e-9,
@@ -186,18 +206,20 @@ def run_program(
     statuses = highspy.HighsModelStatus
     if status == statuses.kInfeasible:
         return ProgramResult(columns=None, bound=np.inf, feasible=False)
-    if status not in (statuses.kOptimal, statuses.kTimeLimit):
+    if status not in (statuses.kOptimal, statuses.kSolutionLimit):
         raise SolverFailed(
             f"HiGHS stopped with {solver.modelStatusToString(status)!r} on {program.costs.size} variables and "
-            f"{program.lower.size} constraints; it must end with an optimum or at its time limit. Raise the memory "
+            f"{program.lower.size} constraints; it must end with an optimum or after its nodes. Raise the memory "
             "limit, or use a smaller mesh."
         )
     optimal = status == statuses.kOptimal
     bound = info.mip_dual_bound if program.num_whole else info.objective_function_value if optimal else -np.inf
     has_solution = info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible)
+    num_nodes = int(info.mip_node_count) if program.num_whole else 0
     if not has_solution or not (program.num_whole or optimal):
-        return ProgramResult(columns=None, bound=bound / scale)
-    return ProgramResult(columns=np.asarray(solver.getSolution().col_value), bound=bound / scale)
+        return ProgramResult(columns=None, bound=bound / scale, num_nodes=num_nodes)
+    columns = np.asarray(solver.getSolution().col_value)
+    return ProgramResult(columns=columns, bound=bound / scale, num_nodes=num_nodes)
 
 
 def _as_model(program: LinearProgram, scale: float) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.compiler.solver.problem import MRF, FloatArray, Optimum
 from autopar.compiler.solver.solve import solve
 
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 """Changes whenever what is kept, or what an optimum is, changes."""
 
 

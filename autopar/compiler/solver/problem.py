@@ -9,7 +9,6 @@ satisfaction problem (WCSP), or a partitioned Boolean quadratic problem (PBQP).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -24,6 +23,9 @@ IndexArray: TypeAlias = npt.NDArray[np.intp]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 Assignment: TypeAlias = tuple[int, ...]
 """The option of every node."""
+
+ENTRIES_PER_SECOND = 1e8
+"""Entries of arrays that a core looks at in a second, roughly: in calls on small arrays fewer, in large ones more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,20 +87,47 @@ class Incumbent:
     how: tuple[str, ...] = ()
 
 
+@dataclass(kw_only=True, eq=False)
+class WorkBudget:
+    """Work that may still be done, counted in entries of arrays that are looked at.
+
+    It is counted and not timed, so that equal problems have equal solutions however busy the machine is.
+    """
+
+    left: float
+    whole: WorkBudget | None = None
+    """The budget that this is a part of: what is spent of the part is spent of it."""
+
+    @classmethod
+    def of_seconds(cls, seconds: float) -> WorkBudget:
+        """Return the work that a core does in about so many seconds."""
+        return cls(left=seconds * ENTRIES_PER_SECOND)
+
+    def part(self, share: float) -> WorkBudget:
+        """Return a budget of a share of what is left."""
+        return WorkBudget(left=share * self.left, whole=self)
+
+    def spend(self, entries: float) -> None:
+        """Count work that was done."""
+        self.left -= entries
+        if self.whole is not None:
+            self.whole.spend(entries)
+
+    @property
+    def is_spent(self) -> bool:
+        """True if no work is left."""
+        return self.left <= 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class SolveEffort:
-    """When a step may stop: at a time of the monotonic clock, or at a gap, as a share of value plus `constant`."""
+    """When a step may stop: after some work, or at a gap, as a share of value plus `constant`."""
 
-    deadline: float
+    budget: WorkBudget
     max_gap: float = 0.0
     constant: float = 0.0
     without: frozenset[str] = frozenset()
     """Steps to leave out, to measure what each is worth."""
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until the deadline."""
-        return self.deadline - time.monotonic()
 
     def slack(self, value: float) -> float:
         """Return how far below `value` a bound may lie for the gap to be at most `max_gap`."""

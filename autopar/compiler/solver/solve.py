@@ -39,6 +39,7 @@ from autopar.compiler.solver.problem import (
     Infeasible,
     Optimum,
     SolveEffort,
+    WorkBudget,
     assignment_cost,
     num_pairs,
 )
@@ -83,11 +84,13 @@ def solve(
 ) -> Optimum:
     """Return the assignment of least cost; once the gap is at most `max_gap`, what takes long is left out.
 
-    `without` names steps to leave out. Raises `Infeasible` if no assignment is possible, and `SolverFailed` if none was
-    found in time.
+    It takes the work of about `time_limit_s` seconds, which is counted: equal problems have equal solutions on a busy
+    machine. `without` names steps to leave out. Raises `Infeasible` if no assignment is possible, and `SolverFailed` if
+    none was found with so much work.
     """
     began = time.monotonic()
-    effort = SolveEffort(deadline=began + time_limit_s, max_gap=max_gap, without=frozenset(without))
+    budget = WorkBudget.of_seconds(time_limit_s)
+    effort = SolveEffort(budget=budget, max_gap=max_gap, without=frozenset(without))
     return optimum_of(problem, minimize(problem, effort), began, time_limit_s)
 
 
@@ -95,8 +98,8 @@ def optimum_of(problem: MRF, found: Incumbent, began: float, time_limit_s: float
     """Return the result of a search that began at a time of the monotonic clock."""
     if found.assignment is None or np.isinf(found.value):
         raise SolverFailed(
-            f"No choice for the {len(problem.costs)} nodes was found within {time_limit_s} s, nor proof that there is "
-            "none; one is required. Raise the time limit, or allow more options."
+            f"No choice for the {len(problem.costs)} nodes was found with the work of {time_limit_s} s, nor proof that "
+            "there is none; one is required. Raise the time limit, or allow more options."
         )
     return Optimum(
         assignment=found.assignment,
@@ -133,14 +136,14 @@ def _bound_and_search(core: MRF, effort: SolveEffort, upper: float) -> Incumbent
     """Bound, prune and search; go on with what is left, with all of this if it is little, else exhaustively."""
     ascent = Ascent.of(core, upper, effort.constant)
     if "dual ascent" not in effort.without:
-        ascend(ascent, effort.deadline, local_search="local search" not in effort.without)
+        ascend(ascent, effort.budget, local_search="local search" not in effort.without)
     found = _Round(ascent=ascent, bound=ascent.bound, how=["ascent"])
     pairs = num_pairs(core)
     light = min(NARROW, max(LIGHTEST, LIGHT_WORK // max(pairs, 1)))
     for step in (None, partial(found.search, light), found.ascend_at_length, partial(found.search, NARROW)):
         # Going on with little is cheap: `max_gap` spares the rest only.
         spared = step and pairs > FEW_PAIRS and found.is_enough(effort)
-        if spared or found.is_closed or effort.left_s <= 0:
+        if spared or found.is_closed or effort.budget.is_spent:
             return found.best()
         if step:
             step(effort)
@@ -175,7 +178,7 @@ class _Round:
         if "dual ascent" in effort.without:
             return
         self.how.append("long ascent")
-        ascend(self.ascent, effort.deadline, at_length=True, local_search="local search" not in effort.without)
+        ascend(self.ascent, effort.budget, at_length=True, local_search="local search" not in effort.without)
         self.raise_bound(self.ascent.bound)
 
     def search(self, width: int, effort: SolveEffort) -> None:
@@ -191,7 +194,7 @@ class _Round:
         except Infeasible:
             self.close()
             return
-        searched = beam_search(reduced.core, most - reduced.constant, width, deadline=effort.deadline)
+        searched = beam_search(reduced.core, most - reduced.constant, width, budget=effort.budget)
         if searched.assignment is not None:
             self.offer(reduced.expand(searched.assignment), kept)
         self.raise_bound(ascent.bound + reduced.constant + searched.bound)
@@ -248,17 +251,17 @@ def _search_widely(core: MRF, effort: SolveEffort, upper: float) -> Incumbent:
     found = Incumbent(assignment=None, value=upper, bound=0.0)
     for width in () if "wide beams" in effort.without else (WIDE, *WIDER):
         most_work = MOST_WORK if width == WIDE else MOST_WIDER_WORK
-        searched = beam_search(core, found.value, width, most_work=most_work, deadline=effort.deadline)
+        searched = beam_search(core, found.value, width, most_work=most_work, budget=effort.budget)
         found = _better(core, found, searched.assignment, searched.bound, "wide beam search")
         is_promising = found.bound >= PROVEN_TO_WIDEN * found.value
-        if effort.is_enough(found.value, found.bound) or not is_promising or effort.left_s <= 0:
+        if effort.is_enough(found.value, found.bound) or not is_promising or effort.budget.is_spent:
             break
-    if effort.is_enough(found.value, found.bound) or effort.left_s <= 0:
+    if effort.is_enough(found.value, found.bound) or effort.budget.is_spent:
         return found
     if num_pairs(core) > LARGEST_PROGRAM or "branch and bound" in effort.without:
         return found
     gap = effort.slack(found.value)
-    mixed = solve_in_whole_numbers(core, start=found.assignment, time_limit_s=effort.left_s, gap=gap)
+    mixed = solve_in_whole_numbers(core, start=found.assignment, budget=effort.budget, gap=gap)
     return _better(core, found, mixed.assignment, mixed.bound, "branch and bound")
 
 

@@ -1,12 +1,10 @@
 """A search by partial choices is exact when wide enough, and bounds what it dropped when not."""
 
-import time
-
 import numpy as np
 import pytest
 
 from autopar.compiler.solver.beam_search import beam_search, frontier_order
-from autopar.compiler.solver.problem import MRF, assignment_cost
+from autopar.compiler.solver.problem import MRF, WorkBudget, assignment_cost
 from tests.compiler.solver.random_problems import enumerate_best
 
 
@@ -55,9 +53,9 @@ def test_bound_holds_up_to_the_limit_that_nothing_stays_below(seed):
     assert beam_search(problem, best + 1e-9, 10**6).assignment is not None
 
 
-def test_past_its_deadline_a_search_has_a_bound_and_no_choice():
+def test_with_no_work_left_a_search_has_a_bound_and_no_choice():
     problem = problem_of(0)
-    searched = beam_search(problem, np.inf, 10**6, deadline=time.monotonic() - 1)
+    searched = beam_search(problem, np.inf, 10**6, budget=WorkBudget(left=0.0))
     assert searched.assignment is None
     assert searched.bound <= enumerate_best(problem) + 1e-9
 

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,15 @@ import pytest
 
 from autopar.compiler.solver.constrained import NoneWithin, minimize_within_limits
 from autopar.compiler.solver.feasibility import Measured, lower_excess
-from autopar.compiler.solver.problem import MRF, Infeasible, Row, SolveEffort, assignment_cost, row_weight
+from autopar.compiler.solver.problem import (
+    MRF,
+    Infeasible,
+    Row,
+    SolveEffort,
+    WorkBudget,
+    assignment_cost,
+    row_weight,
+)
 from autopar.compiler.solver.solve import minimize
 from tests.compiler.solver.random_problems import enumerate_best, memory_row, small_problem, small_rows, step_problem
 
@@ -97,9 +104,9 @@ def test_least_excess_lies_between_what_is_found_and_its_bound(hundred):
     for seed, problem, rows, least in few(range(100 * hundred, 100 * (hundred + 1))):
         if np.isinf(least):
             continue
-        start = minimize(problem, SolveEffort(deadline=time.monotonic() + 60)).assignment
+        start = minimize(problem, SolveEffort(budget=WorkBudget.of_seconds(60))).assignment
         far, by = moved(rows, -1e12), 1e12
-        lowered = lower_excess(problem, worst_of(far), start, deadline=time.monotonic() + 60, hopeless_excess=np.inf)
+        lowered = lower_excess(problem, worst_of(far), start, budget=WorkBudget.of_seconds(60), hopeless_excess=np.inf)
         assert lowered.bound - by <= least + 1.0 and least <= lowered.excess - by + 1.0, seed
         assert lowered.excess == pytest.approx(max(row_weight(r, lowered.assignment) - r.limit for r in far)), seed
         excesses.append(lowered.excess)
@@ -109,9 +116,9 @@ def test_least_excess_lies_between_what_is_found_and_its_bound(hundred):
 
 def test_lowering_a_step_ends_near_the_bound():
     problem = step_problem(2, num_nodes=200, factors=4)
-    free = minimize(problem, SolveEffort(deadline=time.monotonic() + 60)).assignment
+    free = minimize(problem, SolveEffort(budget=WorkBudget.of_seconds(60))).assignment
     rows = [memory_row(problem, seed, 0.0, free) for seed in range(4)]
-    lowered = lower_excess(problem, worst_of(rows), free, deadline=time.monotonic() + 60, hopeless_excess=np.inf)
+    lowered = lower_excess(problem, worst_of(rows), free, budget=WorkBudget.of_seconds(60), hopeless_excess=np.inf)
     before = worst_of(rows)(free).excess
     assert lowered.bound <= lowered.excess < before
     assert lowered.excess - lowered.bound < 0.2 * before
@@ -119,15 +126,15 @@ def test_lowering_a_step_ends_near_the_bound():
 
 def test_limits_that_are_clearly_too_low_are_soon_given_up():
     problem = step_problem(2, num_nodes=200, factors=4)
-    free = minimize(problem, SolveEffort(deadline=time.monotonic() + 60)).assignment
+    free = minimize(problem, SolveEffort(budget=WorkBudget.of_seconds(60))).assignment
     rows = moved([memory_row(problem, seed, 0.0, free) for seed in range(4)], -1e12)
-    lowered = lower_excess(problem, worst_of(rows), free, deadline=time.monotonic() + 60, hopeless_excess=1.0)
+    lowered = lower_excess(problem, worst_of(rows), free, budget=WorkBudget.of_seconds(60), hopeless_excess=1.0)
     assert lowered.bound > 1.0 and lowered.rounds <= 6
 
 
 def test_when_time_runs_out_the_choice_within_the_limits_is_returned_with_its_bound():
     problem = step_problem(1, num_nodes=200, factors=4)
-    free = minimize(problem, SolveEffort(deadline=time.monotonic() + 60)).assignment
+    free = minimize(problem, SolveEffort(budget=WorkBudget.of_seconds(60))).assignment
     rows = [memory_row(problem, 1, 0.4, free)]
     best = minimize_within_limits(problem, worst_of(rows), time_limit_s=60, max_gap=1e-3, hopeless_excess=np.inf)
     easy = minimize_within_limits(problem, worst_of(rows), time_limit_s=60, max_gap=10.0, hopeless_excess=np.inf)
@@ -138,7 +145,7 @@ def test_when_time_runs_out_the_choice_within_the_limits_is_returned_with_its_bo
 
 def test_limits_that_the_fastest_choice_keeps_change_nothing():
     problem = step_problem(1, num_nodes=100)
-    free = minimize(problem, SolveEffort(deadline=time.monotonic() + 60))
+    free = minimize(problem, SolveEffort(budget=WorkBudget.of_seconds(60)))
     found = minimize_within_limits(
         problem, lambda options: Measured(excess=-1.0, rows=()), time_limit_s=60, max_gap=0.5, hopeless_excess=np.inf
     )
