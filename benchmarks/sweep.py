@@ -84,6 +84,12 @@ SWEEPS = (
         shows="modelled time and compiled bytes beside plans by hand",
     ),
     Sweep(
+        name="search_quality",
+        words=("benchmarks.search_quality",),
+        minutes=None,
+        shows="Auto() beside its own restrictions and plans by hand, simulated",
+    ),
+    Sweep(
         name="planned_vs_compiled_gpu",
         words=("benchmarks.planned_vs_compiled", "--compilers", "h100:8", "h100:64"),
         minutes=45,

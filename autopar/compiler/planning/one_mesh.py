@@ -238,9 +238,8 @@ def mesh_choices(auto: Auto, num_devices: int) -> list[LogicalMesh]:
                 f"product is {num_devices}, or pass `devices=` with {size} of them."
             )
         return [LogicalMesh(shape=auto.mesh_shape, axis_names=auto.mesh_axes)]
-    # A mesh of one axis is in every search over two: both axes may split the same dimension, at the same cost.
-    outer = [a for a in range(2, math.isqrt(num_devices) + 1) if num_devices % a == 0] or [1]
-    shapes = [(a, num_devices // a) for a in outer]
+    # Both axes may split one dimension, but a collective over one axis of n devices can take less than one over two.
+    shapes = [(a, num_devices // a) for a in range(1, math.isqrt(num_devices) + 1) if num_devices % a == 0]
     names = replace(auto, mesh_shape=shapes[-1]).mesh_axes
     return [LogicalMesh(shape=shape, axis_names=names) for shape in shapes]
 

@@ -51,7 +51,7 @@ _ATTEMPTS = 4
 """Searches for less and less memory, until stages as a whole fit."""
 _NEXT_SHARE = 0.97
 """Of the memory that one search had, the most that the next one gets."""
-_WHOLE_SHARE = 0.97
+_WHOLE_SHARE = 0.99
 """Of the time of stages by their layers: as a whole they rarely take less."""
 _LIKELY_SHARE = 0.9
 """Of the time of equal stages by the layers of other microbatches: the best ones rarely take less."""
@@ -194,6 +194,8 @@ class _Search:
     """The numbers of microbatches whose layers have costs, and how many stages these have at least."""
     others: dict[str, float] = field(default_factory=dict[str, float])
     """Other plans that were met, in words, and their times."""
+    found: set[object] = field(default_factory=set[object])
+    """The stages that were found, each for a number of microbatches and a share of the memory."""
     tried: set[int] = field(default_factory=set[int])
     errors: list[AutoparError] = field(default_factory=list[AutoparError])
 
@@ -321,7 +323,7 @@ class _Search:
             case Completion():
                 return region.likely_s, 0.0
             case OneProgram():
-                return (0.0 if self.best is None else region.likely_s), 0.0
+                return (0.0 if self.best is None else region.likely_s), -1.0
             case Stages(num_microbatches=count):
                 cluster = self.cuttable.cluster
                 num_layers = 1 if self.known is None else self.known.num_layers
@@ -390,11 +392,12 @@ class _Search:
         self.solved[count] = region.num_stages[0]
         lower_s = [FORMULA_SHARE * (1 - known.gap) * each.search.lower_bound_s for each in found]
         self.closed_s = min(self.closed_s, max(region.bound_s, min([below_s, *lower_s])))
-        by_stages: dict[object, PipelineCandidate] = {}
         for each in sorted(found, key=lambda each: each.step_time_s):
             self.note(str(each), each.step_time_s)
-            by_stages.setdefault(each.stages_key, each)
-        self.open += [Completion(candidate=each, region=region) for each in by_stages.values()]
+            key = count, region.share, each.stages_key  # of several schedules the fastest is completed
+            if key not in self.found:
+                self.found.add(key)
+                self.open.append(Completion(candidate=each, region=region))
         return True
 
     def likely_s(self, region: Stages) -> float:

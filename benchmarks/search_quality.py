@@ -1,0 +1,184 @@
+"""Hold `Auto()` against its own restrictions and against plans by hand, all simulated: freedom must not cost time.
+
+    python -m benchmarks.search_quality --models mlp gpt --clusters "1x dgx-h100" --json search_quality.json
+
+Every model is planned for every cluster by `Auto()` and by every method below; a row keeps what each step is simulated
+to take. It fails where `Auto()` takes more than 1.001 of the time of a restriction or of a plan by hand. A method that
+cannot be (degrees that do not divide, stages that the model does not have, what does not fit) has no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.methods import Method
+from benchmarks.models import LARGE, MODELS
+from benchmarks.models.model import Model
+
+CLUSTERS = (
+    "cpu:8",
+    "1x p3.16xlarge",
+    "dgx-h100:1",
+    "1x dgx-h100",
+    "dgx-a100-80:16",
+    "gb200-nvl72:16",
+    "tpu-v5p:64",
+)
+"""A machine with a number of devices, or hosts of it."""
+FREE = "Auto()"
+METHODS: Mapping[str, Method] = {
+    FREE: autopar.Auto(),
+    "one stage": autopar.Auto(num_stages=1),
+    "one stage, 1 microbatch": autopar.Auto(num_stages=1, num_microbatches=1),
+    "2 stages": autopar.Auto(num_stages=2),
+    "4 stages": autopar.Auto(num_stages=4),
+    "1 microbatch": autopar.Auto(num_microbatches=1),
+    "4 microbatches": autopar.Auto(num_microbatches=4),
+    "2 stages, 4 microbatches": autopar.Auto(num_stages=2, num_microbatches=4),
+    "1f1b": autopar.Auto(schedule="1f1b"),
+    "gpipe": autopar.Auto(schedule="gpipe"),
+    "interleaved": autopar.Auto(schedule="interleaved"),
+    "zero-bubble": autopar.Auto(schedule="zero-bubble"),
+    "all recomputed": autopar.Auto(remat=True),
+    "nothing recomputed": autopar.Auto(remat=False),
+    "little memory": autopar.Auto(memory="moderate"),
+    "DataParallel()": autopar.DataParallel(),
+    "Zero(stage=3)": autopar.Zero(stage=3),
+    "Megatron()": autopar.Megatron(),
+    "Megatron(tensor=2)": autopar.Megatron(tensor=2),
+    "Megatron(pipeline=2)": autopar.Megatron(pipeline=2, num_microbatches=4),
+    "PipelineParallel": autopar.PipelineParallel(num_stages=2, num_microbatches=4),
+}
+ALLOWED = 1.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A model on a cluster: milliseconds of a step by method; `ratio` is that of `Auto()` to the best of the others."""
+
+    model: str
+    cluster: str
+    step_ms: Mapping[str, float]
+    refused: Mapping[str, str]
+    plan: str
+    gap: float | None
+    cpu_s: float
+    ratio: float
+    best: str
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Plan and simulate; exits with 1 where `Auto()` is behind."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=tuple(_models()), default=tuple(_models()), metavar="MODEL")
+    parser.add_argument("--clusters", nargs="+", default=CLUSTERS, metavar="CLUSTER")
+    parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=tuple(METHODS), metavar="METHOD")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every row")
+    args = parser.parse_args(argv)
+    rows: list[Row] = []
+    for cluster in args.clusters:
+        for model in args.models:
+            rows.append(measured(model, cluster, [FREE, *(name for name in args.methods if name != FREE)]))
+            print(line(rows[-1]), flush=True)
+            if args.json is not None:
+                args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    Console(width=160).print(table_of(rows))
+    behind = [row for row in rows if row.ratio > ALLOWED]
+    if behind:
+        sys.exit(
+            f"Auto() is behind in {len(behind)} of {len(rows)} rows, by {max(r.ratio for r in behind):.3f} at most."
+        )
+
+
+def _models() -> dict[str, Model]:
+    small = {name: make() for name, make in MODELS.items()}
+    return small | {f"{name}-large": MODELS[name](**LARGE[name]) for name in ("mlp", "gpt")}
+
+
+def cluster_of(name: str) -> autopar.Cluster:
+    """Return the cluster: `machine:devices`, or what `Cluster.parse` reads."""
+    machine, _, devices = name.partition(":")
+    if not devices:
+        return autopar.Cluster.parse(name)
+    return autopar.Cluster(num_devices=int(devices), kind=machine)
+
+
+def measured(model: str, cluster_name: str, methods: Sequence[str]) -> Row:
+    """Plan a model for a cluster by every method, and simulate the plans."""
+    made, cluster = _models()[model], cluster_of(cluster_name)
+    step = autopar.parallelize(made.step, cluster=cluster, donate_argnums=(0,))
+    traced = step.trace(made.abstract_state, made.abstract_batch)
+    step_ms: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    words, gap, cpu_s = "", None, 0.0
+    for name in methods:
+        began_s = time.process_time()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                planned = traced.plan(METHODS[name])
+                took_s = time.process_time() - began_s
+                report = planned.simulate(cluster)
+        except AutoparError as error:
+            refused[name] = f"{type(error).__name__}: {error}"
+            continue
+        if not report.fits:
+            refused[name] = "does not fit"
+            continue
+        step_ms[name] = 1e3 * report.step_time_s
+        if name == FREE:
+            plan, cpu_s = planned.plan, took_s
+            gap = None if plan.certificate is None else plan.certificate.gap
+            words = f"{plan.num_stages} x {plan.num_microbatches} {plan.schedule} on {plan.num_devices}"
+    others = {name: ms for name, ms in step_ms.items() if name != FREE}
+    best = min(others, key=others.__getitem__, default="")
+    ratio = step_ms[FREE] / others[best] if FREE in step_ms and best else (float("inf") if best else 1.0)
+    return Row(
+        model=model,
+        cluster=cluster_name,
+        step_ms=step_ms,
+        refused=refused,
+        plan=words,
+        gap=gap,
+        cpu_s=cpu_s,
+        ratio=ratio,
+        best=best,
+    )
+
+
+def line(row: Row) -> str:
+    """Return a row as one line of text."""
+    free = f"{row.step_ms[FREE]:.4g} ms" if FREE in row.step_ms else "no plan"
+    return (
+        f"{row.cluster:16} {row.model:16} {free:>10}, {row.ratio:.4f} of {row.best}; {row.plan}; {row.cpu_s:.1f} CPU "
+        f"s; {len(row.step_ms)} planned, {len(row.refused)} refused"
+    )
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """Return the rows as a table."""
+    table = Table("cluster", "model", "ms", "of the best other", "which", "plan", "gap", "CPU s")
+    for row in rows:
+        free = f"{row.step_ms[FREE]:.4g}" if FREE in row.step_ms else "-"
+        gap = "-" if row.gap is None else f"{100 * row.gap:.2g} %"
+        table.add_row(row.cluster, row.model, free, f"{row.ratio:.4f}", row.best, row.plan, gap, f"{row.cpu_s:.1f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What is searched freely is never behind what is fixed, by the simulator; and its bound is below all of them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.compiler.planning.step_bounds import Work, step_bounds
+from autopar.errors import AutoparError, InvalidArgument
+from autopar.hardware.machine import Link, Machine
+from autopar.methods import EFFORTS
+
+LAYERS = 3
+
+
+def train_step(params, batch):
+    def loss_of(params):
+        h = batch["x"]
+        for i in range(LAYERS):
+            with jax.named_scope(f"h_{i}"):
+                h = h + jnp.tanh(h @ params[f"h_{i}"]["up"]) @ params[f"h_{i}"]["down"]
+        return jnp.mean((h - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def arguments(width, rows):
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    params = {f"h_{i}": {"up": array(width, 2 * width), "down": array(2 * width, width)} for i in range(LAYERS)}
+    return params, {"x": array(rows, width), "y": array(rows, width)}
+
+
+def slow_links():
+    """Return hosts of two devices with slow links between them: stages pay off."""
+    inter = Link(latency_s=1e-6, bandwidth=1e7, ramp_bytes=0.0)
+    machine = dataclasses.replace(
+        Machine.named("p3.16xlarge"),
+        name="pairs",
+        devices_per_host=2,
+        domain=2,
+        inter=inter,
+        intra=dataclasses.replace(inter, bandwidth=1e10),
+        peak_flops={"float32": 1e9},
+        matmul_share={"float32": 1.0},
+        matmul_half_flops=0.0,
+        kernel_s=0.0,
+        sources={},
+    )
+    return autopar.Cluster(num_devices=4, machine=machine)
+
+
+CASES = {
+    "a small model": ((64, 16), autopar.Cluster.parse("1x dgx-h100").with_devices(4)),
+    "slow links": ((128, 64), slow_links()),
+    "a large model": ((4096, 1024), autopar.Cluster.parse("1x p3.16xlarge").with_devices(4)),
+}
+METHODS = (
+    autopar.Auto(num_stages=1),
+    autopar.Auto(num_stages=1, num_microbatches=2),
+    autopar.Auto(num_stages=2),
+    autopar.Auto(num_microbatches=4),
+    autopar.Auto(schedule="1f1b"),
+    autopar.Auto(mesh_shape=(4,)),
+    autopar.Auto(mesh_shape=(2,)),
+    autopar.DataParallel(),
+    autopar.Zero(stage=3),
+    autopar.Megatron(tensor=2),
+    autopar.Megatron(pipeline=2, num_microbatches=4),
+    autopar.PipelineParallel(num_stages=2, num_microbatches=4),
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_freedom_costs_no_time(case):
+    sizes, cluster = CASES[case]
+    traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(*sizes))
+    free = traced.plan(autopar.Auto())
+    free_s, certificate = free.simulate(cluster).step_time_s, free.plan.certificate
+    assert certificate.step_time_s == pytest.approx(free_s)
+    assert certificate.lower_bound_s <= free_s
+    for method in METHODS:
+        try:
+            seconds = traced.plan(method).simulate(cluster).step_time_s
+        except AutoparError:
+            continue
+        assert free_s <= 1.001 * seconds, method
+        assert certificate.lower_bound_s <= seconds * (1 + 1e-9), method
+
+
+def test_bounds_are_below_what_is_simulated_and_grow_with_stages_and_microbatches():
+    cluster = autopar.Cluster.parse("1x dgx-h100")
+    traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(64, 32))
+    bounds = step_bounds(traced.trace, cluster.machine, 8, batch_statistics="exact", random="full_batch")
+    assert bounds.one_program_s(8, 1) < bounds.one_program_s(4, 1) < bounds.one_program_s(1, 1)
+    assert bounds.one_program_s(8, 1) < bounds.one_program_s(8, 2)
+    sizes = [1, 2, 4, 8]
+    for count in (1, 2, 4):
+        assert bounds.stages_s(count, 2, 2, sizes) <= bounds.stages_s(count, 4, 4, sizes)
+        method = autopar.PipelineParallel(num_stages=2, num_microbatches=count)
+        assert bounds.stages_s(count, 2, 2, [4]) <= traced.plan(method).simulate(cluster).step_time_s
+    alone = autopar.parallelize(train_step, cluster=cluster.with_devices(1)).trace(*arguments(64, 32))
+    assert bounds.one_program_s(1, 1) == pytest.approx(alone.plan().simulate().step_time_s, rel=0.05)
+    assert bounds.stages_s(1, 9, 9, sizes) == float("inf")
+
+
+def test_work_divides_but_for_what_begins_everywhere():
+    assert Work(fixed_s=1.0, divisible_s=4.0).on(4) == 2.0
+
+
+def test_equal_inputs_give_equal_plans():
+    sizes, cluster = CASES["slow links"]
+    step = autopar.parallelize(train_step, cluster=cluster, method=autopar.Auto(num_microbatches=4))
+    one, other = (step.trace(*arguments(*sizes)).plan().plan for _ in range(2))
+    assert one.to_json() == other.to_json()
+
+
+def test_what_ended_the_search_early_is_said(monkeypatch):
+    sizes, cluster = CASES["slow links"]
+    traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(*sizes))
+    monkeypatch.setitem(EFFORTS, "fast", 1)
+    fast = traced.plan(autopar.Auto(effort="fast")).plan
+    assert 'effort="fast" ended the search' in " ".join(str(fast).split())
+    stopped = traced.plan(autopar.Auto(time_limit_s=1e-9)).plan
+    assert "the time limit of 1e-09 s ended the search" in " ".join(str(stopped).split())
+
+
+def test_an_effort_that_there_is_not_is_refused():
+    with pytest.raises(InvalidArgument, match="effort"):
+        autopar.Auto(effort="some")
