@@ -34,7 +34,7 @@ class MeshCosts:
     """The costs of collectives when this was made, so that what is cached by it is never another one's."""
 
     def of_update(self) -> MeshCosts:
-        """Return the costs of the update, whose collectives share their latency."""
+        """Return the costs of the update, and of what is combined as it is: collectives share their latency."""
         return replace(self, latency_share=_COMBINED_LATENCY_SHARE)
 
     def collective_s(self, kind: str, axes: Iterable[int], nbytes: float) -> float:

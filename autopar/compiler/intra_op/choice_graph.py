@@ -49,6 +49,7 @@ from autopar.compiler.sharding.rule import Rule
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.compiler.solver.problem import MRF
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, value_numbers
+from autopar.compiler.spmd.combining import CombinedValues, combined_values
 from autopar.compiler.spmd.phase import phase_of
 
 
@@ -246,6 +247,8 @@ class BlockBuilder:
     weight: float
     nested: bool
     classes: Sequence[int]
+    combined: CombinedValues
+    """The values whose collectives share their latency."""
     only_phase: str | None = None
     """The phase of its equations, where that is known; otherwise the scopes tell."""
     sources: dict[jc.Var, LayoutNode] = field(default_factory=dict[jc.Var, LayoutNode])
@@ -351,13 +354,13 @@ class BlockBuilder:
         return done
 
     def _connect(self, v: jc.Var, uses: list[Reader], done: BlockGraph) -> None:
-        table, source = self.planner.table, self.sources[v]
+        source = self.sources[v]
         weight = self.weight * self.instances[v]
         # Of folded layers each may have a reader of its own: then nothing is there twice to be kept for.
         if len(uses) > 1 and sum(u.weight for u in uses) > weight:
             phase = min((u.phase for u in uses), key=PHASES.index)
             stored = self._form(v, "stored", source)
-            table.add_edge(source, stored, v.aval, weight, phase)
+            self._reshard(v, source, stored, weight, phase)
             done.stored[v] = source = stored
         phases = dict.fromkeys(u.phase for u in uses)
         for phase in phases:
@@ -365,10 +368,15 @@ class BlockBuilder:
             origin = source
             if v in done.stored and len(mine) > 1 and len(phases) > 1 and phase != "update":
                 origin = self._form(v, phase, source)
-                table.add_edge(source, origin, v.aval, weight, phase)
+                self._reshard(v, source, origin, weight, phase)
                 done.copies.setdefault(v, {})[phase] = origin
             for use in mine:
-                table.add_edge(origin, use.node, v.aval, use.weight, use.phase)
+                self._reshard(v, origin, use.node, use.weight, use.phase)
+
+    def _reshard(self, v: jc.Var, source: LayoutNode, target: LayoutNode, weight: float, phase: str) -> None:
+        """Add an edge; a collective that is combined with others costs what one of the update does."""
+        phase = "update" if self.combined.share(v, phase) else phase
+        self.planner.table.add_edge(source, target, v.aval, weight, phase)
 
     def _form(self, v: jc.Var, name: str, source: LayoutNode) -> LayoutNode:
         aval: Any = v.aval
@@ -410,6 +418,7 @@ def build_graph(
         nested=False,
         classes=classes,
         equivalent=equivalent,
+        combined=combined_values(jaxpr),
     )
     block.collect()
     ends: list[LayoutNode | None] = []

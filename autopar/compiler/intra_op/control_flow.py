@@ -24,6 +24,7 @@ from autopar.compiler.jaxprs.trip_counts import trip_count
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
 from autopar.compiler.sharding.replicated_values import below_split_size, free_carry, free_results
 from autopar.compiler.sharding.rule import shapes_of
+from autopar.compiler.spmd.combining import combined_in_body
 
 
 def enter(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
@@ -50,7 +51,7 @@ def _scan(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
         None if free else _argument(block, f"scan operand {number}", v.aval, _accumulates(body, v, number, loop))
         for number, (v, free) in enumerate(zip(body.invars, is_free, strict=True))
     ]
-    inside = _body(block, body, arguments, weight * loop.length)
+    inside = _body(block, eqn, body, arguments, weight * loop.length)
     carry = arguments[loop.num_consts : first_xs]
     ends = _ends(inside, carry)
     outside = [node if number < first_xs else _stacked(node) for number, node in enumerate(arguments)]
@@ -71,8 +72,8 @@ def _while(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode
     ]
     carry = arguments[first_carry:]
     weight *= trip_count(eqn)
-    asked = _body(block, cond, [*arguments[: loop.cond_consts], *carry], weight)
-    inside = _body(block, body, [*arguments[loop.cond_consts : first_carry], *carry], weight)
+    asked = _body(block, eqn, cond, [*arguments[: loop.cond_consts], *carry], weight)
+    inside = _body(block, eqn, body, [*arguments[loop.cond_consts : first_carry], *carry], weight)
     # Every device counts rounds for itself; when they end is known by data, so that the count is not free after them.
     results = [
         None if free else node or _everywhere(block, len(shape))
@@ -92,7 +93,7 @@ def _cond(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
         None if _is_free(block, atom) else _argument(block, f"cond operand {number}", atom.aval)
         for number, atom in enumerate(eqn.invars[1:])
     ]
-    insides = [_body(block, branch, arguments, weight / len(branches)) for branch in branches]
+    insides = [_body(block, eqn, branch, arguments, weight / len(branches)) for branch in branches]
     known = [all(_is_free(b, b.jaxpr.outvars[number]) for b in insides) for number in range(len(eqn.outvars))]
     results = [
         None if free and index is None else _argument(block, f"cond result {number}", v.aval)
@@ -111,12 +112,14 @@ def _remat(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode
         None if _is_free(block, atom) else _argument(block, f"remat operand {number}", atom.aval)
         for number, atom in enumerate(eqn.invars)
     ]
-    inside = _body(block, body, arguments, weight)
+    inside = _body(block, eqn, body, arguments, weight)
     ends = _ends(inside, [])
     return EquationNode(arguments=tuple(arguments), results=tuple(ends), bodies=(inside.finish(ends),))
 
 
-def _body(block: BlockBuilder, jaxpr: jc.Jaxpr, arguments: Sequence[LayoutNode | None], weight: float) -> BlockBuilder:
+def _body(
+    block: BlockBuilder, eqn: jc.JaxprEqn, jaxpr: jc.Jaxpr, arguments: Sequence[LayoutNode | None], weight: float
+) -> BlockBuilder:
     inside = BlockBuilder(
         planner=block.planner,
         jaxpr=jaxpr,
@@ -124,6 +127,7 @@ def _body(block: BlockBuilder, jaxpr: jc.Jaxpr, arguments: Sequence[LayoutNode |
         weight=weight,
         nested=True,
         classes=range(len(jaxpr.eqns)),
+        combined=combined_in_body(jaxpr, eqn, block.combined),
     )
     inside.collect()
     return inside

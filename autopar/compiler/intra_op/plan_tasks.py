@@ -40,6 +40,8 @@ from autopar.compiler.solver.presolve import ReducedMRF, reduce_problem
 from autopar.compiler.solver.problem import MRF, Optimum
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.compiler.spmd.block_plan import BlockPlan
+from autopar.compiler.spmd.combining import CombinedValues, combined_values
+from autopar.compiler.spmd.local_program import LocalBlock, local_block
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,6 +56,20 @@ class GroupTask:
     phase: str
     donated: tuple[int, ...] = ()
     """The inputs, by number, whose places results may take."""
+    parameters: tuple[int, ...] = ()
+    """The inputs, by number, that are there before the step."""
+    gradients: tuple[int, ...] = ()
+    """The outputs, by number, that an update reads."""
+
+    @cached_property
+    def combined(self) -> CombinedValues:
+        """The values whose collectives are combined."""
+        return combined_values(jc.open_jaxpr(self.jaxpr)[0], self.phase, self.parameters, self.gradients)
+
+
+def local_task(task: GroupTask, plan: BlockPlan, mesh: LogicalMesh) -> LocalBlock:
+    """Return what one device does of a task."""
+    return local_block(jc.open_jaxpr(task.jaxpr)[0], plan, mesh, phase=task.phase, combined=task.combined)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -222,6 +238,7 @@ class _Group:
             nested=False,
             classes=folded.classes,
             only_phase=task.phase,
+            combined=task.combined,
             equivalent=equivalent,
         )
         block.collect()

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.compiler.intra_op.plan_tasks import GroupTask
+from autopar.compiler.intra_op.plan_tasks import GroupTask, local_task
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.task_executables import (
@@ -27,7 +27,7 @@ from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.spmd.block_plan import from_data, layout_from_text
 from autopar.compiler.spmd.emit import border_shape, border_spec, emit_spmd_task
-from autopar.compiler.spmd.local_program import LocalBlock, local_block
+from autopar.compiler.spmd.local_program import LocalBlock
 from autopar.errors import PlanMismatch
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import MeshSharding
@@ -56,6 +56,8 @@ def tasks_of_stages(
     donated = frozenset(donated_leaves)
     given = {i.value for i in graph.inputs if i.kind == "whole" and i.leaf in donated}
     last = {name: emitted for emitted in every for name in emitted.inputs}
+    whole = {i.value for i in graph.inputs if i.kind == "whole"}
+    updated = {name for emitted in every if emitted.task.kind == "U" for name in emitted.inputs}
     return [
         GroupTask(
             name=executable_name(emitted),
@@ -70,6 +72,8 @@ def tasks_of_stages(
                 # Accumulators are written again; the state is overwritten where it is read last.
                 if name in emitted.outputs or (emitted.task.kind == "U" and name in given and last[name] is emitted)
             ),
+            parameters=tuple(place for place, name in enumerate(emitted.inputs) if name.partition("@")[0] in whole),
+            gradients=tuple(place for place, name in enumerate(emitted.outputs) if name in updated),
         )
         for emitted in every
     ]
@@ -136,7 +140,7 @@ def _block_of(task: GroupTask, sharding: MeshSharding, mesh: LogicalMesh, number
             f"The plan has {found} for the task {task.name} of mesh {number}, which has {len(jaxpr.eqns)}. Make a new "
             "plan with step.trace(...).plan()."
         )
-    return local_block(jaxpr, plan, mesh, phase=task.phase)
+    return local_task(task, plan, mesh)
 
 
 def _type(graph: StageGraph, name: str, layout: Layout | None, mesh: LogicalMesh) -> ArrayType:

@@ -175,8 +175,7 @@ def stage_cost(
     weight_s = 0.0
     blocks = local_blocks(layer.tasks, solved, mesh) if blocks is None else blocks
     for task in layer.tasks:
-        mine = mesh_costs.of_update() if task.phase == "update" else mesh_costs
-        task_s = block_times(blocks[task.name], mine).total_s
+        task_s = block_times(blocks[task.name], mesh_costs).total_s
         seconds[task.phase] += task_s
         weight_s += task_s if task.name.startswith("weight_gradient") else 0.0
     memory = stage_memory(layer, solved.layouts, blocks, mesh, mesh_costs.machine)

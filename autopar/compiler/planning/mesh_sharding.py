@@ -13,15 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
-from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, task_graph
-from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, local_task, task_graph
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.compiler.spmd.block_plan import layout_text, to_data
 from autopar.compiler.spmd.block_times import block_times
 from autopar.compiler.spmd.collectives import planned_collectives
-from autopar.compiler.spmd.local_program import LocalBlock, local_block
+from autopar.compiler.spmd.local_program import LocalBlock
 from autopar.ir.plan_sharding import MeshSharding, PlannedCollective, TaskTimes
 
 
@@ -76,12 +75,11 @@ def mesh_sharding(
     blocks = local_blocks(tasks, solution, mesh) if blocks is None else blocks
     for task in tasks:
         block = blocks[task.name]
-        own = mesh_costs.of_update() if task.phase == "update" else mesh_costs
-        took = block_times(block, own)
+        took = block_times(block, mesh_costs)
         times[task.name] = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
         memory = peak_memory(block, mesh, task.donated, product_workspace=mesh_costs.machine.product_workspace_bytes)
         temporary_bytes[task.name] = memory.peak_bytes - memory.arguments_bytes
-        collectives += priced_collectives(block, mesh, own, times=task.times, name=task.name)
+        collectives += priced_collectives(block, mesh_costs, times=task.times, name=task.name)
     return MeshSharding(
         layouts={
             "values": {name: layout_text(layout, mesh) for name, layout in sorted(solution.layouts.items())},
@@ -109,8 +107,7 @@ def mesh_sharding_like(
     blocks = local_blocks(tasks, solution, mesh)
     collectives: list[PlannedCollective] = []
     for task in tasks:
-        own = mesh_costs.of_update() if task.phase == "update" else mesh_costs
-        collectives += priced_collectives(blocks[task.name], mesh, own, times=task.times, name=task.name)
+        collectives += priced_collectives(blocks[task.name], mesh_costs, times=task.times, name=task.name)
     return replace(
         sharding,
         layouts={
@@ -125,16 +122,14 @@ def mesh_sharding_like(
 
 def local_blocks(tasks: Sequence[GroupTask], solution: GroupPlan, mesh: LogicalMesh) -> dict[str, LocalBlock]:
     """Return the program of one device for each task of a solution."""
-    return {
-        task.name: local_block(jc.open_jaxpr(task.jaxpr)[0], solution.tasks[task.name], mesh, phase=task.phase)
-        for task in tasks
-    }
+    return {task.name: local_task(task, solution.tasks[task.name], mesh) for task in tasks}
 
 
 def priced_collectives(
-    block: LocalBlock, mesh: LogicalMesh, mesh_costs: MeshCosts, *, times: float = 1, name: str = ""
+    block: LocalBlock, mesh_costs: MeshCosts, *, times: float = 1, name: str = ""
 ) -> list[PlannedCollective]:
     """Return the collectives of a program that a step runs so many times; `name` is the scope of those without one."""
+    mesh = mesh_costs.mesh
     return [
         PlannedCollective(
             kind=each.collective.kind,
@@ -142,9 +137,7 @@ def priced_collectives(
             group_size=mesh.size(each.collective.axes),
             nbytes=each.collective.nbytes,
             times=each.times * times,
-            seconds=each.times
-            * times
-            * mesh_costs.collective_s(each.collective.kind, each.collective.axes, each.collective.nbytes),
+            seconds=times * each.seconds(mesh_costs),
             dtype=each.dtype,
             what=each.what,
             scope=each.scope or name,

@@ -203,7 +203,7 @@ def plan_of(
     recomputed = searched.recomputed_layers
     sharding = ShardingPlan(
         layouts=to_data(searched.intra_op.plan, mesh),
-        collectives=tuple(priced_collectives(block, mesh, searched.mesh_costs)),
+        collectives=tuple(priced_collectives(block, searched.mesh_costs)),
         step_time_s=searched.intra_op.optimum.value,
         lower_bound_s=searched.intra_op.optimum.lower_bound,
         peak_bytes=searched.peak_bytes,

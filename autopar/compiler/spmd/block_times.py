@@ -27,11 +27,8 @@ class BlockTimes(NamedTuple):
 
 
 def block_times(block: LocalBlock, mesh_costs: MeshCosts) -> BlockTimes:
-    """The times of a program; `mesh_costs` are those of its phase."""
-    collective_s = sum(
-        each.times * mesh_costs.collective_s(each.collective.kind, each.collective.axes, each.collective.nbytes)
-        for each in planned_collectives(block, mesh_costs.mesh)
-    )
+    """The times of a program."""
+    collective_s = sum(each.seconds(mesh_costs) for each in planned_collectives(block, mesh_costs.mesh))
     return BlockTimes(_equations_s(block, mesh_costs), collective_s)
 
 

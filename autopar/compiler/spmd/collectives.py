@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_key
@@ -122,6 +123,13 @@ class LocalCollective(NamedTuple):
     phase: str
     repeated: bool
     """The same was done before, and is done again to save memory."""
+    combined: bool
+    """The compiler combines it with others, so that they share their latency."""
+
+    def seconds(self, mesh_costs: MeshCosts) -> float:
+        """Return the seconds of all its runs in a step."""
+        costs = mesh_costs.of_update() if self.combined else mesh_costs
+        return self.times * costs.collective_s(self.collective.kind, self.collective.axes, self.collective.nbytes)
 
 
 def planned_collectives(block: LocalBlock, mesh: LogicalMesh) -> Iterator[LocalCollective]:
@@ -139,16 +147,17 @@ def _of_block(
                 aval: Any = action.aval
                 what = f"{aval.str_short()} {describe_layout(source, mesh)} -> {describe_layout(result.layout, mesh)}"
                 scope = jc.scope_of(reader[result]) if result in reader else ""
+                shares = block.combined.share(result.variable, result.form)
                 moves = step_collectives(steps, source, tuple(aval.shape), aval.dtype.itemsize, mesh)
                 for each, again in zip(moves, repeated[action], strict=True):
-                    yield LocalCollective(each, times, str(aval.dtype), what, scope, result.form, again)
+                    yield LocalCollective(each, times, str(aval.dtype), what, scope, result.form, again, shares)
             case Evaluate(eqn=eqn, results=results, strategy=strategy):
                 for again in repeated[action]:
                     aval = eqn.outvars[0].aval
                     nbytes = aval.size * aval.dtype.itemsize / num_shards(aval.shape, results[0].layout, mesh)
                     combined = Collective(kind="all-reduce", axes=strategy.combined, nbytes=nbytes)
                     what = f"{eqn.primitive.name} {aval.str_short()}"
-                    yield LocalCollective(combined, times, str(aval.dtype), what, jc.scope_of(eqn), "", again)
+                    yield LocalCollective(combined, times, str(aval.dtype), what, jc.scope_of(eqn), "", again, False)
             case RunBody(eqn=eqn, bodies=bodies):
                 for body in bodies:
                     yield from _of_block(body, mesh, repeated, times * trips(eqn))

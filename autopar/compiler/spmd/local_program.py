@@ -19,6 +19,7 @@ from autopar.compiler.resharding.steps import ReshardStep
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, strategy_of, value_numbers
+from autopar.compiler.spmd.combining import CombinedValues, combined_in_body, combined_values
 from autopar.compiler.spmd.phase import phase_of
 
 
@@ -93,14 +94,23 @@ class LocalBlock:
     inputs: tuple[Value, ...]
     actions: tuple[Action, ...]
     outputs: tuple[Value | jc.Literal, ...]
+    combined: CombinedValues
 
 
 def local_block(
-    jaxpr: jc.Jaxpr, plan: BlockPlan, mesh: LogicalMesh, *, nested: bool = False, phase: str | None = None
+    jaxpr: jc.Jaxpr,
+    plan: BlockPlan,
+    mesh: LogicalMesh,
+    *,
+    phase: str | None = None,
+    combined: CombinedValues | None = None,
 ) -> LocalBlock:
-    """Spell out a plan. `phase` is that of all equations, where the scopes are not to tell."""
-    phase = "body" if nested else phase
-    writer = _Writer(jaxpr=jaxpr, plan=plan, mesh=mesh, phase=phase, numbers=value_numbers(jaxpr))
+    """Spell out a plan. `phase` is that of all equations, "body" in a body, where the scopes are not to tell.
+
+    `combined` are its values whose collectives are combined, by default those of a whole step.
+    """
+    combined = combined_values(jaxpr, phase) if combined is None else combined
+    writer = _Writer(jaxpr=jaxpr, plan=plan, mesh=mesh, phase=phase, numbers=value_numbers(jaxpr), combined=combined)
     inputs = [
         writer.define(v, _or_replicated(layout, v)) for v, layout in zip(jaxpr.invars, plan.arguments, strict=True)
     ]
@@ -112,7 +122,13 @@ def local_block(
         writer.read(atom, _or_replicated(layout, atom), phase or "update")
         for atom, layout in zip(jaxpr.outvars, plan.results, strict=True)
     ]
-    return LocalBlock(jaxpr=jaxpr, inputs=tuple(inputs), actions=tuple(writer.actions), outputs=tuple(outputs))
+    return LocalBlock(
+        jaxpr=jaxpr,
+        inputs=tuple(inputs),
+        actions=tuple(writer.actions),
+        outputs=tuple(outputs),
+        combined=combined,
+    )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -122,6 +138,7 @@ class _Writer:
     mesh: LogicalMesh
     phase: str | None
     numbers: dict[jc.Var, int]
+    combined: CombinedValues
     produced: dict[Any, Value] = field(default_factory=dict[Any, Value])
     forms: dict[Value, Value] = field(default_factory=dict[Value, Value])
     actions: list[Action] = field(default_factory=list[Action])
@@ -141,7 +158,7 @@ class _Writer:
         )
         if plan.bodies:
             bodies = [
-                local_block(body, each, self.mesh, nested=True)
+                local_block(body, each, self.mesh, phase="body", combined=combined_in_body(body, eqn, self.combined))
                 for body, each in zip(_bodies(eqn), plan.bodies, strict=True)
             ]
             self.actions.append(RunBody(eqn=eqn, operands=operands, results=results, bodies=tuple(bodies)))
