@@ -37,7 +37,7 @@ from autopar.compiler.sharding.rule_lookup import sharding_rules
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.compiler.solver.constrained import NoneWithin, minimize_within_limits
 from autopar.compiler.solver.feasibility import Measured
-from autopar.compiler.solver.optimum_cache import cached, problem_fingerprint
+from autopar.compiler.solver.optimum_cache import cached
 from autopar.compiler.solver.problem import Assignment, Optimum
 from autopar.compiler.solver.solve import solve
 from autopar.compiler.spmd.block_plan import BlockPlan
@@ -133,11 +133,8 @@ def plan_intra_op(
         )
         return solve_within_memory(search, time_limit_s=time_limit_s)
 
-    if cache_directory is None:
-        optimum = best()
-    else:
-        more = (str(memory_budget), str(memory_headroom), str(sorted(donated)), str(time_limit_s))
-        optimum = cached(problem_fingerprint(problem, *more), cache_directory, best)
+    more = (str(memory_budget), str(memory_headroom), str(sorted(donated)), str(time_limit_s))
+    optimum = cached(problem, cache_directory, best, *more)
     return IntraOpPlan(plan=block_plan_of(choices, optimum.assignment), optimum=optimum, choices=choices, table=table)
 
 

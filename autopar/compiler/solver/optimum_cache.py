@@ -8,40 +8,52 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from autopar.compiler.solver.problem import MRF, FloatArray, Optimum
+from autopar.compiler.solver.problem import MRF, FloatArray, Optimum, assignment_cost
 from autopar.compiler.solver.solve import solve
 
 CACHE_VERSION = 6
 """Changes whenever what is kept, or what an optimum is, changes."""
+COST_TOLERANCE = 1e-9
+"""Share of the cost of an assignment by which the one that was kept may differ, as sums in another order do."""
 
 
 def solve_or_recall(problem: MRF, directory: Path | None, *, time_limit_s: float, max_gap: float) -> Optimum:
     """Return the optimum of a problem, kept in a directory if one is given."""
-
-    def solved() -> Optimum:
-        return solve(problem, time_limit_s=time_limit_s, max_gap=max_gap)
-
-    if directory is None:
-        return solved()
-    return cached(problem_fingerprint(problem, str(time_limit_s), str(max_gap)), directory, solved)
+    make = partial(solve, problem, time_limit_s=time_limit_s, max_gap=max_gap)
+    return cached(problem, directory, make, str(time_limit_s), str(max_gap))
 
 
-def cached(key: str, directory: Path, make: Callable[[], Optimum]) -> Optimum:
-    """Return the optimum kept in `directory` under `key`, else the one that `make` returns, which is then kept.
+def cached(problem: MRF, directory: Path | None, make: Callable[[], Optimum], *more: str) -> Optimum:
+    """Return the optimum of a problem that is kept in `directory`, else the one that `make` returns, and keep that.
 
-    A file that cannot be read is made again, and a directory that cannot be written to is left alone.
+    `more` is whatever else the optimum depends on. A file that cannot be read, or whose optimum is of no such problem,
+    is made again, and a directory that cannot be written to is left alone; without a directory nothing is kept.
     """
-    path = directory / f"{key}.json"
+    if directory is None:
+        return make()
+    path = directory / f"{problem_fingerprint(problem, *more)}.json"
     kept = _read(path)
-    if kept is None:
+    if kept is None or not _holds(problem, kept):
         kept = make()
         _write(path, kept)
     return kept
+
+
+def _holds(problem: MRF, kept: Optimum) -> bool:
+    """Return whether an assignment is one of the problem, and costs what is said, and no less than its bound."""
+    sizes = [cost.size for cost in problem.costs]
+    if len(kept.assignment) != len(sizes) or not all(map(lambda o, size: 0 <= o < size, kept.assignment, sizes)):
+        return False
+    slack = COST_TOLERANCE * abs(kept.value)
+    return (
+        abs(assignment_cost(problem, kept.assignment) - kept.value) <= slack and kept.lower_bound <= kept.value + slack
+    )
 
 
 def problem_fingerprint(problem: MRF, *more: str) -> str:

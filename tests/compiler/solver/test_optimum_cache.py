@@ -1,44 +1,64 @@
 """An optimum is solved for once per problem, whatever happens to the files."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from autopar.compiler.solver.optimum_cache import cached, problem_fingerprint
-from autopar.compiler.solver.problem import MRF, Optimum
+from autopar.compiler.solver.problem import MRF
 from autopar.compiler.solver.solve import solve
 from tests.compiler.solver.random_problems import small_problem
 
-OPTIMUM = Optimum(assignment=(0, 2), value=0.1 + 0.2, lower_bound=0.3, seconds=1.5, how="reductions")
+PROBLEM = small_problem(5)
+OPTIMUM = solve(PROBLEM)
 
 
 def never():
     pytest.fail("solved although the optimum is kept")
 
 
+def kept_file(directory):
+    (path,) = directory.iterdir()
+    return path
+
+
 def test_what_was_kept_is_not_made_again(tmp_path):
-    assert cached("key", tmp_path / "new", lambda: OPTIMUM) == OPTIMUM
-    assert cached("key", tmp_path / "new", never) == OPTIMUM
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["key.json"]
+    assert cached(PROBLEM, tmp_path / "new", lambda: OPTIMUM) == OPTIMUM
+    assert cached(PROBLEM, tmp_path / "new", never) == OPTIMUM
+    assert kept_file(tmp_path / "new").name == f"{problem_fingerprint(PROBLEM)}.json"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"assignment": [0]}', '{"assignment": 1}', "\xff"])
 def test_unreadable_file_is_made_again(tmp_path, text):
-    (tmp_path / "key.json").write_bytes(text.encode("latin-1"))
-    assert cached("key", tmp_path, lambda: OPTIMUM) == OPTIMUM
-    assert cached("key", tmp_path, never) == OPTIMUM
+    cached(PROBLEM, tmp_path, lambda: OPTIMUM)
+    kept_file(tmp_path).write_bytes(text.encode("latin-1"))
+    assert cached(PROBLEM, tmp_path, lambda: OPTIMUM) == OPTIMUM
+    assert cached(PROBLEM, tmp_path, never) == OPTIMUM
+
+
+POISONED = {
+    "too short": replace(OPTIMUM, assignment=OPTIMUM.assignment[1:]),
+    "no option": replace(OPTIMUM, assignment=(99, *OPTIMUM.assignment[1:])),
+    "below zero": replace(OPTIMUM, assignment=(-1, *OPTIMUM.assignment[1:])),
+    "another cost": replace(OPTIMUM, value=0.9 * OPTIMUM.value),
+    "a bound above": replace(OPTIMUM, lower_bound=1.1 * OPTIMUM.value),
+    "no number": replace(OPTIMUM, value=float("nan")),
+}
+
+
+@pytest.mark.parametrize("kind", POISONED)
+def test_file_with_an_optimum_of_no_such_problem_is_made_again(tmp_path, kind):
+    cached(PROBLEM, tmp_path, lambda: OPTIMUM)
+    kept_file(tmp_path).write_text(json.dumps(asdict(POISONED[kind])))
+    assert cached(PROBLEM, tmp_path, lambda: OPTIMUM) == OPTIMUM
+    assert cached(PROBLEM, tmp_path, never) == OPTIMUM
 
 
 def test_directory_that_cannot_be_written_is_left_alone(tmp_path):
     (tmp_path / "file").write_text("")
-    assert cached("key", tmp_path / "file", lambda: OPTIMUM) == OPTIMUM
-
-
-def test_optimum_of_a_problem_comes_back_as_it_was(tmp_path):
-    problem = small_problem(5)
-    key = problem_fingerprint(problem)
-    assert cached(key, tmp_path, lambda: solve(problem)) == cached(key, tmp_path, never)
+    assert cached(PROBLEM, tmp_path / "file", lambda: OPTIMUM) == OPTIMUM
 
 
 def test_fingerprint_tells_problems_apart():
