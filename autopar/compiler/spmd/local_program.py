@@ -5,19 +5,25 @@
 All that the plan left implicit is spelled out here, once: where a value is reduced or gathered, which readers share
 the result, in which layout a loop's body finds its operands. The traced program, the list of its collectives and its
 memory are all read off this, so they cannot differ.
+
+What every device may compute for itself (a mask, positions) is computed in the parts that its readers want: the whole
+of a mask over the batch would be as large as on one device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.resharding.costs import reshard_steps
 from autopar.compiler.resharding.steps import ReshardStep
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
-from autopar.compiler.sharding.strategies import Strategy
+from autopar.compiler.sharding.rule_lookup import rules_without_warning
+from autopar.compiler.sharding.strategies import Strategy, strategies
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, strategy_of, value_numbers
 from autopar.compiler.spmd.combining import CombinedValues, combined_in_body, combined_values
 from autopar.compiler.spmd.phase import phase_of
@@ -125,7 +131,7 @@ def local_block(
     return LocalBlock(
         jaxpr=jaxpr,
         inputs=tuple(inputs),
-        actions=tuple(writer.actions),
+        actions=_without_unread(writer.actions, outputs, writer.free),
         outputs=tuple(outputs),
         combined=combined,
     )
@@ -140,6 +146,8 @@ class _Writer:
     numbers: dict[jc.Var, int]
     combined: CombinedValues
     produced: dict[Any, Value] = field(default_factory=dict[Any, Value])
+    free: dict[Any, jc.JaxprEqn] = field(default_factory=dict[Any, jc.JaxprEqn])
+    """By value the equation that every device may evaluate for itself."""
     forms: dict[Value, Value] = field(default_factory=dict[Value, Value])
     actions: list[Action] = field(default_factory=list[Action])
     gathered: set[tuple[Value, Layout]] = field(default_factory=set[tuple[Value, Layout]])
@@ -152,6 +160,7 @@ class _Writer:
         phase = "body" if self.phase == "body" else phase_of(eqn, self.phase)
         if plan is None:
             plan = _everywhere(eqn, self.mesh)
+            self.free.update(dict.fromkeys(eqn.outvars, eqn) if not eqn.effects else {})
         operands = self._operands(eqn, plan, phase)
         results = tuple(
             self.define(v, _or_replicated(layout, v)) for v, layout in zip(eqn.outvars, plan.results, strict=True)
@@ -185,10 +194,28 @@ class _Writer:
             return self.produced[wanted.variable]
         if wanted not in self.forms:
             self.forms[wanted] = wanted
+            if self._evaluate_part(wanted):
+                return wanted
             again = (origin, wanted.layout) in self.gathered
             self.gathered.add((origin, wanted.layout))
             self._reshard(origin, wanted, latest if again else None)
         return self.forms[wanted]
+
+    def _evaluate_part(self, wanted: Value) -> bool:
+        """Evaluate the wanted part of what is free; return false if it is not, or if its equation has no such part."""
+        eqn = self.free.get(wanted.variable)
+        if eqn is None or eqn.primitive.name in NESTED or len(eqn.outvars) > 1:
+            return False
+        (rule,) = rules_without_warning([eqn])
+        every = (s for s in strategies(eqn, rule, self.mesh) if s.results == (wanted.layout,) and not s.combined)
+        strategy = next(every, None)
+        if strategy is None:
+            return False
+        operands = tuple(
+            self.read(atom, layout, wanted.form) for atom, layout in zip(eqn.invars, strategy.operands, strict=True)
+        )
+        self.actions.append(Evaluate(eqn=eqn, operands=operands, results=(wanted,), strategy=strategy))
+        return True
 
     def _reshard(self, operand: Value | jc.Literal, result: Value, after: Value | None) -> Value:
         aval: Any = operand.aval if isinstance(operand, jc.Literal) else operand.variable.aval
@@ -209,6 +236,24 @@ class _Writer:
             operands[place] = read
             latest = latest or (read if isinstance(read, Value) else None)
         return tuple(operands[place] for place in range(len(made)))
+
+
+def _without_unread(
+    actions: Sequence[Action], outputs: Sequence[Value | jc.Literal], free: Mapping[Any, jc.JaxprEqn]
+) -> tuple[Action, ...]:
+    """Return the actions without the evaluations of free values, in whatever layout, that nothing reads."""
+    read = {v for v in outputs if isinstance(v, Value)}
+    kept: list[Action] = []
+    for action in reversed(actions):
+        if isinstance(action, Reshard):
+            mine = [action.operand] if action.after is None else [action.operand, action.after]
+        else:
+            if action.results and all(v.variable in free and v not in read for v in action.results):
+                continue
+            mine = action.operands
+        kept.append(action)
+        read.update(v for v in mine if isinstance(v, Value))
+    return tuple(reversed(kept))
 
 
 def _bodies(eqn: jc.JaxprEqn) -> list[jc.Jaxpr]:

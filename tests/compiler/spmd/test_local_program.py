@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, describe_layout, replicated
 from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan
 from autopar.compiler.spmd.collectives import planned_collectives
+from autopar.compiler.spmd.emit import emit_spmd
 from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value, local_block
 from tests.compiler.equations import real
 from tests.compiler.planned_steps import LINE, plan_step, traced
@@ -166,3 +168,24 @@ def test_every_value_is_made_before_it_is_read():
 
     closed = traced(step, real(32, 64), X)
     check(local_block(jc.open_jaxpr(closed)[0], plan_step(closed, LINE).plan, LINE))
+
+
+def test_what_every_device_may_compute_is_computed_in_the_parts_that_are_read():
+    def masked(x):
+        rows, columns = (lax.broadcasted_iota(jnp.int32, (256, 256), d) for d in (0, 1))
+        return jnp.tanh(jnp.where(rows >= columns, x, 0.0))
+
+    x = real(256, 256)
+    closed = traced(masked, x)
+    found = plan_step(closed, LINE, constraints=Constraints(inputs={0: (ROWS,)}, results={0: (ROWS,)}))
+    block = local_block(jc.open_jaxpr(closed)[0], found.plan, LINE)
+    assert not any(isinstance(action, Reshard) for action in block.actions)
+    shapes = {v.aval.shape for eqn in shard_map_body(emit_spmd(closed, block, LINE)) for v in eqn.outvars}
+    assert (256, 256) not in shapes
+    assert (32, 256) in shapes
+
+
+def shard_map_body(closed):
+    (eqn,) = jc.open_jaxpr(closed)[0].eqns
+    (body,) = jc.subjaxprs(eqn)
+    return jc.open_jaxpr(body)[0].eqns
