@@ -303,7 +303,7 @@ class Auto:
     `pins` maps regular expressions to specs: an input whose name (`state.params.h_0.kernel`) one of them finds is
     laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`. `effort` ("fast",
     "normal", "thorough") says how much of the space is looked at before the best plan so far is taken, with the gap
-    that is left; a search that takes `time_limit_s` seconds ends as well, and the plan says so.
+    that is left; a search that has worked for `time_limit_s` seconds ends as well, and the plan says so.
 
     Raises `InvalidArgument` for values that cannot be used, and fewer layers than stages.
 

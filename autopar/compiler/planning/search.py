@@ -51,7 +51,7 @@ _ATTEMPTS = 4
 """Searches for less and less memory, until stages as a whole fit."""
 _NEXT_SHARE = 0.97
 """Of the memory that one search had, the most that the next one gets."""
-_WHOLE_SHARE = 0.99
+_WHOLE_SHARE = 0.97
 """Of the time of stages by their layers: as a whole they rarely take less."""
 _LIKELY_SHARE = 0.9
 """Of the time of equal stages by the layers of other microbatches: the best ones rarely take less."""
@@ -106,11 +106,14 @@ class Completion:
 
     candidate: PipelineCandidate
     region: Stages
+    first: bool
+    """The fastest of its region: others are completed only if they are faster than the best plan as they stand."""
 
     @property
     def likely_s(self) -> float:
         """The time that its best plan is taken to need at least."""
-        return max(_WHOLE_SHARE * self.candidate.step_time_s, self.region.bound_s)
+        share = _WHOLE_SHARE if self.first else 1.0
+        return max(share * self.candidate.step_time_s, self.region.bound_s)
 
     def __str__(self) -> str:
         return str(self.candidate)
@@ -285,7 +288,7 @@ class _Search:
     def run(self) -> Plan:
         """Solve regions, the most promising first, until none can hold a better plan."""
         method = self.problem.method
-        most, deadline = EFFORTS[method.effort], time.monotonic() + method.time_limit_s
+        most, deadline = EFFORTS[method.effort], time.process_time() + method.time_limit_s
         taken, stopped = 0, ""
         while self.open:
             region = min(self.open, key=self.order)
@@ -295,7 +298,7 @@ class _Search:
                 if taken >= most:
                     stopped = f'effort="{method.effort}" ended the search'
                     break
-                if time.monotonic() > deadline:
+                if time.process_time() > deadline:
                     stopped = f"the time limit of {method.time_limit_s:g} s ended the search"
                     break
             self.open.remove(region)
@@ -392,12 +395,12 @@ class _Search:
         self.solved[count] = region.num_stages[0]
         lower_s = [FORMULA_SHARE * (1 - known.gap) * each.search.lower_bound_s for each in found]
         self.closed_s = min(self.closed_s, max(region.bound_s, min([below_s, *lower_s])))
-        for each in sorted(found, key=lambda each: each.step_time_s):
+        for place, each in enumerate(sorted(found, key=lambda each: each.step_time_s)):
             self.note(str(each), each.step_time_s)
             key = count, region.share, each.stages_key  # of several schedules the fastest is completed
             if key not in self.found:
                 self.found.add(key)
-                self.open.append(Completion(candidate=each, region=region))
+                self.open.append(Completion(candidate=each, region=region, first=place == 0))
         return True
 
     def likely_s(self, region: Stages) -> float:
