@@ -30,6 +30,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_within_memory import plan_that_fits
 from autopar.description import PlanDescription, describe_plan
 from autopar.errors import AutoparError, InvalidArgument, Unsupported
+from autopar.explorer import plan_page
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -312,6 +313,12 @@ class Planned:
             examples=work.examples,
             tokens=work.tokens,
         )
+
+    def view(self, path: str | Path, *, cluster: Cluster | None = None) -> Path:
+        """Write what `describe` returns as a page for a browser, one file that fetches nothing; return its path."""
+        page = Path(path)
+        page.write_text(plan_page(self.describe(cluster)), encoding="utf-8")
+        return page
 
     def __repr__(self) -> str:
         """One line; `print` shows what runs."""

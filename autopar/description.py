@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.ir.plan import Plan
-from autopar.ir.plan_sharding import PlannedCollective, collectives_table
+from autopar.ir.plan_sharding import collectives_table
 from autopar.ir.program import ArrayType, Program, Send
 from autopar.simulation import SimulationReport
 
@@ -68,7 +68,6 @@ class PlanDescription:
     plan: Plan
     inputs: tuple[PlacedInput, ...]
     crossings: tuple[Crossing, ...]
-    collectives: tuple[PlannedCollective, ...]
     simulated: SimulationReport
 
     def to_data(self) -> dict[str, Any]:
@@ -77,6 +76,7 @@ class PlanDescription:
         return {
             "schema": _SCHEMA,
             "step": self.step,
+            "summary": self.plan.summary(),
             "method": plan.method,
             "fingerprint": plan.fingerprint,
             "num_microbatches": plan.num_microbatches,
@@ -109,7 +109,7 @@ class PlanDescription:
                 }
                 for each in self.crossings
             ],
-            "collectives": [asdict(each) for each in self.collectives],
+            "collectives": [{"mesh": mesh, **asdict(each)} for mesh, each in self.plan.collectives_by_mesh()],
             "simulated": self.simulated.to_data(),
         }
 
@@ -141,7 +141,7 @@ class PlanDescription:
             self._stages(),
             self._inputs(),
             self._crossings(),
-            collectives_table(self.collectives, title="collectives"),
+            collectives_table(self.plan.planned_collectives, title="collectives"),
         )
 
     def to_html(self) -> str:
@@ -204,7 +204,6 @@ def describe_plan(
         plan=plan,
         inputs=_placed_inputs(program, leaf_names),
         crossings=_crossings(program),
-        collectives=plan.planned_collectives,
         simulated=simulated,
     )
 

@@ -30,6 +30,7 @@ PACKAGES = (
         "arguments",
         "simulation",
         "description",
+        "explorer",
         "session",
         "step_serialization",
         "verification",

@@ -18,7 +18,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_origin
@@ -148,11 +148,17 @@ class Plan:
         """Number of devices of all meshes together."""
         return sum(len(mesh.devices) for mesh in self.meshes)
 
+    def collectives_by_mesh(self) -> Iterator[tuple[int, PlannedCollective]]:
+        """Yield the collectives of one step, each with the number of its mesh."""
+        for number, mesh in enumerate(self.meshes):
+            sharding = self.sharding or mesh.sharding
+            for each in () if sharding is None else sharding.collectives:
+                yield number, each
+
     @property
     def planned_collectives(self) -> tuple[PlannedCollective, ...]:
         """The collectives of one step on every mesh."""
-        shardings = [self.sharding, *(mesh.sharding for mesh in self.meshes)]
-        return tuple(each for sharding in shardings if sharding is not None for each in sharding.collectives)
+        return tuple(each for _, each in self.collectives_by_mesh())
 
     def to_json(self) -> str:
         """The plan as JSON with sorted keys; a spec is a list of null, an axis name, or a list of names."""
