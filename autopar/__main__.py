@@ -2,6 +2,7 @@
 
 autopar calibrate   measures the devices at hand
 autopar doctor      checks what autopar needs, here and on a cluster
+autopar plan        plans a step, and shows the plan
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from autopar import doctor
+from autopar import doctor, plan_command
 from autopar.errors import AutoparError
 from autopar.hardware import calibrate
 
@@ -19,6 +20,7 @@ from autopar.hardware import calibrate
 COMMANDS = {
     "calibrate": (calibrate, calibrate.add_calibrate_options, calibrate.run_calibrate),
     "doctor": (doctor, doctor.add_doctor_options, doctor.run_doctor),
+    "plan": (plan_command, plan_command.add_plan_options, plan_command.run_plan),
 }
 
 

@@ -16,6 +16,7 @@ import jax
 import pytest
 
 import autopar
+from autopar.__main__ import COMMANDS
 from autopar.compiler import passes
 from autopar.hardware.cluster import Cluster
 from benchmarks.sweep import SWEEPS
@@ -154,9 +155,9 @@ def test_every_command_exists(page):
                 paths = [word for word in [program, *rest] if "/" in word]
                 assert not [path for path in paths if not (ROOT / path.split("::")[0]).exists()]
             case ["autopar", command, *rest]:
-                assert (ROOT / "autopar" / f"{command}.py").exists() or (
-                    ROOT / "autopar" / "hardware" / f"{command}.py"
-                ).exists()
+                assert command in COMMANDS
+                source = read(Path(COMMANDS[command][0].__file__))
+                assert not [word for word in rest if word.startswith("-") and f'"{word}"' not in source]
             case _:
                 pass
 
