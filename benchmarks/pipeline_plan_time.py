@@ -6,7 +6,7 @@
 Every row is a process of its own. The first one of a case finds an empty cache; the second finds what the first kept,
 and so does the third, which plans for a host less. Times are of the wall clock, in seconds: `start` imports JAX and
 autopar, `trace` traces the step, `plan` is the search. `cpu` is the processor time of all that together, which tells
-more than `total` where other processes run as well, as `load` says.
+more than `total` where other processes run as well, as `load` says; targets are of it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ from rich.table import Table
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A GPT of `benchmarks.models.sizes` on so many devices of a machine."""
+    """A model of `benchmarks.models.sizes` on so many devices of a machine."""
 
     model: str
+    """Of its family; "small" is the one of four layers, or of the least width."""
     gpus: int
+    family: str = "gpt"
     cluster: str = "p3.16xlarge"
+    remat: bool = False
+    """True if layers may be computed again; else only where the model says so itself."""
     what: str = "cold"
     target_s: float | None = None
+    """Of the processor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,24 +59,37 @@ class Row:
 
 
 CASES = (
-    Case(model="39B", gpus=64, target_s=30),
-    Case(model="76B", gpus=1024, target_s=60),
-    Case(model="76B", gpus=10240, target_s=180),
+    Case(model="small", gpus=8, cluster="dgx-h100", remat=True, target_s=2),
+    Case(model="llama-3-8b", gpus=64, cluster="dgx-h100", remat=True, target_s=8),
+    Case(model="39B", gpus=64, target_s=10),
+    Case(family="wresnet", model="6.8B", gpus=32, target_s=15),
+    Case(family="moe", model="70B", gpus=64, target_s=15),
+    Case(model="76B", gpus=1024, target_s=30),
+    Case(model="llama-3-405b", gpus=10240, cluster="dgx-h100", remat=True, target_s=60),
 )
+_LAYERS_OF_SMALL = 4
 _PER_HOST = 8
 
 
 def main() -> None:
     """Measure the cases, and show the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="one case only, of this GPT")
+    parser.add_argument("--model", help="one case only, of this model")
+    parser.add_argument("--family", default="gpt")
     parser.add_argument("--gpus", type=int, default=64)
+    parser.add_argument("--remat", action="store_true", help="layers may be computed again")
     parser.add_argument("--cluster", default="p3.16xlarge")
     parser.add_argument("--what", nargs="*", default=["cold", "again", "one host lost"])
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--here", action="store_true", help="plan in this process, and print the row as JSON")
     options = parser.parse_args()
-    one = Case(model=options.model or CASES[0].model, gpus=options.gpus, cluster=options.cluster)
+    one = Case(
+        family=options.family,
+        model=options.model or CASES[0].model,
+        gpus=options.gpus,
+        cluster=options.cluster,
+        remat=options.remat,
+    )
     if options.here:
         print(json.dumps(asdict(measured(one))))
         return
@@ -95,7 +113,8 @@ def rows_of(case: Case, what: Iterable[str]) -> Iterator[Row]:
 def measured_apart(case: Case, cache_directory: str) -> Row:
     """Plan in a new process. Its start counts from before the process is there."""
     command = [sys.executable, "-m", "benchmarks.pipeline_plan_time", "--here", "--model", case.model]
-    command += ["--gpus", str(case.gpus), "--cluster", case.cluster]
+    command += ["--family", case.family, "--gpus", str(case.gpus), "--cluster", case.cluster]
+    command += ["--remat"] if case.remat else []
     environment = os.environ | {"AUTOPAR_CACHE_DIR": cache_directory, "JAX_PLATFORMS": "cpu"}
     begin = time.perf_counter()
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -114,13 +133,15 @@ def measured(case: Case) -> Row:
     from benchmarks.models.sizes import FAMILIES
     from benchmarks.planned_case import summary
 
-    workload = FAMILIES["gpt"].maker(case.model)()
+    family = FAMILIES[case.family]
+    workload = family.scaled_down(_LAYERS_OF_SMALL // 2) if case.model == "small" else family.maker(case.model)()
     cluster = autopar.Cluster.parse(case.cluster).with_devices(case.gpus)
     step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=cluster)
     started = time.perf_counter()
     traced = step.trace(workload.abstract_state, workload.abstract_batch)
     at_hand = time.perf_counter()
-    plan = traced.plan(autopar.Auto(remat=False)).plan
+    remat = "auto" if case.remat else False
+    plan = traced.plan(autopar.Auto(remat=remat, batch_statistics=workload.batch_statistics)).plan
     end = time.perf_counter()
     certificate = plan.certificate
     return Row(
@@ -147,7 +168,9 @@ def table_of(rows: Iterable[Row]) -> Table:
         parts = (f"{part:.1f}" for part in (row.start_s, row.trace_s, row.plan_s, row.total_s, row.cpu_s))
         target = "" if case.target_s is None else f"{case.target_s:g}"
         step = "" if row.step_time_s is None else f"{row.step_time_s:.4g}"
-        table.add_row(f"gpt-{case.model}", str(case.gpus), case.what, *parts, target, f"{row.load:.1f}", step, row.plan)
+        table.add_row(
+            f"{case.family}-{case.model}", str(case.gpus), case.what, *parts, target, f"{row.load:.1f}", step, row.plan
+        )
     return table
 
 

@@ -207,8 +207,18 @@ def continued(before: Ascent, problem: MRF, upper: float = np.inf) -> Ascent:
     return ascent
 
 
-def ascend(ascent: Ascent, budget: WorkBudget, *, at_length: bool = False, local_search: bool = True) -> None:
-    """Sweep until the gap closes, or excludes much, or until sweeping does not get on with it."""
+def ascend(
+    ascent: Ascent,
+    budget: WorkBudget,
+    *,
+    most_sweeps: int = MAX_SWEEPS,
+    at_length: bool = False,
+    local_search: bool = True,
+) -> bool:
+    """Sweep until the gap closes, or excludes much, or until sweeping does not get on with it.
+
+    Returns true if only `most_sweeps` ended it.
+    """
     # A sweep looks at every matrix twice, forward and back.
     work_of_sweep = 2 * (ascent.num_pairs + ENTRIES_OF_EDGE * len(ascent.edges))
     least_progress = LEAST_CLOSED if ascent.num_pairs > FEW_PAIRS else LEAST_CLOSED_OF_FEW
@@ -216,7 +226,7 @@ def ascend(ascent: Ascent, budget: WorkBudget, *, at_length: bool = False, local
         least_progress = LEAST_CLOSED_AT_LENGTH
     ascent.sweep_back()
     window_start = -np.inf
-    for sweep in range(MAX_SWEEPS):
+    for sweep in range(most_sweeps):
         rounded = ascent.sweep_forward()
         ascent.sweep_back()
         ascent.offer(rounded)
@@ -225,11 +235,12 @@ def ascend(ascent: Ascent, budget: WorkBudget, *, at_length: bool = False, local
                 ascent.offer(improved(ascent.problem, rounded))
             gap = ascent.value - ascent.bound
             if ascent.bound - window_start < least_progress * gap or ascent.share_within_gap() < SHARE_TO_START_AGAIN:
-                break
+                return False
             window_start = ascent.bound
         budget.spend(work_of_sweep)
         if ascent.closed or budget.is_spent:
-            break
+            return False
+    return True
 
 
 def improved(problem: MRF, assignment: Sequence[int]) -> Assignment:

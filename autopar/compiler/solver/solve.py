@@ -59,6 +59,8 @@ MOST_WIDER_WORK = 2_000_000_000
 """Pairs of a partial assignment and an option that each further width may look at."""
 PROVEN_TO_WIDEN = 0.5
 """Share of what is left to prove that a wide beam search must prove for a wider one to follow."""
+SWEEPS_TO_SEARCH = 24
+"""Sweeps of a long ascent between one beam search and the next."""
 LIGHT_WORK = 30_000_000
 """Pairs times partial assignments of a search that first finds a good assignment."""
 
@@ -140,7 +142,8 @@ def _bound_and_search(core: MRF, effort: SolveEffort, upper: float) -> Incumbent
     found = _Round(ascent=ascent, bound=ascent.bound, how=["ascent"])
     pairs = num_pairs(core)
     light = min(NARROW, max(LIGHTEST, LIGHT_WORK // max(pairs, 1)))
-    for step in (None, partial(found.search, light), found.ascend_at_length, partial(found.search, NARROW)):
+    steps = (partial(found.search, light), partial(found.ascend_and_search, light), partial(found.search, NARROW))
+    for step in (None, *steps):
         # Going on with little is cheap: `max_gap` spares the rest only.
         spared = step and pairs > FEW_PAIRS and found.is_enough(effort)
         if spared or found.is_closed or effort.budget.is_spent:
@@ -173,13 +176,22 @@ class _Round:
         """Return true if the best assignment needs no further proof."""
         return self.is_closed or effort.is_enough(self.ascent.value, self.bound)
 
-    def ascend_at_length(self, effort: SolveEffort) -> None:
-        """Go on with the ascent where it stopped, as long as the bound rises at all."""
+    def ascend_and_search(self, width: int, effort: SolveEffort) -> None:
+        """Go on with the ascent where it stopped, as long as the bound rises at all.
+
+        A beam search now and then finds assignments that rounding does not, and proves them before the ascent does.
+        """
         if "dual ascent" in effort.without:
             return
         self.how.append("long ascent")
-        ascend(self.ascent, effort.budget, at_length=True, local_search="local search" not in effort.without)
-        self.raise_bound(self.ascent.bound)
+        local_search, goes_on = "local search" not in effort.without, True
+        while goes_on and not self.is_closed:
+            goes_on = ascend(
+                self.ascent, effort.budget, most_sweeps=SWEEPS_TO_SEARCH, at_length=True, local_search=local_search
+            )
+            self.raise_bound(self.ascent.bound)
+            if goes_on:
+                self.search(width, effort)
 
     def search(self, width: int, effort: SolveEffort) -> None:
         """Search what is within the gap by partial assignments."""
