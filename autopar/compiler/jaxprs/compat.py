@@ -22,6 +22,8 @@ from jax._src import (
 )
 from jax._src.interpreters import partial_eval  # dead code inside loops has no public remover
 from jax.core import Tracer
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.extend import random as jex_random
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
@@ -180,6 +182,11 @@ def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, tuple[Any, ...]]:
     if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr.jaxpr, tuple(jaxpr.consts)
     return jaxpr, ()
+
+
+def in_row_major_order(x: Any) -> Any:
+    """The array, in memory with its last dimension fastest."""
+    return with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))
 
 
 def operands(eqn: JaxprEqn) -> list[Var]:

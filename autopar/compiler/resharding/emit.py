@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.resharding.steps import (
     AllGather,
     AllReduce,
@@ -101,6 +102,8 @@ def _apply(x: Any, step: ReshardStep, mesh: LogicalMesh, later: tuple[int, ...])
             return cut(lax.all_gather(x, names, axis=dim, tiled=True), dim, later[dim], counts)
         case AllToAll(_, source, target):
             x = lax.all_to_all(padded(x, target, counts), names, split_axis=target, concat_axis=source, tiled=True)
+            # The copy that is priced. Else XLA has all readers go through memory in the order of the parts.
+            x = jc.in_row_major_order(x) if source else x
             return cut(x, source, later[source], counts)
         case Permute():
             return lax.ppermute(x, names, permutation(step, mesh.shape))

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from autopar.compiler.analysis.compiled_collectives import compiled_collectives
 from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.resharding.costs import (
     AllGather,
     AllReduce,
@@ -36,6 +37,7 @@ from autopar.compiler.sharding.layout import (
     local_shape,
     may_have,
     replicated,
+    to_spec,
     used_axes,
 )
 from autopar.hardware.machine import Link, Machine
@@ -399,3 +401,18 @@ def test_no_detour_that_makes_no_new_sums_sends_much_less():
     part = np.prod(shape) / mesh.num_devices
     assert (to_end <= detours + 5 * part / 4).all()
     assert (to_end <= detours + 1e-6).mean() > 0.9
+
+
+def test_what_goes_to_another_dimension_is_copied_into_row_major_order_at_once():
+    mesh, shape = mesh_of(8), (16, 8, 24)
+    source, target = Layout(((), (), (0,))), Layout(((0,), (), ()))
+
+    def moved(x):
+        return apply_steps(x, reshard_steps(source, target, shape, mesh), mesh, shape, source)
+
+    specs = {"in_specs": to_spec(source, mesh), "out_specs": to_spec(target, mesh)}
+    abstract = jax.sharding.AbstractMesh(mesh.shape, mesh.axis_names)
+    closed = jax.make_jaxpr(jax.shard_map(moved, mesh=abstract, check_vma=False, **specs))(jnp.zeros(shape))
+    (body,) = jc.subjaxprs(jc.open_jaxpr(closed)[0].eqns[0])
+    names = [eqn.primitive.name for eqn in jc.open_jaxpr(body)[0].eqns]
+    assert names[names.index("all_to_all") :] == ["all_to_all", "layout_constraint"]
