@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -50,6 +51,8 @@ class Step:
         self._arguments = Arguments(fun, roles)
         self._target = target
         self._compiled: dict[Hashable, Compiled] = {}
+        self._compiling = threading.RLock()
+        """Held while a step is compiled: of several threads that call first, one does."""
         self._session: Any = None
         self._dispatch: Any = None
         self._dispatches = True
@@ -125,11 +128,15 @@ class Step:
     def compiled_for(self, call: Call, plan: Plan | None = None) -> Compiled:
         """Return the compiled step of such calls in the current session, by `plan` if one is given."""
         compiled = self._in_session().get(call.key())
-        if compiled is None:
-            lowered = self._trace(call).plan(plan).lower()
-            compiled = lowered.compile(at_first_call=lowered.plan.num_devices == 1)
-            self._compiled.update(dict.fromkeys(compiled.keys, compiled))
-        return compiled
+        if compiled is not None:
+            return compiled
+        with self._compiling:
+            compiled = self._in_session().get(call.key())
+            if compiled is None:
+                lowered = self._trace(call).plan(plan).lower()
+                compiled = lowered.compile(at_first_call=lowered.plan.num_devices == 1)
+                self._compiled.update(dict.fromkeys(compiled.keys, compiled))
+            return compiled
 
     def all_compiled(self) -> list[Compiled]:
         """Return all that was compiled in the current session, in this order."""

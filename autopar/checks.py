@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -24,6 +25,11 @@ def check_count(name: str, value: object, least: int = 1) -> None:
 def is_number(value: object) -> bool:
     """Return whether `value` is a real number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_positive(value: object) -> bool:
+    """Return whether `value` is a finite number above zero."""
+    return is_number(value) and 0 < cast(float, value) < math.inf
 
 
 def plain_value(value: Any) -> Any:

@@ -12,8 +12,10 @@ import atexit
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from autopar.checks import check_count, is_positive
 from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
+from autopar.runtime.distributed.ray_cluster import ANSWER_TIMEOUT_S, START_TIMEOUT_S
 
 if TYPE_CHECKING:
     from autopar.runtime.distributed.session import RaySession
@@ -32,6 +34,8 @@ def init(
     placement_group: Any = None,
     runtime_env: Mapping[str, Any] | None = None,
     step_timeout_s: float = STEP_TIMEOUT_S,
+    start_timeout_s: float = START_TIMEOUT_S,
+    answer_timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> Cluster | None:
     """Choose where steps run; returns the cluster, or None for this process.
 
@@ -44,14 +48,20 @@ def init(
     - `placement_group`: of Ray, with one bundle per process; made, and removed by `shutdown`, if not given.
     - `runtime_env`: for the processes, as Ray takes it.
     - `step_timeout_s`: after so many seconds without an answer a step is given up, with an error.
+    - `start_timeout_s`: how long Ray, its processes, and their meeting may take each; a busy machine needs minutes.
+    - `answer_timeout_s`: a process that hangs, was stopped or is cut off for so long is lost; one that died is at once.
 
     Raises `InvalidArgument` for a cluster that does not answer within 20 s, or has fewer hosts or devices than asked
     for, `ClusterFailed` for processes that do not start or meet, and `Unsupported` without Ray.
     """
-    if isinstance(cluster, str) and cluster not in ("local", "ray"):
+    if not isinstance(cluster, Cluster) and cluster not in ("local", "ray"):
         raise InvalidArgument(f"cluster is {cluster!r}. Choose 'local', 'ray', or give an autopar.Cluster.")
-    if not step_timeout_s > 0:
-        raise InvalidArgument(f"step_timeout_s is {step_timeout_s}; it must be a positive number of seconds.")
+    _check_options(
+        address,
+        runtime_env,
+        {"num_hosts": num_hosts, "devices_per_host": devices_per_host},
+        {"step_timeout_s": step_timeout_s, "start_timeout_s": start_timeout_s, "answer_timeout_s": answer_timeout_s},
+    )
     if cluster == "local":
         ray_only = {
             "address": address,
@@ -75,6 +85,8 @@ def init(
         devices_per_host=devices_per_host,
         placement_group=placement_group,
         runtime_env=runtime_env,
+        start_timeout_s=start_timeout_s,
+        answer_timeout_s=answer_timeout_s,
     )
     hosts = start_hosts(options)
     # Now, so that it comes before what Ray does when the process ends.
@@ -89,6 +101,21 @@ def init(
         raise
     _current.append(session)
     return session.cluster
+
+
+def _check_options(
+    address: object, runtime_env: object, counts: Mapping[str, object], timeouts: Mapping[str, object]
+) -> None:
+    if address is not None and not isinstance(address, str):
+        raise InvalidArgument(f"address is {address!r}. Give host:port, 'auto', or 'local'.")
+    if runtime_env is not None and not isinstance(runtime_env, Mapping):
+        raise InvalidArgument(f"runtime_env is {runtime_env!r}. Give a dictionary, as Ray takes it.")
+    for name, count in counts.items():
+        if count is not None:
+            check_count(name, count)
+    for name, value in timeouts.items():
+        if not is_positive(value):
+            raise InvalidArgument(f"{name} is {value!r}; it must be a positive number of seconds.")
 
 
 def shutdown() -> None:

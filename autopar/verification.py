@@ -30,9 +30,9 @@ _TIMES_ROUNDING = 2.0
 """A result may differ by so many times the change that moved arguments cause, in the root of its squares."""
 _MOVED_BY = 16
 """Rounding errors by which arguments are moved: a step adds up more than one."""
-_IMPRECISE = 8.0
+_IMPRECISE = 1.0
 """A result may differ by so many times that change without being called imprecise."""
-_PER_ROOT = 4.0
+_PER_ROOT = 1.0
 """And by so many rounding errors for the root of the number of terms in a sum, which err in all directions."""
 
 Leaves = Sequence[Any]

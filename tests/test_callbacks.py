@@ -226,6 +226,19 @@ def test_callback_that_raises_on_one_device_fails_who_reads_the_loss_as_in_jit(n
             float(run(refused(jax.debug.callback))(mlp_params(), mlp_batch())[1])
 
 
+def test_each_loaded_program_keeps_the_errors_of_its_own_calls():
+    step = autopar.parallelize(refused(jax.debug.callback), method=autopar.DataParallel(), devices=devices())
+    lowered = step.trace(mlp_params(), mlp_batch()).plan().lower()
+    (_, first), (_, second), (_, none) = lowered.program.guarded(), lowered.program.guarded(), _unguarded().guarded()
+    assert first is not None and second is not None and first is not second
+    assert none is None
+
+
+def _unguarded() -> Any:
+    step = autopar.parallelize(sgd(mlp_loss), method=autopar.DataParallel(), devices=devices())
+    return step.trace(mlp_params(), mlp_batch()).plan().lower().program
+
+
 def test_timeline_of_a_step_whose_callback_raises_fails(tmp_path):
     parallel = autopar.parallelize(refused(jax.debug.callback), method=autopar.DataParallel(), devices=devices())
     compiled = parallel.trace(mlp_params(), mlp_batch()).plan().lower().compile()

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,22 @@ def train_step(w, x):
 
 
 parallel_step = autopar.parallelize(train_step)
+
+
+def test_threads_that_call_first_compile_once():
+    traces = []
+
+    def counted(w, x):
+        traces.append(threading.get_ident())
+        return train_step(w, x)
+
+    step = autopar.parallelize(counted, method=autopar.DataParallel(), devices=jax.devices()[:2])
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: step(W, X), range(4)))
+    assert len(step.all_compiled()) == 1
+    assert len(set(traces)) == 1
+    for w, _ in results:
+        np.testing.assert_allclose(w, jax.jit(train_step)(W, X)[0], rtol=1e-6)
 
 
 # --- transformations ----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ tells what the words mean together.
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,8 +59,8 @@ class Executable:
     bytes_accessed: float = 0.0
     # A ClosedJaxpr, which neither compares nor pickles.
     jaxpr: Any = field(default=None, compare=False, repr=False)
-    # Where its callbacks keep what they raise, so that other devices do not wait in vain; None if it has none that do.
-    callback_errors: CallbackErrors | None = field(default=None, compare=False, repr=False)
+    # Its jaxpr with callbacks that keep what they raise, so that other devices do not wait in vain; None without any.
+    guarded: Callable[[CallbackErrors], Any] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         donated = f", donates {listed(self.donated)}" if self.donated else ""

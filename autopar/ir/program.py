@@ -12,7 +12,7 @@ Meshes share no device, so what arrives on a mesh is never the sender's buffer, 
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.callback_errors import CallbackErrors
 from autopar.ir.instructions import (
@@ -65,10 +65,17 @@ class Program:
         check_pieces(self.meshes, self.executables, self.inputs, self.outputs)
         check_values(self.meshes, self.executables, self.inputs, self.outputs)
 
-    @property
-    def callback_errors(self) -> CallbackErrors | None:
-        """Return where callbacks keep what they raise, which a call has to run in; None if there are none that do."""
-        return next((e.callback_errors for e in self.executables.values() if e.callback_errors is not None), None)
+    def guarded(self) -> tuple["Program", CallbackErrors | None]:
+        """Return the program whose callbacks never raise, and what a call has to run in, which does.
+
+        The same program and None if it has no callbacks that are to be guarded.
+        """
+        guards = {name: e.guarded for name, e in self.executables.items() if e.guarded is not None}
+        if not guards:
+            return self, None
+        errors = CallbackErrors()
+        executables = {name: replace(self.executables[name], jaxpr=guard(errors)) for name, guard in guards.items()}
+        return replace(self, executables={**self.executables, **executables}), errors
 
     def linear_order(self) -> tuple[tuple[int, Instruction], ...]:
         """(mesh, instruction) in one global order in which no Recv waits; one Run per mesh and round."""

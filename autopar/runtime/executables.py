@@ -50,7 +50,7 @@ def compile_all(
     """Compile every executable for its mesh, as many at a time as there are cores, and show how far it is.
 
     One with effects returns a number more than it has outputs, which is there when its effects are. A callback that
-    raises has put its error into `Executable.callback_errors` by then; where there is none, on one device, it fails the
+    raises has kept its error by then if the executable is guarded; where it is not, on one device, it fails the
     executable, and reading the number says so, whatever becomes of the outputs.
 
     Lowering reads JAX's thread-local configuration, so it stays on this thread; XLA compiles on the others.
@@ -77,7 +77,7 @@ def compile_at_first_call(
 
 def has_effects(executable: Executable) -> bool:
     """Return True if the executable calls back to Python, prints, or has another effect that can fail."""
-    return executable.callback_errors is not None or (executable.jaxpr is not None and bool(executable.jaxpr.effects))
+    return executable.guarded is not None or (executable.jaxpr is not None and bool(executable.jaxpr.effects))
 
 
 def _lowered(executable: Executable, mesh: Mesh) -> Any:

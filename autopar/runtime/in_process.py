@@ -60,6 +60,7 @@ class InProcess:
         With `at_first_call` each executable is compiled when it runs first.
         """
         program.verify()
+        program, errors = program.guarded()
         meshes = [mesh_of(mesh, self.devices) for mesh in program.meshes]
         layouts = {
             (number, name): NamedSharding(meshes[number], kind.spec)
@@ -83,7 +84,7 @@ class InProcess:
             for mesh, instruction, number in order
         ]
         # What may raise the errors of callbacks is to be waited for.
-        whole = _whole_step(program) if program.callback_errors is None else None
+        whole = _whole_step(program) if errors is None else None
         return InProcessProgram(
             place=placement(program, [layouts[item.mesh, item.value] for item in program.inputs], leaf_names),
             unset=[None] * (len(slots) + len(order) - len(program.inputs)),
@@ -92,7 +93,7 @@ class InProcess:
             slots=slots,
             results=collection(program, slots, layouts),
             whole=None if whole is None else functions[whole],
-            context=program.callback_errors or nullcontext(),
+            context=errors or nullcontext(),
         )
 
 

@@ -267,3 +267,20 @@ def test_copies_of_a_batch_on_further_meshes_are_not_moved_as_well():
     )
     (moved,) = route_inputs(program, [Placed(shape=(8, 3), dtype="float32", pieces=pieces)]).from_devices
     assert [(part.piece, part.shape) for part in moved.parts] == [(0, (4, 3)), (1, (4, 3))]
+
+
+def test_a_callback_that_raises_fails_the_creation_of_the_state():
+    def refuse(x: Any) -> None:
+        raise ValueError(f"a sum of {x:.2f}")
+
+    def init(key: jax.Array) -> jax.Array:
+        state = jax.random.normal(key, (8, 8))
+        jax.debug.callback(refuse, jnp.sum(state))
+        return state
+
+    def step(state: jax.Array, batch: jax.Array) -> Any:
+        return state - 0.1 * jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(state), {}
+
+    parallel = autopar.parallelize(step, method=autopar.DataParallel(), devices=jax.devices()[:2])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a sum of"):
+        create_state(init, jax.random.key(0), like=parallel, batch=jax.ShapeDtypeStruct((8, 8), jnp.float32))

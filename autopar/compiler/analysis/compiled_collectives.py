@@ -291,8 +291,8 @@ def _longest_chain(pairs: Sequence[tuple[int, int]]) -> int:
 
 _Collective = TypeVar("_Collective", PlannedCollective, CompiledCollective)
 
-TOLERANCE = 0.005
-"""Share of the bytes of a kind by which planned and compiled may differ."""
+TOLERANCE = 1e-6
+"""Share of the bytes of a kind by which planned and compiled may differ: figures are sums of floats."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
@@ -17,13 +18,12 @@ from autopar.ir.program import Executable, Program
 
 
 def guard_callbacks(program: Program) -> Program:
-    """Return the program with callbacks that never raise, and what keeps their errors in each executable with some."""
-    errors = CallbackErrors()
+    """Return the program that says of each executable with callbacks how they are guarded, once it is loaded."""
 
     def guarded(executable: Executable) -> Executable:
         if not _calls_back(executable.jaxpr):
             return executable
-        return replace(executable, jaxpr=_guarded(executable.jaxpr, errors), callback_errors=errors)
+        return replace(executable, guarded=partial(_guarded, executable.jaxpr))
 
     return replace(program, executables={name: guarded(e) for name, e in program.executables.items()})
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import jaxpr_bytes, jaxpr_flops
 from autopar.compiler.jaxprs.normalize import normalize
+from autopar.compiler.lowering.guard_callbacks import guard_callbacks
 from autopar.ir.program import (
     ArrayType,
     Executable,
@@ -85,7 +86,7 @@ def placed_results(
         ),
     )
     program.verify()
-    return program
+    return guard_callbacks(program) if sum(len(mesh.devices) for mesh in meshes) > 1 else program
 
 
 def _value(leaf: int, piece: int) -> str:

@@ -11,6 +11,7 @@ devices are set there, before JAX looks at its machine. What its methods wait fo
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import sys
@@ -82,6 +83,8 @@ class Host:
                 spec.num_processes,
                 spec.process,
                 heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+                initialization_timeout=math.ceil(spec.start_timeout_s),
+                coordinator_bind_address=spec.coordinator,  # JAX listens on all addresses otherwise
             )
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
         local = [device for device in devices if device.process_index == spec.process]

@@ -108,6 +108,7 @@ class HostProgram:
 
     def __init__(self, program: Program, world: World) -> None:
         program.verify()
+        program, self.callback_errors = program.guarded()
         self.program = program
         self.world = world
         here = [number for number, mesh in enumerate(program.meshes) if world.is_here(mesh.devices)]
@@ -205,7 +206,7 @@ class HostProgram:
         env: Environment = [None] * (len(self.slots) + self.num_extras)
         number = -1
         try:
-            with self.program.callback_errors or nullcontext():
+            with self.callback_errors or nullcontext():
                 self._brings[routing](env, arguments, sent)
                 for number, step in enumerate(self.steps):
                     if clock is None:

@@ -29,6 +29,8 @@ class WorldSpec:
     environment: Mapping[str, str]
     jax_settings: Mapping[str, Any]
     search_path: tuple[str, ...]
+    start_timeout_s: float
+    """How long the processes may take to meet."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ sends and fetches.
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,10 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import HostLost, InvalidArgument, Unsupported
+from autopar.progress import search_progress, tell
 
 CONNECT_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 30.0
 _QUIET: dict[str, Any] = {"logging_level": "error", "log_to_driver": True}
-ANSWER_S = 60.0  # how long a new process may take to start: a busy machine imports JAX slowly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,10 @@ class RayOptions:
     devices_per_host: int | None = None
     placement_group: Any = None
     runtime_env: Mapping[str, Any] | None = None
+    start_timeout_s: float = START_TIMEOUT_S
+    """How long Ray and new processes may take to start: a busy machine imports JAX slowly."""
+    answer_timeout_s: float = ANSWER_TIMEOUT_S
+    """A process that answers no ping for so long is taken for lost; one that compiles or traces still answers."""
 
 
 @dataclass(kw_only=True)
@@ -124,11 +131,27 @@ def start_hosts(options: RayOptions) -> RayHosts:
             return _make_actors_or_leave(ray, options)
     if address is None or address == "local":
         cores = max(os.cpu_count() or 1, options.num_hosts or 1)
-        with _forking():
-            ray.init(address="local", num_cpus=cores, include_dashboard=False, **_QUIET)
+        _start_here(ray, cores, options.start_timeout_s)
     else:
         _join(ray, address)
     return _make_actors_or_leave(ray, options)
+
+
+def _start_here(ray: Any, cores: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            with _forking(), search_progress("starting Ray"):
+                ray.init(address="local", num_cpus=cores, include_dashboard=False, **_QUIET)
+            return
+        except Exception as error:  # Ray has limits of its own, which a busy machine exceeds
+            ray.shutdown()
+            if time.monotonic() > deadline:
+                raise HostLost(
+                    f"Ray did not start on this machine within {timeout_s:g} s; it says: {type(error).__name__}: "
+                    f"{error} Look into /tmp/ray/session_latest/logs, give a busy machine a longer start_timeout_s in "
+                    "autopar.init, or start Ray with 'ray start --head' and join it."
+                ) from error
 
 
 def _make_actors_or_leave(ray: Any, options: RayOptions) -> RayHosts:
@@ -216,9 +239,6 @@ def _sizes(ray: Any, options: RayOptions) -> tuple[int, int, bool]:
         num_hosts = group.bundle_count if group is not None else with_gpus if uses_gpus else len(nodes)
     if devices is None:
         devices = min(count for count in gpus if count) if uses_gpus else _virtual_devices()
-    for name, count in (("num_hosts", num_hosts), ("devices_per_host", devices)):
-        if count < 1:
-            raise InvalidArgument(f"{name} is {count}; at least 1 is required.")
     if group is not None and group.bundle_count < num_hosts:
         raise InvalidArgument(
             f"The placement group has {group.bundle_count} bundles, {num_hosts} hosts were asked for. Give a group "
@@ -229,28 +249,67 @@ def _sizes(ray: Any, options: RayOptions) -> tuple[int, int, bool]:
 
 def _start_actors(hosts: RayHosts, bundle: Mapping[str, float], num_hosts: int) -> None:
     """Start the processes, and order them by their nodes."""
-    ray = hosts.ray
-    if not hosts.group.wait(CONNECT_TIMEOUT_S):
-        raise InvalidArgument(
-            f"The Ray cluster has no room for {num_hosts} hosts with {dict(bundle)} each within "
-            f"{CONNECT_TIMEOUT_S:.0f} s; free are {ray.available_resources()}. End what uses them, or ask for fewer."
-        )
+    deadline = time.monotonic() + hosts.options.start_timeout_s
+    _wait_for_room(hosts, bundle, num_hosts, deadline)
     try:
         for number in range(num_hosts):
             hosts.actors.append(_actor(hosts, bundle, number))
     except ValueError as error:
         raise InvalidArgument(f"Ray refuses to start a process: {error}. Correct the runtime_env.") from error
-    try:
-        places = ray.get([actor.node.remote() for actor in hosts.actors], timeout=ANSWER_S)
-    except ray.exceptions.RayError as error:
-        raise HostLost(
-            f"A new process of the Ray cluster did not start, within {ANSWER_S:.0f} s or at all. Ray says: "
-            f"{type(error).__name__}: {error} Install the same packages on every host, or correct the runtime_env."
-        ) from error
+    places = _places(hosts, deadline)
     # Neighbours in the world are neighbours in the machine room.
     order = sorted(range(num_hosts), key=lambda n: (places[n], n))
     hosts.actors[:] = [hosts.actors[n] for n in order]
     hosts.nodes = tuple(places[n] for n in order)
+
+
+def _wait_for_room(hosts: RayHosts, bundle: Mapping[str, float], num_hosts: int, deadline: float) -> None:
+    """Return when the placement group is there; a cluster that has the room free may take until the deadline."""
+    while not hosts.group.wait(min(CONNECT_TIMEOUT_S, hosts.options.start_timeout_s)):
+        free = hosts.ray.available_resources()
+        has_room = all(free.get(name, 0) >= count * num_hosts for name, count in bundle.items())
+        # What the group has taken is free no longer, shortly before it says that it is there.
+        if not (has_room and hosts.owns_group) and not hosts.group.wait(1.0):
+            raise InvalidArgument(
+                f"The Ray cluster has no room for {num_hosts} hosts with {dict(bundle)} each within "
+                f"{CONNECT_TIMEOUT_S:.0f} s; free are {free}. End what uses them, or ask for fewer."
+            )
+        if time.monotonic() > deadline:
+            raise HostLost(
+                f"The Ray cluster has not placed {num_hosts} hosts with {dict(bundle)} each within "
+                f"{hosts.options.start_timeout_s:g} s. Give a busy cluster a longer start_timeout_s in "
+                "autopar.init, or look whether its nodes are well with 'ray status'."
+            )
+
+
+def _places(hosts: RayHosts, deadline: float) -> list[str]:
+    """Return the node of every process, as they start, and show how many have."""
+    ray, refs = hosts.ray, [actor.node.remote() for actor in hosts.actors]
+    waiting = refs
+    with search_progress(f"starting {len(refs)} processes"):
+        while waiting and time.monotonic() < deadline:
+            left = max(min(1.0, deadline - time.monotonic()), 0.0)
+            ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=left)
+            tell(f"{len(refs) - len(waiting)} have started")
+            for ref in ready:
+                _started(ray, ref)
+    if waiting:
+        raise HostLost(
+            f"{len(waiting)} of {len(refs)} new processes of the Ray cluster did not start within "
+            f"{hosts.options.start_timeout_s:g} s. Give busy hosts a longer start_timeout_s in autopar.init, or look "
+            "into Ray's logs for what keeps them."
+        )
+    return [_started(ray, ref) for ref in refs]
+
+
+def _started(ray: Any, ref: Any) -> str:
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayError as error:
+        raise HostLost(
+            f"A new process of the Ray cluster did not start. Ray says: {type(error).__name__}: {error} Install the "
+            "same packages on every host, or correct the runtime_env."
+        ) from error
 
 
 def _virtual_devices() -> int:

@@ -65,8 +65,19 @@ class Replies:
         if self.failure is not None:
             raise self.failure
 
-    def get(self, refs: Refs, timeout_s: float | None, doing: str, *, since: float | None = None) -> list[Any]:
-        """Return all replies, in the order of `refs`; `timeout_s` counts from now, or from `since` (monotonic)."""
+    def get(
+        self,
+        refs: Refs,
+        timeout_s: float | None,
+        doing: str,
+        *,
+        since: float | None = None,
+        option: str = "step_timeout_s",
+    ) -> list[Any]:
+        """Return all replies, in the order of `refs`; `timeout_s` counts from now, or from `since` (monotonic).
+
+        `option` is that of `autopar.init` that gives more time.
+        """
         deadline = None if timeout_s is None else (time.monotonic() if since is None else since) + timeout_s
         waiting = list(refs)
         while waiting:
@@ -82,7 +93,7 @@ class Replies:
                     StepTimeout(
                         f"{_sentence(doing)} took longer than {timeout_s:g} s; no answer came from "
                         f"{', '.join(self.describe(refs[ref]) for ref in waiting)}. The processes were ended. Look for "
-                        "a step that waits for ever (a callback, a lock), or give a longer step_timeout_s to "
+                        f"a step that waits for ever (a callback, a lock), or give a longer {option} to "
                         "autopar.init."
                     )
                 )

@@ -25,6 +25,7 @@ import numpy as np
 from autopar.errors import AutoparError, InvalidArgument, PlanMismatch
 from autopar.hardware.cluster import Cluster
 from autopar.ir.program import Program
+from autopar.progress import search_progress
 from autopar.runtime.distributed.array import DistributedArray
 from autopar.runtime.distributed.messages import (
     HostReport,
@@ -40,7 +41,6 @@ from autopar.runtime.distributed.replies import Replies
 from autopar.runtime.transfer.tiles import Box
 
 STEPS_IN_FLIGHT = 3  # messages that a process may not have answered yet
-JOIN_TIMEOUT_S = 120.0
 
 # What changes the jaxpr of a step or the numbers of its random draws: processes trace as the driver does.
 JAX_SETTINGS = (
@@ -82,16 +82,20 @@ class RaySession:
 
     def _join(self) -> list[HostReport]:
         hosts = self.hosts
-        [port] = self.replies.get({hosts.actors[0].free_port.remote(): 0}, JOIN_TIMEOUT_S, "looking for a free port")
+        [port] = self._starting({hosts.actors[0].free_port.remote(): 0}, "looking for a free port")
         coordinator = f"{hosts.nodes[0]}:{port}" if len(hosts.actors) > 1 else None
         specs = [self._spec(number, coordinator) for number in range(len(hosts.actors))]
         refs = {actor.join.remote(spec): n for n, (actor, spec) in enumerate(zip(hosts.actors, specs))}
-        reports: list[HostReport] = self.replies.get(refs, JOIN_TIMEOUT_S, "joining the cluster")
+        reports: list[HostReport] = self._starting(refs, "joining the cluster")
         check_versions(installed_versions(), [report.versions for report in reports])
         addresses = {number: report.address for number, report in enumerate(reports)}
         refs = {actor.connect.remote(addresses): n for n, actor in enumerate(hosts.actors)}
-        self.replies.get(refs, JOIN_TIMEOUT_S, "connecting")
+        self._starting(refs, "connecting")
         return reports
+
+    def _starting(self, refs: Mapping[Any, int], doing: str) -> list[Any]:
+        with search_progress(doing):
+            return self.replies.get(refs, self.hosts.options.start_timeout_s, doing, option="start_timeout_s")
 
     def _spec(self, number: int, coordinator: str | None) -> WorldSpec:
         environment = {}
@@ -108,6 +112,7 @@ class RaySession:
             environment=environment,
             jax_settings=_settings(),
             search_path=_search_path(),
+            start_timeout_s=self.hosts.options.start_timeout_s,
         )
 
     @property

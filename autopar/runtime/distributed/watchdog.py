@@ -1,7 +1,7 @@
 """Watch the processes of a cluster on a thread of its own: their death, their silence, and errors of steps.
 
     death     a call that never returns ends with the process; Ray says so within 0.1 s
-    silence   a process that answers no ping for 15 s hangs, was stopped, or is cut off
+    silence   a process that answers no ping for 30 s (`answer_timeout_s`) hangs, was stopped, or is cut off
     errors    of steps whose results nobody reads, before the next step is sent
 
 What is found ends the other processes, and is raised where somebody waits for an answer.
@@ -18,7 +18,6 @@ from autopar.errors import AutoparError, HostLost
 from autopar.runtime.distributed.ray_cluster import RayHosts
 
 PING_EVERY_S = 1.0
-ANSWER_PING_S = 15.0  # a process that compiles or traces still answers within a second or two
 LOOK_EVERY_S = 0.25
 GRACE_S = 0.7  # peers of a process that died may say first that a transfer failed
 
@@ -126,13 +125,15 @@ class ProcessWatch:
             elif now - self._answered_at.get(number, 0.0) > PING_EVERY_S:
                 self._pings[actor.answer_ping.remote()] = number
                 self._silent_s[number] = 0.0
+        limit_s = self._replies.hosts.options.answer_timeout_s
         for number in self._pings.values():
-            if self._silent_s[number] > ANSWER_PING_S:
+            if self._silent_s[number] > limit_s:
                 raise self._replies.fail(
                     HostLost(
-                        f"Lost {self._replies.describe(number)}: it has not answered for {ANSWER_PING_S:.0f} s, so it "
-                        "hangs or was stopped, or its host is cut off. All processes were ended. Start again from the "
-                        "last checkpoint, or train with autopar.fit, which does."
+                        f"Lost {self._replies.describe(number)}: it has not answered for {limit_s:g} s, so it hangs or "
+                        "was stopped, or its host is cut off. All processes were ended. Start again from the last "
+                        "checkpoint, or train with autopar.fit, which does; give very busy hosts a longer "
+                        "answer_timeout_s in autopar.init."
                     )
                 )
 

@@ -3,11 +3,14 @@
 import gc
 import json
 import os
+import socket
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -278,7 +281,14 @@ def test_other_releases_are_refused():
     [
         ({"cluster": "slurm"}, "Choose 'local', 'ray'"),
         ({"cluster": "local", "num_hosts": 2}, "num_hosts need cluster='ray'"),
-        ({"cluster": "ray", "step_timeout_s": 0}, "positive"),
+        ({"cluster": "ray", "step_timeout_s": 0}, "step_timeout_s is 0; it must be a positive"),
+        ({"cluster": "ray", "start_timeout_s": "long"}, "start_timeout_s is 'long'"),
+        ({"cluster": "ray", "answer_timeout_s": float("nan")}, "answer_timeout_s is nan"),
+        ({"cluster": "ray", "num_hosts": 0}, "num_hosts is 0, it must be an integer"),
+        ({"cluster": "ray", "devices_per_host": 1.5}, "devices_per_host is 1.5"),
+        ({"cluster": "ray", "address": 6379}, "address is 6379"),
+        ({"cluster": "ray", "runtime_env": "env"}, "runtime_env is 'env'"),
+        ({"cluster": None}, "cluster is None"),
     ],
 )
 def test_impossible_options_are_refused(options, message):
@@ -286,10 +296,42 @@ def test_impossible_options_are_refused(options, message):
         autopar.init(**options)
 
 
-@pytest.mark.parametrize(("options", "message"), [({"num_hosts": 0}, "num_hosts is 0"), ({"num_hosts": 999}, "fewer")])
-def test_hosts_that_are_not_there_are_refused(cluster, options, message):
-    with pytest.raises(InvalidArgument, match=message):
-        start_hosts(RayOptions(**options))
+@pytest.mark.usefixtures("cluster")
+def test_hosts_that_are_not_there_are_refused():
+    with pytest.raises(InvalidArgument, match="fewer"):
+        start_hosts(RayOptions(num_hosts=999))
+
+
+def listeners(host):
+    """The addresses at which this process listens: Linux lists its sockets by their inodes."""
+    own = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing itself
+            own.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    found = []
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        with open(f"/proc/self/net/{table}") as lines:
+            rows = [line.split() for line in lines][1:]
+        for row in rows:
+            if row[3] == "0A" and f"socket:[{row[9]}]" in own:
+                words = bytes.fromhex(row[1].partition(":")[0])
+                packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                found.append(socket.inet_ntop(family, packed).removeprefix("::ffff:"))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processes_listen_where_the_page_on_security_says(cluster):
+    node = cluster().hosts.nodes[0]
+    for number, found in enumerate(cluster().run_everywhere(listeners)):
+        # Three of the transfer server, and of process 0 the coordinator.
+        assert found.count(node) >= (4 if number == 0 else 3), found
+        # One of Ray's worker.
+        assert sum(address in ("::", "0.0.0.0") for address in found) <= 1, found
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    table = page.partition("<!-- begin: listeners -->")[2].partition("<!-- end")[0]
+    for who in ("JAX's coordinator", "JAX's transfer server", "Gloo", "Ray's worker"):
+        assert who in table
 
 
 def test_without_ray_the_message_says_what_to_install(monkeypatch):

@@ -54,6 +54,13 @@ def test_processes_that_do_not_start_leave_nothing_behind(runtime_env, error, me
 
 
 @pytest.mark.usefixtures("_joined_ray")
+def test_processes_that_start_too_slowly_are_given_up_with_what_to_do():
+    with pytest.raises(HostLost, match=r"within 0.01 s(.|\n)* longer start_timeout_s"):
+        start_hosts(RayOptions(num_hosts=1, start_timeout_s=0.01))
+    assert not groups_left()
+
+
+@pytest.mark.usefixtures("_joined_ray")
 def test_a_placement_group_with_too_few_bundles_is_refused_and_stays():
     group = ray.util.placement_group([{"CPU": 1}])
     with pytest.raises(InvalidArgument, match="has 1 bundles, 2 hosts were asked for"):
