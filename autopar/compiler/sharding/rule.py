@@ -325,14 +325,22 @@ class JoinedFactors:
     def resolved(self, factors: Iterable[int]) -> list[int]:
         """The factors that these are now; those of size 1 are nothing."""
         resolved: list[int] = []
-        for factor in factors:
+        left = list(factors)[::-1]
+        while left:
+            factor = left.pop()
             if factor in self._parts:
-                # What a chain of factors ends in is kept, so that chains stay short.
-                parts = self._parts[factor] = self.resolved(self._parts[factor])
-                resolved += parts
+                left += self._parts_of(factor)[::-1]
             elif self._sizes[factor] != 1:
                 resolved.append(factor)
         return resolved
+
+    def _parts_of(self, factor: int) -> list[int]:
+        """The parts at the end of a chain of factors, which are kept, so that chains stay short."""
+        chain = [factor]
+        while len(parts := self._parts[chain[-1]]) == 1 and parts[0] in self._parts:
+            chain.append(parts[0])
+        self._parts.update(dict.fromkeys(chain, parts))
+        return parts
 
     def rule(self, arguments: Sequence[list[list[int]]], results: Sequence[list[list[int]]]) -> FactorRule:
         """Return the factors that the function's arguments and results have now."""

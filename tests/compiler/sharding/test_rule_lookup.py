@@ -15,7 +15,7 @@ from jax.extend.random import threefry2x32_p
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
-from autopar.compiler.sharding.rule import Rule
+from autopar.compiler.sharding.rule import JoinedFactors, Rule
 from autopar.compiler.sharding.rule_lookup import equation_key, sharding_rules
 from autopar.errors import ReplicatedWarning
 
@@ -534,3 +534,13 @@ def test_equations_with_bodies_are_not_to_be_asked_for(primitive):
 
     with pytest.raises(AssertionError, match="has a body"):
         sharding_rules([one_equation(step, f32(8), primitive=primitive)])
+
+
+def test_a_long_chain_of_equal_dimensions_is_followed_to_its_end():
+    joined = JoinedFactors()
+    chain = [joined.new(6) for _ in range(5000)]
+    for one, other in zip(chain[1:], chain):
+        joined.join([one], [other])
+    joined.join([joined.new(2), joined.new(3)], [chain[0]])
+    assert [joined.size([f]) for f in joined.resolved([chain[-1]])] == [2, 3]
+    assert joined.resolved([chain[-1]]) == joined.resolved([chain[0]])
