@@ -23,6 +23,7 @@ from autopar.arguments import Arguments, Call
 from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import check_collectives
 from autopar.compiler.analysis.explain import Explanation, explain_plan
+from autopar.compiler.analysis.input_parts import input_parts
 from autopar.compiler.analysis.step_work import step_work
 from autopar.compiler.analysis.task_times import price_plan
 from autopar.compiler.frontend.trace import Returned, Trace
@@ -306,8 +307,10 @@ class Planned:
         work = step_work(self.trace)
         return simulate_plan(
             program,
-            priced,
+            priced.plan,
             cluster,
+            inputs=input_parts(self.trace),
+            temporaries=priced.temporaries,
             model_flops=work.flops,
             dtype=work.dtype,
             examples=work.examples,

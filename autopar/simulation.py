@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import io
 import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_args
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -30,13 +29,15 @@ from autopar.errors import PlanMismatch
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine
 from autopar.ir.clocks import Hosts
+from autopar.ir.memory_part import Category, MemoryPart, joined_parts
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import TaskTimes
-from autopar.ir.program import Executable, Program, Task
+from autopar.ir.program import Executable, Program, Run, Task
 from autopar.runtime.simulator import simulate
-from autopar.runtime.timeline import Timeline
+from autopar.runtime.timeline import PeakMoment, Timeline
 
 _WIDTH = 110
+_NUM_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,8 @@ class MeshReport:
     exposed_transfer_s: float
     idle_s: float
     peak_bytes: int
+    memory: tuple[MemoryPart, ...]
+    """What takes its memory at its fullest moment, the largest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,11 @@ class SimulationReport:
         return max(mesh.peak_bytes for mesh in self.meshes)
 
     @property
+    def memory(self) -> tuple[MemoryPart, ...]:
+        """What takes the memory of the device that holds the most, the largest first."""
+        return max(self.meshes, key=lambda mesh: mesh.peak_bytes).memory
+
+    @property
     def fits(self) -> bool:
         """True if every device has that much memory."""
         return self.peak_bytes <= self.memory_limit_bytes
@@ -145,7 +153,7 @@ class SimulationReport:
             "examples_per_s", "tokens_per_s", "tflops_per_device", "mfu",
         )  # fmt: skip
         shown = {name: value for name, value in vars(self).items() if name not in ("timeline", "meshes")}
-        meshes = [asdict(mesh) for mesh in self.meshes]
+        meshes = [asdict(mesh) | {"memory": [part._asdict() for part in mesh.memory]} for mesh in self.meshes]
         return shown | {name: getattr(self, name) for name in derived} | {"meshes": meshes}
 
     def to_json(self) -> str:
@@ -170,6 +178,7 @@ class SimulationReport:
         extra = "" if self.counts_temporaries else "; what tasks need while they run is not counted"
         yield Text(f"memory: {verdict}, {_gb(self.peak_bytes)} of {_gb(self.memory_limit_bytes)} GB{extra}")
         yield self._table()
+        yield self._memory_table()
         if len(self.timeline.events) > 1:
             yield self.timeline.chart(options.max_width)
 
@@ -180,6 +189,15 @@ class SimulationReport:
             seconds = (mesh.compute_s, mesh.collective_s, mesh.exposed_transfer_s, mesh.idle_s)
             cells = (f"{1e3 * each:.4g}" for each in seconds)
             table.add_row(str(number), str(len(mesh.devices)), *cells, _gb(mesh.peak_bytes))
+        return table
+
+    def _memory_table(self) -> Table:
+        table = Table("at the fullest moment", "GB", "most of it", box=box.SIMPLE_HEAD)
+        for category in get_args(Category):
+            mine = [part for part in self.memory if part.category == category]
+            largest = ", ".join(f"{part.name} {_gb(part.nbytes)}" for part in mine[:_NUM_NAMED] if part.name)
+            if mine:
+                table.add_row(category, _gb(sum(part.nbytes for part in mine)), Text(largest))
         return table
 
 
@@ -229,10 +247,15 @@ def simulate_plan(
     *,
     model_flops: float,
     dtype: str,
+    inputs: Sequence[tuple[Category, str]],
+    temporaries: Mapping[str, Sequence[MemoryPart]],
     examples: int | None = None,
     tokens: int | None = None,
 ) -> SimulationReport:
     """Carry out the program of a plan whose meshes all have times, as `price_plan` gives them.
+
+    `inputs` are the category and the name of each leaf of the arguments, `temporaries` the parts of what executables
+    hold beside their inputs, where they are known.
 
     Raises `PlanMismatch` for a cluster that lacks devices of the plan.
     """
@@ -249,15 +272,13 @@ def simulate_plan(
         collective_s={name: times.collective_s for name, times in times.items()},
         temporary_bytes=temporary_bytes,
     )
-    if plan.sharding is not None:
-        timeline = replace(timeline, peak_bytes=(math.ceil(plan.sharding.peak_bytes),))
     return SimulationReport(
         plan=_plan_words(plan),
         cluster=_cluster_words(plan, cluster),
         step_time_s=timeline.makespan_s,
-        meshes=_mesh_reports(program, timeline),
+        meshes=_mesh_reports(program, timeline, _Namer(program, inputs, temporaries)),
         memory_limit_bytes=machine.memory_bytes,
-        counts_temporaries=plan.sharding is not None or set(times) <= set(temporary_bytes),
+        counts_temporaries=set(times) <= set(temporary_bytes),
         model_flops=model_flops,
         dtype=dtype,
         peak_flops=machine.peak_flops[machine.computed_in(dtype)],
@@ -279,7 +300,38 @@ def _cluster_words(plan: Plan, cluster: Cluster) -> str:
     return f"{count} device{'s' * (there > 1)} of {cluster.machine.name}"
 
 
-def _mesh_reports(program: Program, timeline: Timeline) -> tuple[MeshReport, ...]:
+class _Namer:
+    """Says what the values of a program are: inputs by their leaves, all else by the task that makes it."""
+
+    def __init__(
+        self,
+        program: Program,
+        inputs: Sequence[tuple[Category, str]],
+        temporaries: Mapping[str, Sequence[MemoryPart]],
+    ) -> None:
+        self.temporaries = temporaries
+        self.known: dict[str, tuple[Category, str]] = {}
+        runs = (i for mesh in program.meshes for i in mesh.instructions if isinstance(i, Run))
+        for run in runs:
+            made = ("activations" if run.task.kind == "F" else "gradients"), f"stage {run.task.stage}"
+            for value in run.outputs:
+                self.known.setdefault(value, made)
+            if run.task.kind == "U":
+                self.known |= dict.fromkeys(run.outputs, ("temporaries", "results of the update"))
+        for item in program.inputs:
+            self.known[item.value] = ("other inputs", "constants") if item.leaf is None else inputs[item.leaf]
+
+    def parts(self, moment: PeakMoment) -> tuple[MemoryPart, ...]:
+        """Return what is in memory at a moment."""
+        parts = [MemoryPart(*self.known[value], nbytes) for value, nbytes in moment.values.items()]
+        if moment.executable in self.temporaries:
+            parts += self.temporaries[moment.executable]
+        else:
+            parts.append(MemoryPart("temporaries", f"while {moment.executable} runs", moment.temporary_bytes))
+        return joined_parts(parts)
+
+
+def _mesh_reports(program: Program, timeline: Timeline, namer: _Namer) -> tuple[MeshReport, ...]:
     return tuple(
         MeshReport(
             devices=mesh.devices,
@@ -288,13 +340,15 @@ def _mesh_reports(program: Program, timeline: Timeline) -> tuple[MeshReport, ...
             exposed_transfer_s=exposed_s,
             idle_s=max(timeline.makespan_s - busy_s - exposed_s, 0.0),
             peak_bytes=peak,
+            memory=namer.parts(moment),
         )
-        for mesh, busy_s, collective_s, exposed_s, peak in zip(
+        for mesh, busy_s, collective_s, exposed_s, peak, moment in zip(
             program.meshes,
             timeline.busy_s,
             timeline.collective_s,
             timeline.exposed_s,
             timeline.peak_bytes,
+            timeline.at_peak,
             strict=True,
         )
     )

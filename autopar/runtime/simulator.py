@@ -18,7 +18,7 @@ from typing import Protocol, assert_never
 
 from autopar.ir.clocks import Clocks, Delivery, Hosts
 from autopar.ir.program import Executable, Free, Instruction, Program, Recv, Run, Send, Task
-from autopar.runtime.timeline import Event, Timeline, Transfer
+from autopar.runtime.timeline import Event, PeakMoment, Timeline, Transfer
 
 _NONE: Mapping[str, float] = MappingProxyType({})
 
@@ -77,6 +77,8 @@ def simulate(
         memory[item.mesh].add(item.value, sizes.on_device(item.mesh, item.value))
         if item.leaf is not None and item.window is None:
             memory[item.mesh].lent.add(item.value)
+    for each in memory:
+        each.note()
     for mesh, instruction in program.linear_order():
         _advance(times, mesh, instruction, sizes, costs, collective_s)
         _update_memory(memory[mesh], mesh, instruction, sizes, temporary_bytes)
@@ -86,6 +88,7 @@ def simulate(
         transfers=tuple(times.transfers),
         makespan_s=max(times.clocks.mesh_s, default=0.0),
         peak_bytes=tuple(each.peak for each in memory),
+        at_peak=tuple(each.at_peak for each in memory),
         exposed_s=tuple(times.clocks.exposed_s),
     )
 
@@ -157,11 +160,17 @@ class _Memory:
     lent: set[str] = field(default_factory=set[str])
     now: int = 0
     peak: int = 0
+    at_peak: PeakMoment = field(default_factory=lambda: PeakMoment(values={}))
 
     def add(self, value: str, num_bytes: int) -> None:
         self.sizes[value] = num_bytes
         self.now += num_bytes
-        self.peak = max(self.peak, self.now)
+
+    def note(self, executable: str = "", temporary_bytes: int = 0) -> None:
+        """Remember this moment if none before it had more in memory."""
+        if self.now + temporary_bytes > self.peak:
+            self.peak = self.now + temporary_bytes
+            self.at_peak = PeakMoment(values=dict(self.sizes), executable=executable, temporary_bytes=temporary_bytes)
 
     def drop(self, value: str) -> None:
         self.now -= self.sizes.pop(value)
@@ -172,16 +181,17 @@ def _update_memory(
 ) -> None:
     match instruction:
         case Run():
-            needed = memory.now + math.ceil(temporary_bytes.get(instruction.executable, 0.0))
-            memory.peak = max(memory.peak, needed)
+            memory.note(instruction.executable, math.ceil(temporary_bytes.get(instruction.executable, 0.0)))
             # A donated input's memory becomes an output's.
             for position in sizes.program.executables[instruction.executable].donated:
                 memory.drop(instruction.inputs[position])
             for value in instruction.outputs:
                 memory.add(value, sizes.on_device(mesh, value))
+            memory.note()
         case Recv():
             for value in instruction.values:
                 memory.add(value, sizes.on_device(mesh, value))
+            memory.note()
         case Free():
             for value in instruction.values:
                 if value not in memory.lent:

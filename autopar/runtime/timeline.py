@@ -62,6 +62,16 @@ class Transfer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeakMoment:
+    """What one device of a mesh holds when it holds the most."""
+
+    values: Mapping[str, int]
+    executable: str = ""
+    """The one that runs; empty if none does."""
+    temporary_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Timeline:
     """The tasks and transfers of a step with their times, and the peak memory of every mesh."""
 
@@ -72,6 +82,8 @@ class Timeline:
     # Per mesh, on each device: the most that inputs and values take at once, in the instructions' order, with what the
     # executable that runs needs beside them, as far as that was given.
     peak_bytes: tuple[int, ...]
+    # Per mesh, what is there then.
+    at_peak: tuple[PeakMoment, ...]
     # Per mesh, the seconds in which it waits for values that are already made, and on their way.
     exposed_s: tuple[float, ...]
 

@@ -14,11 +14,22 @@ import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.memory.liveness import Key, Lifetimes, Op, lifetimes
 from autopar.compiler.memory.ordering import order_ops
+
+
+class Label(NamedTuple):
+    """Where an op comes from, for the reader."""
+
+    text: str
+    phase: Literal["forward", "backward", "collective"] | None
+    """None outside of any differentiation."""
+    layer: str
+    """The scope of the layer that it belongs to; empty if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +55,8 @@ class MemoryProgram:
     inner: Mapping[int, tuple[MemoryProgram, ...]]
     """By op: the programs that it runs."""
     border: Border
-    labels: Sequence[str] = ()
-    """By op, where it comes from, for the reader."""
+    labels: Sequence[Label] = ()
+    """By op."""
     deferred: int | None = None
     """The first op that waits until everything else is done, once the program is ordered."""
 

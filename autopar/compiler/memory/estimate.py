@@ -7,6 +7,7 @@ Remat regions stand in line with what is around them: only their operands are he
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from autopar.compiler.jaxprs.fusion import is_expensive, kind_of
 from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.memory.allocation import (
     Border,
+    Label,
     MemoryProgram,
     Moment,
     alive,
@@ -32,6 +34,7 @@ from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.layout import LogicalMesh, describe_layout, num_shards
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value
+from autopar.ir.memory_part import MemoryPart, joined_parts
 
 
 def listed_program(
@@ -59,7 +62,7 @@ class _Lister:
     mesh: LogicalMesh
     product_workspace: float
     ops: list[Op] = field(default_factory=list[Op])
-    labels: list[str] = field(default_factory=list[str])
+    labels: list[Label] = field(default_factory=list[Label])
     inner: dict[int, tuple[MemoryProgram, ...]] = field(default_factory=dict[int, tuple[MemoryProgram, ...]])
     nbytes: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
     place: str = ""
@@ -151,11 +154,23 @@ def _results(action: Action) -> tuple[Value, ...]:
     return (action.result,) if isinstance(action, Reshard) else action.results
 
 
-def _named(action: Action) -> str:
+def _named(action: Action) -> Label:
     if isinstance(action, Reshard):
-        return f"reshard {action.result.variable.aval.str_short()}"
-    scope = jc.scope_of(action.eqn)
-    return f"{action.eqn.primitive.name} in {scope}" if scope else action.eqn.primitive.name
+        kind = collective_of(action.steps)
+        text = f"reshard {action.result.variable.aval.str_short()}"
+        return Label(text, "collective" if kind else None, kind or "")
+    scope, name, phase = jc.scope_of(action.eqn), action.eqn.primitive.name, jc.ad_phase(action.eqn)
+    if isinstance(action, RunBody):  # a loop over microbatches has no phase of its own
+        inside = (eqn for body in action.bodies for eqn in body.jaxpr.eqns)
+        phase = "backward" if any(jc.ad_phase(eqn) == "backward" for eqn in inside) else phase
+    return Label(f"{name} in {scope}" if scope else name, phase, _layer_of(scope))
+
+
+def _layer_of(scope: str) -> str:
+    """Return the user's scopes up to the last numbered one, or the first one if none is numbered."""
+    names = [name for name in _TRANSFORMS.sub("", scope).split("/") if name and name != "rematted_computation"]
+    numbered = [place for place, name in enumerate(names) if _NUMBERED.search(name)]
+    return "/".join(names[: numbered[-1] + 1 if numbered else 1])
 
 
 # --- Estimate the memory that a device needs for a step, as XLA would allocate it: liveness over the local program ---
@@ -167,6 +182,8 @@ def _named(action: Action) -> str:
 # needs; the stacks that it reads and writes are alive throughout. Recomputed regions stand in line with the rest.
 
 _NUM_LARGEST = 10
+_TRANSFORMS = re.compile(r"\b(?:jvp|transpose|vmap|checkpoint|remat)\(|\)")
+_NUMBERED = re.compile(r"\d")
 # Plans that were made to fit keep arrays split and gather them again, and what the compiler prefetches or merges of
 # that is not modelled: this is what the worst plan measured needed more (benchmarks.memory_model).
 HEADROOM = 0.21
@@ -183,6 +200,8 @@ class MemoryEstimate:
     """The equation that runs at that moment."""
     largest: tuple[tuple[str, float], ...]
     """What is in memory then, the largest first: descriptions and bytes."""
+    parts: tuple[MemoryPart, ...]
+    """The same without the arguments, by category and name, the largest first."""
     deferred_bytes: float
     """What the compiler keeps until the end of the program, and would keep behind whatever stood next in it: operands
     of products that it puts off."""
@@ -205,6 +224,7 @@ def peak_memory(
         peak_bytes=total + moment.nbytes,
         arguments_bytes=total,
         at=_time_of(moment),
+        parts=joined_parts(_parts(moment)),
         largest=tuple(sorted(listed, key=lambda each: -each[1])[:_NUM_LARGEST]),
         deferred_bytes=program.deferred_bytes,
     )
@@ -231,7 +251,7 @@ def _nbytes(value: Value, mesh: LogicalMesh) -> float:
 
 def _in_memory(moment: Moment, mesh: LogicalMesh) -> Iterator[tuple[str, float]]:
     program = moment.program
-    makers = {key: label for op, label in zip(program.ops, program.labels, strict=True) for key in op.results}
+    makers = {key: label.text for op, label in zip(program.ops, program.labels, strict=True) for key in op.results}
     for key in alive(moment):
         assert isinstance(key, Value)
         yield f"{makers.get(key, 'slice')}: {_described(key, mesh)}", program.nbytes[key]
@@ -239,10 +259,36 @@ def _in_memory(moment: Moment, mesh: LogicalMesh) -> Iterator[tuple[str, float]]
         yield from _in_memory(moment.inside, mesh)
 
 
+def _parts(moment: Moment) -> Iterator[MemoryPart]:
+    """The categories of what is in memory at a moment: gradients are what a backward equation makes for the update."""
+    program = moment.program
+    labeled = list(zip(program.ops, program.labels, strict=True))
+    makers = {key: label for op, label in labeled for key in op.results}
+    roots = program.lives.roots
+    late = {key for op, label in labeled if label.phase is None for key in op.reads}
+    wanted = {roots.get(key, key) for key in (*late, *program.outputs)}
+    for key in alive(moment):
+        label = makers.get(key, Label("slices of stacks", None, ""))
+        nbytes = program.nbytes[key]
+        match label.phase:
+            case "collective":
+                yield MemoryPart("collective buffers", label.layer, nbytes)
+            case "forward":
+                yield MemoryPart("activations", label.layer, nbytes)
+            case "backward" if key in wanted:
+                yield MemoryPart("gradients", label.layer, nbytes)
+            case _:
+                yield MemoryPart("temporaries", label.layer, nbytes)
+    if (workspace := program.workspace(moment.time)) > 0:
+        yield MemoryPart("temporaries", "kernel workspace", workspace)
+    if moment.inside is not None:
+        yield from _parts(moment.inside)
+
+
 def _time_of(moment: Moment) -> str:
     if moment.inside is not None:
         return _time_of(moment.inside)
-    return moment.program.labels[moment.time] if moment.time < len(moment.program.ops) else "the end"
+    return moment.program.labels[moment.time].text if moment.time < len(moment.program.ops) else "the end"
 
 
 def _described(value: Value, mesh: LogicalMesh) -> str:
