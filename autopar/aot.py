@@ -307,10 +307,9 @@ class Planned:
         work = step_work(self.trace)
         return simulate_plan(
             program,
-            priced.plan,
+            priced,
             cluster,
             inputs=input_parts(self.trace),
-            temporaries=priced.temporaries,
             model_flops=work.flops,
             dtype=work.dtype,
             examples=work.examples,

@@ -248,14 +248,12 @@ def simulate_plan(
     model_flops: float,
     dtype: str,
     inputs: Sequence[tuple[Category, str]],
-    temporaries: Mapping[str, Sequence[MemoryPart]],
     examples: int | None = None,
     tokens: int | None = None,
 ) -> SimulationReport:
     """Carry out the program of a plan whose meshes all have times, as `price_plan` gives them.
 
-    `inputs` are the category and the name of each leaf of the arguments, `temporaries` the parts of what executables
-    hold beside their inputs, where they are known.
+    `inputs` are the category and the name of each leaf of the arguments.
 
     Raises `PlanMismatch` for a cluster that lacks devices of the plan.
     """
@@ -265,6 +263,7 @@ def simulate_plan(
     assert len(shardings) == len(plan.meshes), "every mesh has times"
     times = {name: times for sharding in shardings for name, times in sharding.times.items()}
     temporary_bytes = {n: size for sharding in shardings for n, size in sharding.temporary_bytes.items()}
+    temporary_parts = {n: parts for sharding in shardings for n, parts in sharding.temporary_parts.items()}
     timeline = simulate(
         program,
         ClusterCosts(program=program, machine=machine, times=times),
@@ -276,7 +275,7 @@ def simulate_plan(
         plan=_plan_words(plan),
         cluster=_cluster_words(plan, cluster),
         step_time_s=timeline.makespan_s,
-        meshes=_mesh_reports(program, timeline, _Namer(program, inputs, temporaries)),
+        meshes=_mesh_reports(program, timeline, _Namer(program, inputs, temporary_parts)),
         memory_limit_bytes=machine.memory_bytes,
         counts_temporaries=set(times) <= set(temporary_bytes),
         model_flops=model_flops,

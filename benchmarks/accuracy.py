@@ -10,10 +10,11 @@ the machine files alone and calibrated, are of the other rows only.
 """
 
 import argparse
+import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from autopar.errors import AutoparError, InvalidArgument
 from benchmarks.accuracy_cases import Case, Unusable, case_of
 from benchmarks.accuracy_fit import chosen_for_fit, fitted_scalars, predicted_times
 from benchmarks.accuracy_report import Predicted, summary
-from benchmarks.accuracy_rows import STEPS, Measurements, read_measurements
+from benchmarks.accuracy_rows import STEPS, Measurements, Row, read_measurements
 from benchmarks.accuracy_steps import predicted as predicted_step
 from benchmarks.accuracy_steps import step_case_of
 from benchmarks.training_model.memory import peak_memory
@@ -35,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--measurements", type=Path, required=True, metavar="FILE", help="CSV of measured steps")
     parser.add_argument("--calibrate", type=float, metavar="FRACTION", help="fit scalars to this share of the rows")
+    parser.add_argument(
+        "--sample", type=float, default=1.0, metavar="FRACTION", help="of the rows, by a digest of each"
+    )
     parser.add_argument("--rows", action="store_true", help="the JSON holds every row's prediction too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
 
@@ -46,7 +50,8 @@ def main(arguments: argparse.Namespace) -> None:
             f"--calibrate is {arguments.calibrate:g}, it must be a fraction between 0 and 1, for the other rows are "
             "tested. Give one like 0.2."
         )
-    report = accuracy_report(read_measurements(arguments.measurements), arguments.calibrate, rows=arguments.rows)
+    measurements = sampled(read_measurements(arguments.measurements), arguments.sample)
+    report = accuracy_report(measurements, arguments.calibrate, rows=arguments.rows)
     Console().print(_table({**report["sources"], "all": report["all"]}))
     for each in report["skipped"]:
         Console().print(f"{each['rows']:4} rows skipped of {each['source']}: {each['reason']}", highlight=False)
@@ -73,6 +78,18 @@ def accuracy_report(measurements: Measurements, fraction: float | None, *, rows:
     if rows:
         report["predictions"] = [_row_report(each, fitted) for each, fitted in predictions]
     return report
+
+
+def sampled(measurements: Measurements, fraction: float) -> Measurements:
+    """Return about this fraction of the rows, the same ones in every run; `InvalidArgument` for no fraction."""
+    if not 0 < fraction <= 1:
+        raise InvalidArgument(f"--sample is {fraction:g}, it must be above 0 and at most 1. Give a fraction like 0.2.")
+
+    def place(row: Row) -> float:
+        digest = hashlib.sha256(repr([text for _, text in row.cells]).encode()).digest()
+        return int.from_bytes(digest[:4], "big") / 2**32
+
+    return replace(measurements, rows=tuple(row for row in measurements.rows if place(row) < fraction))
 
 
 Read = tuple[dict[str, Any], list[tuple[Predicted, bool]]]
@@ -107,7 +124,10 @@ def _read_steps(measurements: Measurements, fraction: float | None, skipped: Cou
         try:
             case = step_case_of(row)
             progress.print(f"[{number}/{len(measurements.rows)}] {row['id']}", markup=False, highlight=False)
-            found[row.source].append(predicted_step(case))
+            each = predicted_step(case)
+            found[row.source].append(each)
+            error = "" if case.measured_s is None else f", {100 * each.error:+.1f} %"
+            progress.print(f"    {each.step_s:.4g} s{error}", markup=False, highlight=False)
         except Unusable as why:
             skipped[row.source, str(why)] += 1
     sources = {source: summary(found[source]) for source in sorted(found)}

@@ -7,6 +7,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.compiler.analysis.step_work import step_work
@@ -135,6 +136,57 @@ def test_a_plan_on_one_mesh_takes_its_modelled_step_and_memory(method):
     assert report.bubble_fraction == pytest.approx(0, abs=1e-9)
     assert report.peak_bytes == pytest.approx(sharding.peak_bytes, abs=1)
     assert report.counts_temporaries
+
+
+def parts_by_category(report):
+    found = {}
+    for part in report.memory:
+        found.setdefault(part.category, {})[part.name] = part.nbytes
+    return found
+
+
+def adam_step(state, batch):
+    params, moments = state
+
+    def loss_fn(params):
+        h = batch["x"]
+        for number, w in enumerate(params["layers"]):
+            with jax.named_scope(f"block_{number}"):
+                h = jnp.tanh(h @ w)
+        return jnp.mean((h - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments, grads)
+    return (jax.tree.map(lambda p, m: p - 0.1 * m, params, moments), moments), loss
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        autopar.Auto(mesh_shape=(4,), pins={"moments|0|1": PartitionSpec()}, num_microbatches=1),
+        autopar.PipelineParallel(num_stages=2, num_microbatches=2),
+    ],
+)
+def test_memory_is_told_by_category_with_the_names_of_the_user(method):
+    params = {"layers": [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4}
+    batch = {name: jax.ShapeDtypeStruct((1024, 64), jnp.float32) for name in "xy"}
+    cluster = autopar.Cluster(num_devices=4, kind="cpu")
+    planned = traced(method, step=adam_step, args=((params, params), batch), cluster=cluster).plan()
+    report = planned.simulate()
+    for mesh in report.meshes:
+        assert sum(part.nbytes for part in mesh.memory) == pytest.approx(mesh.peak_bytes, abs=2)
+    parts = parts_by_category(report)
+    stages = planned.plan.num_stages
+    layers = 4 // stages
+    assert sum(parts["parameters"].values()) == sum(parts["optimizer"].values()) == layers * 64 * 64 * 4
+    assert all("layers" in name and name.startswith("state.0") for name in parts["parameters"])
+    assert all(name.startswith("state.1") for name in parts["optimizer"])
+    assert parts["batch"] and parts["activations"]
+    if stages == 1:
+        assert {"block_0", "block_1", "block_2"} <= set(parts["activations"])
+    assert "activations" in str(report) and report.to_data()["meshes"][0]["memory"][0]["nbytes"] > 0
+    again = autopar.Plan.from_json(planned.plan.to_json())
+    assert again == planned.plan
 
 
 def test_one_device_for_each_stage_needs_no_planned_layouts():

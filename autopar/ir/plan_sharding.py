@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.errors import PlanMismatch
+from autopar.ir.memory_part import MemoryPart
 
 _NUM_NAMED = 4
 
@@ -136,6 +137,10 @@ class MeshSharding:
     temporary_bytes: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
     """Bytes that one run of a task needs on a device beside its inputs, where they were modelled: for results that take
     no input's place, and for what lives in between."""
+    temporary_parts: Mapping[str, tuple[MemoryPart, ...]] = field(
+        default_factory=dict[str, tuple[MemoryPart, ...]], hash=False
+    )
+    """What these bytes are at the task's fullest moment."""
 
     def to_data(self) -> dict[str, Any]:
         """The sharding as JSON data."""
@@ -150,7 +155,11 @@ class MeshSharding:
                 PlannedCollective(**dict(entry, axes=tuple(entry["axes"]))) for entry in fields["collectives"]
             )
             times = {name: TaskTimes(**entry) for name, entry in fields["times"].items()}
-            return MeshSharding(**dict(fields, collectives=collectives, times=times))
+            parts = {
+                name: tuple(MemoryPart(*part) for part in entry)
+                for name, entry in fields.get("temporary_parts", {}).items()
+            }
+            return MeshSharding(**dict(fields, collectives=collectives, times=times, temporary_parts=parts))
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise PlanMismatch(
                 f"The sharding of a mesh cannot be read: {type(error).__name__}: {error}. It must be as Plan.save "

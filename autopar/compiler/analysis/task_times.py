@@ -7,8 +7,7 @@ one device for a mesh             the times of its programs on one device
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
@@ -20,44 +19,33 @@ from autopar.compiler.planning.mesh_sharding import plan_mesh
 from autopar.compiler.spmd.block_times import block_times
 from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Machine
-from autopar.ir.memory_part import MemoryPart
 from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.plan_sharding import MeshSharding, TaskTimes
 from autopar.ir.program import Executable, Program
 
 
-@dataclass(frozen=True, kw_only=True)
-class PricedPlan:
-    """A plan whose meshes all have times."""
-
-    plan: Plan
-    temporaries: Mapping[str, tuple[MemoryPart, ...]] = field(default_factory=dict[str, tuple[MemoryPart, ...]])
-    """By executable, what it holds beside its inputs at its fullest, where that is known by category."""
-
-
-def price_plan(trace: Trace, plan: Plan, program: Program, *, machine: Machine) -> PricedPlan:
+def price_plan(trace: Trace, plan: Plan, program: Program, *, machine: Machine) -> Plan:
     """The plan with the times of every mesh, for devices of a machine; `program` is what it was lowered to.
 
     Raises `InvalidArgument` for a plan whose times were modelled for others.
     """
     meshes: list[MeshPlan] = []
-    temporaries: dict[str, tuple[MemoryPart, ...]] = {}
     for number, mesh in enumerate(plan.meshes):
         mesh_costs = MeshCosts(machine=machine, mesh=logical_mesh(mesh))
         sharding = mesh.sharding
         if plan.sharding is not None:
             _check_machine(plan.sharding.figures, machine)
-            sharding, temporaries[trace.name] = _whole_step(trace, plan, mesh_costs)
+            sharding = _whole_step(trace, plan, mesh_costs)
         elif sharding is not None:
             _check_machine(sharding.figures, machine)
         else:
             mine = [executable for executable in program.executables.values() if executable.mesh == number]
             sharding = plan_mesh([_alone(each) for each in mine], GroupConstraints(), logical_mesh(mesh), mesh_costs)
         meshes.append(replace(mesh, sharding=sharding))
-    return PricedPlan(plan=replace(plan, meshes=tuple(meshes)), temporaries=temporaries)
+    return replace(plan, meshes=tuple(meshes))
 
 
-def _whole_step(trace: Trace, plan: Plan, mesh_costs: MeshCosts) -> tuple[MeshSharding, tuple[MemoryPart, ...]]:
+def _whole_step(trace: Trace, plan: Plan, mesh_costs: MeshCosts) -> MeshSharding:
     """A step on one mesh as one task. Its step time counts the latency of collectives that are combined once."""
     assert plan.sharding is not None
     block = sharded_step(trace, plan).block
@@ -65,7 +53,7 @@ def _whole_step(trace: Trace, plan: Plan, mesh_costs: MeshCosts) -> tuple[MeshSh
     times = TaskTimes(compute_s=compute_s, collective_s=plan.sharding.step_time_s - compute_s)
     workspace = mesh_costs.machine.product_workspace_bytes
     memory = peak_memory(block, mesh_costs.mesh, trace.donated_inputs, product_workspace=workspace)
-    sharding = MeshSharding(
+    return MeshSharding(
         layouts={},
         times={trace.name: times},
         collectives=plan.sharding.collectives,
@@ -73,8 +61,8 @@ def _whole_step(trace: Trace, plan: Plan, mesh_costs: MeshCosts) -> tuple[MeshSh
         lower_bound_s=plan.sharding.lower_bound_s,
         figures=mesh_costs.machine.name,
         temporary_bytes={trace.name: plan.sharding.peak_bytes - memory.arguments_bytes},
+        temporary_parts={trace.name: memory.parts},
     )
-    return sharding, memory.parts
 
 
 def _alone(executable: Executable) -> GroupTask:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
@@ -200,11 +201,15 @@ class MemoryEstimate:
     """The equation that runs at that moment."""
     largest: tuple[tuple[str, float], ...]
     """What is in memory then, the largest first: descriptions and bytes."""
-    parts: tuple[MemoryPart, ...]
-    """The same without the arguments, by category and name, the largest first."""
     deferred_bytes: float
     """What the compiler keeps until the end of the program, and would keep behind whatever stood next in it: operands
     of products that it puts off."""
+    moment: Moment = field(repr=False, compare=False)
+
+    @cached_property
+    def parts(self) -> tuple[MemoryPart, ...]:
+        """What is in memory then beside the arguments, by category and name, the largest first."""
+        return joined_parts(_parts(self.moment))
 
 
 def peak_memory(
@@ -224,9 +229,9 @@ def peak_memory(
         peak_bytes=total + moment.nbytes,
         arguments_bytes=total,
         at=_time_of(moment),
-        parts=joined_parts(_parts(moment)),
         largest=tuple(sorted(listed, key=lambda each: -each[1])[:_NUM_LARGEST]),
         deferred_bytes=program.deferred_bytes,
+        moment=moment,
     )
 
 

@@ -21,6 +21,7 @@ from autopar.compiler.spmd.block_plan import layout_text, to_data
 from autopar.compiler.spmd.block_times import block_times
 from autopar.compiler.spmd.collectives import planned_collectives
 from autopar.compiler.spmd.local_program import LocalBlock
+from autopar.ir.memory_part import MemoryPart
 from autopar.ir.plan_sharding import MeshSharding, PlannedCollective, TaskTimes
 
 
@@ -71,6 +72,7 @@ def mesh_sharding(
     """Return a solution as data, with its times and collectives; `blocks` are its `local_blocks`, if known."""
     times: dict[str, TaskTimes] = {}
     temporary_bytes: dict[str, float] = {}
+    temporary_parts: dict[str, tuple[MemoryPart, ...]] = {}
     collectives: list[PlannedCollective] = []
     blocks = local_blocks(tasks, solution, mesh) if blocks is None else blocks
     for task in tasks:
@@ -79,6 +81,7 @@ def mesh_sharding(
         times[task.name] = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
         memory = peak_memory(block, mesh, task.donated, product_workspace=mesh_costs.machine.product_workspace_bytes)
         temporary_bytes[task.name] = memory.peak_bytes - memory.arguments_bytes
+        temporary_parts[task.name] = memory.parts
         collectives += priced_collectives(block, mesh_costs, times=task.times, name=task.name)
     return MeshSharding(
         layouts={
@@ -88,6 +91,7 @@ def mesh_sharding(
         times=times,
         collectives=tuple(collectives),
         temporary_bytes=temporary_bytes,
+        temporary_parts=temporary_parts,
         objective_s=solution.optimum.value,
         lower_bound_s=solution.optimum.lower_bound,
         figures=mesh_costs.machine.name,
@@ -117,6 +121,7 @@ def mesh_sharding_like(
         times={names[name]: times for name, times in sharding.times.items()},
         collectives=tuple(collectives),
         temporary_bytes={names[name]: size for name, size in sharding.temporary_bytes.items()},
+        temporary_parts={names[name]: parts for name, parts in sharding.temporary_parts.items()},
     )
 
 
