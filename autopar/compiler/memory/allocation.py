@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
@@ -26,8 +26,8 @@ class Label(NamedTuple):
     """Where an op comes from, for the reader."""
 
     text: str
-    phase: Literal["forward", "backward", "collective"] | None
-    """None outside of any differentiation."""
+    phase: str | None
+    """"forward", "backward" or "collective"; None outside of any differentiation."""
     layer: str
     """The scope of the layer that it belongs to; empty if there is none."""
 
