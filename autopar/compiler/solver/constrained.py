@@ -323,7 +323,6 @@ def _solve_promising(search: _Search) -> None:
         assignment, _ = _solve_restricted(search, kept, search.effort.budget.part(1 / 5))
     except Infeasible:
         return
-    search.how.append("branch and bound on the options met")
     if assignment is not None:
         search.meet(assignment)
 
@@ -331,7 +330,6 @@ def _solve_promising(search: _Search) -> None:
 def _solve_rest(search: _Search) -> None:
     """Branch and bound on the options that may be part of a better assignment than the best by `max_gap`."""
     most = search.value - search.effort.slack(search.value)
-    search.how.append("branch and bound")
     try:
         assignment, bound = _solve_restricted(search, search.not_excluded(most), search.effort.budget)
     except Infeasible:
@@ -357,6 +355,7 @@ def _solve_restricted(
     start = None if search.best is None else smaller.reduced.core_assignment(_places(kept, search.best))
     gap = search.effort.slack(search.value)
     solution = solve_in_whole_numbers(core, smaller.rows, start=start, budget=budget, gap=gap)
+    search.how.append(solution.how)
     assignment = None if solution.assignment is None else relaxation.expand(solution.assignment)
     return assignment, solution.bound + constant
 

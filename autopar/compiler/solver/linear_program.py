@@ -20,6 +20,7 @@ import highspy
 import numpy as np
 
 from autopar.compiler.solver.problem import (
+    ENTRIES_PER_SECOND,
     MRF,
     Assignment,
     FloatArray,
@@ -36,6 +37,9 @@ LARGEST_PROGRAM = 400_000
 ENTRIES_OF_NODE = 1_000
 """Entries, for every variable, that could be looked at in the time of a node of branch and bound."""
 MOST_NODES = 1_000_000
+LAST_RESORT = 5.0
+"""Times as long as its work should take, of at least `LEAST_S` seconds, that branch and bound may take."""
+LEAST_S = 5.0
 LARGEST_COST = 1e4
 """The largest cost after scaling: far above the solver's tolerance of 1e-7, far below where doubles end."""
 
@@ -50,22 +54,25 @@ def solve_in_whole_numbers(
 ) -> ProgramSolution:
     """Solve the program in whole numbers, by branch and bound, from a known assignment, up to an (absolute) gap.
 
-    The budget says how many nodes of the search there may be: the first one there always is.
+    The budget says how many nodes of the search there may be: the first one there always is. As the work at a node is
+    not counted, a clock ends the search as a last resort, after several times as long as the budget should take.
     """
     pairs = _pairs(problem)
     columns = None if start is None else _columns_of(problem, pairs, start)
     program = _as_program(problem, pairs, rows)
     work_of_node = ENTRIES_OF_NODE * program.costs.size
     most_nodes = max(1, int(min(budget.left / work_of_node, MOST_NODES)))
-    result = run_program(program, start=columns, most_nodes=most_nodes, gap=gap)
+    last_resort_s = LAST_RESORT * max(budget.left / ENTRIES_PER_SECOND, LEAST_S)
+    result = run_program(program, start=columns, most_nodes=most_nodes, last_resort_s=last_resort_s, gap=gap)
     budget.spend(work_of_node * max(1, result.num_nodes))
     if not result.feasible:
         raise Infeasible([row.name for row in rows])
+    how = "branch and bound, ended by the clock" if result.timed_out else "branch and bound"
     if result.columns is None:
-        return ProgramSolution(assignment=None, bound=result.bound)
+        return ProgramSolution(assignment=None, bound=result.bound, how=how)
     sizes = [cost.size for cost in problem.costs]
     chances = np.split(result.columns[: sum(sizes)], np.cumsum(sizes)[:-1])
-    return ProgramSolution(assignment=tuple(int(chance.argmax()) for chance in chances), bound=result.bound)
+    return ProgramSolution(assignment=tuple(int(chance.argmax()) for chance in chances), bound=result.bound, how=how)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +81,8 @@ class ProgramSolution:
 
     assignment: Assignment | None
     bound: float
+    how: str
+    """What was done, for the reader."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +180,18 @@ class ProgramResult:
     bound: float
     feasible: bool = True
     num_nodes: int = 0
+    timed_out: bool = False
 
 
 def run_program(
-    program: LinearProgram, *, start: FloatArray | None = None, most_nodes: int = MOST_NODES, gap: float = 0.0
+    program: LinearProgram,
+    *,
+    start: FloatArray | None = None,
+    most_nodes: int = MOST_NODES,
+    last_resort_s: float = np.inf,
+    gap: float = 0.0,
 ) -> ProgramResult:
-    """Solve a program on one thread and by no clock, so that equal programs have equal results.
+    """Solve a program on one thread, so that equal programs have equal results unless the last resort ends one.
 
     Branch and bound ends when the best solution costs at most `gap` more than the bound, or after `most_nodes`.
     """
@@ -190,6 +205,7 @@ def run_program(
         "threads": 1,
         "random_seed": 1,
         "mip_max_nodes": most_nodes,
+        "time_limit": last_resort_s,
         "mip_rel_gap": 0.0,
         "mip_abs_gap": max(1e-8, gap * scale),
         "primal_feasibility_tolerance": 1e-9,
@@ -206,7 +222,7 @@ def run_program(
     statuses = highspy.HighsModelStatus
     if status == statuses.kInfeasible:
         return ProgramResult(columns=None, bound=np.inf, feasible=False)
-    if status not in (statuses.kOptimal, statuses.kSolutionLimit):
+    if status not in (statuses.kOptimal, statuses.kSolutionLimit, statuses.kTimeLimit):
         raise SolverFailed(
             f"HiGHS stopped with {solver.modelStatusToString(status)!r} on {program.costs.size} variables and "
             f"{program.lower.size} constraints; it must end with an optimum or after its nodes. Raise the memory "
@@ -215,11 +231,13 @@ def run_program(
     optimal = status == statuses.kOptimal
     bound = info.mip_dual_bound if program.num_whole else info.objective_function_value if optimal else -np.inf
     has_solution = info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible)
-    num_nodes = int(info.mip_node_count) if program.num_whole else 0
-    if not has_solution or not (program.num_whole or optimal):
-        return ProgramResult(columns=None, bound=bound / scale, num_nodes=num_nodes)
-    columns = np.asarray(solver.getSolution().col_value)
-    return ProgramResult(columns=columns, bound=bound / scale, num_nodes=num_nodes)
+    found = has_solution and bool(program.num_whole or optimal)
+    return ProgramResult(
+        columns=np.asarray(solver.getSolution().col_value) if found else None,
+        bound=bound / scale,
+        num_nodes=int(info.mip_node_count) if program.num_whole else 0,
+        timed_out=status == statuses.kTimeLimit,
+    )
 
 
 def _as_model(program: LinearProgram, scale: float) -> Any:

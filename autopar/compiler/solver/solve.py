@@ -274,7 +274,7 @@ def _search_widely(core: MRF, effort: SolveEffort, upper: float) -> Incumbent:
         return found
     gap = effort.slack(found.value)
     mixed = solve_in_whole_numbers(core, start=found.assignment, budget=effort.budget, gap=gap)
-    return _better(core, found, mixed.assignment, mixed.bound, "branch and bound")
+    return _better(core, found, mixed.assignment, mixed.bound, mixed.how)
 
 
 def _better(problem: MRF, found: Incumbent, assignment: Assignment | None, bound: float, how: str) -> Incumbent:

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from autopar.compiler.solver import linear_program
 from autopar.compiler.solver.dual_ascent import Ascent, ascend
+from autopar.compiler.solver.linear_program import solve_in_whole_numbers
 from autopar.compiler.solver.problem import MRF, SolveEffort, WorkBudget, assignment_cost, num_pairs
 from autopar.compiler.solver.solve import minimize
 from tests.compiler.solver.random_problems import enumerate_best
@@ -59,3 +61,15 @@ def test_what_is_spent_of_a_part_is_spent_of_the_whole():
     part.spend(before / 4)
     assert part.is_spent
     assert whole.left == 0.75 * before
+
+
+def test_branch_and_bound_says_when_the_last_resort_ended_it(monkeypatch):
+    problem = frustrated(30, 6, 0)
+    budget = WorkBudget.of_seconds(1e-6)
+    done = solve_in_whole_numbers(problem, budget=budget)
+    assert done.how == "branch and bound"
+    assert budget.is_spent
+    monkeypatch.setattr(linear_program, "LAST_RESORT", 1e-4)
+    hurried = solve_in_whole_numbers(problem, budget=WorkBudget.of_seconds(1e-6))
+    assert hurried.how == "branch and bound, ended by the clock"
+    assert hurried.bound <= done.bound
