@@ -17,6 +17,7 @@ does not divide; what is joined is cut to its size.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -205,8 +206,14 @@ def copied_share(step: ReshardStep, layout: Layout, shape: Sequence[int], mesh_s
 
 
 def _part(layout: Layout, shape: Sequence[int], mesh_shape: Sequence[int]) -> list[int]:
-    counts = (math.prod(mesh_shape[axis] for axis in axes) for axes in layout.dims)
-    return [part_size(size, count) for size, count in zip(shape, counts, strict=True)]
+    return list(_part_shape(layout.dims, tuple(shape), tuple(mesh_shape)))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _part_shape(dims: tuple[Axes, ...], shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of one device's part; many steps lead from and to each layout."""
+    counts = (math.prod(mesh_shape[axis] for axis in axes) for axes in dims)
+    return tuple(part_size(size, count) for size, count in zip(shape, counts, strict=True))
 
 
 def _without_last(axes: Axes, last: Axes) -> Axes:
