@@ -2,6 +2,7 @@
 
     python -m benchmarks.plan_quality --models mlp gpt --meshes 8 2x4 --budgets inf 0.5 --json plan_quality.json
     python -m benchmarks.plan_quality --target h100 --sizes large      (compiles ahead of time: needs autopar[gpu-aot])
+    python -m benchmarks.plan_quality --target h100 --dtype bfloat16   (with float32 parameters)
     python -m benchmarks.plan_quality --timed --figures machine.json   (written by `autopar calibrate --json FILE`)
 
 Every plan by hand is compiled, on every mesh whose axes may stand for those of the plan; the best is the one of least
@@ -46,7 +47,7 @@ from autopar.hardware.machine import Machine
 from benchmarks.compiled_figures import CompiledFigures, compile_program, figures_of_compiled
 from benchmarks.hand_plans import HandPlan, compile_by_hand, hand_plans
 from benchmarks.models import LARGE, MODELS
-from benchmarks.models.model import Model
+from benchmarks.models.model import Model, computing_in
 from benchmarks.overhead import describe_machine, median_interval
 
 NUM_DEVICES = 8
@@ -123,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), metavar="2x4")
     parser.add_argument("--budgets", nargs="+", type=float, default=[math.inf], help="shares of data parallel's memory")
     parser.add_argument("--sizes", choices=("small", "large"), default="small")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="computed in")
     parser.add_argument("--target", help="compile for this GPU instead of the devices that are here")
     parser.add_argument("--figures", type=Path, metavar="FILE", help="plan for the devices here by what they measured")
     parser.add_argument("--timed", action="store_true", help="take steps, too, on the accelerators here")
@@ -143,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     compiled_by_hand: dict[str, dict[str, Any]] = {}
     for name in args.models:
         model = MODELS[name](**(LARGE[name] if args.sizes == "large" else {}))
+        model = model if args.dtype == "float32" else computing_in(args.dtype, model)
         theirs = list(compile_all(model, target))
         compiled_by_hand[name] = {str(each.plan): asdict(each.figures) for each in theirs}
         shares = list(itertools.product(args.meshes, args.budgets))
@@ -150,6 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append(compare(model, mesh, share, theirs, target, args.repetitions if args.timed else 0))
             if args.json:
                 result = {"machine": describe_machine(), "target": args.target or "cpu", "sizes": args.sizes}
+                result |= {"dtype": args.dtype}
                 result |= {"figures": target.machine.to_data()}
                 result |= {"summary": summary(rows), "rows": [*map(row_data, rows)], "by_hand": compiled_by_hand}
                 args.json.write_text(json.dumps(finite(result), indent=1, allow_nan=False) + "\n")

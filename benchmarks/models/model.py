@@ -7,7 +7,7 @@ autopar sees the step of plain JAX that `Model.step` is, and none of the names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -82,6 +82,18 @@ class Model:
     @property
     def num_parameters(self) -> int:
         return sum(array.abstract.size for array in jax.tree.leaves(self.params))
+
+
+def computing_in(dtype: Any, model: Model) -> Model:
+    """The model with its parameters kept as they are, and all else computed in `dtype`; the loss is in float32."""
+
+    def converted(tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+    def loss(params: Tree, batch: Tree, mark: Mark) -> jax.Array:
+        return model.loss(converted(params), converted(batch), mark).astype(jnp.float32)
+
+    return replace(model, name=f"{model.name} {jnp.dtype(dtype).name}", loss=loss)
 
 
 def unmarked(x: jax.Array, *names: str) -> jax.Array:

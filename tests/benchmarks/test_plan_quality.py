@@ -16,6 +16,7 @@ from benchmarks.compiled_figures import CompiledFigures, compile_program, figure
 from benchmarks.hand_plans import HandPlan, compile_by_hand, hand_plans
 from benchmarks.hlo_roofline import Kernel, Work, work_of
 from benchmarks.models import MODELS
+from benchmarks.models.model import computing_in
 from benchmarks.plan_quality import (
     ByHand,
     Row,
@@ -48,6 +49,19 @@ SMALL = {
         "batch": 16,
     },
 }
+
+
+@pytest.mark.parametrize("name", ["gpt", "convnet"])
+def test_a_model_computes_in_another_precision_with_the_parameters_it_has(name):
+    plain = MODELS[name](**SMALL[name])
+    model = computing_in(jnp.bfloat16, plain)
+    (params, _), metrics = jax.eval_shape(model.step, model.abstract_state, model.abstract_batch)
+    assert params == plain.abstract_state[0]
+    assert metrics["loss"].dtype == jnp.float32
+    traced = str(jax.make_jaxpr(model.step)(model.abstract_state, model.abstract_batch))
+    products = [line for line in traced.splitlines() if "dot_general" in line or "conv_general_dilated" in line]
+    assert products
+    assert all("bf16[" in line for line in products)
 
 
 @pytest.mark.parametrize("name", SMALL)
