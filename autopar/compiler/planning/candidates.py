@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
@@ -30,27 +30,28 @@ _LIKELY_SHARE = 0.9
 """Of the memory: stages that need no more, judged by the layers of other microbatches, are likely to fit."""
 _WORTH_SPLITTING = 0.05
 """Of the step: less time than that is not worth looking at layers whose weight gradients are tasks of their own."""
-FORMULA_SHARE = 0.95
+_FORMULA_SHARE = 0.95
 """Of the time by a schedule's formula: unequal stages rarely take less when they are simulated."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineCandidate:
-    """The best stages for one number of microbatches and one schedule."""
+    """Stages for one number of microbatches and one schedule."""
 
     layers: Layers
     timing: Timing
     """The schedule; the search has the layers of all virtual stages on a mesh as one stage."""
     remat: bool
-    search: StageSearch
+    bound_s: float
+    """What no stages that were searched together with these are taken to undercut."""
+    stages: tuple[Stage, ...]
     virtual_stages: tuple[VirtualStage, ...]
-    """Those of the best partition."""
     hosts: Hosts
 
     @cached_property
     def step_time_s(self) -> float:
-        """Simulated seconds of the best stages."""
-        return self.simulate_s([stage.cost for stage in self.search.best.stages])
+        """Simulated seconds of a step."""
+        return self.simulate_s([stage.cost for stage in self.stages])
 
     def simulate_s(self, costs: Sequence[StageCost]) -> float:
         """Return the simulated seconds of a step for other costs of the meshes."""
@@ -59,7 +60,7 @@ class PipelineCandidate:
     @property
     def stages_key(self) -> object:
         """Equal for stages that differ in their schedule at most."""
-        stages = tuple((stage.start, stage.stop, stage.submesh, stage.cost.choice) for stage in self.search.best.stages)
+        stages = tuple((stage.start, stage.stop, stage.submesh, stage.cost.choice) for stage in self.stages)
         splits = self.timing.schedule.splits_weight_gradients
         return self.timing.virtual_stages, self.remat, splits, stages
 
@@ -69,11 +70,11 @@ class PipelineCandidate:
 
         Where forward, input and weight gradients take equal times, that is two thirds of what fills the pipeline.
         """
-        warmups_s = [stage.cost.forward_s + stage.cost.backward_s for stage in self.search.best.stages]
+        warmups_s = [stage.cost.forward_s + stage.cost.backward_s for stage in self.stages]
         return 2 / 3 * (sum(warmups_s) - max(warmups_s)) / self.step_time_s
 
     def __str__(self) -> str:
-        timing, stages = self.timing, self.search.best.stages
+        timing, stages = self.timing, self.stages
         named = " | ".join(f"{stage.stop - stage.start} layers on {stage.submesh}" for stage in stages)
         virtual = f" x {timing.virtual_stages}" if timing.virtual_stages > 1 else ""
         return f"{timing.num_microbatches} microbatches, {timing.schedule.name}{virtual}: {named}"
@@ -182,20 +183,26 @@ def _candidates(
     shortage: MemoryTooSmall | None = None
     for number in numbers:
         try:
-            search = _solved_search(problem, ranges, timing, number, (few, most), below_s)
+            searches = _solved_searches(problem, ranges, timing, number, (few, most), below_s)
         except MemoryTooSmall as error:
             shortage = error
             continue
-        if search is not None:
-            candidate = PipelineCandidate(
-                layers=ranges.layers,
-                timing=timing,
-                remat=remat,
-                search=search,
-                virtual_stages=make_virtual_stages(ranges, search.best.stages, timing.virtual_stages),
-                hosts=_hosts_of(problem, search.best.stages),
-            )
-            found.setdefault(tuple((s.start, s.stop, s.submesh) for s in search.best.stages), candidate)
+        for partition in [each for search in searches for each in (search.best, *search.runners_up)]:
+            key = tuple((stage.start, stage.stop, stage.submesh) for stage in partition.stages)
+            if key not in found and all(_is_priced(ranges, stage.submesh) for stage in partition.stages):
+                stages = tuple(
+                    replace(each, cost=ranges.cost(each.start, each.stop, each.submesh, each.cost.choice))
+                    for each in partition.stages
+                )
+                found[key] = PipelineCandidate(
+                    layers=ranges.layers,
+                    timing=timing,
+                    remat=remat,
+                    bound_s=_FORMULA_SHARE * searches[0].lower_bound_s,
+                    stages=stages,
+                    virtual_stages=make_virtual_stages(ranges, stages, timing.virtual_stages),
+                    hosts=_hosts_of(problem, stages),
+                )
     if not found and shortage is not None:
         raise shortage
     return list(found.values())
@@ -207,23 +214,34 @@ def _hosts_of(problem: StageProblem, stages: Sequence[Stage]) -> Hosts:
     return Hosts.of_devices(devices, problem.machine)
 
 
-def _solved_search(
+def _solved_searches(
     problem: StageProblem,
     ranges: RangeCosts,
     timing: Timing,
     number: int | None,
     num_stages: tuple[int, int],
     below_s: float,
-) -> StageSearch | None:
-    """Return the best stages, their layers solved for; None if they take much longer than `below_s` by the formula."""
+) -> list[StageSearch]:
+    """Return the best stages with and without their updates, their layers solved for; none if they are no good.
+
+    By the formula, the longest update follows the last task of all. When simulated, each follows the last of its own
+    stage, so that what is best lies between the two, and only the one without updates gives a bound.
+    """
     while True:
-        search = _partitioned(problem, ranges, timing, number, num_stages)
-        if FORMULA_SHARE * search.best.step_time_s >= below_s:
-            return None
-        unsolved = {stage.submesh for stage in search.best.stages} - ranges.solved
+        without = _partitioned(problem, ranges, timing, number, num_stages, updates=False)
+        if _FORMULA_SHARE * without.best.step_time_s >= below_s:
+            return []
+        searches = [without, _partitioned(problem, ranges, timing, number, num_stages, updates=True)]
+        needed = {stage.submesh for search in searches for stage in search.best.stages}
+        unsolved = {submesh for submesh in needed if not _is_priced(ranges, submesh)}
         if not unsolved:
-            return search
+            return searches
         ranges.solve(unsolved)
+
+
+def _is_priced(ranges: RangeCosts, submesh: Submesh) -> bool:
+    """Return whether the layouts of layers are known; one device leaves nothing to choose."""
+    return submesh.num_devices == 1 or submesh in ranges.solved
 
 
 def _equal_counts(problem: StageProblem, num_layers: int, few: int, most: int) -> list[int]:
@@ -254,9 +272,15 @@ def _timings(problem: StageProblem, layers: Layers, schedules: Sequence[Schedule
 
 
 def _partitioned(
-    problem: StageProblem, ranges: RangeCosts, timing: Timing, number: int | None, num_stages: tuple[int, int]
+    problem: StageProblem,
+    ranges: RangeCosts,
+    timing: Timing,
+    number: int | None,
+    num_stages: tuple[int, int],
+    *,
+    updates: bool,
 ) -> StageSearch:
-    """Return the best stages of any sizes, or with a `number` so many of one size.
+    """Return the best stages of any sizes, or so many of one size; updates take no time without `updates`.
 
     With several stages on a mesh, the layers of each mesh are priced as one range.
     """
@@ -265,7 +289,10 @@ def _partitioned(
 
     def costs(start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
         allowed = problem.allows is None or problem.allows(start, stop, num_layers)
-        return ranges(start, stop, submesh) if allowed and stop - start >= virtual_stages else ()
+        if stop - start == num_layers and num_stages[0] > 1:
+            return ()  # one stage, of which there are to be more
+        found = ranges(start, stop, submesh) if allowed and stop - start >= virtual_stages else ()
+        return found if updates else [replace(each, update_s=0.0) for each in found]
 
     if number is not None:
         return search_fixed_stages(

@@ -30,7 +30,6 @@ from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.planning.candidates import (
-    FORMULA_SHARE,
     PipelineCandidate,
     likely_time_s,
     microbatch_counts,
@@ -133,7 +132,7 @@ class ShardedPlan:
 
 def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> ShardedPlan:
     """Return the plan of a candidate, whose layouts are chosen anew for every stage as a whole."""
-    stages = candidate.search.best.stages
+    stages = candidate.stages
     devices = place_submeshes([stage.submesh for stage in stages], problem.cluster)
     assert devices is not None
     layers, trace, method = candidate.layers, problem.trace, problem.method
@@ -393,7 +392,7 @@ class _Search:
         self.tried.add(count)
         found = stage_candidates(problem, known, count, region.num_stages, below_s)
         self.solved[count] = region.num_stages[0]
-        lower_s = [FORMULA_SHARE * (1 - known.gap) * each.search.lower_bound_s for each in found]
+        lower_s = [(1 - known.gap) * each.bound_s for each in found]
         self.closed_s = min(self.closed_s, max(region.bound_s, min([below_s, *lower_s])))
         for place, each in enumerate(sorted(found, key=lambda each: each.step_time_s)):
             self.note(str(each), each.step_time_s)
@@ -415,7 +414,7 @@ class _Search:
     def complete(self, region: Completion) -> None:
         """Choose the layouts of all stages of a candidate, and simulate its plan."""
         candidate, problem = region.candidate, self.cuttable
-        stages = candidate.search.best.stages
+        stages = candidate.stages
         if len(stages) == 1 and candidate.layers.num_microbatches == 1 and len(candidate.virtual_stages) == 1:
             # The layouts of one program on one mesh are searched in one piece.
             self.solve_program(
