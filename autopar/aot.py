@@ -29,6 +29,7 @@ from autopar.compiler.analysis.task_times import price_plan
 from autopar.compiler.frontend.trace import Returned, Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_within_memory import plan_that_fits
+from autopar.compiler.planning.follow import Followed
 from autopar.description import PlanDescription, describe_plan
 from autopar.errors import AutoparError, InvalidArgument, Unsupported
 from autopar.explorer import plan_page
@@ -65,7 +66,7 @@ class Target:
     The session is the one in which the step was traced; None: this process.
     """
 
-    method: Method | Plan
+    method: Method | Plan | Followed
     devices: Devices | None
     cluster: Cluster | None
     session: Any = None
@@ -144,12 +145,12 @@ class Compiled:
         return self._result(call, self.loaded(call.leaves))
 
     def _result(self, call: Call, outputs: Sequence[Any]) -> Any:
-        return self.source.arguments.result(call, jax.tree.unflatten(self.trace.out_tree, outputs))
+        return self.source.arguments.result(call, self.trace.result(call.leaves, outputs))
 
     def on_one_device(self) -> FunctionOnOneDevice | None:
         """Return the step as a function that JAX can trace, if its arguments and results are arrays on one device."""
         target, call = self.source.target, self.source.call
-        result = jax.tree.unflatten(self.trace.out_tree, self.trace.outputs)
+        result = self.trace.result(self.trace.inputs, self.trace.outputs)
         if target.session is not None or call.static or call.static_leaves or isinstance(result, Returned):
             return None
         return function_on_one_device(self.program, target.live_devices())

@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -27,8 +27,9 @@ from jax.sharding import SingleDeviceSharding
 
 from autopar.aot import Compiled, Devices, Lowered, Planned, Source, Target, Traced, check_not_traced
 from autopar.arguments import ArgumentRoles, Arguments, Call
-from autopar.checks import check_names, check_numbers
+from autopar.checks import check_count, check_names, check_numbers
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.planning.follow import Followed
 from autopar.errors import CannotSerialize, InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
@@ -46,14 +47,17 @@ class _NotDispatched(Exception):
 class Step:
     """A parallelized step: called like the function it wraps, and compiled once for each shape of its arguments."""
 
-    def __init__(self, fun: Callable[..., Any], roles: ArgumentRoles, target: Target) -> None:
+    def __init__(
+        self, fun: Callable[..., Any], roles: ArgumentRoles, target: Target, follow: Following | None = None
+    ) -> None:
         functools.update_wrapper(self, fun)
         self._arguments = Arguments(fun, roles)
         self._target = target
         self._compiled: dict[Hashable, Compiled] = {}
         self._compiling = threading.RLock()
         """Held while a step is compiled: of several threads that call first, one does."""
-        self._session: Any = None
+        self._follow = follow
+        self._compiled_in: tuple[Any, Compiled | None] = (None, None)
         self._dispatch: Any = None
         self._dispatches = True
 
@@ -115,10 +119,15 @@ class Step:
         whole = compiled.on_one_device()
         if whole is None:
             raise _NotDispatched
-        return jax.tree.unflatten(compiled.trace.out_tree, whole.function(*call.leaves))
+        return compiled.trace.result(call.leaves, whole.function(*call.leaves))
 
     def _is_here(self) -> bool:
         return self._target.names_devices or current_session() is None
+
+    @property
+    def target(self) -> Target:
+        """The method, and where the step runs."""
+        return self._target
 
     @property
     def arguments(self) -> Arguments:
@@ -171,9 +180,9 @@ class Step:
         return name
 
     def _in_session(self) -> dict[Hashable, Compiled]:
-        session = self._target.in_current_session().session
-        if session is not self._session:  # what was compiled for another cluster went with it
-            self._compiled, self._session, self._dispatch = {}, session, None
+        now = (self._target.in_current_session().session, None if self._follow is None else self._follow.compiled())
+        if any(a is not b for a, b in zip(now, self._compiled_in)):  # it went with its cluster, or with what it follows
+            self._compiled, self._compiled_in, self._dispatch = {}, now, None
         return self._compiled
 
     def timeline(self, path: str | Path, *args: Any, **kwargs: Any) -> Any:
@@ -192,13 +201,50 @@ class Step:
     def _trace(self, call: Call) -> Traced:
         trace = trace_call(self._arguments, call)
         names = [leaf.name for leaf in trace.inputs]
+        target = self._target.in_current_session()
+        if self._follow is not None:
+            target = replace(target, method=self._follow.method(trace.name))
         source = Source(
             arguments=self._arguments,
             call=call.without_values(names),
             keys=frozenset({call.key(), call.key_of_successor(set(trace.state_outputs.values()))}),
-            target=self._target.in_current_session(),
+            target=target,
         )
         return Traced(trace=trace, source=source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Following:
+    """The step that another one follows, and the user's number of microbatches for that."""
+
+    step: Step | Compiled
+    num_microbatches: int | None
+
+    @property
+    def target(self) -> Target:
+        """The place of the step that is followed."""
+        return self.step.source.target if isinstance(self.step, Compiled) else self.step.target
+
+    def compiled(self) -> Compiled | None:
+        """Return what the step compiled last; None if that is nothing yet."""
+        return self.step if isinstance(self.step, Compiled) else next(reversed(self.step.all_compiled()), None)
+
+    def method(self, follower: str) -> Followed:
+        """Return how to plan. Raises `InvalidArgument` before the step has compiled anything."""
+        compiled = self.compiled()
+        if compiled is None:
+            name = self.step.arguments.name if isinstance(self.step, Step) else ""
+            raise InvalidArgument(
+                f"{follower} follows {name}, which has not been compiled yet, so where its state lies is not decided. "
+                f"Call {name} first, or give what {name}.trace(...).plan().lower().compile() returns."
+            )
+        return Followed(
+            trace=compiled.trace,
+            plan=compiled.plan,
+            program=compiled.program,
+            num_microbatches=self.num_microbatches,
+            ignore_user_shardings=getattr(compiled.source.target.method, "ignore_user_shardings", False),
+        )
 
 
 @overload
@@ -206,6 +252,7 @@ def parallelize(
     fun: Callable[..., Any],
     *,
     method: Method | Plan | None = ...,
+    follow: Step | Compiled | None = ...,
     num_microbatches: int | None = ...,
     batch_argnums: Sequence[int] | int | None = ...,
     unbatched: Sequence[str] | str = ...,
@@ -221,6 +268,7 @@ def parallelize(
     fun: None = None,
     *,
     method: Method | Plan | None = ...,
+    follow: Step | Compiled | None = ...,
     num_microbatches: int | None = ...,
     batch_argnums: Sequence[int] | int | None = ...,
     unbatched: Sequence[str] | str = ...,
@@ -235,6 +283,7 @@ def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
     method: Method | Plan | None = None,
+    follow: Step | Compiled | None = None,
     num_microbatches: int | None = None,
     batch_argnums: Sequence[int] | int | None = None,
     unbatched: Sequence[str] | str = (),
@@ -252,6 +301,9 @@ def parallelize(
 
     - `method`: `DataParallel` (the default), `ShardParallel`, `PipelineParallel`, `Megatron`, `Auto`, `Zero`,
       `TensorParallel`, `ExpertParallel`, or a `Plan`.
+    - `follow`: a step whose state this one takes as it lies, instead of a method: an evaluation of what another step
+      trains. It runs on the same devices, in stages if those are, and never moves the state; what it returns of its
+      arguments as they are is the caller's own.
     - `num_microbatches`: into how many parts the batch is split, instead of the method's own number.
     - `batch_argnums`: the arguments that carry the batch, on the first axis of every array in them; by default the
       inputs that carry it are found from what the step does. Arguments may be passed by name all the same.
@@ -263,7 +315,8 @@ def parallelize(
 
     Raises `InvalidArgument` for options that contradict each other or the function.
     """
-    chosen = _with_microbatches(DataParallel() if method is None else method, num_microbatches)
+    following = _following(follow, num_microbatches, {"method": method, "devices": devices, "cluster": cluster})
+    chosen = _with_microbatches(DataParallel() if method is None else method, None if follow else num_microbatches)
     roles = ArgumentRoles(
         batch_argnums=None if batch_argnums is None else check_numbers("batch_argnums", batch_argnums),
         unbatched=check_names("unbatched", unbatched),
@@ -271,16 +324,35 @@ def parallelize(
         static_argnames=check_names("static_argnames", static_argnames),
         donate_argnums=check_numbers("donate_argnums", donate_argnums),
         axis_name=axis_name,
+        keeps_inputs=follow is not None,
     )
     _check_place(axis_name, devices, cluster)
-    target = Target(method=chosen, devices=devices, cluster=cluster)
+    target = Target(method=chosen, devices=devices, cluster=cluster) if following is None else following.target
 
     def wrap(function: Callable[..., Any]) -> Step:
         if not callable(function):
             raise InvalidArgument(f"parallelize was given a {type(function).__name__}; it takes a function.")
-        return Step(function, roles, target)
+        return Step(function, roles, target, following)
 
     return wrap if fun is None else wrap(fun)
+
+
+def _following(follow: Any, num_microbatches: int | None, instead: dict[str, Any]) -> Following | None:
+    if follow is None:
+        return None
+    if not isinstance(follow, Step | Compiled):
+        raise InvalidArgument(
+            f"follow is a {type(follow).__name__}. Give a parallelized step, or what one has been compiled to."
+        )
+    given = [name for name, value in instead.items() if value is not None]
+    if given:
+        raise InvalidArgument(
+            f"follow takes the plan and the devices of another step, and {', '.join(given)} would ask for others. Give "
+            "one of the two."
+        )
+    if num_microbatches is not None:
+        check_count("num_microbatches", num_microbatches)
+    return Following(step=follow, num_microbatches=num_microbatches)
 
 
 def _check_place(axis_name: Any, devices: Any, cluster: Any) -> None:

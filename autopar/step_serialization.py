@@ -43,6 +43,7 @@ def trace_call(arguments: Arguments, call: Call) -> Trace:
             batch_inputs=arguments.batch_leaves(described),
             unbatched_inputs=arguments.unbatched_leaves(described),
             donated_inputs=[i for i, leaf in enumerate(leaves) if leaf.argument in arguments.donated],
+            keeps_inputs=arguments.roles.keeps_inputs,
         )
     except NameError as error:
         axis = jc.unbound_axis(error)

@@ -91,9 +91,10 @@ def test_stages_of_a_step_without_a_gradient_are_refused():
     def evaluation_step(params, batch):
         return mlp_loss(params, batch)
 
-    step = autopar.parallelize(evaluation_step, method=two_stages(), devices=devices())
-    with pytest.raises(InvalidArgument, match=r"evaluation_step takes no gradient, .* into 2 stages. Use DataParallel"):
-        step(mlp_params(), mlp_batch())
+    for method in (two_stages(), autopar.Auto(num_stages=2)):
+        step = autopar.parallelize(evaluation_step, method=method, devices=devices())
+        with pytest.raises(InvalidArgument, match=r"evaluation_step takes no gradient, .* 2 stages. Use DataParallel"):
+            step(mlp_params(), mlp_batch())
 
 
 def test_plan_for_more_devices_than_there_are_can_be_made_but_not_compiled():

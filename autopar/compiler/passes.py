@@ -23,6 +23,7 @@ from autopar.compiler.lowering.user_constraints import check_callbacks, check_ma
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
+from autopar.compiler.planning.follow import Followed, plan_following
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.megatron import plan_megatron
 from autopar.compiler.planning.one_mesh import plan_by_search
@@ -51,7 +52,7 @@ __all__ = ["check_plan", "cut_step", "lower_step", "make_plan", "trace_step"]
 @collector_paused()
 def make_plan(
     trace: Trace,
-    method: Method | Plan,
+    method: Method | Plan | Followed,
     *,
     cluster: Cluster,
     simulated_s: Callable[[Plan], float] | None = None,
@@ -69,6 +70,8 @@ def make_plan(
         case Plan():
             check_plan(method, trace, num_devices=num_devices)
             return method
+        case Followed():
+            return plan_following(trace, method, machine=cluster.machine, cache_directory=cache_directory)
         case DataParallel() | ShardParallel() | PipelineParallel():
             return plan_by_hand(
                 trace, method, num_devices=num_devices, machine=cluster.machine, cache_directory=cache_directory

@@ -15,6 +15,7 @@ from typing import Any
 from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import compiled_peak_bytes
 from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.planning.follow import Followed
 from autopar.compiler.planning.one_mesh import memory_limit, search_of
 from autopar.errors import MemoryTooSmall
 from autopar.hardware.cluster import Cluster
@@ -29,7 +30,7 @@ _BELOW = 0.98
 
 def plan_that_fits(
     trace: Trace,
-    method: Method | Plan,
+    method: Method | Plan | Followed,
     *,
     cluster: Cluster,
     devices: Sequence[Any] | None,
@@ -41,7 +42,7 @@ def plan_that_fits(
     Raises `MemoryTooSmall` if no plan is found that keeps the budget when it is compiled.
     """
 
-    def made(method: Method | Plan, *, checked: bool) -> Plan:
+    def made(method: Method | Plan | Followed, *, checked: bool) -> Plan:
         return passes.make_plan(
             trace,
             method,

@@ -65,10 +65,20 @@ class Trace:
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     out_tree: Any
+    """Of the results, the kept inputs among them."""
     batch: FoundBatch
     donated_inputs: tuple[int, ...]
     state_outputs: Mapping[int, int]
     """Output number -> number of the input that it replaces in the next step."""
+    kept_inputs: Mapping[int, int]
+    """Place among the results -> number of the input that stands there as it is; these are no outputs."""
+
+    def result(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
+        """Return the result of the step, of these outputs and what it keeps of the inputs."""
+        every = list(outputs)
+        for place, number in sorted(self.kept_inputs.items()):
+            every.insert(place, inputs[number])
+        return jax.tree.unflatten(self.out_tree, every)
 
     @property
     def batch_inputs(self) -> tuple[int, ...]:
@@ -142,8 +152,11 @@ def trace_step(
     batch_inputs: Sequence[int] | None,
     donated_inputs: Sequence[int],
     unbatched_inputs: Collection[int] = (),
+    keeps_inputs: bool = False,
 ) -> Trace:
     """Trace `flat_step(*leaves)`, which returns any pytree, or `Returned`.
+
+    With `keeps_inputs` what it returns of its inputs as they are is no output of the program.
 
     `batch_inputs` is the user's word on what carries the batch; None: it is found, outside of `unbatched_inputs`.
     """
@@ -154,6 +167,11 @@ def trace_step(
     closed = normalize(closed)
     returned = out_shape if isinstance(out_shape, Returned) else Returned(result=out_shape, replaced={}, further={})
     outputs, replaced = _outputs(returned, leaves)
+    kept = _kept(closed) if keeps_inputs else {}
+    if kept:
+        rest = [place for place in range(len(outputs)) if place not in kept]
+        closed, outputs = jc.with_outputs(closed, rest), tuple(outputs[place] for place in rest)
+        replaced = {rest.index(place): number for place, number in replaced.items() if place not in kept}
     if batch_inputs is None:
         state = _whole_subtrees(leaves, outputs, replaced, ())
         batch = find_batch(
@@ -174,8 +192,9 @@ def trace_step(
         outputs=outputs,
         out_tree=jax.tree.structure(out_shape),
         batch=batch,
-        donated_inputs=tuple(i for i in donated_inputs if i not in returned.kept),
+        donated_inputs=tuple(i for i in donated_inputs if i not in {*returned.kept, *kept.values()}),
         state_outputs=_single_leaves(leaves, outputs, state, batch.inputs),
+        kept_inputs=kept,
     )
 
 
@@ -189,6 +208,12 @@ def _outputs(returned: Returned, leaves: Sequence[Leaf]) -> tuple[tuple[Leaf, ..
     named += [(f"{{{name}}}", returned.further[name]) for name in sorted(returned.further)]
     outputs = [Leaf(name=name, argument=None, aval=jax.ShapeDtypeStruct(a.shape, a.dtype)) for name, a in named]
     return tuple(outputs), replaced
+
+
+def _kept(closed: jc.ClosedJaxpr) -> dict[int, int]:
+    jaxpr, _ = jc.open_jaxpr(closed)
+    numbers = {v: number for number, v in enumerate(jaxpr.invars)}
+    return {place: numbers[v] for place, v in enumerate(jaxpr.outvars) if isinstance(v, jc.Var) and v in numbers}
 
 
 def _check_batch(leaves: Sequence[Leaf], batch_inputs: Sequence[int]) -> None:
@@ -214,10 +239,12 @@ def _trace_at(trace: Trace, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
         for i, a in enumerate(leaf.aval for leaf in trace.inputs)
     ]
     try:
-        return normalize(jax.make_jaxpr(trace.flat_step)(*avals)), ""
+        twin = normalize(jax.make_jaxpr(trace.flat_step)(*avals))
     # Whatever the user's own code raises at another batch size; it matters only where the batch is split.
     except Exception as error:
         return None, f"tracing it with a batch of {rows} raised {type(error).__name__}: {error}"
+    places = range(len(trace.outputs) + len(trace.kept_inputs))
+    return jc.with_outputs(twin, [place for place in places if place not in trace.kept_inputs]), ""
 
 
 def _whole_subtrees(
@@ -274,8 +301,12 @@ def _single_leaves(
     return found
 
 
+def common_ending(name: str, other: str) -> int:
+    """Return the number of keys at the end of two names that are the same."""
+    return _meet(_keys(name), _keys(other))
+
+
 def _meet(path: Sequence[str], other: Sequence[str]) -> int:
-    """The number of keys at the end of two paths that are the same."""
     pairs = zip(reversed(path), reversed(other))
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 

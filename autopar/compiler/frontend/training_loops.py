@@ -21,7 +21,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.dead_code import eliminate_dead
 from autopar.compiler.jaxprs.evaluate import evaluate_jaxpr, rewrite
-from autopar.errors import Unsupported
+from autopar.errors import InvalidArgument, Unsupported
 
 MOST_ROUNDS = 16
 """Iterations of a loop that is unrolled, those of loops inside of it counted."""
@@ -55,6 +55,15 @@ class _UnrolledTrace(Trace):
     def fingerprint(self) -> str:
         """That of the step as it was traced, which is what plans name."""
         return self.traced.fingerprint
+
+
+def without_gradient(trace: Trace, num_stages: int) -> InvalidArgument:
+    """Return the error for stages of a step that takes no gradient."""
+    return InvalidArgument(
+        f"{trace.name} takes no gradient, so there is no backward pass by which to cut it into {num_stages} stages. "
+        "Use DataParallel or ShardParallel, num_stages=1, or parallelize(..., follow=train_step) for the stages "
+        "of another step."
+    )
 
 
 def refuse_long_training_loops(trace: Trace, wanted: str) -> None:

@@ -46,11 +46,15 @@ class Placement:
 
 
 def layer_order(phases: Phases) -> list[int]:
-    """The forward equations that are cut into layers, in program order: those of the first pass through the model."""
+    """The forward equations that are cut into layers, in program order: those of the first pass through the model.
+
+    In a step that takes a gradient they are those that are differentiated.
+    """
+    forward = {jc.ad_phase(eqn) for eqn in phases.equations} & {"forward"} or {None}
     order = [
         i
         for i, (eqn, own) in enumerate(zip(phases.equations, phases.of, strict=True))
-        if Phase.FORWARD in own and phases.rounds[i] == 0 and jc.ad_phase(eqn) == "forward"
+        if Phase.FORWARD in own and phases.rounds[i] == 0 and jc.ad_phase(eqn) in forward
     ]
     again = _passes_again(phases, order)
     return [i for i in order if i not in again]

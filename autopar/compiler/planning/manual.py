@@ -20,7 +20,7 @@ from pathlib import Path
 
 from autopar.compiler.frontend.layer_boundaries import is_layer_boundary
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops
+from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops, without_gradient
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
@@ -132,10 +132,7 @@ def _as_stages(trace: Trace, method: HandMethod, num_devices: int) -> PipelinePa
     if not trace.differentiates and (several := [f"{count} {of}" for of, count in asked.items() if count > 1]):
         refuse_long_training_loops(trace, several[0])
     if stages.num_virtual_stages > 1 and not trace.differentiates:
-        raise InvalidArgument(
-            f"{trace.name} takes no gradient, so there is no backward pass by which to cut it into "
-            f"{stages.num_virtual_stages} stages. Use DataParallel or ShardParallel, or num_stages=1."
-        )
+        raise without_gradient(trace, stages.num_virtual_stages)
     if num_devices % stages.num_stages:
         raise InvalidArgument(
             f"{num_devices} devices do not divide into {stages.num_stages} stages of equal size. Use a number of "

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops
+from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops, without_gradient
 from autopar.compiler.inter_op.submeshes import place_submeshes, submesh_choices
 from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
@@ -469,6 +469,7 @@ def _if_it_can_be_cut(problem: StageProblem) -> tuple[KnownLayers | None, StepBo
         return None, None
     if (method.num_stages or 1) > 1 and not trace.differentiates:
         refuse_long_training_loops(trace, f"{method.num_stages} stages")
+        raise without_gradient(trace, method.num_stages or 1)
     if not trace.differentiates:
         return None, None
     try:
