@@ -30,6 +30,8 @@ from autopar.compiler.frontend.trace import Returned, Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_within_memory import plan_that_fits
 from autopar.compiler.planning.follow import Followed
+from autopar.compiler.planning.whole_inputs import note_whole_inputs
+from autopar.compiler.sharding.replication import one_warning
 from autopar.description import PlanDescription, describe_plan
 from autopar.errors import AutoparError, InvalidArgument, Unsupported
 from autopar.explorer import plan_page
@@ -359,7 +361,7 @@ class Traced:
         def simulated_s(plan: Plan) -> float:
             return Planned(plan=plan, trace=self.trace, source=self.source).simulate(cluster).step_time_s
 
-        with search_progress(f"planning {self.trace.name}"):
+        with search_progress(f"planning {self.trace.name}"), one_warning(self.trace.name):
             plan = plan_that_fits(
                 self.trace,
                 target.method if method is None else method,
@@ -368,6 +370,7 @@ class Traced:
                 devices=target.live_devices() if target.planned_for() is None else None,
                 cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
             )
+            note_whole_inputs(self.trace, plan)
         return Planned(plan=plan, trace=self.trace, source=self.source)
 
     def __repr__(self) -> str:

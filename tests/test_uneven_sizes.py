@@ -1,11 +1,14 @@
 """Steps of sizes that the devices do not divide: the numbers of `jax.jit`, no array whole where it can be split."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import autopar
+from autopar.errors import ReplicatedWarning
 
 WORDS = 5003
 
@@ -59,9 +62,14 @@ def test_a_vocabulary_that_the_devices_do_not_divide_is_split_within_a_budget():
 @pytest.mark.parametrize("method", [autopar.DataParallel(), autopar.Auto(num_stages=1)], ids=["by hand", "searched"])
 def test_any_number_of_devices_and_batches_of_any_size_compute_what_one_device_does(method, count):
     step = autopar.parallelize(regression_step, method=method, devices=jax.devices()[:count])
-    for rows in (12, 3):
+    for rows, warned in (
+        (12, pytest.warns(ReplicatedWarning, match=f"their 12 rows do not divide among {count}")),
+        (3, nullcontext()),
+    ):
         params, batch = regression(rows)
-        check_equal(step(params, batch), jax.jit(regression_step)(params, batch))
+        with warned:
+            found = step(params, batch)
+        check_equal(found, jax.jit(regression_step)(params, batch))
 
 
 def test_a_state_that_was_split_is_taken_with_a_smaller_last_batch():

@@ -13,7 +13,6 @@ nothing to lay out.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +40,8 @@ from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.stage_layouts import ConstrainedStage, received_seconds, shard_stages
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.sharding.replicated_values import below_split_size
-from autopar.errors import InvalidArgument, ReplicatedWarning
+from autopar.compiler.sharding.replication import note_replicated
+from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.schedules import get_schedule
@@ -155,11 +155,9 @@ def _check_batch(trace: Trace, method: DataParallel, num_devices: int) -> None:
         )
     if method.num_microbatches > 1 and trace.differentiates:
         return  # these are refused where they are made
-    warnings.warn(
+    note_replicated(
         f"Every device computes the whole of {trace.name}, because {trace.batch.missing}. Name the arguments that "
-        "carry the batch in batch_argnums (an empty tuple for none), or use Auto(), which can split other dimensions.",
-        ReplicatedWarning,
-        stacklevel=3,
+        "carry the batch in batch_argnums (an empty tuple for none), or use Auto(), which can split other dimensions."
     )
 
 

@@ -11,7 +11,6 @@ Equations that are equal but for their operands share one rule, so that a model 
 from __future__ import annotations
 
 import enum
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -22,9 +21,9 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_key
 from autopar.compiler.jaxprs.primitives import NESTED, VISIBLE
 from autopar.compiler.sharding.primitive_rules import rule_by_hand
+from autopar.compiler.sharding.replication import note_replicated
 from autopar.compiler.sharding.rule import FactorRule, Rule, adds_up, blocked_rule, compose, rule_of_labels, shapes_of
 from autopar.compiler.sharding.shardy import lowered_functions
-from autopar.errors import ReplicatedWarning
 
 __all__ = ["Rule", "rules_without_warning", "sharding_rules"]
 
@@ -42,7 +41,7 @@ _known: dict[Hashable, Rule] = {}
 
 
 def sharding_rules(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
-    """The rule of each equation. Warns once for each equation that has no rule.
+    """The rule of each equation. Notes each equation that has no rule as replicated.
 
     Equations with bodies that are planned themselves have none to ask for.
     """
@@ -150,9 +149,7 @@ def _rule_of_factors(eqn: jc.JaxprEqn, factors: FactorRule | None) -> Rule:
 
 def _warn(eqn: jc.JaxprEqn) -> None:
     if _can_be_split(eqn):
-        warnings.warn(
+        note_replicated(
             f"{jc.describe(eqn)} has no sharding rule: every device computes the whole of it, and its operands are "
-            "gathered for that. Write it with other operations, or declare a rule with autopar.sharding_rule.",
-            ReplicatedWarning,
-            stacklevel=3,
+            "gathered for that. Write it with other operations, or declare a rule with autopar.sharding_rule."
         )
