@@ -259,6 +259,7 @@ def parallelize(
     static_argnums: Sequence[int] | int = ...,
     static_argnames: Sequence[str] | str = ...,
     donate_argnums: Sequence[int] | int = ...,
+    donate_argnames: Sequence[str] | str = ...,
     axis_name: str | None = ...,
     devices: Devices | None = ...,
     cluster: Cluster | None = ...,
@@ -275,6 +276,7 @@ def parallelize(
     static_argnums: Sequence[int] | int = ...,
     static_argnames: Sequence[str] | str = ...,
     donate_argnums: Sequence[int] | int = ...,
+    donate_argnames: Sequence[str] | str = ...,
     axis_name: str | None = ...,
     devices: Devices | None = ...,
     cluster: Cluster | None = ...,
@@ -290,6 +292,7 @@ def parallelize(
     static_argnums: Sequence[int] | int = (),
     static_argnames: Sequence[str] | str = (),
     donate_argnums: Sequence[int] | int = (),
+    donate_argnames: Sequence[str] | str = (),
     axis_name: str | None = None,
     devices: Devices | None = None,
     cluster: Cluster | None = None,
@@ -308,7 +311,7 @@ def parallelize(
     - `batch_argnums`: the arguments that carry the batch, on the first axis of every array in them; by default the
       inputs that carry it are found from what the step does. Arguments may be passed by name all the same.
     - `unbatched`: regular expressions that find, by name, inputs that are not to be taken for the batch.
-    - `static_argnums`, `static_argnames`, `donate_argnums`: as in `jax.jit`.
+    - `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`: as in `jax.jit`.
     - `axis_name`: for a step written for `jax.pmap`, the axis that it reduces over. It is bound to the whole batch, as
       if one device held all of it: `lax.pmean` over it changes nothing.
     - `devices`: JAX devices of this process, all by default; `cluster`: plan for one that may not be here.
@@ -323,6 +326,7 @@ def parallelize(
         static_argnums=check_numbers("static_argnums", static_argnums),
         static_argnames=check_names("static_argnames", static_argnames),
         donate_argnums=check_numbers("donate_argnums", donate_argnums),
+        donate_argnames=check_names("donate_argnames", donate_argnames),
         axis_name=axis_name,
         keeps_inputs=follow is not None,
     )

@@ -41,6 +41,7 @@ class ArgumentRoles:
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
     donate_argnums: tuple[int, ...] = ()
+    donate_argnames: tuple[str, ...] = ()
     axis_name: str | None = None
     """The axis that a step written for `jax.pmap` reduces over."""
     keeps_inputs: bool = False
@@ -120,13 +121,17 @@ class Arguments:
         self._static_among: dict[Any, Collection[int]] = {}
         self.positional = _positional_names(fun)
         self.static_positions = self._positions("static_argnums", roles.static_argnums)
-        self._check_names(roles.static_argnames)
+        self._check_names("static_argnames", roles.static_argnames)
+        self._check_names("donate_argnames", roles.donate_argnames)
         self.static_names = frozenset(roles.static_argnames) | {
             self.positional[i] for i in self.static_positions if i < len(self.positional)
         }
         self.static_positions |= {i for i, n in enumerate(self.positional) if n in self.static_names}
         self.batch = None if roles.batch_argnums is None else self._positions("batch_argnums", roles.batch_argnums)
-        self.donated = self._positions("donate_argnums", roles.donate_argnums)
+        self.donated_names = frozenset(roles.donate_argnames)
+        self.donated = self._positions("donate_argnums", roles.donate_argnums) | {
+            i for i, name in enumerate(self.positional) if name in self.donated_names
+        }
         both = ((self.batch or frozenset()) | self.donated) & self.static_positions
         if both:
             raise InvalidArgument(
@@ -147,12 +152,12 @@ class Arguments:
             positions.add(position)
         return frozenset(positions)
 
-    def _check_names(self, names: Sequence[str]) -> None:
+    def _check_names(self, option: str, names: Sequence[str]) -> None:
         taken = _names(self.fun)
         for name in names:
             if taken is not None and name not in taken:
                 raise InvalidArgument(
-                    f"static_argnames names {name!r}, but {self.name} takes {', '.join(taken)}. Name one of these."
+                    f"{option} names {name!r}, but {self.name} takes {', '.join(taken)}. Name one of these."
                 )
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -329,6 +334,14 @@ class Arguments:
             None if self.batch is None else [i for i, (_, position) in enumerate(described) if position in self.batch]
         )
 
+    def donated_leaves(self, described: Sequence[tuple[str, int | None]]) -> list[int]:
+        """Return the numbers of the leaves whose buffers the step may take, by the position or the name."""
+        return [
+            i
+            for i, (name, position) in enumerate(described)
+            if position in self.donated or name.partition(".")[0] in self.donated_names
+        ]
+
     def unbatched_leaves(self, described: Sequence[tuple[str, int | None]]) -> set[int]:
         """Return the numbers of the leaves that the user says carry no batch.
 
@@ -488,6 +501,7 @@ def _with_options(roles: ArgumentRoles, options: Mapping[str, tuple[Any, ...]]) 
         static_argnums=(*roles.static_argnums, *options.get("static_argnums", ())),
         static_argnames=(*roles.static_argnames, *options.get("static_argnames", ())),
         donate_argnums=tuple(dict.fromkeys(donated)),
+        donate_argnames=(*roles.donate_argnames, *options.get("donate_argnames", ())),
     )
 
 

@@ -42,7 +42,7 @@ def trace_call(arguments: Arguments, call: Call) -> Trace:
             name=arguments.name,
             batch_inputs=arguments.batch_leaves(described),
             unbatched_inputs=arguments.unbatched_leaves(described),
-            donated_inputs=[i for i, leaf in enumerate(leaves) if leaf.argument in arguments.donated],
+            donated_inputs=arguments.donated_leaves(described),
             keeps_inputs=arguments.roles.keeps_inputs,
         )
     except NameError as error:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import autopar
 from autopar.arguments import ArgumentRoles, Arguments, abstract
 from autopar.errors import InvalidArgument
 
@@ -198,3 +199,27 @@ def test_abstract_value_is_what_jax_will_see(leaf, shape, dtype, weak):
 def test_what_is_no_array_is_refused_by_name():
     with pytest.raises(InvalidArgument, match=r"state\.text is a str; arrays and numbers are required"):
         abstract("hello", "state.text")
+
+
+def donating(state, *, batch):
+    return state * batch, batch + 1.0
+
+
+@pytest.mark.parametrize(
+    ("fun", "option", "donated"),
+    [
+        (donating, {"donate_argnames": "state"}, [0]),
+        (donating, {"donate_argnames": ("state", "batch")}, [0, 1]),
+        (jax.jit(donating, donate_argnames="batch"), {}, [1]),
+    ],
+)
+def test_arguments_are_donated_by_name(fun, option, donated):
+    step = autopar.parallelize(fun, batch_argnums=(), devices=jax.devices()[:1], **option)
+    arguments = {"state": jnp.ones(4), "batch": jnp.ones(4)}
+    step(arguments["state"], batch=arguments["batch"])
+    assert [i for i, array in enumerate(arguments.values()) if array.is_deleted()] == donated
+
+
+def test_donated_names_are_those_of_arguments():
+    with pytest.raises(InvalidArgument, match=r"donate_argnames names 'stat', but donating takes state, batch"):
+        autopar.parallelize(donating, donate_argnames="stat")

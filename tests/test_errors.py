@@ -388,3 +388,17 @@ def test_ordered_io_callback_runs_on_several_devices():
     assert_same(
         lowered(logged, method=DataParallel()).compile()(mlp_params(), mlp_batch()), mlp_step(mlp_params(), mlp_batch())
     )
+
+
+def test_a_first_pass_that_is_recomputed_as_a_whole_says_what_cannot_be_cut():
+    checkpointed = jax.checkpoint(mlp_loss)
+
+    def attacked_step(params, batch):
+        x = batch[0] + 0.1 * jnp.sign(jax.grad(lambda x: checkpointed(params, (x, batch[1])))(batch[0]))
+        return sgd(checkpointed)(params, (x, batch[1]))
+
+    step = autopar.parallelize(attacked_step, method=two_stages(), devices=devices())
+    with pytest.raises(
+        InvalidArgument, match=r"first pass through the model is `remat2`.*test_errors.*around the layers"
+    ):
+        step(mlp_params(), mlp_batch())

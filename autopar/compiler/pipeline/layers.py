@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from autopar.compiler.frontend.layer_boundaries import is_layer_boundary
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
-from autopar.compiler.jaxprs.primitives import PRODUCTS
+from autopar.compiler.jaxprs.primitives import PRODUCTS, REMAT
 from autopar.compiler.pipeline.cuts_outside_regions import cut_allowed
 from autopar.compiler.pipeline.phases import Phase, Phases
 from autopar.compiler.pipeline.placement import layer_order
@@ -185,6 +185,13 @@ def cut_forward(phases: Phases, num_layers: int) -> tuple[int, ...]:
     """Return the positions in `layer_order(phases)` where layers 1, 2, ... begin: `num_layers - 1` of them."""
     order = layer_order(phases)
     if not order:
+        region = next((eqn for eqn in phases.equations if eqn.primitive.name in REMAT), None)
+        if region is not None and Phase.FORWARD in {phase for own in phases.of for phase in own}:
+            raise InvalidArgument(
+                f"{num_layers} layers were asked for, and the first pass through the model is {jc.describe(region)} "
+                "in one with its backward pass, as nothing else reads what it makes. Put jax.checkpoint around the "
+                "layers instead of the whole loss, or use one stage."
+            )
         raise InvalidArgument(
             f"{num_layers} layers were asked for, but no operation of the forward depends on parameters and batch: "
             "name the arguments that carry the batch in batch_argnums, or use DataParallel or ShardParallel."

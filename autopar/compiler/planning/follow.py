@@ -39,6 +39,7 @@ from autopar.errors import InvalidArgument, NotSplittable, Unsupported
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan, StagePlan
 from autopar.ir.program import Program, Window
+from autopar.ir.schedules import GPipe
 from autopar.methods import ShardParallel
 
 _TIME_LIMIT_S = 60.0
@@ -202,7 +203,7 @@ def _in_stages(
         cuts=cuts,
         loop_pieces=followed.plan.loop_pieces,
         num_microbatches=prepared.phases.step.num_microbatches,
-        schedule="gpipe",
+        schedule=GPipe().name,
         input_specs={},
         batch_statistics=followed.plan.batch_statistics,
         random=followed.plan.random,

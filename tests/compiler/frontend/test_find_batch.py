@@ -261,3 +261,15 @@ def test_a_search_does_without_a_batch():
 def test_a_pattern_that_finds_no_input_is_refused():
     with pytest.raises(InvalidArgument, match=r"unbatched has the pattern 'other_name', .* labeled"):
         autopar.parallelize(two_sizes, unbatched="other_name").trace(*TWO_SIZES)
+
+
+def test_state_of_one_array_is_no_batch_where_the_data_are_left_out():
+    def one_matrix(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    args = zeros(WIDTH, WIDTH), X
+    traced = autopar.parallelize(one_matrix).trace(*args).trace
+    assert [traced.inputs[i].name for i in traced.batch_inputs] == ["x"]
+    with pytest.warns(ReplicatedWarning, match="Every device computes the whole of one_matrix"):
+        planned = autopar.parallelize(one_matrix, unbatched="^x$").trace(*args).plan()
+    assert planned.trace.batch_inputs == ()
