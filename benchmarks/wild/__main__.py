@@ -216,9 +216,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             row = by_method.get(method)
             cell = "" if row is None else row["status"]
             if row is not None and row["said"]:
-                said = re.sub(
-                    r"\S*/(?=benchmarks/wild|site-packages)(site-packages/)?", "", row["said"].splitlines()[0]
-                )
+                words = " ".join(row["said"].split())
+                said = re.sub(r"\S*/(?=benchmarks/wild|site-packages)(site-packages/)?", "", words)
                 notes.append(f"{name}, {method}: {said}")
                 cell += f" [{len(notes)}]"
             cells.append(cell)
