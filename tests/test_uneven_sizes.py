@@ -72,6 +72,7 @@ def test_any_number_of_devices_and_batches_of_any_size_compute_what_one_device_d
         check_equal(found, jax.jit(regression_step)(params, batch))
 
 
+@pytest.mark.filterwarnings("ignore::autopar.ReplicatedWarning")  # the smaller batch, if the mesh does not divide it
 def test_a_state_that_was_split_is_taken_with_a_smaller_last_batch():
     step = autopar.parallelize(regression_step, method=autopar.Auto(num_stages=1))
     plain, (params, batch) = jax.jit(regression_step), regression(16)
