@@ -136,13 +136,9 @@ class PlanDescription:
         return f"{self.plan.summary()}\n{step}"
 
     def tables(self) -> tuple[Table, ...]:
-        """Return the tables of stages, inputs, crossing values and collectives."""
-        return (
-            self._stages(),
-            self._inputs(),
-            self._crossings(),
-            collectives_table(self.plan.planned_collectives, title="collectives"),
-        )
+        """Return the tables of stages, memory, inputs, crossing values and collectives."""
+        collectives = collectives_table(self.plan.planned_collectives, title="collectives")
+        return self._stages(), self._memory(), self._inputs(), self._crossings(), collectives
 
     def to_html(self) -> str:
         """Return the tables as HTML; names are escaped."""
@@ -170,6 +166,11 @@ class PlanDescription:
             mesh = self.simulated.meshes[stage.mesh]
             figures = (f"{1e3 * mesh.compute_s:.4g}", f"{1e3 * mesh.collective_s:.4g}", f"{mesh.peak_bytes / 1e9:.3g}")
             _add_row(table, (*words, *(figures if first else ("", "", ""))))
+        return table
+
+    def _memory(self) -> Table:
+        table = self.simulated.memory_table()
+        table.title, table.title_justify = "memory", "left"
         return table
 
     def _inputs(self) -> Table:

@@ -178,7 +178,7 @@ class SimulationReport:
         extra = "" if self.counts_temporaries else "; what tasks need while they run is not counted"
         yield Text(f"memory: {verdict}, {_gb(self.peak_bytes)} of {_gb(self.memory_limit_bytes)} GB{extra}")
         yield self._table()
-        yield self._memory_table()
+        yield self.memory_table()
         if len(self.timeline.events) > 1:
             yield self.timeline.chart(options.max_width)
 
@@ -191,7 +191,8 @@ class SimulationReport:
             table.add_row(str(number), str(len(mesh.devices)), *cells, _gb(mesh.peak_bytes))
         return table
 
-    def _memory_table(self) -> Table:
+    def memory_table(self) -> Table:
+        """Return a row for each category of what the fullest device holds at its fullest moment."""
         table = Table("at the fullest moment", "GB", "most of it", box=box.SIMPLE_HEAD)
         for category in get_args(Category):
             mine = [part for part in self.memory if part.category == category]

@@ -87,7 +87,7 @@ def test_figures_are_those_of_the_simulation():
 def test_names_are_escaped_in_html():
     shown = planned(METHODS["data parallel"])._repr_html_()
     assert "&lt;up&gt;" in shown and "<up>" not in shown
-    assert shown.count("<table>") == shown.count("</table>") == 3  # stages, inputs, collectives
+    assert shown.count("<table>") == shown.count("</table>") == 4  # stages, memory, inputs, collectives
 
 
 def test_reprs_are_short():

@@ -64,7 +64,7 @@ def test_many_tasks_are_shown_as_few():
         for i in range(tasks)
     )
     timeline = Timeline(
-        name="t", events=events, transfers=(), makespan_s=float(tasks), peak_bytes=(0,), exposed_s=(0.0,)
+        name="t", events=events, transfers=(), makespan_s=float(tasks), peak_bytes=(0,), at_peak=(), exposed_s=(0.0,)
     )
     shown = shown_events(timeline)
     assert len(shown) < 10_000
