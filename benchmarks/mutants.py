@@ -47,8 +47,8 @@ SIZES: Mapping[str, Mapping[str, int]] = {
                         "batch": 8},
 }  # fmt: skip
 PLANS = ("one mesh", "pipeline")
-WHOLE_BATCH = ("moe", "moe_ragged")
-"""Models whose experts see how the whole batch is spread over them: no microbatches."""
+WHOLE_BATCH = ("moe", "moe_ragged", "convnet")
+"""Models that look at the whole batch, their experts or their norms: no microbatches."""
 TIME_LIMIT_S = 60.0
 """Within which a mutant is to be caught."""
 

@@ -153,14 +153,20 @@ def layout_text(layout: Layout | None, mesh: LogicalMesh) -> str:
 
 
 def layout_from_text(text: str, mesh: LogicalMesh) -> Layout | None:
-    """The layout that `layout_text` wrote."""
+    """The layout that `layout_text` wrote; `PlanMismatch` if it is none of this mesh."""
     if text == "free":
         return None
-    dims, _, partial = text.partition("|")
-    return Layout(
-        () if dims == "." else tuple(_axes(entry, mesh) for entry in dims.split(",")),
-        _axes(partial, mesh) if partial else (),
-    )
+    try:
+        dims, _, partial = text.partition("|")
+        return Layout(
+            () if dims == "." else tuple(_axes(entry, mesh) for entry in dims.split(",")),
+            _axes(partial, mesh) if partial else (),
+        )
+    except (AttributeError, ValueError):
+        raise PlanMismatch(
+            f"The plan has the layout {text!r}, which is none over the mesh axes {', '.join(mesh.axis_names)}. It must "
+            "be as Plan.save wrote it: make the plan again, or correct the file."
+        ) from None
 
 
 def _axes(text: str, mesh: LogicalMesh) -> tuple[int, ...]:

@@ -10,7 +10,15 @@ from jax import lax
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout, replicated
-from autopar.compiler.spmd.block_plan import BlockPlan, EquationPlan, from_data, strategy_of, to_data, value_numbers
+from autopar.compiler.spmd.block_plan import (
+    BlockPlan,
+    EquationPlan,
+    from_data,
+    layout_from_text,
+    strategy_of,
+    to_data,
+    value_numbers,
+)
 from autopar.errors import PlanMismatch
 from tests.compiler.equations import equation, real
 from tests.compiler.planned_steps import GRID, plan_step, traced
@@ -90,6 +98,12 @@ def test_data_that_is_no_plan_is_an_error_that_says_what_to_do(damage):
     damage(data)
     with pytest.raises(PlanMismatch, match=r"cannot be read: .*axes \('x', 'y'\): make the plan again"):
         from_data(data, GRID)
+
+
+@pytest.mark.parametrize("text", ["elsewhere", "-,", "-|elsewhere", 7])
+def test_a_layout_over_no_axes_of_the_mesh_is_refused(text):
+    with pytest.raises(PlanMismatch, match="which is none over the mesh axes"):
+        layout_from_text(text, GRID)
 
 
 def test_values_are_numbered_inputs_first():
