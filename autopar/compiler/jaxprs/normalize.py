@@ -1,12 +1,13 @@
 """Bring a traced step into the form that every later pass reads: calls inlined, dead equations removed.
 
 A reshape that reads its operand in another order of dimensions becomes a transpose and a plain reshape, and a
-collective over an axis that `jax.vmap` binds the reduction that it is.
+collective over an axis that `jax.vmap` binds the reduction that it is. A loop whose examples end one by one goes on
+until all have ended, in these words.
 
 After this pass no equation at any depth is a call of another function (`jit`, `custom_jvp_call`, `custom_vjp_call`,
-...): what is left of nested programs are loops (`scan`, `while`), branches (`cond`) and rematerialised regions
-(`remat2`), whose bodies are normalised too. Differentiation is over when a step has been traced, so custom rules have
-nothing left to say. Name stacks and source lines stay with their equations.
+`custom_linear_solve`, ...): what is left of nested programs are loops (`scan`, `while`), branches (`cond`) and
+rematerialised regions (`remat2`), whose bodies are normalised too. Differentiation is over when a step has been traced,
+so custom rules have nothing left to say. Name stacks and source lines stay with their equations.
 """
 
 from __future__ import annotations
@@ -44,12 +45,36 @@ def _inlined(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> Sequence[Any]:
     if axes := jp.mapped_axes(eqn):
         with jc.under_scope_of(eqn):
             return [_OVER_MAPPED_AXES[eqn.primitive.name](value, axes) for value in values]
+    if eqn.primitive.name == "custom_linear_solve":
+        with jc.under_scope_of(eqn):
+            return evaluate_jaxpr(*jc.open_jaxpr(jp.linear_solver(eqn)), jp.solver_operands(eqn, values), _inlined)
+    if eqn.primitive.name == "while" and jp.while_of(eqn).cond.out_avals[0].shape:
+        return _until_all_end(eqn, values)
     if called is None:
         return jc.bind_equation(eqn, values, _with_inlined_bodies(eqn))
     asked_in, asked_out = jp.jit_shardings(eqn)
     with jc.under_scope_of(eqn):
         values = _constrained(values, asked_in, IN_SHARDINGS)
         return _constrained(evaluate_jaxpr(*jc.open_jaxpr(called), values, _inlined), asked_out, OUT_SHARDINGS)
+
+
+def _until_all_end(eqn: jc.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Return the results of a loop under `jax.vmap` whose examples end one by one: each keeps what it ended with."""
+    loop = jp.while_of(eqn)
+    of_cond, of_body = values[: loop.cond_consts], values[loop.cond_consts : loop.first_carry]
+
+    def goes_on(carry: Sequence[Any]) -> Any:
+        return jc.jaxpr_as_fun(normalize(loop.cond))(*of_cond, *carry)[0]
+
+    def once(carry: Sequence[Any]) -> list[Any]:
+        on = goes_on(carry)
+        after = jc.jaxpr_as_fun(normalize(loop.body))(*of_body, *carry)
+        dims = range(on.ndim)  # the mapped dimensions come first in all that is carried
+        masks = [lax.broadcast_in_dim(on, old.shape, dims) for old in carry]
+        return [lax.select_n(mask, old, new) for mask, old, new in zip(masks, carry, after, strict=True)]
+
+    with jc.under_scope_of(eqn):
+        return lax.while_loop(lambda carry: goes_on(carry).any(), once, list(values[loop.first_carry :]))
 
 
 def _constrained(values: Sequence[Any], shardings: Sequence[Any], scope: str) -> list[Any]:

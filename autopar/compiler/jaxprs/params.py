@@ -182,6 +182,13 @@ def linear_solver(eqn: JaxprEqn) -> ClosedJaxpr:
     return eqn.params["jaxprs"].solve
 
 
+def solver_operands(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Return of the operands of a `custom_linear_solve` those of its solver: its constants, and the right-hand side."""
+    lengths = eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    return [*values[first : first + lengths.solve], *values[sum(lengths) :]]
+
+
 def kernel_grid(eqn: JaxprEqn) -> tuple[int, ...]:
     """The grid of a `pallas_call`, without dimensions that are known at run time only."""
     return tuple(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))

@@ -14,7 +14,16 @@ from autopar.compiler.jaxprs.normalize import normalize
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-CALLS = {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call"}
+CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "eval_jaxpr",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_linear_solve",
+}
 
 
 @jax.custom_jvp
@@ -147,6 +156,29 @@ def test_a_reshape_in_another_order_becomes_a_transpose_and_a_reshape() -> None:
     x, once = X(), normalize(traced(function))
     assert primitives(traced(function)) == ["reshape"] and primitives(once) == ["transpose", "reshape"]
     np.testing.assert_array_equal(jc.jaxpr_as_fun(once)(x)[0], x.T.reshape(2, 6))
+
+
+def test_a_linear_solve_becomes_its_solver() -> None:
+    def loss(matrix: jax.Array, x: jax.Array) -> jax.Array:
+        solved = lax.custom_linear_solve(lambda y: matrix @ y, x, lambda _, y: y / 3.0, lambda _, y: y / 3.0)
+        return jnp.sum(jnp.linalg.solve(matrix + jnp.eye(3), solved))
+
+    args = (3.0 * jnp.eye(3), jnp.arange(3.0))
+    closed = normalize(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*args))
+    assert not CALLS & {eqn.primitive.name for eqn in jc.all_equations(closed)}
+    for got, want in zip(jc.jaxpr_as_fun(closed)(*args), jax.grad(loss, argnums=(0, 1))(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+def test_a_mapped_loop_ends_when_all_its_examples_have() -> None:
+    def halved(x: jax.Array) -> jax.Array:
+        return lax.while_loop(lambda c: jnp.sum(c) > 1.0, lambda c: 0.5 * c, x)
+
+    x = jnp.arange(24.0).reshape(6, 4)
+    closed = normalize(jax.make_jaxpr(jax.vmap(halved))(x))
+    (loop,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "while")
+    assert loop.params["cond_jaxpr"].out_avals[0].shape == ()
+    np.testing.assert_array_equal(jc.jaxpr_as_fun(closed)(x)[0], jax.vmap(halved)(x))
 
 
 def test_dead_equations_are_dropped_at_every_depth() -> None:
