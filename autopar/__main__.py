@@ -3,6 +3,7 @@
 autopar calibrate   measures the devices at hand
 autopar doctor      checks what autopar needs, here and on a cluster
 autopar plan        plans a step, and shows the plan
+autopar run         runs a training script, and starts it again when its cluster is lost
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from autopar import doctor, plan_command
+from autopar import doctor, plan_command, supervisor
 from autopar.errors import AutoparError
 from autopar.hardware import calibrate
 
@@ -21,6 +22,7 @@ COMMANDS = {
     "calibrate": (calibrate, calibrate.add_calibrate_options, calibrate.run_calibrate),
     "doctor": (doctor, doctor.add_doctor_options, doctor.run_doctor),
     "plan": (plan_command, plan_command.add_plan_options, plan_command.run_plan),
+    "run": (supervisor, supervisor.add_run_options, supervisor.run_script),
 }
 
 

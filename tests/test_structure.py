@@ -38,6 +38,7 @@ PACKAGES = (
         "api",
         "training",
         "doctor",
+        "supervisor",
         "plan_command",
         "__main__",
     ),
