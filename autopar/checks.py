@@ -22,6 +22,16 @@ def check_count(name: str, value: object, least: int = 1) -> None:
         raise InvalidArgument(f"{name} is {value!r}, it must be an integer. Give {least} or more.")
 
 
+def is_text(value: object) -> bool:
+    """Return whether `value` is a string."""
+    return isinstance(value, str)
+
+
+def is_whole(value: object) -> bool:
+    """Return whether `value` is an integer, and no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def is_number(value: object) -> bool:
     """Return whether `value` is a real number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
+from autopar.checks import is_text
 from autopar.errors import AutoparError, InvalidArgument
 
 
@@ -46,6 +47,8 @@ def text_of(what: str, path: str | Path) -> str:
 
 def json_of(what: str, text: str, *, error: type[AutoparError] = InvalidArgument) -> Any:
     """Return the value of a JSON text; raise `error` if it is none."""
+    if not is_text(text):
+        raise error(f"{what} is {text!r}, it must be JSON as a string. Give the text of a file that `save` wrote.")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as reason:

@@ -38,6 +38,8 @@ from autopar.checks import (
     check_mesh_shape,
     check_spec,
     is_number,
+    is_text,
+    is_whole,
     plain_value,
 )
 from autopar.errors import InvalidArgument
@@ -446,7 +448,7 @@ def _check_memory(name: str, memory: float | str) -> None:
 
 
 def _check_remat(name: str, remat: bool | str) -> None:
-    if not isinstance(remat, bool) and remat != "auto":
+    if not isinstance(remat, bool) and not (is_text(remat) and remat == "auto"):
         raise InvalidArgument(f'{name} is {remat!r}; give True, False, or "auto".')
 
 
@@ -456,12 +458,12 @@ def _check_seconds(name: str, seconds: float) -> None:
 
 
 def _check_zero(name: str, zero: int) -> None:
-    if isinstance(zero, bool) or zero not in ZERO_STAGES:
+    if not is_whole(zero) or zero not in ZERO_STAGES:
         raise InvalidArgument(f"{name} is {zero!r}; ZeRO has the stages 1, 2 and 3. Give one of them, or 0.")
 
 
 def _check_stage(_: str, stage: int) -> None:
-    if isinstance(stage, bool) or stage not in ZERO_STAGES[1:]:
+    if not is_whole(stage) or stage not in ZERO_STAGES[1:]:
         raise InvalidArgument(f"Zero has stage={stage!r}; there are the stages 1, 2 and 3. Give one of them.")
 
 

@@ -4,8 +4,8 @@
 
 A driver can end without a word: Ray aborts it when the head of the cluster is gone, the kernel kills it for memory. So
 the script runs in a process of its own, and is started again when that was ended by a signal, or failed with an error
-that says that the cluster is lost. `autopar.fit` with a `checkpoint_dir` goes on from the last checkpoint then. Every other
-error is the script's own and ends the run.
+that says that the cluster is lost. `autopar.fit` with a `checkpoint_dir` goes on from the last checkpoint then. Every
+other error is the script's own and ends the run.
 """
 
 from __future__ import annotations

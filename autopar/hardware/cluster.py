@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.checks import check_count
+from autopar.checks import check_count, is_text, is_whole
 from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Machine
 from autopar.json_fields import fields_of, json_of, text_of
@@ -39,7 +39,9 @@ class Cluster:
 
     def __init__(self, *, num_devices: int, kind: str | None = None, machine: Machine | None = None) -> None:
         """Raise `InvalidArgument` if there is no device, or nothing says which."""
-        if num_devices < 1:
+        if kind is not None and not is_text(kind):
+            raise InvalidArgument(f"The kind of the devices is {kind!r}. Give a string, as JAX names them.")
+        if not is_whole(num_devices) or num_devices < 1:
             raise InvalidArgument(f"The cluster has {num_devices} devices, it needs at least 1. Pass jax.devices().")
         if kind is None and machine is None:
             raise InvalidArgument(
@@ -66,6 +68,8 @@ class Cluster:
 
         Raises `InvalidArgument` for no hosts, and for a machine that the library does not have, naming those alike.
         """
+        if not is_text(text):
+            raise InvalidArgument(f'The cluster is {text!r}. Give a string such as "8x p3.16xlarge".')
         match = re.fullmatch(r"\s*(?:(\d+)\s*[x×]\s+)?(\S+)\s*", text)
         if match is None:
             raise InvalidArgument(

@@ -15,6 +15,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from autopar.checks import is_text, is_whole
 from autopar.errors import PlanMismatch
 from autopar.ir.memory_part import MemoryPart
 
@@ -98,6 +99,8 @@ class ShardingPlan:
                 PlannedCollective(**dict(entry, axes=tuple(entry["axes"]))) for entry in fields["collectives"]
             )
             layers = {key: tuple(fields[key]) for key in ("recomputed", "recomputed_layers")}
+            if not all(map(is_text, layers["recomputed"])) or not all(map(is_whole, layers["recomputed_layers"])):
+                raise TypeError("what is computed again are names of values, and numbers of layers")
             return ShardingPlan(**dict(fields, collectives=collectives, **layers))
         except (TypeError, KeyError, ValueError) as error:
             raise PlanMismatch(

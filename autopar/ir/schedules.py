@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.checks import is_text
 from autopar.errors import InvalidArgument, InvalidProgram
 from autopar.ir.tasks import Task
 
@@ -298,7 +299,7 @@ def get_schedule(schedule: str | Schedule) -> Schedule:
                 "register_schedule with it first, wherever the plan is made or loaded."
             )
         return schedule
-    if schedule not in SCHEDULES:
+    if not is_text(schedule) or schedule not in SCHEDULES:
         raise InvalidArgument(
             f"schedule is {schedule!r}. Choose one of {', '.join(map(repr, SCHEDULES))}, or call register_schedule "
             "with one of your own first."

@@ -1,0 +1,178 @@
+"""Hostile input to everything that takes some: it is accepted, or refused with an `AutoparError`, and soon.
+
+python -m benchmarks.bad_input [--count 500] [--seed 0]
+
+    options    every field of every method and cluster, every option of `parallelize` and `init`, values of all types
+    files      plans and machines as JSON, with bytes, numbers, types and keys changed at random, `--count` of each
+
+What is not an `AutoparError` is raw: a mistake of ours, which the user gets as a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.hardware.machine import Machine
+
+TIME_LIMIT_S = 10.0
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, -1, 0, 1, 3, 2**70, 1.5, -0.0, float("nan"), float("inf"), 1j),
+    *("", "x", "*", "auto", "\0", b"x", (), (0,), (-1, 2), (1.5,), ("x",), ((),), [], [1], {}, {"(": 1}, {"x": None}),
+    *(object(), len, int, np.int64(2), np.float32("nan"), np.zeros((2, 2)), {1, 2}, iter(()), ...),
+)
+METHODS = (
+    *(autopar.Auto, autopar.Zero, autopar.TensorParallel, autopar.ExpertParallel, autopar.Megatron),
+    *(autopar.DataParallel, autopar.ShardParallel, autopar.PipelineParallel),
+)
+REQUIRED: Mapping[Any, dict[str, Any]] = {
+    autopar.ShardParallel: {"mesh_shape": (2, 2)},
+    autopar.PipelineParallel: {"num_stages": 2, "num_microbatches": 2},
+}
+OPTIONS = (
+    *("method", "num_microbatches", "batch_argnums", "unbatched", "static_argnums", "static_argnames"),
+    *("donate_argnums", "axis_name"),
+)
+INIT = (
+    "address",
+    "num_hosts",
+    "devices_per_host",
+    "runtime_env",
+    "step_timeout_s",
+    "start_timeout_s",
+    "answer_timeout_s",
+)
+
+Input = tuple[str, Callable[[], Any]]
+
+
+def step(w: Any, x: Any) -> Any:
+    """A train step for which the options are."""
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w - 0.1 * gradient, loss
+
+
+def option_inputs() -> Iterator[Input]:
+    """Every option of every public value with every hostile value, one at a time."""
+    for method in METHODS:
+        for field in dataclasses.fields(method):
+            for value in VALUES:
+                options = REQUIRED.get(method, {}) | {field.name: value}
+                yield f"{method.__name__}({field.name}={value!r})", lambda m=method, o=options: m(**o)
+    for name in OPTIONS:
+        for value in VALUES:
+            yield f"parallelize({name}={value!r})", lambda o={name: value}: autopar.parallelize(step, **o)
+    for name in INIT:
+        for value in VALUES:
+            if value is not None:
+                yield f"init({name}={value!r})", lambda o={name: value}: autopar.init("local", **o)
+    for value in VALUES:
+        yield f"parallelize({value!r})", lambda value=value: autopar.parallelize(value)
+        yield f"Cluster.parse({value!r})", lambda value=value: autopar.Cluster.parse(value)
+        yield f"Cluster(num_devices={value!r})", lambda value=value: autopar.Cluster(num_devices=value, kind="cpu")
+        yield f"Cluster(kind={value!r})", lambda value=value: autopar.Cluster(num_devices=1, kind=value)
+        yield f"Plan.from_json({value!r})", lambda value=value: autopar.Plan.from_json(value)
+
+
+def file_inputs(count: int, seed: int) -> Iterator[Input]:
+    """Plans and machines, each damaged in one to three places."""
+    abstract = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    traced = autopar.parallelize(step, devices=jax.devices()[:4]).trace(abstract, abstract)
+    methods = (autopar.DataParallel(), autopar.PipelineParallel(num_stages=2, num_microbatches=2), autopar.Auto())
+    plans = [traced.plan(method).plan.to_json() for method in methods]
+    machine = autopar.Cluster.parse("p3.16xlarge").machine.to_json()
+    for number in range(count):
+        rng = Random(f"{seed} {number}")
+        text = _damaged(rng.choice(plans), rng)
+        yield f"plan {seed} {number}", lambda text=text: traced.plan(autopar.Plan.from_json(text)).lower()
+        text = _damaged(machine, rng)
+        yield f"machine {seed} {number}", lambda text=text: Machine.from_json(text)
+
+
+def _damaged(text: str, rng: Random) -> str:
+    if rng.random() < 0.2:
+        return _with_other_bytes(text, rng)
+    data = json.loads(text)
+    for _ in range(rng.randint(1, 3)):
+        _change(data, rng)
+    return json.dumps(data)
+
+
+def _with_other_bytes(text: str, rng: Random) -> str:
+    start, stop = sorted(rng.sample(range(len(text)), 2))
+    match rng.randrange(3):
+        case 0:
+            return text[:start]
+        case 1:
+            return text[:start] + text[stop:]
+        case _:
+            return text[:start] + chr(rng.randrange(1, 0x3000)) + text[start + 1 :]
+
+
+def _change(data: Any, rng: Random) -> None:
+    """Change one value somewhere in JSON data."""
+    while True:
+        if isinstance(data, dict):
+            keys: Sequence[Any] = sorted(data)
+        elif isinstance(data, list):
+            keys = range(len(data))
+        else:
+            return
+        if not keys:
+            return
+        key = rng.choice(keys)
+        if not isinstance(data[key], dict | list) or not data[key] or rng.random() < 0.2:
+            break
+        data = data[key]
+    if rng.random() < 0.15:
+        del data[key]
+        return
+    data[key] = rng.choice([None, True, -1, 0, 7, 2**70, 1.5, -1e308, "", "x", [], [0], [[]], {}, {"x": 1}, [-1, "x"]])
+
+
+def verdict(make: Callable[[], Any]) -> tuple[str, str]:
+    """Return "accepted", "refused", "raw" or "slow", and what was raised."""
+    begin = time.monotonic()
+    try:
+        make()
+        found, text = "accepted", ""
+    except AutoparError as error:
+        found, text = "refused", f"{type(error).__name__}: {error}"
+    except Exception as error:
+        found, text = "raw", f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - begin
+    return ("slow", f"{seconds:.0f} s") if seconds > TIME_LIMIT_S else (found, text)
+
+
+def main() -> None:
+    """Try everything and count; the exit status is 1 if something is raw or slow."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--count", type=int, default=500, help="damaged files of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    counts: collections.Counter[str] = collections.Counter()
+    for name, make in (*option_inputs(), *file_inputs(options.count, options.seed)):
+        found, text = verdict(make)
+        counts[found] += 1
+        if found in ("raw", "slow"):
+            print(f"{found}: {name[:120]}: {text[:200]}", flush=True)
+    print(f"{counts.total()} inputs: " + ", ".join(f"{count} {found}" for found, count in sorted(counts.items())))
+    if counts["raw"] or counts["slow"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 4)
+    main()
