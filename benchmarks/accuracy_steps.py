@@ -257,7 +257,7 @@ def method_of(workload: Workload, degrees: Degrees) -> Megatron | Auto:
             data=degrees.data * degrees.fsdp,
             tensor=degrees.tensor,
             pipeline=degrees.pipeline,
-            zero=degrees.zero if degrees.data * degrees.fsdp > 1 else 0,
+            zero=_zero(degrees),
             **common,
         )
     pins = {} if degrees.searched else _pins(workload)
@@ -271,6 +271,16 @@ def method_of(workload: Workload, degrees: Degrees) -> Megatron | Auto:
         remat=False,
         **common,
     )
+
+
+def _zero(degrees: Degrees) -> int:
+    """Return the ZeRO stage of a row: over microbatches whole gradients are added up, and their sum is divided once.
+
+    That is what programs of JAX do, whatever divides the state: the collective stands behind the loop.
+    """
+    if degrees.data * degrees.fsdp == 1:
+        return 0
+    return min(degrees.zero, 1) if degrees.num_microbatches > 1 and degrees.zero == 2 else degrees.zero
 
 
 def _pins(workload: Workload) -> dict[str, PartitionSpec]:
