@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
 from autopar.compiler.inter_op.search import StageSearch, search_stages
@@ -176,14 +176,20 @@ def _candidates(
     """Return the best stages of any sizes, and the best ones of one size for every number of these."""
     num_layers = len(ranges.layers.class_of)
     few, most = num_stages[0], min(num_stages[1], num_layers // timing.virtual_stages)
-    numbers: list[int | None] = list(_equal_counts(problem, num_layers // timing.virtual_stages, few, most))
+    whole = problem.cluster
+    asked: list[tuple[int | None, Submesh]] = [
+        (number, whole) for number in _equal_counts(problem, num_layers // timing.virtual_stages, few, most)
+    ]
     if problem.num_stages is None and few <= most:
-        numbers.insert(0, None)
+        asked.insert(0, (None, whole))
+        if whole.num_devices > problem.machine.domain:
+            # Few devices whose links are all fast may do better than many.
+            asked.append((None, cluster_shape(problem.machine.domain, whole.devices_per_host)))
     found: dict[object, PipelineCandidate] = {}
     shortage: MemoryTooSmall | None = None
-    for number in numbers:
+    for number, cluster in asked:
         try:
-            searches = _solved_searches(problem, ranges, timing, number, (few, most), below_s)
+            searches = _solved_searches(problem, ranges, timing, number, cluster, (few, most), below_s)
         except MemoryTooSmall as error:
             shortage = error
             continue
@@ -194,24 +200,20 @@ def _candidates(
                     replace(each, cost=ranges.cost(each.start, each.stop, each.submesh, each.cost.choice))
                     for each in partition.stages
                 )
+                devices = place_submeshes([stage.submesh for stage in stages], problem.cluster)
+                assert devices is not None
                 found[key] = PipelineCandidate(
                     layers=ranges.layers,
                     timing=timing,
                     remat=remat,
                     bound_s=_FORMULA_SHARE * searches[0].lower_bound_s,
                     stages=stages,
-                    virtual_stages=make_virtual_stages(ranges, stages, timing.virtual_stages),
-                    hosts=_hosts_of(problem, stages),
+                    virtual_stages=make_virtual_stages(ranges, stages, devices, timing.virtual_stages),
+                    hosts=Hosts.of_devices(devices, problem.machine),
                 )
     if not found and shortage is not None:
         raise shortage
     return list(found.values())
-
-
-def _hosts_of(problem: StageProblem, stages: Sequence[Stage]) -> Hosts:
-    devices = place_submeshes([stage.submesh for stage in stages], problem.cluster)
-    assert devices is not None
-    return Hosts.of_devices(devices, problem.machine)
 
 
 def _solved_searches(
@@ -219,6 +221,7 @@ def _solved_searches(
     ranges: RangeCosts,
     timing: Timing,
     number: int | None,
+    cluster: Submesh,
     num_stages: tuple[int, int],
     below_s: float,
 ) -> list[StageSearch]:
@@ -228,10 +231,10 @@ def _solved_searches(
     stage, so that what is best lies between the two, and only the one without updates gives a bound.
     """
     while True:
-        without = _partitioned(problem, ranges, timing, number, num_stages, updates=False)
+        without = _partitioned(problem, ranges, timing, number, cluster, num_stages, updates=False)
         if _FORMULA_SHARE * without.best.step_time_s >= below_s:
             return []
-        searches = [without, _partitioned(problem, ranges, timing, number, num_stages, updates=True)]
+        searches = [without, _partitioned(problem, ranges, timing, number, cluster, num_stages, updates=True)]
         needed = {stage.submesh for search in searches for stage in search.best.stages}
         unsolved = {submesh for submesh in needed if not _is_priced(ranges, submesh)}
         if not unsolved:
@@ -276,16 +279,19 @@ def _partitioned(
     ranges: RangeCosts,
     timing: Timing,
     number: int | None,
+    cluster: Submesh,
     num_stages: tuple[int, int],
     *,
     updates: bool,
 ) -> StageSearch:
-    """Return the best stages of any sizes, or so many of one size; updates take no time without `updates`.
+    """Return the best stages of any sizes on a part of the cluster, or so many of one size on all of it.
+
+    Updates take no time without `updates`.
 
     With several stages on a mesh, the layers of each mesh are priced as one range.
     """
-    cluster, method = problem.cluster, problem.method
     num_layers, virtual_stages = len(ranges.layers.class_of), timing.virtual_stages
+    transfer_s = partial(ranges.transfer_s, same_domain=True if cluster.num_devices <= problem.machine.domain else None)
 
     def costs(start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
         allowed = problem.allows is None or problem.allows(start, stop, num_layers)
@@ -300,7 +306,7 @@ def _partitioned(
             number,
             _equal_part(cluster, number),
             costs,
-            ranges.transfer_s,
+            transfer_s,
             timing=timing,
             memory_bytes=problem.expected_bytes,
         )
@@ -311,11 +317,11 @@ def _partitioned(
         cluster.num_devices,
         [submesh for submesh in choices if submesh.num_devices + few - 1 <= cluster.num_devices],
         costs,
-        ranges.transfer_s,
+        transfer_s,
         timing=timing,
         max_stages=most,
         memory_bytes=problem.expected_bytes,
-        time_limit_s=method.time_limit_s,
+        time_limit_s=problem.method.time_limit_s,
         can_place=lambda submeshes: place_submeshes(submeshes, cluster) is not None,
     )
 

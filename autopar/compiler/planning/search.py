@@ -51,7 +51,9 @@ _ATTEMPTS = 4
 _NEXT_SHARE = 0.97
 """Of the memory that one search had, the most that the next one gets."""
 _WHOLE_SHARE = 0.97
-"""Of the time of stages by their layers: as a whole they rarely take less."""
+"""Of the time of stages by their layers: as a whole they rarely take less, unless plans of this step were seen to."""
+_UNSEEN_SHARE = 0.85
+"""The same as long as no plan of this step was simulated as a whole: small layers gain more by standing together."""
 _LIKELY_SHARE = 0.9
 """Of the time of equal stages by the layers of other microbatches: the best ones rarely take less."""
 _MUCH_MEMORY = 0.8
@@ -107,12 +109,6 @@ class Completion:
     region: Stages
     first: bool
     """The fastest of its region: others are completed only if they are faster than the best plan as they stand."""
-
-    @property
-    def likely_s(self) -> float:
-        """The time that its best plan is taken to need at least."""
-        share = _WHOLE_SHARE if self.first else 1.0
-        return max(share * self.candidate.step_time_s, self.region.bound_s)
 
     def __str__(self) -> str:
         return str(self.candidate)
@@ -199,6 +195,8 @@ class _Search:
     found: set[object] = field(default_factory=set[object])
     """The stages that were found, each for a number of microbatches and a share of the memory."""
     tried: set[int] = field(default_factory=set[int])
+    least_share: float | None = None
+    """The least share of their time by their layers that stages were simulated to take; None if none were."""
     errors: list[AutoparError] = field(default_factory=list[AutoparError])
 
     @classmethod
@@ -292,7 +290,7 @@ class _Search:
         while self.open:
             region = min(self.open, key=self.order)
             if self.best is not None:
-                if region.likely_s >= self.best_s:
+                if self.likely_s(region) >= self.best_s:
                     break
                 if taken >= most:
                     stopped = f'effort="{method.effort}" ended the search'
@@ -321,16 +319,30 @@ class _Search:
 
         One program on one mesh is the first plan of all, against which the others are held.
         """
+        likely_s = self.likely_s(region)
         match region:
             case Completion():
-                return region.likely_s, 0.0
+                return likely_s, 0.0
             case OneProgram():
-                return (0.0 if self.best is None else region.likely_s), -1.0
+                return (0.0 if self.best is None else likely_s), -1.0
             case Stages(num_microbatches=count):
                 cluster = self.cuttable.cluster
                 num_layers = 1 if self.known is None else self.known.num_layers
                 usual = _MICROBATCHES_PER_STAGE * max(1, min(cluster.num_hosts, num_layers // 2))
-                return region.likely_s, abs(math.log2(count / usual))
+                return likely_s, abs(math.log2(count / usual))
+
+    def likely_s(self, region: Region) -> float:
+        """Return the time that the best plan of a region is taken to need at least."""
+        if not isinstance(region, Completion):
+            return region.likely_s
+        seen = 1.0 if self.least_share is None else self.least_share
+        share = min(self.first_share, seen) if region.first else seen
+        return max(share * region.candidate.step_time_s, region.region.bound_s)
+
+    @property
+    def first_share(self) -> float:
+        """The share of its time by its layers that the fastest candidate of a region is taken to need as a whole."""
+        return _UNSEEN_SHARE if self.least_share is None else min(_WHOLE_SHARE, self.least_share)
 
     def take(self, region: Region) -> bool:
         """Solve or divide a region. Return whether that was work worth counting."""
@@ -382,13 +394,13 @@ class _Search:
         """Find the best stages of every schedule; return False if only another time is likely than was thought."""
         assert self.known is not None
         count = region.num_microbatches
-        likely_s = self.likely_s(region)
+        likely_s = self.likely_by_others_s(region)
         if likely_s > region.likely_s:
             self.open.append(replace(region, likely_s=likely_s))
             return False
         problem = replace(self.cuttable, share=region.share)
         known = replace(self.known, problem=problem)
-        below_s = self.best_s
+        below_s = self.best_s / self.first_share
         self.tried.add(count)
         found = stage_candidates(problem, known, count, region.num_stages, below_s)
         self.solved[count] = region.num_stages[0]
@@ -402,7 +414,7 @@ class _Search:
                 self.open.append(Completion(candidate=each, region=region, first=place == 0))
         return True
 
-    def likely_s(self, region: Stages) -> float:
+    def likely_by_others_s(self, region: Stages) -> float:
         """Return the time that is likely by the layers of the nearest number of microbatches whose costs are known."""
         count = region.num_microbatches
         if not self.solved or count in self.solved or self.problem.method.effort == "thorough":
@@ -428,7 +440,10 @@ class _Search:
             return
         sharded = shard_candidate(problem, candidate)
         if sharded.peak_bytes <= problem.memory_bytes:
-            self.add(sharded.plan, str(candidate), self.simulated_s(sharded.plan))
+            simulated_s = self.simulated_s(sharded.plan)
+            share = simulated_s / candidate.step_time_s
+            self.least_share = share if self.least_share is None else min(share, self.least_share)
+            self.add(sharded.plan, str(candidate), simulated_s)
             return
         # Stages as a whole may need more than the sum over their layers: then all are expected to need as much more.
         before = region.region

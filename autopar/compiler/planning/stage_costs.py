@@ -244,15 +244,16 @@ class RangeCosts:
         mesh_costs = MeshCosts(machine=machine, mesh=mesh)
         return [self.costs.cost(number, mesh, mesh_costs, memory_multiplier) for number in numbers]
 
-    def transfer_s(self, cut: int, source: Submesh, target: Submesh) -> float:
+    def transfer_s(self, cut: int, source: Submesh, target: Submesh, *, same_domain: bool | None = None) -> float:
         """Return the seconds of activations and cotangents over a cut, which the devices of both sides share.
 
-        Where the cluster is more than one fast domain, every cut is priced as one between domains: some cut is, and the
-        slowest one sets the pace.
+        As long as nobody knows whether both lie in one fast domain, every cut is priced as one between domains if the
+        cluster is more than one: some cut is, and the slowest one sets the pace.
         """
         machine = self.problem.machine
         nbytes = self.layers.crossing_bytes[cut - 1] / 2 / min(source.num_devices, target.num_devices)
-        return 2 * machine.transfer_s(nbytes, self.problem.num_devices <= machine.domain)
+        near = self.problem.num_devices <= machine.domain if same_domain is None else same_domain
+        return 2 * machine.transfer_s(nbytes, near)
 
 
 def _sums(layers: Sequence[StageCost]) -> _Sums:

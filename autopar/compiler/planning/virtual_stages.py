@@ -46,8 +46,11 @@ def assign_layers(num_layers: Sequence[int], virtual_stages: int) -> list[tuple[
     return assigned
 
 
-def make_virtual_stages(ranges: RangeCosts, stages: Sequence[Stage], virtual_stages: int) -> tuple[VirtualStage, ...]:
-    """Return the virtual stages of all meshes, each with its share of the time by the costs of its layers."""
+def make_virtual_stages(
+    ranges: RangeCosts, stages: Sequence[Stage], devices: Sequence[Sequence[int]], virtual_stages: int
+) -> tuple[VirtualStage, ...]:
+    """Return the virtual stages of meshes of these devices, each with its share of the time by its layers' costs."""
+    domain = ranges.problem.machine.domain
     assigned = assign_layers([stage.stop - stage.start for stage in stages], virtual_stages)
     times_s: list[float] = []
     for mesh, layers in assigned:
@@ -58,8 +61,9 @@ def make_virtual_stages(ranges: RangeCosts, stages: Sequence[Stage], virtual_sta
     def link_s(number: int, cut: int) -> float:
         if number + 1 == len(assigned):
             return 0.0
-        here, there = (stages[mesh].submesh for mesh, _ in assigned[number : number + 2])
-        return ranges.transfer_s(cut, here, there) / 2
+        here, there = (mesh for mesh, _ in assigned[number : number + 2])
+        near = len({device // domain for mesh in (here, there) for device in devices[mesh]}) == 1
+        return ranges.transfer_s(cut, stages[here].submesh, stages[there].submesh, same_domain=near) / 2
 
     return tuple(
         VirtualStage(
