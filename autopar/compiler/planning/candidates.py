@@ -65,6 +65,12 @@ class PipelineCandidate:
         return self.timing.virtual_stages, self.remat, splits, stages
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """The devices of the smallest and of the largest stage."""
+        devices = [stage.submesh.num_devices for stage in self.stages]
+        return min(devices), max(devices)
+
+    @property
     def gain_from_splitting(self) -> float:
         """The share of the step that splitting off weight gradients can gain.
 

@@ -53,7 +53,7 @@ _NEXT_SHARE = 0.97
 _WHOLE_SHARE = 0.97
 """Of the time of stages by their layers: as a whole they rarely take less, unless plans of this step were seen to."""
 _UNSEEN_SHARE = 0.85
-"""The same as long as no plan of this step was simulated as a whole: small layers gain more by standing together."""
+"""The same as long as no such stages of this step were simulated: small layers gain more by standing together."""
 _LIKELY_SHARE = 0.9
 """Of the time of equal stages by the layers of other microbatches: the best ones rarely take less."""
 _MUCH_MEMORY = 0.8
@@ -108,7 +108,7 @@ class Completion:
     candidate: PipelineCandidate
     region: Stages
     first: bool
-    """The fastest of its region: others are completed only if they are faster than the best plan as they stand."""
+    """The fastest of its region with stages of such sizes: one of which the time as a whole is to be known."""
 
     def __str__(self) -> str:
         return str(self.candidate)
@@ -195,8 +195,8 @@ class _Search:
     found: set[object] = field(default_factory=set[object])
     """The stages that were found, each for a number of microbatches and a share of the memory."""
     tried: set[int] = field(default_factory=set[int])
-    least_share: float | None = None
-    """The least share of their time by their layers that stages were simulated to take; None if none were."""
+    shares: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    """By the sizes of stages, the least share of their time by their layers that they were simulated to take."""
     errors: list[AutoparError] = field(default_factory=list[AutoparError])
 
     @classmethod
@@ -335,14 +335,12 @@ class _Search:
         """Return the time that the best plan of a region is taken to need at least."""
         if not isinstance(region, Completion):
             return region.likely_s
-        seen = 1.0 if self.least_share is None else self.least_share
-        share = min(self.first_share, seen) if region.first else seen
-        return max(share * region.candidate.step_time_s, region.region.bound_s)
-
-    @property
-    def first_share(self) -> float:
-        """The share of its time by its layers that the fastest candidate of a region is taken to need as a whole."""
-        return _UNSEEN_SHARE if self.least_share is None else min(_WHOLE_SHARE, self.least_share)
+        candidate = region.candidate
+        if region.first:
+            share = min(_WHOLE_SHARE, self.shares.get(candidate.sizes, _UNSEEN_SHARE))
+        else:
+            share = min(1.0, self.shares.get(candidate.sizes, 1.0))
+        return max(share * candidate.step_time_s, region.region.bound_s)
 
     def take(self, region: Region) -> bool:
         """Solve or divide a region. Return whether that was work worth counting."""
@@ -400,18 +398,20 @@ class _Search:
             return False
         problem = replace(self.cuttable, share=region.share)
         known = replace(self.known, problem=problem)
-        below_s = self.best_s / self.first_share
+        below_s = self.best_s / min(_WHOLE_SHARE, *self.shares.values(), _WHOLE_SHARE if self.shares else _UNSEEN_SHARE)
         self.tried.add(count)
         found = stage_candidates(problem, known, count, region.num_stages, below_s)
         self.solved[count] = region.num_stages[0]
         lower_s = [(1 - known.gap) * each.bound_s for each in found]
         self.closed_s = min(self.closed_s, max(region.bound_s, min([below_s, *lower_s])))
-        for place, each in enumerate(sorted(found, key=lambda each: each.step_time_s)):
+        sizes: set[tuple[int, int]] = set()
+        for each in sorted(found, key=lambda each: each.step_time_s):
             self.note(str(each), each.step_time_s)
             key = count, region.share, each.stages_key  # of several schedules the fastest is completed
             if key not in self.found:
                 self.found.add(key)
-                self.open.append(Completion(candidate=each, region=region, first=place == 0))
+                self.open.append(Completion(candidate=each, region=region, first=each.sizes not in sizes))
+            sizes.add(each.sizes)
         return True
 
     def likely_by_others_s(self, region: Stages) -> float:
@@ -442,7 +442,7 @@ class _Search:
         if sharded.peak_bytes <= problem.memory_bytes:
             simulated_s = self.simulated_s(sharded.plan)
             share = simulated_s / candidate.step_time_s
-            self.least_share = share if self.least_share is None else min(share, self.least_share)
+            self.shares[candidate.sizes] = min(share, self.shares.get(candidate.sizes, share))
             self.add(sharded.plan, str(candidate), simulated_s)
             return
         # Stages as a whole may need more than the sum over their layers: then all are expected to need as much more.
