@@ -70,7 +70,7 @@ class Predicted:
 
     @property
     def recorded_bytes(self) -> float:
-        """Return the figure that the case's memory is compared with."""
+        """Bytes that the case's memory is compared with."""
         return self.tensor_bytes if self.case.counts_tensors else self.peak_bytes
 
     @property

@@ -103,6 +103,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::autopar.ReplicatedWarning")  # microbatches smaller than the mesh
 @pytest.mark.parametrize(("name", "configuration"), ROWS)
 def test_parallelized_step_equals_the_plain_step(name, configuration):
     agreement = compare(ZOO[name], configuration)
@@ -215,14 +216,14 @@ def test_a_donated_state_is_gone_and_refused_by_name():
     ours = parallelized(case, two(2, "1f1b", donate=True))
     placed, _ = ours(state, batch)  # on the meshes now, so that it can be given up
     ours(placed, batch)
-    with pytest.raises(DonatedBuffer, match=r"'state\[.*' was donated to an earlier call"):
+    with pytest.raises(DonatedBuffer, match=r"'state\..*' was donated to an earlier call"):
         ours(placed, batch)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_a_tied_table_and_its_gradient_cross_once_per_step(num_microbatches):
     program = lowered("tied_embedding", two(num_microbatches, "1f1b")).program
-    (table,) = (i.value for i in program.inputs if i.mesh == 0 and "params']['embedding" in i.value)
+    (table,) = (i.value for i in program.inputs if i.mesh == 0 and "params.embedding" in i.value)
     there, back = map(sends_per_step, program.meshes)
     large = [[v for send in sends for v in send.values if table_sized(program, v)] for sends in (there, back)]
     assert large[0] == [table]

@@ -39,10 +39,10 @@ def test_the_leaf_that_differs_most_is_named():
 
 
 def test_a_difference_is_allowed_that_rounding_the_arguments_makes_too():
-    check = compared(results(params=(1.0, -2.1)), rounded=lambda: results(params=(1.06, -2.0)))
+    check = compared(results(params=(1.0, -2.1)), rounded=lambda: results(params=(1.12, -2.0)))
     assert check
     assert (check.leaf, check.difference) == ("params", pytest.approx(0.1 / 5**0.5, rel=1e-3))
-    assert check.tolerance == pytest.approx(2 * 0.06 / 5**0.5, rel=1e-3)
+    assert check.tolerance == pytest.approx(2 * 0.12 / 5**0.5, rel=1e-3)
 
 
 def test_a_difference_beyond_what_rounding_makes_is_none_of_it():

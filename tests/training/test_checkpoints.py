@@ -51,6 +51,7 @@ def restored_by_orbax(path: Path, like: Any) -> Any:
         return checkpointer.restore(path, on_one_device(like))
 
 
+@pytest.mark.filterwarnings("ignore::autopar.ReplicatedWarning")  # three devices
 @pytest.mark.parametrize("name", ["pipeline", "circular", "shard"])
 def test_a_checkpoint_is_read_by_plain_jax_and_by_other_plans_on_fewer_devices(tmp_path, name):
     _, state = created(METHODS[name])

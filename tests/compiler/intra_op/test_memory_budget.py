@@ -66,7 +66,7 @@ def test_plans_need_less_and_split_more_of_the_state_as_the_budget_tightens():
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Return the arrays other than scalars that a plan of a GPT splits and sends."""
+    """Arrays other than scalars that a plan of a GPT splits and sends."""
 
     moments: float
     """Share that a device holds."""
@@ -121,8 +121,8 @@ def test_tightening_the_budget_of_a_gpt_splits_moments_then_weights_then_product
         times.append(found.optimum.value)
     assert times == sorted(times)
     assert all(kind.moments < 0.13 for kind in kinds.values())
-    # ZeRO-1: the update's new weights are gathered. ZeRO-3: some are gathered whenever they are read.
-    assert kinds[1.0].weights == 1.0 and kinds[1.0].gathered == {"update"}
+    # Mostly ZeRO-1: the update's new weights are gathered. ZeRO-3: most are gathered whenever they are read.
+    assert kinds[1.0].weights > 0.9 and "backward" not in kinds[1.0].gathered
     assert kinds[0.55].weights < 0.8 and kinds[0.55].gathered == {"forward", "backward", "update"}
     assert not kinds[1.0].exchanges_activations and not kinds[0.55].exchanges_activations
     # Gathered weights take too much, too: products are split instead, and exchange activations.

@@ -7,7 +7,7 @@ from autopar.compiler.solver.dual_ascent import Ascent, ascend, continued, withi
 from autopar.compiler.solver.lagrangian import reduce_with_rows
 from autopar.compiler.solver.linear_program import LinearProgram, run_program
 from autopar.compiler.solver.presolve import reduce_problem
-from autopar.compiler.solver.problem import MRF, Infeasible, assignment_cost, row_weight
+from autopar.compiler.solver.problem import MRF, Infeasible, WorkBudget, assignment_cost, row_weight
 from autopar.errors import SolverFailed
 from tests.compiler.solver.random_problems import enumerate_best, small_problem, small_rows, step_problem
 
@@ -82,7 +82,7 @@ def test_bounds_of_states_and_of_the_whole_hold(seed):
     if reduced is None or np.isinf(best := enumerate_best(reduced.core)):
         return
     ascent = Ascent.of(reduced.core)
-    ascend(ascent, np.inf)
+    ascend(ascent, WorkBudget(left=np.inf))
     assert ascent.bound <= best + 1e-9 <= ascent.value + 2e-9
     for node, least in enumerate(ascent.least):
         for option in range(least.size):
@@ -98,7 +98,7 @@ def test_bounds_of_states_and_of_the_whole_hold(seed):
 def test_ascent_continues_where_another_stands():
     problem = reduce_problem(step_problem(0, num_nodes=100, factors=4), range(100)).core
     first = Ascent.of(problem)
-    ascend(first, np.inf)
+    ascend(first, WorkBudget(left=np.inf))
     again = continued(first, problem)
     again.sweep_back()
     assert again.bound == pytest.approx(first.bound, rel=1e-3)
