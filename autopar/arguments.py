@@ -45,7 +45,7 @@ class ArgumentRoles:
     axis_name: str | None = None
     """The axis that a step written for `jax.pmap` reduces over."""
     keeps_inputs: bool = False
-    """What the step returns of its arguments as they are is the caller's own, as of a step that follows another."""
+    """True if arguments that the step returns as they are stay the caller's own, as of a step that follows another."""
     static_numbers: bool = False
     """Python's numbers are static, as by `eqx.filter_jit`."""
 

@@ -51,7 +51,7 @@ class MeshReport:
     idle_s: float
     peak_bytes: int
     memory: tuple[MemoryPart, ...]
-    """What takes its memory at its fullest moment, the largest first."""
+    """The parts of its memory at its fullest moment, the largest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class SimulationReport:
 
     @property
     def memory(self) -> tuple[MemoryPart, ...]:
-        """What takes the memory of the device that holds the most, the largest first."""
+        """The parts of the memory of the device that holds the most, the largest first."""
         return max(self.meshes, key=lambda mesh: mesh.peak_bytes).memory
 
     @property

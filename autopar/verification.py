@@ -125,13 +125,13 @@ class Point:
     """The results of a step and of its plan for the same arguments, leaf by leaf."""
 
     before: Leaves
-    """What a result replaces; None where it is new."""
+    """By result the argument that it replaces; None where it is new."""
     expected: Leaves
     results: Leaves
     rounded: Callable[[], Leaves]
     """Returns the results of the step for `rounded_arguments`."""
     moved_before: Leaves
-    """What these replace."""
+    """The arguments that these replace."""
 
     @cached_property
     def moved(self) -> Leaves:

@@ -28,7 +28,7 @@ from autopar.hardware.machine import Link, Machine
 from autopar.hardware.measure import Effort, Measurement, Series, series_of
 
 _OF_ONE_HOST = {"product", "memory", "dispatch"}
-"""What is measured without any exchange between devices."""
+"""Figures that are measured without any exchange between devices."""
 _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

@@ -1,4 +1,4 @@
-"""What the memory of a device is taken by at its fullest moment: a category, the user's name, and bytes."""
+"""A part of what a device holds at its fullest moment: a category, the user's name, and bytes."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class MeshSharding:
     temporary_parts: Mapping[str, tuple[MemoryPart, ...]] = field(
         default_factory=dict[str, tuple[MemoryPart, ...]], hash=False
     )
-    """What these bytes are at the task's fullest moment."""
+    """The parts of these bytes at the task's fullest moment."""
 
     def to_data(self) -> dict[str, Any]:
         """The sharding as JSON data."""

@@ -63,7 +63,7 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMoment:
-    """What one device of a mesh holds when it holds the most."""
+    """The values on one device of a mesh when it holds the most."""
 
     values: Mapping[str, int]
     executable: str = ""

@@ -120,7 +120,7 @@ class NodeTable:
 
     @cached_property
     def tables(self) -> MeshTables:
-        """What is known of the mesh from other graphs."""
+        """Tables of the mesh that other graphs have filled."""
         return mesh_tables(self.mesh_costs)
 
     def add_node(self, name: str, costs: np.ndarray | Sequence[float]) -> int:

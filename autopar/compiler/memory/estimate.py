@@ -208,7 +208,7 @@ class MemoryEstimate:
 
     @cached_property
     def parts(self) -> tuple[MemoryPart, ...]:
-        """What is in memory then beside the arguments, by category and name, the largest first."""
+        """Parts in memory then beside the arguments, by category and name, the largest first."""
         return joined_parts(_parts(self.moment))
 
 

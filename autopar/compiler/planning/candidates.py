@@ -43,7 +43,7 @@ class PipelineCandidate:
     """The schedule; the search has the layers of all virtual stages on a mesh as one stage."""
     remat: bool
     bound_s: float
-    """What no stages that were searched together with these are taken to undercut."""
+    """Seconds that no stages searched together with these are taken to undercut."""
     stages: tuple[Stage, ...]
     virtual_stages: tuple[VirtualStage, ...]
     hosts: Hosts

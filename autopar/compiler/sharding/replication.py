@@ -1,4 +1,4 @@
-"""Say once what every device holds or computes whole for want of anything better.
+"""Warn once of what every device holds or computes whole for want of anything better.
 
     with one_warning("step"):            note_replicated(reason), note_replicated(reason)  ->  one ReplicatedWarning
 

@@ -82,7 +82,7 @@ class ProgramSolution:
     assignment: Assignment | None
     bound: float
     how: str
-    """What was done, for the reader."""
+    """The work that was done, for the reader."""
 
 
 @dataclass(frozen=True, kw_only=True)
