@@ -63,7 +63,14 @@ def method(**cells: str) -> Megatron | Auto:
 def test_degrees_are_planned_by_megatron():
     found = method(devices="8", tensor="2", pipeline="2", microbatches="2", zero="2")
     assert isinstance(found, Megatron)
-    assert (found.degrees(8), found.num_microbatches, found.zero) == ((2, 2, 2), 2, 2)
+    assert (found.degrees(8), found.num_microbatches, found.zero) == ((2, 2, 2), 2, 1)
+
+
+def test_gradients_of_several_microbatches_are_added_up_whole():
+    whole = method(devices="4", data="4", microbatches="1", zero="2")
+    assert isinstance(whole, Megatron) and whole.zero == 2
+    in_parts = method(devices="4", data="4", microbatches="2", zero="2")
+    assert isinstance(in_parts, Megatron) and in_parts.zero == 1
 
 
 def test_replicas_that_divide_the_state_are_those_of_zero_3():
