@@ -66,6 +66,12 @@ SWEEPS = (
         shows="random steps of every kind under six methods equal jax.jit, or are refused",
     ),
     Sweep(
+        name="mutants",
+        words=("benchmarks.mutants",),
+        minutes=14,
+        shows="programs and plans of eight models, broken in 25 ways, are noticed",
+    ),
+    Sweep(
         name="planned_vs_compiled",
         words=("benchmarks.planned_vs_compiled", "--compilers", "cpu"),
         minutes=45,
