@@ -4,13 +4,13 @@
     python -m benchmarks.accuracy --measurements measurements.csv --calibrate 0.2 --json accuracy.json
 
 No accelerator is needed: the machines are those of `autopar/hardware/machines`. Steps of JAX programs with their plans
-are planned and simulated by the compiler (`accuracy_steps`), others are lists of operators (`training_model`). With
+are planned and simulated by the compiler (`accuracy_steps`), others are lists of operators (`training_model`). Steps
+take seconds each: what is predicted is kept in a journal beside the JSON, from which the same command goes on. With
 --calibrate, ten physical scalars per source and machine are fitted to that fraction of the rows, and both columns, with
 the machine files alone and calibrated, are of the other rows only.
 """
 
 import argparse
-import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -24,10 +24,11 @@ from rich.table import Table
 from autopar.errors import AutoparError, InvalidArgument
 from benchmarks.accuracy_cases import Case, Unusable, case_of
 from benchmarks.accuracy_fit import chosen_for_fit, fitted_scalars, predicted_times
+from benchmarks.accuracy_journal import Entry, Journal
 from benchmarks.accuracy_report import Predicted, summary
 from benchmarks.accuracy_rows import STEPS, Measurements, Row, read_measurements
+from benchmarks.accuracy_steps import StepCase, step_case_of
 from benchmarks.accuracy_steps import predicted as predicted_step
-from benchmarks.accuracy_steps import step_case_of
 from benchmarks.training_model.memory import peak_memory
 from benchmarks.training_model.prices import Scalars
 
@@ -40,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sample", type=float, default=1.0, metavar="FRACTION", help="of the rows, by a digest of each"
     )
     parser.add_argument("--rows", action="store_true", help="the JSON holds every row's prediction too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the results there; a run that is stopped continues"
+    )
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -51,7 +54,8 @@ def main(arguments: argparse.Namespace) -> None:
             "tested. Give one like 0.2."
         )
     measurements = sampled(read_measurements(arguments.measurements), arguments.sample)
-    report = accuracy_report(measurements, arguments.calibrate, rows=arguments.rows)
+    journal = Journal(arguments.json and arguments.json.with_suffix(".journal"))
+    report = accuracy_report(measurements, arguments.calibrate, rows=arguments.rows, journal=journal)
     Console().print(_table({**report["sources"], "all": report["all"]}))
     for each in report["skipped"]:
         Console().print(f"{each['rows']:4} rows skipped of {each['source']}: {each['reason']}", highlight=False)
@@ -59,13 +63,18 @@ def main(arguments: argparse.Namespace) -> None:
         Console().print(f"line {each['line']} cannot be read: it {each['reason']}", highlight=False)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    journal.close()
 
 
-def accuracy_report(measurements: Measurements, fraction: float | None, *, rows: bool = False) -> dict[str, Any]:
+def accuracy_report(
+    measurements: Measurements, fraction: float | None, *, rows: bool = False, journal: Journal | None = None
+) -> dict[str, Any]:
     """Return what the JSON holds: per source with the machine files alone, and calibrated if a fraction is given."""
     skipped: Counter[tuple[str, str]] = Counter()
-    read = _read_steps if measurements.columns is STEPS else _read_runs
-    sources, predictions = read(measurements, fraction, skipped)
+    if measurements.columns is STEPS:
+        sources, predictions = _read_steps(measurements, fraction, skipped, journal or Journal(None))
+    else:
+        sources, predictions = _read_runs(measurements, fraction, skipped)
     report: dict[str, Any] = {
         "calibrate": fraction,
         "sources": sources,
@@ -86,8 +95,7 @@ def sampled(measurements: Measurements, fraction: float) -> Measurements:
         raise InvalidArgument(f"--sample is {fraction:g}, it must be above 0 and at most 1. Give a fraction like 0.2.")
 
     def place(row: Row) -> float:
-        digest = hashlib.sha256(repr([text for _, text in row.cells]).encode()).digest()
-        return int.from_bytes(digest[:4], "big") / 2**32
+        return int(row.digest[:8], 16) / 2**32
 
     return replace(measurements, rows=tuple(row for row in measurements.rows if place(row) < fraction))
 
@@ -112,7 +120,9 @@ def _read_runs(measurements: Measurements, fraction: float | None, skipped: Coun
     return sources, predictions
 
 
-def _read_steps(measurements: Measurements, fraction: float | None, skipped: Counter[tuple[str, str]]) -> Read:
+def _read_steps(
+    measurements: Measurements, fraction: float | None, skipped: Counter[tuple[str, str]], journal: Journal
+) -> Read:
     """The figures of JAX programs as the compiler prices them; what cannot be predicted is counted in `skipped`."""
     if fraction is not None:
         raise InvalidArgument(
@@ -124,7 +134,7 @@ def _read_steps(measurements: Measurements, fraction: float | None, skipped: Cou
         try:
             case = step_case_of(row)
             progress.print(f"[{number}/{len(measurements.rows)}] {row['id']}", markup=False, highlight=False)
-            each = predicted_step(case)
+            each = _predicted_step(case, journal)
             found[row.source].append(each)
             error = "" if case.measured_s is None else f", {100 * each.error:+.1f} %"
             progress.print(f"    {each.step_s:.4g} s{error}", markup=False, highlight=False)
@@ -132,6 +142,21 @@ def _read_steps(measurements: Measurements, fraction: float | None, skipped: Cou
             skipped[row.source, str(why)] += 1
     sources = {source: summary(found[source]) for source in sorted(found)}
     return sources, [(each, False) for source in sorted(found) for each in found[source]]
+
+
+def _predicted_step(case: StepCase, journal: Journal) -> Predicted:
+    """What the journal knows of a row, or else what the compiler says; `Unusable` from either."""
+    entry = journal.known(case.row)
+    if entry is None:
+        try:
+            each = predicted_step(case)
+            entry = Entry(step_s=each.step_s, peak_bytes=each.peak_bytes)
+        except Unusable as why:
+            entry = Entry(unusable=str(why))
+        journal.add(case.row, entry)
+    if entry.unusable:
+        raise Unusable(entry.unusable)
+    return Predicted(case=case, step_s=entry.step_s, peak_bytes=entry.peak_bytes, tensor_bytes=entry.peak_bytes)
 
 
 def _source_report(cases: Sequence[Case], fraction: float | None) -> Read:
@@ -169,6 +194,7 @@ def _predictions(cases: Sequence[Case], scalars: Scalars) -> list[Predicted]:
 def _row_report(each: Predicted, fitted: bool) -> dict[str, Any]:
     return {
         "line": each.case.row.line,
+        "id": dict(each.case.row.cells).get("id", ""),
         "source": each.case.row.source,
         "measured_gib": each.case.measured_gib,
         "measured_s": each.case.measured_s,

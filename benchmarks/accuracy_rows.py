@@ -11,8 +11,10 @@ unreadable: it is counted, never guessed.
 """
 
 import csv
+import hashlib
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from autopar.errors import InvalidArgument
@@ -58,6 +60,11 @@ class Row:
 
     def __getitem__(self, column: str) -> str:
         return dict(self.cells)[column]
+
+    @cached_property
+    def digest(self) -> str:
+        """A name of the row by its cells, wherever it stands in the file."""
+        return hashlib.sha256(repr([text for _, text in self.cells]).encode()).hexdigest()
 
     def number(self, column: str) -> float | None:
         """The number in a column, or None if there is none."""

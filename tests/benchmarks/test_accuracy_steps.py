@@ -1,6 +1,7 @@
 """Measured steps of JAX programs, as the compiler plans and simulates them."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from autopar import Auto, Megatron
 from autopar.errors import InvalidArgument
 from benchmarks.accuracy import accuracy_report
 from benchmarks.accuracy_cases import Unusable
+from benchmarks.accuracy_journal import Journal
 from benchmarks.accuracy_report import DIFFERENT, Predicted, ordered_pairs
-from benchmarks.accuracy_rows import STEP_COLUMNS, STEPS, Row, read_measurements
+from benchmarks.accuracy_rows import STEP_COLUMNS, STEPS, Measurements, Row, read_measurements
 from benchmarks.accuracy_steps import StepCase, method_of, predicted, step_case_of, workload_of
 from benchmarks.models.alpa_moe import MoESize
 from benchmarks.models.wide_resnet import ResNetSize
@@ -162,3 +164,32 @@ def test_pairs_are_those_of_one_group_that_clearly_differ():
     close = at(1.0 + DIFFERENT / 2, 0.1)
     rows = [at(1.0, 0.2), close, at(2.0, 0.3), at(3.0, 0.25), at(9.0, 0.0, group="other")]
     assert ordered_pairs(rows) == [True, True, True, True, False]
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    def predict(case: StepCase) -> Predicted:
+        asked.append(case.row["id"])
+        if case.row["id"] == "broken":
+            raise Unusable("cannot be planned")
+        return Predicted(case=case, step_s=0.02, peak_bytes=7.0)
+
+    monkeypatch.setattr("benchmarks.accuracy.predicted_step", predict)
+    measurements = Measurements(
+        columns=STEPS, rows=tuple(row(id=each) for each in ("first", "broken", "last")), unreadable=()
+    )
+    path = tmp_path / "run.journal"
+    first = replace(measurements, rows=measurements.rows[:2])
+    accuracy_report(first, None, journal=Journal(path))
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"row": "cut o')
+    whole = accuracy_report(measurements, None, journal=Journal(path))
+    assert asked == ["first", "broken", "last"]
+    assert (whole["all"]["rows"], whole["skipped"][0]["reason"]) == (2, "cannot be planned")
+    assert all(Journal(path).known(each) for each in measurements.rows)
+    path.write_text("of other sources\n" + "\n".join(path.read_text(encoding="utf-8").splitlines()[1:]))
+    journal = Journal(path)
+    assert journal.known(measurements.rows[0]) is None
+    journal.close()
+    assert not path.exists()
