@@ -2,6 +2,9 @@
 
 python -m benchmarks.random_steps [--count 500] [--first 0] [--rotate] [--minutes 8] [--json FILE]
 
+A step is traced once and held beside one run of `jax.jit`. The file has one line for each step, written when it is
+done; steps that it holds are not drawn again.
+
 A step is drawn from a seed: operations in a row, each on its predecessor and on a weight of a pool (so that weights are
 tied), a loss or several, an optimizer, and the sizes, which need not divide. Everything is float64 but for casts to
 bfloat16 within some steps. A refusal is an `AutoparError` with its reason; anything else that is raised is raw.
@@ -14,9 +17,10 @@ import collections
 import json
 import math
 import os
+import re
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -238,24 +242,26 @@ def make_step(step: RandomStep) -> Callable[..., Any]:
     return train_step
 
 
-def verdict(step: RandomStep, method: Any, want: Any = None) -> tuple[str, str]:
-    """Return "right", "wrong", "refused" or "raw" for a step under a method, and what there is to say about it.
-
-    `want` is what plain `jax.jit` gives, if it is known.
-    """
+def verdicts(step: RandomStep, names: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield for each method its name, "right", "wrong", "refused" or "raw", and what there is to say about it."""
     function, args = make_step(step), arguments(step)
-    want = jax.jit(function)(*args) if want is None else want
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            devices = jax.devices()[: 2 if step.rows % 4 else 4]
-            got = autopar.parallelize(function, method=method, batch_argnums=1, devices=devices)(*args)
-    except autopar.AutoparError as error:
-        return "refused", f"{type(error).__name__}: {error}"
-    except Exception as error:
-        return "raw", f"{type(error).__name__}: {error}"
-    off = max(_difference(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True))
-    return ("right" if off <= TOLERANCE[step.precision] else "wrong"), f"off by {off:.1e}"
+    want = jax.tree.leaves(jax.jit(function)(*args))
+    devices = jax.devices()[: 2 if step.rows % 4 else 4]
+    traced: autopar.Traced | None = None
+    for name in names:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if traced is None:
+                    traced = autopar.parallelize(function, batch_argnums=1, devices=devices).trace(*args)
+                got = jax.tree.leaves(traced.plan(METHODS[name]).lower().compile()(*args))
+        except autopar.AutoparError as error:
+            yield name, "refused", f"{type(error).__name__}: {error}"
+        except Exception as error:
+            yield name, "raw", f"{type(error).__name__}: {error}"
+        else:
+            off = max(_difference(a, b) for a, b in zip(got, want, strict=True))
+            yield name, "right" if off <= TOLERANCE[step.precision] else "wrong", f"off by {off:.1e}"
 
 
 def _difference(a: Any, b: Any) -> float:
@@ -268,42 +274,60 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the counts there")
+    parser.add_argument("--json", type=Path, help="one line for each step; those that it holds are not drawn again")
     parser.add_argument("--rotate", action="store_true", help="one method for each step, in turn")
     parser.add_argument("--minutes", type=float, default=math.inf, help="draw no further step after so long")
     options = parser.parse_args()
-    counts: collections.Counter[tuple[str, str]] = collections.Counter()
-    reasons: collections.Counter[str] = collections.Counter()
-    end, drawn = time.monotonic() + 60 * options.minutes, 0
+    rows = read_rows(options.json) if options.json and options.json.exists() else []
+    known, end = {row["seed"] for row in rows}, time.monotonic() + 60 * options.minutes
     for seed in range(options.first, options.first + options.count):
         if time.monotonic() > end:
             break
-        drawn += 1
-        step = draw(seed)
-        want = jax.jit(make_step(step))(*arguments(step))
+        if seed in known:
+            continue
         names = [list(METHODS)[seed % len(METHODS)]] if options.rotate else list(METHODS)
-        for name in names:
-            result, text = verdict(step, METHODS[name], want)
-            counts[name, result] += 1
-            if result == "refused":
-                reasons[" ".join(text.split()[:12])] += 1
-            elif result != "right":
-                print(f"{result}: {name}, {step}: {text[:300]}", flush=True)
+        rows.append(_row(draw(seed), names))
+        if options.json:
+            with open(options.json, "a", encoding="utf-8") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
         jax.clear_caches()
-    print(f"{drawn} steps")
+    _print_counts(rows)
+    if any(result in ("wrong", "raw") for row in rows for result in row["verdicts"].values()):
+        raise SystemExit(1)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file: the seed of a step, and by method its verdict and the reason of a refusal."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _row(step: RandomStep, names: Sequence[str]) -> dict[str, Any]:
+    found = list(verdicts(step, names))
+    for name, result, text in found:
+        if result in ("wrong", "raw"):
+            print(f"{result}: {name}, {step}: {text[:300]}", flush=True)
+    reasons = {name: _without_place(text) for name, result, text in found if result == "refused"}
+    return {"seed": step.seed, "verdicts": {name: result for name, result, _ in found}, "reasons": reasons}
+
+
+def _without_place(text: str) -> str:
+    """Return the beginning of an error without directories, which are of one machine."""
+    return " ".join(re.sub(r"/\S*/", "", text).split()[:24])
+
+
+def _print_counts(rows: Sequence[Mapping[str, Any]]) -> None:
+    print(f"{len(rows)} steps")
+    counts = collections.Counter((name, result) for row in rows for name, result in row["verdicts"].items())
     for (name, result), count in sorted(counts.items()):
         print(f"{name:16} {result:8} {count}")
-    if options.json:
-        rows = [{"method": name, "verdict": result, "steps": count} for (name, result), count in sorted(counts.items())]
-        options.json.write_text(json.dumps(rows, indent=1))
+    reasons = collections.Counter(" ".join(text.split()[:12]) for row in rows for text in row["reasons"].values())
     for reason, count in reasons.most_common(20):
         print(f"{count:5} refused: {reason}")
-    if any(result in ("wrong", "raw") for _, result in counts):
-        raise SystemExit(1)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("PJRT_NPROC", "32")
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time
     main()
