@@ -9,9 +9,9 @@ step.trace(state, batch)   Traced      the jaxpr
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from autopar.arguments import Arguments, Call
 from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import check_collectives
 from autopar.compiler.analysis.explain import Explanation, explain_plan
+from autopar.compiler.analysis.finite_values import WatchedProgram, keeping_arguments, watched_program
 from autopar.compiler.analysis.input_parts import input_parts
 from autopar.compiler.analysis.step_work import step_work
 from autopar.compiler.analysis.task_times import price_plan
@@ -35,17 +36,19 @@ from autopar.compiler.sharding.replication import one_warning
 from autopar.description import PlanDescription, describe_plan
 from autopar.errors import AutoparError, InvalidArgument, Unsupported
 from autopar.explorer import plan_page
+from autopar.finite_guard import FiniteGuard
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.methods import Method
 from autopar.progress import search_progress
+from autopar.runtime.finite import kinds_of_values
 from autopar.runtime.in_process import FunctionOnOneDevice, InProcess, function_on_one_device
 from autopar.runtime.interfaces import LoadedProgram
 from autopar.runtime.timeline import write_trace
 from autopar.session import current_session
 from autopar.simulation import SimulationReport, check_devices, simulate_plan
-from autopar.step_serialization import serialize_step
+from autopar.step_serialization import ChangedProgram, serialize_step
 from autopar.verification import NumberCheck, VerificationReport, rounding_of_sums, verify_numbers
 
 Devices = Sequence[Any]
@@ -72,6 +75,7 @@ class Target:
     devices: Devices | None
     cluster: Cluster | None
     session: Any = None
+    check_finite: bool = False
 
     @property
     def names_devices(self) -> bool:
@@ -153,7 +157,13 @@ class Compiled:
         """Return the step as a function that JAX can trace, if its arguments and results are arrays on one device."""
         target, call = self.source.target, self.source.call
         result = self.trace.result(self.trace.inputs, self.trace.outputs)
-        if target.session is not None or call.static or call.static_leaves or isinstance(result, Returned):
+        if (
+            target.session is not None
+            or target.check_finite
+            or call.static
+            or call.static_leaves
+            or isinstance(result, Returned)
+        ):
             return None
         return function_on_one_device(self.program, target.live_devices())
 
@@ -202,7 +212,11 @@ class Lowered:
                 "devices, or run where there are enough."
             )
         names = [leaf.name for leaf in self.trace.inputs]
-        return self._compiled(InProcess(devices).load(self.program, leaf_names=names, at_first_call=at_first_call))
+        runtime = InProcess(devices)
+        if target.check_finite:
+            loaded = runtime.load(keeping_arguments(self.program), leaf_names=names, at_first_call=at_first_call)
+            return self._guarded(loaded, kinds_of_values, lambda w: runtime.load(w.program, leaf_names=names))
+        return self._compiled(runtime.load(self.program, leaf_names=names, at_first_call=at_first_call))
 
     def verify(self, *args: Any, target: str | None = None, **kwargs: Any) -> VerificationReport:
         """Compile, and compare the collectives with the planned ones, the results with those of plain `jax.jit`.
@@ -244,11 +258,38 @@ class Lowered:
         )
 
     def _on_cluster(self, session: Any) -> Compiled:
-        from autopar.runtime.distributed.driver import ClusterProgram
+        from autopar.runtime.distributed.driver import ClusterProgram, kinds_of_distributed_values
 
         make_program = serialize_step(self.source.arguments, self.source.call, self.plan)
+        names = [leaf.name for leaf in self.trace.inputs]
+        if not self.source.target.check_finite:
+            return self._compiled(ClusterProgram(session, self.program, names, make_program))
+        kept, kept_there = keeping_arguments(self.program), ChangedProgram(make=make_program, change=keeping_arguments)
+
+        def load(reporting: WatchedProgram) -> ClusterProgram:
+            there = ChangedProgram(make=make_program, change=watched_program)
+            return ClusterProgram(session, reporting.program, names, there)
+
+        return self._guarded(
+            ClusterProgram(session, kept, names, kept_there), partial(kinds_of_distributed_values, session), load
+        )
+
+    def _guarded(
+        self,
+        loaded: LoadedProgram,
+        kinds: Callable[[Sequence[Any]], list[int]],
+        load: Callable[[WatchedProgram], LoadedProgram],
+    ) -> Compiled:
         return self._compiled(
-            ClusterProgram(session, self.program, [leaf.name for leaf in self.trace.inputs], make_program)
+            FiniteGuard(
+                loaded=loaded,
+                program=self.program,
+                input_names=[leaf.name for leaf in self.trace.inputs],
+                output_names=[leaf.name for leaf in self.trace.outputs],
+                state_outputs=self.trace.state_outputs,
+                kinds=kinds,
+                load=load,
+            )
         )
 
     def _compiled(self, loaded: LoadedProgram) -> Compiled:

@@ -27,7 +27,7 @@ from jax.sharding import SingleDeviceSharding
 
 from autopar.aot import Compiled, Devices, Lowered, Planned, Source, Target, Traced, check_not_traced
 from autopar.arguments import ArgumentRoles, Arguments, Call
-from autopar.checks import check_count, check_names, check_numbers
+from autopar.checks import check_count, check_flag, check_names, check_numbers
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.planning.follow import Followed
 from autopar.errors import CannotSerialize, InvalidArgument
@@ -263,6 +263,7 @@ def parallelize(
     axis_name: str | None = ...,
     devices: Devices | None = ...,
     cluster: Cluster | None = ...,
+    check_finite: bool = ...,
 ) -> Step: ...
 @overload
 def parallelize(
@@ -280,6 +281,7 @@ def parallelize(
     axis_name: str | None = ...,
     devices: Devices | None = ...,
     cluster: Cluster | None = ...,
+    check_finite: bool = ...,
 ) -> Callable[[Callable[..., Any]], Step]: ...
 def parallelize(
     fun: Callable[..., Any] | None = None,
@@ -296,6 +298,7 @@ def parallelize(
     axis_name: str | None = None,
     devices: Devices | None = None,
     cluster: Cluster | None = None,
+    check_finite: bool = False,
 ) -> Step | Callable[[Callable[..., Any]], Step]:
     """Make a train step run on many devices, with the results of the plain step.
 
@@ -315,6 +318,9 @@ def parallelize(
     - `axis_name`: for a step written for `jax.pmap`, the axis that it reduces over. It is bound to the whole batch, as
       if one device held all of it: `lax.pmean` over it changes nothing.
     - `devices`: JAX devices of this process, all by default; `cluster`: plan for one that may not be here.
+    - `check_finite`: wait for every step, and raise `NonFiniteValue` at a result that is infinite or not a number when
+      it was not before; the step is run again then, to name the equation, stage and microbatch of the first such value.
+      The state is in memory twice for that.
 
     Raises `InvalidArgument` for options that contradict each other or the function.
     """
@@ -332,6 +338,7 @@ def parallelize(
     )
     _check_place(axis_name, devices, cluster)
     target = Target(method=chosen, devices=devices, cluster=cluster) if following is None else following.target
+    target = replace(target, check_finite=check_flag("check_finite", check_finite))
 
     def wrap(function: Callable[..., Any]) -> Step:
         if not callable(function):

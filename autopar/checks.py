@@ -37,6 +37,13 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def check_flag(name: str, value: object) -> bool:
+    """Return a truth value. Raises `InvalidArgument` for anything else."""
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{name} is {value!r}. Give True or False.")
+    return value
+
+
 def is_positive(value: object) -> bool:
     """Return whether `value` is a finite number above zero."""
     return is_number(value) and 0 < cast(float, value) < math.inf

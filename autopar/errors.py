@@ -65,5 +65,9 @@ class CheckpointFailed(AutoparError, OSError):
     """A checkpoint that could not be written or read; the message names its directory and what went wrong."""
 
 
+class NonFiniteValue(AutoparError, ArithmeticError):
+    """A step that computed an infinity or a NaN; the message names the first such value and its line."""
+
+
 class NonFiniteLoss(AutoparError, ArithmeticError):
     """A training step whose loss is infinite or not a number; the message names the step."""

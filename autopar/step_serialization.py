@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,18 @@ class SerializedStep:
         fun, roles, name, traced, static, num_positional, plan = unpickled(self.payload)
         arguments = Arguments(fun, roles, name)
         return program_of(arguments, arguments.call_of(traced, static, num_positional), Plan.from_json(plan))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangedProgram:
+    """Makes a program in another process, and changes it there; `change` is a function of a module."""
+
+    make: Callable[[], Program]
+    change: Callable[[Program], Program]
+
+    def __call__(self) -> Program:
+        """Return the program, changed."""
+        return self.change(self.make())
 
 
 def _culprit(name: str, value: Any, depth: int = 0) -> str | None:

@@ -34,6 +34,7 @@ PACKAGES = (
         "session",
         "step_serialization",
         "verification",
+        "finite_guard",
         "aot",
         "api",
         "training",

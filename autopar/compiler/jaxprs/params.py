@@ -200,6 +200,28 @@ def manual_axes(eqn: JaxprEqn) -> dict[Any, int]:
     return {axis: eqn.params["mesh"].shape[axis] for axis in axes}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShardMap:
+    """A `shard_map` equation, read apart."""
+
+    mesh: Any
+    in_specs: tuple[Any, ...]
+    out_specs: tuple[Any, ...]
+    body: Any
+    """Of each device's part, open or closed."""
+
+
+def shard_map_of(eqn: JaxprEqn) -> ShardMap:
+    """Read a `shard_map` equation."""
+    (body,) = subjaxprs(eqn)
+    return ShardMap(
+        mesh=eqn.params["mesh"],
+        in_specs=tuple(eqn.params["in_specs"]),
+        out_specs=tuple(eqn.params["out_specs"]),
+        body=body,
+    )
+
+
 # Products
 
 

@@ -14,10 +14,12 @@ import numpy as np
 from autopar.errors import InvalidArgument
 from autopar.ir.program import Program, Run
 from autopar.runtime.distributed.array import DistributedArray
+from autopar.runtime.distributed.host_checks import kinds_of_kept_values
 from autopar.runtime.distributed.input_routing import InputRouting, route_inputs
 from autopar.runtime.distributed.messages import StepMessage
 from autopar.runtime.distributed.pieces import placed_output, program_layouts
 from autopar.runtime.distributed.session import RaySession
+from autopar.runtime.finite import kinds_of_values
 from autopar.runtime.inputs import ArgumentType, argument_types
 from autopar.runtime.timeline import InstructionTime
 
@@ -144,6 +146,16 @@ class ClusterProgram:
                     f"Arguments {one} and {other} are one value on the cluster, and both are donated; it can be "
                     "overwritten only once. Pass jnp.asarray of one of them, or donate neither."
                 )
+
+
+def kinds_of_distributed_values(session: RaySession, values: Sequence[Any]) -> list[int]:
+    """Return for every value 0 if it is finite, 1 if it holds an infinity, 2 if a NaN."""
+    there = [place for place, value in enumerate(values) if isinstance(value, DistributedArray)]
+    found = kinds_of_values([None if isinstance(value, DistributedArray) else value for value in values])
+    replies = session.run_everywhere(kinds_of_kept_values, [values[place].identity for place in there])
+    for place, *kinds in zip(there, *replies):
+        found[place] = max(kinds)
+    return found
 
 
 def _words(leaf: Any, wanted: ArgumentType) -> np.ndarray[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.runtime.distributed.host import Host
 from autopar.runtime.distributed.host_inputs import sharding_on
+from autopar.runtime.finite import kinds_of_values
 from autopar.runtime.transfer.tiles import DeviceLayout, plan_transfer
 
 
@@ -25,6 +27,13 @@ def add_up_over_all_devices(host: Host) -> tuple[bool, float]:
     start = time.perf_counter()
     found = add(array).block_until_ready()
     return float(found.addressable_shards[0].data) == float(numbers.sum()), time.perf_counter() - start
+
+
+def kinds_of_kept_values(host: Host, numbers: Sequence[int]) -> list[int]:
+    """Return for every value 0 if it is finite, 1 if it holds an infinity, 2 if a NaN, by its parts here."""
+    pieces = [[piece for piece in host.pieces(number) if piece is not None] for number in numbers]
+    kinds = iter(kinds_of_values([piece for each in pieces for piece in each]))
+    return [max((next(kinds) for _ in each), default=0) for each in pieces]
 
 
 def send_between(host: Host, source: int, destination: int, num_bytes: int, step: int) -> tuple[bool, float] | None:

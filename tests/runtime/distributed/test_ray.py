@@ -24,6 +24,7 @@ from autopar.errors import (
     DonatedBuffer,
     HostLost,
     InvalidArgument,
+    NonFiniteValue,
     PlanMismatch,
     StepFailed,
     StepTimeout,
@@ -183,6 +184,17 @@ def test_program_of_a_step_that_was_dropped_is_forgotten_in_every_process(cluste
 
 def count_programs(host):
     return len(host.programs)
+
+
+def test_first_nan_on_a_cluster_is_named_with_its_line_and_stage(cluster):
+    step = pipelined(check_finite=True)
+    state, batch = made()
+    state, _ = step(state, batch)
+    assert_equal(state, expected(1)[0])
+    batch["y"][5] = 1e30  # in the second of four microbatches
+    with pytest.raises(NonFiniteValue, match=r"test_ray.py:\d+ .* is infinite \(stage 1, forward of microbatch 1\)"):
+        step(state, batch)
+    assert_equal(step(state, made()[1])[0], expected(2)[0])
 
 
 def test_one_value_cannot_be_donated_twice(cluster):
