@@ -22,15 +22,17 @@ import numpy as np
 from autopar.arguments import Arguments, Call
 from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import check_collectives
-from autopar.compiler.analysis.explain import Explanation, explain_plan
+from autopar.compiler.analysis.explain import CollectiveCauses, Explanation, Price, explain
 from autopar.compiler.analysis.finite_values import WatchedProgram, keeping_arguments, watched_program
 from autopar.compiler.analysis.input_parts import input_parts
+from autopar.compiler.analysis.revision import Planning
 from autopar.compiler.analysis.step_work import step_work
 from autopar.compiler.analysis.task_times import price_plan
 from autopar.compiler.frontend.trace import Returned, Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_within_memory import plan_that_fits
 from autopar.compiler.planning.follow import Followed
+from autopar.compiler.planning.one_mesh import memory_limit
 from autopar.compiler.planning.whole_inputs import note_whole_inputs
 from autopar.compiler.sharding.replication import one_warning
 from autopar.description import PlanDescription, describe_plan
@@ -331,12 +333,33 @@ class Planned:
         """Hold the plan against what a compiler makes of it, and against plain `jax.jit`: see `Lowered.verify`."""
         return self.lower().verify(*args, target=target, **kwargs)
 
-    def explain(self, name: str) -> Explanation:
-        """Return the cost of every layout of one input, by its name or the end of it: `block_3.mlp.kernel`.
+    def explain(self, question: str) -> Explanation | CollectiveCauses:
+        """Return what else a layout or a decision could be, with the price of each, or what causes a collective.
 
-        Raises `InvalidArgument` for a name that finds no input, `Unsupported` for a plan of several tasks or stages.
+        `question` is an input, by its name (`state.params.h_3.mlp.kernel`), the end of it or a regular expression; one
+        of "stages", "schedule", "num_microbatches", "remat" and "mesh_shape"; or a part of the line or the scope of a
+        collective, or its kind. Every price is that of a whole plan as `simulate` gives it, the layouts chosen anew.
+
+        Raises `InvalidArgument` for a question that finds nothing, and for an input that is too small to be split.
         """
-        return explain_plan(self.trace, self.plan, name, machine=self.source.target.devices_planned_for().machine)
+        cluster, known = self.source.target.devices_planned_for(), dict[int, tuple[Plan, Price]]()
+
+        def price(plan: Plan) -> Price:
+            if id(plan) not in known:
+                report = replace(self, plan=plan).simulate(cluster)
+                known[id(plan)] = plan, Price(step_time_s=report.step_time_s, peak_bytes=report.peak_bytes)
+            return known[id(plan)][1]
+
+        limit = max(memory_limit("adaptive", cluster.machine), price(self.plan).peak_bytes)
+        planning = Planning(
+            trace=self.trace,
+            plan=self.plan,
+            machine=cluster.machine,
+            cut=lambda plan: passes.cut_step(self.trace, plan),
+            fits=lambda plan: price(plan).peak_bytes <= limit,
+            memory_bytes=limit,
+        )
+        return explain(planning, question, price)
 
     def simulate(self, cluster: Cluster | None = None) -> SimulationReport:
         """Return time, idle time, memory and a timeline of a step on a cluster, by default the step's own.

@@ -209,9 +209,9 @@ class Plan:
         """Hold the plan against what a compiler makes of it: `Planned.verify` of `step` on `args`."""
         return step.trace(*args).plan(self).verify(*args, target=target)
 
-    def explain(self, name: str, step: Any, args: Sequence[Any]) -> Any:
-        """Return the cost of every layout of one input: `Planned.explain` of `step` on `args`."""
-        return step.trace(*args).plan(self).explain(name)
+    def explain(self, question: str, step: Any, args: Sequence[Any]) -> Any:
+        """Return what else could have been planned, or what causes a collective: `Planned.explain` of `step`."""
+        return step.trace(*args).plan(self).explain(question)
 
     def simulate(self, step: Any, args: Sequence[Any], *, cluster: Any = None) -> Any:
         """Return the modelled time of a step on a cluster: `Planned.simulate` of `step` on `args`."""

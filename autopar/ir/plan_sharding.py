@@ -41,6 +41,8 @@ class PlannedCollective:
     """The place in the model: the name stack of the equation that reads it."""
     repeated: bool = False
     """The same was done before, and is done again to save memory: a compiler may merge the two."""
+    line: str = ""
+    """The user's line that needs it, or that made what it is for, as `model.py:41 (attention)`; empty for none."""
 
 
 @dataclass(frozen=True, kw_only=True)

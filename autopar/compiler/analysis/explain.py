@@ -1,164 +1,284 @@
-"""Explain the layout of an input: the time and memory of every other layout of it, all else chosen anew.
+"""Explain a plan: what each other choice would take instead, and which line causes a collective.
 
-Trace, Plan, name  ->  Explanation
+    Planning, a question  ->  Explanation         of an input or a decision: every other choice as a plan of its own
+                          ->  CollectiveCauses    of a collective, a scope or a line: when, where, how much, how long
+
+The prices are those of whole plans as simulated: a plan made so takes what is printed here.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import re
-from dataclasses import dataclass, replace
-from typing import get_args
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
-import numpy as np
-from jax.sharding import PartitionSpec
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
+from autopar.compiler.analysis.revise_program import program_decisions, program_layouts, remat_words
+from autopar.compiler.analysis.revise_stages import stage_decisions, stage_layouts
+from autopar.compiler.analysis.revision import DECISIONS, Planning, Revision, given_spec
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.choice_graph import block_plan_of
-from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.lowering.sharded_step import logical_mesh
-from autopar.compiler.memory.estimate import peak_memory
-from autopar.compiler.planning.one_mesh import MeshSearchResult, search_on
-from autopar.compiler.sharding.layout import to_spec
-from autopar.compiler.sharding.replicated_values import below_split_size
-from autopar.compiler.solver.problem import Infeasible
-from autopar.compiler.solver.solve import solve
-from autopar.compiler.spmd.local_program import local_block
-from autopar.errors import InvalidArgument, Unsupported
-from autopar.hardware.machine import Machine
+from autopar.errors import InvalidArgument
 from autopar.ir.plan import Plan
-from autopar.methods import Auto, HandMethod
+from autopar.ir.plan_sharding import PlannedCollective
+
+_WIDTH = 110
+_SAME_TIME = 1e-3
+"""Relative: a plan with the same choice and the rest anew is shown if it takes another time than the plan itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """One layout of the input, with the best that the rest can do then: seconds per step, bytes per device."""
+class Price:
+    """A step of a plan as simulated: seconds, and the most bytes that a device holds."""
 
-    spec: PartitionSpec
     step_time_s: float
     peak_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explanation:
-    """The chosen layout of an input and all others, the fastest first."""
+class Alternative:
+    """A choice, and the plan with it; `plan` and `price` are None if there is none, for the reason in `refused`."""
 
-    path: str
-    shape: tuple[int, ...]
-    chosen: PartitionSpec
-    alternatives: tuple[Alternative, ...]
+    choice: str
+    plan: Plan | None
+    price: Price | None
+    fits: bool
+    refused: str = ""
 
     @property
-    def of_chosen(self) -> Alternative:
-        """The alternative that the plan took."""
-        return next(each for each in self.alternatives if each.spec == self.chosen)
+    def step_time_s(self) -> float:
+        """Seconds per step; infinite where there is no plan."""
+        return float("inf") if self.price is None else self.price.step_time_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The choice that a plan took and the others, the fastest that fit first."""
+
+    subject: str
+    chosen: Alternative
+    others: tuple[Alternative, ...]
+    memory_limit_bytes: float
+    """The memory of one device."""
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """All choices, the one that the plan took among them, sorted alike."""
+        return tuple(sorted((self.chosen, *self.others), key=_order))
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the explanation as JSON values, without the plans."""
+        return {
+            "subject": self.subject,
+            "chosen": self.chosen.choice,
+            "memory_limit_bytes": self.memory_limit_bytes,
+            "alternatives": [
+                {"choice": each.choice, "fits": each.fits, "refused": each.refused}
+                | ({} if each.price is None else asdict(each.price))
+                for each in self.alternatives
+            ],
+        }
+
+    def to_json(self) -> str:
+        """Return the same as JSON."""
+        return json.dumps(self.to_data(), indent=1) + "\n"
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=110, color_system=None, legacy_windows=False).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        return _as_text(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render the chosen layout, and a row for each layout."""
-        here = self.of_chosen
-        yield Text(f"{self.path} of shape {self.shape} is {self.chosen}: {1e3 * here.step_time_s:.4g} ms per step")
-        table = Table("spec", "Δ time (ms)", "Δ memory (MB)", "", box=box.SIMPLE_HEAD)
+        """Render the choice in words, and a row for each."""
+        here = self.chosen.price
+        assert here is not None
+        yield Text(f"{self.subject}: {self.chosen.choice}, {1e3 * here.step_time_s:.4g} ms per step as modelled")
+        table = Table("choice", "ms", "Δ ms", "Δ %", "peak MB", "Δ MB", "", box=box.SIMPLE_HEAD)
         for each in self.alternatives:
-            slower = f"{1e3 * (each.step_time_s - here.step_time_s):+.4g}"
-            more = f"{(each.peak_bytes - here.peak_bytes) / 1e6:+.4g}"
-            table.add_row(Text(str(each.spec)), slower, more, "chosen" if each is here else "")
+            if each.price is None:
+                table.add_row(Text(each.choice), "", "", "", "", "", Text(each.refused))
+                continue
+            slower, more = each.price.step_time_s - here.step_time_s, each.price.peak_bytes - here.peak_bytes
+            table.add_row(
+                Text(each.choice),
+                f"{1e3 * each.price.step_time_s:.4g}",
+                f"{1e3 * slower:+.3g}",
+                f"{100 * slower / here.step_time_s:+.3g}",
+                f"{each.price.peak_bytes / 1e6:.4g}",
+                f"{more / 1e6:+.3g}",
+                ", ".join(["as planned"] * (each is self.chosen) + ["does not fit"] * (not each.fits)),
+            )
+        yield table
+        if not self.others:
+            yield Text("The plan leaves no other choice here.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCauses:
+    """The collectives that a question finds, each with the line of the model that needs it; one step, one device."""
+
+    question: str
+    collectives: tuple[tuple[int, PlannedCollective], ...]
+    """Each with the number of its mesh."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step that the busiest mesh spends in them."""
+        by_mesh: dict[int, float] = {}
+        for mesh, each in self.collectives:
+            by_mesh[mesh] = by_mesh.get(mesh, 0.0) + each.seconds
+        return max(by_mesh.values())
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the collectives as JSON values."""
+        return {"question": self.question, "collectives": [{"mesh": n, **asdict(each)} for n, each in self.collectives]}
+
+    def to_json(self) -> str:
+        """Return the same as JSON."""
+        return json.dumps(self.to_data(), indent=1) + "\n"
+
+    def __str__(self) -> str:
+        return _as_text(self)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render a row for all collectives of a kind that one line needs for one value."""
+        moved = sum(each.nbytes * each.times for _, each in self.collectives)
+        yield Text(
+            f"{self.question}: {sum(each.times for _, each in self.collectives):g} collectives per step of "
+            f"{moved / 1e6:.4g} MB, {1e3 * self.seconds:.4g} ms on the mesh with most"
+        )
+        table = Table("line", "scope", "kind", "axes", "value", "mesh", "times", "MB", "ms", box=box.SIMPLE_HEAD)
+        rows: dict[tuple[str, ...], list[tuple[int, PlannedCollective]]] = {}
+        for mesh, each in self.collectives:
+            scope = re.sub(r"\d+", "*", each.scope)
+            key = (each.line or "no line of the model", scope, each.kind, "*".join(each.axes), each.what)
+            rows.setdefault(key, []).append((mesh, each))
+        for key, alike in sorted(rows.items(), key=lambda row: -sum(each.seconds for _, each in row[1])):
+            meshes = sorted({mesh for mesh, _ in alike})
+            figures = (
+                ", ".join(map(str, meshes)) if len(meshes) < 4 else f"{meshes[0]} to {meshes[-1]}",
+                f"{sum(each.times for _, each in alike):g}",
+                f"{sum(each.nbytes * each.times for _, each in alike) / 1e6:.3g}",
+                f"{1e3 * sum(each.seconds for _, each in alike):.3g}",
+            )
+            table.add_row(*map(Text, (*key, *figures)))
         yield table
 
 
-def explain_plan(trace: Trace, plan: Plan, name: str, *, machine: Machine) -> Explanation:
-    """Price every layout of the input that `name`, a path or a regular expression, finds first.
+def explain(planning: Planning, question: str, price: Callable[[Plan], Price]) -> Explanation | CollectiveCauses:
+    """Return what else an input's layout or a decision could be, or what causes the collectives that are meant.
 
-    The layouts of all other inputs are those of the plan, if they were given by hand, and free if they were searched.
-    Raises `InvalidArgument` for a name that finds no input, `Unsupported` for a plan of several tasks or stages.
+    A question is the name of an input, its end, or a regular expression that finds one; a decision, one of
+    `DECISIONS`; or a part of the line, the scope or the kind of a collective. Raises `InvalidArgument` for what is none
+    of these, and for an input that is too small to be split.
     """
-    if plan.sharding is None:
-        raise Unsupported(
-            f"The plan has {plan.num_stages} stages, {plan.num_microbatches} microbatches and {plan.num_devices} "
-            "devices; only the layouts of one program on one mesh of several devices can be explained. Plan with "
-            "Auto(num_stages=1), or read plan.certificate and plan.collectives()."
-        )
-    number = _find(trace, name)
-    leaf, mesh = trace.inputs[number], logical_mesh(plan.meshes[0])
-    auto = Auto(
-        mesh_shape=mesh.shape,
-        axis_names=mesh.axis_names,
-        pins=_given_layouts(trace, plan, number),
-        num_microbatches=plan.num_microbatches,
-        memory="off",
-        random=plan.random,
-        batch_statistics=plan.batch_statistics,
-    )
-    searched = search_on(
-        trace,
-        auto,
-        mesh,
-        machine=machine,
-        recomputed_layers=plan.sharding.recomputed_layers,
-        num_layers=plan.sharding.num_layers,
-    )
-    choice = searched.intra_op.choices.arguments[number]
-    if choice is None:
-        raise InvalidArgument(
-            f"{leaf.name} has shape {leaf.aval.shape}, which is too small to be split: every device has it."
-        )
-    specs = [to_spec(layout, mesh) for layout in choice.layouts]
-    shown = track(list(enumerate(specs)), "pricing layouts", console=Console(stderr=True), transient=True)
-    priced = [_price(trace, searched, choice.number, state, spec) for state, spec in shown]
-    return Explanation(
-        path=leaf.name,
-        shape=tuple(leaf.aval.shape),
-        chosen=plan.input_specs.get(leaf.name, PartitionSpec()),
-        alternatives=tuple(sorted((p for p in priced if p is not None), key=lambda p: (p.step_time_s, str(p.spec)))),
-    )
-
-
-def _given_layouts(trace: Trace, plan: Plan, number: int) -> dict[str, PartitionSpec]:
-    """Return the specs of all inputs but one, by patterns for their names, if a method by hand gave them."""
-    if plan.method not in {method.__name__ for method in get_args(HandMethod)}:
-        return {}
-    return {
-        f"^{re.escape(leaf.name)}$": plan.input_specs.get(leaf.name, PartitionSpec())
-        for i, leaf in enumerate(trace.inputs)
-        if i != number and not below_split_size(leaf.aval)
-    }
-
-
-def _find(trace: Trace, name: str) -> int:
-    paths = [leaf.name for leaf in trace.inputs]
-    for number, path in enumerate(paths):
-        if path == name or path.endswith("." + name):
-            return number
-    for number, path in enumerate(paths):
-        if re.search(name, path):
-            return number
+    trace, plan = planning.trace, planning.plan
+    leaf = _input_by_name(trace, question)
+    if leaf is None and question in DECISIONS:
+        return _explained(planning, _decision_words(plan, question), _decisions(planning, question), price)
+    if leaf is None:
+        leaf = _input_by_pattern(trace, question)
+    if leaf is not None:
+        return _explained(planning, _layout_words(planning, leaf), _layouts(planning, leaf), price)
+    found = tuple((mesh, each) for mesh, each in plan.collectives_by_mesh() if _is_meant(each, question))
+    if found:
+        return CollectiveCauses(question=question, collectives=found)
+    kinds = sorted({each.kind for each in plan.planned_collectives}) or ["no collective"]
     raise InvalidArgument(
-        f"No input of {trace.name} is called {name!r}. Inputs are named like {paths[:4]}: give a name, its end, or a "
-        "regular expression that finds one."
+        f"No input of {trace.name} is called {question!r}, and no collective of the plan has it in its line, scope or "
+        f"kind ({', '.join(kinds)}). Inputs are named like {[each.name for each in trace.inputs[:4]]}: give a name, "
+        f"its end, a regular expression that finds one, or one of {', '.join(DECISIONS)}."
     )
 
 
-def _price(trace: Trace, searched: MeshSearchResult, node: int, state: int, spec: PartitionSpec) -> Alternative | None:
-    """The best plan with one layout fixed; None where there is none."""
-    table, mesh = searched.intra_op.table, searched.mesh
-    costs: list[np.ndarray] = list(table.costs)
-    costs[node] = np.where(np.arange(len(costs[node])) == state, costs[node], np.inf)
-    problem = table.problem()
+def _decisions(planning: Planning, decision: str) -> Iterator[Revision]:
+    if planning.plan.sharding is not None:
+        return program_decisions(planning, decision)
+    return stage_decisions(planning, decision)
+
+
+def _layouts(planning: Planning, leaf: int) -> Iterator[Revision]:
+    if planning.plan.num_devices == len(planning.plan.meshes):
+        return iter(())  # one device for each stage: there is nothing to lay out
+    if planning.plan.sharding is not None:
+        return program_layouts(planning, leaf)
+    return stage_layouts(planning, leaf)
+
+
+def _explained(
+    planning: Planning, words: tuple[str, str], revisions: Iterator[Revision], price: Callable[[Plan], Price]
+) -> Explanation:
+    subject, choice = words
+
+    def alternative(choice: str, plan: Plan | None, refused: str = "") -> Alternative:
+        found = None if plan is None else price(plan)
+        fits = plan is not None and planning.fits(plan)
+        return Alternative(choice=choice, plan=plan, price=found, fits=fits, refused=refused)
+
+    chosen = alternative(choice, planning.plan)
+    shown = track(list(revisions), f"pricing {subject}", console=Console(stderr=True), transient=True)
+    others = [alternative(each.choice, each.plan, each.refused) for each in shown]
+    same = [each for each in others if each.choice == choice]
+    others = [each for each in others if each.choice != choice]
+    for each in same:
+        if each.price is not None and abs(each.step_time_s / chosen.step_time_s - 1) > _SAME_TIME:
+            others.append(Alternative(choice=f"{choice}, the rest anew", plan=each.plan, price=each.price,
+                                      fits=each.fits))  # fmt: skip
+    limit = planning.machine.memory_bytes
+    return Explanation(
+        subject=subject, chosen=chosen, others=tuple(sorted(others, key=_order)), memory_limit_bytes=limit
+    )
+
+
+def _order(each: Alternative) -> tuple[bool, bool, float, str]:
+    return each.price is None, not each.fits, each.step_time_s, each.choice
+
+
+def _layout_words(planning: Planning, leaf: int) -> tuple[str, str]:
+    given, plan = planning.trace.inputs[leaf], planning.plan
+    pieces = [name for name in plan.input_specs if name == given.name or name.startswith(f"{given.name}[")]
+    return f"{given.name} of shape {given.aval.shape}", str(given_spec(plan, pieces[0] if pieces else given.name))
+
+
+def _decision_words(plan: Plan, decision: str) -> tuple[str, str]:
+    match decision:
+        case "stages":
+            return "stages", "layers " + ", ".join(f"[{a}, {b})" for a, b in (stage.layers for stage in plan.stages))
+        case "schedule":
+            return "schedule", plan.schedule
+        case "num_microbatches":
+            return "num_microbatches", str(plan.num_microbatches)
+        case "remat":
+            if plan.sharding is not None:
+                return "remat", remat_words(len(plan.sharding.recomputed_layers), plan.sharding.num_layers)
+            return "remat", plan.remat_policy().rstrip(".")
+        case _:
+            shapes = dict.fromkeys("x".join(map(str, mesh.shape)) for mesh in plan.meshes)
+            return "mesh_shape", ", ".join(shapes)
+
+
+def _input_by_name(trace: Trace, name: str) -> int | None:
+    named = (n for n, leaf in enumerate(trace.inputs) if leaf.name == name or leaf.name.endswith("." + name))
+    return next(named, None)
+
+
+def _input_by_pattern(trace: Trace, pattern: str) -> int | None:
     try:
-        optimum = solve(replace(problem, costs=tuple(costs)))
-    except Infeasible:
+        return next((n for n, leaf in enumerate(trace.inputs) if re.search(pattern, leaf.name)), None)
+    except re.error:
         return None
-    plan = block_plan_of(searched.intra_op.choices, optimum.assignment)
-    block = local_block(jc.open_jaxpr(searched.closed)[0], plan, mesh)
-    workspace = table.mesh_costs.machine.product_workspace_bytes
-    memory = peak_memory(block, mesh, trace.donated_inputs, product_workspace=workspace)
-    return Alternative(spec=spec, step_time_s=optimum.value, peak_bytes=memory.peak_bytes)
+
+
+def _is_meant(each: PlannedCollective, question: str) -> bool:
+    return question == each.kind or question in each.line or question in each.scope
+
+
+def _as_text(shown: Any) -> str:
+    text = io.StringIO()
+    Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False).print(shown)
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())

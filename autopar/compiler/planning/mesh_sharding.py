@@ -146,6 +146,7 @@ def priced_collectives(
             dtype=each.dtype,
             what=each.what,
             scope=each.scope or name,
+            line=each.line,
             repeated=each.repeated,
         )
         for each in planned_collectives(block, mesh)

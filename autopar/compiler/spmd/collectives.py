@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
@@ -25,6 +26,9 @@ from autopar.compiler.resharding.costs import Collective, step_collectives
 from autopar.compiler.resharding.steps import ReshardStep, collective_kind
 from autopar.compiler.sharding.layout import LogicalMesh, describe_layout, num_shards
 from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value
+
+_OWN_LINES = str(Path(__file__).parents[2])
+"""Equations made here, such as sums over microbatches, have no line of the user's."""
 
 
 def repeated_collectives(block: LocalBlock) -> Mapping[Action, tuple[bool, ...]]:
@@ -119,12 +123,26 @@ class LocalCollective(NamedTuple):
     times: float
     dtype: str
     what: str
-    scope: str
+    reader: jc.JaxprEqn | None
+    """The equation that needs it; None for what is done for a result."""
+    maker: jc.JaxprEqn | None
+    """The equation that made its operand; None for an input."""
     phase: str
     repeated: bool
     """The same was done before, and is done again to save memory."""
     combined: bool
     """The compiler combines it with others, so that they share their latency."""
+
+    @property
+    def scope(self) -> str:
+        """The name stack of the equation that needs it."""
+        return "" if self.reader is None else jc.scope_of(self.reader)
+
+    @property
+    def line(self) -> str:
+        """The user's line that needs it; for a result the one that made it."""
+        lines = (jc.source_line(eqn) for eqn in (self.reader, self.maker) if eqn is not None)
+        return next((Path(line).name for line in lines if line and not line.startswith(_OWN_LINES)), "")
 
     def seconds(self, mesh_costs: MeshCosts) -> float:
         """Return the seconds of all its runs in a step."""
@@ -140,24 +158,24 @@ def planned_collectives(block: LocalBlock, mesh: LogicalMesh) -> Iterator[LocalC
 def _of_block(
     block: LocalBlock, mesh: LogicalMesh, repeated: Mapping[Action, tuple[bool, ...]], times: float
 ) -> Iterator[LocalCollective]:
-    reader = _readers(block)
+    readers, makers = _readers(block), _makers(block)
     for action in block.actions:
         match action:
             case Reshard(source=source, result=result, steps=steps):
                 aval: Any = action.aval
                 what = f"{aval.str_short()} {describe_layout(source, mesh)} -> {describe_layout(result.layout, mesh)}"
-                scope = jc.scope_of(reader[result]) if result in reader else ""
                 shares = block.combined.share(result.variable, result.form)
                 moves = step_collectives(steps, source, tuple(aval.shape), aval.dtype.itemsize, mesh)
                 for each, again in zip(moves, repeated[action], strict=True):
-                    yield LocalCollective(each, times, str(aval.dtype), what, scope, result.form, again, shares)
+                    eqns = readers.get(result), makers.get(result)
+                    yield LocalCollective(each, times, str(aval.dtype), what, *eqns, result.form, again, shares)
             case Evaluate(eqn=eqn, results=results, strategy=strategy):
                 for again in repeated[action]:
                     aval = eqn.outvars[0].aval
                     nbytes = aval.size * aval.dtype.itemsize / num_shards(aval.shape, results[0].layout, mesh)
                     combined = Collective(kind="all-reduce", axes=strategy.combined, nbytes=nbytes)
                     what = f"{eqn.primitive.name} {aval.str_short()}"
-                    yield LocalCollective(combined, times, str(aval.dtype), what, jc.scope_of(eqn), "", again, False)
+                    yield LocalCollective(combined, times, str(aval.dtype), what, eqn, eqn, "", again, False)
             case RunBody(eqn=eqn, bodies=bodies):
                 for body in bodies:
                     yield from _of_block(body, mesh, repeated, times * trips(eqn))
@@ -172,6 +190,17 @@ def _readers(block: LocalBlock) -> dict[Value, jc.JaxprEqn]:
         elif isinstance(action.operand, Value) and action.result in readers:
             readers[action.operand] = readers[action.result]
     return readers
+
+
+def _makers(block: LocalBlock) -> dict[Value, jc.JaxprEqn]:
+    """Return for every value that is no input the equation that made it."""
+    makers: dict[Value, jc.JaxprEqn] = {}
+    for action in block.actions:
+        if isinstance(action, Evaluate | RunBody):
+            makers.update(dict.fromkeys(action.results, action.eqn))
+        elif isinstance(action.operand, Value) and action.operand in makers:
+            makers[action.result] = makers[action.operand]
+    return makers
 
 
 def trips(eqn: jc.JaxprEqn) -> float:

@@ -277,16 +277,6 @@ def test_a_plan_by_hand_is_what_the_compiler_makes_of_it_too():
     assert report, str(report)
 
 
-def test_an_explanation_prices_every_layout_and_none_is_faster_than_the_chosen_one():
-    found = planned(autopar.Auto(mesh_shape=(8,)))
-    explained = found.explain("0.head")
-    assert explained.path == "state.0.head"
-    assert {each.spec for each in explained.alternatives} == {P(), P("data"), P(None, "data")}
-    assert explained.of_chosen.step_time_s == pytest.approx(found.plan.sharding.step_time_s)
-    assert min(each.step_time_s for each in explained.alternatives) == explained.of_chosen.step_time_s
-    assert "Δ time" in str(explained)
-
-
 @pytest.mark.parametrize(("name", "message"), [("no_such", "is called 'no_such'"), ("count", "too small to be split")])
 def test_what_cannot_be_explained_is_refused(name, message):
     with pytest.raises(InvalidArgument, match=message):

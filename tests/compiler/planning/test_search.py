@@ -159,13 +159,6 @@ def test_any_number_of_devices_has_a_plan(num_devices, num_stages):
     assert num_stages is None or plan.num_stages == num_stages
 
 
-def test_layouts_of_several_stages_are_not_explained_one_by_one():
-    method = autopar.Auto(num_stages=2, num_microbatches=2)
-    planned = traced(method, autopar.Cluster(num_devices=8, kind="cpu")).plan()
-    with pytest.raises(Unsupported, match="The plan has 2 stages"):
-        planned.explain("h_0.up")
-
-
 def test_memory_that_nothing_fits_into_is_refused():
     cluster = autopar.Cluster(num_devices=8, machine=machine())
     with pytest.raises(MemoryTooSmall):

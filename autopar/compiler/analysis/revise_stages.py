@@ -1,0 +1,280 @@
+"""Change one decision of a plan by stages.
+
+    an input           each of its other layouts, with all layouts anew on the meshes that read it
+    stages             a layer more or less on either side of each border between stages
+    schedule           every other order of the same tasks
+    num_microbatches   the next smaller and the next larger number that the batch divides into
+    remat              every stage computed again, or none
+    mesh_shape         the devices of every mesh in another shape
+
+All layouts are anew for the last five, by the same programs as when stages are planned. Layouts that do not fit are
+chosen once more with a cost of memory, as in a search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar.compiler.analysis.revise_program import with_option
+from autopar.compiler.analysis.revision import Planning, Revision
+from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.frontend.training_loops import unroll_training_loops
+from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.intra_op.plan_tasks import TaskGraph, task_graph
+from autopar.compiler.lowering.sharded_step import logical_mesh
+from autopar.compiler.lowering.stage_programs import tasks_of_stages
+from autopar.compiler.pipeline.prepare import prepare
+from autopar.compiler.pipeline.stage_graph import StageGraph
+from autopar.compiler.planning.constraints import equation_constraints
+from autopar.compiler.planning.layer_classes import layer_class
+from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, memory_charges
+from autopar.compiler.planning.mesh_sharding import mesh_sharding
+from autopar.compiler.planning.one_mesh import mesh_choices
+from autopar.compiler.planning.stage_layouts import ConstrainedStage, received_seconds, shard_stages, with_input_specs
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, to_spec
+from autopar.compiler.solver.problem import Infeasible
+from autopar.compiler.solver.solve import solve
+from autopar.compiler.spmd.block_plan import layout_from_text
+from autopar.errors import AutoparError
+from autopar.ir.plan import MeshPlan, Plan
+from autopar.ir.plan_sharding import MeshSharding
+from autopar.ir.schedules import SCHEDULES
+from autopar.methods import Auto
+
+_TIME_LIMIT_S = 60.0
+"""For the layouts of one mesh."""
+
+
+def stage_layouts(planning: Planning, leaf: int) -> Iterator[Revision]:
+    """Yield every layout of an input, with all layouts anew on the meshes that read it."""
+    planning.check_can_be_split(leaf)
+    plan, graph = planning.plan, planning.cut(planning.plan)
+    read = [
+        (given.value, plan.stages[stage].mesh)
+        for given in graph.inputs
+        if given.leaf == leaf and given.value in graph.values
+        for stage in given.stages
+    ]
+    meshes = {number: _Mesh.of(planning, graph, number, leaf) for number in sorted({mesh for _, mesh in read})}
+    first = meshes[read[0][1]]
+    node = first.choices.values[read[0][0]]
+    for layout in () if node is None else (each for each in node.layouts if not each.partial):
+        words = str(to_spec(layout, first.mesh))
+        asked = {
+            number: {value: layout for value, where in read if where == number} if mesh.mesh == first.mesh else {}
+            for number, mesh in meshes.items()
+        }
+        try:
+            yield Revision(choice=words, plan=_with_layouts(planning, graph, meshes, asked))
+        except Infeasible:
+            yield Revision(choice=words, refused="no layouts of the rest go with it")
+
+
+def _with_layouts(
+    planning: Planning, graph: StageGraph, meshes: Mapping[int, _Mesh], asked: Mapping[int, Mapping[str, Layout]]
+) -> Plan:
+    """Return the plan with some meshes anew; within memory, if any of the multipliers makes it fit."""
+    sharded = {number: mesh.best(asked[number], {}) for number, mesh in meshes.items()}
+    first = found = _with_shardings(planning.plan, graph, sharded)
+    for multiplier in MEMORY_MULTIPLIERS[1:]:
+        if planning.fits(found):
+            return found
+        charged = {n: meshes[n].stage.charges(sharding, multiplier) for n, sharding in sharded.items()}
+        leaner = {number: mesh.best(asked[number], charged[number]) for number, mesh in meshes.items()}
+        found = _with_shardings(planning.plan, graph, leaner)
+    return found if planning.fits(found) else first
+
+
+def _with_shardings(plan: Plan, graph: StageGraph, sharded: Mapping[int, MeshSharding]) -> Plan:
+    meshes = [
+        replace(mesh, sharding=sharded[number]) if number in sharded else mesh
+        for number, mesh in enumerate(plan.meshes)
+    ]
+    return with_input_specs(replace(plan, meshes=tuple(meshes)), graph)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Stage:
+    """What is to be laid out on a mesh, under the constraints of the plan."""
+
+    constrained: ConstrainedStage
+
+    @classmethod
+    def of(cls, planning: Planning, graph: StageGraph, plan: Plan, number: int, but: int | None = None) -> _Stage:
+        """Return it for a mesh of a plan like the planned one; inputs that a search laid out are free, and `but`."""
+        mesh = logical_mesh(plan.meshes[number])
+        tasks = tasks_of_stages(graph, plan.stages_on(number), planning.trace.donated_inputs)
+        layer = layer_class(graph, tasks)
+        allowed = {} if planning.is_searched else _layouts_as_planned(planning, graph, mesh, but)
+        read = {name for task in tasks for name in task.inputs}
+        constraints = replace(
+            layer.constraints,
+            allowed={value: (layout,) for value, layout in allowed.items() if value in read},
+            equations=equation_constraints(mesh, ignore_user_shardings=False),
+        )
+        received = received_seconds(graph, plan, number, planning.machine)
+        return cls(constrained=ConstrainedStage(tasks=tasks, layer=layer, constraints=constraints, received=received))
+
+    def charges(self, sharding: MeshSharding, multiplier: float) -> dict[str, float]:
+        """Return the seconds of each byte of a value, received or in memory, beside the times of a known sharding."""
+        stage = self.constrained
+        seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
+        for task in stage.tasks:
+            seconds[task.phase] += sharding.times[task.name].total_s
+        cost = StageCost(forward_s=seconds["forward"], backward_s=seconds["backward"], update_s=seconds["update"])
+        charged = memory_charges(stage.layer, cost, multiplier)
+        names = {**stage.received, **charged}
+        return {name: stage.received.get(name, 0.0) + charged.get(name, 0.0) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Mesh:
+    """A mesh whose layouts are chosen several times, each time with some of them fixed."""
+
+    stage: _Stage
+    mesh: LogicalMesh
+    mesh_costs: MeshCosts
+
+    @classmethod
+    def of(cls, planning: Planning, graph: StageGraph, number: int, leaf: int) -> _Mesh:
+        """Return a mesh of the plan on which an input is free."""
+        mesh = logical_mesh(planning.plan.meshes[number])
+        stage = _Stage.of(planning, graph, planning.plan, number, leaf)
+        return cls(stage=stage, mesh=mesh, mesh_costs=MeshCosts(machine=planning.machine, mesh=mesh))
+
+    @cached_property
+    def choices(self) -> TaskGraph:
+        """The graph of all choices, made once."""
+        stage = self.stage.constrained
+        return task_graph(stage.tasks, self.mesh, self.mesh_costs, stage.constraints)
+
+    def best(self, asked: Mapping[str, Layout], charged: Mapping[str, float]) -> MeshSharding:
+        """Return the best layouts with some values as asked; raise `Infeasible` where there are none."""
+        choices, stage = self.choices, self.stage.constrained
+        problem, charges = choices.table.problem(), choices.charges(charged or stage.received)
+        problem = replace(problem, costs=tuple(c + charges.get(node, 0.0) for node, c in enumerate(problem.costs)))
+        for value, layout in asked.items():
+            node = choices.values[value]
+            if node is not None:
+                problem = with_option(problem, node.number, node.layouts.index(layout))
+        solution = choices.plan_of(solve(problem, time_limit_s=_TIME_LIMIT_S))
+        return mesh_sharding(stage.tasks, solution, self.mesh, self.mesh_costs)
+
+
+def _layouts_as_planned(planning: Planning, graph: StageGraph, mesh: LogicalMesh, but: int | None) -> dict[str, Layout]:
+    """Return the layouts that the plan's inputs have on its meshes of this shape, by value."""
+    known: dict[str, Layout] = {}
+    inputs = {given.value for given in graph.inputs if given.leaf is not None and given.leaf != but}
+    for planned in planning.plan.meshes:
+        if planned.sharding is not None and logical_mesh(planned) == mesh:
+            for value, text in planned.sharding.layouts["values"].items():
+                layout = layout_from_text(text, mesh) if value in inputs else None
+                if layout is not None:
+                    known.setdefault(value, layout)
+    return known
+
+
+def stage_decisions(planning: Planning, decision: str) -> Iterator[Revision]:
+    """Yield the nearest other choices for a decision, with all layouts anew."""
+    plan = planning.plan
+    match decision:
+        case "stages":
+            for border in range(1, plan.num_stages):
+                for move in (-1, 1):
+                    yield from _moved_border(planning, border, move)
+        case "schedule":
+            several = plan.num_stages > len(plan.meshes)
+            for name, schedule in SCHEDULES.items() if plan.num_stages > 1 else ():
+                if name != plan.schedule and (schedule.virtual_stages != (1,)) == several:
+                    yield _revision(planning, name, replace(plan, schedule=name))
+        case "num_microbatches":
+            for count in planning.other_counts():
+                yield _revision(planning, str(count), replace(plan, num_microbatches=count))
+        case "remat" if not _recomputes(planning):
+            for again in (False, True):
+                if any(stage.remat != again for stage in plan.stages):
+                    stages = tuple(replace(stage, remat=again) for stage in plan.stages)
+                    words = "every stage computed again" if again else "nothing computed again"
+                    yield _revision(planning, words, replace(plan, stages=stages))
+        case "mesh_shape" if planning.is_searched:
+            yield from _other_shapes(planning)
+        case _:
+            return
+
+
+def _moved_border(planning: Planning, border: int, move: int) -> Iterator[Revision]:
+    """Yield the plan with the border before a stage moved by a layer, if both sides keep one."""
+    stages = list(planning.plan.stages)
+    before, after = stages[border - 1], stages[border]
+    at = after.layers[0] + move
+    if before.layers[0] < at < after.layers[1]:
+        stages[border - 1] = replace(before, layers=(before.layers[0], at))
+        stages[border] = replace(after, layers=(at, after.layers[1]))
+        words = f"stage {border} from layer {at}, not {after.layers[0]}"
+        yield _revision(planning, words, replace(planning.plan, stages=tuple(stages)))
+
+
+def _other_shapes(planning: Planning) -> Iterator[Revision]:
+    """Yield the plan with all meshes of one size in each other shape."""
+    plan = planning.plan
+    for size in sorted({len(mesh.devices) for mesh in plan.meshes}):
+        for shape in (mesh.shape for mesh in mesh_choices(Auto(), size)):
+            changed = tuple(_reshaped(mesh, shape) if len(mesh.devices) == size else mesh for mesh in plan.meshes)
+            if all(_same_shape(old, new) for old, new in zip(plan.meshes, changed, strict=True)):
+                continue
+            words = f"{'x'.join(map(str, shape))} for meshes of {size} devices"
+            yield _revision(planning, words, replace(plan, meshes=changed))
+
+
+def _reshaped(mesh: MeshPlan, shape: tuple[int, ...]) -> MeshPlan:
+    names = Auto(mesh_shape=shape).mesh_axes
+    return replace(mesh, shape=shape, axis_names=names, sharding=None)
+
+
+def _same_shape(mesh: MeshPlan, other: MeshPlan) -> bool:
+    return sorted(size for size in mesh.shape if size > 1) == sorted(size for size in other.shape if size > 1)
+
+
+def _recomputes(planning: Planning) -> bool:
+    """Return whether the user rematerialises more than a layer at once, so that every stage has to."""
+    plan = planning.plan
+    return prepare(
+        unroll_training_loops(planning.trace),
+        num_layers=plan.num_layers,
+        num_microbatches=plan.num_microbatches,
+        loop_pieces=plan.loop_pieces,
+        batch_statistics=plan.batch_statistics,
+        random=plan.random,
+    ).recomputes
+
+
+def _revision(planning: Planning, words: str, bare: Plan) -> Revision:
+    """Return the plan with all layouts anew."""
+    try:
+        return Revision(choice=words, plan=_laid_out(planning, bare))
+    except AutoparError as error:
+        return Revision(choice=words, refused=str(error))
+
+
+def _laid_out(planning: Planning, bare: Plan) -> Plan:
+    bare = replace(bare, certificate=None, input_specs={})
+    graph = planning.cut(bare)
+    if all(len(mesh.devices) == 1 for mesh in bare.meshes):
+        return replace(bare, meshes=tuple(replace(mesh, sharding=None) for mesh in bare.meshes))
+    stages = [_Stage.of(planning, graph, bare, number) for number in range(len(bare.meshes))]
+    first = found = _sharded(planning, bare, graph, [stage.constrained for stage in stages])
+    for multiplier in MEMORY_MULTIPLIERS[1:]:
+        if planning.fits(found):
+            return found
+        charged: list[ConstrainedStage] = []
+        for stage, mesh in zip(stages, first.meshes, strict=True):
+            assert mesh.sharding is not None
+            charged.append(replace(stage.constrained, received=stage.charges(mesh.sharding, multiplier)))
+        found = _sharded(planning, bare, graph, charged)
+    return found if planning.fits(found) else first
+
+
+def _sharded(planning: Planning, bare: Plan, graph: StageGraph, stages: Sequence[ConstrainedStage]) -> Plan:
+    return shard_stages(bare, graph, stages, machine=planning.machine, time_limit_s=_TIME_LIMIT_S, cache_directory=None)

@@ -1,0 +1,75 @@
+"""A plan with one decision changed: what else could have been planned, each a plan to be simulated.
+
+Layouts that a search chose are chosen anew with it. Those of the inputs of other plans were asked for, and stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
+
+from jax.sharding import PartitionSpec
+
+from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.pipeline.stage_graph import StageGraph
+from autopar.compiler.sharding.replicated_values import below_split_size
+from autopar.errors import InvalidArgument
+from autopar.hardware.machine import Machine
+from autopar.ir.plan import Plan
+from autopar.methods import SearchMethod
+
+DECISIONS = ("stages", "schedule", "num_microbatches", "remat", "mesh_shape")
+"""The decisions of a plan that can be asked about, beside the layout of each input."""
+_SEARCHES = frozenset(method.__name__ for method in get_args(SearchMethod))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Revision:
+    """Another choice for a decision, and the plan with it; where there is none, `refused` says why."""
+
+    choice: str
+    plan: Plan | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Planning:
+    """A plan and what it was made from.
+
+    `cut` makes the stages of a plan, and `fits` says whether one keeps within `memory_bytes` of a device.
+    """
+
+    trace: Trace
+    plan: Plan
+    machine: Machine
+    cut: Callable[[Plan], StageGraph]
+    fits: Callable[[Plan], bool]
+    memory_bytes: float
+
+    @property
+    def is_searched(self) -> bool:
+        """True if a search chose the layouts of the inputs."""
+        return self.plan.method in _SEARCHES
+
+    def other_counts(self) -> list[int]:
+        """Return the next smaller and the next larger number of microbatches that the batch divides into."""
+        if not self.trace.batch_inputs or not self.trace.differentiates:
+            return []
+        here, rows = self.plan.num_microbatches, self.trace.inputs[self.trace.batch_inputs[0]].aval.shape[0]
+        counts = [count for count in range(1, rows + 1) if rows % count == 0]
+        smaller, larger = [n for n in counts if n < here], [n for n in counts if n > here]
+        return smaller[-1:] + larger[:1]
+
+    def check_can_be_split(self, leaf: int) -> None:
+        """Raise `InvalidArgument` for an input so small that every device has it whole."""
+        given = self.trace.inputs[leaf]
+        if below_split_size(given.aval):
+            raise InvalidArgument(
+                f"{given.name} has shape {given.aval.shape}, which is too small to be split: every device has it."
+            )
+
+
+def given_spec(plan: Plan, name: str) -> PartitionSpec:
+    """Return the layout of an input in a plan."""
+    return plan.input_specs.get(name, PartitionSpec())
