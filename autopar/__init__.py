@@ -2,6 +2,7 @@
 
 from autopar.api import Compiled, Lowered, Planned, Step, Traced, parallelize
 from autopar.compiler.frontend.layer_boundaries import layer_boundary
+from autopar.compiler.frontend.scopes import replicate, set_default_strategy, split, stage
 from autopar.compiler.sharding.declared_rules import sharding_rule
 from autopar.errors import (
     AutoparError,
@@ -91,7 +92,11 @@ __all__ = [
     "parallelize",
     "prefetch",
     "register_schedule",
+    "replicate",
+    "set_default_strategy",
     "shard_batch",
     "sharding_rule",
     "shutdown",
+    "split",
+    "stage",
 ]

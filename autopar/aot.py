@@ -33,6 +33,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_within_memory import plan_that_fits
 from autopar.compiler.planning.follow import Followed
 from autopar.compiler.planning.one_mesh import memory_limit
+from autopar.compiler.planning.scope_demands import scopes_kept
 from autopar.compiler.planning.whole_inputs import note_whole_inputs
 from autopar.compiler.sharding.replication import one_warning
 from autopar.description import PlanDescription, describe_plan
@@ -312,6 +313,8 @@ class Planned:
     plan: Plan
     trace: Trace
     source: Source
+    scopes: tuple[str, ...] = ()
+    """Those in the model that the plan was made to keep."""
 
     @cached_property
     def _program(self) -> Program:
@@ -327,7 +330,8 @@ class Planned:
         It prints as tables, shows in a notebook, and gives JSON. `cluster` and errors are those of `simulate`.
         """
         names = [leaf.name for leaf in self.trace.inputs]
-        return describe_plan(self.trace.name, self.plan, self._program, names, self.simulate(cluster))
+        simulated = self.simulate(cluster)
+        return describe_plan(self.trace.name, self.plan, self._program, names, simulated, self.scopes)
 
     def verify(self, *args: Any, target: str | None = None, **kwargs: Any) -> VerificationReport:
         """Hold the plan against what a compiler makes of it, and against plain `jax.jit`: see `Lowered.verify`."""
@@ -421,6 +425,7 @@ class Traced:
         """
         target = self.source.target
         cluster = target.devices_planned_for()
+        asked = target.method if method is None else method
 
         def simulated_s(plan: Plan) -> float:
             return Planned(plan=plan, trace=self.trace, source=self.source).simulate(cluster).step_time_s
@@ -428,14 +433,15 @@ class Traced:
         with search_progress(f"planning {self.trace.name}"), one_warning(self.trace.name):
             plan = plan_that_fits(
                 self.trace,
-                target.method if method is None else method,
+                asked,
                 cluster=cluster,
                 simulated_s=simulated_s,
                 devices=target.live_devices() if target.planned_for() is None else None,
                 cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
             )
             note_whole_inputs(self.trace, plan)
-        return Planned(plan=plan, trace=self.trace, source=self.source)
+        scopes = tuple(map(str, scopes_kept(self.trace, asked)))
+        return Planned(plan=plan, trace=self.trace, source=self.source, scopes=scopes)
 
     def __repr__(self) -> str:
         """One line; `print` shows the jaxpr."""

@@ -24,6 +24,7 @@ import numpy as np
 
 from autopar import nnx_objects
 from autopar.compiler.frontend.leaf_names import leaf_name
+from autopar.compiler.frontend.scopes import default_strategy
 from autopar.compiler.frontend.trace import Returned
 from autopar.compiler.jaxprs import compat as jc
 from autopar.errors import InvalidArgument
@@ -197,7 +198,7 @@ class Arguments:
             static=static,
             static_leaves=tuple((i, Static(leaves[i])) for i in places),
             num_positional=num_positional,
-            settings=jc.settings(),
+            settings=(jc.settings(), default_strategy()),
             references=references,
         )
 

@@ -69,6 +69,8 @@ class PlanDescription:
     inputs: tuple[PlacedInput, ...]
     crossings: tuple[Crossing, ...]
     simulated: SimulationReport
+    scopes: tuple[str, ...] = ()
+    """Those of the model that the plan keeps, as the user wrote them."""
 
     def to_data(self) -> dict[str, Any]:
         """Return the description as JSON values: bytes, and seconds."""
@@ -78,6 +80,7 @@ class PlanDescription:
             "step": self.step,
             "summary": self.plan.summary(),
             "method": plan.method,
+            "scopes": self.scopes,
             "fingerprint": plan.fingerprint,
             "num_microbatches": plan.num_microbatches,
             "schedule": plan.schedule,
@@ -130,10 +133,11 @@ class PlanDescription:
                 yield table
 
     def headline(self) -> str:
-        """Return the plan's own summary, and a line with the modelled time of a step."""
+        """Return the plan's own summary, the scopes that it keeps, and a line with the modelled time of a step."""
         report = self.simulated
         step = f"{self.step} on {report.cluster}: {1e3 * report.step_time_s:.4g} ms per step, as modelled"
-        return f"{self.plan.summary()}\n{step}"
+        kept = [f"keeps {', '.join(self.scopes)}"] if self.scopes else []
+        return "\n".join([self.plan.summary(), *kept, step])
 
     def tables(self) -> tuple[Table, ...]:
         """Return the tables of stages, memory, inputs, crossing values and collectives."""
@@ -197,7 +201,12 @@ class PlanDescription:
 
 
 def describe_plan(
-    step: str, plan: Plan, program: Program, leaf_names: Sequence[str], simulated: SimulationReport
+    step: str,
+    plan: Plan,
+    program: Program,
+    leaf_names: Sequence[str],
+    simulated: SimulationReport,
+    scopes: tuple[str, ...] = (),
 ) -> PlanDescription:
     """Return the description of a plan by the program that it was lowered to, whose leaf `i` is `leaf_names[i]`."""
     return PlanDescription(
@@ -206,6 +215,7 @@ def describe_plan(
         inputs=_placed_inputs(program, leaf_names),
         crossings=_crossings(program),
         simulated=simulated,
+        scopes=scopes,
     )
 
 

@@ -28,6 +28,7 @@ from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.megatron import plan_megatron
 from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.plan_checks import check_plan
+from autopar.compiler.planning.scope_demands import check_scopes, named_stages
 from autopar.compiler.planning.search import search_plan
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.hardware.cluster import Cluster
@@ -66,6 +67,7 @@ def make_plan(
     """
     num_devices = cluster.num_devices
     check_manual_meshes(trace)
+    check_scopes(trace, method, num_devices)
     match method:
         case Plan():
             check_plan(method, trace, num_devices=num_devices)
@@ -89,6 +91,7 @@ def make_plan(
                 machine=cluster.machine,
                 cache_directory=cache_directory,
                 checked=checked,
+                named_stages=named_stages(trace, method, cluster),
             )
             return search_plan(problem, simulated_s)
         case Zero() | TensorParallel() | ExpertParallel():

@@ -14,18 +14,20 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 
+from autopar.compiler.frontend.batch_dimensions import equation_batch_dims
 from autopar.compiler.frontend.find_batch import FoundBatch, find_batch
 from autopar.compiler.frontend.leaf_names import leaf_name
+from autopar.compiler.frontend.scopes import all_scopes, check_stages, has_scopes, scopes_text, with_demands
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import same_equations
 from autopar.compiler.jaxprs.normalize import normalize
-from autopar.errors import InvalidArgument
+from autopar.errors import InvalidArgument, Unsupported
 from autopar.progress import collector_paused
 
 
@@ -126,7 +128,8 @@ class Trace:
         """Identifies the program in plans: equal steps on equal shapes have equal fingerprints in every process."""
         text = re.sub(r"0x[0-9a-f]+", "0x", str(self.jaxpr))  # addresses of callbacks differ between processes
         names = "\n".join(f"{leaf.name}: {leaf.aval.dtype}{list(leaf.aval.shape)}" for leaf in self.inputs)
-        return hashlib.sha256(f"{text}\n{names}".encode()).hexdigest()[:16]
+        words = scopes_text(self.jaxpr)
+        return hashlib.sha256(f"{text}\n{names}{words}".encode()).hexdigest()[:16]
 
     @property
     def differentiates(self) -> bool:
@@ -184,7 +187,7 @@ def trace_step(
     else:
         batch = FoundBatch(inputs=tuple(given))
         state = _whole_subtrees(leaves, outputs, replaced, batch.inputs)
-    return Trace(
+    trace = Trace(
         name=name,
         jaxpr=closed,
         flat_step=flat_step,
@@ -196,6 +199,21 @@ def trace_step(
         state_outputs=_single_leaves(leaves, outputs, state, batch.inputs),
         kept_inputs=kept,
     )
+    return _with_scopes(trace) if has_scopes(closed) else trace
+
+
+def _with_scopes(trace: Trace) -> Trace:
+    """The same step with what the user's scopes ask noted at its equations."""
+    check_stages(trace.jaxpr)
+    twin = trace.at_other_batch
+    dims = None if twin is None else equation_batch_dims(trace.jaxpr, jc.all_equations(twin))
+    if dims is None:
+        why = trace.no_other_batch_because if twin is None else "the step is another program on another batch"
+        raise Unsupported(
+            f"{trace.name} has {all_scopes(trace.jaxpr)[0]}, which must know which dimensions carry the examples: "
+            f"{why}. Say which arguments are the batch (batch_argnums), or leave the scopes out."
+        )
+    return replace(trace, jaxpr=with_demands(trace.jaxpr, dims))
 
 
 def _outputs(returned: Returned, leaves: Sequence[Leaf]) -> tuple[tuple[Leaf, ...], dict[int, int]]:

@@ -53,6 +53,10 @@ __all__ = [
 ]
 
 
+NOTE = "autopar.demand["
+"""The beginning of a name that is a note of ours and no scope of the user."""
+
+
 def settings() -> Hashable:
     """Return the settings of JAX by which `jax.jit` tells its traces apart, and the kind of keys."""
     return (config.trace_context(), config.default_prng_impl.value)
@@ -144,8 +148,22 @@ def ad_phase(eqn: JaxprEqn) -> str | None:
 
 
 def scope_of(eqn: JaxprEqn) -> str:
-    """The equation's name stack, as JAX prints it: `jvp(Model)/h_3/attention`."""
-    return str(eqn.source_info.name_stack)
+    """The equation's name stack, as JAX prints it, without our own notes: `jvp(Model)/h_3/attention`."""
+    stack = eqn.source_info.name_stack
+    if stack.stack and stack.stack[-1].name.startswith(NOTE):
+        stack = source_info_util.NameStack(stack.stack[:-1])
+    return str(stack)
+
+
+def scope_names(eqn: JaxprEqn) -> Iterator[str]:
+    """The names of the equation's name stack, without transformations, the outermost first."""
+    return (entry.name for entry in eqn.source_info.name_stack.stack if isinstance(entry, source_info_util.Scope))
+
+
+def innermost_scope(eqn: JaxprEqn) -> str:
+    """The last name of the equation's name stack; empty if it has none."""
+    stack = eqn.source_info.name_stack.stack
+    return stack[-1].name if stack else ""
 
 
 def source_line(eqn: JaxprEqn) -> str:
@@ -238,6 +256,16 @@ def map_subjaxprs(eqn: JaxprEqn, transform: Callable[[ClosedJaxpr], ClosedJaxpr]
         return item
 
     return {key: one(value) for key, value in eqn.params.items()}
+
+
+def with_bodies(eqn: JaxprEqn, transform: Callable[[ClosedJaxpr], ClosedJaxpr]) -> JaxprEqn:
+    """The same equation with `transform` applied to the jaxprs among its parameters, as `map_subjaxprs` does."""
+    return eqn.replace(params=map_subjaxprs(eqn, transform)) if any(subjaxprs(eqn)) else eqn
+
+
+def within_scope(eqn: JaxprEqn, name: str) -> JaxprEqn:
+    """The same equation with one more name at the inner end of its name stack."""
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=eqn.source_info.name_stack.extend(name)))
 
 
 def _closed(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:

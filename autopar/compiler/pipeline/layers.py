@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.compiler.frontend.layer_boundaries import is_layer_boundary
+from autopar.compiler.frontend.scopes import stage_of
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.jaxprs.primitives import PRODUCTS, REMAT
@@ -65,9 +66,9 @@ def count_layers(phases: Phases, num_stages: int = 1) -> int:
     marked = count_marked_layers(phases)
     if 0 < marked < num_stages:
         raise InvalidArgument(
-            f"{num_stages} stages were asked for, and the model marks {marked} layers with autopar.layer_boundary; "
-            f"each stage needs one. Use at most {marked} stages, put more marks into the model, or give "
-            f"layers={num_stages} to have it cut by FLOPs."
+            f"{num_stages} stages were asked for, and the model marks {marked} layers with autopar.layer_boundary "
+            f"or autopar.stage; each stage needs one. Use at most {marked} stages, put more marks into the model, or "
+            f"give layers={num_stages} to have it cut by FLOPs."
         )
     own = len(_own_layers(phases))
     if own >= max(1, num_stages):
@@ -78,8 +79,8 @@ def count_layers(phases: Phases, num_stages: int = 1) -> int:
 
 
 def count_marked_layers(phases: Phases) -> int:
-    """Return the number of layers between the marks of `autopar.layer_boundary`; 0 if there are none."""
-    return len(_marked_layers(phases))
+    """Return the number of stages that the model names, or layers between its marks; 0 if there are none."""
+    return len(_stage_scopes(phases) or _marked_layers(phases))
 
 
 def has_own_layers(phases: Phases) -> bool:
@@ -114,7 +115,26 @@ def layer_names(phases: Phases, num_layers: int, parameters: Mapping[int, Sequen
 
 def _own_layers(phases: Phases) -> list[tuple[str, int]]:
     """The layers that the model says it has: name (marks give none) and first position."""
-    return _marked_layers(phases) or _numbered_layers(phases)
+    return _stage_scopes(phases) or _marked_layers(phases) or _numbered_layers(phases)
+
+
+def _stage_scopes(phases: Phases) -> list[tuple[str, int]]:
+    """The name and the first position of every `autopar.stage` of the model; empty where there are none.
+
+    What stands between two stages belongs to the first of them, what stands before all to the first one.
+    """
+    starts: list[tuple[str, int]] = []
+    for position, i in enumerate(layer_order(phases)):
+        scope = stage_of(phases.equations[i])
+        if scope is None or (starts and starts[-1][0] == scope.name):
+            continue
+        if scope.name in dict(starts):
+            raise InvalidArgument(
+                f"{scope} is entered again after {starts[-1][0]!r}, at {jc.source_line(phases.equations[i])}. A stage "
+                "is one run of the forward pass: give the second part a name of its own."
+            )
+        starts.append((str(scope.name), position if starts else 0))
+    return starts
 
 
 def _marked_layers(phases: Phases) -> list[tuple[str, int]]:

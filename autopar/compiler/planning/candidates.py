@@ -186,7 +186,7 @@ def _candidates(
     asked: list[tuple[int | None, Submesh]] = [
         (number, whole) for number in _equal_counts(problem, num_layers // timing.virtual_stages, few, most)
     ]
-    if problem.num_stages is None and few <= most:
+    if problem.num_stages is None and few <= most:  # of any sizes
         asked.insert(0, (None, whole))
         if whole.num_devices > problem.machine.domain:
             # Few devices whose links are all fast may do better than many.
@@ -272,7 +272,7 @@ def _timings(problem: StageProblem, layers: Layers, schedules: Sequence[Schedule
     Where the number of stages is given, each has a mesh of its own unless the schedule is given as well.
     """
     given = problem.given_schedule is not None
-    meshes = problem.num_stages or 2  # of which each needs a layer for every stage
+    meshes = problem.num_stages or len(problem.named_stages) or 2  # of which each needs a layer for every stage
     for schedule in schedules:
         counts = [count for count in schedule.virtual_stages if len(layers.class_of) >= meshes * count] or [1]
         if schedule.virtual_stages == (1,) or given or problem.method.num_stages is None:
@@ -301,6 +301,7 @@ def _partitioned(
 
     def costs(start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
         allowed = problem.allows is None or problem.allows(start, stop, num_layers)
+        allowed = allowed and _keeps_scopes(problem, ranges.layers, start, stop, submesh)
         if stop - start == num_layers and num_stages[0] > 1:
             return ()  # one stage, of which there are to be more
         found = ranges(start, stop, submesh) if allowed and stop - start >= virtual_stages else ()
@@ -330,6 +331,15 @@ def _partitioned(
         time_limit_s=problem.method.time_limit_s,
         can_place=lambda submeshes: place_submeshes(submeshes, cluster) is not None,
     )
+
+
+def _keeps_scopes(problem: StageProblem, layers: Layers, start: int, stop: int, submesh: Submesh) -> bool:
+    """Return whether a run of layers on a submesh is a stage that the model names, if it names any, on its devices."""
+    if problem.named_stages:
+        devices = problem.named_stages[start].devices
+        if stop - start > 1 or (devices is not None and devices != submesh.num_devices):
+            return False
+    return all(submesh.num_devices % layers.least_devices[number] == 0 for number in set(layers.class_of[start:stop]))
 
 
 def _equal_part(cluster: Submesh, count: int) -> Submesh:

@@ -2,6 +2,7 @@
 
 pins, specs     the inputs that a pattern finds have one layout; of a method by hand, all other inputs have one, too
 constraints     `with_sharding_constraint` in the model has one strategy, by the names of the mesh axes
+scopes          equations in them have those in which the asked devices share the examples, or the work on each
 Zero, ...       inputs and equations of the model have the layouts of that form of parallelism
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.checks import check_spec
+from autopar.compiler.frontend.scopes import demand_of
 from autopar.compiler.frontend.trace import Leaf, Trace
 from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.jaxprs import compat as jc
@@ -23,6 +25,7 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.normalize import IN_SHARDINGS, OUT_SHARDINGS
 from autopar.compiler.jaxprs.primitives import CONSTRAINTS
 from autopar.compiler.planning.parallelism import parallelism_constraints
+from autopar.compiler.planning.scope_demands import layouts_in_parts, parameters_in_parts, within_scopes
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, fits, from_spec, replicated
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.strategies import Strategy
@@ -64,9 +67,16 @@ def constraints_of(
     given, asked = (Layouts(), Layouts()) if method.ignore_user_shardings else _jit_layouts(closed, mesh)
     return replace(
         equation_constraints(mesh, ignore_user_shardings=method.ignore_user_shardings),
-        inputs=usual | given | pinned,
+        inputs=usual | ({} if method.ignore_user_shardings else _inputs_in_parts(closed, mesh)) | given | pinned,
         results=results | asked,
     )
+
+
+def _inputs_in_parts(closed: jc.ClosedJaxpr, mesh: LogicalMesh) -> Layouts:
+    """The layouts of the inputs that are parameters of a scope whose devices share the work."""
+    avals = closed.in_avals
+    layouts = {i: layouts_in_parts(avals[i], demand, mesh) for i, demand in parameters_in_parts(closed).items()}
+    return {i: each for i, each in layouts.items() if each is not None}
 
 
 def _specified_inputs(trace: Trace, specs: Mapping[str, PartitionSpec], mesh: LogicalMesh) -> Layouts:
@@ -210,10 +220,13 @@ def _jit_layouts(closed: jc.ClosedJaxpr, mesh: LogicalMesh) -> tuple[Layouts, La
 
 
 def equation_constraints(mesh: LogicalMesh, *, ignore_user_shardings: bool) -> Constraints:
-    """Return the constraints that the user wrote into the model."""
+    """Return the constraints that the user wrote into the model: its sharding constraints, and its scopes."""
     if ignore_user_shardings:
         return Constraints()
-    return Constraints(restrict=lambda eqn, every: constrained(eqn, every, mesh), constraint_key=constraint_of)
+    return Constraints(
+        restrict=lambda eqn, every: within_scopes(eqn, constrained(eqn, every, mesh), mesh),
+        constraint_key=lambda eqn: (constraint_of(eqn), demand_of(eqn)),
+    )
 
 
 def constraints_within(form: Constraints, mesh: LogicalMesh, method: str) -> Constraints:
@@ -224,7 +237,7 @@ def constraints_within(form: Constraints, mesh: LogicalMesh, method: str) -> Con
     user = equation_constraints(mesh, ignore_user_shardings=False)
 
     def restrict(eqn: jc.JaxprEqn, every: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        wanted = user.restrict(eqn, every) if constraint_of(eqn) is not None else every
+        wanted = user.restrict(eqn, every) if user.constraint_key(eqn) != (None, None) else every
         if wanted == every:
             return form.restrict(eqn, every)
         # Beside the strategy that splits nothing, so that what the form refuses is not taken for want of another.

@@ -12,14 +12,17 @@ import itertools
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
+from autopar.compiler.frontend.scopes import Demand, demand_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.fold_layers import program_key
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupTask
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
@@ -30,6 +33,7 @@ from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import GraphValue, StageGraph
 from autopar.compiler.planning.mesh_sharding import mesh_constraints
+from autopar.compiler.planning.scope_demands import least_devices, parameters_in_parts
 
 LayerCutter = Callable[[Phases, int], Sequence[int]]
 """Return the positions in the forward pass where layers 1, 2, ... begin, for a number of layers that is asked for."""
@@ -55,6 +59,8 @@ class LayerClass:
     """Values that are there for all microbatches at once: their examples, and what a round leaves for a later one."""
     pins: Mapping[str, PartitionSpec]
     """The specs that the user fixed for its inputs."""
+    in_parts: Mapping[str, Demand]
+    """The inputs of which every device is to hold a part, by the scopes that say so."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,6 +75,14 @@ class Layers:
     class_of: tuple[int, ...]
     crossing_bytes: tuple[float, ...]
     """Per cut, there and back, of one microbatch; what crosses once per step counts its share."""
+
+    @cached_property
+    def least_devices(self) -> tuple[int, ...]:
+        """By class, what the devices of a stage must be a multiple of, for the scopes in such a layer to hold."""
+        return tuple(
+            least_devices(demand_of(eqn) for task in one.tasks for eqn in jc.all_equations(task.jaxpr))
+            for one in self.classes
+        )
 
 
 def count_step_layers(trace: Trace, *, num_stages: int = 1, **options: str) -> tuple[int, int]:
@@ -192,6 +206,12 @@ def layer_class(
         batch_axes={n: _rows_axis(graph.values[n], rows) for n in sorted(crossing | microbatch) if n not in whole},
         state=frozenset(whole | totals),
         pins=_pinned(sorted(whole | microbatch), pins or {}),
+        in_parts={
+            task.inputs[number]: demand
+            for task in tasks
+            for number, demand in parameters_in_parts(task.jaxpr).items()
+            if task.inputs[number] in whole
+        },
         kept=frozenset(n for n in backward & forward if graph.values[n].per_microbatch and n not in totals | fed),
         fed=frozenset(fed),
     )
@@ -251,6 +271,7 @@ def class_key(layer: LayerClass) -> Hashable:
         numbered(layer.kept),
         numbered(layer.fed),
         tuple(sorted((numbers[name], str(spec)) for name, spec in layer.pins.items())),
+        tuple(sorted((numbers[name], str(demand)) for name, demand in layer.in_parts.items())),
     )
 
 

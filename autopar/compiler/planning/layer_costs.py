@@ -34,6 +34,7 @@ from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.planning.constraints import equation_constraints, layout_from_user
 from autopar.compiler.planning.layer_classes import LayerClass
 from autopar.compiler.planning.mesh_sharding import local_blocks
+from autopar.compiler.planning.scope_demands import layouts_in_parts
 from autopar.compiler.planning.step_bounds import Work, total_work, work_of_program
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.solver.solve import MAX_GAP
@@ -143,9 +144,14 @@ class LayerCosts:
 def pinned_layouts(layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layout, ...]]:
     """Return the layouts that the user fixed; raise `InvalidArgument` for what the mesh or the shapes cannot keep."""
     types = task_value_types(layer)
+    in_parts = {
+        name: layouts
+        for name, demand in layer.in_parts.items()
+        if name in types and (layouts := layouts_in_parts(types[name], demand, mesh)) is not None
+    }
     for name, spec in layer.pins.items():
         check_spec(f"{name}, which a pin fixes,", spec, (mesh.axis_names,))
-    return {
+    return in_parts | {
         name: (layout_from_user(f"The pin of {name}", spec, tuple(types[name].shape), mesh),)
         for name, spec in layer.pins.items()
         if name in types

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.compiler.frontend.batch_dimensions import BatchDims, differing_dims, equation_batch_dims
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.intra_op.plan_tasks import GroupTask
@@ -38,9 +39,6 @@ from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.methods import ExpertParallel, TensorParallel, Zero
-
-BatchDims = tuple[tuple[int, ...], ...]
-"""The dimensions of each operand and result of an equation that carry the batch."""
 
 _UPDATE = "update"
 
@@ -167,7 +165,7 @@ class StageValues:
 def stage_values(graph: StageGraph, other: StageGraph, batch_leaves: Collection[int]) -> StageValues:
     """Return the roles of a graph's values, given the same graph with other microbatches."""
     batch_dims = {
-        name: _differing_dims(value.shape, other.values[name].shape)
+        name: differing_dims(value.shape, other.values[name].shape)
         for name, value in graph.values.items()
         if value.per_microbatch
     }
@@ -312,7 +310,7 @@ def _allowed(every: tuple[Strategy, ...], is_allowed: Callable[[Strategy], bool]
 
 
 def _task_batch_dims(task: GroupTask, other: GroupTask) -> dict[int, BatchDims]:
-    batch_dims = _equation_batch_dims(task.jaxpr, jc.all_equations(other.jaxpr))
+    batch_dims = equation_batch_dims(task.jaxpr, jc.all_equations(other.jaxpr))
     if batch_dims is None:
         raise Unsupported(
             f"Megatron finds the examples by comparing the step with itself in other microbatches, and {task.name} is "
@@ -332,7 +330,7 @@ def _batch_dims(
             f"size: {trace.no_other_batch_because}. Use Auto() instead."
         )
     pair = _with_other_examples(trace, method)
-    dims = None if pair is None else _equation_batch_dims(closed, twins_of_merged(*pair))
+    dims = None if pair is None else equation_batch_dims(closed, twins_of_merged(*pair))
     if dims is None:
         raise Unsupported(
             f"{kind} compares {trace.name} with itself at half or twice the batch or in other microbatches, and the "
@@ -368,25 +366,3 @@ def _equations(closed: Any, of_model: bool = False) -> Iterator[tuple[jc.JaxprEq
         yield eqn, inside
         for body in jc.subjaxprs(eqn):
             yield from _equations(body, inside)
-
-
-def _equation_batch_dims(closed: jc.ClosedJaxpr, others: Iterable[jc.JaxprEqn]) -> dict[int, BatchDims] | None:
-    """Return by equation, at any depth, the dimensions of another size in its twin; None if the two do not match."""
-    mine, theirs = list(jc.all_equations(closed)), list(others)
-    if [eqn.primitive.name for eqn in mine] != [eqn.primitive.name for eqn in theirs]:
-        return None
-    return {
-        id(eqn): tuple(
-            _differing_dims(_shape(v), _shape(w))
-            for v, w in zip((*eqn.invars, *eqn.outvars), (*twin.invars, *twin.outvars), strict=True)
-        )
-        for eqn, twin in zip(mine, theirs, strict=True)
-    }
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
-
-
-def _differing_dims(shape: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    return tuple(d for d, (size, other_size) in enumerate(zip(shape, other, strict=True)) if size != other_size)

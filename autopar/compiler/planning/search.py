@@ -216,7 +216,7 @@ class _Search:
         problem, method = self.problem, self.problem.method
         every = problem.num_devices
         divides = method.mesh_shape is None or every % math.prod(method.mesh_shape) == 0
-        if self.known is not None and divides and (problem.num_stages or 1) > 1:
+        if problem.named_stages or (self.known is not None and divides and (problem.num_stages or 1) > 1):
             return
         if self.is_large and (problem.num_stages is None or method.num_microbatches is None):
             return  # as a stage: the whole step in one program takes too long to be planned within memory
@@ -252,6 +252,9 @@ class _Search:
         if given is not None:
             if given > 1 or (self.is_large and self.problem.method.num_microbatches is None):
                 yield given, given
+            return
+        if self.problem.named_stages:
+            yield len(self.problem.named_stages), len(self.problem.named_stages)
             return
         if self.is_large:
             yield 1, 1

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.frontend.scopes import Scope
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
@@ -53,6 +54,8 @@ class StageProblem:
     """The cuts between layers, if they are not to be those of the model."""
     allows: Callable[[int, int, int], bool] | None = None
     """Tells for layers [start, stop) of so many that they may be a stage; all may, if it is not given."""
+    named_stages: tuple[Scope, ...] = ()
+    """The stages that the model names, if it names several: a layer each, on as many devices as it says."""
     known: dict[Hashable, tuple[Layers, LayerCosts]] = field(default_factory=dict[Hashable, tuple[Layers, LayerCosts]])
     """The layers so far and their costs, for the next search with another share."""
 
@@ -76,7 +79,7 @@ class StageProblem:
     @property
     def least_layers(self) -> int:
         """The layers that are given, or one for every stage that is given; 1 if nothing is."""
-        return self.method.layers or self.num_stages or 1
+        return self.method.layers or self.num_stages or len(self.named_stages) or 1
 
     @property
     def cluster(self) -> Submesh:
@@ -114,7 +117,9 @@ class KnownLayers:
         """Return those of the model's layers."""
         options = {"batch_statistics": problem.method.batch_statistics, "random": problem.method.random}
         num_layers, loop_pieces = problem.method.layers, 1
-        if num_layers is None:
+        if problem.named_stages:
+            num_layers = len(problem.named_stages)
+        elif num_layers is None:
             num_layers, loop_pieces = count_step_layers(problem.trace, num_stages=problem.least_layers, **options)
         else:
             loop_pieces = loop_pieces_for(problem.trace, num_layers)
