@@ -29,6 +29,9 @@ from autopar.hardware.measure import Effort, Measurement, Series, series_of
 
 _OF_ONE_HOST = {"product", "memory", "dispatch"}
 """Figures that are measured without any exchange between devices."""
+_NOT_MEASURED = (
+    "inter", "domain", "overlap", "product_workspace_bytes", "in_step_share", "convolution_share", "hidden_share"
+)  # fmt: skip
 _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -100,6 +103,9 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
         domain=max(len(devices), base.domain if known is not None and kind != "cpu" else 1),
         overlap=base.overlap,
         product_workspace_bytes=base.product_workspace_bytes,
+        in_step_share=base.in_step_share,
+        convolution_share=base.convolution_share,
+        hidden_share=base.hidden_share,
         dispatch_s=statistics.median(starts_s) if starts_s else base.dispatch_s,
         sources={
             **dict.fromkeys(("memory_bandwidth", "matmul_share", "matmul_half_flops", "kernel_s"), here),
@@ -107,7 +113,7 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
             "memory_bytes": "told by the device or the operating system",
             "peak_flops": not_measured if peaks.keys() & base.peak_flops.keys() and kind != "cpu" else here,
             "intra": here if exchanged else not_measured,
-            **dict.fromkeys(("inter", "domain", "overlap", "product_workspace_bytes"), not_measured),
+            **dict.fromkeys(_NOT_MEASURED, not_measured),
         },
     )
 

@@ -10,12 +10,17 @@ device sends the n-th part of b, the whole of what one device holds before a red
     all-reduce                                2 start + 2 (n-1) step + 2 (n-1)/n b / bandwidth
     collective-permute                          start +         step +           b / bandwidth
 
-A group of several levels takes one after the other. Reductions and gathers leave b/n for the level after one of n
-devices; of an all-to-all, a level takes what stays on one device of all slower ones:
+Several levels are one ring, too: it goes through the devices of one domain, then on to the next, as NCCL lays rings.
+Every link passes the same bytes, so that the slowest counts. m devices of a domain share the ways out of it; of the n
+links of m·h devices, h leave a domain:
 
-    all-reduce, all-gather, reduce-scatter    intra.ring(b, m)   + inter.ring(b/m, h)
-    all-to-all                                intra.ring(b/h, m) + inter.ring(b, h)
-    collective-permute                        inter alone
+    bandwidth = min(intra.bandwidth, m inter.bandwidth)     step = ((n-h) intra.step + h inter.step) / n
+
+An all-to-all has no ring: every pair sends for itself, so that the slowest pairs count (`exchange_bandwidth`), and of
+what a device sends, a level takes what stays on one device of all slower ones:
+
+    all-to-all                intra.ring(b/h, m) + inter.ring(b, h)
+    collective-permute        inter alone
 """
 
 from __future__ import annotations
@@ -40,7 +45,9 @@ class NetworkLevel(NamedTuple):
     step_s: float
     """Latency of one message to a neighbour."""
     bandwidth: float
-    """Bytes/s that one device sends, all of them sending."""
+    """Bytes/s that one device sends along a ring, all of them sending."""
+    exchange_bandwidth: float
+    """Bytes/s that one device sends to all others at once, all of them sending."""
 
 
 class CollectiveTime(NamedTuple):
@@ -65,11 +72,19 @@ def wire_bytes(kind: str, group: int, nbytes: float) -> float:
 
 
 def _rings(levels: Sequence[NetworkLevel], nbytes: float, *, passes: int) -> CollectiveTime:
-    latency_s = transfer_s = 0.0
-    for level in levels:
-        ring = _ring(level, nbytes, passes)
-        latency_s, transfer_s, nbytes = latency_s + ring.latency_s, transfer_s + ring.transfer_s, nbytes / level.size
-    return CollectiveTime(latency_s, transfer_s)
+    return _ring(functools.reduce(_joined, levels), nbytes, passes)
+
+
+def _joined(inner: NetworkLevel, outer: NetworkLevel) -> NetworkLevel:
+    """Return the ring through all devices of two levels."""
+    size = inner.size * outer.size
+    return NetworkLevel(
+        size=size,
+        start_s=inner.start_s + outer.start_s,
+        step_s=((size - outer.size) * inner.step_s + outer.size * outer.step_s) / size,
+        bandwidth=min(inner.bandwidth, inner.size * outer.bandwidth),
+        exchange_bandwidth=min(inner.exchange_bandwidth, outer.exchange_bandwidth),
+    )
 
 
 def _all_to_all(levels: Sequence[NetworkLevel], nbytes: float) -> CollectiveTime:
@@ -77,7 +92,7 @@ def _all_to_all(levels: Sequence[NetworkLevel], nbytes: float) -> CollectiveTime
     slower = math.prod(level.size for level in levels)
     for level in levels:
         slower //= level.size
-        ring = _ring(level, nbytes / slower, 1)
+        ring = _ring(level._replace(bandwidth=level.exchange_bandwidth), nbytes / slower, 1)
         latency_s, transfer_s = latency_s + ring.latency_s, transfer_s + ring.transfer_s
     return CollectiveTime(latency_s, transfer_s)
 

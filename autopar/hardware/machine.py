@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -35,6 +35,7 @@ from autopar.json_fields import check_figure, fields_of, json_of, text_of
 
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "fp8", "int8")
 _VECTOR_SHARE = 1 / 16
+_BY_SIZE = ("group_bandwidths", "exchange_bandwidths")
 # Where the machine has no unit for a type, JAX computes in a wider one; 32-bit products run in TF32 where there is any.
 _COMPUTED_IN = {
     "float64": ("float64", "float32"),
@@ -61,21 +62,25 @@ class Link:
     """Size of a message at which half of the bandwidth is reached."""
     group_bandwidths: tuple[tuple[int, float], ...] = ()
     """The same bandwidth within groups of fewer devices, where wires join some of them only: (devices, bytes/s)."""
+    exchange_bandwidths: tuple[tuple[int, float], ...] = ()
+    """Bytes/s that one device of a group sends to all others at once, where wires do not join every pair."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no link has."""
         for name in ("latency_s", "bandwidth", "ramp_bytes"):
             check_figure(f"The figure {name} of a link", getattr(self, name), zero=name != "bandwidth")
-        for size, bandwidth in self.group_bandwidths:
-            check_count("A number of devices in group_bandwidths of a link", size, least=2)
-            check_figure(f"The bandwidth of {size} devices in group_bandwidths of a link", bandwidth)
+        for name in _BY_SIZE:
+            for size, bandwidth in getattr(self, name):
+                check_count(f"A number of devices in {name} of a link", size, least=2)
+                check_figure(f"The bandwidth of {size} devices in {name} of a link", bandwidth)
 
     def bandwidth_of(self, size: int) -> float:
         """Bytes/s that each of `size` devices sends: that of the largest listed group of at most so many devices."""
-        listed = [(most, bandwidth) for most, bandwidth in self.group_bandwidths if most <= size]
-        if not listed or size > max(most for most, _ in self.group_bandwidths):
-            return self.bandwidth
-        return max(listed)[1]
+        return _at_size(self.group_bandwidths, size, self.bandwidth)
+
+    def exchange_bandwidth_of(self, size: int) -> float:
+        """Bytes/s that each of `size` devices sends where all send to all."""
+        return _at_size(self.exchange_bandwidths, size, self.bandwidth_of(size))
 
     def transfer_s(self, nbytes: float) -> float:
         """Seconds of one message between two devices."""
@@ -85,26 +90,32 @@ class Link:
         """Return `size` devices with such links between them, as a level of the network."""
         bandwidth = self.bandwidth_of(size)
         start_s = (size - 1) / size * self.ramp_bytes / bandwidth
-        return NetworkLevel(size, start_s, self.latency_s, bandwidth)
+        return NetworkLevel(size, start_s, self.latency_s, bandwidth, self.exchange_bandwidth_of(size))
 
     @staticmethod
     def from_data(what: str, raw: Any) -> Link:
         """The link of JSON values; `InvalidArgument` names the field that is missing, unknown or mistyped."""
         if isinstance(raw, dict):
-            raw = {"group_bandwidths": [], **raw}
+            raw = {**{name: [] for name in _BY_SIZE}, **raw}
         fields = fields_of(what, raw, [each.name for each in dataclasses.fields(Link)])
-        pairs: Any = fields["group_bandwidths"]
-        if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-            raise InvalidArgument(
-                f"group_bandwidths of {what} is {pairs!r}, it must be a list of pairs [devices, bytes/s]. Correct the "
-                "file."
-            )
-        fields["group_bandwidths"] = tuple((size, bandwidth) for size, bandwidth in pairs)
+        for name in _BY_SIZE:
+            pairs: Any = fields[name]
+            if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+                raise InvalidArgument(
+                    f"{name} of {what} is {pairs!r}, it must be a list of pairs [devices, bytes/s]. Correct the file."
+                )
+            fields[name] = tuple((size, bandwidth) for size, bandwidth in pairs)
         return Link(**fields)
 
     def ring_s(self, kind: str, nbytes: float, size: int) -> float:
         """Seconds of a collective over `size` devices with such links; `nbytes` as in `collectives.py`."""
         return collective_time(kind, [self.level(size)], nbytes).total_s
+
+
+def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -> float:
+    """Return the bandwidth of the largest listed group of at most so many devices, if there is one as large as they."""
+    known = [(most, bandwidth) for most, bandwidth in listed if most <= size]
+    return max(known)[1] if known and size <= max(listed)[0] else otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +152,18 @@ class Machine:
     domain: int
     """Devices in one fast domain: `devices_per_host`, or more where NVLink or ICI goes from host to host."""
     overlap: float
-    """Share of the collectives of parameters and gradients that runs behind compute, from 0 to 1."""
+    """Share of the collectives of parameters and gradients that frameworks with streams of their own run behind
+    compute, from 0 to 1: `benchmarks/training_model` reads it, plans read `hidden_share`."""
     sources: Mapping[str, str] = field(hash=False)
     """The source of each figure, by field."""
     product_workspace_bytes: float = 0.0
     """Memory that a kernel of a matrix product gets while it runs, besides its operands and result."""
+    in_step_share: float = 1.0
+    """Of the rate that one large product reaches alone, the share that products reach within a step."""
+    convolution_share: float = 1.0
+    """Of the rate of products within a step, the share that convolutions reach."""
+    hidden_share: float = 0.0
+    """Share of the collectives of parameters and gradients that XLA runs behind compute, by its defaults."""
     dispatch_s: float = 1e-4
     """Seconds of a host to start one executable on its devices, or to send or take one value."""
 
@@ -160,13 +178,16 @@ class Machine:
             "kernel_s",
             "overlap",
             "product_workspace_bytes",
+            "hidden_share",
             "dispatch_s",
         ):
             zero = not name.startswith("memory")
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
+        for name in ("in_step_share", "convolution_share"):
+            check_figure(f"The figure {name} of {self.name!r}", getattr(self, name))
         self._check_types()
-        for name in ("matmul_share", "overlap"):
-            shares = self.matmul_share.values() if name == "matmul_share" else [self.overlap]
+        for name in ("matmul_share", "overlap", "in_step_share", "convolution_share", "hidden_share"):
+            shares = self.matmul_share.values() if name == "matmul_share" else [getattr(self, name)]
             if any(share > 1 for share in shares):
                 raise InvalidArgument(
                     f"The figure {name} of {self.name!r} is {getattr(self, name)!r}, a share is at most 1. Divide the "

@@ -34,14 +34,9 @@ PARTIAL = 0.1
 """Exponent of the rate of collectives in a part of a host, over that in the whole: (devices / 8) ** PARTIAL. All-reduce
 of 256 MB on 2, 4 and 8 A100: 184, 209 and 217 GB/s (vTrain trace/*_LUT), which makes 0.12 and 0.06."""
 WHOLE_GROUP = 8
-RINGS = ("all-reduce", "reduce-scatter", "all-gather")
-"""Collectives that NCCL runs as one ring, or trees that send as much, through all devices of all hosts."""
 
 HALF_WIDTH = 128
 """Smallest size of a product at which half of the rate of large ones is reached: estimate, one tile."""
-IN_STEP_SHARE = 0.88
-"""Of the rate that one large product reaches alone, the best shape at full clock: what products reach within a step. An
-estimate, chosen so that the machine files alone predict published steps with little bias."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +72,8 @@ class Rates:
 def rates_of(machine: Machine, habits: Habits, scalars: Scalars) -> Rates:
     """The machine with its figures multiplied by the scalars."""
     shares = {
-        name: min(1.0, share * IN_STEP_SHARE * scalars.matmul_rate) for name, share in machine.matmul_share.items()
+        name: min(1.0, share * machine.in_step_share * scalars.matmul_rate)
+        for name, share in machine.matmul_share.items()
     }
     corrected = replace(
         machine,
@@ -192,14 +188,7 @@ def collective_time_s(kind: str, nbytes: float, axis: str, layout: Layout, rates
     """Of one collective over an axis of the layout."""
     _, size = layout.stride(axis)
     hosts = layout.hosts(axis, rates.machine.domain)
-    local = size // hosts
-    machine = rates.partial.get(local, rates.machine)
-    if hosts == 1 or kind not in RINGS:
-        return machine.collective_s(kind, nbytes, size, hosts)
-    # Not for as many hosts as there are: the ring does not reduce inside a host first. It hides what passes inside.
-    whole = (size - 1) / size * hosts / (hosts - 1)
-    across_s = whole * machine.inter.ring_s(kind, nbytes / local, hosts)
-    return max(across_s, machine.intra.ring_s(kind, nbytes, local))
+    return rates.partial.get(size // hosts, rates.machine).collective_s(kind, nbytes, size, hosts)
 
 
 SCALARS = tuple(each.name for each in fields(Scalars))

@@ -175,11 +175,11 @@ def test_collectives_that_run_behind_products_are_shorter():
 
 
 @pytest.mark.parametrize("hosts", [2, 4])
-def test_a_ring_over_hosts_sends_what_each_device_reduces_through_the_cards_of_its_host(hosts):
+def test_a_ring_over_hosts_goes_through_the_cards_of_each_host(hosts):
     layout = replace(PLAIN, dp=8 * hosts)
-    sent = 2 * (layout.dp - 1) / layout.dp * 1e10 / (8 * A100.inter.bandwidth)
+    through_s = 2 * (layout.dp - 1) / layout.dp * 1e10 / (8 * A100.inter.bandwidth)
     rates = rates_of(A100, UNFUSED, Scalars())
-    assert collective_time_s("all-reduce", 1e10, "dp", layout, rates) == pytest.approx(sent, rel=0.01)
+    assert collective_time_s("all-reduce", 1e10, "dp", layout, rates) == pytest.approx(through_s, rel=0.01)
 
 
 @pytest.mark.parametrize("size", [2, 4])

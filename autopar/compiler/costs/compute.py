@@ -28,10 +28,6 @@ from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.sharding.strategies import Strategy, masked_dims
 from autopar.hardware.machine import Machine
 
-# Of the rate of one large product alone, the best shape at full clock: what products reach within a step. Estimate.
-_PRODUCTS_IN_STEP = 0.88
-# Of that rate, what convolutions reach: they gather their operands. Estimate.
-_CONVOLUTIONS = 0.73
 # Threefry takes about 100 integer operations for 4 bytes.
 _FLOPS_PER_RANDOM_WORD = 100
 
@@ -41,7 +37,7 @@ def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, traf
     mesh = mesh_costs.mesh
     operands = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True)]
     results = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True)]
-    if (flops := _product_flops(eqn)) is not None:
+    if (flops := _product_flops(eqn, mesh_costs.machine)) is not None:
         compute_s = _product_s(eqn, flops, strategy, sum(operands) + sum(results), mesh_costs)
     else:
         compute_s = _compute_s(eqn, operands, results, mesh_costs.machine, traffic)
@@ -56,7 +52,7 @@ def seconds_by_strategy(
     operands = [_parts(v.aval, [s.operands[place] for s in strategies], mesh) for place, v in enumerate(eqn.invars)]
     results = [_parts(v.aval, [s.results[place] for s in strategies], mesh) for place, v in enumerate(eqn.outvars)]
     written: npt.NDArray[np.float64] = sum(results, np.zeros(len(strategies)))
-    if (flops := _product_flops(eqn)) is not None:
+    if (flops := _product_flops(eqn, mesh_costs.machine)) is not None:
         moved = sum(operands, np.zeros(len(strategies))) + written
         each = zip(strategies, moved.tolist(), strict=True)
         total_s = np.array([_product_s(eqn, flops, strategy, nbytes, mesh_costs) for strategy, nbytes in each])
@@ -68,14 +64,15 @@ def seconds_by_strategy(
     return total_s
 
 
-def _product_flops(eqn: jc.JaxprEqn) -> float | None:
+def _product_flops(eqn: jc.JaxprEqn, machine: Machine) -> float | None:
     """Return the FLOPs of products, as many more as they reach less than the rate; None for other equations."""
     name = eqn.primitive.name
     if name in PRODUCTS:
-        return equation_flops(eqn) / (_PRODUCTS_IN_STEP * (1.0 if name in MATRIX_PRODUCTS else _CONVOLUTIONS))
+        share = 1.0 if name in MATRIX_PRODUCTS else machine.convolution_share
+        return equation_flops(eqn) / (machine.in_step_share * share)
     if name == "declared_rule":
         flops = flops_where(jp.declared_body(eqn), lambda inner: inner.primitive.name in PRODUCTS or runs_jaxprs(inner))
-        return flops / _PRODUCTS_IN_STEP
+        return flops / machine.in_step_share
     return None
 
 

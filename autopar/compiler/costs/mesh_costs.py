@@ -1,8 +1,11 @@
 """Price collectives along the axes of a mesh over consecutive devices of a machine, row-major.
 
 An axis of stride s and size k stays in a fast domain of D devices iff s k <= D. Else m of its devices are in each of
-k/m domains, m the largest divisor of k with s m <= D. All axes of a collective together are a ring inside the domains
-and a ring between them: `NetworkLevel`s, whose costs are in `hardware/collectives.py`.
+k/m domains, m the largest divisor of k with s m <= D. All axes of a collective together are one level of the network
+inside the domains and one between them: `NetworkLevel`s, whose costs are in `hardware/collectives.py`.
+
+Collectives of parameters and gradients, which XLA combines with others of theirs, share their latency, and a share of
+their bytes is sent behind compute where XLA makes them asynchronous by itself (`Machine.hidden_share`).
 """
 
 from __future__ import annotations
@@ -30,12 +33,14 @@ class MeshCosts:
     mesh: LogicalMesh
     latency_share: float = 1.0
     """Share of its latency that a collective costs which the compiler combines with many others."""
+    transfer_share: float = 1.0
+    """Share of its transfer that is not hidden behind compute."""
     registered: tuple[tuple[str, CollectiveCost], ...] = field(default_factory=collective_costs, repr=False)
     """The costs of collectives when this was made, so that what is cached by it is never another one's."""
 
     def of_update(self) -> MeshCosts:
-        """Return the costs of the update, and of what is combined as it is: collectives share their latency."""
-        return replace(self, latency_share=_COMBINED_LATENCY_SHARE)
+        """Return the costs of the collectives of parameters and gradients: combined, and in part behind compute."""
+        return replace(self, latency_share=_COMBINED_LATENCY_SHARE, transfer_share=1.0 - self.machine.hidden_share)
 
     def collective_s(self, kind: str, axes: Iterable[int], nbytes: float) -> float:
         """Return the seconds of one collective over `axes`; `nbytes` as in `wire_bytes`."""
@@ -43,7 +48,9 @@ class MeshCosts:
         if not levels:
             return 0.0
         time = (self._cost_of.get(kind) or collective_cost(kind))(levels, nbytes)
-        return time.latency_s * (self.latency_share if kind in _COMBINED else 1.0) + time.transfer_s
+        if kind not in _COMBINED:
+            return time.total_s
+        return time.latency_s * self.latency_share + time.transfer_s * self.transfer_share
 
     @functools.cached_property
     def _cost_of(self) -> dict[str, CollectiveCost]:
@@ -53,11 +60,7 @@ class MeshCosts:
         """Return the bytes/s at which a ring along an axis sends."""
         inside, across = self._span(axis)
         intra, inter = self.machine.intra.bandwidth_of(inside), self.machine.inter.bandwidth_of(across)
-        if inside == 1 or across == 1:
-            return intra if across == 1 else inter
-        sent = (inside * across - 1) / (inside * across)
-        per_byte_s = (inside - 1) / inside / intra + (across - 1) / across / inter / inside
-        return sent / per_byte_s
+        return intra if across == 1 else inter if inside == 1 else min(intra, inside * inter)
 
     def _levels(self, axes: list[int]) -> list[NetworkLevel]:
         spans = [self._span(axis) for axis in axes]
