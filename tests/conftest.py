@@ -7,13 +7,17 @@ from pathlib import Path
 
 # Read by jax at import, so set before it; a caller's own choice stands.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+_FLAGS = {"xla_force_host_platform_device_count": "8"}
+# Most of a test's time goes into compiling, most of that into making fast what runs for a millisecond.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if version("jaxlib").startswith("0.10."):  # a later XLA has no other emitters
+    _FLAGS |= {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1"}
+_given = os.environ.get("XLA_FLAGS", "")
+_missing = [f"--{name}={value}" for name, value in _FLAGS.items() if name not in _given]
+os.environ["XLA_FLAGS"] = " ".join([_given, *_missing]).strip()
 _CACHE = Path(__file__).parent.parent / ".cache" / "jax" / version("jax")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("AUTOPAR_CACHE_DIR", str(_CACHE.parent.parent / "autopar"))
-# Most of a test's time goes into compiling, half of that into making fast what runs for a millisecond.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # A test's Ray is its own, and not one that another test or somebody else has started on this machine.
 os.environ.setdefault("RAY_ADDRESS", "local")
 # Everything is worth keeping: tests compile many small programs.

@@ -386,10 +386,11 @@ def test_kinds_of_parallelism_recompute_layers_too(method, share):
 
 
 def test_memory_too_small_is_an_error_where_recomputing_is_not_allowed_or_not_enough():
-    args, peak_bytes = with_room()
+    args, pair = deep_arguments(num_blocks=2, width=32, rows=1024), autopar.Cluster(num_devices=2, kind="h100")
+    peak_bytes = planned(args, autopar.Auto(mesh_shape=(2,), memory="off"), pair).plan.sharding.peak_bytes
     for method in (
-        autopar.Auto(mesh_shape=(8,), memory=0.05 * peak_bytes, remat=False),
-        autopar.Auto(mesh_shape=(8,), memory=0.01 * peak_bytes),
+        autopar.Auto(mesh_shape=(2,), memory=0.05 * peak_bytes, remat=False),
+        autopar.Auto(mesh_shape=(2,), memory=0.01 * peak_bytes),
     ):
         with pytest.raises(MemoryTooSmall, match="needs at least"):
-            planned(args, method)
+            planned(args, method, pair)
