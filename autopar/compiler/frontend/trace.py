@@ -108,8 +108,13 @@ class Trace:
             return None
         rows = self.num_rows
         sizes = [rows // 2, 2 * rows] if rows % 2 == 0 and rows > 2 else [2 * rows]
-        traced = [twin for twin, _ in map(self.at_batch_of, sizes) if twin is not None]
-        return next((twin for twin in traced if same_equations(self.jaxpr, twin)), next(iter(traced), None))
+        traced: list[jc.ClosedJaxpr] = []
+        for size in sizes:
+            twin, _ = self.at_batch_of(size)
+            if twin is not None and same_equations(self.jaxpr, twin):
+                return twin
+            traced += [] if twin is None else [twin]
+        return traced[0] if traced else None
 
     @property
     def num_rows(self) -> int:

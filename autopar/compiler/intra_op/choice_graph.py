@@ -320,9 +320,10 @@ class BlockBuilder:
         for v, result in zip(eqn.outvars, node.results, strict=True):
             if result is not None:
                 self.sources.setdefault(self.equivalent[v], result)
+        phase = self.phase(eqn)
         for operand, (atom, argument) in enumerate(zip(eqn.invars, node.arguments, strict=True)):
             if argument is not None:
-                self.read(atom, argument, _Key(first, operand, self.phase(eqn)), phase=self.phase(eqn))
+                self.read(atom, argument, _Key(first, operand, phase), phase=phase)
 
     def _choose(self, eqn: jc.JaxprEqn, number: int, weight: float) -> EquationNode:
         partial = frozenset(

@@ -28,6 +28,7 @@ from autopar.compiler.intra_op.fold_layers import fold, unfolded
 from autopar.compiler.intra_op.memory_rows import modelled_memory
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_key
+from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.memory.estimate import HEADROOM, MemoryEstimate, peak_memory
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts
@@ -125,6 +126,10 @@ def plan_intra_op(
     )
     problem = table.problem()
 
+    workspace = mesh_costs.machine.product_workspace_bytes
+    if memory_budget is not None and (1 + memory_headroom) * (_all_bytes(jaxpr) + workspace) <= memory_budget:
+        memory_budget = None  # whatever the layouts are, everything at once fits
+
     def best() -> Optimum:
         if memory_budget is None:
             return solve(problem, time_limit_s=time_limit_s)
@@ -136,6 +141,13 @@ def plan_intra_op(
     more = (str(memory_budget), str(memory_headroom), str(sorted(donated)), str(time_limit_s))
     optimum = cached(problem, cache_directory, best, *more)
     return IntraOpPlan(plan=block_plan_of(choices, optimum.assignment), optimum=optimum, choices=choices, table=table)
+
+
+def _all_bytes(jaxpr: jc.Jaxpr) -> float:
+    """Return the bytes of all that a program is given and makes, with a copy for every reader, on one device."""
+    read = sum(aval_bytes(v.aval) for eqn in jc.all_equations(jaxpr) for v in jc.operands(eqn))
+    made = sum(aval_bytes(v.aval) for eqn in jc.all_equations(jaxpr) for v in eqn.outvars)
+    return read + 2 * made + sum(aval_bytes(v.aval) for v in (*jaxpr.invars, *jaxpr.constvars))
 
 
 def planner_of(table: NodeTable, jaxprs: Sequence[jc.Jaxpr], constraints: Constraints) -> Planner:

@@ -281,6 +281,26 @@ def with_equations(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn]) -> ClosedJaxpr
     return _closed(jaxpr, consts)
 
 
+def part_of(
+    closed: ClosedJaxpr, eqns: Sequence[JaxprEqn], inputs: Sequence[Var], results: Sequence[Any]
+) -> ClosedJaxpr:
+    """The program of some equations of another one, in order, from `inputs` to `results`.
+
+    It shares equations, values and the constants that it needs with that one: nothing is traced again.
+    """
+    whole, consts = open_jaxpr(closed)
+    read = {v for atoms in (*(eqn.invars for eqn in eqns), results) for v in atoms if isinstance(v, Var)}
+    kept = {v: const for v, const in zip(whole.constvars, consts, strict=True) if v in read}
+    effects = frozenset(effect for eqn in eqns for effect in eqn.effects)
+    names = whole.debug_info.with_unknown_names()
+    return ClosedJaxpr(Jaxpr(list(kept), list(inputs), list(results), list(eqns), effects, names), list(kept.values()))
+
+
+def value_like(v: Var) -> Var:
+    """A new variable of the same type."""
+    return Var(v.aval)  # type: ignore[attr-defined]
+
+
 def unlowered_primitive(name: str, reason: str) -> Primitive:
     """A primitive of one result that a pass must remove: lowering or evaluating it is an error of ours."""
     primitive = Primitive(name)
@@ -343,16 +363,10 @@ def with_inputs(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:
 
 def with_outputs(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:
     """The same program with some of its results."""
-    jaxpr, _ = open_jaxpr(closed)
+    jaxpr, consts = open_jaxpr(closed)
     if list(kept) == list(range(len(jaxpr.outvars))):
         return closed
-    function = jaxpr_as_fun(closed)
-
-    def run(*args: Any) -> list[Any]:
-        results = function(*args)
-        return [results[i] for i in kept]
-
-    return trace(run, [v.aval for v in jaxpr.invars])
+    return _closed(jaxpr.replace(outvars=[jaxpr.outvars[i] for i in kept]), consts)
 
 
 def consts_as_inputs(closed: ClosedJaxpr) -> tuple[Jaxpr, tuple[Any, ...]]:

@@ -69,15 +69,9 @@ def _emit_single(task: StageTask, read: frozenset[str], micro: frozenset[str]) -
     outputs = [(n, n) for n in _made(task) if n in read or task.kind == "U"]
     outputs += [(a.operand, a.result) for a in task.accumulations]
     position = {n: i for i, n in enumerate(task.outputs)}
-    function = jc.jaxpr_as_fun(task.jaxpr)
-
-    def run(*args: Any) -> list[Any]:
-        made = function(*args)
-        return [made[position[n]] for n, _ in outputs]
-
     return EmittedTask(
         task=task,
-        jaxpr=jc.trace(run, task.jaxpr.in_avals),
+        jaxpr=jc.with_outputs(task.jaxpr, [position[n] for n, _ in outputs]),
         inputs=task.inputs,
         outputs=tuple(name for _, name in outputs),
         per_microbatch=micro,

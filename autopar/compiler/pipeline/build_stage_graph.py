@@ -16,7 +16,6 @@ from typing import Any
 
 from autopar.compiler.frontend.layer_scans import LeafRows
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.evaluate import evaluate_equations
 from autopar.compiler.microbatch.accumulate import accumulation_axis, accumulation_kind
 from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.placement import Placement
@@ -221,18 +220,13 @@ class _Builder:
             stage=stage,
             round=group,
             update_round=update_round,
-            jaxpr=updates.program(stage, steps, reads, results, self.consts),
+            jaxpr=updates.program(stage, steps, reads, results),
             inputs=tuple(self.name(k, per_microbatch=False) for k in reads),
             outputs=tuple(self.name(k, per_microbatch=False) for k in results),
         )
 
     def _program(self, indices: Sequence[int], reads: Sequence[jc.Var], results: Sequence[jc.Var]) -> jc.ClosedJaxpr:
-        def run(*args: Any) -> list[Any]:
-            values: dict[jc.Var, Any] = {**self.consts, **dict(zip(reads, args, strict=True))}
-            evaluate_equations([self.eqns[i] for i in indices], values)
-            return [values[v] for v in results]
-
-        return jc.trace(run, [v.aval for v in reads])
+        return jc.part_of(self.step.jaxpr, [self.eqns[i] for i in indices], reads, results)
 
     # --- the borders of the graph ---------------------------------------------------------------------------
 

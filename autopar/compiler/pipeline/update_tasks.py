@@ -280,17 +280,22 @@ class UpdateRounds:
         steps: Sequence[int],
         reads: Sequence[ValueKey],
         results: Sequence[ValueKey],
-        consts: Mapping[jc.Var, Any],
     ) -> jc.ClosedJaxpr:
         """The task as a jaxpr from `reads` to `results`."""
 
-        def run(*args: Any) -> list[Any]:
-            env: dict[ValueKey, Any] = {(v, None): c for v, c in consts.items()}
-            env.update(zip(reads, args, strict=True))
-            for i in steps:
-                eqn = self.eqns[i]
-                values = [a.val if isinstance(a, jc.Literal) else env[self.source(a, i, stage)] for a in eqn.invars]
-                env.update(zip(self._made(i, stage), jc.bind_equation(eqn, values), strict=True))
-            return [env[k] for k in results]
+        copies: dict[ValueKey, jc.Var] = {}
 
-        return jc.trace(run, [k[0].aval for k in reads])
+        def copy(key: ValueKey) -> jc.Var:
+            v, tag = key
+            return v if tag is None else copies.setdefault(key, jc.value_like(v))
+
+        eqns = [
+            self.eqns[i].replace(
+                invars=[
+                    a if isinstance(a, jc.Literal) else copy(self.source(a, i, stage)) for a in self.eqns[i].invars
+                ],
+                outvars=[copy(key) for key in self._made(i, stage)],
+            )
+            for i in steps
+        ]
+        return jc.part_of(self.phases.step.jaxpr, eqns, [copy(key) for key in reads], [copy(key) for key in results])

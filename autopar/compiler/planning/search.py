@@ -56,6 +56,8 @@ _UNSEEN_SHARE = 0.85
 """The same as long as no such stages of this step were simulated: small layers gain more by standing together."""
 _LIKELY_SHARE = 0.9
 """Of the time of equal stages by the layers of other microbatches: the best ones rarely take less."""
+_SIMULATED_SHARE = 0.98
+"""Of the least share that plans were simulated to take of the time by their stages: others rarely take less."""
 _MUCH_MEMORY = 0.8
 """Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer."""
 _MICROBATCHES_PER_STAGE = 8
@@ -197,6 +199,8 @@ class _Search:
     tried: set[int] = field(default_factory=set[int])
     shares: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
     """By the sizes of stages, the least share of their time by their layers that they were simulated to take."""
+    simulated_share: float = 0.0
+    """The least share of the time by their stages as a whole that plans were simulated to take; 0 for none yet."""
     errors: list[AutoparError] = field(default_factory=list[AutoparError])
 
     @classmethod
@@ -443,7 +447,13 @@ class _Search:
             return
         sharded = shard_candidate(problem, candidate)
         if sharded.peak_bytes <= problem.memory_bytes:
+            least_s = _SIMULATED_SHARE * self.simulated_share * sharded.step_time_s
+            if least_s >= self.best_s and problem.method.effort != "thorough":
+                self.note(str(candidate), max(least_s, candidate.step_time_s))
+                return
             simulated_s = self.simulated_s(sharded.plan)
+            by_stages = simulated_s / sharded.step_time_s
+            self.simulated_share = min(by_stages, self.simulated_share or by_stages)
             share = simulated_s / candidate.step_time_s
             self.shares[candidate.sizes] = min(share, self.shares.get(candidate.sizes, share))
             self.add(sharded.plan, str(candidate), simulated_s)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,8 @@ class StageProblem:
     """The stages that the model names, if it names several: a layer each, on as many devices as it says."""
     known: dict[Hashable, tuple[Layers, LayerCosts]] = field(default_factory=dict[Hashable, tuple[Layers, LayerCosts]])
     """The layers so far and their costs, for the next search with another share."""
+    solved_stages: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
+    """The layouts of stages as a whole so far, which other candidates may have as well (see `stage_layouts`)."""
 
     @property
     def given_schedule(self) -> Schedule | None:

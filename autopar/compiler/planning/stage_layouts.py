@@ -148,14 +148,14 @@ def stage_shardings(
     problem: StageProblem, layers: Layers, graph: StageGraph, plan: Plan, stages: Sequence[Stage], timing: Timing
 ) -> list[StageLayouts]:
     """Return the layouts of all stages, those of one mesh together."""
-    known: dict[Hashable, _EquivalentStages] = {}
     layouts: list[StageLayouts] = []
     for number, stage in enumerate(stages):
         tell(f"layouts of stage {number + 1} of {len(stages)}")
         inputs = _stage_inputs(problem, graph, plan, number, stage, timing)
         ranges = [each.layers for each in plan.stages if each.mesh == number]
         classes = tuple(layers.class_of[start:stop] for start, stop in ranges)
-        equivalent = known.setdefault((classes, _key(inputs)), _EquivalentStages(first=inputs))
+        key = (layers, classes, _key(inputs))
+        equivalent: _EquivalentStages = problem.solved_stages.setdefault(key, _EquivalentStages(first=inputs))
         layouts.append(_solve(problem, inputs, equivalent))
     return layouts
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
-from autopar.compiler.jaxprs.equation_keys import equation_key
+from autopar.compiler.jaxprs.equation_keys import equation_key, literal_key
 from autopar.compiler.jaxprs.primitives import CONTROL_FLOW
 from autopar.compiler.jaxprs.trip_counts import trip_count
 from autopar.compiler.resharding.costs import Collective, step_collectives
@@ -61,7 +61,7 @@ class _Numbering:
 
         def number(value: Value | jc.Literal) -> int:
             if isinstance(value, jc.Literal):
-                return self._number_of(("literal", str(value.aval), repr(value.val)))[0]
+                return self._number_of(("literal", literal_key(value)))[0]
             if value not in values:  # a constant of the jaxpr
                 values[value] = self.new()
             return values[value]
