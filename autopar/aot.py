@@ -44,7 +44,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.methods import Method
-from autopar.progress import search_progress
+from autopar.progress import say, search_progress
 from autopar.runtime.finite import kinds_of_values
 from autopar.runtime.in_process import FunctionOnOneDevice, InProcess, function_on_one_device
 from autopar.runtime.interfaces import LoadedProgram
@@ -440,6 +440,8 @@ class Traced:
                 cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
             )
             note_whole_inputs(self.trace, plan)
+        if plan.certificate is not None:
+            say(f"{self.trace.name}: {plan.choice()}")
         scopes = tuple(map(str, scopes_kept(self.trace, asked)))
         return Planned(plan=plan, trace=self.trace, source=self.source, scopes=scopes)
 

@@ -33,7 +33,7 @@ from autopar.compiler.planning.follow import Followed
 from autopar.errors import CannotSerialize, InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
-from autopar.methods import DataParallel, Method
+from autopar.methods import Auto, Method
 from autopar.session import current_session
 from autopar.step_serialization import trace_call
 
@@ -305,8 +305,8 @@ def parallelize(
     `fun` is any function of arrays in pytrees that `jax.jit` accepts; a train step uses `jax.grad` or
     `jax.value_and_grad` as usual. Also a decorator, with or without options.
 
-    - `method`: `DataParallel` (the default), `ShardParallel`, `PipelineParallel`, `Megatron`, `Auto`, `Zero`,
-      `TensorParallel`, `ExpertParallel`, or a `Plan`.
+    - `method`: `Auto` (the default: what is fastest is searched, and a line says what that is), `Zero`,
+      `TensorParallel`, `ExpertParallel`, `Megatron`, `DataParallel`, `ShardParallel`, `PipelineParallel`, or a `Plan`.
     - `follow`: a step whose state this one takes as it lies, instead of a method: an evaluation of what another step
       trains. It runs on the same devices, in stages if those are, and never moves the state; what it returns of its
       arguments as they are is the caller's own.
@@ -325,7 +325,7 @@ def parallelize(
     Raises `InvalidArgument` for options that contradict each other or the function.
     """
     following = _following(follow, num_microbatches, {"method": method, "devices": devices, "cluster": cluster})
-    chosen = _with_microbatches(DataParallel() if method is None else method, None if follow else num_microbatches)
+    chosen = _with_microbatches(Auto() if method is None else method, None if follow else num_microbatches)
     roles = ArgumentRoles(
         batch_argnums=None if batch_argnums is None else check_numbers("batch_argnums", batch_argnums),
         unbatched=check_names("unbatched", unbatched),

@@ -16,6 +16,7 @@ collected. So passes pause it.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -45,6 +46,11 @@ def search_progress(description: str, console: Console | None = None) -> Generat
             yield
         finally:
             _current.reset(token)
+
+
+def say(line: str) -> None:
+    """Write a line that stays to standard error, also where it is no terminal."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def tell(what: str) -> None:

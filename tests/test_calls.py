@@ -24,7 +24,7 @@ def train_step(w, x):
     return w - 0.1 * gradient, loss
 
 
-parallel_step = autopar.parallelize(train_step)
+parallel_step = autopar.parallelize(train_step, method=autopar.DataParallel())
 
 
 def test_threads_that_call_first_compile_once():
@@ -51,7 +51,7 @@ TRANSFORMED = {
     "vmap": lambda: jax.vmap(parallel_step, in_axes=(None, 0))(W, X[None]),
     "scan": lambda: jax.lax.scan(parallel_step, W, X[None]),
     "eval_shape": lambda: jax.eval_shape(parallel_step, W, X),
-    "parallelize": lambda: autopar.parallelize(lambda w, x: parallel_step(w, x))(W, X),
+    "parallelize": lambda: autopar.parallelize(lambda w, x: parallel_step(w, x), method=autopar.DataParallel())(W, X),
     "its own arrays": lambda: jax.jit(lambda x: parallel_step(W, X)[1] + x)(1.0),
     "compiled": lambda: jax.jit(parallel_step.trace(W, X).plan().lower().compile())(W, X),
 }
@@ -76,7 +76,9 @@ def test_without_jit_the_step_runs_as_it_stands():
         return w + jnp.mean(x)
 
     with jax.disable_jit():
-        np.testing.assert_allclose(autopar.parallelize(step)(W, X), W + jnp.mean(X), rtol=1e-6)
+        np.testing.assert_allclose(
+            autopar.parallelize(step, method=autopar.DataParallel())(W, X), W + jnp.mean(X), rtol=1e-6
+        )
     assert len(seen) == 1
 
 
@@ -103,7 +105,7 @@ def test_step_without_a_name_of_its_own_is_not_pickled():
 
 
 def test_compiled_steps_are_listed_and_dropped():
-    step = autopar.parallelize(train_step)
+    step = autopar.parallelize(train_step, method=autopar.DataParallel())
     step(W, X), step(W, X[:8])
     first, second = step.all_compiled()
     step.clear_cache(first)
@@ -237,18 +239,18 @@ def test_step_for_pmap_changes_objects_in_place():
 
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     expected = model.kernel[...] - jnp.mean(X)
-    autopar.parallelize(step, axis_name="batch")(model, X)
+    autopar.parallelize(step, method=autopar.DataParallel(), axis_name="batch")(model, X)
     np.testing.assert_allclose(model.kernel[...], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_axis_that_nothing_binds_is_refused_with_the_recipe():
     with pytest.raises(InvalidArgument, match=r"pmap_step reduces over the axis 'batch'.*axis_name='batch'"):
-        autopar.parallelize(pmap_step)(W, X)
+        autopar.parallelize(pmap_step, method=autopar.DataParallel())(W, X)
 
 
 def test_name_that_the_step_lacks_is_its_own_error():
     with pytest.raises(NameError, match="nothing_of_this_name"):
-        autopar.parallelize(lambda w, x: nothing_of_this_name)(W, X)  # noqa: F821
+        autopar.parallelize(lambda w, x: nothing_of_this_name, method=autopar.DataParallel())(W, X)  # noqa: F821
 
 
 # --- wrapped by jax.jit -------------------------------------------------------------------------------------------
@@ -259,7 +261,7 @@ def test_arguments_that_jit_was_told_of_are_static_and_donated():
         return w + (jnp.mean(x) if mode == "mean" else jnp.sum(x))
 
     jitted = jax.jit(step, static_argnames="mode", donate_argnums=0)
-    ours = autopar.parallelize(jitted)
+    ours = autopar.parallelize(jitted, method=autopar.DataParallel())
     assert (ours.arguments.static_names, ours.arguments.donated) == ({"mode"}, {0})
     np.testing.assert_allclose(ours(W + 0, X, "mean"), step(W, X, "mean"), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(ours(W + 0, X, mode="sum"), step(W, X, "sum"), rtol=1e-5, atol=1e-5)
@@ -271,6 +273,7 @@ def test_arguments_that_jit_was_told_of_are_static_and_donated():
 def test_lists_strings_and_numbers_of_numpy_are_taken_for_options():
     step = autopar.parallelize(
         lambda w, x, mode: w + jnp.mean(x),
+        method=autopar.DataParallel(),
         batch_argnums=[np.int64(1)],
         static_argnames=["mode"],
         donate_argnums=np.int32(0),

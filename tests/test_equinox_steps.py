@@ -66,9 +66,11 @@ def test_numbers_are_traced_unless_filter_jit_holds_them_static():
     def scaled(x, factor):
         return x * factor, isinstance(factor, jax.core.Tracer), factor
 
-    _, traced, factor = autopar.parallelize(scaled, batch_argnums=0)(X, 2.0)
+    _, traced, factor = autopar.parallelize(scaled, method=autopar.DataParallel(), batch_argnums=0)(X, 2.0)
     assert bool(traced) and isinstance(factor, jax.Array)
-    _, traced, factor = autopar.parallelize(eqx.filter_jit(scaled), batch_argnums=0)(X, 2.0)
+    _, traced, factor = autopar.parallelize(eqx.filter_jit(scaled), method=autopar.DataParallel(), batch_argnums=0)(
+        X, 2.0
+    )
     assert traced is False and factor == 2.0 and not isinstance(factor, jax.Array)
 
 
@@ -99,7 +101,7 @@ def test_batch_norm_carries_its_state():
         return eqx.nn.State(model := Normed(eqx.nn.Linear(8, 4, key=jax.random.key(0)), norm)), model
 
     state, model = make()
-    ours = autopar.parallelize(normed_step, batch_argnums=2)(model, state, X)
+    ours = autopar.parallelize(normed_step, method=autopar.DataParallel(), batch_argnums=2)(model, state, X)
     state, model = make()
     theirs = eqx.filter_jit(normed_step)(model, state, X)
     for a, b in zip(jax.tree.leaves(eqx.filter(ours, eqx.is_array)), jax.tree.leaves(eqx.filter(theirs, eqx.is_array))):
@@ -110,7 +112,7 @@ def test_argument_with_more_than_arrays_is_not_placed_ahead_of_a_call():
     def scaled(batch, w):
         return w * jnp.mean(batch["x"])
 
-    step = autopar.parallelize(scaled, batch_argnums=0)
+    step = autopar.parallelize(scaled, method=autopar.DataParallel(), batch_argnums=0)
     batch = {"x": X, "kind": "images"}
     step(batch, Y)
     with pytest.raises(autopar.InvalidArgument, match="Argument 0 of scaled holds more than arrays"):

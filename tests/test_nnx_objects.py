@@ -62,7 +62,7 @@ def assert_equal(one, two):
 
 @pytest.mark.parametrize("given", [train_step, nnx.jit(train_step)], ids=["plain", "nnx.jit"])
 def test_model_optimizer_metrics_and_random_streams_change_as_by_nnx_jit(given):
-    step = autopar.parallelize(given, batch_argnums=3)
+    step = autopar.parallelize(given, method=autopar.DataParallel(), batch_argnums=3)
     args = objects()
     assert_equal(state_after(step, args), state_after(nnx.jit(train_step), objects()))
     model = args[0]
@@ -103,7 +103,7 @@ def test_objects_in_trees_and_by_name_and_as_results():
 
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     expected = model.kernel[...] + jnp.mean(X)
-    result = autopar.parallelize(step, batch_argnums=())({"model": model}, x=X)
+    result = autopar.parallelize(step, method=autopar.DataParallel(), batch_argnums=())({"model": model}, x=X)
     assert result["model"] is model
     np.testing.assert_allclose(model.kernel[...], expected, rtol=1e-6)
     np.testing.assert_allclose(result["fresh"][...], jnp.sum(X), rtol=1e-6)
@@ -117,7 +117,7 @@ def test_variables_and_settings_that_the_step_adds_are_there_afterwards():
         return jnp.mean(y)
 
     ours, theirs = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    parallel = autopar.parallelize(step)
+    parallel = autopar.parallelize(step, method=autopar.DataParallel())
     for _ in range(2):  # the second call finds the variable, and is another program
         np.testing.assert_allclose(parallel(ours, X), nnx.jit(step)(theirs, X), rtol=1e-5)
         np.testing.assert_allclose(ours.largest[...], theirs.largest[...], rtol=1e-5)
@@ -132,7 +132,7 @@ def test_array_that_moves_within_the_objects_is_kept():
 
     model, target = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(1))
     before = np.asarray(model.kernel[...])
-    parallel = autopar.parallelize(step, batch_argnums=2, donate_argnums=(0, 1))
+    parallel = autopar.parallelize(step, method=autopar.DataParallel(), batch_argnums=2, donate_argnums=(0, 1))
     for _ in range(2):
         parallel(model, target, X)
     np.testing.assert_allclose(target.kernel[...], before + np.mean(X), rtol=1e-5)
@@ -141,7 +141,7 @@ def test_array_that_moves_within_the_objects_is_kept():
 
 def test_settings_of_a_module_are_part_of_the_key():
     model = Network(nnx.Rngs(0))
-    evaluate = autopar.parallelize(loss_of)
+    evaluate = autopar.parallelize(loss_of, method=autopar.DataParallel())
     evaluate(model, X)
     model.eval()
     np.testing.assert_allclose(evaluate(model, X), nnx.jit(loss_of)(model, X), rtol=1e-5)
@@ -157,7 +157,10 @@ def test_state_that_is_passed_as_a_tree_is_a_tree():
 
     traced = autopar.parallelize(step).trace(params, X)
     assert set(traced.trace.state_outputs.values()) == {0, 1}
-    assert_equal(jax.device_get(autopar.parallelize(step)(params, X)), jax.device_get(jax.jit(step)(params, X)))
+    assert_equal(
+        jax.device_get(autopar.parallelize(step, method=autopar.DataParallel())(params, X)),
+        jax.device_get(jax.jit(step)(params, X)),
+    )
 
 
 def test_variable_of_a_state_that_is_changed_in_place_is_refused():
@@ -168,4 +171,4 @@ def test_variable_of_a_state_that_is_changed_in_place_is_refused():
         return jnp.mean(x)
 
     with pytest.raises(InvalidArgument, match=r"step changes a variable of an nnx.State in place.*pass the module"):
-        autopar.parallelize(step)(params, X)
+        autopar.parallelize(step, method=autopar.DataParallel())(params, X)

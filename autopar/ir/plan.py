@@ -249,6 +249,21 @@ class Plan:
         stages = f"{self.num_stages} stage{'s' * (self.num_stages > 1)} on {self.num_devices} devices"
         return f"<Plan {self.method}: {stages}, {self._schedule_words()}>"
 
+    def choice(self) -> str:
+        """Return in a line what a search chose, and why: its simulated time, and that of the next best plan."""
+        meshes = ["x".join(map(str, mesh.shape)) for mesh in self.meshes]
+        if self.num_stages == 1:
+            places = f"one program on {meshes[0]} devices"
+        else:
+            each = meshes[0] if len(set(meshes)) == 1 else " | ".join(meshes)
+            places = f"{self.num_stages} stages on {each} devices"
+        chosen = f"{places}, {self._schedule_words()}"
+        if self.certificate is None:
+            return chosen
+        found = self.certificate
+        others = "".join(f"; {words} takes {1e3 * s:.4g} ms" for words, s in found.runners_up[:1])
+        return f"{chosen}: {1e3 * found.step_time_s:.4g} ms per step as simulated, the least that was found{others}"
+
     def _schedule_words(self) -> str:
         microbatches = "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
         return f"{microbatches}, schedule {self.schedule}"

@@ -29,7 +29,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-METHODS = ("default", "pipeline", "auto")
+METHODS = ("data", "pipeline", "auto")
 BAD = ("WRONG", "RAW", "SILENT", "TIMEOUT")
 TOLERANCE = 2e-4
 """Of the largest entry of a leaf: float32 sums in another order, two steps long."""
@@ -114,7 +114,7 @@ def run_one(name: str, method: str) -> dict[str, Any]:
     wild = CASES[name][1]()
     wanted = _two_calls(wild.jit(wild.step), wild)
     methods = {
-        "default": None,
+        "data": autopar.DataParallel(),
         "pipeline": autopar.PipelineParallel(num_stages=2, num_microbatches=2),
         "auto": autopar.Auto(),
     }
@@ -204,7 +204,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "",
         f"Python {sys.version.split()[0]}, jax {_version('jax')}.",
         "",
-        "| package | step | default | `PipelineParallel` 2 x 2 | `Auto()` |",
+        "| package | step | `DataParallel()` | `PipelineParallel` 2 x 2 | `Auto()` |",
         "|---|---|---|---|---|",
     ]
     notes: list[str] = []

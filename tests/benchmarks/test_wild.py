@@ -36,4 +36,4 @@ def test_a_step_that_is_installed_here_is_right(method):
 
 def test_an_unknown_case_is_refused():
     with pytest.raises(SystemExit, match="There is no case nothing"):
-        wild.run_all(["nothing"], ("default",), 1.0)
+        wild.run_all(["nothing"], ("data",), 1.0)

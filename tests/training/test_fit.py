@@ -48,7 +48,7 @@ def losses_of(history: list[Any]) -> list[float]:
 @pytest.fixture(scope="module")
 def step() -> autopar.Step:
     """Without donation, so that tests may use the first parameters again."""
-    return autopar.parallelize(train_step, devices=jax.devices())
+    return autopar.parallelize(train_step, method=autopar.DataParallel(), devices=jax.devices())
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,9 @@ def test_options_that_contradict_each_other_are_refused(step, options, message):
 
 
 def test_a_step_that_returns_no_metrics_is_refused():
-    step = autopar.parallelize(lambda params, batch: jax.tree.map(jnp.negative, params), batch_argnums=1)
+    step = autopar.parallelize(
+        lambda params, batch: jax.tree.map(jnp.negative, params), method=autopar.DataParallel(), batch_argnums=1
+    )
     with pytest.raises(InvalidArgument, match=r"fit trains steps that return \(state, metrics\)"):
         fit(step, mlp_params(), draw, num_steps=1)
 
@@ -245,7 +247,7 @@ def test_a_process_that_dies_before_there_is_a_checkpoint_costs_no_step(tmp_path
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_a_failure_is_raised_unless_asked_otherwise_and_another_number_of_hosts_goes_on(tmp_path):
-    step = autopar.parallelize(train_step)
+    step = autopar.parallelize(train_step, method=autopar.DataParallel())
     params, _ = fit(step, mlp_params(), draw, num_steps=3, checkpoint_dir=tmp_path)
     saved = jax.tree.map(np.array, params)
     kill(1)
@@ -269,7 +271,7 @@ def test_training_goes_on_with_a_new_plan_on_the_hosts_that_are_left(tmp_path):
     autopar.shutdown()
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     others = [nodes.add_node(num_cpus=1) for _ in range(3)]
-    step = autopar.parallelize(train_step, donate_argnums=0)
+    step = autopar.parallelize(train_step, method=autopar.DataParallel(), donate_argnums=0)
     devices: list[int] = []
 
     def on_step(number: int, metrics: Any) -> None:

@@ -150,7 +150,7 @@ def test_a_step_with_further_arguments_is_compiled_with_them():
         grads = jax.grad(lambda w: depth * jnp.sum((batch["x"] @ w) ** 2))(state)
         return state - rate * grads, {}
 
-    step = autopar.parallelize(scaled_step, static_argnums=3)
+    step = autopar.parallelize(scaled_step, method=autopar.DataParallel(), static_argnums=3)
     state = create_state(
         lambda key: jax.random.normal(key, (8, 4)), jax.random.key(0), like=step, batch=BATCH, further=(0.1, 2)
     )
@@ -168,14 +168,14 @@ def test_a_step_with_further_arguments_is_compiled_with_them():
     ],
 )
 def test_a_state_that_the_step_does_not_take_is_refused_by_the_name_of_its_leaf(change, message):
-    step = autopar.parallelize(train_step)
+    step = autopar.parallelize(train_step, method=autopar.DataParallel())
     compiled = step.trace(jax.eval_shape(init_fn, jax.random.key(0)), BATCH).plan().lower().compile()
     with pytest.raises(InvalidArgument, match=message):
         create_state(lambda key: change(init_fn(key)), jax.random.key(0), like=compiled)
 
 
 def test_a_step_that_is_not_compiled_needs_a_batch():
-    step = autopar.parallelize(train_step)
+    step = autopar.parallelize(train_step, method=autopar.DataParallel())
     with pytest.raises(InvalidArgument, match="has not been compiled yet"):
         create_state(init_fn, jax.random.key(0), like=step)
     with pytest.raises(InvalidArgument, match="has not been compiled yet"):
@@ -212,14 +212,14 @@ def test_batches_are_placed_and_may_load_themselves_by_their_ranges():
     ],
 )
 def test_a_batch_that_the_step_does_not_take_is_refused(batch, message):
-    step = autopar.parallelize(train_step)
+    step = autopar.parallelize(train_step, method=autopar.DataParallel())
     create_state(init_fn, jax.random.key(0), like=step, batch=BATCH)
     with pytest.raises(InvalidArgument, match=message):
         shard_batch(batch, like=step)
 
 
 def test_prefetched_batches_come_in_order_and_pass_on_what_their_source_raises():
-    step = autopar.parallelize(train_step)
+    step = autopar.parallelize(train_step, method=autopar.DataParallel())
     create_state(init_fn, jax.random.key(0), like=step, batch=BATCH)
 
     def source() -> Any:
@@ -243,7 +243,7 @@ def test_an_initialisation_that_cannot_be_sent_says_so():
         with lock:
             return key
 
-    step = autopar.parallelize(train_step)
+    step = autopar.parallelize(train_step, method=autopar.DataParallel())
     create_state(init_fn, jax.random.key(0), like=step, batch=BATCH)
     arrangement, _ = argument_placement(step.all_compiled()[0], 0)
     with pytest.raises(CannotSerialize, match="locked cannot be sent"):

@@ -28,6 +28,7 @@ from autopar.compiler.frontend.training_loops import refuse_long_training_loops,
 from autopar.compiler.inter_op.submeshes import place_submeshes, submesh_choices
 from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.planning.candidates import (
     PipelineCandidate,
@@ -36,6 +37,7 @@ from autopar.compiler.planning.candidates import (
     stage_candidates,
 )
 from autopar.compiler.planning.constraints import pins_of_inputs
+from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import mesh_choices, plan_by_search
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, submesh_mesh
 from autopar.compiler.planning.stage_layouts import stage_shardings, with_input_specs
@@ -43,7 +45,7 @@ from autopar.compiler.planning.step_bounds import StepBounds, step_bounds
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import Certificate
-from autopar.methods import EFFORTS
+from autopar.methods import EFFORTS, DataParallel
 from autopar.progress import tell, tell_best
 
 _ATTEMPTS = 4
@@ -171,7 +173,35 @@ def search_plan(problem: StageProblem, simulated_s: SimulatedTime) -> Plan:
     keep, and `NotSplittable` or `Unsupported` for a step that cannot be cut as it is asked for.
     """
     pins_of_inputs(problem.trace, problem.method.pins)
+    if problem.num_devices == 1:
+        return _plan_on_one_device(problem, simulated_s)
     return _Search.of(problem, simulated_s).run()
+
+
+def _plan_on_one_device(problem: StageProblem, simulated_s: SimulatedTime) -> Plan:
+    """Return the plan of the step as it is, where that fits for sure; else a search says what is computed again.
+
+    A budget that is a word asks for what is fastest within a usual device. Where nothing is, the step runs as it is:
+    there is no other device to help.
+    """
+    trace, method = problem.trace, problem.method
+    made = sum(aval_bytes(v.aval) for eqn in jc.all_equations(trace.jaxpr) for v in eqn.outvars)
+    needed = made + sum(aval_bytes(leaf.aval) for leaf in trace.inputs) + problem.machine.product_workspace_bytes
+    given = method.num_stages, method.mesh_shape, method.schedule, method.num_microbatches, method.remat is True or None
+    if any(each is not None for each in given):
+        return _Search.of(problem, simulated_s).run()
+    if needed > problem.memory_bytes:
+        try:
+            return _Search.of(problem, simulated_s).run()
+        except MemoryTooSmall:
+            if not isinstance(method.memory, str):
+                raise
+    as_it_is = DataParallel(
+        random=method.random,
+        batch_statistics=method.batch_statistics,
+        ignore_user_shardings=method.ignore_user_shardings,
+    )
+    return replace(plan_by_hand(trace, as_it_is, num_devices=1, machine=problem.machine), method="Auto")
 
 
 @dataclass(kw_only=True, eq=False)

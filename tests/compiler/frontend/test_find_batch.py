@@ -211,7 +211,7 @@ GRAPH = (
 
 
 def test_a_step_without_a_batch_is_not_run_in_silence():
-    step = autopar.parallelize(graph_step)
+    step = autopar.parallelize(graph_step, method=autopar.DataParallel())
     assert batch_of(step.trace(*GRAPH).trace) == []
     with pytest.warns(ReplicatedWarning, match="Every device computes the whole of graph_step, because no input"):
         got = step(*GRAPH)
@@ -221,7 +221,7 @@ def test_a_step_without_a_batch_is_not_run_in_silence():
 
 def test_microbatches_of_a_step_without_a_batch_are_refused():
     with pytest.raises(InvalidArgument, match=r"2 microbatches were asked for, but no input outside of the state .*"):
-        autopar.parallelize(graph_step, num_microbatches=2).trace(*GRAPH).plan().lower()
+        autopar.parallelize(graph_step, method=autopar.DataParallel(), num_microbatches=2).trace(*GRAPH).plan().lower()
 
 
 def two_sizes(params, labeled, y, others):
@@ -234,7 +234,7 @@ TWO_SIZES = (PARAMS, X, Y, zeros(24, WIDTH))
 def test_two_readings_are_named_with_their_inputs():
     readings = r"first axis of labeled, y \(8 rows\) or the first axis of others \(24 rows\)"
     with pytest.raises(InvalidArgument, match=readings + ".*batch_argnums.*unbatched"):
-        autopar.parallelize(two_sizes).trace(*TWO_SIZES).plan()
+        autopar.parallelize(two_sizes, method=autopar.DataParallel()).trace(*TWO_SIZES).plan()
 
 
 @pytest.mark.parametrize(
@@ -271,5 +271,5 @@ def test_state_of_one_array_is_no_batch_where_the_data_are_left_out():
     traced = autopar.parallelize(one_matrix).trace(*args).trace
     assert [traced.inputs[i].name for i in traced.batch_inputs] == ["x"]
     with pytest.warns(ReplicatedWarning, match="Every device computes the whole of one_matrix"):
-        planned = autopar.parallelize(one_matrix, unbatched="^x$").trace(*args).plan()
+        planned = autopar.parallelize(one_matrix, method=autopar.DataParallel(), unbatched="^x$").trace(*args).plan()
     assert planned.trace.batch_inputs == ()

@@ -49,5 +49,5 @@ def no_more_than_sixteen(w, x):
 
 def test_rows_up_to_the_number_that_there_are_can_be_split():
     args = (np.eye(4, dtype=np.float32), BATCH[0])
-    got = autopar.parallelize(no_more_than_sixteen, num_microbatches=4)(*args)
+    got = autopar.parallelize(no_more_than_sixteen, method=autopar.DataParallel(), num_microbatches=4)(*args)
     np.testing.assert_allclose(got, no_more_than_sixteen(*args), rtol=1e-5)

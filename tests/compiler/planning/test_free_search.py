@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.compiler.planning import one_mesh
 from autopar.compiler.planning.step_bounds import Work, step_bounds
-from autopar.errors import AutoparError, InvalidArgument
+from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall
 from autopar.hardware.machine import Link, Machine
 from autopar.methods import EFFORTS
 
@@ -132,3 +133,40 @@ def test_what_ended_the_search_early_is_said(monkeypatch):
 def test_an_effort_that_there_is_not_is_refused():
     with pytest.raises(InvalidArgument, match="effort"):
         autopar.Auto(effort="some")
+
+
+def test_the_default_is_a_search_that_says_what_it_chose(capsys):
+    args = arguments(64, 16)
+    there = autopar.Cluster.parse("1x dgx-h100").with_devices(4)
+    planned = autopar.parallelize(train_step, cluster=there).trace(*args).plan()
+    assert planned.plan.method == "Auto" and planned.plan.certificate is not None
+    line = f"train_step: {planned.plan.choice()}"
+    assert line in capsys.readouterr().err and " ms per step as simulated" in line and " takes " in line
+
+
+def test_on_one_device_nothing_is_searched(capsys, monkeypatch):
+    monkeypatch.setattr(one_mesh, "search_on", None)
+    step = autopar.parallelize(train_step, devices=jax.devices()[:1])
+    params, batch = jax.tree.map(lambda a: jnp.full(a.shape, 0.01), arguments(16, 8))
+    got, loss = step(params, batch)
+    wanted, wanted_loss = train_step(params, batch)
+    assert jnp.allclose(loss, wanted_loss)
+    assert all(map(jnp.allclose, jax.tree.leaves(got), jax.tree.leaves(wanted)))
+    assert capsys.readouterr().err == ""
+
+
+def test_one_device_with_little_memory_is_searched_for():
+    args = arguments(4096, 1024)
+    there = autopar.Cluster.parse("1x p3.16xlarge").with_devices(1)
+    traced = autopar.parallelize(train_step, cluster=there).trace(*args)
+    assert traced.plan().plan.certificate is None
+    assert traced.plan(autopar.Auto(memory=2.3e9)).plan.certificate is not None
+    with pytest.raises(MemoryTooSmall, match="the budget is"):
+        traced.plan(autopar.Auto(memory=1.2e9))
+
+
+def test_one_device_runs_what_its_usual_memory_does_not_hold():
+    args = arguments(4096, 1024)
+    small = dataclasses.replace(Machine.named("p3.16xlarge"), name="small", memory_bytes=10**9, sources={})
+    there = autopar.Cluster(num_devices=1, machine=small)
+    assert autopar.parallelize(train_step, cluster=there).trace(*args).plan().plan.certificate is None

@@ -76,7 +76,7 @@ def test_a_restart_keeps_the_description_and_gives_back_processes_that_cannot_me
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = {"num_hosts": 2, "devices_per_host": 2, "runtime_env": {"env_vars": {"PYTHONPATH": path}}}
     assert autopar.init(cluster=described, **options) == described
-    step = autopar.parallelize(lambda state, batch: (state * 2, {}))
+    step = autopar.parallelize(lambda state, batch: (state * 2, {}), method=autopar.DataParallel())
     arguments = np.ones(4, np.float32), np.ones((4, 1), np.float32)
     lost, _ = step(*arguments)
     checkpoints = autopar.Checkpoints(tmp_path / "checkpoints")
