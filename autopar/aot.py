@@ -43,7 +43,7 @@ from autopar.finite_guard import FiniteGuard
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.methods import Method
+from autopar.methods import Auto, Method
 from autopar.progress import say, search_progress
 from autopar.runtime.finite import kinds_of_values
 from autopar.runtime.in_process import FunctionOnOneDevice, InProcess, function_on_one_device
@@ -440,7 +440,7 @@ class Traced:
                 cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
             )
             note_whole_inputs(self.trace, plan)
-        if plan.certificate is not None:
+        if isinstance(asked, Auto) and plan.certificate is not None:
             say(f"{self.trace.name}: {plan.choice()}")
         scopes = tuple(map(str, scopes_kept(self.trace, asked)))
         return Planned(plan=plan, trace=self.trace, source=self.source, scopes=scopes)
