@@ -1,8 +1,15 @@
 """The command line, also as `python -m autopar`.
 
+autopar plan        plans a step, and shows the plan
+autopar simulate    says how long a step of a plan takes, and what it holds
+autopar explain     says what else could have been planned, and what causes a collective
+autopar what-if     plans a step in another way, and says what differs
+autopar diff        says what differs between two stored plans
+autopar view        writes a plan as a page for the browser
+autopar machines    lists the machines that can be planned for
 autopar calibrate   measures the devices at hand
 autopar doctor      checks what autopar needs, here and on a cluster
-autopar plan        plans a step, and shows the plan
+autopar bench       compares with Alpa's evaluation
 autopar run         runs a training script, and starts it again when its cluster is lost
 """
 
@@ -12,16 +19,43 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from autopar import doctor, plan_command, supervisor
-from autopar.errors import AutoparError
+from autopar import doctor, machines_command, plan_command, supervisor
+from autopar.errors import AutoparError, InvalidArgument
 from autopar.hardware import calibrate
 
-# Of each: the module, whose first line describes the command, its options, and the function that returns the exit
-# status.
+
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    """Add the words of a benchmark."""
+    parser.add_argument(
+        "words", nargs=argparse.REMAINDER, help="as for python -m benchmarks: gpt, moe, wresnet, accuracy"
+    )
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Run a benchmark, which is no part of the installed package; 0."""
+    try:
+        from benchmarks.__main__ import main as run_benchmark
+    except ModuleNotFoundError:
+        raise InvalidArgument(
+            "The benchmarks are not installed with the package. Run `autopar bench` in a checkout of the project."
+        ) from None
+    run_benchmark(arguments.words)
+    return 0
+
+
+# Of each: the module that reads its options, what adds them, and what runs it and returns the exit status; the first
+# sentence of the last one says what the command does.
 COMMANDS = {
+    "plan": (plan_command, plan_command.add_plan_options, plan_command.run_plan),
+    "simulate": (plan_command, plan_command.add_simulate_options, plan_command.run_simulate),
+    "explain": (plan_command, plan_command.add_explain_options, plan_command.run_explain),
+    "what-if": (plan_command, plan_command.add_what_if_options, plan_command.run_what_if),
+    "diff": (plan_command, plan_command.add_diff_options, plan_command.run_diff),
+    "view": (plan_command, plan_command.add_view_options, plan_command.run_view),
+    "machines": (machines_command, machines_command.add_machines_options, machines_command.run_machines),
     "calibrate": (calibrate, calibrate.add_calibrate_options, calibrate.run_calibrate),
     "doctor": (doctor, doctor.add_doctor_options, doctor.run_doctor),
-    "plan": (plan_command, plan_command.add_plan_options, plan_command.run_plan),
+    "bench": (sys.modules[__name__], add_bench_options, run_bench),
     "run": (supervisor, supervisor.add_run_options, supervisor.run_script),
 }
 
@@ -30,9 +64,9 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run a command by its words, by default those of the process; return the exit status."""
     parser = argparse.ArgumentParser(prog="autopar", description="Auto-parallelizing compiler for JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, add_options, _) in COMMANDS.items():
-        description = (module.__doc__ or "").partition("\n")[0]
-        add_options(commands.add_parser(name, help=description, description=description))
+    for name, (_, add_options, run) in COMMANDS.items():
+        said = (run.__doc__ or "").partition(";")[0]
+        add_options(commands.add_parser(name, help=said, description=said))
     arguments = parser.parse_args(words)
     _, _, run = COMMANDS[arguments.command]
     try:

@@ -9,8 +9,8 @@ step.trace(state, batch)   Traced      the jaxpr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,12 @@ from autopar.description import PlanDescription, describe_plan
 from autopar.errors import AutoparError, InvalidArgument, Unsupported
 from autopar.explorer import plan_page
 from autopar.finite_guard import FiniteGuard
+from autopar.fixes import Fixes, find_fixes
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.methods import Auto, Method
+from autopar.plan_difference import PlanDifference, plan_difference
 from autopar.progress import say, search_progress
 from autopar.runtime.finite import kinds_of_values
 from autopar.runtime.in_process import FunctionOnOneDevice, InProcess, function_on_one_device
@@ -315,6 +317,8 @@ class Planned:
     source: Source
     scopes: tuple[str, ...] = ()
     """Those in the model that the plan was made to keep."""
+    method: Method | Plan | Followed | None = None
+    """What it was planned by; None for what is planned by no method of its own."""
 
     @cached_property
     def _program(self) -> Program:
@@ -387,10 +391,44 @@ class Planned:
             tokens=work.tokens,
         )
 
-    def view(self, path: str | Path, *, cluster: Cluster | None = None) -> Path:
-        """Write what `describe` returns as a page for a browser, one file that fetches nothing; return its path."""
-        page = Path(path)
-        page.write_text(plan_page(self.describe(cluster)), encoding="utf-8")
+    def diff(self, other: Planned) -> PlanDifference:
+        """Return what differs in another plan, in words and numbers: decisions, layouts, collectives, memory, time."""
+        return plan_difference(self.describe(), other.describe())
+
+    def what_if(
+        self, *, method: Method | None = None, cluster: Cluster | str | None = None, **options: Any
+    ) -> PlanDifference:
+        """Plan the step anew, and return what differs: `what_if(num_microbatches=8)`, `what_if(cluster="4x dgx-h100")`.
+
+        `options` are fields of the method, by default the one that made this plan: `memory`, `pins`, `schedule`,
+        `remat`, `tensor` and whatever it has. `difference.after.plan` is the plan. Raises `InvalidArgument` for an
+        option that the method does not have, and whatever planning raises.
+        """
+        asked = _with_options(self.method if method is None else method, options)
+        source = Traced(trace=self.trace, source=self.source)
+        if cluster is not None:
+            source = source.on_cluster(Cluster.parse(cluster) if isinstance(cluster, str) else cluster)
+        return self.diff(source.plan(asked))
+
+    def fixes(self) -> Fixes:
+        """Return what to write instead of the method, by what it gains; each suggestion is planned and simulated."""
+        return _fixes(Traced(trace=self.trace, source=self.source), self.method, self.describe(), "")
+
+    def view(
+        self,
+        path: str | Path,
+        *,
+        cluster: Cluster | None = None,
+        beside: Planned | None = None,
+        answers: Sequence[PlanDifference | Explanation] = (),
+    ) -> Path:
+        """Write what `describe` returns as a page for a browser, one file that fetches nothing; return its path.
+
+        `beside` is another plan, with its timeline and all that differs; `answers` are what `what_if` and `explain`
+        returned.
+        """
+        page, other = Path(path), None if beside is None else beside.describe(cluster)
+        page.write_text(plan_page(self.describe(cluster), beside=other, answers=answers), encoding="utf-8")
         return page
 
     def __repr__(self) -> str:
@@ -443,7 +481,21 @@ class Traced:
         if isinstance(asked, Auto) and plan.certificate is not None:
             say(f"{self.trace.name}: {plan.choice()}")
         scopes = tuple(map(str, scopes_kept(self.trace, asked)))
-        return Planned(plan=plan, trace=self.trace, source=self.source, scopes=scopes)
+        return Planned(plan=plan, trace=self.trace, source=self.source, method=asked, scopes=scopes)
+
+    def on_cluster(self, cluster: Cluster) -> Traced:
+        """Return the step for the devices of another cluster, which need not be there."""
+        target = replace(self.source.target, cluster=cluster, devices=None, session=None)
+        return replace(self, source=replace(self.source, target=target))
+
+    def fixes(self, method: Method | None = None) -> Fixes:
+        """Return what to write instead of a method, by default the step's, for a step without a plan or a slow one."""
+        asked = self.source.target.method if method is None else method
+        try:
+            now, reason = self.plan(method).describe(), ""
+        except AutoparError as error:
+            now, reason = None, str(error)
+        return _fixes(self, asked, now, reason)
 
     def __repr__(self) -> str:
         """One line; `print` shows the jaxpr."""
@@ -451,3 +503,35 @@ class Traced:
 
     def __str__(self) -> str:
         return str(self.trace)
+
+
+def _fixes(traced: Traced, method: Method | Plan | Followed | None, now: PlanDescription | None, reason: str) -> Fixes:
+    batch = traced.trace.batch_inputs
+    return find_fixes(
+        method if isinstance(method, Method) else None,
+        lambda other: traced.plan(other).describe(),
+        now=now,
+        reason=reason,
+        rows=traced.trace.inputs[batch[0]].aval.shape[0] if batch else None,
+    )
+
+
+def _with_options(method: Method | Plan | Followed | None, options: Mapping[str, Any]) -> Method | Plan | None:
+    """Return a method with some of its fields changed."""
+    if isinstance(method, Plan) and not options:
+        return method
+    if method is None or isinstance(method, Plan | Followed):
+        raise InvalidArgument(
+            "This was planned from a stored plan or as another step is, and has no options to change. Give a method: "
+            "what_if(method=autopar.Auto(...))."
+        )
+    if not isinstance(method, Method):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"method is {method!r}. Give a method such as autopar.Auto() or autopar.Megatron().")
+    known = [each.name for each in fields(method)]
+    for name, value in options.items():
+        if name not in known:
+            raise InvalidArgument(
+                f"{type(method).__name__} has no option {name!r}; it has {', '.join(known)}. Ask for another method: "
+                f"method=autopar.Auto({name}={value!r})."
+            )
+    return replace(method, **options)

@@ -146,7 +146,7 @@ class PlanDescription:
 
     def to_html(self) -> str:
         """Return the tables as HTML; names are escaped."""
-        return "\n".join([f"<pre>{html.escape(self.headline())}</pre>", *map(_html_table, self.tables())])
+        return "\n".join([f"<pre>{html.escape(self.headline())}</pre>", *map(html_table, self.tables())])
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -289,7 +289,8 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers)) if len(numbers) < 4 else f"{numbers[0]} to {numbers[-1]}"
 
 
-def _html_table(table: Table) -> str:
+def html_table(table: Table) -> str:
+    """Return a table as HTML, its words escaped; nothing for one without rows."""
     head = "".join(f"<th>{html.escape(str(column.header))}</th>" for column in table.columns)
     cells = zip(*(column.cells for column in table.columns), strict=True)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in cells)

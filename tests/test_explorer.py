@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import autopar
-from autopar.explorer import plan_page, shown_events
+from autopar.explorer import plan_page, shown_events, shown_memory
 from autopar.ir.program import Task
 from autopar.runtime.timeline import Event, Timeline
 from tests.small_steps import draw, sgd
@@ -72,6 +72,15 @@ def test_many_tasks_are_shown_as_few():
     assert (shown[0][1], shown[-1][2]) == (0, tasks - 0.1)
 
 
+def test_memory_over_time_reaches_the_peak_with_few_points():
+    points = [(i / 50_000, i % 1_000) for i in range(50_000)]
+    shown = shown_memory(points)
+    assert len(shown) <= 4_000 and max(n for _, n in shown) == 999
+    assert shown == sorted(shown, key=lambda point: point[0])
+    report = planned(METHODS["two stages"]).simulate()
+    assert tuple(max(n for _, n in curve) for curve in report.timeline.memory) == report.timeline.peak_bytes
+
+
 @pytest.fixture(scope="module")
 def browser():
     webdriver = pytest.importorskip("selenium.webdriver")
@@ -117,3 +126,15 @@ def test_the_page_answers_clicks_searches_and_keys(browser, page):
     assert zoomed != before == browser.execute_script("return arguments[0].toDataURL()", canvas)
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_another_plan_and_answers_stand_beside_it(browser, pipeline, tmp_path):
+    other = planned(METHODS["data parallel"])
+    answers = pipeline.explain("schedule"), pipeline.what_if(schedule="gpipe")
+    browser.get(pipeline.view(tmp_path / "both.html", beside=other, answers=answers).as_uri())
+    text = browser.find_element("tag name", "body").text
+    for words in ("Beside another plan", "DataParallel", "schedule: 1f1b", "as planned", answers[1].headline()):
+        assert words in text
+    assert "up to" in browser.find_element("id", "memory-words").text
+    assert len(browser.find_elements("tag name", "canvas")) == 3
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []

@@ -38,6 +38,7 @@ number = 3
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     (tmp_path / "planned_model.py").write_text(MODEL)
+    (tmp_path / "broken_model.py").write_text("1 / 0")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -61,11 +62,74 @@ def test_a_step_that_has_a_method_keeps_it(model, capsys):
     assert (shown["method"], len(shown["stages"]), shown["num_microbatches"]) == ("PipelineParallel", 2, 2)
 
 
+def test_a_stored_plan_is_asked_from_the_command_line(model, capsys):
+    assert main(["plan", "planned_model:make_pipeline", "-o", "two.json"]) == 0
+    assert main(["plan", "planned_model:make_step", "--method", "DataParallel()", "-o", "one.json"]) == 0
+    capsys.readouterr()
+
+    def printed(*words):
+        assert main([*words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    stored = ["planned_model:make_pipeline", "--plan", "two.json"]
+    report = printed("simulate", *stored)
+    counts = {each["choice"]: each for each in printed("explain", *stored, "num_microbatches")["alternatives"]}
+    assert counts["2"]["step_time_s"] == report["step_time_s"] and counts["1"]["step_time_s"] > 0
+    changes = printed("what-if", *stored[:1], "--set", "num_microbatches=4", "--set", "schedule=gpipe")["changes"]
+    assert {each["subject"]: each["after"] for each in changes}["schedule"] == "gpipe"
+    subjects = {each["subject"] for each in printed("diff", "one.json", "two.json")["changes"]}
+    assert {"method", "meshes", "stages", "microbatches"} <= subjects
+    both = printed("diff", "one.json", "two.json", "--step", "planned_model:make_pipeline")
+    assert both["after"]["simulated"]["step_time_s"] == report["step_time_s"]
+    assert printed("view", *stored, "-o", "page.html") == {"page": "page.html"}
+    assert (model / "page.html").stat().st_size > 10_000
+
+
+def test_machines_are_listed_with_their_sources(capsys):
+    assert main(["machines", "--json"]) == 0
+    known = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    assert known["dgx-h100"]["devices_per_host"] == 8 and known["dgx-h100"]["sources"]
+    assert main(["machines"]) == 0
+    assert "dgx-h100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("{", "The plan is not JSON"),
+        ('{"format": 2}', "The plan has format 2"),
+        ("[]", "format None"),
+    ],
+)
+def test_a_plan_file_that_is_damaged_or_of_another_version_is_refused(model, capsys, text, said):
+    (model / "plan.json").write_text(text)
+    assert main(["diff", "plan.json", "plan.json"]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["plan", "--method", "os.system('true')"], "The method is"),
+        (["plan", "--method", "Auto(num_stages=two)"], "Write one of"),
+        (["plan", "--method", "Auto(stages=2)"], "unexpected keyword"),
+        (["plan", "--method", "Auto()", "--plan", "plan.json"], "Both --plan and --method"),
+        (["simulate", "--plan", "none.json"], "none.json"),
+        (["what-if", "--set", "num_microbatches"], "has no value"),
+        (["plan", "--cluster", "8x abacus"], "abacus"),
+    ],
+)
+def test_words_that_cannot_be_used_are_said(model, capsys, words, said):
+    assert main([words[0], "planned_model:make_pipeline", *words[1:]]) == 1
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "step, said",
     [
         ("planned_model", 'Name a module and a function of it, as "model:make_step"'),
         ("no_such_model:make", "The module no_such_model cannot be imported"),
+        ("broken_model:make", "ZeroDivisionError"),
         ("planned_model:make", "planned_model has no function 'make'; it has step, shapes, make_step"),
         ("planned_model:number", "has no function 'number'"),
         ("planned_model:make_nothing", "returned function; it must return the step and its arguments"),

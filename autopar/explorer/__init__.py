@@ -8,21 +8,38 @@ page writes them as text, and its content security policy forbids every request.
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from importlib import resources
+from typing import Any
 
+from autopar.compiler.analysis.explain import Explanation
 from autopar.description import PlanDescription
+from autopar.plan_difference import PlanDifference, plan_difference
 from autopar.runtime.timeline import Event, Timeline
 
 _MOST_EVENTS = 20_000
 """Of a timeline: with more, those that no screen can tell apart are shown as one."""
+_MOST_POINTS = 2_000
+"""Of the memory of one mesh over time."""
 _COLUMNS = 4_000
 """Parts of a step that a screen can tell apart."""
 
 
-def plan_page(description: PlanDescription) -> str:
-    """Return the page of a plan as HTML, complete in itself."""
-    data = description.to_data() | {"timeline": {"events": shown_events(description.simulated.timeline)}}
+def plan_page(
+    description: PlanDescription,
+    *,
+    beside: PlanDescription | None = None,
+    answers: Sequence[PlanDifference | Explanation] = (),
+) -> str:
+    """Return the page of a plan as HTML, complete in itself, with another plan beside it and answers about it."""
+    timeline = description.simulated.timeline
+    data = description.to_data() | {
+        "timeline": {"events": shown_events(timeline), "memory": [shown_memory(points) for points in timeline.memory]},
+        "answers": [_answer(each) for each in answers],
+        "beside": None if beside is None else _beside(description, beside),
+    }
     # `<` could end the element that holds the data, or begin a comment.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = resources.files(__name__).joinpath("page.html").read_text(encoding="utf-8")
@@ -45,6 +62,51 @@ def shown_events(timeline: Timeline) -> list[tuple[int, float, float, str, str, 
         else:
             merged.append(row)
     return merged
+
+
+def shown_memory(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Return the bytes in memory over time as few points: of those that no screen can tell apart the largest."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    column_s = max(points[-1][0], 1e-30) / (_MOST_POINTS // 2)
+    shown: list[tuple[float, int]] = []
+    for _, group in itertools.groupby(points, key=lambda point: int(point[0] / column_s)):
+        same = list(group)
+        peak = max(same, key=lambda point: point[1])
+        shown += [peak] if peak is same[-1] else [peak, same[-1]]
+    return shown
+
+
+def _beside(here: PlanDescription, other: PlanDescription) -> dict[str, Any]:
+    return {
+        "difference": plan_difference(here, other).to_data(),
+        "summary": other.headline(),
+        "step_time_s": other.simulated.step_time_s,
+        "meshes": len(other.plan.meshes),
+        "events": shown_events(other.simulated.timeline),
+    }
+
+
+def _answer(answer: PlanDifference | Explanation) -> dict[str, Any]:
+    match answer:
+        case PlanDifference():
+            rows = [[each.subject, each.before, each.after, each.by] for each in answer.changes]
+            return _table("What if", answer.headline(), ["what", "before", "after", "change"], rows)
+        case Explanation():
+            rows = [
+                [
+                    each.choice,
+                    each.refused if each.price is None else f"{1e3 * each.price.step_time_s:.4g} ms",
+                    "" if each.price is None else f"{each.price.peak_bytes / 1e6:.4g} MB",
+                    "as planned" if each is answer.chosen else "",
+                ]
+                for each in answer.alternatives
+            ]
+            return _table("Why", f"{answer.subject}: {answer.chosen.choice}", ["choice", "step", "peak", ""], rows)
+
+
+def _table(title: str, words: str, columns: list[str], rows: list[list[str]]) -> dict[str, Any]:
+    return {"title": title, "words": words, "columns": columns, "rows": rows}
 
 
 def _row(event: Event) -> tuple[int, float, float, str, str, float]:

@@ -11,7 +11,6 @@ laptop, committed beside the model, and loaded on the cluster:
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import io
 import itertools
 import json
@@ -227,11 +226,6 @@ class Plan:
             stages = [str(number) for number, stage in enumerate(self.stages) if stage.remat]
             return f"The stages {', '.join(stages)} are computed again." if stages else "No stage is computed again."
         return self.sharding.remat_policy()
-
-    def diff(self, other: Plan) -> str:
-        """Return the lines of JSON that differ from another plan; empty for equal plans."""
-        mine, theirs = (plan.to_json().splitlines() for plan in (self, other))
-        return "\n".join(difflib.unified_diff(mine, theirs, "this plan", "other plan", lineterm="", n=0))
 
     def stage_rows(self) -> list[tuple[str, ...]]:
         """Return for every stage, as text: number, layers, mesh, devices, mesh shape, whether it is recomputed."""

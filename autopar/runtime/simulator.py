@@ -79,9 +79,14 @@ def simulate(
             memory[item.mesh].lent.add(item.value)
     for each in memory:
         each.note()
+    held = [[(0.0, each.now)] for each in memory]
     for mesh, instruction in program.linear_order():
         _advance(times, mesh, instruction, sizes, costs, collective_s)
+        if isinstance(instruction, Run):
+            needed = memory[mesh].now + math.ceil(temporary_bytes.get(instruction.executable, 0.0))
+            held[mesh].append((times.events[-1].start_s, needed))
         _update_memory(memory[mesh], mesh, instruction, sizes, temporary_bytes)
+        held[mesh].append((times.clocks.mesh_s[mesh], memory[mesh].now))
     return Timeline(
         name=program.name,
         events=tuple(times.events),
@@ -90,6 +95,7 @@ def simulate(
         peak_bytes=tuple(each.peak for each in memory),
         at_peak=tuple(each.at_peak for each in memory),
         exposed_s=tuple(times.clocks.exposed_s),
+        memory=tuple(map(tuple, held)),
     )
 
 

@@ -86,6 +86,8 @@ class Timeline:
     at_peak: tuple[PeakMoment, ...]
     # Per mesh, the seconds in which it waits for values that are already made, and on their way.
     exposed_s: tuple[float, ...]
+    # Per mesh, seconds and the bytes on each device from then on; at a task's start with what it needs beside them.
+    memory: tuple[tuple[tuple[float, int], ...], ...] = ()
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:

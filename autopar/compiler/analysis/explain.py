@@ -91,7 +91,7 @@ class Explanation:
         return json.dumps(self.to_data(), indent=1) + "\n"
 
     def __str__(self) -> str:
-        return _as_text(self)
+        return as_text(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the choice in words, and a row for each."""
@@ -143,7 +143,7 @@ class CollectiveCauses:
         return json.dumps(self.to_data(), indent=1) + "\n"
 
     def __str__(self) -> str:
-        return _as_text(self)
+        return as_text(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render a row for all collectives of a kind that one line needs for one value."""
@@ -278,7 +278,8 @@ def _is_meant(each: PlannedCollective, question: str) -> bool:
     return question == each.kind or question in each.line or question in each.scope
 
 
-def _as_text(shown: Any) -> str:
+def as_text(shown: Any) -> str:
+    """Return what prints by rich as plain text, the same on every terminal."""
     text = io.StringIO()
     Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False).print(shown)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())

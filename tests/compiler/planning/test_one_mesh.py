@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.errors import InvalidArgument, Unsupported
+from autopar.plan_difference import plan_difference
 from tests.zoo import ZOO
 
 WIDTH, HIDDEN, ROWS = 256, 1024, 64
@@ -98,7 +99,6 @@ def test_a_plan_from_json_means_the_same():
     plan = planned(autopar.Auto(mesh_shape=(2, 4))).plan
     again = autopar.Plan.from_json(plan.to_json())
     assert again == plan
-    assert not plan.diff(again)
     assert again.verify(autopar.parallelize(train_step), arguments())
 
 
@@ -111,7 +111,7 @@ def test_what_was_solved_is_kept(tmp_path, monkeypatch):
 
 def test_plans_that_differ_say_where():
     wide, deep = (planned(autopar.Auto(mesh_shape=shape)).plan for shape in ((8,), (2, 4)))
-    assert '+ "meshes"' in wide.diff(deep) or "shape" in wide.diff(deep)
+    assert plan_difference(wide, deep).changes[0].subject == "meshes"
 
 
 def test_pins_are_obeyed():

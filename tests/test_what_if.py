@@ -1,0 +1,96 @@
+"""What another choice would give is what it gives: each answer is compared with a plan made anew."""
+
+import json
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.errors import InvalidArgument
+from autopar.fixes import method_words
+from autopar.plan_difference import plan_difference
+from tests.small_steps import sgd
+from tests.test_description import arguments, deep_loss
+
+STAGES = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
+
+
+def traced(method, devices=8):
+    cluster = autopar.Cluster(num_devices=devices, kind="cpu")
+    return autopar.parallelize(sgd(deep_loss), method=method, cluster=cluster).trace(*arguments())
+
+
+@pytest.fixture(scope="module")
+def stages():
+    return traced(STAGES).plan()
+
+
+def test_another_option_is_planned_anew_and_told_in_numbers(stages):
+    asked = stages.what_if(num_microbatches=2, schedule="gpipe")
+    made = traced(autopar.PipelineParallel(num_stages=2, num_microbatches=2, schedule="gpipe")).plan().simulate()
+    assert asked.after.simulated.step_time_s == made.step_time_s
+    changes = {each.subject: (each.before, each.after) for each in asked.changes}
+    assert changes["microbatches"] == ("4", "2") and changes["schedule"] == ("1f1b", "gpipe")
+    assert changes["time per step"][1] == f"{1e3 * made.step_time_s:.4g} ms"
+    assert "stages" not in changes and "% faster" in asked.headline()
+    assert "microbatches" in str(asked) and "<table>" in asked._repr_html_()
+    data = json.loads(asked.to_json())
+    assert data["after"]["simulated"]["step_time_s"] == made.step_time_s
+
+
+def test_another_method_changes_layouts_by_their_names(stages):
+    asked = stages.what_if(method=autopar.ShardParallel(mesh_shape=(8,), specs={"down": P("data"), "batch": P("data")}))
+    layouts = {each.subject: (each.before, each.after) for each in asked.changes if each.subject.startswith("layout")}
+    assert layouts["layout of params.layers.*.down (4)"] == ("replicated", "(data=8)")
+
+
+def test_another_cluster_is_planned_for(stages):
+    asked = stages.what_if(cluster="1x dgx-h100")
+    (change,) = [each for each in asked.changes if each.subject == "cluster"]
+    assert "dgx-h100" in change.after
+    assert not stages.what_if()
+
+
+def test_stored_plans_are_compared_without_their_step(stages):
+    before, after = stages.plan, traced(autopar.Zero(mesh_shape=(8,))).plan().plan
+    difference = plan_difference(before, after)
+    subjects = {each.subject for each in difference.changes}
+    assert {"method", "stages", "meshes", "microbatches"} <= subjects
+    assert str(plan_difference(before, before)) == "The plans are the same."
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": 0.5}, r"PipelineParallel has no option 'memory'; it has .*method=autopar.Auto\(memory=0.5\)"),
+        ({"method": "Auto"}, "method is 'Auto'"),
+        ({"num_microbatches": 0}, "num_microbatches is 0"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(stages, options, message):
+    with pytest.raises(InvalidArgument, match=message):
+        stages.what_if(**options)
+    with pytest.raises(InvalidArgument, match="was planned from a stored plan"):
+        traced(stages.plan).plan().what_if(num_microbatches=2)
+
+
+def test_fixes_are_plans_sorted_by_what_they_gain(stages):
+    fixes = stages.fixes()
+    better = fixes.better
+    assert better and [each.step_time_s for each in better] == sorted(each.step_time_s for each in better)
+    assert all(each.step_time_s < stages.simulate().step_time_s for each in better)
+    best = better[0]
+    assert traced(best.method).plan().simulate().step_time_s == best.step_time_s
+    assert best.words in str(fixes) and json.loads(fixes.to_json())["better"][0] == best.words
+
+
+def test_what_has_no_plan_is_given_what_has():
+    refused = traced(autopar.DataParallel(num_microbatches=3))
+    fixes = refused.fixes()
+    assert fixes.now is None and "3" in fixes.reason
+    assert fixes.better and "There is no plan" in str(fixes)
+
+
+def test_methods_are_written_as_they_are_given():
+    assert method_words(autopar.Auto()) == "Auto()"
+    assert method_words(STAGES) == "PipelineParallel(num_microbatches=4)"
