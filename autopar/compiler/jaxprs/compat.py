@@ -109,8 +109,9 @@ def bind_equation(eqn: JaxprEqn, args: Sequence[Any], changes: Mapping[str, Any]
     bind_params = eqn.primitive.get_bind_params({**eqn.params, **(changes or {})})
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     around = jax.sharding.get_abstract_mesh()
-    # Inside of a shard_map its mesh counts, not the one that the equation was first traced under.
-    mesh = nullcontext() if around.empty else jax.sharding.use_abstract_mesh(around)
+    # Inside of a shard_map its mesh counts, not the one that the equation was first traced under; outside of all, none.
+    was_inside = bool(getattr(eqn.ctx.cur_abstract_mesh, "manual_axes", ()))
+    mesh = nullcontext() if around.empty and not was_inside else jax.sharding.use_abstract_mesh(around)
     with source_info_util.user_context(_traceback_of(eqn), name_stack=name_stack), eqn.ctx.manager, mesh:
         out = eqn.primitive.bind(*args, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]

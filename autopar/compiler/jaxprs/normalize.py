@@ -1,8 +1,8 @@
 """Bring a traced step into the form that every later pass reads: calls inlined, dead equations removed.
 
 A reshape that reads its operand in another order of dimensions becomes a transpose and a plain reshape, and a
-collective over an axis that `jax.vmap` binds the reduction that it is. A loop whose examples end one by one goes on
-until all have ended, in these words.
+collective over an axis that `jax.vmap` binds the reduction that it is; a `shard_map` of the user's is such a `vmap`. A
+loop whose examples end one by one goes on until all have ended, in these words.
 
 After this pass no equation at any depth is a call of another function (`jit`, `custom_jvp_call`, `custom_vjp_call`,
 `custom_linear_solve`, ...): what is left of nested programs are loops (`scan`, `while`), branches (`cond`) and
@@ -22,7 +22,8 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.dead_code import eliminate_dead
 from autopar.compiler.jaxprs.evaluate import evaluate_jaxpr, rewrite
-from autopar.compiler.jaxprs.primitives import NESTED
+from autopar.compiler.jaxprs.manual_regions import mapped_region
+from autopar.compiler.jaxprs.primitives import MANUAL, NESTED
 
 _OVER_MAPPED_AXES = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
 
@@ -45,6 +46,9 @@ def _inlined(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> Sequence[Any]:
     if axes := jp.mapped_axes(eqn):
         with jc.under_scope_of(eqn):
             return [_OVER_MAPPED_AXES[eqn.primitive.name](value, axes) for value in values]
+    if eqn.primitive.name in MANUAL and (region := mapped_region(eqn)) is not None:
+        with jc.under_scope_of(eqn):
+            return evaluate_jaxpr(*jc.open_jaxpr(region), values, _inlined)
     if eqn.primitive.name == "custom_linear_solve":
         with jc.under_scope_of(eqn):
             return evaluate_jaxpr(*jc.open_jaxpr(jp.linear_solver(eqn)), jp.solver_operands(eqn, values), _inlined)

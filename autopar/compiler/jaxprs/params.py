@@ -194,6 +194,25 @@ def kernel_grid(eqn: JaxprEqn) -> tuple[int, ...]:
     return tuple(size for size in eqn.params["grid_mapping"].grid if isinstance(size, int))
 
 
+def without_shardings(eqn: JaxprEqn) -> dict[str, None]:
+    """The changes by which an equation says nothing of its results' shardings, which only whole arrays have."""
+    return {key: None for key in ("sharding", "out_sharding") if key in eqn.params}
+
+
+def without_mesh_types(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any] | None:
+    """The results of an equation that says which mesh axes values differ along; None for every other equation."""
+    match eqn.primitive.name:
+        case "pvary" | "pcast":
+            return list(values)
+        case "psum_invariant":
+            return [jax.lax.psum(value, eqn.params["axes"]) for value in values]
+        case "all_gather_invariant":
+            dimension, tiled = eqn.params["all_gather_dimension"], eqn.params["tiled"]
+            return [jax.lax.all_gather(value, eqn.params["axis_name"], axis=dimension, tiled=tiled) for value in values]
+        case _:
+            return None
+
+
 def manual_axes(eqn: JaxprEqn) -> dict[Any, int]:
     """The mesh axes over which a `shard_map` runs its body, and their sizes."""
     axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", ()))

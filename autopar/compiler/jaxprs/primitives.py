@@ -12,8 +12,8 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-MANUAL = names("shard_map xla_pmap")
-"""They run their body on parts of arrays, over axes of a mesh of their own."""
+MANUAL = names("shard_map")
+"""It runs its body on parts of arrays, over axes of a mesh of its own; `pmap` is one too."""
 
 # Elements as they are
 

@@ -34,13 +34,15 @@ def check_callbacks(trace: Trace, plan: Plan) -> None:
 
 
 def check_manual_meshes(trace: Trace) -> None:
-    """Raise `Unsupported` for a `shard_map` or `pmap` in the step, which is for a mesh of its own."""
+    """Raise `Unsupported` for a `shard_map` that could not be written for whole arrays."""
     for eqn in jc.all_equations(trace.jaxpr):
         if eqn.primitive.name in MANUAL:
             raise Unsupported(
-                f"The step lays out arrays by hand, by {jc.describe(eqn)}: a shard_map or pmap, whose mesh is not the "
-                "planned one. Write its body for whole arrays (what it maps over by jax.vmap, with the same axis_name "
-                "for its collectives), or declare how it splits with autopar.sharding_rule."
+                f"The step lays out arrays by hand, by {jc.describe(eqn)}, with a collective of some devices of an "
+                "axis (axis_index_groups, ragged_all_to_all), a constraint on parts, or a kernel without a rule for "
+                "jax.vmap. The planned mesh is another one, so that only what means the same over mapped axes is "
+                "computed. Write its body for whole arrays, with jax.vmap and the same axis_name for its collectives, "
+                "or declare how it splits with autopar.sharding_rule."
             )
 
 

@@ -222,8 +222,8 @@ def _neutral(name: str, dtype: Any) -> Any:
 
 
 def _local_params(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> dict[str, Any]:
-    """The parameters that are others for the parts: their shapes, and no sharding, which only whole arrays have."""
-    params: dict[str, Any] = {key: None for key in ("sharding", "out_sharding") if key in jp.parameters(eqn)}
+    """The parameters that are others for the parts: their shapes, and no sharding."""
+    params: dict[str, Any] = dict(jp.without_shardings(eqn))
     match eqn.primitive.name:
         case "broadcast_in_dim":
             params["shape"] = _result_shape(eqn, strategy, mesh)

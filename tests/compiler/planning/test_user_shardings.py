@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.compiler.jaxprs import compat as jc
 from autopar.errors import InvalidArgument, Unsupported
 from tests.small_steps import two_stages
 
@@ -81,16 +82,62 @@ def test_axes_that_are_not_matched_are_refused_with_the_line_unless_ignored():
     equals_plain(step, *ARGUMENTS, method=autopar.DataParallel(ignore_user_shardings=True))
 
 
-def test_arrays_that_are_laid_out_by_hand_are_refused_with_the_recipe():
-    mesh = Mesh(np.array(jax.devices()), ("data",))
+def by_hand(shape, names, specs, **options):
+    """Return a decorator: `shard_map` over a mesh of the user's own."""
+    mesh = Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), names)
+    return lambda local: jax.shard_map(local, mesh=mesh, in_specs=specs[:-1], out_specs=specs[-1], **options)
 
-    def local(x):
-        return x - jax.lax.pmean(x, "data")
 
-    centered = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    for step in (lambda w, x: w - centered(x).mean(), lambda w, x: w - jax.pmap(jnp.sin)(x).mean()):
-        with pytest.raises(Unsupported, match=r"by hand, by `(shard_map|xla_pmap)`.*jax.vmap"):
-            autopar.parallelize(step, method=autopar.DataParallel())(draw(4), draw(8, 4))
+@by_hand((8,), ("data",), (P(), P("data"), P()))
+def mean_loss(w, x):
+    return jax.lax.pmean(jnp.mean(jnp.tanh(x @ w) ** 2), "data")
+
+
+@by_hand((8,), ("data",), (P(), P("data"), P()), check_vma=False)
+def mean_gradient(w, x):
+    return jax.lax.pmean(jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w), "data")
+
+
+@by_hand((2, 2), ("rows", "columns"), (P(None, "columns"), P(("rows", "columns")), P("rows", "columns")))
+def gathered_product(w, x):
+    both = jax.lax.all_gather(x, "columns", tiled=True)
+    turned = jax.lax.ppermute(both @ w, "rows", [(0, 1), (1, 0)])
+    first = jax.lax.scan(lambda c, r: (c + jnp.sin(r), None), jnp.zeros_like(turned[0]), turned)[0]
+    return turned + first + jax.lax.axis_index("rows")
+
+
+@by_hand((4,), ("data",), (P(), P("data"), P()), check_vma=False)
+def of_the_first_device(w, x):
+    return jax.lax.all_to_all(x @ w, "data", 1, 0, tiled=True).sum(1)
+
+
+LAID_OUT = {
+    "a loss": lambda w, x: w - 0.1 * jax.grad(mean_loss)(w, x),
+    "a gradient": lambda w, x: w - 0.1 * mean_gradient(w, x),
+    "over two axes": lambda w, x: w - 0.1 * jax.grad(lambda w: (gathered_product(w, x) ** 2).mean())(w),
+    "a result that differs": lambda w, x: w - of_the_first_device(w, x).mean(),
+    "pmap": lambda w, x: w - 0.1 * jax.grad(lambda w: (jax.pmap(jnp.sin)((x @ w).reshape(8, 2, 4)) ** 2).mean())(w),
+}
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_what_a_step_lays_out_by_hand_is_computed_on_the_planned_mesh(name):
+    equals_plain(LAID_OUT[name], draw(4, 4), draw(16, 4), method=autopar.DataParallel())
+
+
+def test_a_loss_of_parts_has_a_gradient_to_cut_by():
+    trace = autopar.parallelize(LAID_OUT["a loss"]).trace(draw(4, 4), draw(16, 4)).trace
+    assert trace.differentiates
+    phases = [jc.ad_phase(eqn) for eqn in trace.jaxpr.jaxpr.eqns]
+    assert phases.index("forward") < phases.index("backward")
+
+
+def test_collectives_of_some_devices_of_a_mesh_are_refused_with_the_recipe():
+    local = by_hand((8,), ("data",), (P("data"), P("data")), check_vma=False)(
+        lambda x: jax.lax.psum(x, "data", axis_index_groups=[[0, 1, 2, 3], [4, 5, 6, 7]])
+    )
+    with pytest.raises(Unsupported, match=r"by hand, by `shard_map`.*test_user_shardings.*jax.vmap"):
+        autopar.parallelize(lambda w, x: w - local(x).mean(), method=autopar.DataParallel())(draw(4), draw(8, 4))
 
 
 LINE, SQUARE = ((8,), ("data",)), ((4, 2), ("data", "model"))
