@@ -27,7 +27,7 @@ from jax.sharding import SingleDeviceSharding
 
 from autopar.aot import Compiled, Devices, Lowered, Planned, Source, Target, Traced, check_not_traced
 from autopar.arguments import ArgumentRoles, Arguments, Call
-from autopar.checks import check_count, check_flag, check_names, check_numbers
+from autopar.checks import check_count, check_flag, check_names, check_numbers, check_pattern
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.planning.follow import Followed
 from autopar.errors import CannotSerialize, InvalidArgument
@@ -336,6 +336,8 @@ def parallelize(
         axis_name=axis_name,
         keeps_inputs=follow is not None,
     )
+    for pattern in roles.unbatched:
+        check_pattern("unbatched", pattern)
     _check_place(axis_name, devices, cluster)
     target = Target(method=chosen, devices=devices, cluster=cluster) if following is None else following.target
     target = replace(target, check_finite=check_flag("check_finite", check_finite))
@@ -370,7 +372,10 @@ def _check_place(axis_name: Any, devices: Any, cluster: Any) -> None:
     if axis_name is not None and not isinstance(axis_name, str):
         raise InvalidArgument(f"axis_name is {axis_name!r}. Give the name of the axis that the step reduces over.")
     if devices is not None and (
-        isinstance(devices, str) or not isinstance(devices, Sequence | np.ndarray) or not len(devices)
+        isinstance(devices, str)
+        or not isinstance(devices, Sequence | np.ndarray)
+        or not len(devices)
+        or not all(hasattr(device, "device_kind") for device in devices)
     ):
         raise InvalidArgument(f"devices is {devices!r}. Give a sequence of JAX devices, such as jax.devices()[:2].")
     if cluster is not None and not isinstance(cluster, Cluster):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -75,6 +76,17 @@ def check_names(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(names, tuple) or not all(isinstance(n, str) for n in names):
         raise InvalidArgument(f"{name} is {value!r}. Give the name of an argument, or a tuple of names.")
     return cast(tuple[str, ...], names)
+
+
+def check_pattern(name: str, pattern: str) -> None:
+    """Raise `InvalidArgument` unless `pattern` is a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise InvalidArgument(
+            f"The pattern {pattern!r} of {name} is no regular expression: {error}. Escape what is meant literally, for "
+            "example with re.escape(name)."
+        ) from None
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -23,7 +23,6 @@ Nothing is decided here: the compiler works out the meaning of a value for a pro
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -36,6 +35,7 @@ from autopar.checks import (
     check_choice,
     check_count,
     check_mesh_shape,
+    check_pattern,
     check_spec,
     is_number,
     is_text,
@@ -481,13 +481,7 @@ def _check_patterns(name: str, patterns: Mapping[str, PartitionSpec]) -> None:
     if not isinstance(patterns, Mapping) or not all(isinstance(each, str) for each in patterns):  # pyright: ignore
         raise InvalidArgument(f"{name} is {patterns!r}. Give a dictionary from regular expressions to PartitionSpecs.")
     for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise InvalidArgument(
-                f"The pattern {pattern!r} of {name} is no regular expression: {error}. Escape what is meant literally, "
-                "for example with re.escape(name)."
-            ) from None
+        check_pattern(name, pattern)
 
 
 # By the name of the field: methods that share a field share its check.

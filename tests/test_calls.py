@@ -294,6 +294,8 @@ WRONG = {
     "number as a name": ({"static_argnames": 1}, "static_argnames is 1. Give the name"),
     "number as an axis": ({"axis_name": 1}, "axis_name is 1. Give the name"),
     "number of devices": ({"devices": 4}, "devices is 4. Give a sequence"),
+    "device as a string": ({"devices": ["cpu"]}, r"devices is \['cpu'\]. Give a sequence"),
+    "no regular expression": ({"unbatched": "("}, r"pattern '\(' of unbatched is no regular expression"),
     "no devices": ({"devices": []}, r"devices is \[\]. Give a sequence"),
     "cluster as a string": ({"cluster": "2x dgx-h100"}, "cluster is '2x dgx-h100'. Give an autopar.Cluster"),
     "float as a count": ({"num_microbatches": 2.0}, "num_microbatches is 2.0, it must be an integer"),

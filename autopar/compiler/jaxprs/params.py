@@ -136,6 +136,7 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_lin": "call_jaxpr",
+    "custom_partitioning": "call",  # as a device computes it that has all of the operands
 }
 
 

@@ -58,13 +58,13 @@ def constraints_of(
             form = parallelism_constraints(trace, closed, method, mesh)
             if method.ignore_user_shardings:
                 return form
-            given, asked = _jit_layouts(closed, mesh)
+            given, asked = _jit_layouts(trace, closed, mesh)
             both = {i: tuple(a for a in form.inputs.get(i, layouts) if a in layouts) for i, layouts in given.items()}
             for i in (i for i, layouts in both.items() if not layouts):
                 raise _against_form(f"in_shardings for {trace.inputs[i].name}", type(method).__name__)
             kept = constraints_within(form, mesh, type(method).__name__)
             return replace(kept, inputs=form.inputs | both, results=form.results | asked)
-    given, asked = (Layouts(), Layouts()) if method.ignore_user_shardings else _jit_layouts(closed, mesh)
+    given, asked = (Layouts(), Layouts()) if method.ignore_user_shardings else _jit_layouts(trace, closed, mesh)
     return replace(
         equation_constraints(mesh, ignore_user_shardings=method.ignore_user_shardings),
         inputs=usual | ({} if method.ignore_user_shardings else _inputs_in_parts(closed, mesh)) | given | pinned,
@@ -203,19 +203,22 @@ def layout_from_user(what: str, spec: PartitionSpec, shape: tuple[int, ...], mes
     return layout
 
 
-def _jit_layouts(closed: jc.ClosedJaxpr, mesh: LogicalMesh) -> tuple[Layouts, Layouts]:
+def _jit_layouts(trace: Trace, closed: jc.ClosedJaxpr, mesh: LogicalMesh) -> tuple[Layouts, Layouts]:
     """The layouts of inputs and results, by number, that `jax.jit` was given for the step itself."""
     jaxpr, _ = jc.open_jaxpr(closed)
     inputs, results = Layouts(), Layouts()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name not in _CONSTRAINTS:
             continue
-        layout = (_asked_layout(eqn, _wanted_sharding(eqn), eqn.outvars[0], mesh),)
         scope = jc.scope_of(eqn).rpartition("/")[2]
-        inputs.update({i: layout for i, v in enumerate(jaxpr.invars) if scope == IN_SHARDINGS and v is eqn.invars[0]})
-        results.update(
-            {i: layout for i, v in enumerate(jaxpr.outvars) if scope == OUT_SHARDINGS and v is eqn.outvars[0]}
-        )
+        given = [i for i, v in enumerate(jaxpr.invars) if scope == IN_SHARDINGS and v is eqn.invars[0]]
+        asked = [i for i, v in enumerate(jaxpr.outvars) if scope == OUT_SHARDINGS and v is eqn.outvars[0]]
+        named = [f"in_shardings for {trace.inputs[i].name}" for i in given]
+        named += [f"out_shardings for {trace.outputs[i].name}" for i in asked]
+        what = next(iter(named), f"The sharding constraint {jc.describe(eqn)}")
+        layout = (_asked_layout(what, _wanted_sharding(eqn), eqn.outvars[0], mesh),)
+        inputs |= dict.fromkeys(given, layout)
+        results |= dict.fromkeys(asked, layout)
     return inputs, results
 
 
@@ -279,11 +282,12 @@ def _wanted_sharding(eqn: jc.JaxprEqn) -> NamedSharding:
 def constrained(eqn: jc.JaxprEqn, every: tuple[Strategy, ...], mesh: LogicalMesh) -> tuple[Strategy, ...]:
     """The strategies that keep what the user asks for at an equation."""
     if eqn.primitive.name in _CONSTRAINTS:
-        layout = _asked_layout(eqn, _wanted_sharding(eqn), eqn.outvars[0], mesh)
+        what = f"The sharding constraint {jc.describe(eqn)}"
+        layout = _asked_layout(what, _wanted_sharding(eqn), eqn.outvars[0], mesh)
         return (Strategy((layout,), (layout,)),)
     typed = [jc.explicit_sharding(v) for v in eqn.outvars]
     wanted = [
-        None if sharding is None else _asked_layout(eqn, sharding, v, mesh)
+        None if sharding is None else _asked_layout(f"The type of {jc.describe(eqn)}", sharding, v, mesh)
         for sharding, v in zip(typed, eqn.outvars, strict=True)
     ]
     if all(layout is None for layout in wanted):
@@ -293,19 +297,19 @@ def constrained(eqn: jc.JaxprEqn, every: tuple[Strategy, ...], mesh: LogicalMesh
     return kept or every
 
 
-def _asked_layout(eqn: jc.JaxprEqn, sharding: NamedSharding, v: Any, mesh: LogicalMesh) -> Layout:
+def _asked_layout(what: str, sharding: NamedSharding, v: Any, mesh: LogicalMesh) -> Layout:
     sizes = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_sizes, strict=True))
     used = {name: sizes[name] for entry in sharding.spec for name in spec_axes(entry)}
     planned = matched_axes(used, sizes, mesh)
     if planned is None:
         raise InvalidArgument(
-            f"The sharding constraint {jc.describe(eqn)} is over the axes {used} of a mesh {sizes}; the planned mesh "
+            f"{what} is over the axes {used} of a mesh {sizes}; the planned mesh "
             f"is {dict(zip(mesh.axis_names, mesh.shape, strict=True))}, whose axes are not theirs by name, nor by size "
             "and place. Give mesh_shape and axis_names of that mesh, or ignore_user_shardings=True."
         )
     entries = [tuple(name for axis in spec_axes(entry) for name in planned[axis]) for entry in sharding.spec]
     shape: tuple[int, ...] = tuple(getattr(v.aval, "shape", ()))
-    return layout_from_user(f"The sharding constraint {jc.describe(eqn)}", PartitionSpec(*entries), shape, mesh)
+    return layout_from_user(what, PartitionSpec(*entries), shape, mesh)
 
 
 def matched_axes(

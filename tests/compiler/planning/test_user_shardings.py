@@ -176,3 +176,11 @@ def test_named_methods_obey_the_shardings_of_jitted_arguments():
         autopar.parallelize(step, method=autopar.TensorParallel(mesh_shape=(8,)), batch_argnums=1).trace(
             *ARGUMENTS
         ).plan()
+
+
+def test_error_for_the_shardings_of_a_jitted_step_names_the_argument():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    plain = lambda weights, x: jax.tree.map(lambda w: w - 0.1 * jnp.mean(x), weights)  # noqa: E731
+    step = jax.jit(plain, in_shardings=([NamedSharding(mesh, P("model")), None], None))
+    with pytest.raises(InvalidArgument, match=r"in_shardings for weights\.0 is over the axes {'model': 2} of a mesh"):
+        autopar.parallelize(step, method=autopar.DataParallel(), batch_argnums=1).trace(*ARGUMENTS).plan()
