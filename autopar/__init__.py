@@ -4,6 +4,7 @@ from autopar.api import Compiled, Lowered, Planned, Step, Traced, parallelize
 from autopar.compiler.frontend.layer_boundaries import layer_boundary
 from autopar.compiler.frontend.scopes import replicate, set_default_strategy, split, stage
 from autopar.compiler.sharding.declared_rules import sharding_rule
+from autopar.compiler.sharding.rule_lookup import register_sharding_rule
 from autopar.errors import (
     AutoparError,
     CannotSerialize,
@@ -92,6 +93,7 @@ __all__ = [
     "parallelize",
     "prefetch",
     "register_schedule",
+    "register_sharding_rule",
     "replicate",
     "set_default_strategy",
     "shard_batch",

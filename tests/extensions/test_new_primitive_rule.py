@@ -17,9 +17,7 @@ from jax.interpreters import ad, mlir
 
 import autopar
 from autopar.compiler.jaxprs.flops import equation_flops, register_flops
-from autopar.compiler.sharding.primitive_rules import register_rule
-from autopar.compiler.sharding.rule import Rule, rule_of_labels
-from autopar.compiler.sharding.rule_lookup import sharding_rules
+from autopar.compiler.sharding.rule_lookup import rules_without_warning, sharding_rules
 
 weighted_sum_p = Primitive("weighted_sum_of_rows")
 
@@ -42,9 +40,7 @@ ad.defbilinear(
 )
 
 
-@register_rule("weighted_sum_of_rows")
-def weighted_sum_rule(eqn: Any) -> Rule:
-    return rule_of_labels(eqn, [["b", "s", "d"], ["s"]], [["b", "d"]], reductions={"s": "sum"})
+autopar.register_sharding_rule("weighted_sum_of_rows", "b s d, s -> b d")
 
 
 @register_flops("weighted_sum_of_rows")
@@ -105,3 +101,35 @@ def test_rows_may_be_split_and_summed():
     result, value = step(params, x)
     np.testing.assert_allclose(value, loss, rtol=1e-5)
     np.testing.assert_allclose(result["rows"], expected["rows"], rtol=1e-4, atol=1e-6)
+
+
+def test_rule_may_be_made_of_the_equation_and_be_registered_late():
+    late = Primitive("turned_rows")
+    late.def_abstract_eval(lambda x, *, by_rows: ShapedArray(x.shape, x.dtype))
+    equations = [jax.make_jaxpr(lambda x, n=n: late.bind(x, by_rows=n))(jnp.ones((4, 8))).jaxpr.eqns[0] for n in (0, 1)]
+    assert [rule.source for rule in rules_without_warning(equations)] == ["none", "none"]
+    autopar.register_sharding_rule("turned_rows", lambda eqn: "b _ -> b _" if eqn.params["by_rows"] else "_ d -> _ d")
+    assert [str(rule) for rule in sharding_rules(equations)] == ["ij->kj blocked(ik)", "ij->ik blocked(jk)"]
+
+
+WRONG = {
+    "rule of another type": ("mine", 3, "A sharding rule is 3; it must be a text"),
+    "no arrow": ("mine", "b d", "has 0 arrows"),
+    "a primitive of JAX": ("gather", "b, i -> b", "'gather'; it must be the name of a primitive of your own"),
+    "a kernel": ("pallas_call", "b -> b", "give the function that calls it to sharding_rule"),
+    "no name": (weighted_sum_p, "b -> b", "must be the name of a primitive"),
+}
+
+
+@pytest.mark.parametrize(("primitive", "rule", "expected"), WRONG.values(), ids=WRONG)
+def test_wrong_rule_is_refused(primitive, rule, expected):
+    with pytest.raises(autopar.InvalidArgument, match=expected):
+        autopar.register_sharding_rule(primitive, rule)
+
+
+def test_rule_that_does_not_fit_an_equation_is_refused_when_it_is_planned():
+    flat = Primitive("flat_rows")
+    flat.def_abstract_eval(lambda x: ShapedArray(x.shape, x.dtype))
+    autopar.register_sharding_rule("flat_rows", "b -> b")
+    with pytest.raises(autopar.InvalidArgument, match=r"operand 0 of 'flat_rows' has the shape \(4, 8\)"):
+        sharding_rules(jax.make_jaxpr(flat.bind)(jnp.ones((4, 8))).jaxpr.eqns)

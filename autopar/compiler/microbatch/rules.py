@@ -39,8 +39,9 @@ def row_verdict(site: Site) -> Verdict:
     if sharding_rule is None:
         raise Unsupported(
             f"{jc.describe(site.eqn)} has batched operands, and no rule says whether "
-            f"`{site.eqn.primitive.name}` keeps the examples apart. Write it with other operations, or train "
-            "without microbatches (num_microbatches=1)."
+            f"`{site.eqn.primitive.name}` keeps the examples apart. Write it with other operations, declare a rule "
+            "for the function that calls it with autopar.sharding_rule, or train without microbatches "
+            "(num_microbatches=1)."
         )
     return _of_sharding_rule(site, sharding_rule)
 

@@ -26,7 +26,7 @@ _declared: Any = jc.calling_primitive("declared_rule")
 
 
 def sharding_rule(fn: Callable[..., Any], text: str) -> Callable[..., Any]:
-    """`fn` as one equation that is split as `text` says, when `autopar.Auto` plans a step that calls it.
+    """`fn` as one equation that is split as `text` says, in every step that calls it.
 
     Operands stand left of `->`, results right of it, in the order of `jax.tree.leaves`, separated by commas; each is
     the names of its dimensions, separated by blanks (nothing for a single number). Dimensions of the same name are
@@ -43,6 +43,7 @@ def sharding_rule(fn: Callable[..., Any], text: str) -> Callable[..., Any]:
 
     Raises `InvalidArgument` for a text that cannot be read, and at the call for one that does not fit the arguments.
     """
+    check_text(text)
     declared = _read(text)
 
     @functools.cache
@@ -80,7 +81,24 @@ class _Declared:
 
 def declared_rule(eqn: jc.JaxprEqn) -> Rule:
     """The rule of an equation that `sharding_rule` made."""
-    declared: _Declared = eqn.params["rule"]
+    return _rule_of(eqn, eqn.params["rule"])
+
+
+def rule_of_text(eqn: jc.JaxprEqn, text: str) -> Rule:
+    """The rule that a text gives to an equation. Raises `InvalidArgument` for one that does not fit its arrays."""
+    declared = _read(text)
+    _check_arrays([v.aval for v in eqn.invars], [v.aval for v in eqn.outvars], declared, eqn.primitive.name)
+    return _rule_of(eqn, declared)
+
+
+def check_text(text: object) -> None:
+    """Raise `InvalidArgument` for a text that is no rule."""
+    if not isinstance(text, str):
+        raise InvalidArgument(f"A sharding rule is {text!r}; it must be a text, {_EXAMPLE}.")
+    _read(text)
+
+
+def _rule_of(eqn: jc.JaxprEqn, declared: _Declared) -> Rule:
 
     def labels(arrays: Sequence[Sequence[str]]) -> list[list[Label]]:
         return [[None if name == "_" else name for name in names] for names in arrays]
@@ -136,6 +154,10 @@ def _check(body: Any, operands: Sequence[Any], results: Sequence[Any], declared:
             f"{name!r} has the sharding rule {declared.text!r} and the side effects {sorted(map(str, body.effects))}; "
             "a function with a rule must have none. Move them out of it."
         )
+    _check_arrays(operands, results, declared, name)
+
+
+def _check_arrays(operands: Sequence[Any], results: Sequence[Any], declared: _Declared, name: str) -> None:
     sizes: dict[str, int] = {}
     for side, arrays, named in (("operand", operands, declared.operands), ("result", results, declared.results)):
         if len(arrays) != len(named):

@@ -31,7 +31,7 @@ _RULES: dict[str, MakeRule] = {}
 def register_rule(*primitives: str) -> Callable[[MakeRule], MakeRule]:
     """Make a function of an equation the rule of these primitives, by name: `@register_rule("gather")`.
 
-    A program of one's own does so for primitives of one's own, before the first step that has them is planned.
+    For a primitive of a user's own there is `rule_lookup:register_sharding_rule`.
     """
 
     def register(make: MakeRule) -> MakeRule:
@@ -40,6 +40,11 @@ def register_rule(*primitives: str) -> Callable[[MakeRule], MakeRule]:
         return make
 
     return register
+
+
+def has_rule(primitive: str) -> bool:
+    """Return whether a rule is registered for the primitive of this name."""
+    return primitive in _RULES
 
 
 def rule_by_hand(eqn: jc.JaxprEqn) -> Rule | None:

@@ -16,16 +16,19 @@ from typing import Any
 
 import numpy as np
 
+from autopar.checks import is_text
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_key
-from autopar.compiler.jaxprs.primitives import NESTED, VISIBLE
-from autopar.compiler.sharding.primitive_rules import rule_by_hand
+from autopar.compiler.jaxprs.primitives import CALLBACKS, FOREIGN, NESTED, VISIBLE
+from autopar.compiler.sharding.declared_rules import check_text, rule_of_text
+from autopar.compiler.sharding.primitive_rules import has_rule, register_rule, rule_by_hand
 from autopar.compiler.sharding.replication import note_replicated
 from autopar.compiler.sharding.rule import FactorRule, Rule, adds_up, blocked_rule, compose, rule_of_labels, shapes_of
 from autopar.compiler.sharding.shardy import lowered_functions
+from autopar.errors import InvalidArgument
 
-__all__ = ["Rule", "rules_without_warning", "sharding_rules"]
+__all__ = ["Rule", "register_sharding_rule", "rules_without_warning", "sharding_rules"]
 
 _REDUCTIONS = {"dot_general": "sum", "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
 # Primitives whose parameters hold numbers that are right for local parts too, or that are made local.
@@ -38,6 +41,35 @@ _READ_APART = frozenset(
 )  # fmt: skip
 
 _known: dict[Hashable, Rule] = {}
+
+
+def register_sharding_rule(primitive: str, rule: str | Callable[[Any], str]) -> None:
+    """Say how a primitive of one's own is split: `register_sharding_rule("my_product", "b s d, d f -> b s f")`.
+
+    `primitive` is its name. `rule` is a text as for `sharding_rule`, one name for each dimension of the operands and
+    results, or a function that makes one of the equation, whose parameters it may read. The promise: bound to parts of
+    its operands, with the same parameters, the primitive gives the parts of its results, or summands of them along
+    dimensions that only operands have. It holds in every step that is planned from then on.
+
+    A kernel whose parameters hold shapes (`pallas_call`, an FFI call) makes no such promise: give the function that
+    calls it to `sharding_rule`, which calls it anew with the parts.
+
+    Raises `InvalidArgument` for a text that is no rule, and for a primitive that has one, as those of JAX do; in
+    planning, for a text that does not fit the equation.
+    """
+    if not callable(rule):
+        check_text(rule)
+    if not is_text(primitive) or primitive in FOREIGN | CALLBACKS | NESTED or has_rule(primitive):
+        raise InvalidArgument(
+            f"A sharding rule was given for the primitive {primitive!r}; it must be the name of a primitive of your "
+            "own that has no rule yet. For a kernel or a callback, give the function that calls it to sharding_rule."
+        )
+
+    @register_rule(primitive)
+    def _(eqn: jc.JaxprEqn) -> Rule:
+        return rule_of_text(eqn, rule(eqn) if callable(rule) else rule)
+
+    _known.clear()  # among which the primitive may be one without a rule
 
 
 def sharding_rules(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
@@ -23,6 +24,7 @@ CALLS = {
     "custom_jvp_call",
     "custom_vjp_call",
     "custom_linear_solve",
+    "custom_partitioning",
 }
 
 
@@ -48,6 +50,17 @@ halved.defvjp(lambda x: (x / 2, x), lambda x, g: (g * jnp.cos(x),))
 @jax.jit
 def wave(x):
     return jnp.sin(x) * jnp.float64(1.25)
+
+
+@custom_partitioning
+def partitioned(x):
+    return jnp.tanh(wave(x))
+
+
+partitioned.def_partition(
+    lambda mesh, operands, result: (mesh, jnp.tanh, result.sharding, (operands[0].sharding,)),
+    sharding_rule="i j -> i j",
+)
 
 
 def over_rows(body: Callable[..., Any], x: jax.Array) -> jax.Array:
@@ -80,6 +93,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "custom_vjp in a jit, differentiated": jax.grad(lambda x: jnp.sum(jax.jit(halved)(jnp.sin(x)))),
     "custom_jvp in a scan, differentiated": jax.grad(lambda x: over_rows(jax.jit(cubed), x)),
     "jit in a branch, differentiated": jax.grad(branch),
+    "custom_partitioning": lambda x: jnp.sum(partitioned(jnp.cos(x))),
     "checkpoint": jax.grad(jax.checkpoint(lambda x: jnp.sum(wave(x)))),
     "checkpoint around a scan": jax.grad(jax.checkpoint(lambda x: over_rows(wave, x))),
     "checkpoint in a scan": jax.grad(lambda x: over_rows(jax.checkpoint(wave), x)),
