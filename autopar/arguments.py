@@ -260,7 +260,7 @@ class Arguments:
                 positional, named = nnx_objects.put_objects((positional, named), copies)
             before = _variables((positional, named))
             result = self._call(call, positional, named)
-            self._check_unchanged(before)
+            self._check_kept(before, result)
             if graph is None:
                 places = self._result_places(result)
                 return Returned(result=_with_static(result, places), replaced={}, further={}) if places else result
@@ -285,11 +285,15 @@ class Arguments:
     def _result_places(self, result: Any) -> list[int]:
         return static_places(*jax.tree.flatten(result), numbers=self.roles.static_numbers)
 
-    def _check_unchanged(self, variables: Sequence[tuple[Any, Any]]) -> None:
-        if any(variable.get_raw_value() is not value for variable, value in variables):
+    def _check_kept(self, variables: Sequence[tuple[Any, Any]], result: Any) -> None:
+        """Raise `InvalidArgument` if the step changes variables of an `nnx.State` and returns none of them."""
+        changed = [v.get_raw_value() for v, value in variables if v.get_raw_value() is not value]
+        returned = {id(leaf) for leaf in jax.tree.leaves(result)} if changed else set[int]()
+        if changed and returned.isdisjoint(map(id, jax.tree.leaves(changed))):
             raise InvalidArgument(
-                f"{self.name} changes a variable of an nnx.State in place. A State is a plain tree of arrays, of which "
-                "the step has a copy: pass the module itself, or return the new State."
+                f"{self.name} changes a variable of an nnx.State in place, and returns none that it changed. A State "
+                "is a plain tree of arrays, of which the step has a copy: pass the module itself, or return the new "
+                "State."
             )
 
     def result(self, call: Call, returned: Any) -> Any:

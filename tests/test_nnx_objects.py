@@ -163,6 +163,21 @@ def test_state_that_is_passed_as_a_tree_is_a_tree():
     )
 
 
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_state_that_is_merged_and_split_again_is_a_tree(method):
+    model = Tied(nnx.Rngs(0))
+    graphdef, state = nnx.split((model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)))
+
+    def step(state, x):
+        model, optimizer = nnx.merge(graphdef, state)
+        loss, grads = nnx.value_and_grad(loss_of)(model, x)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), loss
+
+    wanted, got = jax.jit(step)(state, X), autopar.parallelize(step, method=method)(state, X)
+    assert_equal(jax.device_get(got), jax.device_get(wanted))
+
+
 def test_variable_of_a_state_that_is_changed_in_place_is_refused():
     _, params = nnx.split(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
 
