@@ -41,6 +41,10 @@ class ReplicatedWarning(UserWarning):
     """An equation that every device computes as a whole, because nothing says how it can be split."""
 
 
+class GenericFiguresWarning(UserWarning):
+    """Devices of a kind that no machine file describes: plans for them go by figures of no device in particular."""
+
+
 class ClusterFailed(AutoparError, RuntimeError):
     """A cluster whose processes were ended, and why; every later call raises it again."""
 

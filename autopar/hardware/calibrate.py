@@ -79,7 +79,7 @@ def measure(
 def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Machine:
     """The machine that these devices are a host of; what was not measured is the library's for their kind, if any."""
     kind = Cluster.from_devices(devices).kind
-    known = _known(kind)
+    known = Machine.find(kind)
     rates = fit_rates(measured)
     exchanged = [each for each in measured if each.what not in _OF_ONE_HOST]
     starts_s = [each.seconds for each in measured if each.what == "dispatch"]
@@ -116,13 +116,6 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
             **dict.fromkeys(_NOT_MEASURED, not_measured),
         },
     )
-
-
-def _known(kind: str) -> Machine | None:
-    try:
-        return Machine.of_kind(kind)
-    except InvalidArgument:
-        return None
 
 
 def _peaks(known: Machine | None, rates: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -29,12 +30,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from autopar.checks import check_choice, check_count, names_alike
-from autopar.errors import InvalidArgument
+from autopar.errors import GenericFiguresWarning, InvalidArgument
 from autopar.hardware.collectives import NetworkLevel, collective_time
 from autopar.json_fields import check_figure, fields_of, json_of, text_of
 
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16", "fp8", "int8")
 _VECTOR_SHARE = 1 / 16
+_GENERIC = "generic"
 _BY_SIZE = ("group_bandwidths", "exchange_bandwidths")
 # Where the machine has no unit for a type, JAX computes in a wider one; 32-bit products run in TF32 where there is any.
 _COMPUTED_IN = {
@@ -326,6 +328,25 @@ class Machine:
     def of_kind(device_kind: str) -> Machine:
         """The machine whose devices JAX calls `device_kind`, or one of the library by its own name.
 
+        Where there is none, the figures of no device in particular, with a `GenericFiguresWarning`.
+        """
+        found = Machine.find(device_kind)
+        if found is not None:
+            return found
+        kinds = sorted({machine.kind for machine in _library().values()} - {_GENERIC})
+        warnings.warn(
+            f"There are no figures for devices of kind {device_kind!r}; there are some for {', '.join(kinds)}. What is "
+            "planned goes by generic figures, its seconds and its memory mean little. Measure the devices with "
+            "`autopar calibrate` and load what it wrote.",
+            GenericFiguresWarning,
+            stacklevel=2,
+        )
+        return _library()[_GENERIC]
+
+    @staticmethod
+    def find(device_kind: str) -> Machine | None:
+        """The machine whose devices JAX calls `device_kind`, or the one of that name; None if there is none.
+
         Of several, the one whose kind says most and whose memory is that of the name ("...-40GB"), or else the least.
         """
         word = device_kind.lower()
@@ -333,16 +354,13 @@ class Machine:
             return _library()[word]
         # An "l4" is in "NVIDIA L4", and not in "NVIDIA L40".
         fitting = [each for each in _library().values() if re.search(re.escape(each.kind) + r"(?!\d)", word)]
-        if not fitting:
-            kinds = sorted({machine.kind for machine in _library().values()})
-            raise InvalidArgument(
-                f"There are no figures for devices of kind {device_kind!r}; there are some for {', '.join(kinds)}. "
-                "Plan for one of these with cluster=autopar.Cluster(num_devices=..., kind=...), or measure the devices "
-                "with `autopar calibrate` and load what it wrote."
-            )
-        most = max(len(machine.kind) for machine in fitting)
+        most = max((len(machine.kind) for machine in fitting), default=0)
         fitting = [machine for machine in fitting if len(machine.kind) == most]
-        return min(fitting, key=lambda each: (f"{each.memory_bytes / 2**30:.0f}gb" not in word, each.memory_bytes))
+        return min(
+            fitting,
+            key=lambda each: (f"{each.memory_bytes / 2**30:.0f}gb" not in word, each.memory_bytes),
+            default=None,
+        )
 
 
 def machines() -> tuple[str, ...]:
