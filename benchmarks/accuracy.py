@@ -5,7 +5,8 @@
 
 No accelerator is needed: the machines are those of `autopar/hardware/machines`. Steps of JAX programs with their plans
 are planned and simulated by the compiler (`accuracy_steps`), others are lists of operators (`training_model`). Steps
-take seconds each: what is predicted is kept in a journal beside the JSON, from which the same command goes on. With
+take seconds each: what is predicted is kept in a journal beside the JSON, from which the same command goes on; a run
+that is interrupted reports on the rows before. With
 --calibrate, ten physical scalars per source and machine are fitted to that fraction of the rows, and both columns, with
 the machine files alone and calibrated, are of the other rows only.
 """
@@ -31,6 +32,8 @@ from benchmarks.accuracy_steps import StepCase, step_case_of
 from benchmarks.accuracy_steps import predicted as predicted_step
 from benchmarks.training_model.memory import peak_memory
 from benchmarks.training_model.prices import Scalars
+
+_NOT_REACHED = "was not reached: the run was stopped, and the same command goes on"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +66,8 @@ def main(arguments: argparse.Namespace) -> None:
         Console().print(f"line {each['line']} cannot be read: it {each['reason']}", highlight=False)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    journal.close()
+    if not any(each["reason"] == _NOT_REACHED for each in report["skipped"]):
+        journal.close()
 
 
 def accuracy_report(
@@ -140,6 +144,9 @@ def _read_steps(
             progress.print(f"    {each.step_s:.4g} s{error}", markup=False, highlight=False)
         except Unusable as why:
             skipped[row.source, str(why)] += 1
+        except KeyboardInterrupt:
+            skipped.update((each.source, _NOT_REACHED) for each in measurements.rows[number - 1 :])
+            break
     sources = {source: summary(found[source]) for source in sorted(found)}
     return sources, [(each, False) for source in sorted(found) for each in found[source]]
 

@@ -1,7 +1,6 @@
 """Measured steps of JAX programs, as the compiler plans and simulates them."""
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,20 +172,26 @@ def test_a_run_that_was_stopped_goes_on_where_it_stopped(tmp_path: Path, monkeyp
         asked.append(case.row["id"])
         if case.row["id"] == "broken":
             raise Unusable("cannot be planned")
+        if case.row["id"] == "interrupted" and asked.count("interrupted") == 1:
+            raise KeyboardInterrupt
         return Predicted(case=case, step_s=0.02, peak_bytes=7.0)
 
     monkeypatch.setattr("benchmarks.accuracy.predicted_step", predict)
     measurements = Measurements(
-        columns=STEPS, rows=tuple(row(id=each) for each in ("first", "broken", "last")), unreadable=()
+        columns=STEPS, rows=tuple(row(id=each) for each in ("first", "broken", "interrupted", "last")), unreadable=()
     )
     path = tmp_path / "run.journal"
-    first = replace(measurements, rows=measurements.rows[:2])
-    accuracy_report(first, None, journal=Journal(path))
+    stopped = accuracy_report(measurements, None, journal=Journal(path))
+    assert stopped["all"]["rows"] == 1
+    assert {each["reason"].split(":")[0]: each["rows"] for each in stopped["skipped"]} == {
+        "cannot be planned": 1,
+        "was not reached": 2,
+    }
     with path.open("a", encoding="utf-8") as file:
         file.write('{"row": "cut o')
     whole = accuracy_report(measurements, None, journal=Journal(path))
-    assert asked == ["first", "broken", "last"]
-    assert (whole["all"]["rows"], whole["skipped"][0]["reason"]) == (2, "cannot be planned")
+    assert asked == ["first", "broken", "interrupted", "interrupted", "last"]
+    assert (whole["all"]["rows"], whole["skipped"][0]["reason"]) == (3, "cannot be planned")
     assert all(Journal(path).known(each) for each in measurements.rows)
     path.write_text("of other sources\n" + "\n".join(path.read_text(encoding="utf-8").splitlines()[1:]))
     journal = Journal(path)
