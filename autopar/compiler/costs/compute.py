@@ -122,7 +122,8 @@ def _combine_s(strategy: Strategy, written: float, mesh_costs: MeshCosts) -> flo
 
 def _parts(aval: Any, layouts: Sequence[Layout], mesh: LogicalMesh) -> npt.NDArray[np.float64]:
     """Return the bytes of one device's part of an array under each of some layouts."""
-    parts = {layout: _part(aval, layout, mesh) for layout in dict.fromkeys(layouts)}
+    nbytes, shape = aval_bytes(aval), getattr(aval, "shape", ())
+    parts = {layout: nbytes / num_shards(shape, layout, mesh) for layout in dict.fromkeys(layouts)}
     return np.array([parts[layout] for layout in layouts])
 
 

@@ -56,6 +56,8 @@ _WHOLE_SHARE = 0.97
 """Of the time of stages by their layers: as a whole they rarely take less, unless plans of this step were seen to."""
 _UNSEEN_SHARE = 0.85
 """The same as long as no such stages of this step were simulated: small layers gain more by standing together."""
+_OTHER_SIZES_SHARE = 0.95
+"""Of the least share that stages of some sizes were simulated to take: those of other sizes rarely take less."""
 _LIKELY_SHARE = 0.9
 """Of the time of equal stages by the layers of other microbatches: the best ones rarely take less."""
 _SIMULATED_SHARE = 0.98
@@ -65,6 +67,8 @@ _MUCH_MEMORY = 0.8
 _MICROBATCHES_PER_STAGE = 8
 """A usual number, where nothing else tells numbers apart."""
 _NUM_RUNNERS_UP = 5
+_FEW_SIZES = 2
+"""Fewer sizes of stages that were simulated say nothing of other sizes."""
 
 SimulatedTime = Callable[[Plan], float]
 
@@ -125,9 +129,14 @@ Region = OneProgram | Stages | Completion
 class ShardedPlan:
     """The plan of a candidate with its layouts, the seconds of its step, and the peak bytes of a device."""
 
-    plan: Plan
     step_time_s: float
     peak_bytes: float
+    make_plan: Callable[[], Plan]
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan, made when it is first asked for."""
+        return self.make_plan()
 
 
 def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> ShardedPlan:
@@ -158,9 +167,13 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> Shar
     )
     graph = cut_stages(layers.prepared, StageCut.of(bare))
     shardings = stage_shardings(problem, layers, graph, bare, stages, candidate.timing)
-    planned = (replace(mesh, sharding=each.sharding) for mesh, each in zip(meshes, shardings, strict=True))
+
+    def make_plan() -> Plan:
+        planned = (replace(mesh, sharding=each.sharding) for mesh, each in zip(meshes, shardings, strict=True))
+        return with_input_specs(replace(bare, meshes=tuple(planned)), graph)
+
     return ShardedPlan(
-        plan=with_input_specs(replace(bare, meshes=tuple(planned)), graph),
+        make_plan=make_plan,
         step_time_s=candidate.simulate_s([each.cost for each in shardings]),
         peak_bytes=max(each.peak_bytes for each in shardings),
     )
@@ -374,10 +387,17 @@ class _Search:
             return region.likely_s
         candidate = region.candidate
         if region.first:
-            share = min(_WHOLE_SHARE, self.shares.get(candidate.sizes, _UNSEEN_SHARE))
+            share = min(_WHOLE_SHARE, self.shares.get(candidate.sizes, self.unseen_share))
         else:
             share = min(1.0, self.shares.get(candidate.sizes, 1.0))
         return max(share * candidate.step_time_s, region.region.bound_s)
+
+    @property
+    def unseen_share(self) -> float:
+        """The share of their time by their layers that stages of sizes without a simulated plan may take."""
+        if len(self.shares) < _FEW_SIZES:
+            return _UNSEEN_SHARE
+        return max(_UNSEEN_SHARE, _OTHER_SIZES_SHARE * min(self.shares.values()))
 
     def take(self, region: Region) -> bool:
         """Solve or divide a region. Return whether that was work worth counting."""
@@ -479,13 +499,13 @@ class _Search:
         if sharded.peak_bytes <= problem.memory_bytes:
             least_s = _SIMULATED_SHARE * self.simulated_share * sharded.step_time_s
             if least_s >= self.best_s and problem.method.effort != "thorough":
+                self.learn(candidate, least_s)
                 self.note(str(candidate), max(least_s, candidate.step_time_s))
                 return
             simulated_s = self.simulated_s(sharded.plan)
             by_stages = simulated_s / sharded.step_time_s
             self.simulated_share = min(by_stages, self.simulated_share or by_stages)
-            share = simulated_s / candidate.step_time_s
-            self.shares[candidate.sizes] = min(share, self.shares.get(candidate.sizes, share))
+            self.learn(candidate, simulated_s)
             self.add(sharded.plan, str(candidate), simulated_s)
             return
         # Stages as a whole may need more than the sum over their layers: then all are expected to need as much more.
@@ -502,6 +522,11 @@ class _Search:
             self.open = [each for each in self.open if not (isinstance(each, Completion) and each.region is before)]
             likely_s = max(before.likely_s, _WHOLE_SHARE * candidate.step_time_s)
             self.open.append(replace(before, share=share, attempt=before.attempt + 1, likely_s=likely_s))
+
+    def learn(self, candidate: PipelineCandidate, seconds: float) -> None:
+        """Keep how much less than by their layers stages of such sizes take as a whole."""
+        share = seconds / candidate.step_time_s
+        self.shares[candidate.sizes] = min(share, self.shares.get(candidate.sizes, share))
 
     def add(self, plan: Plan, words: str, step_time_s: float) -> None:
         """Keep the plan if it is the fastest so far."""

@@ -9,8 +9,9 @@ numbers of their values.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from jax.sharding import PartitionSpec
@@ -29,6 +30,7 @@ from autopar.compiler.planning.mesh_sharding import local_blocks, mesh_sharding,
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.spmd.block_plan import layout_from_text
+from autopar.compiler.spmd.local_program import LocalBlock
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.plan_sharding import MeshSharding
@@ -139,9 +141,14 @@ def with_input_specs(plan: Plan, graph: StageGraph) -> Plan:
 class StageLayouts:
     """The layouts of a stage, its cost and the peak bytes of a device with them."""
 
-    sharding: MeshSharding
     cost: StageCost
     peak_bytes: float
+    make_sharding: Callable[[], MeshSharding]
+
+    @cached_property
+    def sharding(self) -> MeshSharding:
+        """The layouts as data, made when they are first asked for."""
+        return self.make_sharding()
 
 
 def stage_shardings(
@@ -204,9 +211,16 @@ def _key(inputs: _StageInputs) -> Hashable:
 class _Solution:
     """The layouts of a stage with a memory multiplier."""
 
+    inputs: _StageInputs
     solved: SolvedStage
+    blocks: Mapping[str, LocalBlock]
     cost: StageCost
-    sharding: MeshSharding
+
+    @cached_property
+    def sharding(self) -> MeshSharding:
+        """The layouts as data."""
+        mine = self.inputs
+        return mesh_sharding(mine.tasks, self.solved.plan, mine.mesh, mine.mesh_costs, self.blocks)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -234,9 +248,10 @@ class _EquivalentStages:
             )
             blocks = local_blocks(inputs.tasks, solved, inputs.mesh)
             self.solutions[memory_multiplier] = _Solution(
+                inputs=inputs,
                 solved=SolvedStage(layer=inputs.layer, plan=solved),
+                blocks=blocks,
                 cost=stage_cost(inputs.layer, solved, inputs.mesh, inputs.mesh_costs, blocks),
-                sharding=mesh_sharding(inputs.tasks, solved, inputs.mesh, inputs.mesh_costs, blocks),
             )
         return self.solutions[memory_multiplier]
 
@@ -247,22 +262,24 @@ def _solve(problem: StageProblem, inputs: _StageInputs, equivalent: _EquivalentS
         solution = equivalent.solution(multiplier, problem)
         peak_bytes = solution.cost.peak_bytes(inputs.num_in_flight)
         if multiplier == MEMORY_MULTIPLIERS[-1] or peak_bytes <= problem.memory_bytes:
-            sharding = _handed_on(solution, inputs)
-            if sharding is None:
+            make_sharding = _handed_on(solution, inputs)
+            if make_sharding is None:
                 return _solve(problem, inputs, _EquivalentStages(first=inputs))
-            return StageLayouts(sharding=sharding, cost=solution.cost, peak_bytes=peak_bytes)
+            return StageLayouts(cost=solution.cost, peak_bytes=peak_bytes, make_sharding=make_sharding)
     raise AssertionError(inputs.stage.cost.choice)
 
 
-def _handed_on(solution: _Solution, inputs: _StageInputs) -> MeshSharding | None:
-    """Return the sharding for an equivalent stage; None if the two have too little in common."""
+def _handed_on(solution: _Solution, inputs: _StageInputs) -> Callable[[], MeshSharding] | None:
+    """Return what makes the sharding for an equivalent stage; None if the two have too little in common."""
     theirs = solution.solved.layer
     if inputs.layer is theirs:
-        return solution.sharding
+        return lambda: solution.sharding
     plan = solution.solved.for_layer(inputs.layer)
     if plan is None:
         return None
-    return mesh_sharding_like(solution.sharding, theirs.tasks, inputs.tasks, plan, inputs.mesh, inputs.mesh_costs)
+    return lambda: mesh_sharding_like(
+        solution.sharding, theirs.tasks, inputs.tasks, plan, inputs.mesh, inputs.mesh_costs
+    )
 
 
 def received_seconds(graph: StageGraph, plan: Plan, number: int, machine: Machine) -> dict[str, float]:

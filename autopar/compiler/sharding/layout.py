@@ -76,8 +76,13 @@ def used_axes(layout: Layout) -> frozenset[int]:
 
 def num_shards(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> float:
     """How many times as large as the part of one device, padding included, the array is."""
-    sizes = zip(shape, layout.dims, strict=True)
-    return math.prod(num_parts(size, [mesh.shape[axis] for axis in axes]) for size, axes in sizes)
+    return _num_shards(tuple(shape), layout.dims, mesh.shape)
+
+
+@functools.lru_cache(maxsize=65_536)
+def _num_shards(shape: tuple[int, ...], dims: tuple[Axes, ...], mesh_shape: tuple[int, ...]) -> float:
+    sizes = zip(shape, dims, strict=True)
+    return math.prod(num_parts(size, [mesh_shape[axis] for axis in axes]) for size, axes in sizes)
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> tuple[int, ...]:
