@@ -70,6 +70,8 @@ class StepDimensions:
     reductions: tuple[Reduction, ...]
     differentiated: frozenset[int]
     """The factors of values that a gradient meets."""
+    rounds: frozenset[int]
+    """The factors that a loop goes along in order, with what it carries from one round to the next."""
 
 
 def find_dimensions(closed: jc.ClosedJaxpr) -> StepDimensions:
@@ -118,6 +120,7 @@ class _Walk:
     endings: list[_Ending] = field(default_factory=list[_Ending])
     feeds: list[tuple[list[int], list[int]]] = field(default_factory=list[tuple[list[int], list[int]]])
     differentiated: _Value = field(default_factory=list[list[int]])
+    rounds: _Value = field(default_factory=list[list[int]])
     producers: dict[jc.Var, jc.JaxprEqn] = field(default_factory=dict[jc.Var, jc.JaxprEqn])
     constants: dict[jc.Var, Any] = field(default_factory=dict[jc.Var, Any])
 
@@ -188,6 +191,8 @@ class _Walk:
         after = self.through(loop.body, inputs, phase, eqn.invars[: loop.num_consts])
         self._join_all(carry, after[: loop.num_carry])
         self._ends(rounds, [factors for value in carry for factors in value], phase)
+        if carry:
+            self.rounds.append(rounds)
         return [*carry, *([rounds, *value] for value in after[loop.num_carry :])]
 
     def _by_rule(self, eqn: jc.JaxprEqn, operands: list[_Value], phase: str | None) -> list[_Value]:
@@ -289,6 +294,7 @@ class _Walk:
             differentiated=_with_sources(
                 [f for factors in self.differentiated for f in self.joined.resolved(factors)], fed
             ),
+            rounds=frozenset(f for factors in self.rounds for f in self.joined.resolved(factors)),
         )
 
 

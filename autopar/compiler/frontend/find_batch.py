@@ -11,6 +11,7 @@ those are the batch that no other one outlasts:
                 dimension is another one does not outlast that: time stands inside of the examples
     ends        reduced by the step, or a dimension of its results: keys of random numbers are neither; or, if no other
                 is there, taken apart row by row
+    no rounds   a loop does not go along it in order, carrying something on: steps of training and time are no examples
 
 Nodes and edges of a graph outlast each other, and are no batch. Where examples come from two sources that never meet
 (real ones and noise), both are the batch if they are of one size; otherwise nobody can tell.
@@ -77,7 +78,7 @@ def _possible(dims: StepDimensions, state: Collection[int], unbatched: Collectio
     of_state = {f for i in state for factors in dims.inputs[i] for f in factors}
     carriers: dict[Dimension, list[int]] = {}
     for i, value in enumerate(dims.inputs):
-        if i not in state and i not in unbatched and value and value[0] and of_state.isdisjoint(value[0]):
+        if i not in state and i not in unbatched and value and of_state.isdisjoint(value[0]) and set(value[0]) - dims.rounds:
             carriers.setdefault(value[0], []).append(i)
     ends = {f for value in dims.outputs for factors in value for f in factors}
     ends.update(f for r in dims.reductions if r.kind == "reduce" for f in r.reduced)

@@ -120,6 +120,10 @@ def recurrent(params, x, start):
     return updated(params, of_params)
 
 
+def steps_of_training(params, x, y):
+    return jax.lax.scan(lambda p, part: updated(p, lambda p: loss(p, *part)), params, (x, y))
+
+
 def shuffled(params, x, y, key):
     def epoch(p, key):
         order = jax.random.permutation(key, x.shape[0])
@@ -174,6 +178,7 @@ FOUND = {
     "batch statistics": (batch_normalized, ({"params": PARAMS, "mean": zeros(16)}, X, Y), ["x", "y"]),
     "accumulated in the step": (accumulated, (PARAMS, X, Y), ["x", "y"]),
     "a loop over time": (recurrent, (PARAMS, zeros(ROWS, 5, WIDTH), zeros(ROWS, 16)), ["x", "start"]),
+    "steps of training": (steps_of_training, (PARAMS, zeros(4, ROWS, WIDTH), zeros(4, ROWS, CLASSES)), []),
     "shuffled anew": (shuffled, (PARAMS, X, Y, KEY), ["x", "y"]),
     "a key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, dtype=KEY.dtype)), ["x", "keys"]),
     "an old key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, 2, dtype=jnp.uint32)), ["x", "keys"]),
