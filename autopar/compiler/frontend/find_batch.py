@@ -78,7 +78,13 @@ def _possible(dims: StepDimensions, state: Collection[int], unbatched: Collectio
     of_state = {f for i in state for factors in dims.inputs[i] for f in factors}
     carriers: dict[Dimension, list[int]] = {}
     for i, value in enumerate(dims.inputs):
-        if i not in state and i not in unbatched and value and of_state.isdisjoint(value[0]) and set(value[0]) - dims.rounds:
+        if (
+            i not in state
+            and i not in unbatched
+            and value
+            and of_state.isdisjoint(value[0])
+            and set(value[0]) - dims.rounds
+        ):
             carriers.setdefault(value[0], []).append(i)
     ends = {f for value in dims.outputs for factors in value for f in factors}
     ends.update(f for r in dims.reductions if r.kind == "reduce" for f in r.reduced)

@@ -93,6 +93,14 @@ def _not_in_last(count: Callable[[jc.JaxprEqn], int], what: str) -> Callable[[Si
     return rule
 
 
+def _ragged_dot(site: Site) -> Verdict:
+    if site.axes[0] in jp.ragged_dimensions(site.eqn).ragged:
+        refuse(site.eqn, "sorts into groups the batch")
+    rule = rule_by_hand(site.eqn)
+    assert rule is not None
+    return _of_sharding_rule(site, rule)
+
+
 def _reshape(site: Site) -> Verdict:
     (axis,) = (a for a in site.axes[:1] if a is not None)
     (result,), (other,) = site.eqn.outvars, site.at_other_batch.outvars
@@ -272,6 +280,7 @@ ROW_RULES: dict[str, Callable[[Site], Verdict]] = {
     "pad": _pad,
     "dot_general": _dot_general,
     "conv_general_dilated": _conv,
+    "ragged_dot_general": _ragged_dot,
     **dict.fromkeys(WINDOWS | SELECTIONS, _window),
     "gather": gather,
     "scatter": scatter(None),

@@ -138,7 +138,8 @@ def _outside(rank: int, *dims: Any) -> list[int]:
 #
 # convolution    ij..,kj..->ik.. sum(j)            batch, features in, features out; the window never
 # in g groups    i(gj)..,(gk)j..->i(gk)..          whole groups of features
-# ragged_dot     mk,gkn,g->mn sum(k)               rows belong to one group after the other: m and g never
+# ragged_dot     mk,gkn,g->mn sum(k)               rows belong to one group after the other: g never; of m a device has
+#                                                  those rows of each group that are its own
 
 
 @register_rule("conv_general_dilated")
@@ -182,12 +183,12 @@ def _placed(spec: Any, first: Label, second: Label, rank: int) -> list[Label]:
 
 @register_rule("ragged_dot_general")
 def _ragged_dot(eqn: jc.JaxprEqn) -> Rule:
-    """Everything but the ragged dimension, the groups and the batch."""
+    """Everything but the groups and the batch; the ragged dimension where all of the batch has the same groups."""
     (left_sum, right_sum), (left_batch, right_batch) = jp.dot_dimensions(eqn)
     ragged, by_group = jp.ragged_dimensions(eqn)
     left, right, groups = shapes_of(eqn.invars)
     paired = dict(zip(right_sum, left_sum, strict=True)) | dict(zip(right_batch, left_batch, strict=True))
-    never = {*ragged, *left_batch}
+    never = {*left_batch, *(ragged if len(groups) > 1 or len(ragged) != 1 else ())}
 
     def of_left(d: int) -> Label:
         return None if d in never else f"left {d}"

@@ -187,6 +187,8 @@ def evaluate_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, 
                 return [gather_locally(eqn, args, strategy, mesh)]
             case name if name.startswith("scatter"):
                 return [scatter_locally(eqn, args, strategy, mesh)]
+            case "ragged_dot_general":
+                return jc.bind_equation(eqn, [*args[:2], _own_rows(eqn, args[2], strategy, mesh)])
             case name if name in VISIBLE:
                 return _on_one_device(eqn, args, mesh)
             case _:
@@ -264,6 +266,17 @@ def _iota(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> Any:
     start, _ = part_held(aval.shape[dimension], axes, mesh)
     counted = _lax.broadcasted_iota(_jnp.int32, shape, dimension) + start
     return _lax.convert_element_type(counted, aval.dtype)
+
+
+def _own_rows(eqn: jc.JaxprEqn, sizes: Any, strategy: Strategy, mesh: LogicalMesh) -> Any:
+    """The number of rows of each group that are this device's: groups follow one another along the ragged dimension."""
+    aval: Any = eqn.invars[0].aval
+    split = [d for d in jp.ragged_dimensions(eqn).ragged if strategy.operands[0].dims[d]]
+    for dimension in split:
+        start, held = part_held(aval.shape[dimension], strategy.operands[0].dims[dimension], mesh)
+        ends = _jnp.cumsum(sizes)
+        sizes = _jnp.clip(_jnp.minimum(ends, start + held) - _jnp.maximum(ends - sizes, start), 0).astype(sizes.dtype)
+    return sizes
 
 
 def _random_bits(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, mesh: LogicalMesh) -> Any:

@@ -169,6 +169,12 @@ def picked(p, batch):
     return jnp.mean(hidden(p, batch["x"])[batch["label"]])
 
 
+def grouped_by_place(p, batch):
+    h = hidden(p, batch["x"])
+    sizes = jnp.full(2, h.shape[0] // 2, jnp.int32)
+    return jnp.mean(jax.lax.ragged_dot(h, jnp.stack([p["c"], 2 * p["c"]]), sizes) ** 2)
+
+
 def loop_over_examples(p, batch):
     return jax.lax.scan(lambda c, x: (c + jnp.sum(hidden(p, x)), None), 0.0, batch["x"])[0]
 
@@ -197,6 +203,7 @@ REFUSED = [
     (sorted_batch, NotSplittable, "sorts the batch"),
     (shifted, NotSplittable, "some of the batch's examples by position"),
     (picked, NotSplittable, "picks examples of the batch by index"),
+    (grouped_by_place, NotSplittable, "sorts into groups the batch"),
     (loop_over_examples, NotSplittable, "loop over the batch's examples"),
     (loop_until_all, NotSplittable, "repeats until a condition on the batch's examples holds"),
     (branch_on_batch, NotSplittable, "as batch normalisation does"),

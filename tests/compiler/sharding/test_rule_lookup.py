@@ -205,7 +205,7 @@ TABLE: dict[str, tuple[str, Any, tuple[Any, ...], str]] = {
         "ragged_dot_general",
         lax.ragged_dot,
         (f32(32, 16), f32(4, 16, 8), i32(4)),
-        "ij,kjl,m->nl sum(j) blocked(ikmn)",
+        "ij,kjl,m->il sum(j) blocked(km)",
     ),
     "ragged product that sums over rows": (
         "ragged_dot_general",
@@ -218,7 +218,7 @@ TABLE: dict[str, tuple[str, Any, tuple[Any, ...], str]] = {
             ),
         ),
         (f32(32, 16), f32(32, 8), i32(4)),
-        "ij,kl,m->njl blocked(ikmn)",
+        "ij,ik,l->mjk sum(i) blocked(lm)",
     ),
     # Indices.
     "embedding": ("gather", lambda w, i: w[i], (f32(64, 16), i32(4, 8)), "ij,kl1->klj sum(i)"),
@@ -366,9 +366,10 @@ def test_equation_on_parts_gives_the_parts_of_its_results(name):
 
 
 def can_be_split(eqn: jc.JaxprEqn, rule: Rule, factor: int) -> bool:
-    """Not blocked, the major factor wherever it stands, and not a dimension that indices point into."""
+    """Not blocked, the major factor wherever it stands, and not a dimension that indices or groups point into."""
     dims = [factors for array in (*rule.operands, *rule.results) for factors in array]
     indexed = eqn.primitive.name == "gather" and factor in rule.reductions
+    indexed |= eqn.primitive.name == "ragged_dot_general" and (factor,) == rule.operands[0][0]
     indexed |= eqn.primitive.name.startswith("scatter") and _is_scattered_into(eqn, rule, factor)
     return factor not in rule.blocked and not indexed and all(factor not in factors[1:] for factors in dims)
 
