@@ -83,9 +83,9 @@ def evaluate_both(
 ) -> tuple[Any, Any]:
     """The step's results from microbatches, and from the step itself."""
     microbatched, leaves = split(step, *args, batch=batch, microbatches=microbatches, **options)
-    want = step(*jax.tree.map(jnp.asarray, args))
-    got = jax.tree.unflatten(jax.tree.structure(want), evaluate_microbatched(microbatched, leaves))
-    return got, want
+    want = jax.jit(step)(*jax.tree.map(jnp.asarray, args))
+    got = jax.jit(lambda *leaves: evaluate_microbatched(microbatched, leaves))(*leaves)
+    return jax.tree.unflatten(jax.tree.structure(want), got), want
 
 
 def assert_equal(got: Any, want: Any, tolerance: float = 1e-9, leave_out: tuple[str, ...] = ()) -> None:

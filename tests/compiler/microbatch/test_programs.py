@@ -75,8 +75,8 @@ def test_train_steps_of_the_zoo_equal_their_traces_in_microbatches(case):
     count = 4 if case.batch_statistics == "exact" else 1
     microbatched = split_batch(full, at_other_batch, batch_inputs=batch_inputs, num_microbatches=count)
     tree = jax.tree.structure(jax.eval_shape(step, *args))
-    got = jax.tree.unflatten(tree, evaluate_microbatched(microbatched, leaves))
-    want = jax.tree.unflatten(tree, jc.jaxpr_as_fun(full)(*leaves))
+    got = jax.tree.unflatten(tree, jax.jit(lambda *args: evaluate_microbatched(microbatched, args))(*leaves))
+    want = jax.tree.unflatten(tree, jax.jit(jc.jaxpr_as_fun(full))(*leaves))
     if case.tolerance > 1e-6:  # too few bits for the state after Adam; the metrics are computed before it
         got, want = got[1:], want[1:]
     assert_equal(got, want, tolerance=case.tolerance, leave_out=ZERO_GRADIENT)
