@@ -42,8 +42,9 @@ def step_on_paper(model: Model, cutting: Cutting) -> None:
     plan = make_plan(trace, cutting)
     if plan is None:
         reject()
-    got = evaluate(passes.cut_step(trace, plan), jax.tree.leaves((state, batch)))
-    want = step(state, batch)
+    graph = passes.cut_step(trace, plan)
+    got = jax.jit(lambda *leaves: evaluate(graph, leaves))(*jax.tree.leaves((state, batch)))
+    want = jax.jit(step)(state, batch)
     agreement = largest_difference(jax.tree.unflatten(jax.tree.structure(want), got), want, TOLERANCE)
     assert agreement.holds, str(agreement)
 
@@ -52,6 +53,7 @@ def step_on_devices(model: Model, cutting: Cutting) -> None:
     """Two steps of the program, the second from the state that the first has placed, give what the step gives."""
     state, batch = make_arguments()
     step = make_step(model)
+    plain = jax.jit(step)
     traced = autopar.parallelize(step, donate_argnums=(0,) if cutting.seed % 2 else ()).trace(state, batch)
     plan = make_plan(traced.trace, cutting)
     if plan is None:
@@ -59,7 +61,7 @@ def step_on_devices(model: Model, cutting: Cutting) -> None:
     compiled = traced.plan(plan).lower().compile()
     got, want = (jax.tree.map(jnp.array, state), None), (state, None)
     for _ in range(2):
-        got, want = compiled(got[0], batch), step(want[0], batch)
+        got, want = compiled(got[0], batch), plain(want[0], batch)
     agreement = largest_difference(got, want, TOLERANCE)
     assert agreement.holds, str(agreement)
 

@@ -13,7 +13,7 @@ import autopar
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.lowering.microbatch_loop import loop_over, microbatch_loop
-from autopar.compiler.microbatch.split import evaluate_microbatched
+from autopar.compiler.microbatch.split import MicrobatchedStep, evaluate_microbatched
 from tests.compiler.microbatch.microbatched import BATCH, PARAMS, WIDTH, X, assert_equal, hidden, sgd, split
 from tests.random_programs import make_arguments, make_step, models
 from tests.small_steps import traced
@@ -35,6 +35,10 @@ def flat(tree: Any) -> list[Any]:
 
 def run(closed: jc.ClosedJaxpr, args: Any) -> list[Any]:
     return jax.jit(jc.jaxpr_as_fun(closed))(*flat(args))
+
+
+def evaluated(step: MicrobatchedStep, leaves: Any) -> list[Any]:
+    return jax.jit(lambda *leaves: evaluate_microbatched(step, leaves))(*leaves)
 
 
 def looped(step: Any, *args: Any, microbatches: int = 4, **options: Any) -> jc.ClosedJaxpr:
@@ -99,7 +103,7 @@ def noisy(p: Any, batch: Any) -> Any:
 )
 def test_what_is_taken_per_microbatch_is_that_of_each_microbatch(loss, options):
     step, leaves = split(sgd(loss), PARAMS, X, **options)
-    assert_equal(run(looped(sgd(loss), PARAMS, X, **options), leaves), evaluate_microbatched(step, leaves))
+    assert_equal(run(looped(sgd(loss), PARAMS, X, **options), leaves), evaluated(step, leaves))
 
 
 def test_zoo_model_with_batch_statistics_equals_its_microbatches():
@@ -301,4 +305,4 @@ def test_batch_that_does_not_divide_is_refused():
 
 def test_loop_over_takes_a_split_step_of_any_inputs():
     step, leaves = split(sgd(lambda p, b: jnp.mean(hidden(p, b["x"]))), PARAMS, X, microbatches=2)
-    assert_equal(run(loop_over(step, leaves), leaves), evaluate_microbatched(step, leaves))
+    assert_equal(run(loop_over(step, leaves), leaves), evaluated(step, leaves))

@@ -98,7 +98,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_stage_graph_evaluates_to_the_step(step, args, options):
     graph = cut(step, *args, **options)
     want = jax.jit(step)(*args)
-    got = evaluate(graph, jax.tree.leaves(args))
+    got = jax.jit(lambda *leaves: evaluate(graph, leaves))(*jax.tree.leaves(args))
     assert_same(jax.tree.unflatten(jax.tree.structure(want), got), want, tolerance=2e-5)
 
 
