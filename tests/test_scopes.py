@@ -221,6 +221,16 @@ def test_scopes_do_nothing_without_autopar():
     assert jnp.array_equal(jax.jit(model)(params, x), plain(params, x))
 
 
+def test_open_scopes_run_on_one_device():
+    step = step_of(mlp(autopar.replicate(), autopar.split()))
+    params, batch = params_of(), batch_of()
+    loss = autopar.parallelize(step, devices=jax.devices()[:1])(params, batch)[1]
+    assert loss == jax.jit(step)(params, batch)[1]
+    with pytest.raises(InvalidArgument, match=r"split\(devices=8\) asks for 8 devices .* there are 1 devices"):
+        closed = step_of(mlp(autopar.replicate(), autopar.split(devices=8)))
+        autopar.parallelize(closed, devices=jax.devices()[:1])(params, batch)
+
+
 REFUSED = {
     "no axes of such sizes": (
         mlp(autopar.split(devices=3, name="body"), autopar.replicate()),

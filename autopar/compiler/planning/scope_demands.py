@@ -92,7 +92,7 @@ def check_scopes(trace: Trace, method: object, num_devices: int) -> None:
         )
     for eqn in jc.all_equations(trace.jaxpr) if kept else ():
         demand = demand_of(eqn)
-        if demand is not None and num_devices % least_devices([demand]):
+        if demand is not None and num_devices % least_devices([demand]) and not _is_vacuous(demand, num_devices):
             raise InvalidArgument(
                 f"{demand.scope} asks for {_asked(demand)}, and there are {num_devices} devices, which does not "
                 "divide. Give other `devices`, or leave them out."
@@ -178,6 +178,11 @@ def _asked(demand: Demand) -> str:
     asked = [f"{n} replicas" for n in (demand.replicas,) if n]
     asked += [f"{n or 'several'} devices for each example" for n in (demand.parts,) if n is not None]
     return " and ".join(asked)
+
+
+def _is_vacuous(demand: Demand, num_devices: int) -> bool:
+    """True where one device runs the step and no number was asked for: there is nothing to divide."""
+    return num_devices == 1 and not demand.replicas and not demand.parts
 
 
 _UNCHANGED = REARRANGEMENTS | {"convert_element_type"}
