@@ -1,10 +1,10 @@
 """Break a cluster in every way we know while it trains, and see that training goes on right or ends with one reason.
 
     python -m benchmarks.cluster_faults --json faults.json
-    python -m benchmarks.cluster_faults --cases "kill forward 0" "stop 1"
+    python -m benchmarks.cluster_faults --cases "kill forward 0" "stop 1" --break-after 0
 
 A small model trains by `autopar.fit` in two stages, each in a process of its own, with a checkpoint every three steps.
-A case breaks something after step 4, and is right if
+A case breaks something after a step, and is right if
 
     recovers    the losses of all steps equal those of the undisturbed run, bit for bit
     one error   fit raises that error, and the newest good checkpoint is there
@@ -218,7 +218,7 @@ class Outcome:
     left_behind: str
 
 
-def run_case(name: str, case: Case, expected: Sequence[float]) -> Outcome:
+def run_case(name: str, case: Case, expected: Sequence[float], break_after: int) -> Outcome:
     """One training with one fault, on a cluster of its own."""
     folder = Path(tempfile.mkdtemp(prefix="autopar-faults-"))
     file = str(folder / "broken")
@@ -230,12 +230,12 @@ def run_case(name: str, case: Case, expected: Sequence[float]) -> Outcome:
 
     def on_step(number: int, metrics: Any) -> None:
         seen.steps.append((number, time.time()))
-        if number == BREAK_AFTER:
+        if number == break_after:
             seen.watch()
             case.act(session.current_session(), file)
 
     def batches(number: int) -> Any:
-        bad = name == "loss not a number" and number > BREAK_AFTER + 2
+        bad = name == "loss not a number" and number > break_after + 2
         return {key: value * np.nan if bad else value for key, value in batch_of(number).items()}
 
     step = autopar.parallelize(train_step, method=autopar.PipelineParallel(num_stages=2, num_microbatches=4))
@@ -328,13 +328,13 @@ def _left_behind(before: set[str]) -> str:
     return ", ".join(sorted(left))
 
 
-def driver_dropped(expected: Sequence[float]) -> Outcome:
+def driver_dropped(expected: Sequence[float], break_after: int) -> Outcome:
     """Kill the driver itself in the middle: its processes must end, and a new driver must go on."""
     folder = Path(tempfile.mkdtemp(prefix="autopar-faults-"))
     before = _traces()
     command = [sys.executable, "-m", "benchmarks.cluster_faults", "--driver", str(folder)]
     losses: list[float] = []
-    with subprocess.Popen([*command, "--stop-after", str(BREAK_AFTER)], stdout=subprocess.PIPE, text=True) as first:
+    with subprocess.Popen([*command, "--stop-after", str(break_after)], stdout=subprocess.PIPE, text=True) as first:
         losses += _losses(first)
     broken_at = time.time()
     left = _left_behind(before)
@@ -346,7 +346,7 @@ def driver_dropped(expected: Sequence[float]) -> Outcome:
     right = again == list(expected[first_step:]) and losses[:first_step] == list(expected[:first_step]) and not left
     return Outcome(
         case="driver killed",
-        right=right and 0 < first_step <= BREAK_AFTER + 1,
+        right=right and 0 <= first_step <= break_after + 1,
         said=f"a new driver went on at step {first_step}",
         known_after_s=ended_after_s,
         trained_again_after_s=None,
@@ -394,6 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases; 1 if one of them did not end right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=[*CASES, "driver killed"], metavar="CASE")
+    parser.add_argument("--break-after", type=int, default=BREAK_AFTER, metavar="STEP", help="from 0")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--driver", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--stop-after", type=int, help=argparse.SUPPRESS)
@@ -409,11 +410,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     expected = undisturbed()
     outcomes: list[Outcome] = []
     for name in args.cases:
-        outcome = driver_dropped(expected) if name == "driver killed" else run_case(name, CASES[name], expected)
+        if name == "driver killed":
+            outcome = driver_dropped(expected, args.break_after)
+        else:
+            outcome = run_case(name, CASES[name], expected, args.break_after)
         outcomes.append(outcome)
         console.print(f"{name}: {'right' if outcome.right else 'WRONG'}: {outcome.said}", markup=False)
         if args.json:
-            said = {"jax": jax.__version__, "python": platform.python_version(), "load": os.getloadavg()[0]}
+            said = {
+                "jax": jax.__version__,
+                "python": platform.python_version(),
+                "load": os.getloadavg()[0],
+                "break_after": args.break_after,
+            }
             rows = [asdict(outcome) for outcome in outcomes]
             args.json.write_text(json.dumps({**said, "cases": rows}, indent=1) + "\n")
     show(console, outcomes)
