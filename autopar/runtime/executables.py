@@ -45,17 +45,18 @@ def mesh_of(program: MeshProgram, devices: Sequence[Device]) -> Mesh:
 
 
 def compile_all(
-    executables: Sequence[Executable], meshes: Sequence[Mesh] | Mapping[int, Mesh]
+    executables: Sequence[Executable], meshes: Sequence[Mesh] | Mapping[int, Mesh], *, marked: bool = False
 ) -> Mapping[str, Callable[..., Any]]:
     """Compile every executable for its mesh, as many at a time as there are cores, and show how far it is.
 
-    One with effects returns a number more than it has outputs, which is there when its effects are. A callback that
+    One with effects returns a number more than it has outputs, which is there when its effects are; all do if they are
+    `marked`, so that one can ask whether they have ended without holding what they computed. A callback that
     raises has kept its error by then if the executable is guarded; where it is not, on one device, it fails the
     executable, and reading the number says so, whatever becomes of the outputs.
 
     Lowering reads JAX's thread-local configuration, so it stays on this thread; XLA compiles on the others.
     """
-    lowered = [_lowered(e, meshes[e.mesh]) for e in executables]
+    lowered = [_lowered(e, meshes[e.mesh], marked) for e in executables]
     console = Console(stderr=True)
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         compiling = [pool.submit(low.compile) for low in lowered]
@@ -80,19 +81,19 @@ def has_effects(executable: Executable) -> bool:
     return executable.guarded is not None or (executable.jaxpr is not None and bool(executable.jaxpr.effects))
 
 
-def _lowered(executable: Executable, mesh: Mesh) -> Any:
+def _lowered(executable: Executable, mesh: Mesh, marked: bool = False) -> Any:
     arguments = [
         jax.ShapeDtypeStruct(kind.shape, jax_dtype(kind.dtype), sharding=sharding)
         for kind, sharding in zip(executable.inputs, _shardings(executable.inputs, mesh), strict=True)
     ]
-    return _jitted(executable, mesh).lower(*arguments)
+    return _jitted(executable, mesh, marked or has_effects(executable)).lower(*arguments)
 
 
-def _jitted(executable: Executable, mesh: Mesh) -> Any:
+def _jitted(executable: Executable, mesh: Mesh, marked: bool) -> Any:
     fun = jaxpr_as_fun(executable.jaxpr)
 
     def call(*arrays: jax.Array) -> list[Any]:
-        return [*fun(*arrays), *([jnp.zeros(())] if has_effects(executable) else [])]
+        return [*fun(*arrays), *([jnp.zeros(())] if marked else [])]
 
     call.__name__ = call.__qualname__ = executable.name  # what profiles and dumps of XLA show
     return jax.jit(
@@ -100,7 +101,7 @@ def _jitted(executable: Executable, mesh: Mesh) -> Any:
         in_shardings=_shardings(executable.inputs, mesh),
         out_shardings=[
             *_shardings(executable.outputs, mesh),
-            *([NamedSharding(mesh, PartitionSpec())] if has_effects(executable) else []),
+            *([NamedSharding(mesh, PartitionSpec())] if marked else []),
         ],
         donate_argnums=executable.donated,
         keep_unused=True,  # so that the planned positions are the compiled ones

@@ -28,7 +28,7 @@ import numpy as np
 from autopar.errors import InvalidArgument, PlanMismatch, StepFailed
 from autopar.ir.program import Free, Program
 from autopar.runtime.distributed.host_inputs import Values
-from autopar.runtime.distributed.host_program import HostProgram
+from autopar.runtime.distributed.host_program import HostProgram, Unfinished
 from autopar.runtime.distributed.messages import (
     HostReport,
     ShardRequest,
@@ -59,6 +59,7 @@ class Host:
         self._failed: StepFailed | None = None
         self.dispatch_s: deque[float] = deque(maxlen=100)
         """The seconds that each of the last steps took to start all of its work."""
+        self._running: HostProgram | None = None
         self._world: World | None = None
         self._endpoint: TransferServer | Nccl | None = None
 
@@ -188,6 +189,7 @@ class Host:
         arguments = [None if n is None else self.pieces(n) for n in message.arguments]
         for number in message.donated:
             del self._values[number]
+        self._running = program
         clock: list[tuple[float, float]] | None = [] if message.timed else None
         start_s = time.perf_counter()
         results = program.run(message.routing, arguments, message.sent, clock)
@@ -230,6 +232,10 @@ class Host:
     def ping(self) -> int:
         """Answer, to say that the process is alive; returns how many values it keeps."""
         return len(self._values)
+
+    def unfinished(self) -> Unfinished | None:
+        """Return the first instruction of the last step that has not ended; None if all have."""
+        return None if self._running is None else self._running.unfinished()
 
     def stay(self) -> None:
         """Never return: that this call ends tells that the process has died."""

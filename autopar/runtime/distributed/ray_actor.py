@@ -5,6 +5,7 @@ from __future__ import annotations
 import ray
 
 from autopar.runtime.distributed.host import Host
+from autopar.runtime.distributed.host_program import Unfinished
 
 
 class HostActor(Host):
@@ -18,6 +19,11 @@ class HostActor(Host):
     def answer_ping(self) -> int:
         """As `Host.ping`, while a step runs."""
         return self.ping()
+
+    @ray.method(concurrency_group="health")
+    def first_unfinished(self) -> Unfinished | None:
+        """As `Host.unfinished`, while a step runs."""
+        return self.unfinished()
 
     @ray.method(concurrency_group="health")
     def stay_alive(self) -> None:

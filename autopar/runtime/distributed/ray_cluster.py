@@ -336,7 +336,7 @@ def _actor(hosts: RayHosts, bundle: Mapping[str, float], number: int) -> Any:
 
     return (
         # Steps in the order that they were sent; health is answered beside them.
-        hosts.ray.remote(concurrency_groups={"health": 2})(HostActor)
+        hosts.ray.remote(concurrency_groups={"health": 3})(HostActor)
         .options(
             num_cpus=bundle["CPU"],
             num_gpus=bundle.get("GPU", 0),

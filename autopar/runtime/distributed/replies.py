@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import AutoparError, CheckpointFailed, ClusterFailed, HostLost, StepFailed, StepTimeout
+from autopar.runtime.distributed.host_program import Unfinished
 from autopar.runtime.distributed.ray_cluster import RayHosts
 from autopar.runtime.distributed.watchdog import ProcessWatch
 
 _WAIT_S = 0.25
+_TELL_S = 2.0  # so long the processes have to say where they are, before they are ended
 _AGAIN = "Start again from the last checkpoint, or train with autopar.fit, which does."
 
 Refs = Mapping[Any, int]  # what will hold a reply -> the process that gives it
@@ -92,9 +94,9 @@ class Replies:
                 raise self.fail(
                     StepTimeout(
                         f"{_sentence(doing)} took longer than {timeout_s:g} s; no answer came from "
-                        f"{', '.join(self.describe(refs[ref]) for ref in waiting)}. The processes were ended. Look for "
-                        f"a step that waits for ever (a callback, a lock), or give a longer {option} to "
-                        "autopar.init."
+                        f"{', '.join(self.describe(refs[ref]) for ref in waiting)}.{self.waits()} The processes were "
+                        "ended. Look for a step that waits for ever (a callback, a lock), or give a longer "
+                        f"{option} to autopar.init."
                     )
                 )
         return self._ray.get(list(refs))
@@ -145,6 +147,27 @@ class Replies:
                     f"processes were ended. {_AGAIN}"
                 )
             ) from error
+
+    def waits(self) -> str:
+        """Say which instruction has not ended, and what the other processes wait in; nothing if none can tell."""
+        refs = {actor.first_unfinished.remote(): n for n, actor in enumerate(self.hosts.actors)}
+        ready, _ = self._ray.wait(list(refs), num_returns=len(refs), timeout=_TELL_S)
+        found: dict[int, Unfinished] = {}
+        for ref in ready:
+            with suppress(Exception):  # it died
+                answer = self._ray.get(ref)
+                if answer is not None:
+                    found[refs[ref]] = answer
+        if not found:
+            return ""
+        place = min(each.place for each in found.values())
+        first = [n for n, each in found.items() if each.place == place]
+        others = [f"process {n} waits in {each.text}" for n, each in found.items() if n not in first]
+        silent = [f"process {n} does not say" for n in range(len(refs)) if n not in [refs[ref] for ref in ready]]
+        where = f"{'process' if len(first) == 1 else 'processes'} {', '.join(map(str, first))}"
+        return f" The first that has not ended is {found[first[0]].text}, in {where}" + (
+            f"; {'; '.join([*others, *silent])}." if others or silent else "."
+        )
 
     def blame_the_dead(self, doing: str) -> None:
         """Raise `HostLost` if a process has died: what fails in the others then, fails for that reason."""

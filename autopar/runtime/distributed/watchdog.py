@@ -40,6 +40,10 @@ class Watched(Protocol):
         """A process in words."""
         ...
 
+    def waits(self) -> str:
+        """Say which instruction has not ended."""
+        ...
+
     def check_answer(self, ref: Any, doing: str) -> None:
         """Raise what a process raised."""
         ...
@@ -131,8 +135,9 @@ class ProcessWatch:
                 raise self._replies.fail(
                     HostLost(
                         f"Lost {self._replies.describe(number)}: it has not answered for {limit_s:g} s, so it hangs or "
-                        "was stopped, or its host is cut off. All processes were ended. Start again from the last "
-                        "checkpoint, or train with autopar.fit, which does; give very busy hosts a longer "
+                        f"was stopped, or its host is cut off.{self._replies.waits()} All processes were ended. "
+                        "Start again from the last checkpoint, or train with autopar.fit, which does; give very busy "
+                        "hosts a longer "
                         "answer_timeout_s in autopar.init."
                     )
                 )

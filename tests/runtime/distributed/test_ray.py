@@ -3,13 +3,13 @@
 import gc
 import json
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -414,16 +414,32 @@ def pause(host):
     time.sleep(2)
 
 
-def test_step_that_hangs_is_given_up_in_time(cluster):
-    step = stopped_at(1e6, partial(time.sleep, 60), device=DEVICES_PER_HOST)
+def hanging_step(state, batch):
+    """A train step whose loss waits for ever once the targets are large."""
+
+    def loss_fn(weights):
+        x = batch["x"]
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        jax.debug.callback(lambda y: time.sleep(60 * (np.sum(y) > 1e6)), batch["y"])
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_fn)(state)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), {"loss": loss}
+
+
+def test_step_that_hangs_is_given_up_in_time_and_the_task_is_named(cluster):
+    step = pipelined(hanging_step)
     state, batch = made()
     state, _ = step(state, batch)
     cluster().step_timeout_s = 3.0
     start = time.monotonic()
-    with pytest.raises(StepTimeout, match=r"longer than 3 s; no answer came from process 1 on host"):
-        _, metrics = step(state, {**batch, "x": batch["x"] + 1e6})
+    with pytest.raises(StepTimeout, match=r"longer than 3 s; no answer came from process . on host") as raised:
+        _, metrics = step(state, {**batch, "y": batch["y"] + 1e6})
         np.asarray(metrics["loss"])
     assert time.monotonic() - start < 30
+    first = r"The first that has not ended is task F1.m0 on mesh 1, which reads .* of mesh 0, in process 1; "
+    assert re.search(first + r"process 0 waits in task B0.m0 on mesh 0, which reads .* of mesh 1\.", str(raised.value))
     session.restart()
     cluster().step_timeout_s = session.STEP_TIMEOUT_S
     assert_equal(pipelined()(*made())[0], expected(1)[0])
