@@ -15,6 +15,7 @@ from autopar.errors import (
     HostLost,
     InvalidArgument,
     InvalidProgram,
+    LossSpike,
     MemoryTooSmall,
     NonFiniteLoss,
     NonFiniteValue,
@@ -23,6 +24,7 @@ from autopar.errors import (
     ReplicatedWarning,
     StepFailed,
     StepTimeout,
+    StragglerWarning,
     Unsupported,
 )
 from autopar.hardware.cluster import Cluster
@@ -65,6 +67,7 @@ __all__ = [
     "HostLost",
     "InvalidArgument",
     "InvalidProgram",
+    "LossSpike",
     "Lowered",
     "Megatron",
     "MemoryTooSmall",
@@ -84,6 +87,7 @@ __all__ = [
     "Step",
     "StepFailed",
     "StepTimeout",
+    "StragglerWarning",
     "TensorParallel",
     "Traced",
     "Unsupported",

@@ -9,6 +9,7 @@ step.trace(state, batch)   Traced      the jaxpr
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -37,20 +38,21 @@ from autopar.compiler.planning.scope_demands import scopes_kept
 from autopar.compiler.planning.whole_inputs import note_whole_inputs
 from autopar.compiler.sharding.replication import one_warning
 from autopar.description import PlanDescription, describe_plan
-from autopar.errors import AutoparError, InvalidArgument, Unsupported
+from autopar.errors import AutoparError, InvalidArgument, StragglerWarning, Unsupported
 from autopar.explorer import plan_page
 from autopar.finite_guard import FiniteGuard
 from autopar.fixes import Fixes, find_fixes
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.ir.program import Program, Run
 from autopar.methods import Auto, Method
 from autopar.plan_difference import PlanDifference, plan_difference
 from autopar.progress import say, search_progress
 from autopar.runtime.finite import kinds_of_values
 from autopar.runtime.in_process import FunctionOnOneDevice, InProcess, function_on_one_device
 from autopar.runtime.interfaces import LoadedProgram
-from autopar.runtime.timeline import write_trace
+from autopar.runtime.stragglers import find_stragglers
+from autopar.runtime.timeline import InstructionTime, Timeline, write_trace
 from autopar.session import current_session
 from autopar.simulation import SimulationReport, check_devices, simulate_plan
 from autopar.step_serialization import ChangedProgram, serialize_step
@@ -178,15 +180,40 @@ class Compiled:
         Returns the step's result. Beside the measured lanes stand the predicted ones, unless the plan was made for
         another machine.
         """
-        call = self.source.arguments.split(args, kwargs)
+        result, times = self.timed(self.source.arguments.split(args, kwargs))
+        write_trace(path, times, self.predicted())
+        return result
+
+    def timed(self, call: Call) -> tuple[Any, list[InstructionTime]]:
+        """Run one step in which every instruction is waited for: its result, and when each ran."""
         outputs, times = self.loaded.timed(call.leaves)
-        planned = Planned(plan=self.plan, trace=self.trace, source=self.source)
+        return self._result(call, outputs), times
+
+    def predicted(self) -> Timeline | None:
+        """Return the times that the plan expects; None if it was made for another machine."""
         try:
-            predicted = planned.simulate().timeline
+            return Planned(plan=self.plan, trace=self.trace, source=self.source).simulate().timeline
         except AutoparError:
-            predicted = None
-        write_trace(path, times, predicted)
-        return self._result(call, outputs)
+            return None
+
+    def warn_of_stragglers(self, times: Sequence[InstructionTime]) -> None:
+        """Warn with `StragglerWarning` of stages that take longer than their share of a step."""
+        predicted = self.predicted()
+        expected = [0.0] * len(self.program.meshes) if predicted is None else list(predicted.busy_s)
+        if not all(expected):  # by their work, then
+            for number, mesh in enumerate(self.program.meshes):
+                runs = [i for i in mesh.instructions if isinstance(i, Run)]
+                expected[number] = sum(self.program.executables[run.executable].flops for run in runs)
+        for slow in find_stragglers(times, expected):
+            stages = [str(n) for n, stage in enumerate(self.plan.stages) if stage.mesh == slow.mesh]
+            warnings.warn(
+                f"Stage {', '.join(stages)} on mesh {slow.mesh}, in process {', '.join(map(str, slow.processes))}, "
+                f"took {slow.busy_s:.3g} s for its tasks of a step; beside the others {slow.expected_s:.3g} s were "
+                "expected. "
+                "Look at the clocks and the other users of its devices, or plan anew for what they can do.",
+                StragglerWarning,
+                stacklevel=3,
+            )
 
     def __repr__(self) -> str:
         """One line; `print` shows the plan."""

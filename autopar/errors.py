@@ -73,5 +73,13 @@ class NonFiniteValue(AutoparError, ArithmeticError):
     """A step that computed an infinity or a NaN; the message names the first such value and its line."""
 
 
+class LossSpike(AutoparError, ArithmeticError):
+    """A training step whose loss is far above those before it; the message names the step."""
+
+
+class StragglerWarning(UserWarning):
+    """A stage that takes longer than its share of a step; the message names it, its processes, and both times."""
+
+
 class NonFiniteLoss(AutoparError, ArithmeticError):
     """A training step whose loss is infinite or not a number; the message names the step."""

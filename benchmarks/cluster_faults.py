@@ -249,7 +249,7 @@ def run_case(name: str, case: Case, expected: Sequence[float], break_after: int)
             checkpoint_every=EVERY,
             on_failure=case.on_failure,
             on_step=on_step,
-            nan_guard=True,
+            on_bad_loss="raise",
         )
         losses = [float(metrics["loss"]) for metrics in history]
     except AutoparError as caught:

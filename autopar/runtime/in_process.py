@@ -157,7 +157,16 @@ class InProcessProgram:
                     jax.block_until_ready(env[len(self.slots) + number])
                 if not isinstance(instruction, Free):
                     name, stop_s = instruction_name(instruction), time.time()
-                    times.append(InstructionTime(process=0, mesh=mesh, name=name, start_s=start_s, stop_s=stop_s))
+                    times.append(
+                        InstructionTime(
+                            process=0,
+                            mesh=mesh,
+                            name=name,
+                            start_s=start_s,
+                            stop_s=stop_s,
+                            is_task=isinstance(instruction, Run),
+                        )
+                    )
         return [result(env) for result in self.results], times
 
 

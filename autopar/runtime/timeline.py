@@ -179,6 +179,8 @@ class InstructionTime:
     name: str
     start_s: float
     stop_s: float
+    is_task: bool
+    """Whether it computed, and did not send or receive."""
 
 
 def instruction_name(instruction: Instruction) -> str:

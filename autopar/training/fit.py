@@ -9,6 +9,7 @@ driver    ->  started again with the same directory, it goes on at the batch aft
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -23,15 +24,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.api import Step
-from autopar.checks import check_choice
-from autopar.compiler.frontend.leaf_names import leaf_name
-from autopar.errors import AutoparError, ClusterFailed, InvalidArgument, NonFiniteLoss
+from autopar.checks import check_choice, check_count, is_number
+from autopar.errors import AutoparError, ClusterFailed, InvalidArgument
 from autopar.ir.plan import Plan
 from autopar.runtime.distributed.array import DistributedArray
 from autopar.session import current_session, restart
 from autopar.training.checkpoints import Checkpoints
+from autopar.training.loss_guard import LossGuard
 
 ON_FAILURE = ("raise", "restart", "replan")
+ON_BAD_LOSS = ("ignore", "warn", "raise", "restore")
 _END = object()
 _UNREAD = 2  # so many steps are under way before the metrics of the first of them are waited for
 
@@ -52,7 +54,9 @@ def fit(
     on_failure: str = "raise",
     max_failures: int = 3,
     on_step: OnStep | None = None,
-    nan_guard: bool = False,
+    on_bad_loss: str = "ignore",
+    spike_deviations: float = 10.0,
+    straggler_every: int | None = None,
     keep: int | None = 3,
     verify: bool = True,
 ) -> tuple[Any, list[Any]]:
@@ -70,14 +74,26 @@ def fit(
     - `max_failures`: how many failures a call survives.
     - `on_step`: called with each step's number and metrics, in order and once for each, up to two steps late. Steps
       that are trained again after a failure replace theirs in the returned list.
-    - `nan_guard`: raise `NonFiniteLoss` at the first loss that is infinite or not a number: of the metrics whose name
-      has "loss" in it, or, if none has, of all that are single floating-point numbers.
+    - `on_bad_loss`: when a loss is infinite or not a number, or more than `spike_deviations` above the median of the
+      last ones (see `training.loss_guard`; `math.inf` looks for the former alone), "ignore" it; "warn"; "raise"
+      `NonFiniteLoss` or `LossSpike`; or "restore" the last checkpoint and leave out the batches since then, that one
+      included (Chowdhery et al.: PaLM, 2022, section 5.1), up to `max_failures` times. Losses are the metrics whose
+      name has "loss" in it, or, if none has, all that are single floating-point numbers.
+    - `straggler_every`: wait in every so many steps for each instruction, and warn with `StragglerWarning` of stages
+      that take longer than their share.
     - `verify`: compare a checkpoint with its digests before it is read; for very large states it may be left out.
 
     Raises `InvalidArgument` for options that contradict each other, and batches that end before `num_steps`, and
     `CheckpointFailed` if no checkpoint can be written, or those that are there are all damaged.
     """
     check_choice("on_failure", on_failure, ON_FAILURE)
+    check_choice("on_bad_loss", on_bad_loss, ON_BAD_LOSS)
+    if not is_number(spike_deviations) or not spike_deviations > 0:
+        raise InvalidArgument(f"spike_deviations is {spike_deviations!r}; it must be a number above 0, or math.inf.")
+    if straggler_every is not None:
+        check_count("straggler_every", straggler_every)
+    if on_bad_loss == "restore" and checkpoint_dir is None:
+        raise InvalidArgument("on_bad_loss='restore' needs a checkpoint_dir, where states are saved.")
     _check(step, batches, checkpoint_dir, num_steps, checkpoint_every, on_failure, max_failures)
     checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, keep=keep, verify=verify)
     first = None if checkpoints is None else checkpoints.latest_sound()
@@ -86,13 +102,16 @@ def fit(
         state=state,
         done=first or 0,
         start=first or 0,
-        batches=NumberedBatches(batches, first or 0, replays=on_failure != "raise"),
+        batches=NumberedBatches(batches, first or 0, replays=on_failure != "raise" or on_bad_loss == "restore"),
         num_steps=num_steps,
         checkpoints=checkpoints,
         checkpoint_every=checkpoint_every,
         on_failure=on_failure,
         on_step=on_step,
-        nan_guard=nan_guard,
+        on_bad_loss=on_bad_loss,
+        losses=LossGuard(spike_deviations),
+        straggler_every=straggler_every,
+        restores_left=max_failures,
     )
     failures = 0
     with _progress() as progress:
@@ -143,6 +162,15 @@ def _check(
             raise InvalidArgument(f"{name} is {number}; at least {least} is required.")
 
 
+class _BadLoss(Exception):
+    """A loss after which training goes back."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(reason)
+        self.step = step
+        self.reason = reason
+
+
 @dataclass(kw_only=True)
 class _Run:
     """One call of `fit`: `state` is that after `done` steps."""
@@ -157,7 +185,10 @@ class _Run:
     checkpoint_every: int
     on_failure: str
     on_step: OnStep | None
-    nan_guard: bool
+    on_bad_loss: str
+    losses: LossGuard
+    straggler_every: int | None
+    restores_left: int
     history: list[Any] = field(default_factory=list)
     on_progress: Callable[[int], None] = lambda done: None
     _plan: Plan | None = None
@@ -165,6 +196,8 @@ class _Run:
     _told: int = 0
     """Steps below this number have been told to `on_step`."""
     _saved: int | None = None
+    _restored: tuple[int, int] | None = None
+    """The checkpoint of the last bad loss, and the step after that loss."""
 
     def train(self, *, resumed: bool) -> None:
         """From the state, or, `resumed`, from the last checkpoint, to the last step."""
@@ -174,17 +207,23 @@ class _Run:
             self._restore(batch)
             if self.done != expected:  # the newest checkpoint could not be read
                 batch = self._next_batch_or_none()
-        elif self.on_failure != "raise" and batch is not None:
+        elif (self.on_failure != "raise" or self.on_bad_loss == "restore") and batch is not None:
             assert self.checkpoints is not None
             self._compile(self.state, batch)
             self._save()
             self.checkpoints.wait()
-        while batch is not None:
-            self._train_one(batch)
-            if self.checkpoints is not None and self.done % self.checkpoint_every == 0:
-                self._save()
+        while True:
+            try:
+                while batch is not None:
+                    self._train_one(batch)
+                    if self.checkpoints is not None and self.done % self.checkpoint_every == 0:
+                        self._save()
+                    batch = self._next_batch_or_none()
+                self._finish()
+                return
+            except _BadLoss as bad:
+                self._leave_out(bad)
             batch = self._next_batch_or_none()
-        self._finish()
 
     def _next_batch_or_none(self) -> Any:
         """The batch of the next step; None after the last."""
@@ -251,7 +290,12 @@ class _Run:
 
     def _train_one(self, batch: Any) -> None:
         call = self.step.arguments.split((self.state, batch), {})
-        result = self.step.compiled_for(call).run(call)
+        compiled = self.step.compiled_for(call)
+        if self.straggler_every is not None and (self.done - self.start) % self.straggler_every == 1:
+            result, times = compiled.timed(call)
+            compiled.warn_of_stragglers(times)
+        else:
+            result = compiled.run(call)
         if not isinstance(result, tuple) or len(result) != 2:
             raise InvalidArgument(
                 f"{self.step.arguments.name} returned a {type(result).__name__}; fit trains steps that return "
@@ -268,14 +312,36 @@ class _Run:
             number, metrics = self._unread[0]
             metrics = jax.tree.map(_on_driver, metrics)
             self._unread.popleft()
-            if self.nan_guard:
-                _check_finite(number, metrics)
+            bad = None if self.on_bad_loss == "ignore" else self.losses.judge(number, metrics)
+            if bad is not None and self.on_bad_loss == "warn":
+                warnings.warn(str(bad), stacklevel=2)
+            elif bad is not None and (self.on_bad_loss == "raise" or not self.restores_left):
+                raise bad
             self.history.append(metrics)
             if number >= self._told:
                 self._told = number + 1
                 if self.on_step is not None:
                     self.on_step(number, metrics)
             self.on_progress(number + 1)
+            if bad is not None and self.on_bad_loss == "restore":
+                raise _BadLoss(number, str(bad))
+
+    def _leave_out(self, bad: _BadLoss) -> None:
+        """Go on after the step with the bad loss, with the state before all batches since the last checkpoint.
+
+        A state whose first loss is bad is no better: then the checkpoint before it is taken.
+        """
+        assert self.checkpoints is not None
+        self.restores_left -= 1
+        self._unread.clear()
+        self.checkpoints.wait()
+        earlier = [step for step in self.checkpoints.steps() if self._restored is None or step < self._restored[0]]
+        again = self._restored is not None and bad.step == self._restored[1] and bool(earlier)
+        like = self.step.all_compiled()[-1]
+        restored, self.state = self.checkpoints.restore(like=like, step=earlier[-1] if again else None)
+        _log.warning("%s Going on after it, with the state before step %d.", bad.reason, restored)
+        self._saved, self.done = restored, bad.step + 1
+        self._restored = restored, self.done
 
     def _save(self) -> None:
         assert self.checkpoints is not None
@@ -310,17 +376,6 @@ def _on_driver(leaf: Any) -> Any:
     if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jnp.asarray(leaf)
     return np.asarray(leaf)
-
-
-def _check_finite(number: int, metrics: Any) -> None:
-    leaves = [(leaf_name("", path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(metrics)]
-    numbers = [(key, leaf) for key, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size == 1]
-    for key, leaf in [item for item in numbers if "loss" in item[0].lower()] or numbers:
-        if not np.isfinite(leaf.astype(np.float32)).all():
-            raise NonFiniteLoss(
-                f"The loss of step {number} is {float(leaf)}{f' ({key})' if key else ''}. Nothing was restored: look "
-                "at the batch of this step, lower the learning rate, or go on from an earlier checkpoint."
-            )
 
 
 def _progress() -> Progress:

@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from autopar.errors import ClusterFailed, HostLost, InvalidArgument, NonFiniteLo
 from autopar.session import current_session, restart
 from autopar.training.checkpoints import Checkpoints
 from autopar.training.fit import NumberedBatches, fit
-from tests.small_steps import mlp_loss, mlp_params, sgd
+from tests.small_steps import mlp_loss, mlp_params, sgd, two_stages
 from tests.training.test_state import assert_same
 
 ROWS, WIDTH = 24, 4  # rows for 8, 6 and 4 devices
@@ -136,15 +137,65 @@ def test_a_loss_that_is_not_finite_names_its_step_and_is_not_saved(step, tmp_pat
         return (x * np.float32("nan"), y) if number == 3 else (x, y)
 
     with pytest.raises(NonFiniteLoss, match=r"loss of step 3 is nan \(loss\)"):
-        fit(step, mlp_params(), batches, num_steps=9, nan_guard=True, checkpoint_dir=tmp_path, checkpoint_every=2)
+        fit(step, mlp_params(), batches, num_steps=9, on_bad_loss="raise", checkpoint_dir=tmp_path, checkpoint_every=2)
     assert Checkpoints(tmp_path).steps() == [2]
     _, history = fit(step, mlp_params(), batches, num_steps=5)
     assert [bool(np.isfinite(loss)) for loss in losses_of(history)] == [True, True, True, False, False]
 
 
+def test_training_goes_on_without_the_batches_that_spoiled_it(step, tmp_path):
+    def batches(number: int) -> Any:
+        x, y = draw(number)
+        return (x, y * np.float32(1e25)) if number == 5 else (x, y)  # an infinite loss
+
+    iterator = (batches(i) for i in range(9))  # gives each batch once
+    told: list[int] = []
+    params, history = fit(
+        step,
+        mlp_params(),
+        iterator,
+        num_steps=9,
+        on_bad_loss="restore",
+        on_step=lambda n, _: told.append(n),
+        checkpoint_dir=tmp_path,
+        checkpoint_every=2,
+    )
+    expected = mlp_params()
+    for number in (0, 1, 2, 3, 6, 7, 8):  # 4 and 5 came after the checkpoint
+        expected, _ = jax.jit(train_step)(expected, draw(number))
+    assert_same(params, expected)
+    assert told == list(range(9)) and len(history) == 9 and np.isinf(losses_of(history)[5])
+    never = {"max_failures": 0, "checkpoint_dir": tmp_path / "never"}
+    with pytest.raises(NonFiniteLoss, match="loss of step 5 is inf"):
+        fit(step, mlp_params(), batches, num_steps=9, on_bad_loss="restore", **never)
+
+
+def test_bad_losses_may_only_warn(step):
+    with pytest.warns(UserWarning, match="loss of step 0 is inf"):
+        fit(step, mlp_params(), lambda n: (draw(n)[0], draw(n)[1] * np.float32(1e25)), num_steps=1, on_bad_loss="warn")
+
+
+def test_stage_that_takes_longer_than_its_share_is_named():
+    def slow(params: Any, batch: Any) -> Any:
+        def loss(params: Any, batch: Any) -> Any:
+            jax.debug.callback(lambda _: time.sleep(0.05), batch[1])
+            return mlp_loss(params, batch)
+
+        params, value = sgd(loss)(params, batch)
+        return params, {"loss": value}
+
+    step = autopar.parallelize(slow, method=two_stages(), devices=jax.devices()[:2])
+    with pytest.warns(autopar.StragglerWarning, match=r"Stage 0 on mesh 0, in process 0, took .* s for its tasks"):
+        fit(step, mlp_params(), draw, num_steps=3, straggler_every=2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"on_bad_loss": "stop"}, "on_bad_loss is 'stop'. Choose one of 'ignore', 'warn', 'raise', 'restore'"),
+        ({"on_bad_loss": "restore"}, "on_bad_loss='restore' needs a checkpoint_dir"),
+        ({"spike_deviations": 0}, "spike_deviations is 0"),
+        ({"straggler_every": 0}, "straggler_every is 0"),
         ({"on_failure": "retry"}, "on_failure is 'retry'. Choose one of 'raise', 'restart', 'replan'"),
         ({"on_failure": "restart"}, "on_failure='restart' needs a checkpoint_dir"),
         ({"on_failure": "replan"}, "on_failure='replan' needs a checkpoint_dir"),

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import InvalidArgument, PlanMismatch, StepFailed
-from autopar.ir.program import Free, Program
+from autopar.ir.program import Free, Program, Run
 from autopar.runtime.distributed.host_inputs import Values
 from autopar.runtime.distributed.host_program import HostProgram, Unfinished
 from autopar.runtime.distributed.messages import (
@@ -250,6 +250,7 @@ def _times(process: int, program: HostProgram, clock: Sequence[tuple[float, floa
             name=instruction_name(instruction),
             start_s=start,
             stop_s=stop,
+            is_task=isinstance(instruction, Run),
         )
         for (mesh, instruction, _), (start, stop) in zip(program.instructions, clock)
         if not isinstance(instruction, Free)
