@@ -292,7 +292,11 @@ class Lowered:
     def _on_cluster(self, session: Any) -> Compiled:
         from autopar.runtime.distributed.driver import ClusterProgram, kinds_of_distributed_values
 
-        make_program = serialize_step(self.source.arguments, self.source.call, self.plan)
+        make_program: Callable[[], Program] = (
+            serialize_step(self.source.arguments, self.source.call, self.plan)
+            if session.has_driver
+            else lambda: self.program
+        )
         names = [leaf.name for leaf in self.trace.inputs]
         if not self.source.target.check_finite:
             return self._compiled(ClusterProgram(session, self.program, names, make_program))
@@ -496,13 +500,15 @@ class Traced:
             return Planned(plan=plan, trace=self.trace, source=self.source).simulate(cluster).step_time_s
 
         with search_progress(f"planning {self.trace.name}"), one_warning(self.trace.name):
-            plan = plan_that_fits(
-                self.trace,
-                asked,
-                cluster=cluster,
-                simulated_s=simulated_s,
-                devices=target.live_devices() if target.planned_for() is None else None,
-                cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
+            plan = self._agreed(
+                lambda: plan_that_fits(
+                    self.trace,
+                    asked,
+                    cluster=cluster,
+                    simulated_s=simulated_s,
+                    devices=target.live_devices() if target.planned_for() is None else None,
+                    cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
+                )
             )
             note_whole_inputs(self.trace, plan)
         if isinstance(asked, Auto) and plan.certificate is not None:
@@ -523,6 +529,20 @@ class Traced:
         except AutoparError as error:
             now, reason = None, str(error)
         return _fixes(self, asked, now, reason)
+
+    def _agreed(self, make: Callable[[], Plan]) -> Plan:
+        """Return the plan that all processes of the session obey; one of them makes it."""
+        session = self.source.target.session
+        if session is None:
+            return make()
+        made: list[Plan] = []
+
+        def write() -> str:
+            made.append(make())
+            return made[0].to_json()
+
+        written = session.agree_on_plan(self.trace.name, lambda: f"{self.trace}\n{self.trace.jaxpr}", write)
+        return made[0] if made else Plan.from_json(written)
 
     def __repr__(self) -> str:
         """One line; `print` shows the jaxpr."""

@@ -2,6 +2,7 @@
 
     init()                  the devices of this process (the default, also without a call)
     init(cluster="ray")     one process per host of a Ray cluster; Ray is started here if none runs
+    init(cluster="jax")     all processes of a JAX world (Slurm, mpirun, TPU pods), each of which runs this same script
 
 One session at a time: a step compiled in one is compiled anew in the next.
 """
@@ -15,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 from autopar.checks import check_count, is_positive
 from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
-from autopar.runtime.distributed.ray_cluster import ANSWER_TIMEOUT_S, START_TIMEOUT_S
+from autopar.runtime.distributed.ray_cluster import ANSWER_TIMEOUT_S, START_TIMEOUT_S, RayOptions, start_hosts
 
 if TYPE_CHECKING:
+    from autopar.runtime.distributed.many_controllers import JaxSession
     from autopar.runtime.distributed.session import RaySession
 
 STEP_TIMEOUT_S = 600.0
 
-_current: list[RaySession] = []
+_current: list[RaySession | JaxSession] = []
 
 
 def init(
@@ -39,7 +41,9 @@ def init(
 ) -> Cluster | None:
     """Choose where steps run; returns the cluster, or None for this process.
 
-    - `cluster`: "local", "ray", or a `Cluster`, whose figures then describe the devices of the Ray cluster.
+    - `cluster`: "local", "ray", "jax", or a `Cluster`, whose figures then describe the devices of the Ray cluster.
+      With "jax" every process of a world of `jax.distributed` makes the same calls, and runs its part of each step;
+      `jax.distributed.initialize` is called if it was not, and finds Slurm's or Open MPI's processes by itself.
     - `address`: of a Ray cluster, host:port or "auto", or "local" to start one here. By default $RAY_ADDRESS, or one
       that runs on this machine and has room; else it is started here. The Ray that this process has joined comes first.
     - `num_hosts`, `devices_per_host`: how many processes, and how many devices each gets. By default every node with
@@ -54,31 +58,29 @@ def init(
     Raises `InvalidArgument` for a cluster that does not answer within 20 s, or has fewer hosts or devices than asked
     for, `ClusterFailed` for processes that do not start or meet, and `Unsupported` without Ray.
     """
-    if not isinstance(cluster, Cluster) and cluster not in ("local", "ray"):
-        raise InvalidArgument(f"cluster is {cluster!r}. Choose 'local', 'ray', or give an autopar.Cluster.")
+    if not isinstance(cluster, Cluster) and cluster not in ("local", "ray", "jax"):
+        raise InvalidArgument(f"cluster is {cluster!r}. Choose 'local', 'ray', 'jax', or give an autopar.Cluster.")
     _check_options(
         address,
         runtime_env,
         {"num_hosts": num_hosts, "devices_per_host": devices_per_host},
         {"step_timeout_s": step_timeout_s, "start_timeout_s": start_timeout_s, "answer_timeout_s": answer_timeout_s},
     )
-    if cluster == "local":
-        ray_only = {
-            "address": address,
-            "num_hosts": num_hosts,
-            "devices_per_host": devices_per_host,
-            "placement_group": placement_group,
-            "runtime_env": runtime_env,
-        }
-        given = [name for name, value in ray_only.items() if value is not None]
+    if cluster in ("local", "jax"):
+        ray_only = {"address": address, "placement_group": placement_group, "runtime_env": runtime_env}
+        sizes = {"num_hosts": num_hosts, "devices_per_host": devices_per_host} if cluster == "local" else {}
+        given = [name for name, value in (ray_only | sizes).items() if value is not None]
         if given:
-            raise InvalidArgument(f"{', '.join(given)} need cluster='ray'; in this process they mean nothing.")
-        shutdown()
-        return None
+            raise InvalidArgument(f"{', '.join(given)} need cluster='ray'; with {cluster!r} they mean nothing.")
     shutdown()
-    from autopar.runtime.distributed.ray_cluster import RayOptions, start_hosts
-    from autopar.runtime.distributed.session import RaySession
+    if cluster == "local":
+        return None
+    if cluster == "jax":
+        from autopar.runtime.distributed.many_controllers import JaxSession, meet
 
+        meet(num_hosts, devices_per_host)
+        _current.append(JaxSession(step_timeout_s=step_timeout_s))
+        return _current[-1].cluster
     options = RayOptions(
         address=address,
         num_hosts=num_hosts,
@@ -88,14 +90,18 @@ def init(
         start_timeout_s=start_timeout_s,
         answer_timeout_s=answer_timeout_s,
     )
+    return _start_ray(options, step_timeout_s, cluster if isinstance(cluster, Cluster) else None)
+
+
+def _start_ray(options: RayOptions, step_timeout_s: float, described_by: Cluster | None) -> Cluster:
+    from autopar.runtime.distributed.session import RaySession
+
     hosts = start_hosts(options)
     # Now, so that it comes before what Ray does when the process ends.
     atexit.unregister(shutdown)
     atexit.register(shutdown)
     try:
-        session = RaySession(
-            hosts, step_timeout_s=step_timeout_s, described_by=cluster if isinstance(cluster, Cluster) else None
-        )
+        session = RaySession(hosts, step_timeout_s=step_timeout_s, described_by=described_by)
     except BaseException:
         hosts.give_back()
         raise
@@ -124,7 +130,7 @@ def shutdown() -> None:
         _current.pop().close()
 
 
-def current_session() -> RaySession | None:
+def current_session() -> RaySession | JaxSession | None:
     """The cluster that steps run on; None: this process."""
     return _current[-1] if _current else None
 
@@ -138,7 +144,7 @@ def restart(num_hosts: int | None = None) -> RaySession:
     from autopar.runtime.distributed.session import RaySession
 
     old = current_session()
-    if old is None:
+    if not isinstance(old, RaySession):
         raise InvalidArgument("There is no cluster to restart. Call autopar.init(cluster='ray') first.")
     old.abandon()
     hosts = old.hosts.again(len(old.hosts.actors) if num_hosts is None else num_hosts)

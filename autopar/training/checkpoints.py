@@ -37,7 +37,7 @@ import numpy as np
 from autopar.aot import Compiled
 from autopar.api import Step
 from autopar.compiler.frontend.leaf_names import leaf_name
-from autopar.errors import AutoparError, CheckpointFailed, ClusterFailed, InvalidArgument, StepFailed
+from autopar.errors import AutoparError, CheckpointFailed, ClusterFailed, InvalidArgument
 from autopar.runtime.digests import commit, damage, discard
 from autopar.runtime.distributed.array import DistributedArray
 from autopar.runtime.distributed.pieces import Placed
@@ -308,22 +308,19 @@ class ClusterSave:
         items = [_item(leaf) for leaf in self._gathered]
         [self._number] = session.next_numbers(1)
         numbered = jax.tree.unflatten(tree, range(len(leaves)))
-        paths = str(_written_as(target)), str(target)
+        paths = session.of_first((str(_written_as(target)), str(target)))
         session.run_everywhere(start_save, self._number, *paths, numbered, items)
 
     def finish(self) -> None:
         """Ask the processes until all are done, or one has failed."""
         from autopar.runtime.distributed.host_checkpoint import save_status
 
-        replies = self._session.replies
-        waiting = list(range(len(self._session.hosts.actors)))
+        waiting = list(range(self._session.num_processes))
         while waiting:
             found = self._session.run_on(waiting, save_status, self._number)
             for process, status in zip(waiting, found, strict=True):
                 if status.error is not None:
-                    replies.blame_the_dead("saving a checkpoint")
-                    text = f"{replies.describe(process)}: {status.error}"
-                    raise replies.fail(StepFailed(f"Saving failed: {text}")) if status.lost else CheckpointFailed(text)
+                    raise self._session.save_failed(process, status.error, status.lost)
             waiting = [process for process, status in zip(waiting, found, strict=True) if not status.done]
             if waiting:
                 time.sleep(_POLL_S)

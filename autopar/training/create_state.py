@@ -57,7 +57,9 @@ def create_state(
     else:
         from autopar.runtime.distributed.driver import ClusterProgram
 
-        made = ClusterProgram(session, program, names, serialize_init(recipe)).once(leaves)
+        made = ClusterProgram(
+            session, program, names, serialize_init(recipe) if session.has_driver else recipe.program
+        ).once(leaves)
     return jax.tree.unflatten(tree, made)
 
 

@@ -87,13 +87,7 @@ def fit(
     `CheckpointFailed` if no checkpoint can be written, or those that are there are all damaged.
     """
     check_choice("on_failure", on_failure, ON_FAILURE)
-    check_choice("on_bad_loss", on_bad_loss, ON_BAD_LOSS)
-    if not is_number(spike_deviations) or not spike_deviations > 0:
-        raise InvalidArgument(f"spike_deviations is {spike_deviations!r}; it must be a number above 0, or math.inf.")
-    if straggler_every is not None:
-        check_count("straggler_every", straggler_every)
-    if on_bad_loss == "restore" and checkpoint_dir is None:
-        raise InvalidArgument("on_bad_loss='restore' needs a checkpoint_dir, where states are saved.")
+    _check_guards(on_bad_loss, spike_deviations, straggler_every, checkpoint_dir)
     _check(step, batches, checkpoint_dir, num_steps, checkpoint_every, on_failure, max_failures)
     checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, keep=keep, verify=verify)
     first = None if checkpoints is None else checkpoints.latest_sound()
@@ -156,6 +150,13 @@ def _check(
         raise InvalidArgument(
             f"batches is a {type(batches).__name__}; it must be an iterable, or a function of the step's number."
         )
+    session = current_session()
+    if on_failure != "raise" and session is not None and not session.has_driver:
+        raise InvalidArgument(
+            f"on_failure={on_failure!r} needs a driver that outlives the processes, as with "
+            "autopar.init(cluster='ray'). Let the launcher start the processes again: fit goes on from the last "
+            "checkpoint."
+        )
     limits = (("num_steps", num_steps, 0), ("checkpoint_every", checkpoint_every, 1), ("max_failures", max_failures, 0))
     for name, number, least in limits:
         if number is not None and number < least:
@@ -169,6 +170,16 @@ class _BadLoss(Exception):
         super().__init__(reason)
         self.step = step
         self.reason = reason
+
+
+def _check_guards(on_bad_loss: str, spike_deviations: Any, straggler_every: Any, checkpoint_dir: Any) -> None:
+    check_choice("on_bad_loss", on_bad_loss, ON_BAD_LOSS)
+    if not is_number(spike_deviations) or not spike_deviations > 0:
+        raise InvalidArgument(f"spike_deviations is {spike_deviations!r}; it must be a number above 0, or math.inf.")
+    if straggler_every is not None:
+        check_count("straggler_every", straggler_every)
+    if on_bad_loss == "restore" and checkpoint_dir is None:
+        raise InvalidArgument("on_bad_loss='restore' needs a checkpoint_dir, where states are saved.")
 
 
 @dataclass(kw_only=True)
@@ -271,8 +282,7 @@ class _Run:
         return saved is not None
 
     def _restart_where_there_is_room(self) -> None:
-        session = current_session()
-        assert session is not None
+        session: Any = current_session()
         before = len(session.hosts.actors)
         hosts = min(session.hosts.room(), before)
         while hosts >= 1:

@@ -1,4 +1,4 @@
-"""Look at every loss of a training: is it finite, and is it about as large as those before it?
+"""Find losses of a training that are not finite, or far above those before them.
 
     spike    a loss above  median + deviations * max(1.4826 * MAD, 0.01 * |median|)  of the last 50 good losses
 

@@ -18,7 +18,7 @@ from autopar.runtime.distributed.host_checks import kinds_of_kept_values
 from autopar.runtime.distributed.input_routing import InputRouting, route_inputs
 from autopar.runtime.distributed.messages import StepMessage
 from autopar.runtime.distributed.pieces import placed_output, program_layouts
-from autopar.runtime.distributed.session import RaySession
+from autopar.runtime.distributed.session import Session
 from autopar.runtime.finite import kinds_of_values
 from autopar.runtime.inputs import ArgumentType, argument_types
 from autopar.runtime.timeline import InstructionTime
@@ -31,7 +31,7 @@ class ClusterProgram:
     """
 
     def __init__(
-        self, session: RaySession, program: Program, leaf_names: Sequence[str], make_program: Callable[[], Program]
+        self, session: Session, program: Program, leaf_names: Sequence[str], make_program: Callable[[], Program]
     ) -> None:
         self.session = session
         self.program = program
@@ -49,7 +49,7 @@ class ClusterProgram:
         self._routings_sent: set[int] = set()
         self.ordinals = [
             frozenset(o for o, process in enumerate(session.process_of) if process == number)
-            for number in range(len(session.hosts.actors))
+            for number in range(session.num_processes)
         ]
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
@@ -76,6 +76,10 @@ class ClusterProgram:
             return self._step(leaves, timed)
 
     def _step(self, leaves: Sequence[Any], timed: bool) -> list[Any]:
+        leaves = [
+            self.session.adopt(leaf) if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable else leaf
+            for leaf in leaves
+        ]
         self._check(leaves)
         number, routing, sent_to = self._routing(leaves)
         session = self.session
@@ -148,7 +152,7 @@ class ClusterProgram:
                 )
 
 
-def kinds_of_distributed_values(session: RaySession, values: Sequence[Any]) -> list[int]:
+def kinds_of_distributed_values(session: Session, values: Sequence[Any]) -> list[int]:
     """Return for every value 0 if it is finite, 1 if it holds an infinity, 2 if a NaN."""
     there = [place for place, value in enumerate(values) if isinstance(value, DistributedArray)]
     found = kinds_of_values([None if isinstance(value, DistributedArray) else value for value in values])

@@ -87,28 +87,32 @@ class Host:
                 initialization_timeout=math.ceil(spec.start_timeout_s),
                 coordinator_bind_address=spec.coordinator,  # JAX listens on all addresses otherwise
             )
+        return self.enter(spec.process, spec.num_devices, spec.nodes)
+
+    def enter(self, process: int, num_devices: int, nodes: Sequence[str]) -> HostReport:
+        """Open the channel, in a world that has met; `nodes` are the addresses at which all processes are reached."""
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-        local = [device for device in devices if device.process_index == spec.process]
-        if len(local) != spec.num_devices:
+        local = [device for device in devices if device.process_index == process]
+        if len(local) != num_devices:
             raise InvalidArgument(
-                f"Process {spec.process} has {len(local)} {local[0].platform} devices, the cluster was to have "
-                f"{spec.num_devices} per host. Give devices_per_host={len(local)}, or free the devices."
+                f"Process {process} has {len(local)} {local[0].platform} devices, the cluster was to have "
+                f"{num_devices} per host. Give devices_per_host={len(local)}, or free the devices."
             )
         process_of = tuple(device.process_index for device in devices)
-        here = {n: device for n, device in enumerate(devices) if device.process_index == spec.process}
+        here = {n: device for n, device in enumerate(devices) if device.process_index == process}
         on_gpus = local[0].platform == "gpu"
         # Between CPU processes JAX's transfer server, between GPUs NCCL: neither goes through Ray's object store.
-        reached_at = spec.nodes[spec.process]
+        reached_at = nodes[process]
         self._endpoint = (
-            Nccl(spec.process, process_of, here, host=reached_at) if on_gpus else TransferServer(here, host=reached_at)
+            Nccl(process, process_of, here, host=reached_at) if on_gpus else TransferServer(here, host=reached_at)
         )
         self._world = World(
-            process=spec.process,
+            process=process,
             devices=devices,
             process_of=process_of,
-            node_of=spec.nodes,
+            node_of=nodes,
             exchange=Exchange(
-                process=spec.process,
+                process=process,
                 process_of=process_of,
                 devices=here,
                 endpoint=self._endpoint,
@@ -124,6 +128,13 @@ class Host:
             process_of=process_of,
             address=self._endpoint.address(),
         )
+
+    def leave(self) -> None:
+        """Close the channel, and forget all programs and values."""
+        self.programs.clear()
+        self._values.clear()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     def connect(self, addresses: Mapping[int, str]) -> None:
         """Reach the channels of all other processes."""
@@ -145,6 +156,10 @@ class Host:
                 f"{fingerprint}. Both must trace the same step: let it depend on its arguments alone, not on the "
                 "process, the time, or the environment, and install the same code on every host."
             )
+        return self.keep(number, program)
+
+    def keep(self, number: int, program: Program) -> tuple[int, ...]:
+        """Compile this process's part of a program, and return the meshes that are here."""
         self.programs[number] = HostProgram(program, self.world)
         return tuple(n for n, mesh in enumerate(program.meshes) if self.world.is_here(mesh.devices))
 
@@ -166,6 +181,10 @@ class Host:
         except Exception as error:
             self._failed = self._failure(message.step, error)
             raise self._failed from error
+
+    def settle(self) -> None:
+        """Wait for this process's work of the last step. Raises `StepFailed`."""
+        self._finish_previous()
 
     def _finish_previous(self) -> None:
         number, arrays = self._previous

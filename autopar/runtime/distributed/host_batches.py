@@ -18,7 +18,7 @@ from autopar.runtime.distributed.array import DistributedArray
 from autopar.runtime.distributed.host import Host
 from autopar.runtime.distributed.host_inputs import Values, assembled, sharding_on
 from autopar.runtime.distributed.pieces import Placed
-from autopar.runtime.distributed.session import RaySession
+from autopar.runtime.distributed.session import Session
 from autopar.runtime.executables import KEY_IMPLEMENTATIONS
 from autopar.runtime.transfer.tiles import Box
 
@@ -36,14 +36,14 @@ class Brought:
 
 
 def bring(
-    session: RaySession, names: Sequence[str], places: Sequence[Placed], values: Sequence[Any]
+    session: Session, names: Sequence[str], places: Sequence[Placed], values: Sequence[Any]
 ) -> list[DistributedArray]:
     """Put values where they are wanted; a value is an array of the driver (of keys: their words), or loads itself."""
     numbers = session.next_numbers(len(values))
     items = list(zip(numbers, names, places, values, strict=True))
     messages = [
         ([Brought(number=n, name=name, placed=at, source=_own(session, at, v, p)) for n, name, at, v in items],)
-        for p in range(len(session.hosts.actors))
+        for p in range(session.num_processes)
     ]
     # The handles are made first, so that what has been put is dropped if a process fails.
     handles = [DistributedArray(session, n, at, session.number_of_layout(at)) for n, _, at, _ in items]
@@ -51,7 +51,7 @@ def bring(
     return handles
 
 
-def _own(session: RaySession, placed: Placed, value: Any, process: int) -> Mapping[Box, np.ndarray[Any, Any]] | Load:
+def _own(session: Session, placed: Placed, value: Any, process: int) -> Mapping[Box, np.ndarray[Any, Any]] | Load:
     if callable(value):
         return value
     boxes = [

@@ -17,12 +17,12 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from autopar.errors import AutoparError, InvalidArgument, PlanMismatch
+from autopar.errors import AutoparError, CheckpointFailed, InvalidArgument, PlanMismatch, StepFailed
 from autopar.hardware.cluster import Cluster
 from autopar.ir.program import Program
 from autopar.progress import search_progress
@@ -57,14 +57,10 @@ JAX_SETTINGS = (
 )
 
 
-class RaySession:
-    """The processes of one world. Raises `HostLost`, `StepTimeout` or `StepFailed` once one of them is lost."""
+class Numbering:
+    """The numbers that a session gives to values, steps, programs and layouts, and what was dropped since."""
 
-    def __init__(self, hosts: RayHosts, *, step_timeout_s: float, described_by: Cluster | None = None) -> None:
-        self.hosts = hosts
-        self.step_timeout_s = step_timeout_s
-        self.replies = Replies(hosts)
-        self._ray = hosts.ray
+    def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._steps = itertools.count(1)
         self._programs = itertools.count(1)
@@ -74,10 +70,153 @@ class RaySession:
         self._lock = threading.Lock()
         self.stepping = threading.RLock()
         """Held from the first message of a step to the last: all processes get the steps in one order."""
+
+    def next_numbers(self, count: int) -> list[int]:
+        """Numbers for new values."""
+        return list(itertools.islice(self._numbers, count))
+
+    def number_of_layout(self, placed: Placed) -> int:
+        """A small number for where a value lies: equal places have equal numbers, others never."""
+        with self._lock:  # batches are placed on another thread
+            return self._layouts.setdefault(placed, len(self._layouts))
+
+    def next_step(self) -> int:
+        """The number of a new step; they count over all programs."""
+        return next(self._steps)
+
+    def forget(self, identity: int) -> None:
+        """Free a value with the next message; may be called on any thread."""
+        self._dropped.append(identity)
+
+    def take_dropped(self) -> list[int]:
+        """Numbers of the values that the driver dropped since the last message."""
+        return _taken(self._dropped)
+
+    def forget_program(self, number: int) -> None:
+        """Unload a program with the next message; may be called on any thread."""
+        self._dropped_programs.append(number)
+
+
+def _taken(numbers: deque[int]) -> list[int]:
+    taken: list[int] = []
+    while numbers:
+        taken.append(numbers.popleft())
+    return taken
+
+
+class Session(Protocol):
+    """The processes of a world, whoever drives them: what programs, checkpoints and batches ask of them."""
+
+    cluster: Cluster
+    process_of: Sequence[int]
+    step_timeout_s: float
+    stepping: threading.RLock
+    has_driver: bool
+    """True if one process drives the others: it sends them programs, and outlives them."""
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes."""
+        ...
+
+    def load(self, program: Program, make_program: Callable[[], Program]) -> int:
+        """Bring a program to every process; its number."""
+        ...
+
+    def unload(self, number: int) -> None:
+        """Forget a program in every process, after the steps that were sent."""
+        ...
+
+    def forget_program(self, number: int) -> None:
+        """The same with the next message; may be called on any thread."""
+        ...
+
+    def next_numbers(self, count: int) -> list[int]:
+        """Numbers for new values."""
+        ...
+
+    def number_of_layout(self, placed: Placed) -> int:
+        """A small number for where a value lies."""
+        ...
+
+    def next_step(self) -> int:
+        """The number of a new step."""
+        ...
+
+    def take_dropped(self) -> list[int]:
+        """Numbers of the values that were dropped since the last message."""
+        ...
+
+    def make_room(self) -> None:
+        """Wait until a step may be sent."""
+        ...
+
+    def submit(self, messages: Sequence[StepMessage]) -> None:
+        """Start a step: one message per process."""
+        ...
+
+    def settle(self) -> list[Any]:
+        """Wait for all steps; the reports of the last one."""
+        ...
+
+    def fetch(self, values: Sequence[DistributedArray]) -> list[np.ndarray[Any, Any]]:
+        """The bytes of values."""
+        ...
+
+    def wait(self, values: Sequence[DistributedArray]) -> None:
+        """Return when values have been computed."""
+        ...
+
+    def forget(self, identity: int) -> None:
+        """Free a value with the next message."""
+        ...
+
+    def agree_on_plan(self, step: str, traced: Callable[[], str], make: Callable[[], str]) -> str:
+        """Return the plan that all processes obey."""
+        ...
+
+    def adopt(self, array: jax.Array) -> DistributedArray:
+        """Return an array over several processes as a value of the session."""
+        ...
+
+    def of_first(self, value: Any) -> Any:
+        """Return the value that the first controller has."""
+        ...
+
+    def run_everywhere(
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Call `function(host, *arguments)` in every process; their results."""
+        ...
+
+    def run_each(
+        self, function: Callable[..., Any], arguments: Sequence[Sequence[Any]], *, timeout_s: float | None = None
+    ) -> list[Any]:
+        """The same with arguments for each process."""
+        ...
+
+    def run_on(self, processes: Sequence[int], function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """The same in some processes."""
+        ...
+
+    def save_failed(self, process: int, error: str, lost: bool) -> Exception:
+        """Return the error for a checkpoint that a process could not write; `lost`: with the others."""
+        ...
+
+
+class RaySession(Numbering):
+    """The processes of one world. Raises `HostLost`, `StepTimeout` or `StepFailed` once one of them is lost."""
+
+    def __init__(self, hosts: RayHosts, *, step_timeout_s: float, described_by: Cluster | None = None) -> None:
+        super().__init__()
+        self.hosts = hosts
+        self.step_timeout_s = step_timeout_s
+        self.replies = Replies(hosts)
+        self._ray = hosts.ray
         self.reports = self._join()
         self.process_of = self.reports[0].process_of
         self.described_by = described_by
-        self.cluster = _cluster(self.reports, described_by)
+        self.cluster = described_cluster(self.reports, described_by)
         self.replies.watch()
 
     def _join(self) -> list[HostReport]:
@@ -110,7 +249,7 @@ class RaySession:
             nodes=self.hosts.nodes,
             num_devices=self.hosts.devices_per_host,
             environment=environment,
-            jax_settings=_settings(),
+            jax_settings=jax_settings(),
             search_path=_search_path(),
             start_timeout_s=self.hosts.options.start_timeout_s,
         )
@@ -119,6 +258,13 @@ class RaySession:
     def failure(self) -> AutoparError | None:
         """Why the cluster is lost; None while it is not."""
         return self.replies.failure
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes."""
+        return len(self.hosts.actors)
+
+    has_driver = True
 
     def close(self) -> None:
         """End the processes and give back what was started."""
@@ -138,7 +284,7 @@ class RaySession:
         self.replies.check()
         self._unload_dropped()
         number = next(self._programs)
-        arguments = (program.fingerprint(), _settings())
+        arguments = (program.fingerprint(), jax_settings())
         shared = self._ray.put(make_program)  # one copy per node, and not one per process
         refs = {actor.load.remote(number, shared, *arguments): n for n, actor in enumerate(self.hosts.actors)}
         try:
@@ -155,22 +301,9 @@ class RaySession:
         for actor in self.hosts.actors:
             actor.unload.remote(number)
 
-    def forget_program(self, number: int) -> None:
-        """The same with the next message; may be called on any thread."""
-        self._dropped_programs.append(number)
-
     def _unload_dropped(self) -> None:
-        while self._dropped_programs:
-            self.unload(self._dropped_programs.popleft())
-
-    def next_numbers(self, count: int) -> list[int]:
-        """Numbers for new values."""
-        return list(itertools.islice(self._numbers, count))
-
-    def number_of_layout(self, placed: Placed) -> int:
-        """A small number for where a value lies: equal places have equal numbers, others never."""
-        with self._lock:  # batches are placed on another thread
-            return self._layouts.setdefault(placed, len(self._layouts))
+        for number in _taken(self._dropped_programs):
+            self.unload(number)
 
     def make_room(self) -> None:
         """Wait until a step may be sent: not too many are under way."""
@@ -184,17 +317,6 @@ class RaySession:
         sent = [packed(message) for message in messages]  # all, before the first process begins
         refs = {actor.step.remote(m): n for n, (actor, m) in enumerate(zip(self.hosts.actors, sent, strict=True))}
         self.replies.expect(messages[0].step, refs)
-
-    def next_step(self) -> int:
-        """The number of a new step; they count over all programs."""
-        return next(self._steps)
-
-    def take_dropped(self) -> list[int]:
-        """Numbers of the values that the driver dropped since the last message."""
-        taken: list[int] = []
-        while self._dropped:
-            taken.append(self._dropped.popleft())
-        return taken
 
     def settle(self) -> list[Any]:
         """Wait until every process has answered every step; the reports of the last one."""
@@ -234,9 +356,26 @@ class RaySession:
         refs = {self.hosts.actors[process].wait.remote(numbers): process for process in sorted(holders)}
         self.replies.get(refs, self.step_timeout_s, "waiting for values")
 
-    def forget(self, identity: int) -> None:
-        """Free a value with the next message."""
-        self._dropped.append(identity)
+    def agree_on_plan(self, step: str, traced: Callable[[], str], make: Callable[[], str]) -> str:
+        """Return the driver's plan: there is no other."""
+        return make()
+
+    def adopt(self, array: jax.Array) -> DistributedArray:
+        """Refuse an array of another world."""
+        raise InvalidArgument(
+            f"An argument of shape {array.shape} lies over several processes of a JAX world, and the steps run on a "
+            "cluster of Ray's. Give the whole as a NumPy array, or choose autopar.init(cluster='jax')."
+        )
+
+    def of_first(self, value: Any) -> Any:
+        """Return the driver's value: there is no other."""
+        return value
+
+    def save_failed(self, process: int, error: str, lost: bool) -> Exception:
+        """Return the error for a checkpoint that a process could not write; `lost`: with the others."""
+        self.replies.blame_the_dead("saving a checkpoint")
+        text = f"{self.replies.describe(process)}: {error}"
+        return self.replies.fail(StepFailed(f"Saving failed: {text}")) if lost else CheckpointFailed(text)
 
     def run_everywhere(
         self, function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None
@@ -276,13 +415,14 @@ def check_versions(driver: Mapping[str, str], processes: Sequence[Mapping[str, s
             )
 
 
-def _cluster(reports: Sequence[HostReport], described_by: Cluster | None) -> Cluster:
+def described_cluster(reports: Sequence[HostReport], described_by: Cluster | None) -> Cluster:
+    """Return the cluster of the processes, with the figures that the user gave. Raises `InvalidArgument`."""
     count = len(reports[0].process_of)
     if described_by is None:
         return Cluster(num_devices=count, kind=reports[0].device_kind)
     if described_by.num_devices != count:
         raise InvalidArgument(
-            f"The cluster was said to have {described_by.num_devices} devices, the Ray cluster has {count}. Give a "
+            f"The cluster was said to have {described_by.num_devices} devices, there are {count}. Give a "
             "cluster of as many, or other num_hosts and devices_per_host."
         )
     return described_by
@@ -315,7 +455,8 @@ def _calling(function: Callable[..., Any]) -> str:
     return f"calling {getattr(function, '__name__', type(function).__name__)}"
 
 
-def _settings() -> dict[str, Any]:
+def jax_settings() -> dict[str, Any]:
+    """Return the settings here that every process must share."""
     return {name: getattr(jax.config, name) for name in JAX_SETTINGS}
 
 

@@ -192,7 +192,7 @@ def test_first_nan_on_a_cluster_is_named_with_its_line_and_stage(cluster):
     state, _ = step(state, batch)
     assert_equal(state, expected(1)[0])
     batch["y"][5] = 1e30  # in the second of four microbatches
-    with pytest.raises(NonFiniteValue, match=r"test_ray.py:\d+ .* is infinite \(stage 1, forward of microbatch 1\)"):
+    with pytest.raises(NonFiniteValue, match=r"test_ray.py:\d+.* is infinite \(stage 1, forward of microbatch 1\)"):
         step(state, batch)
     assert_equal(step(state, made()[1])[0], expected(2)[0])
 
