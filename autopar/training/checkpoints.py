@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import socket
 import threading
@@ -36,6 +37,7 @@ import numpy as np
 
 from autopar.aot import Compiled
 from autopar.api import Step
+from autopar.checks import check_names
 from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.errors import AutoparError, CheckpointFailed, ClusterFailed, InvalidArgument
 from autopar.runtime.digests import commit, damage, discard
@@ -48,6 +50,7 @@ _WRITING = ".writing-"
 _REMOVED = ".removed"
 _POLL_S = 0.02
 _saves = itertools.count()
+_NOT_READ = -1
 _LEFT_BEHIND_S = 24 * 3600  # what a process of another host has not touched for so long, it has left behind
 
 
@@ -166,17 +169,23 @@ class Checkpoints:
             raise self._failed(int(saving.target.name), error) from error
         self._remove_old()
 
-    def restore(self, like: Any, *, step: int | None = None) -> tuple[int, Any]:
-        """The step and the state of a checkpoint, by default of the newest that can be read.
+    def restore(
+        self, like: Any, *, step: int | None = None, only: Sequence[str] | str | None = None
+    ) -> tuple[int, Any]:
+        r"""The step and the state of a checkpoint, by default of the newest that can be read.
 
         - `like`: a compiled step, or a parallelized one that has been compiled: the state lies where it wants it. Or a
           state, of arrays or `jax.ShapeDtypeStruct`s: the arrays lie where its arrays do.
+        - `only`: regular expressions that find, by name, the arrays to read (`"params"`, `r"params\.h_\d+"`); the
+          others are those of the state `like`, and the checkpoint may have others in their place, or none.
 
         Raises `InvalidArgument` if there is no checkpoint, or it holds another state (naming the key and the shapes);
         `CheckpointFailed` if none can be read.
         """
         self.wait()
         target = restore_target(like)
+        if only is not None:
+            target = _Part(target, like, check_names("only", only))
         if step is not None:
             return step, self._restore(step, target)
         candidates = self.steps()[::-1]
@@ -379,17 +388,98 @@ class RestoreTarget(Protocol):
 
     abstract: Any
     """The state as `jax.ShapeDtypeStruct`s."""
+    wanted: frozenset[str] | None
+    """The names of the arrays to read; None: all, and there are no others."""
+
+    def read_leaves(self, path: Path, stored: Any, numbers: Mapping[str, int]) -> dict[int, Any]:
+        """Read some of the arrays of a checkpoint, which are in it by these names: by their numbers in the state."""
+        ...
 
     def read(self, path: Path) -> Any:
         """The state of a checkpoint that has been found to hold this one."""
         ...
 
 
+class _Part:
+    """Some arrays of a state, which are read to where they lie; all others stay."""
+
+    def __init__(self, whole: RestoreTarget, state: Any, patterns: Sequence[str]) -> None:
+        self.abstract = whole.abstract
+        self._whole = whole
+        self._leaves, self._tree = jax.tree.flatten(state)
+        if isinstance(state, Step | Compiled) or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in self._leaves):
+            raise InvalidArgument(
+                "only leaves the other arrays as they are in the state given as like, which has none. Give a state of "
+                "arrays, such as autopar.create_state makes."
+            )
+        self._numbers = _numbers_by_name(self._tree)
+        self.wanted: frozenset[str] | None = frozenset(
+            name for pattern in patterns for name in _names_found(pattern, list(self._numbers))
+        )
+
+    def read(self, path: Path) -> Any:
+        """Return the state with the arrays of the checkpoint in their places."""
+        numbers = {name: self._numbers[name] for name in self.wanted or ()}
+        read = self._whole.read_leaves(path, stored_tree(path), numbers)
+        return jax.tree.unflatten(self._tree, [read.get(n, leaf) for n, leaf in enumerate(self._leaves)])
+
+    def read_leaves(self, path: Path, stored: Any, numbers: Mapping[str, int]) -> dict[int, Any]:
+        """As the whole state does."""
+        return self._whole.read_leaves(path, stored, numbers)
+
+
+def _names_found(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the names that a pattern finds, also after `state.`. Raises `InvalidArgument` for none."""
+    try:
+        found = [name for name in names if re.search(pattern, name) or re.search(pattern, f"state.{name}")]
+    except re.error as error:
+        raise InvalidArgument(f"only has {pattern!r}, which is no regular expression: {error}.") from None
+    if not found:
+        raise InvalidArgument(
+            f"only has {pattern!r}, which finds no array of the state. There are {', '.join(sorted(names)[:6])}, ..."
+        )
+    return found
+
+
+def _numbers_by_name(tree: Any) -> dict[str, int]:
+    """Return the number of every leaf of a state by the name that it has in a checkpoint."""
+    numbered = plain_tree(jax.tree.unflatten(tree, [_Number(n) for n in range(tree.num_leaves)]))
+    return {leaf_name("", key): leaf.number for key, leaf in jax.tree_util.tree_leaves_with_path(numbered)}
+
+
 class _Here:
     """In this process; `abstract` has the shardings."""
 
+    wanted: frozenset[str] | None = None
+
     def __init__(self, abstract: Any) -> None:
         self.abstract = abstract
+
+    def read_leaves(self, path: Path, stored: Any, numbers: Mapping[str, int]) -> dict[int, Any]:
+        """By Orbax alone."""
+        import orbax.checkpoint as ocp
+
+        leaves = jax.tree.leaves(self.abstract)
+        places = jax.tree_util.tree_leaves_with_path(stored)
+        chosen = [numbers.get(leaf_name("", key)) for key, _ in places]
+        wanted = [ocp.PLACEHOLDER if n is None else leaves[n] for n in chosen]
+        arguments = [
+            leaf if leaf is ocp.PLACEHOLDER else ocp.checkpoint_utils.construct_restore_args(leaf) for leaf in wanted
+        ]
+        structure = jax.tree.structure(stored)
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                restored = checkpointer.restore(
+                    path,
+                    args=ocp.args.PyTreeRestore(
+                        item=jax.tree.unflatten(structure, wanted),
+                        restore_args=jax.tree.unflatten(structure, arguments),
+                    ),
+                )
+        except Exception as error:
+            raise CheckpointFailed(f"The checkpoint {path} cannot be read: {type(error).__name__}: {error}.") from error
+        found = jax.tree.leaves(restored, is_leaf=lambda leaf: leaf is ocp.PLACEHOLDER)
+        return {n: array for n, array in zip(chosen, found, strict=True) if n is not None}
 
     def read(self, path: Path) -> Any:
         """By Orbax alone."""
@@ -405,6 +495,8 @@ class _Here:
 class _OnCluster:
     """On a cluster, in these places."""
 
+    wanted: frozenset[str] | None = None
+
     def __init__(self, session: Any, abstract: Any, places: Sequence[Placed]) -> None:
         self.abstract = abstract
         self.session = session
@@ -412,22 +504,28 @@ class _OnCluster:
 
     def read(self, path: Path) -> Any:
         """In every process its own ranges."""
+        tree = jax.tree.structure(self.abstract)
+        numbered = plain_tree(jax.tree.unflatten(tree, [_Number(n) for n in range(tree.num_leaves)]))
+        found = self._read(path, jax.tree.map(lambda leaf: leaf.number, numbered), range(tree.num_leaves))
+        return jax.tree.unflatten(tree, [found[n] for n in range(tree.num_leaves)])
+
+    def read_leaves(self, path: Path, stored: Any, numbers: Mapping[str, int]) -> dict[int, Any]:
+        """In every process its own ranges of these."""
+        places = jax.tree_util.tree_leaves_with_path(stored)
+        numbered = [numbers.get(leaf_name("", key), _NOT_READ) for key, _ in places]
+        return self._read(path, jax.tree.unflatten(jax.tree.structure(stored), numbered), list(numbers.values()))
+
+    def _read(self, path: Path, tree: Any, wanted: Sequence[int]) -> dict[int, Any]:
         from autopar.runtime.distributed.host_checkpoint import Kept, restore_values
         from autopar.runtime.distributed.whole_arrays import in_one_piece
 
         session = self.session
-        places = [in_one_piece(place) for place in self.places]
+        places = [in_one_piece(self.places[n]) for n in wanted]
         numbers = session.next_numbers(len(places))
         handles = [DistributedArray(session, n, p, session.number_of_layout(p)) for n, p in zip(numbers, places)]
-        items = [Kept(number=number, placed=placed) for number, placed in zip(numbers, places)]
-        plain = jax.tree.map(
-            lambda leaf: leaf.number, plain_tree(jax.tree.unflatten(self._tree(), map(_Number, range(len(items)))))
-        )
-        session.run_everywhere(restore_values, str(path), plain, items)
-        return jax.tree.unflatten(self._tree(), moved(session, handles, self.places))
-
-    def _tree(self) -> Any:
-        return jax.tree.structure(self.abstract)
+        items = {n: Kept(number=number, placed=placed) for n, number, placed in zip(wanted, numbers, places)}
+        session.run_everywhere(restore_values, str(path), tree, items)
+        return dict(zip(wanted, moved(session, handles, [self.places[n] for n in wanted]), strict=True))
 
 
 class _Number:
@@ -480,6 +578,9 @@ def check_stored(path: Path, target: RestoreTarget) -> None:
     paths = jax.tree_util.tree_leaves_with_path(plain_tree(target.abstract))
     wanted = {leaf_name("", key): _words_of(leaf) for key, leaf in paths}
     missing, extra = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    if target.wanted is not None:
+        wanted = {name: words for name, words in wanted.items() if name in target.wanted}
+        missing, extra = sorted(target.wanted - stored.keys()), []
     if missing or extra:
         difference = f"{missing[0]} is not in it" if missing else f"it also has {extra[0]}"
         raise InvalidArgument(
@@ -503,6 +604,15 @@ def _words_of(leaf: Any) -> tuple[tuple[int, ...], str]:
 
 def _stored(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """The shapes and dtypes of a checkpoint, by key. Raises `CheckpointFailed` for what is none."""
+    leaves = jax.tree_util.tree_leaves_with_path(stored_tree(path))
+    return {leaf_name("", key): (tuple(leaf.shape), str(np.dtype(leaf.dtype))) for key, leaf in leaves}
+
+
+def stored_tree(path: Path) -> Any:
+    """Return the tree of a checkpoint, with a description in place of each array.
+
+    Raises `InvalidArgument` if there is none, `CheckpointFailed` for what is none.
+    """
     import orbax.checkpoint as ocp
 
     if not path.is_dir():
@@ -516,8 +626,7 @@ def _stored(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
             raise FileNotFoundError("files of its arrays are missing")
     except Exception as error:
         raise CheckpointFailed(f"The checkpoint {path} cannot be read: {type(error).__name__}: {error}.") from error
-    leaves = jax.tree_util.tree_leaves_with_path(found.tree)
-    return {leaf_name("", key): (tuple(leaf.shape), str(np.dtype(leaf.dtype))) for key, leaf in leaves}
+    return found.tree
 
 
 def is_complete(path: Path) -> bool:

@@ -1,5 +1,8 @@
 """Checkpoints hold the same bits whatever plan, runtime and number of devices wrote them, or read them."""
 
+import hashlib
+import itertools
+import json
 import os
 import random
 import resource
@@ -10,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import autopar
-from autopar.errors import CheckpointFailed, InvalidArgument
+from autopar.errors import AutoparError, CheckpointFailed, InvalidArgument
 from autopar.runtime.digests import DIGESTS
 from autopar.session import current_session
 from autopar.training.checkpoints import Checkpoints
@@ -76,6 +80,45 @@ def test_what_plain_jax_saved_is_restored_where_a_plan_wants_it(tmp_path):
     assert [a.sharding for a in jax.tree.leaves(found)] == [a.sharding for a in jax.tree.leaves(state)]
     _, metrics = step(found, draw_batch(0))
     np.testing.assert_allclose(metrics["loss"], jax.jit(train_step)(plain(), draw_batch(0))[1]["loss"], rtol=1e-5)
+
+
+def with_new_head(state: Any, rows: int = 3) -> Any:
+    """Return a state of other numbers, with another head and a part that no checkpoint has."""
+    params = {**jax.tree.map(jnp.zeros_like, state["params"]), "out": jnp.full((rows, 2), 7.0), "bias": jnp.ones(rows)}
+    return {**jax.tree.map(jnp.zeros_like, state), "params": params}
+
+
+def test_some_arrays_are_restored_by_name_and_the_others_stay(tmp_path):
+    _, state = created(METHODS["pipeline"])
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(7, state)
+    like = with_new_head(plain())
+    names = sorted(set(like["params"]) - {"out", "bias"})
+    for only in (rf"params\.({'|'.join(names)})(\.|$)", [rf"state\.params\.{name}" for name in names]):
+        number, found = checkpoints.restore(like=like, only=only)
+        assert number == 7
+        assert_same({n: found["params"][n] for n in names}, {n: state["params"][n] for n in names})
+        rest = {key: value for key, value in found.items() if key != "params"}
+        assert_same(rest, {key: value for key, value in like.items() if key != "params"})
+        assert_same(found["params"]["out"], like["params"]["out"])
+
+
+@pytest.mark.parametrize(
+    ("only", "message"),
+    [
+        ("params", r"holds another state: params\.bias is not in it"),
+        (r"params\.out", r"holds float32\[.*\] at params\.out, where float32\[3, 2\] is required"),
+        ("encoder", r"only has 'encoder', which finds no array of the state. There are "),
+        ("(", "only has .*, which is no regular expression: missing"),
+    ],
+)
+def test_arrays_that_cannot_be_restored_by_name_are_named(tmp_path, only, message):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(7, plain())
+    with pytest.raises(InvalidArgument, match=message):
+        checkpoints.restore(like=with_new_head(plain()), only=only)
+    with pytest.raises(InvalidArgument, match="only leaves the other arrays as they are"):
+        checkpoints.restore(like=jax.eval_shape(lambda: plain()), only="params")
 
 
 def test_a_state_may_be_donated_as_soon_as_save_returns(tmp_path):
@@ -232,6 +275,47 @@ for step in itertools.count((checkpoints.latest() or 0) + 1):
 
 
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(range(2, 12), marks=pytest.mark.slow)])
+class Killed(BaseException):
+    """The end of a process."""
+
+
+def test_a_save_that_ends_at_any_point_leaves_the_checkpoint_before_or_its_own(tmp_path, monkeypatch):
+    """Every digest, write, sync and rename of a save in turn is the one at which it ends."""
+    state = {"w": jnp.arange(6.0), "count": 3}
+    first = Checkpoints(tmp_path)
+    first.save(1, state)
+    first.wait()
+    left = [0]
+
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise Killed
+            return function(*arguments, **options)
+
+        return call
+
+    for module, name in ((hashlib, "file_digest"), (json, "dump"), (os, "fsync"), (Path, "rename")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    monkeypatch.setattr("autopar.training.checkpoints.discard", lambda written: None)  # it was killed
+    for point in itertools.count(1):
+        after = {"w": state["w"] + point, "count": point}
+        left[0] = point
+        with suppress(Killed, AutoparError):
+            writer = Checkpoints(tmp_path)
+            writer.save(2, after)
+            writer.wait()
+        reached, left[0] = left[0], 0
+        last = Checkpoints(tmp_path).latest_sound()  # 2 once it has its name
+        found = Checkpoints(tmp_path).restore(like=state)
+        assert_same(found[1], jax.tree.map(jnp.asarray, after if last == 2 else state))
+        if reached > 0:  # nothing was left to end
+            break
+        shutil.rmtree(tmp_path / "2", ignore_errors=True)
+    assert last == 2 and point > 5
+
+
 def test_a_writer_that_is_killed_at_any_point_leaves_its_last_complete_checkpoint(tmp_path, seed):
     for number in seed if isinstance(seed, range) else [seed]:
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -358,6 +442,9 @@ def test_states_and_batches_are_made_saved_and_restored_in_the_processes_of_a_cl
     local.save(2, created(METHODS["shard"], seed=4)[1])
     assert_same(local.restore(like=step)[1], plain(4))
     assert_same(local.restore(like=state)[1], plain(4))
+    part = local.restore(like=state, only="params")[1]
+    assert_same(part["params"], plain(4)["params"])
+    assert part["moments"] is not state["moments"] and part["key"] is state["key"]
 
 
 @pytest.mark.slow

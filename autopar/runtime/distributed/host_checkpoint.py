@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -194,23 +194,22 @@ def _everywhere(item: Sent) -> jax.Array:
     return assembled(item.shape, item.dtype, NamedSharding(mesh, PartitionSpec()), [item.words] * len(local), local)
 
 
-def restore_values(host: Host, path: str, tree: Any, items: Sequence[Kept]) -> None:
-    """Read the ranges of this process's devices, and keep them. Raises `CheckpointFailed` for what cannot be read."""
+def restore_values(host: Host, path: str, tree: Any, items: Mapping[int, Kept]) -> None:
+    """Read the ranges of this process's devices, and keep them. Raises `CheckpointFailed` for what cannot be read.
+
+    `tree` is that of the checkpoint, with numbers of `items` as its leaves; what has none of these is not read.
+    """
     import orbax.checkpoint as ocp
 
     world = host.world
-    shardings = [whole_sharding(item.placed, world.devices) for item in items]
-    wanted = [
-        jax.ShapeDtypeStruct(item.placed.shape, jax_dtype(item.placed.dtype), sharding=sharding)
-        if sharding.addressable_devices
-        else ocp.PLACEHOLDER
-        for item, sharding in zip(items, shardings, strict=True)
-    ]
-    arguments = [
-        item if item is ocp.PLACEHOLDER else ocp.checkpoint_utils.construct_restore_args(item) for item in wanted
-    ]
-    found: list[Any] = [None] * len(items)
-    if any(item is not ocp.PLACEHOLDER for item in wanted):
+    wanted: dict[int, Any] = {}
+    for number, item in items.items():
+        sharding = whole_sharding(item.placed, world.devices)
+        if sharding.addressable_devices:
+            wanted[number] = jax.ShapeDtypeStruct(item.placed.shape, jax_dtype(item.placed.dtype), sharding=sharding)
+    arguments = {number: ocp.checkpoint_utils.construct_restore_args(item) for number, item in wanted.items()}
+    found: dict[int, Any] = {}
+    if wanted:
         alone = ocp.options.MultiprocessingOptions(
             primary_host=world.process,
             active_processes={world.process},
@@ -219,8 +218,8 @@ def restore_values(host: Host, path: str, tree: Any, items: Sequence[Kept]) -> N
         handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
         checkpointer = ocp.Checkpointer(handler, multiprocessing_options=alone)
         request = ocp.args.PyTreeRestore(
-            item=jax.tree.map(lambda number: wanted[number], tree),
-            restore_args=jax.tree.map(lambda number: arguments[number], tree),
+            item=jax.tree.map(lambda number: wanted.get(number, ocp.PLACEHOLDER), tree),
+            restore_args=jax.tree.map(lambda number: arguments.get(number, ocp.PLACEHOLDER), tree),
         )
         try:
             restored = checkpointer.restore(path, args=request)
@@ -228,8 +227,8 @@ def restore_values(host: Host, path: str, tree: Any, items: Sequence[Kept]) -> N
             raise CheckpointFailed(f"The checkpoint {path} cannot be read: {type(error).__name__}: {error}") from error
         for number, array in zip(jax.tree.leaves(tree), jax.tree.leaves(restored, is_leaf=_is_placeholder)):
             found[number] = array
-    for item, array in zip(items, found, strict=True):
-        host.put(item.number, _pieces(host, item.placed, array))
+    for number, item in items.items():
+        host.put(item.number, _pieces(host, item.placed, found.get(number)))
 
 
 def _is_placeholder(leaf: Any) -> bool:
