@@ -1,11 +1,14 @@
 """Hostile input to everything that takes some: it is accepted, or refused with an `AutoparError`, and soon.
 
-python -m benchmarks.bad_input [--count 500] [--seed 0]
+python -m benchmarks.bad_input [--count 500] [--seed 0] [--json FILE]
 
     options    every field of every method and cluster, every option of `parallelize` and `init`, values of all types
-    files      plans and machines as JSON, with bytes, numbers, types and keys changed at random, `--count` of each
+    files      plans, machines, clusters and kept optima as JSON, with bytes, numbers, types and keys changed at random,
+               `--count` of each; checkpoints with bytes changed, files cut off, removed or added, a fifth as many
 
-What is not an `AutoparError` is raw: a mistake of ours, which the user gets as a traceback.
+An optimum that is found in spite of a damaged file must be that of the problem, and a state that is restored from a
+damaged checkpoint be the state that was saved: other numbers count as raw, as does an error that is no `AutoparError`:
+a mistake of ours, which the user gets as a traceback.
 """
 
 from __future__ import annotations
@@ -13,10 +16,15 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
+import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -24,8 +32,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
+from autopar.compiler.solver.optimum_cache import solve_or_recall
+from autopar.compiler.solver.problem import MRF, Optimum
 from autopar.errors import AutoparError
 from autopar.hardware.machine import Machine
+from autopar.training.checkpoints import Checkpoints
 
 TIME_LIMIT_S = 10.0
 VALUES: tuple[Any, ...] = (
@@ -43,7 +54,7 @@ REQUIRED: Mapping[Any, dict[str, Any]] = {
 }
 OPTIONS = (
     *("method", "num_microbatches", "batch_argnums", "unbatched", "static_argnums", "static_argnames"),
-    *("donate_argnums", "axis_name"),
+    *("donate_argnums", "donate_argnames", "axis_name", "check_finite"),
 )
 INIT = (
     "address",
@@ -87,18 +98,95 @@ def option_inputs() -> Iterator[Input]:
 
 
 def file_inputs(count: int, seed: int) -> Iterator[Input]:
-    """Plans and machines, each damaged in one to three places."""
+    """Plans, machines and clusters, each damaged in one to three places."""
     abstract = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     traced = autopar.parallelize(step, devices=jax.devices()[:4]).trace(abstract, abstract)
     methods = (autopar.DataParallel(), autopar.PipelineParallel(num_stages=2, num_microbatches=2), autopar.Auto())
     plans = [traced.plan(method).plan.to_json() for method in methods]
-    machine = autopar.Cluster.parse("p3.16xlarge").machine.to_json()
+    cluster = autopar.Cluster.parse("2x p3.16xlarge")
+    machine, whole = cluster.machine.to_json(), cluster.to_json()
     for number in range(count):
         rng = Random(f"{seed} {number}")
         text = _damaged(rng.choice(plans), rng)
         yield f"plan {seed} {number}", lambda text=text: traced.plan(autopar.Plan.from_json(text)).lower()
         text = _damaged(machine, rng)
         yield f"machine {seed} {number}", lambda text=text: Machine.from_json(text)
+        text = _damaged(whole, rng)
+        yield f"cluster {seed} {number}", lambda text=text: autopar.Cluster.from_json(text)
+
+
+def kept_optimum_inputs(count: int, seed: int, folder: Path) -> Iterator[Input]:
+    """Kept optima of a small problem, each damaged: the optimum is found all the same."""
+    costs = tuple(np.arange(3.0) * (n + 1) for n in range(4))
+    problem = MRF(
+        costs=costs, edges={(n, n + 1): np.abs(np.subtract.outer([0.0, 1, 2], [2.0, 1, 0])) for n in range(3)}
+    )
+
+    def recall() -> Optimum:
+        return solve_or_recall(problem, folder, time_limit_s=10.0, max_gap=0.0)
+
+    sound = recall()
+    (path,) = folder.iterdir()
+    text = path.read_text(encoding="utf-8")
+
+    def recalled(damaged: str) -> None:
+        path.write_text(damaged, encoding="utf-8", errors="replace")
+        found = recall()
+        assert (found.assignment, found.value) == (sound.assignment, sound.value), found
+
+    for number in range(count):
+        damaged = _damaged(text, Random(f"optimum {seed} {number}"))
+        yield f"optimum {seed} {number}", lambda damaged=damaged: recalled(damaged)
+
+
+def checkpoint_inputs(count: int, seed: int, folder: Path) -> Iterator[Input]:
+    """Checkpoints with damaged files: the state that was saved comes back, or a reason."""
+    state = {
+        "w": jnp.arange(12.0).reshape(3, 4),
+        "key": jax.random.key(7),
+        "layers": [jnp.ones(5, jnp.bfloat16)],
+        "n": 3,
+    }
+    saved = Checkpoints(folder / "sound")
+    saved.save(1, state)
+    saved.wait()
+    names = sorted(path.relative_to(folder / "sound") for path in (folder / "sound").rglob("*") if path.is_file())
+
+    def restored(number: int, verify: bool) -> None:
+        there = folder / f"damaged-{number}"
+        shutil.copytree(folder / "sound", there)
+        _damage_file(there / Random(f"{seed} {number}").choice(names), Random(f"bytes {seed} {number}"))
+        try:
+            _, found = Checkpoints(there, verify=verify).restore(like=state)
+        finally:
+            shutil.rmtree(there)
+        same = [np.array_equal(_words(a), _words(b)) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state))]
+        assert all(same) or not verify, "other numbers came back"
+
+    for number in range(count):
+        for verify in (True, False):
+            name = f"checkpoint {seed} {number}, {'verified' if verify else 'not verified'}"
+            yield name, lambda number=number, verify=verify: restored(number, verify)
+
+
+def _words(leaf: Any) -> np.ndarray[Any, Any]:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def _damage_file(path: Path, rng: Random) -> None:
+    data = bytearray(path.read_bytes())
+    match rng.randrange(4):
+        case 0:
+            path.unlink()
+        case 1:
+            path.write_bytes(data[: rng.randrange(len(data) + 1)])
+        case 2:
+            path.write_bytes(data + bytes(rng.randrange(256) for _ in range(9)))
+        case _:
+            for _ in range(rng.randint(1, 4) if data else 0):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            path.write_bytes(data)
 
 
 def _damaged(text: str, rng: Random) -> str:
@@ -161,13 +249,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=500, help="damaged files of each kind")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     counts: collections.Counter[str] = collections.Counter()
-    for name, make in (*option_inputs(), *file_inputs(options.count, options.seed)):
-        found, text = verdict(make)
-        counts[found] += 1
-        if found in ("raw", "slow"):
-            print(f"{found}: {name[:120]}: {text[:200]}", flush=True)
+    kinds: collections.Counter[str] = collections.Counter()
+    wrong: list[str] = []
+    with TemporaryDirectory(prefix="autopar-bad-input-") as folder:
+        inputs = (
+            option_inputs(),
+            file_inputs(options.count, options.seed),
+            kept_optimum_inputs(options.count, options.seed, Path(folder) / "optima"),
+            checkpoint_inputs(options.count // 5, options.seed, Path(folder)),
+        )
+        for name, make in itertools.chain.from_iterable(inputs):
+            found, text = verdict(make)
+            counts[found] += 1
+            kinds[f"{re.split('[ (]', name)[0]} {found}"] += 1
+            if found in ("raw", "slow"):
+                wrong.append(f"{found}: {name[:120]}: {text[:200]}")
+                print(wrong[-1], flush=True)
+    if options.json:
+        said = {"jax": jax.__version__, "seed": options.seed, "count": options.count, "total": counts.total()}
+        options.json.write_text(
+            json.dumps({**said, **counts, "kinds": dict(sorted(kinds.items())), "wrong": wrong}, indent=1)
+        )
     print(f"{counts.total()} inputs: " + ", ".join(f"{count} {found}" for found, count in sorted(counts.items())))
     if counts["raw"] or counts["slow"]:
         raise SystemExit(1)

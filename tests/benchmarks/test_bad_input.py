@@ -5,7 +5,7 @@ import pytest
 from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
-from benchmarks.bad_input import file_inputs, option_inputs, verdict
+from benchmarks.bad_input import checkpoint_inputs, file_inputs, kept_optimum_inputs, option_inputs, verdict
 
 
 def bad(inputs):
@@ -24,6 +24,12 @@ def test_damaged_files_are_accepted_or_refused(seed):
     wrong, found = bad(file_inputs(40, seed))
     assert wrong == {}
     assert sum(result == "refused" for result, _ in found.values()) > 40
+
+
+def test_damaged_optima_and_checkpoints_give_the_sound_numbers_or_a_reason(tmp_path):
+    wrong, found = bad([*kept_optimum_inputs(40, 0, tmp_path / "optima"), *checkpoint_inputs(6, 0, tmp_path)])
+    assert wrong == {}
+    assert sum(result == "refused" for result, _ in found.values()) > 4
 
 
 def test_what_is_no_text_is_refused_by_name():

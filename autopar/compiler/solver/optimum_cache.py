@@ -84,7 +84,7 @@ def _read(path: Path) -> Optimum | None:
             seconds=float(kept["seconds"]),
             how=str(kept["how"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
