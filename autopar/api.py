@@ -12,6 +12,7 @@ step.trace(state, batch)   Traced      the jaxpr            (like the stages of 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import warnings
@@ -30,7 +31,7 @@ from autopar.arguments import ArgumentRoles, Arguments, Call
 from autopar.checks import check_count, check_flag, check_names, check_numbers, check_pattern
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.planning.follow import Followed
-from autopar.errors import CannotSerialize, InvalidArgument
+from autopar.errors import CannotSerialize, InvalidArgument, Unsupported
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.methods import Auto, Method
@@ -38,6 +39,11 @@ from autopar.session import current_session
 from autopar.step_serialization import trace_call
 
 __all__ = ["Compiled", "Lowered", "Planned", "Step", "Traced", "parallelize"]
+
+
+_forks: list[int] = []
+"""One entry for each fork between the first process and this one; JAX's threads do not follow into a forked process."""
+os.register_at_fork(after_in_child=lambda: _forks.append(os.getpid()))
 
 
 class _NotDispatched(Exception):
@@ -60,6 +66,7 @@ class Step:
         self._compiled_in: tuple[Any, Compiled | None] = (None, None)
         self._dispatch: Any = None
         self._dispatches = True
+        self._forks = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step: the result has the structure and the numbers of the plain step's.
@@ -67,6 +74,8 @@ class Step:
         Under `jax.disable_jit` the step runs as it stands, operation by operation, like everything that is jitted.
         Raises `Unsupported` inside of a transformation of JAX.
         """
+        if self._compiled and self._forks != len(_forks):
+            raise self._forked()
         if self._dispatch is not None and not kwargs and not jc.is_tracing() and self._is_here():
             try:
                 return self._dispatch(*args)
@@ -89,6 +98,13 @@ class Step:
                 warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
                 return self._dispatch(*args)
         return compiled.run(call)
+
+    def _forked(self) -> Unsupported:
+        return Unsupported(
+            f"{self._arguments.name} was compiled in another process, of which this one was forked; JAX's threads have "
+            "not followed, and a call would wait for ever. Start processes by multiprocessing's 'spawn', and call the "
+            "step there first, or in the first process alone."
+        )
 
     def _can_dispatch(self, compiled: Compiled) -> bool:
         """Return whether JAX can find this compiled step by itself; one that it cannot find ends it for all calls.
@@ -145,6 +161,7 @@ class Step:
                 lowered = self._trace(call).plan(plan).lower()
                 compiled = lowered.compile(at_first_call=lowered.plan.num_devices == 1)
                 self._compiled.update(dict.fromkeys(compiled.keys, compiled))
+                self._forks = len(_forks)
             return compiled
 
     def all_compiled(self) -> list[Compiled]:

@@ -1,6 +1,7 @@
 """A parallelized step is called where a jitted one would be: what that means for transformations, axes and options."""
 
 import copy
+import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,27 @@ def train_step(w, x):
 
 
 parallel_step = autopar.parallelize(train_step, method=autopar.DataParallel())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning")
+def test_forked_process_is_told_why_the_step_would_wait_for_ever():
+    step = autopar.parallelize(train_step, devices=jax.devices()[:1])
+    step(W, X)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            step(W, X)
+            told = "it ran"
+        except Unsupported as error:
+            told = str(error)
+        os.write(write, told.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        assert "train_step was compiled in another process, of which this one was forked" in pipe.read()
+    os.waitpid(child, 0)
+    step(W, X)
 
 
 def test_threads_that_call_first_compile_once():
