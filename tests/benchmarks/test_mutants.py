@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.mutants import KINDS, PLANS, lowered, verdict
+from benchmarks.mutants import KINDS, PLANS, is_equivalent, lowered, verdict
 
 
 @pytest.fixture(scope="module", params=PLANS)
@@ -17,6 +17,12 @@ def planned(request):
 def test_a_sound_program_is_no_mutant(planned):
     found, text = verdict(*planned)
     assert found == "escaped", text
+
+
+def test_mutant_is_equivalent_if_rounding_changes_as_much(planned):
+    program, arguments = planned
+    assert is_equivalent(program, program, arguments)
+    assert not is_equivalent(program, next(KINDS["wrong scale"](program, Random(0))), arguments)
 
 
 def test_all_kinds_of_mutants_are_caught(planned):

@@ -14,6 +14,7 @@ The driver, from the user's call to the processes:
     replies            what the processes reply, or the one reason why they do not
     watchdog           a thread that sees processes die, fall silent, or fail
     ray_cluster        the processes, by Ray
+    many_controllers   no driver: a session in every process, all of which make the same calls
     messages           what the driver and the processes say to each other
 
 A process, from the message to the devices:
