@@ -322,7 +322,7 @@ def _traces() -> set[str]:
 
 
 def _left_behind(before: set[str]) -> str:
-    deadline = time.time() + 10.0
+    deadline = time.time() + 30.0  # agents of Ray look every few seconds whether theirs is there
     while (left := _traces() - before) and time.time() < deadline:
         time.sleep(0.2)
     return ", ".join(sorted(left))
