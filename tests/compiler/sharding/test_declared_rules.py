@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas
 
 import autopar
 from autopar import InvalidArgument
@@ -155,3 +156,54 @@ def test_side_effects_are_refused():
 
     with pytest.raises(InvalidArgument, match=r"'shout' has .* side effects .* must have none\. Move them out"):
         autopar.sharding_rule(shout, "b -> b")(jnp.ones(2))
+
+
+def of_rows(kernel, *operands):
+    """Run a Pallas kernel on two rows at a time; `interpret` needs no GPU."""
+    rows, width = operands[0].shape
+    block = pallas.BlockSpec((2, width), lambda i: (i, 0))
+    return pallas.pallas_call(
+        kernel,
+        grid=(rows // 2,),
+        in_specs=[block] * len(operands),
+        out_specs=block,
+        out_shape=jax.ShapeDtypeStruct((rows, width), operands[0].dtype),
+        interpret=True,
+    )(*operands)
+
+
+def sine(x, y):
+    y[...] = jnp.sin(x[...])
+
+
+def sine_backward(x, g, y):
+    y[...] = jnp.cos(x[...]) * g[...]
+
+
+forward = autopar.sharding_rule(lambda x: of_rows(sine, x), "rows width -> rows width")
+backward = autopar.sharding_rule(lambda x, g: of_rows(sine_backward, x, g), "rows width, rows width -> rows width")
+sine_of_rows = jax.custom_vjp(forward)
+sine_of_rows.defvjp(lambda x: (forward(x), x), lambda x, g: (backward(x, g),))
+
+
+def kernel_step(params, x):
+    def loss(params):
+        return jnp.mean(sine_of_rows(sine_of_rows(x @ params[0]) @ params[1]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "method",
+    [autopar.DataParallel(), autopar.PipelineParallel(num_stages=2, num_microbatches=2)],
+    ids=["data", "stages"],
+)
+def test_pallas_kernel_with_a_rule_is_called_with_parts(method):
+    random = np.random.default_rng(0)
+    params = [jnp.asarray(random.normal(size=(8, 8)), jnp.float32) for _ in range(2)]
+    x = jnp.asarray(random.normal(size=(32, 8)), jnp.float32)
+    step = autopar.parallelize(kernel_step, method=method, devices=jax.devices()[:4])
+    for got, wanted in zip(jax.tree.leaves(step(params, x)), jax.tree.leaves(kernel_step(params, x)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
