@@ -265,7 +265,7 @@ def _trace_at(trace: Trace, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
         twin = normalize(jax.make_jaxpr(trace.flat_step)(*avals))
     # Whatever the user's own code raises at another batch size; it matters only where the batch is split.
     except Exception as error:
-        return None, f"tracing it with a batch of {rows} raised {type(error).__name__}: {error}"
+        return None, f"tracing it with a batch of {rows} raised {type(error).__name__}: {str(error).rstrip('.')}"
     places = range(len(trace.outputs) + len(trace.kept_inputs))
     return jc.with_outputs(twin, [place for place in places if place not in trace.kept_inputs]), ""
 

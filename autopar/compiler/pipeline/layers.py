@@ -214,7 +214,8 @@ def cut_forward(phases: Phases, num_layers: int) -> tuple[int, ...]:
             )
         raise InvalidArgument(
             f"{num_layers} layers were asked for, but no operation of the forward depends on parameters and batch: "
-            "name the arguments that carry the batch in batch_argnums, or use DataParallel or ShardParallel."
+            "name the arguments that carry the batch in batch_argnums, shuffle examples outside of the step (those "
+            "that it picks itself are no part of a microbatch), or use DataParallel or ShardParallel."
         )
     if num_layers > len(order):
         raise InvalidArgument(
