@@ -23,7 +23,7 @@ import numpy as np
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.evaluate import bind_bodies, evaluate_jaxpr
-from autopar.compiler.jaxprs.primitives import CONSTRAINTS, NESTED
+from autopar.compiler.jaxprs.primitives import CONSTRAINTS, MANUAL, NESTED
 
 _jnp: Any = jnp
 
@@ -132,6 +132,9 @@ def _in_part(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> Sequence[Any]:
     if eqn.primitive.name in NESTED:
         bodies = [jc.open_jaxpr(body) for body in jp.bodies_of(eqn)]
         return bind_bodies(eqn, values, lambda number, inputs: evaluate_jaxpr(*bodies[number], inputs, _in_part))
+    if eqn.primitive.name in MANUAL:
+        with jc.under_scope_of(eqn):
+            return _over_parts(_read(eqn), True, *values)
     if eqn.primitive.name in CONSTRAINTS:
         raise NotImplementedError
     with jc.under_scope_of(eqn):

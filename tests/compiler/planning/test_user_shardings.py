@@ -1,6 +1,7 @@
 """Shardings that a user wrote into a step are obeyed or refused with a reason, and the result is the plain step's."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +112,24 @@ def of_the_first_device(w, x):
     return jax.lax.all_to_all(x @ w, "data", 1, 0, tiled=True).sum(1)
 
 
+def nested(w, x):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})
+    def outer(w, x):
+        inner = jax.shard_map(
+            lambda w, x: jax.lax.psum(x @ w, ("model",)),
+            in_specs=(P("model"), P(None, "model")),
+            out_specs=P(),
+            axis_names={"model"},
+        )
+        return jax.lax.pmean(jnp.mean(inner(w, x) ** 2), "data")
+
+    return outer(w, x)
+
+
 LAID_OUT = {
+    "one in another": lambda w, x: w - 0.1 * jax.grad(nested)(w, x),
     "a loss": lambda w, x: w - 0.1 * jax.grad(mean_loss)(w, x),
     "a gradient": lambda w, x: w - 0.1 * mean_gradient(w, x),
     "over two axes": lambda w, x: w - 0.1 * jax.grad(lambda w: (gathered_product(w, x) ** 2).mean())(w),
