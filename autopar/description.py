@@ -8,7 +8,6 @@ All of it is read off the program that runs, and not off what was asked for, so 
 from __future__ import annotations
 
 import html
-import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,9 +22,9 @@ from rich.text import Text
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import collectives_table
 from autopar.ir.program import ArrayType, Program, Send
+from autopar.plain_text import as_text
 from autopar.simulation import SimulationReport
 
-_WIDTH = 110
 _SCHEMA = "autopar plan description 1"
 
 
@@ -121,9 +120,7 @@ class PlanDescription:
         return json.dumps(self.to_data(), indent=1) + "\n"
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        return as_text(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the plan, a row for each mesh, input, crossing value and collective; alike ones share a row."""

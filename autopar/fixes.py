@@ -20,11 +20,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from autopar.compiler.analysis.explain import as_text
 from autopar.description import PlanDescription
 from autopar.errors import AutoparError, InvalidArgument, ReplicatedWarning
 from autopar.ir.schedules import SCHEDULES
 from autopar.methods import Auto, DataParallel, Method, Zero
+from autopar.plain_text import as_text
 
 _GAIN = 1e-3
 """Relative: what gains less is no fix."""

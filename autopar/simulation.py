@@ -14,7 +14,6 @@ with exposed transfers the wait for what is made already, and idle the wait for 
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -33,10 +32,10 @@ from autopar.ir.memory_part import Category, MemoryPart, joined_parts
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import TaskTimes
 from autopar.ir.program import Executable, Program, Run, Task
+from autopar.plain_text import WIDTH, as_text
 from autopar.runtime.simulator import simulate
 from autopar.runtime.timeline import PeakMoment, Timeline
 
-_WIDTH = 110
 _NUM_NAMED = 3
 
 
@@ -142,7 +141,7 @@ class SimulationReport:
     def _rate(self, amount: float | None) -> float | None:
         return None if amount is None or not self.step_time_s else amount / self.step_time_s
 
-    def gantt(self, width: int = _WIDTH) -> str:
+    def gantt(self, width: int = WIDTH) -> str:
         """The step as text, a line for each mesh."""
         return self.timeline.gantt(width)
 
@@ -161,9 +160,7 @@ class SimulationReport:
         return json.dumps(self.to_data(), indent=1) + "\n"
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        return as_text(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the step in words, a row for every mesh, and the step as a chart."""

@@ -12,7 +12,6 @@ step of 1e-3 what was not updated is still right to three digits. Two limits hol
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +24,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from autopar.compiler.analysis.compiled_collectives import CollectiveCheck
+from autopar.plain_text import as_text
 
 _TIMES_ROUNDING = 2.0
 """A result may differ by so many times the change that moved arguments cause, in the root of its squares."""
@@ -65,9 +65,7 @@ class VerificationReport:
         return bool(self.collectives) and (self.numbers is None or bool(self.numbers))
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=110, color_system=None, legacy_windows=False).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        return as_text(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the table of collectives, the memory, and the largest difference."""

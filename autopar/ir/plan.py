@@ -11,7 +11,6 @@ laptop, committed beside the model, and loaded on the cluster:
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import json
 import math
@@ -40,6 +39,7 @@ from autopar.errors import InvalidArgument, PlanMismatch
 from autopar.ir.plan_sharding import Certificate, MeshSharding, PlannedCollective, ShardingPlan, collectives_table
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 from autopar.json_fields import fields_of, json_of
+from autopar.plain_text import as_text
 
 PLAN_FORMAT = 4
 
@@ -270,9 +270,7 @@ class Plan:
 
     def __str__(self) -> str:
         """The plan as a table in plain text, the same on every terminal."""
-        text = io.StringIO()
-        Console(file=text, width=110, color_system=None, legacy_windows=False).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        return as_text(self)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the header, one row per stage, and what is sharded."""

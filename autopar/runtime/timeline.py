@@ -6,7 +6,6 @@ mesh 1 |    F0--B0======F1--B1======F2--B2======F3--B3======U#   |      U update
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from autopar.ir.program import Instruction, Run, Task
+from autopar.plain_text import as_text
 
 WIDTH = 100  # columns of a printed timeline, whatever the terminal has
 # What the columns of a task are filled with, and their colour. Zeros and concatenations look alike.
@@ -164,10 +163,7 @@ class Timeline:
             share = busy_s / self.makespan_s if self.makespan_s else 0.0
             row = (str(mesh), f"{busy_s:.3g}", f"{share:.1%}", f"{peak / 2**30:.3g}", f"{sent[mesh] / 2**30:.3g}")
             table.add_row(*row)
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
-        with console.capture() as captured:
-            console.print(table)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines()).rstrip()
+        return as_text(table, WIDTH)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ The prices are those of whole plans as simulated: a plan made so takes what is p
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -28,8 +27,8 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.errors import InvalidArgument
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import PlannedCollective
+from autopar.plain_text import as_text
 
-_WIDTH = 110
 _SAME_TIME = 1e-3
 """Relative: a plan with the same choice and the rest anew is shown if it takes another time than the plan itself."""
 
@@ -276,10 +275,3 @@ def _input_by_pattern(trace: Trace, pattern: str) -> int | None:
 
 def _is_meant(each: PlannedCollective, question: str) -> bool:
     return question == each.kind or question in each.line or question in each.scope
-
-
-def as_text(shown: Any) -> str:
-    """Return what prints by rich as plain text, the same on every terminal."""
-    text = io.StringIO()
-    Console(file=text, width=_WIDTH, color_system=None, legacy_windows=False).print(shown)
-    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())

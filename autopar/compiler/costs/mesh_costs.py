@@ -38,8 +38,8 @@ class MeshCosts:
     registered: tuple[tuple[str, CollectiveCost], ...] = field(default_factory=collective_costs, repr=False)
     """The costs of collectives when this was made, so that what is cached by it is never another one's."""
 
-    def of_update(self) -> MeshCosts:
-        """Return the costs of the collectives of parameters and gradients: combined, and in part behind compute."""
+    def combined(self) -> MeshCosts:
+        """Return the costs of collectives that the compiler combines, as of gradients: in part behind compute."""
         return replace(self, latency_share=_COMBINED_LATENCY_SHARE, transfer_share=1.0 - self.machine.hidden_share)
 
     def collective_s(self, kind: str, axes: Iterable[int], nbytes: float) -> float:

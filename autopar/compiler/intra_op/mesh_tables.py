@@ -105,7 +105,7 @@ class MeshTables:
         alike = split_alike(shape, self.costs.mesh)
         key = (source.number, target.number, alike, in_update)
         if key not in self.lines:
-            costs = self.costs.of_update() if in_update else self.costs
+            costs = self.costs.combined() if in_update else self.costs
             self.lines[key] = reshard_lines(source.layouts, target.layouts, alike, costs)
         fixed, per_byte = self.lines[key]
         return fixed + per_byte * nbytes

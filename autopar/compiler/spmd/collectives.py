@@ -146,7 +146,7 @@ class LocalCollective(NamedTuple):
 
     def seconds(self, mesh_costs: MeshCosts) -> float:
         """Return the seconds of all its runs in a step."""
-        costs = mesh_costs.of_update() if self.combined else mesh_costs
+        costs = mesh_costs.combined() if self.combined else mesh_costs
         return self.times * costs.collective_s(self.collective.kind, self.collective.axes, self.collective.nbytes)
 
 

@@ -55,7 +55,7 @@ def test_one_device_alone_sends_nothing():
     ("kind", "expected"), [("all-gather", 0.05 * 3 + 30 / 10), ("all-to-all", 3 + 30 / 10), ("all-reduce", 0.3 + 6)]
 )
 def test_collectives_of_the_update_share_their_latency_where_the_compiler_combines_them(kind, expected):
-    chosen = mesh_costs(GRID, latency_s=1.0, bandwidth=10.0).of_update()
+    chosen = mesh_costs(GRID, latency_s=1.0, bandwidth=10.0).combined()
     assert chosen.collective_s(kind, (1,), 40.0) == pytest.approx(expected)
 
 
@@ -63,8 +63,8 @@ def test_collectives_of_parameters_and_gradients_are_hidden_where_the_compiler_m
     shown = mesh_costs(GRID, latency_s=1.0, bandwidth=10.0)
     hidden = dataclasses.replace(shown, machine=dataclasses.replace(shown.machine, hidden_share=0.7))
     assert hidden.collective_s("all-gather", (1,), 40.0) == shown.collective_s("all-gather", (1,), 40.0)
-    assert hidden.of_update().collective_s("all-gather", (1,), 40.0) == pytest.approx(0.05 * 3 + 0.3 * 30 / 10)
-    assert hidden.of_update().collective_s("all-to-all", (1,), 40.0) == 3 + 30 / 10
+    assert hidden.combined().collective_s("all-gather", (1,), 40.0) == pytest.approx(0.05 * 3 + 0.3 * 30 / 10)
+    assert hidden.combined().collective_s("all-to-all", (1,), 40.0) == 3 + 30 / 10
 
 
 def test_a_collective_without_a_cost_is_an_error_that_says_which_have_one():
@@ -142,5 +142,5 @@ def test_equal_machines_and_meshes_have_equal_costs():
     machine = Machine.named("dgx-h100")
     ours = MeshCosts(machine=machine, mesh=grid(8))
     assert ours == MeshCosts(machine=Machine.from_json(machine.to_json()), mesh=grid(8))
-    assert ours != ours.of_update()
+    assert ours != ours.combined()
     assert ours != MeshCosts(machine=dataclasses.replace(machine, domain=4), mesh=grid(8))

@@ -11,7 +11,7 @@ from tests.compiler.planned_steps import LINE, mesh_costs
 
 WHOLE, ROWS, COLUMNS = replicated(2), Layout(((0,), ())), Layout(((), (0,)))
 FORWARD = mesh_costs(LINE, latency_s=1e-3)
-UPDATE = FORWARD.of_update()
+UPDATE = FORWARD.combined()
 MATRIX = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
 

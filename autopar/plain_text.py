@@ -1,0 +1,17 @@
+"""Print what rich renders as plain text, the same on every terminal."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console, RenderableType
+
+WIDTH = 110
+"""Of a line, in characters."""
+
+
+def as_text(shown: RenderableType, width: int = WIDTH) -> str:
+    """Return the lines, without color and without blanks at their ends."""
+    text = io.StringIO()
+    Console(file=text, width=width, color_system=None, legacy_windows=False).print(shown)
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
