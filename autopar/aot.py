@@ -393,7 +393,7 @@ class Planned:
         planning = Planning(
             trace=self.trace,
             plan=self.plan,
-            machine=cluster.machine,
+            cluster=cluster,
             cut=lambda plan: passes.cut_step(self.trace, plan),
             fits=lambda plan: price(plan).peak_bytes <= limit,
             memory_bytes=limit,
@@ -409,7 +409,7 @@ class Planned:
         cluster = cluster or self.source.target.planned_for() or Cluster.from_devices(self.source.target.live_devices())
         check_devices(self.plan, cluster)
         program = self._program
-        priced = price_plan(self.trace, self.plan, program, machine=cluster.machine)
+        priced = price_plan(self.trace, self.plan, program, cluster=cluster)
         work = step_work(self.trace)
         return simulate_plan(
             program,

@@ -3,7 +3,7 @@
     Program, Plan, Cluster  ->  SimulationReport
 
 Every executable takes its modelled time, its compute and then its collectives; values between meshes take
-`Machine.transfer_s`, within a fast domain if both meshes lie in the same one; sends go on behind compute, receives
+`Cluster.transfer_s`, within a fast domain if both meshes lie in the same one; sends go on behind compute, receives
 wait. A host takes `Machine.dispatch_s` to start each of them, one after the other, ahead of its devices. Over
 all devices on average,
 
@@ -51,6 +51,9 @@ class MeshReport:
     peak_bytes: int
     memory: tuple[MemoryPart, ...]
     """The parts of its memory at its fullest moment, the largest first."""
+    machine: str
+    memory_limit_bytes: float
+    """The memory of one of its devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,7 @@ class SimulationReport:
     step_time_s: float
     meshes: tuple[MeshReport, ...]
     memory_limit_bytes: float
-    """The memory of one device."""
+    """The memory of one device of the mesh that has the least left."""
     counts_temporaries: bool
     """True if the peaks include what executables need while they run, and not only the values between them."""
     model_flops: float
@@ -70,7 +73,7 @@ class SimulationReport:
     dtype: str
     """The type in which most of its products are computed."""
     peak_flops: float
-    """FLOP/s of one device in that type, on paper."""
+    """FLOP/s of one device in that type, on paper; the average where the plan uses devices of several machines."""
     examples: int | None
     tokens: int | None
     timeline: Timeline = field(repr=False)
@@ -102,18 +105,18 @@ class SimulationReport:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that any device holds."""
-        return max(mesh.peak_bytes for mesh in self.meshes)
+        """The most that any device holds; where their memory differs, one of those that have the least left."""
+        return _fullest(self.meshes).peak_bytes
 
     @property
     def memory(self) -> tuple[MemoryPart, ...]:
         """The parts of the memory of the device that holds the most, the largest first."""
-        return max(self.meshes, key=lambda mesh: mesh.peak_bytes).memory
+        return _fullest(self.meshes).memory
 
     @property
     def fits(self) -> bool:
         """True if every device has that much memory."""
-        return self.peak_bytes <= self.memory_limit_bytes
+        return all(mesh.peak_bytes <= mesh.memory_limit_bytes for mesh in self.meshes)
 
     @property
     def examples_per_s(self) -> float | None:
@@ -185,7 +188,8 @@ class SimulationReport:
         for number, mesh in enumerate(self.meshes):
             seconds = (mesh.compute_s, mesh.collective_s, mesh.exposed_transfer_s, mesh.idle_s)
             cells = (f"{1e3 * each:.4g}" for each in seconds)
-            table.add_row(str(number), str(len(mesh.devices)), *cells, _gb(mesh.peak_bytes))
+            of_machine = f" {mesh.machine}" * (len({each.machine for each in self.meshes}) > 1)
+            table.add_row(str(number), f"{len(mesh.devices)}{of_machine}", *cells, _gb(mesh.peak_bytes))
         return table
 
     def memory_table(self) -> Table:
@@ -199,16 +203,21 @@ class SimulationReport:
         return table
 
 
+def _fullest(meshes: Sequence[MeshReport]) -> MeshReport:
+    """Return the mesh whose devices use the largest share of their memory."""
+    return max(meshes, key=lambda mesh: mesh.peak_bytes / mesh.memory_limit_bytes)
+
+
 def _gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:.3g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterCosts:
-    """Durations of a program: its tasks by modelled times, its transfers on a machine."""
+    """Durations of a program: its tasks by modelled times, its transfers on a cluster."""
 
     program: Program
-    machine: Machine
+    cluster: Cluster
     times: Mapping[str, TaskTimes]
 
     def run_time_s(self, executable: Executable, task: Task) -> float:
@@ -217,15 +226,14 @@ class ClusterCosts:
             return self.times[executable.name].total_s
         assert task.kind in "ZC", f"{executable.name} has no modelled time"
         mesh = self.program.meshes[executable.mesh]
-        return self.machine.memory_s(
+        return self.cluster.machine_of(mesh.devices).memory_s(
             sum(each.bytes_per_device(mesh) for each in (*executable.inputs, *executable.outputs))
         )
 
     def transfer_time_s(self, num_bytes: int, source: int, destination: int) -> float:
         """One message of every device at once; as slow as between domains unless all devices are in one."""
-        devices = (device for mesh in (source, destination) for device in self.program.meshes[mesh].devices)
-        same = len({device // self.machine.domain for device in devices}) == 1
-        return self.machine.transfer_s(num_bytes, same)
+        meshes = self.program.meshes
+        return self.cluster.transfer_s(num_bytes, meshes[source].devices, meshes[destination].devices)
 
 
 def check_devices(plan: Plan, cluster: Cluster) -> None:
@@ -256,7 +264,7 @@ def simulate_plan(
     Raises `PlanMismatch` for a cluster that lacks devices of the plan.
     """
     check_devices(plan, cluster)
-    machine = cluster.machine
+    machines = [cluster.machine_of(mesh.devices) for mesh in plan.meshes]
     shardings = [mesh.sharding for mesh in plan.meshes if mesh.sharding is not None]
     assert len(shardings) == len(plan.meshes), "every mesh has times"
     times = {name: times for sharding in shardings for name, times in sharding.times.items()}
@@ -264,21 +272,26 @@ def simulate_plan(
     temporary_parts = {n: parts for sharding in shardings for n, parts in sharding.temporary_parts.items()}
     timeline = simulate(
         program,
-        ClusterCosts(program=program, machine=machine, times=times),
-        hosts=Hosts.of_devices([mesh.devices for mesh in program.meshes], machine),
+        ClusterCosts(program=program, cluster=cluster, times=times),
+        hosts=Hosts.of_devices([mesh.devices for mesh in program.meshes], cluster),
         collective_s={name: times.collective_s for name, times in times.items()},
         temporary_bytes=temporary_bytes,
     )
+    meshes = _mesh_reports(program, timeline, _Namer(program, inputs, temporary_parts), machines)
+    peaks = [
+        (len(mesh.devices), machine.peak_flops[machine.computed_in(dtype)])
+        for mesh, machine in zip(plan.meshes, machines, strict=True)
+    ]
     return SimulationReport(
         plan=_plan_words(plan),
         cluster=_cluster_words(plan, cluster),
         step_time_s=timeline.makespan_s,
-        meshes=_mesh_reports(program, timeline, _Namer(program, inputs, temporary_parts)),
-        memory_limit_bytes=machine.memory_bytes,
+        meshes=meshes,
+        memory_limit_bytes=_fullest(meshes).memory_limit_bytes,
         counts_temporaries=set(times) <= set(temporary_bytes),
         model_flops=model_flops,
         dtype=dtype,
-        peak_flops=machine.peak_flops[machine.computed_in(dtype)],
+        peak_flops=peaks[0][1] if not cluster.is_mixed else sum(n * peak for n, peak in peaks) / plan.num_devices,
         examples=examples,
         tokens=tokens,
         timeline=timeline,
@@ -294,7 +307,7 @@ def _plan_words(plan: Plan) -> str:
 def _cluster_words(plan: Plan, cluster: Cluster) -> str:
     used, there = plan.num_devices, cluster.num_devices
     count = f"{used} of {there}" if used < there else str(there)
-    return f"{count} device{'s' * (there > 1)} of {cluster.machine.name}"
+    return f"{count} device{'s' * (there > 1)} of {' and '.join(group.machine.name for group in cluster.groups)}"
 
 
 class _Namer:
@@ -328,7 +341,9 @@ class _Namer:
         return joined_parts(parts)
 
 
-def _mesh_reports(program: Program, timeline: Timeline, namer: _Namer) -> tuple[MeshReport, ...]:
+def _mesh_reports(
+    program: Program, timeline: Timeline, namer: _Namer, machines: Sequence[Machine]
+) -> tuple[MeshReport, ...]:
     return tuple(
         MeshReport(
             devices=mesh.devices,
@@ -338,14 +353,17 @@ def _mesh_reports(program: Program, timeline: Timeline, namer: _Namer) -> tuple[
             idle_s=max(timeline.makespan_s - busy_s - exposed_s, 0.0),
             peak_bytes=peak,
             memory=namer.parts(moment),
+            machine=machine.name,
+            memory_limit_bytes=machine.memory_bytes,
         )
-        for mesh, busy_s, collective_s, exposed_s, peak, moment in zip(
+        for mesh, busy_s, collective_s, exposed_s, peak, moment, machine in zip(
             program.meshes,
             timeline.busy_s,
             timeline.collective_s,
             timeline.exposed_s,
             timeline.peak_bytes,
             timeline.at_peak,
+            machines,
             strict=True,
         )
     )

@@ -58,8 +58,7 @@ def _problems(traced: autopar.Traced, cluster: autopar.Cluster, method: Auto, na
     whole = StageProblem(
         trace=traced.trace,
         method=method,
-        num_devices=cluster.num_devices,
-        machine=cluster.machine,
+        hardware=cluster,
         cache_directory=None,
     )
     counts = [n for n in range(1, _num_layers(traced, method) + 1) if cluster.num_devices % n == 0]

@@ -67,7 +67,9 @@ def test_the_makespan_of_a_pipeline_over_links_is_the_closed_form(stages, microb
         name: TaskTimes(compute_s=1.0 if name.startswith("F") else 2.0, collective_s=1.0)
         for name in program.executables
     }
-    timeline = simulate(program, ClusterCosts(program=program, machine=LINKED, times=times))
+    timeline = simulate(
+        program, ClusterCosts(program=program, cluster=autopar.Cluster(num_devices=stages, machine=LINKED), times=times)
+    )
     # No transfer takes longer than a task, so each direction exposes one for every cut; every other cut is in a host.
     transfers_s = sum(0.5 if cut % 2 == 0 else 1.5 for cut in range(stages - 1))
     assert timeline.makespan_s == (microbatches + stages - 1) * (2 + 3) + 2 * transfers_s

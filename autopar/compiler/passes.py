@@ -27,7 +27,7 @@ from autopar.compiler.planning.follow import Followed, plan_following
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.megatron import plan_megatron
 from autopar.compiler.planning.one_mesh import plan_by_search
-from autopar.compiler.planning.plan_checks import check_plan
+from autopar.compiler.planning.plan_checks import check_machines, check_plan, with_machines
 from autopar.compiler.planning.scope_demands import check_scopes, named_stages
 from autopar.compiler.planning.search import search_plan
 from autopar.compiler.planning.stage_costs import StageProblem
@@ -71,29 +71,25 @@ def make_plan(
     match method:
         case Plan():
             check_plan(method, trace, num_devices=num_devices)
+            check_machines(method, cluster)
             return method
         case Followed():
-            return plan_following(trace, method, machine=cluster.machine, cache_directory=cache_directory)
+            return plan_following(trace, method, cluster=cluster, cache_directory=cache_directory)
         case DataParallel() | ShardParallel() | PipelineParallel():
-            return plan_by_hand(
-                trace, method, num_devices=num_devices, machine=cluster.machine, cache_directory=cache_directory
-            )
+            plan = plan_by_hand(trace, method, cluster=cluster, cache_directory=cache_directory)
         case Megatron():
-            return plan_megatron(
-                trace, method, num_devices=num_devices, machine=cluster.machine, cache_directory=cache_directory
-            )
+            plan = plan_megatron(trace, method, cluster=cluster, cache_directory=cache_directory)
         case Auto():
             assert simulated_s is not None, "a search compares plans by their simulation"
             problem = StageProblem(
                 trace=trace,
                 method=method,
-                num_devices=num_devices,
-                machine=cluster.machine,
+                hardware=cluster,
                 cache_directory=cache_directory,
                 checked=checked,
                 named_stages=named_stages(trace, method, cluster),
             )
-            return search_plan(problem, simulated_s)
+            plan = search_plan(problem, simulated_s)
         case Zero() | TensorParallel() | ExpertParallel():
             return plan_by_search(
                 trace,
@@ -103,6 +99,7 @@ def make_plan(
                 checked=checked,
                 cache_directory=cache_directory,
             )
+    return with_machines(plan, cluster)
 
 
 def cut_step(trace: Trace, plan: Plan) -> StageGraph:

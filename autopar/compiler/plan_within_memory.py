@@ -52,7 +52,12 @@ def plan_that_fits(
             cache_directory=cache_directory,
         )
 
-    if devices is None or not isinstance(method, SearchMethod) or isinstance(search_of(method).memory, str):
+    if (
+        devices is None
+        or cluster.is_mixed
+        or not isinstance(method, SearchMethod)
+        or isinstance(search_of(method).memory, str)
+    ):
         return made(method, checked=False)
     plan = made(method, checked=True)
     budget = limit = memory_limit(search_of(method).memory, cluster.machine)

@@ -15,10 +15,10 @@ The first dispatch of a host is free: while a step runs, the host starts the nex
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.hardware.machine import Machine
+from autopar.hardware.cluster import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +26,15 @@ class Hosts:
     """The hosts that start the work of meshes, one process on each."""
 
     of_mesh: tuple[frozenset[int], ...]
-    dispatch_s: float
-    """Seconds of a host to start one executable, or to send or take one value."""
+    dispatch_s: Mapping[int, float]
+    """By host, the seconds to start one executable, or to send or take one value."""
 
     @classmethod
-    def of_devices(cls, devices: Sequence[Sequence[int]], machine: Machine) -> Hosts:
-        """Return the hosts of meshes over these devices of a machine, which are numbered host by host."""
-        hosts = (frozenset(device // machine.devices_per_host for device in mine) for mine in devices)
-        return cls(of_mesh=tuple(hosts), dispatch_s=machine.dispatch_s)
+    def of_devices(cls, devices: Sequence[Sequence[int]], cluster: Cluster) -> Hosts:
+        """Return the hosts of meshes over these devices of a cluster, which are numbered host by host."""
+        each = [cluster.hosts_of(mine) for mine in devices]
+        dispatch_s = {host: seconds for hosts in each for host, seconds in hosts.items()}
+        return cls(of_mesh=tuple(map(frozenset, each)), dispatch_s=dispatch_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,6 @@ class Clocks:
             return 0.0
         hosts = frozenset[int]().union(*(self._hosts.of_mesh[mesh] for mesh in meshes))
         for host in hosts:
-            before_s = self._host_s.get(host, -self._hosts.dispatch_s)
-            self._host_s[host] = before_s + count * self._hosts.dispatch_s
+            dispatch_s = self._hosts.dispatch_s[host]
+            self._host_s[host] = self._host_s.get(host, -dispatch_s) + count * dispatch_s
         return max(self._host_s[host] for host in hosts)

@@ -57,6 +57,8 @@ class MeshPlan:
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
     sharding: MeshSharding | None = None
+    machine: str = ""
+    """The machine of its devices, where the cluster has several."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` unless the devices fill the shape and each axis has its own name."""
@@ -161,7 +163,10 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON with sorted keys; a spec is a list of null, an axis name, or a list of names."""
-        fields = dataclasses.asdict(self) | {"format": PLAN_FORMAT}
+        fields: dict[str, Any] = dataclasses.asdict(self) | {"format": PLAN_FORMAT}
+        for mesh in fields["meshes"]:
+            if not mesh["machine"]:
+                del mesh["machine"]
         fields["input_specs"] = {name: list(spec) for name, spec in self.input_specs.items()}
         fields["sharding"] = None if self.sharding is None else self.sharding.to_data()
         lines = (f" {json.dumps(key)}: {_json_lines(fields[key])}" for key in sorted(fields))
@@ -235,7 +240,8 @@ class Plan:
             shape = ", ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.shape, strict=True))
             layers = f"[{stage.layers[0]}, {stage.layers[1]})"
             remat = "yes" if stage.remat else "no"
-            rows.append((str(number), layers, str(stage.mesh), _ranges(mesh.devices), shape, remat))
+            devices = _ranges(mesh.devices) + f" {mesh.machine}" * bool(mesh.machine)
+            rows.append((str(number), layers, str(stage.mesh), devices, shape, remat))
         return rows
 
     def __repr__(self) -> str:
@@ -356,12 +362,16 @@ def _listed(what: str, raw: Any, kind: type[T]) -> tuple[T, ...]:
 
 
 def _mesh_from_json(number: int, raw: Any) -> MeshPlan:
-    fields = fields_of(f"Mesh {number}", raw, ("devices", "shape", "axis_names", "sharding"), error=PlanMismatch)
+    keys = ("devices", "shape", "axis_names", "sharding", "machine")
+    fields = fields_of(
+        f"Mesh {number}", {"machine": ""} | raw if isinstance(raw, dict) else raw, keys, error=PlanMismatch
+    )
     return MeshPlan(
         devices=_listed(f"devices of mesh {number}", fields["devices"], int),
         shape=_listed(f"shape of mesh {number}", fields["shape"], int),
         axis_names=_listed(f"axis_names of mesh {number}", fields["axis_names"], str),
         sharding=None if fields["sharding"] is None else MeshSharding.from_data(fields["sharding"]),
+        machine=_typed(f"machine of mesh {number}", fields["machine"], str),
     )
 
 

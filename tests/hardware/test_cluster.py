@@ -115,3 +115,84 @@ def test_planning_takes_the_figures_of_the_machine_that_was_given():
     by_kind, by_name = (step_time_s(Cluster(num_devices=16, kind=kind)) for kind in ("a100", "p4d.24xlarge"))
     assert by_kind == by_name == step_time_s(Cluster.parse("2x p4d.24xlarge"))
     assert step_time_s(Cluster.parse("2x dgx-h100")) < by_kind
+
+
+# --- several machines ---------------------------------------------------------------------------------------------
+
+MIXED = Cluster.parse("2x p4d.24xlarge + 1x p3.16xlarge @ 25 Gbit/s")
+
+
+def test_groups_are_numbered_one_after_another():
+    assert (MIXED.num_devices, MIXED.num_hosts, MIXED.first_devices) == (24, 3, (0, 16))
+    assert str(MIXED) == "16 devices of p4d.24xlarge + 8 devices of p3.16xlarge"
+    assert [MIXED.machine_of([device]).kind for device in (0, 15, 16, 23)] == ["a100", "a100", "v100", "v100"]
+    assert MIXED.hosts_of(range(8, 16)).keys() == {1}
+    assert MIXED.hosts_of(range(16, 24)).keys() == {2}
+    assert Cluster.of_groups([Cluster.parse("p3.16xlarge")]) == Cluster.parse("p3.16xlarge")
+
+
+def test_a_message_takes_the_link_that_joins_two_meshes():
+    a100, v100 = (group.machine for group in MIXED.groups)
+    assert MIXED.joining_link(range(4), range(4, 8)) == a100.intra
+    assert MIXED.joining_link(range(8), range(8, 16)) == a100.inter
+    assert MIXED.joining_link(range(16, 20), range(20, 24)) == v100.intra
+    assert MIXED.joining_link([0], [16]).bandwidth == 25e9 / 8 / 8
+    assert MIXED.transfer_s(1e9, [0], [16]) > MIXED.transfer_s(1e9, [0], [8])
+    slower = Cluster.parse("p4d.24xlarge + p3.16xlarge").joining_link([0], [8])
+    assert slower.bandwidth == v100.inter.bandwidth < a100.inter.bandwidth
+
+
+def test_several_machines_come_back_from_a_file(tmp_path):
+    MIXED.save(tmp_path / "mixed.json")
+    assert Cluster.load(tmp_path / "mixed.json") == MIXED
+    assert Cluster.load(tmp_path / "mixed.json") != Cluster.parse("2x p4d.24xlarge + 1x p3.16xlarge")
+
+
+def test_devices_of_several_kinds_are_groups_in_their_order():
+    cluster = Cluster.of_kinds(["NVIDIA A100-SXM4-40GB"] * 3 + ["Tesla V100-SXM2-16GB"])
+    assert [group.num_devices for group in cluster.groups] == [3, 1]
+    assert cluster.kind == "NVIDIA A100-SXM4-40GB + Tesla V100-SXM2-16GB"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: MIXED.machine,
+            "has devices of 2 machines, 16 devices of p4d.24xlarge.*Auto, PipelineParallel or Megatron",
+        ),
+        (lambda: MIXED.with_devices(8), "has devices of 2 machines"),
+        (
+            lambda: MIXED.machine_of(range(12, 20)),
+            "A mesh has devices of 2 groups: p4d.24xlarge from device 0 on, p3.16xl",
+        ),
+        (lambda: Cluster.parse("2x p3.16xlarge @ 25 Gbit/s"), 'Behind "@" stands the network between several machines'),
+        (lambda: Cluster.parse("p3.16xlarge + dgx-h100 @ fast"), 'Behind "@" stands the network'),
+        (lambda: Cluster.parse("p3.16xlarge + "), "Write how many hosts of which machine"),
+        (lambda: Cluster.of_groups([]), "was made of 0 groups"),
+        (
+            lambda: Cluster.of_groups(MIXED.groups, {}),
+            r"need a link for each of the pairs \[\(0, 1\)\]; there are links for \[\]",
+        ),
+    ],
+)
+def test_what_a_mixed_cluster_cannot_hold_is_refused(make, message):
+    with pytest.raises(InvalidArgument, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.pop("links"), r"lacks the keys \['links'\]"),
+        (lambda raw: raw.update(links=[]), "need a link for each of the pairs"),
+        (lambda raw: raw.update(groups=8), "groups and links of the cluster must be lists"),
+        (lambda raw: raw["links"][0].update(groups=[0]), r"groups of the link 0 of the cluster is \[0\]"),
+        (lambda raw: raw["links"][0].pop("latency_s"), r"link 0 of the cluster lacks the keys \['latency_s'\]"),
+    ],
+)
+def test_a_file_of_several_machines_that_does_not_fit_is_refused_by_its_field(change, message):
+    raw = json.loads(MIXED.to_json())
+    change(raw)
+    with pytest.raises(InvalidArgument, match=message):
+        Cluster.from_json(json.dumps(raw))

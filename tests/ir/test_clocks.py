@@ -4,8 +4,8 @@ import pytest
 
 from autopar.ir.clocks import Clocks, Hosts
 
-ONE_HOST = Hosts(of_mesh=(frozenset({0}), frozenset({0})), dispatch_s=1.0)
-A_HOST_EACH = Hosts(of_mesh=(frozenset({0}), frozenset({1})), dispatch_s=1.0)
+ONE_HOST = Hosts(of_mesh=(frozenset({0}), frozenset({0})), dispatch_s={0: 1.0, 1: 1.0})
+A_HOST_EACH = Hosts(of_mesh=(frozenset({0}), frozenset({1})), dispatch_s={0: 1.0, 1: 1.0})
 
 
 @pytest.mark.parametrize(("duration_s", "expected_s"), [(0.25, 4.25), (1.0, 5.0), (3.0, 15.0)])

@@ -228,7 +228,7 @@ def _explained(
         if each.price is not None and abs(each.step_time_s / chosen.step_time_s - 1) > _SAME_TIME:
             others.append(Alternative(choice=f"{choice}, the rest anew", plan=each.plan, price=each.price,
                                       fits=each.fits))  # fmt: skip
-    limit = planning.machine.memory_bytes
+    limit = planning.cluster.machine.memory_bytes
     return Explanation(
         subject=subject, chosen=chosen, others=tuple(sorted(others, key=_order)), memory_limit_bytes=limit
     )

@@ -128,7 +128,7 @@ def _searched(planning: Planning, auto: Auto, recompute: Offer | None = None) ->
         planning.trace,
         auto,
         LogicalMesh(shape=auto.mesh_shape, axis_names=auto.mesh_axes),
-        machine=planning.machine,
+        machine=planning.cluster.machine,
         recomputed_layers=recompute.layers,
         num_layers=recompute.num_layers if recompute.layers else 1,
         checked=True,
@@ -148,7 +148,7 @@ def _with_optimum(planning: Planning, searched: MeshSearchResult, optimum: Any) 
     """Return the result of a search with another solution of its problem."""
     blocks = block_plan_of(searched.intra_op.choices, optimum.assignment)
     block = local_block(jc.open_jaxpr(searched.closed)[0], blocks, searched.mesh)
-    workspace = planning.machine.product_workspace_bytes
+    workspace = planning.cluster.machine.product_workspace_bytes
     memory = peak_memory(block, searched.mesh, planning.trace.donated_inputs, product_workspace=workspace)
     intra_op = replace(searched.intra_op, plan=blocks, optimum=optimum)
     return replace(searched, intra_op=intra_op, block=block, peak_bytes=memory.peak_bytes)

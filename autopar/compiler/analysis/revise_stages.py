@@ -114,7 +114,7 @@ class _Stage:
             allowed={value: (layout,) for value, layout in allowed.items() if value in read},
             equations=equation_constraints(mesh, ignore_user_shardings=False),
         )
-        received = received_seconds(graph, plan, number, planning.machine)
+        received = received_seconds(graph, plan, number, planning.cluster)
         return cls(constrained=ConstrainedStage(tasks=tasks, layer=layer, constraints=constraints, received=received))
 
     def charges(self, sharding: MeshSharding, multiplier: float) -> dict[str, float]:
@@ -142,7 +142,7 @@ class _Mesh:
         """Return a mesh of the plan on which an input is free."""
         mesh = logical_mesh(planning.plan.meshes[number])
         stage = _Stage.of(planning, graph, planning.plan, number, leaf)
-        return cls(stage=stage, mesh=mesh, mesh_costs=MeshCosts(machine=planning.machine, mesh=mesh))
+        return cls(stage=stage, mesh=mesh, mesh_costs=MeshCosts(machine=planning.cluster.machine, mesh=mesh))
 
     @cached_property
     def choices(self) -> TaskGraph:
@@ -277,4 +277,4 @@ def _laid_out(planning: Planning, bare: Plan) -> Plan:
 
 
 def _sharded(planning: Planning, bare: Plan, graph: StageGraph, stages: Sequence[ConstrainedStage]) -> Plan:
-    return shard_stages(bare, graph, stages, machine=planning.machine, time_limit_s=_TIME_LIMIT_S, cache_directory=None)
+    return shard_stages(bare, graph, stages, cluster=planning.cluster, time_limit_s=_TIME_LIMIT_S, cache_directory=None)

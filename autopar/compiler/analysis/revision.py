@@ -15,7 +15,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.errors import InvalidArgument
-from autopar.hardware.machine import Machine
+from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.methods import SearchMethod
 
@@ -42,7 +42,7 @@ class Planning:
 
     trace: Trace
     plan: Plan
-    machine: Machine
+    cluster: Cluster
     cut: Callable[[Plan], StageGraph]
     fits: Callable[[Plan], bool]
     memory_bytes: float

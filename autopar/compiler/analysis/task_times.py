@@ -18,19 +18,21 @@ from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.planning.mesh_sharding import plan_mesh
 from autopar.compiler.spmd.block_times import block_times
 from autopar.errors import InvalidArgument
+from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.plan_sharding import MeshSharding, TaskTimes
 from autopar.ir.program import Executable, Program
 
 
-def price_plan(trace: Trace, plan: Plan, program: Program, *, machine: Machine) -> Plan:
-    """The plan with the times of every mesh, for devices of a machine; `program` is what it was lowered to.
+def price_plan(trace: Trace, plan: Plan, program: Program, *, cluster: Cluster) -> Plan:
+    """The plan with the times of every mesh, for the devices of a cluster; `program` is what it was lowered to.
 
     Raises `InvalidArgument` for a plan whose times were modelled for others.
     """
     meshes: list[MeshPlan] = []
     for number, mesh in enumerate(plan.meshes):
+        machine = cluster.machine_of(mesh.devices)
         mesh_costs = MeshCosts(machine=machine, mesh=logical_mesh(mesh))
         sharding = mesh.sharding
         if plan.sharding is not None:

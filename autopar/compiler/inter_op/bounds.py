@@ -5,8 +5,9 @@ Under a cap on `steady_s` (see `stage_costs`), with x the transfer over a cut:
     G[0, n, d] = 0
     G[k, n, d] = min over i < k and submesh m of  G[i, m, d - |m|] + warmup(i, k, m) + V x(k, m, n)   → before_s
 
-is the least sum for layers [0, k) on at most d devices, if the stage behind them is on submesh n. It is exact but for
-memory: it supposes behind each cut the fewest stages that can run the layers there. Where the order of labels goes
+is the least sum for layers [0, k) on at most d devices, if the stage behind them is on submesh n. Where a cluster has
+several groups of devices, d has a number for each, and |m| is in the place of the group that m is of. It is exact but
+for memory: it supposes behind each cut the fewest stages that can run the layers there. Where the order of labels goes
 from the last stage to the first, G is the bound on what they still lack.
 """
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from autopar.compiler.inter_op.stage_costs import CostTables, IntArray, StageArray
 
-_MAX_UNITS = 2048  # above, devices are counted in larger units
+_MAX_UNITS = 2048  # states of d; above, devices are counted in larger units
 _NEVER = 1 << 30  # stages or devices that no cluster has
 
 
@@ -30,14 +31,14 @@ class PrefixBounds:
     fastest_s: StageArray  # [submesh, start, stop] of the choices that may occur
     stages_before: IntArray  # [cut], at least so many
     devices_before: IntArray
-    before_s: StageArray  # [cut, submesh behind, units]
-    unit: int  # devices
+    before_s: StageArray  # [cut, submesh behind, units of each group, ...]
+    units: IntArray  # devices, by group
     update_s: float  # at least so much
 
     @property
     def bound_s(self) -> float:
         """Return the least sum of warm-ups and transfers, and of update_s."""
-        return float(self.before_s[-1, -1, -1]) + self.update_s
+        return float(self.before_s[-1, -1].flat[-1]) + self.update_s
 
 
 def prefix_bounds(tables: CostTables, limits: IntArray, cap_s: float) -> PrefixBounds | None:
@@ -50,9 +51,11 @@ def prefix_bounds(tables: CostTables, limits: IntArray, cap_s: float) -> PrefixB
         return None
     crossing_s = _crossings(tables, cap_s)
     fastest_s = np.where(allowed, tables.warmup_s, np.inf).min(axis=-1)
-    unit = _unit(tables.devices, tables.num_devices)
-    before_s = _relaxed(fastest_s, crossing_s, possible, devices // unit, tables.num_devices // unit)
-    if not np.isfinite(before_s[-1, -1, -1]):
+    units = _units(tables)
+    before_s = _relaxed(
+        fastest_s, crossing_s, possible, tables.devices_by_group // units, np.array(tables.available) // units
+    )
+    if not np.isfinite(before_s[-1, -1].flat[-1]):
         return None
     return PrefixBounds(
         cap_s=cap_s,
@@ -61,7 +64,7 @@ def prefix_bounds(tables: CostTables, limits: IntArray, cap_s: float) -> PrefixB
         stages_before=_least_before(possible, np.ones_like(devices)),
         devices_before=devices_before,
         before_s=before_s,
-        unit=unit,
+        units=units,
         update_s=_least_update(np.where(allowed, tables.update_s, np.inf).min(axis=(0, 3))),
     )
 
@@ -115,55 +118,66 @@ def _least_update(update_s: StageArray) -> float:
     return float(np.diagonal(covering, offset=1).max())
 
 
-def _unit(devices: tuple[int, ...], num_devices: int) -> int:
-    """Devices counted as one: all counts are rounded down, which only lowers the bound."""
-    common = int(np.gcd.reduce(devices))
-    enough = [n for n in (common, *sorted(devices)) if num_devices // n <= _MAX_UNITS]
-    return enough[0] if enough else common
+def _units(tables: CostTables) -> IntArray:
+    """By group, devices counted as one: all counts are rounded down, which only lowers the bound."""
+    most = _MAX_UNITS ** (1 / len(tables.available))
+    units: list[int] = []
+    for group, available in enumerate(tables.available):
+        devices = [n for n, of in zip(tables.devices, tables.groups.tolist(), strict=True) if of == group] or [1]
+        common = int(np.gcd.reduce(devices))
+        enough = [n for n in (common, *sorted(devices)) if available // n <= most]
+        units.append(enough[0] if enough else common)
+    return np.array(units, dtype=np.int64)
 
 
 def _relaxed(
-    fastest_s: StageArray, crossing_s: StageArray, possible: NDArray[np.bool_], sizes: IntArray, num_units: int
+    fastest_s: StageArray, crossing_s: StageArray, possible: NDArray[np.bool_], sizes: IntArray, available: IntArray
 ) -> StageArray:
-    """G, for as many devices as can be before each cut; infinity for others."""
+    """G, for as many devices as can be before each cut; infinity for others.
+
+    `sizes` [submesh, group] and `available` [group] are in units.
+    """
     count, num_layers = fastest_s.shape[:2]
-    lows, highs = _least_before(possible, sizes), num_units - _least_behind(possible, sizes)
-    before_s = np.full((num_layers + 1, count + 1, num_units + 1), np.inf)
+    lows = [_least_before(possible, column) for column in sizes.T]
+    highs = [n - _least_behind(possible, column) for n, column in zip(available, sizes.T)]
+    before_s = np.full((num_layers + 1, count + 1, *(available + 1)), np.inf)
     before_s[0] = 0.0
-    room = np.empty((num_layers, num_units + 1))
+    room = np.empty((num_layers, *(available + 1)))
+    behind = (..., *[None] * len(available))
     for stop in range(1, num_layers + 1):
-        low, high = int(lows[stop]), int(highs[stop])
-        if low > high:
+        low, high = np.array([each[stop] for each in lows]), np.array([each[stop] for each in highs])
+        if (low > high).any():
             continue
-        ending_s = np.full((count, high + 1 - low), np.inf)
-        for m, size in enumerate(sizes.tolist()):
+        ending_s = np.full((count, *(high + 1 - low)), np.inf)
+        for m, size in enumerate(sizes):
             starts = np.flatnonzero(possible[m, :stop, stop])
-            first = max(low, size)
-            if not len(starts) or first > high:
+            first = np.maximum(low, size)
+            if not len(starts) or (first > high).any():
                 continue
             begin, end = int(starts[0]), int(starts[-1]) + 1
-            sums = room[: end - begin, : high + 1 - first]
-            earlier_s = before_s[begin:end, m, first - size : high + 1 - size]
-            np.add(earlier_s, fastest_s[m, begin:end, stop, None], out=sums)
-            sums.min(axis=0, out=ending_s[m, first - low :])
+            sums = room[: end - begin, *map(slice, high + 1 - first)]
+            earlier_s = before_s[begin:end, m, *map(slice, first - size, high + 1 - size)]
+            np.add(earlier_s, fastest_s[m, begin:end, stop][behind], out=sums)
+            sums.min(axis=0, out=ending_s[m, *map(slice, first - low, high + 1 - low)])
         for n in range(count + 1):
-            before_s[stop, n, low : high + 1] = (ending_s + crossing_s[stop, :count, n, None]).min(axis=0)
+            crossed_s = (ending_s + crossing_s[stop, :count, n][behind]).min(axis=0)
+            before_s[stop, n, *map(slice, low, high + 1)] = crossed_s
     return before_s
 
 
 def relaxed_path(tables: CostTables, bounds: PrefixBounds) -> list[tuple[int, int, int]]:
     """The (start, stop, submesh) that attain `before_s` of all layers, first to last."""
     path: list[tuple[int, int, int]] = []
-    stop, behind, units = tables.num_layers, len(tables.devices), bounds.before_s.shape[-1] - 1
+    sizes = tables.devices_by_group // bounds.units
+    stop, behind, left = tables.num_layers, len(tables.devices), np.array(tables.available) // bounds.units
     while stop:
         best: tuple[float, int, int] = (np.inf, 0, 0)
-        for m, n in enumerate(tables.devices):
-            size = n // bounds.unit
-            if size <= units:
-                sums = bounds.before_s[:stop, m, units - size] + bounds.fastest_s[m, :stop, stop]
+        for m, size in enumerate(sizes):
+            if (size <= left).all():
+                sums = bounds.before_s[:stop, m, *(left - size)] + bounds.fastest_s[m, :stop, stop]
                 start = int(sums.argmin())
                 best = min(best, (float(sums[start] + bounds.transfer_s[stop, m, behind]), start, m))
         _, start, m = best
         path.append((start, stop, m))
-        stop, behind, units = start, m, units - tables.devices[m] // bounds.unit
+        stop, behind, left = start, m, left - sizes[m]
     return path[::-1]

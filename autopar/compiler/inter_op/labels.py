@@ -55,7 +55,7 @@ class LabelResult:
 class _Labels:
     cut: IntArray
     submesh: IntArray
-    devices: IntArray
+    devices: IntArray  # [label, group]
     stages: IntArray
     sum_s: StageArray
     steady_s: StageArray
@@ -95,10 +95,11 @@ def extend_labels(task: LabelTask) -> LabelResult:
 
 
 def _root(tables: CostTables) -> _Labels:
-    integers = {"cut": tables.num_layers, "submesh": len(tables.devices), "devices": 0, "stages": 0}
+    integers = {"cut": tables.num_layers, "submesh": len(tables.devices), "stages": 0}
     integers |= {"parent": -1, "choice": -1}
     floats = dict.fromkeys(("sum_s", "steady_s", "update_s", "bound_s"), 0.0)
     return _Labels(
+        devices=np.zeros((1, len(tables.available)), dtype=np.int64),
         **{name: np.array([value], dtype=np.int64) for name, value in integers.items()},
         **{name: np.array([value]) for name, value in floats.items()},
     )
@@ -107,13 +108,16 @@ def _root(tables: CostTables) -> _Labels:
 def _stage_in_front(task: LabelTask, labels: _Labels, start: int) -> _Labels:
     """Every label with one more stage, from layer `start` to the label's cut, on every submesh, in every way."""
     tables, bounds = task.tables, task.bounds
-    sizes = np.array(tables.devices, dtype=np.int64)
-    left = tables.num_devices - labels.devices[:, None] - sizes
+    sizes, groups = np.array(tables.devices, dtype=np.int64), tables.groups
+    left = np.array(tables.available) - labels.devices
+    enough = left[:, groups] >= sizes  # [label, submesh]
+    enough &= left.sum(axis=1)[:, None] - sizes >= bounds.devices_before[start]
     crossing_s = bounds.transfer_s[labels.cut, : len(sizes), labels.submesh]
     sum_s = labels.sum_s[:, None] + crossing_s + bounds.fastest_s[:, start, labels.cut].T
     stages_fit = labels.stages + 1 + bounds.stages_before[start] <= task.num_stages
-    parents, m = np.nonzero((left >= bounds.devices_before[start]) & stages_fit[:, None] & np.isfinite(sum_s))
-    before_s = bounds.before_s[start, m, left[parents, m] // bounds.unit]
+    parents, m = np.nonzero(enough & stages_fit[:, None] & np.isfinite(sum_s))
+    units = (left[parents] - tables.devices_by_group[m]) // bounds.units
+    before_s = bounds.before_s[start, m, *units.T]
     bound_s = _bound(task, sum_s[parents, m] + before_s, labels.steady_s[parents], labels.update_s[parents])
     promising = bound_s < task.limit_s
     parents, m, before_s = parents[promising], m[promising], before_s[promising]
@@ -148,7 +152,7 @@ def _with_choices(
     return _Labels(
         cut=np.full_like(new, start),
         submesh=m[new],
-        devices=labels.devices[parents[new]] + np.array(tables.devices, dtype=np.int64)[m[new]],
+        devices=labels.devices[parents[new]] + tables.devices_by_group[m[new]],
         stages=labels.stages[parents[new]] + 1,
         sum_s=sum_s[new, choice],
         steady_s=steady_s[new, choice],
@@ -161,7 +165,9 @@ def _with_choices(
 
 def _undominated(labels: _Labels) -> _Labels:
     """The labels of one cut that no other one makes superfluous (some that one does may stay)."""
-    key = labels.submesh * (labels.devices.max(initial=0) + 1) + labels.devices
+    key = labels.submesh
+    for devices in labels.devices.T:
+        key = key * (devices.max(initial=0) + 1) + devices
     order = np.lexsort((labels.update_s, labels.steady_s, labels.stages, labels.sum_s, key))
     labels, key = labels.take(order), key[order]
     kept: list[NDArray[np.int64]] = []
@@ -187,7 +193,7 @@ def _pairwise(labels: _Labels, group: NDArray[np.int64]) -> NDArray[np.int64]:
     if len(group) > _PAIRWISE:
         return group
     beats = np.ones((len(group), len(group)), dtype=bool)
-    for column in (labels.devices, labels.stages, labels.sum_s, labels.steady_s, labels.update_s):
+    for column in (*labels.devices.T, labels.stages, labels.sum_s, labels.steady_s, labels.update_s):
         values = column[group]
         beats &= values[:, None] <= values[None, :]
     equal = beats & beats.T

@@ -1,9 +1,10 @@
 """Cut the layers into stages and give each stage a submesh, so that a step takes the least time: exactly.
 
 The time of a step (`stage_costs`) is a sum over stages plus the largest steady_s plus the largest update_s, subject
-to the number of devices and to the memory of each, which depends on the number of stages behind. Partitions are sorted
-into intervals (a, b] of their largest steady_s, and for schedules whose memory depends on the number S of stages, into
-ranges of S. For an interval,
+to the number of devices of each group and to the memory of each, which depends on the number of stages behind. The
+groups of a cluster may follow each other in any order along the stages. Partitions are sorted into intervals (a, b] of
+their largest steady_s, and for schedules whose memory depends on the number S of stages, into ranges of S. For an
+interval,
 
     a + the least sum under the cap b, by `prefix_bounds`                                       → bound_s
 
@@ -90,7 +91,7 @@ class _State:
     """The state of the search; only functions of this module change it."""
 
     tables: CostTables
-    memory_bytes: float
+    memory_bytes: tuple[float, ...]  # of a device of each group
     most_stages: int
     can_place: Placeable
     deadline: float | None
@@ -104,13 +105,13 @@ class _State:
 
 def search_stages(
     num_layers: int,
-    num_devices: int,
+    num_devices: int | Sequence[int],
     submeshes: Sequence[Submesh],
     stage_costs: StageCosts,
     transfer_s: TransferTime,
     *,
     timing: Timing,
-    memory_bytes: float,
+    memory_bytes: float | Sequence[float],
     max_stages: int | None = None,
     time_limit_s: float | None = None,
     top: int = 5,
@@ -118,6 +119,7 @@ def search_stages(
 ) -> StageSearch:
     """Return the partition that takes the least time; raise `MemoryTooSmall` or `InvalidArgument` if there is none.
 
+    In a cluster of several groups, `num_devices` and `memory_bytes` are by group, and every submesh is of one of them.
     `can_place` refuses submeshes that do not fit into the cluster although they have few enough devices; it is needed
     only where `submeshes.always_fits` is false, and what it refuses keeps the bound from rising above it.
     `time_limit_s` does not end the search before there is a partition, as there is no answer without one.
@@ -126,19 +128,25 @@ def search_stages(
         raise InvalidArgument(
             f"{num_layers} layers cannot be cut into at most {max_stages} stages. Give at least 1 of both."
         )
-    tables = cost_tables(num_layers, num_devices, submeshes, stage_costs, transfer_s, timing)
+    available = (num_devices,) if isinstance(num_devices, int) else tuple(num_devices)
+    memory = (memory_bytes,) if isinstance(memory_bytes, int | float) else tuple(memory_bytes)
+    if len(memory) != len(available):
+        raise InvalidArgument(
+            f"There are devices of {len(available)} groups and memory of {len(memory)} groups. Give both for each."
+        )
+    tables = cost_tables(num_layers, available, submeshes, stage_costs, transfer_s, timing)
     # Costs are computed when they are asked for first, which may take longer than the search.
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     state = _State(
         tables=tables,
-        memory_bytes=memory_bytes,
-        most_stages=min(num_layers, max_stages or num_layers, num_devices // min(tables.devices, default=1)),
+        memory_bytes=memory,
+        most_stages=min(num_layers, max_stages or num_layers, sum(available) // min(tables.devices, default=1)),
         can_place=can_place,
         deadline=deadline,
     )
     lower_s = _run(state)
     if not state.partitions:
-        _raise_no_partition(tables, memory_bytes, state.most_stages)
+        _raise_no_partition(tables, memory, state.most_stages)
     partitions = sorted(state.partitions.values(), key=lambda partition: partition.step_time_s)
     best_s = partitions[0].step_time_s
     return StageSearch(
@@ -283,7 +291,8 @@ def _add(state: _State, choices: Sequence[StageChoice]) -> bool:
         for m, start, stop, c in choices
     )
     in_flight = (tables.timing.num_in_flight(stages_behind=n, num_stages=len(stages)) for n in count())
-    if any(s.cost.peak_bytes(n) > state.memory_bytes * _ROUNDING for s, n in zip(reversed(stages), in_flight)):
+    memory = state.memory_bytes
+    if any(s.cost.peak_bytes(n) > memory[s.submesh.group] * _ROUNDING for s, n in zip(reversed(stages), in_flight)):
         return False
     transfers_s = [float(tables.transfer_s[a[2], a[0], b[0]]) for a, b in pairwise(choices)]
     time_s = tables.timing.step_time_s([stage.cost for stage in stages], transfers_s)
@@ -319,41 +328,62 @@ def _limits(state: _State, num_stages: int) -> IntArray:
 def _fewest_devices(tables: CostTables, limits: IntArray, num_stages: int) -> list[StageChoice] | None:
     """Return a partition of at most so many stages on the fewest devices, or None if there are not enough.
 
-    D[s, i] = min over k > i, submesh m with a choice that fits with s-1 stages behind:  |m| + D[s-1, k]
+    D[s, i, r] = min over k > i, submesh m with a choice that fits with s-1 stages behind:  |m| + D[s-1, k, r - |m|]
 
-    is the fewest devices on which layers [i, L) run as s stages; some partition fits if D[s, 0] is no more than there
-    are for some s.
+    is the fewest devices of the first group on which layers [i, L) run as s stages, with r devices of each other group
+    at most; |m| counts in the sum or in r, by its group. Some partition fits if D[s, 0] is no more than there are for
+    some s.
     """
-    most_behind = limits.max(axis=-1)
-    sizes = np.array(tables.devices, dtype=np.int64)
-    needed = [np.full(tables.num_layers + 1, _NEVER)]
+    most_behind, sizes = limits.max(axis=-1), tables.devices_by_group
+    first, *others = tables.available
+    others = np.array(others, dtype=np.int64)
+    needed = [np.full((tables.num_layers + 1, *(others + 1)), _NEVER)]
     needed[0][-1] = 0
+
+    def on(m: int, behind: int) -> IntArray:
+        """[stop, r]: the devices of the first group, if the next stage in front is on a submesh."""
+        sums = np.full_like(needed[behind], _NEVER)
+        own, rest = sizes[m, 0], sizes[m, 1:]
+        room = np.maximum(others + 1 - rest, 0)
+        sums[:, *map(slice, rest, others + 1)] = own + needed[behind][:, *map(slice, room)]
+        return sums
+
+    spread = (..., *[None] * len(others))
     for behind in range(num_stages):
-        sums = np.where(most_behind >= behind, sizes[:, None, None] + needed[-1][None, None, :], _NEVER)
-        needed.append(np.append(np.minimum(sums.min(axis=(0, 2)), _NEVER), _NEVER))
-    best = min(range(1, num_stages + 1), key=lambda count: needed[count][0])
-    if needed[best][0] > tables.num_devices:
+        fewest = np.full_like(needed[0], _NEVER)
+        for m in range(len(sizes)):
+            sums = np.where((most_behind[m] >= behind)[spread], on(m, behind)[None], _NEVER)
+            np.minimum(fewest[:-1], sums.min(axis=1), out=fewest[:-1])
+        needed.append(fewest)
+    left = others
+    best = min(range(1, num_stages + 1), key=lambda count: needed[count][0, *left])
+    if needed[best][0, *left] > first:
         return None
     stages: list[StageChoice] = []
     start = 0
     for behind in range(best - 1, -1, -1):
-        sums = np.where(most_behind[:, start] >= behind, sizes[:, None] + needed[behind][None, :], _NEVER)
+        fitting = most_behind[:, start] >= behind
+        sums = np.array([np.where(fitting[m], on(m, behind)[:, *left], _NEVER) for m in range(len(sizes))])
         m, stop = (int(n) for n in np.unravel_index(sums.argmin(), sums.shape))
         fits = limits[m, start, stop] >= behind
         stages.append((m, start, stop, int(np.where(fits, tables.warmup_s[m, start, stop], np.inf).argmin())))
-        start = stop
+        start, left = stop, left - sizes[m, 1:]
     return stages
 
 
-def _raise_no_partition(tables: CostTables, memory_bytes: float, num_stages: int) -> NoReturn:
-    """Raise `MemoryTooSmall` with the least memory that is enough, by halving, or `InvalidArgument` if none is."""
+def _raise_no_partition(tables: CostTables, memory_bytes: tuple[float, ...], num_stages: int) -> NoReturn:
+    """Raise `MemoryTooSmall` with the least memory that is enough, by halving, or `InvalidArgument` if none is.
+
+    Where groups have different memory, all of it grows in proportion.
+    """
     counts = sorted({1 << power for power in range(num_stages.bit_length())} | {num_stages}) if num_stages else []
     if not tables.timing.memory_depends_on_num_stages:
         counts = counts[-1:]
 
     def fitting(budget_bytes: float) -> tuple[list[StageChoice], int] | None:
         for most in counts:
-            stages = _fewest_devices(tables, tables.limits(budget_bytes, num_stages=most), most)
+            budgets = [budget_bytes * (each / max(memory_bytes)) for each in memory_bytes]
+            stages = _fewest_devices(tables, tables.limits(budgets, num_stages=most), most)
             if stages is not None:
                 return stages, most
         return None
@@ -362,14 +392,15 @@ def _raise_no_partition(tables: CostTables, memory_bytes: float, num_stages: int
         tables.base_bytes + tables.activation_bytes * tables.timing.num_microbatches, tables.update_bytes
     )
     high = float(np.max(needs[np.isfinite(needs)], initial=0.0)) if tables.costs else 0.0
+    high *= max(memory_bytes) / min(memory_bytes)
     smallest = fitting(high) if tables.costs and counts else None
-    if smallest is None or high <= memory_bytes:
+    if smallest is None or high <= max(memory_bytes):
         raise InvalidArgument(
             f"There is no way to run {tables.num_layers} layers in at most {num_stages} stages on {tables.num_devices} "
             f"devices with submeshes {', '.join(map(str, tables.submeshes)) or '(none)'}, whatever memory they have. "
             "Give more devices, smaller submeshes or more stages."
         )
-    low = memory_bytes
+    low = max(memory_bytes)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         better = fitting(middle)
@@ -377,18 +408,20 @@ def _raise_no_partition(tables: CostTables, memory_bytes: float, num_stages: int
     raise MemoryTooSmall(_shortage(tables, memory_bytes, *smallest))
 
 
-def _shortage(tables: CostTables, memory_bytes: float, stages: list[StageChoice], count: int) -> str:
-    peaks: list[tuple[float, int, float]] = []
+def _shortage(tables: CostTables, memory_bytes: tuple[float, ...], stages: list[StageChoice], count: int) -> str:
+    excesses: list[tuple[float, int, float, float]] = []
     for number, (m, start, stop, _) in enumerate(stages):
         in_flight = tables.timing.num_in_flight(stages_behind=len(stages) - 1 - number, num_stages=count)
-        peaks.append((min(cost.peak_bytes(in_flight) for cost in tables.costs[m, start, stop]), number, in_flight))
-    peak, number, in_flight = max(peaks)
+        peak = min(cost.peak_bytes(in_flight) for cost in tables.costs[m, start, stop])
+        excesses.append((peak - memory_bytes[tables.submeshes[m].group], number, in_flight, peak))
+    excess, number, in_flight, peak = max(excesses)
     m, start, stop, _ = stages[number]
     gib = 2.0**30
+    budgets = " and ".join(f"{each / gib:.3g}" for each in memory_bytes)
     return (
         f"No partition of {tables.num_layers} layers into stages on {tables.num_devices} devices fits into "
-        f"{memory_bytes / gib:.3g} GiB per device. The smallest has {len(stages)} stages; its stage {number}, "
+        f"{budgets} GiB per device. The smallest has {len(stages)} stages; its stage {number}, "
         f"layers [{start}, {stop}) on {tables.submeshes[m]} devices with {in_flight:.3g} microbatches in flight, needs "
-        f"{peak / gib:.3g} GiB: {(peak - memory_bytes) / gib:.3g} GiB are missing. Use more devices, recompute "
+        f"{peak / gib:.3g} GiB: {excess / gib:.3g} GiB are missing. Use more devices, recompute "
         f'activations, more and smaller microbatches, or schedule="1f1b" (now "{tables.timing.schedule.name}").'
     )

@@ -176,7 +176,7 @@ class CostTables:
 
     timing: Timing
     num_layers: int
-    num_devices: int
+    available: tuple[int, ...]  # devices of each group
     submeshes: tuple[Submesh, ...]
     devices: tuple[int, ...]  # of each submesh
     warmup_s: StageArray
@@ -189,8 +189,27 @@ class CostTables:
     transfer_s: StageArray
     costs: dict[tuple[int, int, int], Sequence[StageCost]]  # (submesh, start, stop)
 
-    def limits(self, memory_bytes: float, *, num_stages: int) -> IntArray:
+    @property
+    def num_devices(self) -> int:
+        """Devices of all groups together."""
+        return sum(self.available)
+
+    @property
+    def groups(self) -> IntArray:
+        """The group of each submesh."""
+        return np.array([submesh.group for submesh in self.submeshes], dtype=np.int64)
+
+    @property
+    def devices_by_group(self) -> IntArray:
+        """[submesh, group]: the devices of each submesh, in the column of its group."""
+        counts = np.zeros((len(self.submeshes), len(self.available)), dtype=np.int64)
+        counts[np.arange(len(self.submeshes)), self.groups] = self.devices
+        return counts
+
+    def limits(self, memory_bytes: Sequence[float], *, num_stages: int) -> IntArray:
         """Return for each choice the most stages behind it with which it fits, -1 if it never does.
+
+        `memory_bytes` are those of a device of each group.
 
         Microbatches in flight grow with the stages behind: the search has to know no more of memory.
         """
@@ -201,22 +220,23 @@ class CostTables:
             ]
         )
         with np.errstate(divide="ignore", invalid="ignore"):  # no such choice, in whatever memory
-            free = memory_bytes - self.base_bytes
+            memory = np.array([memory_bytes[submesh.group] for submesh in self.submeshes])[:, None, None, None]
+            free = memory - self.base_bytes
             most = np.where(self.activation_bytes > 0, free / self.activation_bytes, np.inf)
-        most = np.where((free >= 0) & (self.update_bytes <= memory_bytes), most, -1.0)
+        most = np.where((free >= 0) & (self.update_bytes <= memory), most, -1.0)
         return np.searchsorted(in_flight, most, side="right").astype(np.int64) - 1
 
 
 def cost_tables(
     num_layers: int,
-    num_devices: int,
+    available: Sequence[int],
     submeshes: Sequence[Submesh],
     stage_costs: StageCosts,
     transfer_s: TransferTime,
     timing: Timing,
 ) -> CostTables:
-    """Ask for every cost once."""
-    usable = tuple(submesh for submesh in submeshes if submesh.num_devices <= num_devices)
+    """Ask for every cost once; `available` are the devices of each group."""
+    usable = tuple(submesh for submesh in submeshes if submesh.num_devices <= available[submesh.group])
     costs = {
         (m, start, stop): choices
         for m, submesh in enumerate(usable)
@@ -238,7 +258,7 @@ def cost_tables(
     return CostTables(
         timing=timing,
         num_layers=num_layers,
-        num_devices=num_devices,
+        available=tuple(available),
         submeshes=usable,
         devices=tuple(submesh.num_devices for submesh in usable),
         warmup_s=spread(timing.warmup_s(forward_s, backward_s, weight_s)),

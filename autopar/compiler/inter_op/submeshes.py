@@ -28,6 +28,8 @@ class Submesh:
 
     num_hosts: int
     devices_per_host: int
+    group: int = 0
+    """That of the cluster whose devices these are."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` if there is no device in it."""
@@ -40,7 +42,8 @@ class Submesh:
         return self.num_hosts * self.devices_per_host
 
     def __str__(self) -> str:
-        return f"{self.num_hosts}x{self.devices_per_host}"
+        of_group = f" of group {self.group}" if self.group else ""
+        return f"{self.num_hosts}x{self.devices_per_host}{of_group}"
 
 
 def cluster_shape(num_devices: int, devices_per_host: int) -> Submesh:
@@ -55,9 +58,14 @@ def cluster_shape(num_devices: int, devices_per_host: int) -> Submesh:
 
 
 def submesh_choices(
-    num_devices: int, devices_per_host: int, *, any_part: bool = False, any_host_count: bool | None = None
+    num_devices: int,
+    devices_per_host: int,
+    *,
+    any_part: bool = False,
+    any_host_count: bool | None = None,
+    group: int = 0,
 ) -> tuple[Submesh, ...]:
-    """Return the submeshes that a stage may get, smallest first.
+    """Return the submeshes of a group that a stage may get, smallest first.
 
     Inside a host: its divisors, or with `any_part` every count. Across hosts: every count of whole hosts up to 16
     hosts or with `any_host_count`, otherwise the divisors of their number and the powers of two.
@@ -67,8 +75,8 @@ def submesh_choices(
     every = num_hosts <= _ALL_HOST_COUNTS if any_host_count is None else any_host_count
     parts = [n for n in range(1, per_host + 1) if any_part or per_host % n == 0]
     hosts = [n for n in range(2, num_hosts + 1) if every or num_hosts % n == 0 or n & (n - 1) == 0]
-    inside = [Submesh(num_hosts=1, devices_per_host=n) for n in parts]
-    return tuple(inside + [Submesh(num_hosts=n, devices_per_host=per_host) for n in hosts])
+    inside = [Submesh(num_hosts=1, devices_per_host=n, group=group) for n in parts]
+    return tuple(inside + [Submesh(num_hosts=n, devices_per_host=per_host, group=group) for n in hosts])
 
 
 def place_submeshes(submeshes: Sequence[Submesh], cluster: Submesh) -> tuple[tuple[int, ...], ...] | None:
@@ -97,6 +105,20 @@ def place_submeshes(submeshes: Sequence[Submesh], cluster: Submesh) -> tuple[tup
             placed[parts[part]] = tuple(range(at, at + submeshes[parts[part]].num_devices))
             at += submeshes[parts[part]].num_devices
         first += cluster.devices_per_host
+    return tuple(placed[n] for n in range(len(submeshes)))
+
+
+def place_in_groups(submeshes: Sequence[Submesh], clusters: Sequence[Submesh]) -> tuple[tuple[int, ...], ...] | None:
+    """Return the device numbers of each submesh in its group, as `place_submeshes`; groups are numbered one by one."""
+    placed: dict[int, tuple[int, ...]] = {}
+    first = 0
+    for group, cluster in enumerate(clusters):
+        mine = [n for n, submesh in enumerate(submeshes) if submesh.group == group]
+        places = place_submeshes([submeshes[n] for n in mine], cluster)
+        if places is None:
+            return None
+        placed |= {n: tuple(first + device for device in place) for n, place in zip(mine, places, strict=True)}
+        first += cluster.num_devices
     return tuple(placed[n] for n in range(len(submeshes)))
 
 

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
 from autopar.compiler.inter_op.search import StageSearch, search_stages
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
-from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_submeshes, submesh_choices
+from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_in_groups, submesh_choices
 from autopar.compiler.planning.layer_classes import Layers
 from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
 from autopar.compiler.planning.virtual_stages import VirtualStage, make_virtual_stages, simulate_schedule_s
@@ -103,6 +103,8 @@ def likely_time_s(problem: StageProblem, known: KnownLayers, num_microbatches: i
     That takes much less work than a search. Infinity where no equal stages are likely to fit.
     """
     rows, best_s = like / num_microbatches, math.inf
+    if problem.hardware.is_mixed:
+        return 0.0  # stages of different machines are not equal
     cluster = problem.cluster
     for remat in _remats(problem):
         layers, costs = known(like, remat, splits=problem.first_schedule.splits_weight_gradients)
@@ -116,7 +118,7 @@ def likely_time_s(problem: StageProblem, known: KnownLayers, num_microbatches: i
                     lambda start, stop, submesh: [cost.with_rows(rows) for cost in ranges(start, stop, submesh)],  # noqa: B023
                     lambda cut, source, target: rows * ranges.transfer_s(cut, source, target),  # noqa: B023
                     timing=Timing(schedule=problem.first_schedule, num_microbatches=num_microbatches),
-                    memory_bytes=_LIKELY_SHARE * problem.expected_bytes,
+                    memory_bytes=_LIKELY_SHARE * problem.expected_bytes[cluster.group],
                 )
                 best_s = min(best_s, found.step_time_s)
         if math.isfinite(best_s):
@@ -182,20 +184,23 @@ def _candidates(
     """Return the best stages of any sizes, and the best ones of one size for every number of these."""
     num_layers = len(ranges.layers.class_of)
     few, most = num_stages[0], min(num_stages[1], num_layers // timing.virtual_stages)
-    whole = problem.cluster
-    asked: list[tuple[int | None, Submesh]] = [
-        (number, whole) for number in _equal_counts(problem, num_layers // timing.virtual_stages, few, most)
+    every = problem.clusters
+    asked: list[tuple[int | None, tuple[Submesh, ...]]] = [
+        (number, every) for number in _equal_counts(problem, num_layers // timing.virtual_stages, few, most)
     ]
     if problem.num_stages is None and few <= most:  # of any sizes
-        asked.insert(0, (None, whole))
-        if whole.num_devices > problem.machine.domain:
-            # Few devices whose links are all fast may do better than many.
-            asked.append((None, cluster_shape(problem.machine.domain, whole.devices_per_host)))
+        asked.insert(0, (None, every))
+        for whole in every:
+            domain = problem.machine_of(whole).domain
+            if whole.num_devices > domain or len(every) > 1:
+                # Few devices whose links are all fast may do better than many.
+                near = cluster_shape(min(domain, whole.num_devices), whole.devices_per_host)
+                asked.append((None, (replace(near, group=whole.group),)))
     found: dict[object, PipelineCandidate] = {}
     shortage: MemoryTooSmall | None = None
-    for number, cluster in asked:
+    for number, clusters in asked:
         try:
-            searches = _solved_searches(problem, ranges, timing, number, cluster, (few, most), below_s)
+            searches = _solved_searches(problem, ranges, timing, number, clusters, (few, most), below_s)
         except MemoryTooSmall as error:
             shortage = error
             continue
@@ -206,7 +211,7 @@ def _candidates(
                     replace(each, cost=ranges.cost(each.start, each.stop, each.submesh, each.cost.choice))
                     for each in partition.stages
                 )
-                devices = place_submeshes([stage.submesh for stage in stages], problem.cluster)
+                devices = place_in_groups([stage.submesh for stage in stages], problem.clusters)
                 assert devices is not None
                 found[key] = PipelineCandidate(
                     layers=ranges.layers,
@@ -215,7 +220,7 @@ def _candidates(
                     bound_s=_FORMULA_SHARE * searches[0].lower_bound_s,
                     stages=stages,
                     virtual_stages=make_virtual_stages(ranges, stages, devices, timing.virtual_stages),
-                    hosts=Hosts.of_devices(devices, problem.machine),
+                    hosts=Hosts.of_devices(devices, problem.hardware),
                 )
     if not found and shortage is not None:
         raise shortage
@@ -227,7 +232,7 @@ def _solved_searches(
     ranges: RangeCosts,
     timing: Timing,
     number: int | None,
-    cluster: Submesh,
+    clusters: tuple[Submesh, ...],
     num_stages: tuple[int, int],
     below_s: float,
 ) -> list[StageSearch]:
@@ -237,10 +242,10 @@ def _solved_searches(
     stage, so that what is best lies between the two, and only the one without updates gives a bound.
     """
     while True:
-        without = _partitioned(problem, ranges, timing, number, cluster, num_stages, updates=False)
+        without = _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=False)
         if _FORMULA_SHARE * without.best.step_time_s >= below_s:
             return []
-        searches = [without, _partitioned(problem, ranges, timing, number, cluster, num_stages, updates=True)]
+        searches = [without, _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=True)]
         needed = {stage.submesh for search in searches for stage in search.best.stages}
         unsolved = {submesh for submesh in needed if not _is_priced(ranges, submesh)}
         if not unsolved:
@@ -255,6 +260,8 @@ def _is_priced(ranges: RangeCosts, submesh: Submesh) -> bool:
 
 def _equal_counts(problem: StageProblem, num_layers: int, few: int, most: int) -> list[int]:
     """Return the numbers of equal stages: the one given, or those that divide the devices."""
+    if problem.hardware.is_mixed:
+        return []
     if problem.num_stages is not None:
         return [problem.num_stages]
     devices = problem.cluster.num_devices
@@ -285,19 +292,20 @@ def _partitioned(
     ranges: RangeCosts,
     timing: Timing,
     number: int | None,
-    cluster: Submesh,
+    clusters: tuple[Submesh, ...],
     num_stages: tuple[int, int],
     *,
     updates: bool,
 ) -> StageSearch:
-    """Return the best stages of any sizes on a part of the cluster, or so many of one size on all of it.
+    """Return the best stages of any sizes on a part of every group, or so many of one size on all of the only one.
 
     Updates take no time without `updates`.
 
     With several stages on a mesh, the layers of each mesh are priced as one range.
     """
     num_layers, virtual_stages = len(ranges.layers.class_of), timing.virtual_stages
-    transfer_s = partial(ranges.transfer_s, same_domain=True if cluster.num_devices <= problem.machine.domain else None)
+    near = len(clusters) == 1 and clusters[0].num_devices <= problem.machine_of(clusters[0]).domain
+    transfer_s = partial(ranges.transfer_s, same_domain=True if near else None)
 
     def costs(start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
         allowed = problem.allows is None or problem.allows(start, stop, num_layers)
@@ -311,25 +319,32 @@ def _partitioned(
         return search_fixed_stages(
             num_layers,
             number,
-            _equal_part(cluster, number),
+            _equal_part(problem.cluster, number),
             costs,
             transfer_s,
             timing=timing,
-            memory_bytes=problem.expected_bytes,
+            memory_bytes=problem.expected_bytes[0],
         )
-    choices = submesh_choices(cluster.num_devices, cluster.devices_per_host, any_host_count=False)
+    shapes = {cluster.group: cluster for cluster in clusters}
+    choices = [
+        submesh
+        for group, cluster in shapes.items()
+        for submesh in submesh_choices(cluster.num_devices, cluster.devices_per_host, any_host_count=False, group=group)
+    ]
+    available = [shapes[n].num_devices if n in shapes else 0 for n in range(len(problem.clusters))]
+    places = [shapes.get(n, whole) for n, whole in enumerate(problem.clusters)]
     few, most = num_stages
     return search_stages(
         num_layers,
-        cluster.num_devices,
-        [submesh for submesh in choices if submesh.num_devices + few - 1 <= cluster.num_devices],
+        available,
+        [submesh for submesh in choices if submesh.num_devices + few - 1 <= sum(available)],
         costs,
         transfer_s,
         timing=timing,
         max_stages=most,
         memory_bytes=problem.expected_bytes,
         time_limit_s=problem.method.time_limit_s,
-        can_place=lambda submeshes: place_submeshes(submeshes, cluster) is not None,
+        can_place=lambda submeshes: place_in_groups(submeshes, places) is not None,
     )
 
 

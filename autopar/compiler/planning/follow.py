@@ -36,7 +36,7 @@ from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.stage_layouts import ConstrainedStage, received_seconds, shard_stages
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, fits, from_spec
 from autopar.errors import InvalidArgument, NotSplittable, Unsupported
-from autopar.hardware.machine import Machine
+from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan, StagePlan
 from autopar.ir.program import Program, Window
 from autopar.ir.schedules import GPipe
@@ -74,7 +74,7 @@ class _Place:
 _Places = Mapping[Rows, tuple[_Place, ...]]
 
 
-def plan_following(trace: Trace, followed: Followed, *, machine: Machine, cache_directory: Path | None = None) -> Plan:
+def plan_following(trace: Trace, followed: Followed, *, cluster: Cluster, cache_directory: Path | None = None) -> Plan:
     """Return the plan of a step on the devices of another, without moving its state; solved problems are kept on disk.
 
     Raises `InvalidArgument` for names that may be two inputs of the other step, and `Unsupported` for a step that
@@ -88,8 +88,8 @@ def plan_following(trace: Trace, followed: Followed, *, machine: Machine, cache_
     places = _places(followed)
     same = {i: places[number] for i, number in _recognized(trace, followed.trace, places).items()}
     if len(followed.plan.meshes) == 1:
-        return _on_one_mesh(trace, followed, same, machine, cache_directory)
-    return _in_stages(trace, followed, same, machine, cache_directory)
+        return _on_one_mesh(trace, followed, same, cluster, cache_directory)
+    return _in_stages(trace, followed, same, cluster, cache_directory)
 
 
 # --- what both steps have -------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def _ambiguous(trace: Trace, theirs: Trace, leaf: Leaf, best: Sequence[int]) -> 
 
 
 def _on_one_mesh(
-    trace: Trace, followed: Followed, same: Mapping[int, _Places], machine: Machine, cache_directory: Path | None
+    trace: Trace, followed: Followed, same: Mapping[int, _Places], cluster: Cluster, cache_directory: Path | None
 ) -> Plan:
     (mesh,) = followed.plan.meshes
     if len(mesh.devices) == 1:
@@ -181,7 +181,11 @@ def _on_one_mesh(
         ignore_user_shardings=followed.ignore_user_shardings,
     )
     plan = plan_by_search(
-        trace, method, num_devices=len(mesh.devices), machine=machine, cache_directory=cache_directory
+        trace,
+        method,
+        num_devices=len(mesh.devices),
+        machine=cluster.machine_of(mesh.devices),
+        cache_directory=cache_directory,
     )
     return replace(plan, method="Follow", meshes=(replace(plan.meshes[0], devices=mesh.devices),))
 
@@ -190,7 +194,7 @@ def _on_one_mesh(
 
 
 def _in_stages(
-    trace: Trace, followed: Followed, same: Mapping[int, _Places], machine: Machine, cache_directory: Path | None
+    trace: Trace, followed: Followed, same: Mapping[int, _Places], cluster: Cluster, cache_directory: Path | None
 ) -> Plan:
     prepared = _prepared(trace, followed)
     cuts, meshes = _cuts(prepared, same)
@@ -213,8 +217,8 @@ def _in_stages(
     return shard_stages(
         bare,
         graph,
-        [_constrained_stage(graph, followed, bare, number, used[number], same, machine) for number in range(len(used))],
-        machine=machine,
+        [_constrained_stage(graph, followed, bare, number, used[number], same, cluster) for number in range(len(used))],
+        cluster=cluster,
         time_limit_s=_TIME_LIMIT_S,
         cache_directory=cache_directory,
     )
@@ -305,7 +309,7 @@ def _constrained_stage(
     number: int,
     theirs: int,
     same: Mapping[int, _Places],
-    machine: Machine,
+    cluster: Cluster,
 ) -> ConstrainedStage:
     mesh = logical_mesh(plan.meshes[number])
     tasks = tasks_of_stages(graph, plan.stages_on(number))
@@ -319,7 +323,7 @@ def _constrained_stage(
             allowed={name: (layout,) for name, layout in layouts.items() if layout is not None},
             equations=equation_constraints(mesh, ignore_user_shardings=followed.ignore_user_shardings),
         ),
-        received=received_seconds(graph, plan, number, machine),
+        received=received_seconds(graph, plan, number, cluster),
     )
 
 

@@ -68,14 +68,16 @@ class LayerCosts:
     borders: dict[Any, dict[Any, Layout]] = field(default_factory=dict[Any, dict[Any, Layout]])
     solved: set[Submesh] = field(default_factory=set[Submesh])
     """The submeshes on which the layouts of layers are asked for."""
-    works: dict[int, dict[str, Work]] = field(default_factory=dict[int, dict[str, Work]])
-    """By class, the work of its phases."""
+    works: dict[tuple[int, Machine], dict[str, Work]] = field(
+        default_factory=dict[tuple[int, Machine], dict[str, Work]]
+    )
+    """By class and machine, the work of its phases."""
     gap: float = 0.0
     """The largest gap of the optima."""
 
     def cost(self, number: int, mesh: LogicalMesh, mesh_costs: MeshCosts, memory_multiplier: float) -> StageCost:
         """Return the cost of a layer of class `number` on a mesh."""
-        key = (number, mesh.shape, memory_multiplier)
+        key = (number, mesh.shape, mesh_costs.machine, memory_multiplier)
         if key not in self.known:
             layer = self.classes[number]
             charged: Mapping[str, float] = {}
@@ -89,19 +91,20 @@ class LayerCosts:
             )
             self.gap = max(self.gap, _gap(solved))
             if number == self.most_common and not memory_multiplier:
-                self.borders[mesh.shape] = _border(layer, solved)
+                self.borders[mesh.shape, mesh_costs.machine] = _border(layer, solved)
             self.known[key] = stage_cost(layer, solved, mesh, mesh_costs)
         return self.known[key]
 
     def least(self, number: int, machine: Machine, num_devices: int) -> StageCost:
         """Return what a layer needs at least on so many devices, however it is laid out there."""
         layer = self.classes[number]
-        if number not in self.works:
+        key = (number, machine)
+        if key not in self.works:
             each = [(task, work_of_program(jc.open_jaxpr(task.jaxpr)[0], machine)) for task in layer.tasks]
             phases = ("forward", "backward", "update")
-            self.works[number] = {p: total_work([work for task, work in each if task.phase == p]) for p in phases}
-            self.works[number]["weight"] = total_work([w for t, w in each if t.name.startswith("weight_gradient")])
-        seconds = {phase: work.on(num_devices) for phase, work in self.works[number].items()}
+            self.works[key] = {p: total_work([work for task, work in each if task.phase == p]) for p in phases}
+            self.works[key]["weight"] = total_work([w for t, w in each if t.name.startswith("weight_gradient")])
+        seconds = {phase: work.on(num_devices) for phase, work in self.works[key].items()}
         types = task_value_types(layer)
 
         def least_bytes(names: Iterable[str]) -> float:
@@ -117,7 +120,7 @@ class LayerCosts:
         )
 
     def _choices_of(self, number: int, mesh: LogicalMesh, mesh_costs: MeshCosts) -> PricedTaskGraph:
-        key = (number, mesh.shape)
+        key = (number, mesh.shape, mesh_costs.machine)
         if key not in self.choices:
             if number != self.most_common:
                 self.cost(self.most_common, mesh, mesh_costs, 0.0)
@@ -125,15 +128,15 @@ class LayerCosts:
             constraints = replace(
                 layer.constraints,
                 alike={**layer.constraints.alike, **_as_they_came(layer)},
-                allowed=self._allowed(layer, mesh) | pinned_layouts(layer, mesh),
+                allowed=self._allowed(layer, mesh_costs) | pinned_layouts(layer, mesh),
                 equations=equation_constraints(mesh, ignore_user_shardings=self.method.ignore_user_shardings),
             )
             choices = task_graph(layer.tasks, mesh, mesh_costs, constraints)
             self.choices[key] = PricedTaskGraph(graph=choices, names=layer.state | layer.kept | layer.fed)
         return self.choices[key]
 
-    def _allowed(self, layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layout, ...]]:
-        border, types = self.borders.get(mesh.shape, {}), task_value_types(layer)
+    def _allowed(self, layer: LayerClass, mesh_costs: MeshCosts) -> dict[str, tuple[Layout, ...]]:
+        border, types = self.borders.get((mesh_costs.mesh.shape, mesh_costs.machine), {}), task_value_types(layer)
         return {
             name: (border[_type(types[name])],)
             for name in layer.batch_axes

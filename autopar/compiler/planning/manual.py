@@ -1,6 +1,6 @@
 """Plan what a method by hand asks for: it gives the layouts of inputs, those of all other values are the best then.
 
-    Trace, DataParallel | ShardParallel | PipelineParallel, devices of a machine  ->  Plan
+    Trace, DataParallel | ShardParallel | PipelineParallel, a cluster  ->  Plan
 
     inputs       by the user's specs; else the examples along the axis "data", and everything else on every device
     state        comes back as it came
@@ -42,7 +42,7 @@ from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.replication import note_replicated
 from autopar.errors import InvalidArgument
-from autopar.hardware.machine import Machine
+from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.schedules import get_schedule
 from autopar.methods import DataParallel, HandMethod, PipelineParallel, ShardParallel
@@ -51,14 +51,13 @@ _TIME_LIMIT_S = 60.0
 """For the layouts of one stage."""
 
 
-def plan_by_hand(
-    trace: Trace, method: HandMethod, *, num_devices: int, machine: Machine, cache_directory: Path | None = None
-) -> Plan:
+def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_directory: Path | None = None) -> Plan:
     """Return the plan that a method describes; solved problems are kept on disk.
 
     Raises `InvalidArgument` where it does not fit the program or the devices.
     """
     unrolled = unroll_training_loops(trace)
+    num_devices = cluster.num_devices
     stages = _as_stages(unrolled, method, num_devices)
     shape = stages.mesh_shape
     assert shape is not None
@@ -72,7 +71,11 @@ def plan_by_hand(
             ignore_user_shardings=stages.ignore_user_shardings,
         )
         plan = plan_by_search(
-            trace, on_one_mesh, num_devices=num_devices, machine=machine, cache_directory=cache_directory
+            trace,
+            on_one_mesh,
+            num_devices=num_devices,
+            machine=cluster.machine_of(range(num_devices)),
+            cache_directory=cache_directory,
         )
         return replace(plan, method=type(method).__name__)
     specified_inputs(trace, stages.specs)  # also on one device every pattern must find an input
@@ -102,8 +105,8 @@ def plan_by_hand(
     return shard_stages(
         bare,
         graph,
-        [_constrained_stage(trace, graph, bare, number, stages, machine) for number in range(len(bare.meshes))],
-        machine=machine,
+        [_constrained_stage(trace, graph, bare, number, stages, cluster) for number in range(len(bare.meshes))],
+        cluster=cluster,
         time_limit_s=_TIME_LIMIT_S,
         cache_directory=cache_directory,
     )
@@ -223,7 +226,7 @@ def _bare_plan(
 
 
 def _constrained_stage(
-    trace: Trace, graph: StageGraph, plan: Plan, number: int, stages: PipelineParallel, machine: Machine
+    trace: Trace, graph: StageGraph, plan: Plan, number: int, stages: PipelineParallel, cluster: Cluster
 ) -> ConstrainedStage:
     mesh = logical_mesh(plan.meshes[number])
     tasks = tasks_of_stages(graph, plan.stages_on(number), trace.donated_inputs)
@@ -237,7 +240,7 @@ def _constrained_stage(
         tasks=tasks,
         layer=layer,
         constraints=constraints,
-        received=received_seconds(graph, plan, number, machine),
+        received=received_seconds(graph, plan, number, cluster),
     )
 
 

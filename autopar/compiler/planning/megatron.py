@@ -33,22 +33,20 @@ from autopar.compiler.planning.layer_classes import (
 from autopar.compiler.planning.parallelism import StageValues, stage_constraints, stage_values, value_layouts
 from autopar.compiler.planning.stage_layouts import ConstrainedStage, received_seconds, shard_stages
 from autopar.errors import InvalidArgument, Unsupported
-from autopar.hardware.machine import Machine
+from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.schedules import get_schedule
 from autopar.methods import Megatron
 
 
-def plan_megatron(
-    trace: Trace, method: Megatron, *, num_devices: int, machine: Machine, cache_directory: Path | None = None
-) -> Plan:
-    """Return the plan of the degrees on devices of a machine; solved problems are kept on disk.
+def plan_megatron(trace: Trace, method: Megatron, *, cluster: Cluster, cache_directory: Path | None = None) -> Plan:
+    """Return the plan of the degrees on the devices of a cluster; solved problems are kept on disk.
 
     Raises `InvalidArgument` for degrees that the devices, the batch, the layers or the weights do not divide into, and
     `Unsupported` for a step without a gradient, or one whose examples cannot be found.
     """
     trace = unroll_training_loops(trace)
-    data, tensor, pipeline = method.degrees(num_devices)
+    data, tensor, pipeline = method.degrees(cluster.num_devices)
     _check_step(trace, method, data, tensor)
     pieces = _pieces(trace, method)
     prepared = _prepared(trace, method, pieces, method.num_microbatches)
@@ -62,14 +60,14 @@ def plan_megatron(
         graph=graph,
         other=other,
         plan=bare,
-        machine=machine,
+        cluster=cluster,
     )
     values = stage_values(graph, other, trace.batch_inputs)
     return shard_stages(
         bare,
         graph,
         [_asked(problem, values, number) for number in range(pipeline)],
-        machine=machine,
+        cluster=cluster,
         time_limit_s=method.time_limit_s,
         cache_directory=cache_directory,
     )
@@ -84,7 +82,7 @@ class _Problem:
     graph: StageGraph
     other: StageGraph
     plan: Plan
-    machine: Machine
+    cluster: Cluster
 
 
 # --- the step and its stages --------------------------------------------------------------------------------------
@@ -236,5 +234,5 @@ def _asked(problem: _Problem, values: StageValues, number: int) -> ConstrainedSt
         tasks=tasks,
         layer=layer,
         constraints=constraints,
-        received=received_seconds(graph, plan, number, problem.machine),
+        received=received_seconds(graph, plan, number, problem.cluster),
     )

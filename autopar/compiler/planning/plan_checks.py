@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 from jax.sharding import PartitionSpec
 
 from autopar.compiler.frontend.trace import Trace
 from autopar.errors import PlanMismatch
+from autopar.hardware.cluster import Cluster
 from autopar.ir.instructions import listed, spec_parts
 from autopar.ir.plan import MeshPlan, Plan
 
@@ -41,6 +43,31 @@ def check_plan(plan: Plan, trace: Trace, *, num_devices: int) -> None:
             )
         for mesh in plan.meshes:
             _check_spec_fits(name, shapes[name], spec, mesh)
+
+
+def with_machines(plan: Plan, cluster: Cluster) -> Plan:
+    """Return the plan with the machine of every mesh, if the cluster has several."""
+    if not cluster.is_mixed:
+        return plan
+    meshes = tuple(replace(mesh, machine=cluster.machine_of(mesh.devices).name) for mesh in plan.meshes)
+    return replace(plan, meshes=meshes)
+
+
+def check_machines(plan: Plan, cluster: Cluster) -> None:
+    """Raise `PlanMismatch` if the cluster has several machines, and a mesh lies on another than it was planned for.
+
+    Raises `InvalidArgument` for a mesh with devices of several.
+    """
+    if not cluster.is_mixed:
+        return
+    for number, mesh in enumerate(plan.meshes):
+        found = cluster.machine_of(mesh.devices).name
+        if mesh.machine not in ("", found):
+            raise PlanMismatch(
+                f"Mesh {number} was planned for devices {mesh.devices[0]} to {mesh.devices[-1]} of {mesh.machine!r}, "
+                f"in this cluster they are of {found!r}. Give the groups of the cluster in the order in which they "
+                "were planned for, or make a new plan."
+            )
 
 
 def _check_spec_fits(name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: MeshPlan) -> None:

@@ -115,7 +115,8 @@ def named_stages(trace: Trace, method: Auto, cluster: Cluster) -> tuple[Scope, .
                 "name as many stages."
             )
     num_devices = cluster.num_devices
-    sizes = [each.num_devices for each in submesh_choices(num_devices, cluster.machine.devices_per_host)]
+    choices = [submesh_choices(group.num_devices, group.machine.devices_per_host) for group in cluster.groups]
+    sizes = sorted({submesh.num_devices for each in choices for submesh in each})
     for stage in stages:
         if stage.devices is not None and stage.devices not in sizes:
             raise InvalidArgument(

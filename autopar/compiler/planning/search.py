@@ -25,7 +25,7 @@ from functools import cached_property
 
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops, without_gradient
-from autopar.compiler.inter_op.submeshes import place_submeshes, submesh_choices
+from autopar.compiler.inter_op.submeshes import place_in_groups
 from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
@@ -38,7 +38,7 @@ from autopar.compiler.planning.candidates import (
 )
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.manual import plan_by_hand
-from autopar.compiler.planning.one_mesh import mesh_choices, plan_by_search
+from autopar.compiler.planning.one_mesh import memory_limit, mesh_choices, plan_by_search
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, submesh_mesh
 from autopar.compiler.planning.stage_layouts import stage_shardings, with_input_specs
 from autopar.compiler.planning.step_bounds import StepBounds, step_bounds
@@ -81,6 +81,8 @@ class OneProgram:
     shape: tuple[int, ...] | None
     num_microbatches: int
     bound_s: float
+    group: int = 0
+    """That of the cluster whose devices these are."""
 
     @property
     def likely_s(self) -> float:
@@ -89,7 +91,8 @@ class OneProgram:
 
     def __str__(self) -> str:
         shape = f"{self.num_devices}" if self.shape is None else "x".join(map(str, self.shape))
-        return f"one program on {shape}, {self.num_microbatches} microbatches"
+        of_group = f" of group {self.group}" if self.group else ""
+        return f"one program on {shape}{of_group}, {self.num_microbatches} microbatches"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,10 +130,14 @@ Region = OneProgram | Stages | Completion
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedPlan:
-    """The plan of a candidate with its layouts, the seconds of its step, and the peak bytes of a device."""
+    """The plan of a candidate with its layouts, the seconds of its step, and the peak bytes of a device.
+
+    That is one of the devices that use the largest share of the `memory_bytes` that they may use.
+    """
 
     step_time_s: float
     peak_bytes: float
+    memory_bytes: float
     make_plan: Callable[[], Plan]
 
     @cached_property
@@ -142,7 +149,7 @@ class ShardedPlan:
 def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> ShardedPlan:
     """Return the plan of a candidate, whose layouts are chosen anew for every stage as a whole."""
     stages = candidate.stages
-    devices = place_submeshes([stage.submesh for stage in stages], problem.cluster)
+    devices = place_in_groups([stage.submesh for stage in stages], problem.clusters)
     assert devices is not None
     layers, trace, method = candidate.layers, problem.trace, problem.method
     meshes: list[MeshPlan] = []
@@ -172,10 +179,13 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> Shar
         planned = (replace(mesh, sharding=each.sharding) for mesh, each in zip(meshes, shardings, strict=True))
         return with_input_specs(replace(bare, meshes=tuple(planned)), graph)
 
+    peaks = [(each.peak_bytes, problem.memory_of(stage.submesh)) for each, stage in zip(shardings, stages, strict=True)]
+    peak_bytes, memory_bytes = max(peaks, key=lambda peak: peak[0] / peak[1])
     return ShardedPlan(
         make_plan=make_plan,
         step_time_s=candidate.simulate_s([each.cost for each in shardings]),
-        peak_bytes=max(each.peak_bytes for each in shardings),
+        peak_bytes=peak_bytes,
+        memory_bytes=memory_bytes,
     )
 
 
@@ -188,6 +198,11 @@ def search_plan(problem: StageProblem, simulated_s: SimulatedTime) -> Plan:
     pins_of_inputs(problem.trace, problem.method.pins)
     if problem.num_devices == 1:
         return _plan_on_one_device(problem, simulated_s)
+    if problem.hardware.is_mixed and problem.num_stages is not None:
+        raise InvalidArgument(
+            f"A number of stages or a mesh_shape was given for {problem.hardware}, whose stages differ in size. "
+            "Leave both to the search, or use PipelineParallel for equal stages by hand."
+        )
     return _Search.of(problem, simulated_s).run()
 
 
@@ -214,7 +229,7 @@ def _plan_on_one_device(problem: StageProblem, simulated_s: SimulatedTime) -> Pl
         batch_statistics=method.batch_statistics,
         ignore_user_shardings=method.ignore_user_shardings,
     )
-    return replace(plan_by_hand(trace, as_it_is, num_devices=1, machine=problem.machine), method="Auto")
+    return replace(plan_by_hand(trace, as_it_is, cluster=problem.hardware), method="Auto")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -261,6 +276,9 @@ class _Search:
     def programs(self) -> Iterator[Region]:
         """Yield the regions of one program."""
         problem, method = self.problem, self.problem.method
+        if problem.hardware.is_mixed:
+            yield from self.programs_of_groups()
+            return
         every = problem.num_devices
         divides = method.mesh_shape is None or every % math.prod(method.mesh_shape) == 0
         if problem.named_stages or (self.known is not None and divides and (problem.num_stages or 1) > 1):
@@ -274,10 +292,19 @@ class _Search:
                 for mesh in mesh_choices(method, num_devices):
                     yield self.program(num_devices, mesh.shape, method.num_microbatches or 1)
 
-    def program(self, num_devices: int, shape: tuple[int, ...], num_microbatches: int) -> OneProgram:
+    def programs_of_groups(self) -> Iterator[Region]:
+        """Yield the regions of one program on all devices of one machine."""
+        method, hardware = self.problem.method, self.problem.hardware
+        for number, group in enumerate(hardware.groups):
+            for mesh in mesh_choices(method, group.num_devices):
+                yield self.program(group.num_devices, mesh.shape, method.num_microbatches or 1, group=number)
+
+    def program(self, num_devices: int, shape: tuple[int, ...], num_microbatches: int, *, group: int = 0) -> OneProgram:
         """Return a region of one program with its bound."""
         bound_s = 0.0 if self.bounds is None else self.bounds.one_program_s(num_devices, num_microbatches)
-        return OneProgram(num_devices=num_devices, shape=shape, num_microbatches=num_microbatches, bound_s=bound_s)
+        return OneProgram(
+            num_devices=num_devices, shape=shape, num_microbatches=num_microbatches, bound_s=bound_s, group=group
+        )
 
     def stages(self) -> Iterator[Region]:
         """Yield the regions of stages."""
@@ -312,8 +339,7 @@ class _Search:
 
     def sizes(self) -> list[int]:
         """Return the numbers of devices that a mesh can have, smallest first."""
-        cluster = self.cuttable.cluster
-        return [each.num_devices for each in submesh_choices(cluster.num_devices, cluster.devices_per_host)]
+        return sorted({each.num_devices for each in self.cuttable.submeshes()})
 
     def part(self, num_stages: int) -> int:
         """Return the devices of one of so many equal stages."""
@@ -324,6 +350,11 @@ class _Search:
         """True if the whole step in one program is too much to be planned within a memory that matters in seconds."""
         jaxpr, bounds = jc.open_jaxpr(self.problem.trace.jaxpr)[0], self.bounds
         return len(jaxpr.eqns) >= FOLD_FROM and bounds is not None and bounds.whole_bytes > self.problem.memory_bytes
+
+    @cached_property
+    def num_hosts(self) -> int:
+        """The hosts of all groups, or the parts of hosts that equal stages divide them into."""
+        return sum(cluster.num_hosts for cluster in self.cuttable.clusters)
 
     @property
     def state_bytes(self) -> float:
@@ -376,9 +407,8 @@ class _Search:
             case OneProgram():
                 return (0.0 if self.best is None else likely_s), -1.0
             case Stages(num_microbatches=count):
-                cluster = self.cuttable.cluster
                 num_layers = 1 if self.known is None else self.known.num_layers
-                usual = _MICROBATCHES_PER_STAGE * max(1, min(cluster.num_hosts, num_layers // 2))
+                usual = _MICROBATCHES_PER_STAGE * max(1, min(self.num_hosts, num_layers // 2))
                 return likely_s, abs(math.log2(count / usual))
 
     def likely_s(self, region: Region) -> float:
@@ -426,15 +456,19 @@ class _Search:
             problem.trace,
             method,
             num_devices=region.num_devices,
-            machine=problem.machine,
+            machine=problem.hardware.groups[region.group].machine,
             checked=problem.checked,
             cache_directory=problem.cache_directory,
         )
-        assert plan.sharding is not None
-        self.closed_s = min(self.closed_s, max(region.bound_s, plan.sharding.lower_bound_s))
+        sharding = plan.sharding
+        assert sharding is not None
+        first, (mesh,) = problem.hardware.first_devices[region.group], plan.meshes
+        plan = replace(plan, meshes=(replace(mesh, devices=tuple(first + device for device in mesh.devices)),))
+        self.closed_s = min(self.closed_s, max(region.bound_s, sharding.lower_bound_s))
         self.tried.add(region.num_microbatches)
-        self.add(plan, str(region), plan.sharding.step_time_s)
-        if plan.sharding.recomputed or plan.sharding.peak_bytes > _MUCH_MEMORY * problem.memory_bytes:
+        self.add(plan, str(region), sharding.step_time_s)
+        memory = memory_limit(problem.method.memory, problem.hardware.groups[region.group].machine)
+        if sharding.recomputed or sharding.peak_bytes > _MUCH_MEMORY * memory:
             self.open += self.with_more_microbatches(region)
 
     def with_more_microbatches(self, region: OneProgram) -> list[Region]:
@@ -443,7 +477,7 @@ class _Search:
         if never or self.problem.method.num_microbatches is not None or self.known is None or region.shape is None:
             return []
         more = [n for n in microbatch_counts(self.cuttable) if n > region.num_microbatches]
-        return [self.program(region.num_devices, region.shape, more[0])] if more else []
+        return [self.program(region.num_devices, region.shape, more[0], group=region.group)] if more else []
 
     def search_stages(self, region: Stages) -> bool:
         """Find the best stages of every schedule; return False if only another time is likely than was thought."""
@@ -489,6 +523,7 @@ class _Search:
             self.solve_program(
                 OneProgram(
                     num_devices=stages[0].submesh.num_devices,
+                    group=stages[0].submesh.group,
                     shape=None,
                     num_microbatches=1,
                     bound_s=region.region.bound_s,
@@ -496,7 +531,7 @@ class _Search:
             )
             return
         sharded = shard_candidate(problem, candidate)
-        if sharded.peak_bytes <= problem.memory_bytes:
+        if sharded.peak_bytes <= sharded.memory_bytes:
             least_s = _SIMULATED_SHARE * self.simulated_share * sharded.step_time_s
             if least_s >= self.best_s and problem.method.effort != "thorough":
                 self.learn(candidate, least_s)
@@ -510,11 +545,11 @@ class _Search:
             return
         # Stages as a whole may need more than the sum over their layers: then all are expected to need as much more.
         before = region.region
-        share = before.share * min(_NEXT_SHARE, problem.memory_bytes / sharded.peak_bytes)
+        share = before.share * min(_NEXT_SHARE, sharded.memory_bytes / sharded.peak_bytes)
         self.errors.append(
             MemoryTooSmall(
                 f"The best stages need {sharded.peak_bytes / 2**30:.3g} GiB of a device with their layouts, and may "
-                f"use {problem.memory_bytes / 2**30:.3g} GiB; there are none that need less. Use more devices, more "
+                f"use {sharded.memory_bytes / 2**30:.3g} GiB; there are none that need less. Use more devices, more "
                 "and smaller microbatches, or a larger budget."
             )
         )
@@ -557,7 +592,7 @@ def _if_it_can_be_cut(problem: StageProblem) -> tuple[KnownLayers | None, StepBo
         return None, None
     try:
         options = {"batch_statistics": method.batch_statistics, "random": method.random}
-        return KnownLayers.of(problem), step_bounds(trace, problem.machine, problem.num_devices, **options)
+        return KnownLayers.of(problem), step_bounds(trace, problem.hardware, **options)
     except (NotSplittable, Unsupported):
         if method.num_stages is not None or (method.num_microbatches or 1) > 1:
             raise

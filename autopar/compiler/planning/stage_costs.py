@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.scopes import Scope
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import StageCost
-from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape
+from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, submesh_choices
 from autopar.compiler.pipeline.prepare import loop_pieces_for
 from autopar.compiler.planning.layer_classes import LayerCutter, Layers, count_step_layers, find_layers, model_cuts
 from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, LayerCosts
 from autopar.compiler.planning.one_mesh import memory_limit
 from autopar.compiler.sharding.layout import LogicalMesh
+from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine
 from autopar.ir.schedules import DEFAULT_SCHEDULE, Schedule, get_schedule
 from autopar.methods import Auto
@@ -44,8 +45,7 @@ class StageProblem:
 
     trace: Trace
     method: Auto
-    num_devices: int
-    machine: Machine
+    hardware: Cluster
     cache_directory: Path | None
     checked: bool = False
     """The plan will be compiled to see what it needs, and so may use all of its memory budget."""
@@ -61,6 +61,20 @@ class StageProblem:
     """The layers so far and their costs, for the next search with another share."""
     solved_stages: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     """The layouts of stages as a whole so far, which other candidates may have as well (see `stage_layouts`)."""
+
+    @property
+    def num_devices(self) -> int:
+        """All devices there are."""
+        return self.hardware.num_devices
+
+    @property
+    def machine(self) -> Machine:
+        """The machine of all devices; `InvalidArgument` if there are several."""
+        return self.hardware.machine
+
+    def machine_of(self, submesh: Submesh) -> Machine:
+        """Return the machine of a submesh's devices."""
+        return self.hardware.groups[submesh.group].machine
 
     @property
     def given_schedule(self) -> Schedule | None:
@@ -85,24 +99,46 @@ class StageProblem:
         return self.method.layers or self.num_stages or len(self.named_stages) or 1
 
     @property
+    def clusters(self) -> tuple[Submesh, ...]:
+        """The devices of every group as hosts, or as parts of hosts if a given number of equal stages needs them."""
+        return tuple(self._shape(group) for group in range(len(self.hardware.groups)))
+
+    @property
     def cluster(self) -> Submesh:
-        """The devices as hosts, or as parts of hosts if a given number of equal stages needs them."""
-        cluster = cluster_shape(self.num_devices, self.machine.devices_per_host)
-        part, rest = divmod(self.num_devices, self.num_stages or 1)
-        per_host = cluster.devices_per_host
-        if rest or part % per_host == 0 or per_host % part == 0:
-            return cluster
-        return cluster_shape(self.num_devices, math.gcd(part, per_host))
+        """The devices of the only group as hosts, or as parts of them."""
+        (whole,) = self.clusters
+        return whole
+
+    def _shape(self, group: int) -> Submesh:
+        num_devices = self.hardware.groups[group].num_devices
+        whole = cluster_shape(num_devices, self.hardware.groups[group].machine.devices_per_host)
+        part, rest = divmod(num_devices, self.num_stages or 1)
+        per_host = whole.devices_per_host
+        if not (self.hardware.is_mixed or rest or part % per_host == 0 or per_host % part == 0):
+            whole = cluster_shape(num_devices, math.gcd(part, per_host))
+        return replace(whole, group=group)
+
+    def submeshes(self) -> tuple[Submesh, ...]:
+        """Return the submeshes of every group that a stage may get."""
+        return tuple(
+            submesh
+            for cluster in self.clusters
+            for submesh in submesh_choices(cluster.num_devices, cluster.devices_per_host, group=cluster.group)
+        )
 
     @property
     def memory_bytes(self) -> float:
-        """The bytes of a device that a plan may use."""
-        return memory_limit(self.method.memory, self.machine)
+        """The bytes of a device that a plan may use; of the largest, if there are several machines."""
+        return max(memory_limit(self.method.memory, group.machine) for group in self.hardware.groups)
+
+    def memory_of(self, submesh: Submesh) -> float:
+        """Return the bytes of a submesh's device that a plan may use."""
+        return memory_limit(self.method.memory, self.machine_of(submesh))
 
     @property
-    def expected_bytes(self) -> float:
-        """The bytes of a device that the sum over a stage's layers may reach."""
-        return self.share * self.memory_bytes
+    def expected_bytes(self) -> tuple[float, ...]:
+        """By group, the bytes of a device that the sum over a stage's layers may reach."""
+        return tuple(self.share * self.memory_of(shape) for shape in self.clusters)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -201,7 +237,7 @@ class RangeCosts:
         if key not in self.known:
             free = self.cost(start, stop, submesh, 0.0)
             # Memory costs nothing where there is enough of it in any case, nor where nothing can be divided.
-            enough = free.peak_bytes(self.most_in_flight) <= self.expected_bytes
+            enough = free.peak_bytes(self.most_in_flight) <= self.expected_bytes[submesh.group]
             one_way = enough or submesh.num_devices == 1 or submesh not in self.solved
             multipliers = () if one_way else self._worthwhile_multipliers(submesh)
             self.known[key] = [free, *(self.cost(start, stop, submesh, each) for each in multipliers)]
@@ -244,7 +280,7 @@ class RangeCosts:
         return self.sums[key]
 
     def _of_classes(self, submesh: Submesh, memory_multiplier: float) -> list[StageCost]:
-        machine, numbers = self.problem.machine, range(len(self.layers.classes))
+        machine, numbers = self.problem.machine_of(submesh), range(len(self.layers.classes))
         if submesh not in self.solved:
             return [self.costs.least(number, machine, submesh.num_devices) for number in numbers]
         tell(f"{self.layers.num_microbatches} microbatches: layers on {submesh}")
@@ -256,12 +292,14 @@ class RangeCosts:
         """Return the seconds of activations and cotangents over a cut, which the devices of both sides share.
 
         As long as nobody knows whether both lie in one fast domain, every cut is priced as one between domains if the
-        cluster is more than one: some cut is, and the slowest one sets the pace.
+        group is more than one: some cut is, and the slowest one sets the pace.
         """
-        machine = self.problem.machine
         nbytes = self.layers.crossing_bytes[cut - 1] / 2 / min(source.num_devices, target.num_devices)
-        near = self.problem.num_devices <= machine.domain if same_domain is None else same_domain
-        return 2 * machine.transfer_s(nbytes, near)
+        if source.group != target.group:
+            return 2 * self.problem.hardware.link_between(source.group, target.group).transfer_s(nbytes)
+        group = self.problem.hardware.groups[source.group]
+        near = group.num_devices <= group.machine.domain if same_domain is None else same_domain
+        return 2 * group.machine.transfer_s(nbytes, near)
 
 
 def _sums(layers: Sequence[StageCost]) -> _Sums:

@@ -31,7 +31,8 @@ from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.spmd.block_plan import layout_from_text
 from autopar.compiler.spmd.local_program import LocalBlock
-from autopar.hardware.machine import Machine
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.machine import Link
 from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.plan_sharding import MeshSharding
 from autopar.progress import tell
@@ -92,7 +93,7 @@ def shard_stages(
     graph: StageGraph,
     stages: Sequence[ConstrainedStage],
     *,
-    machine: Machine,
+    cluster: Cluster,
     time_limit_s: float,
     cache_directory: Path | None,
 ) -> Plan:
@@ -101,8 +102,8 @@ def shard_stages(
     meshes: list[MeshPlan] = []
     for planned, stage in zip(plan.meshes, stages, strict=True):
         mesh = logical_mesh(planned)
-        mesh_costs = MeshCosts(machine=machine, mesh=mesh)
-        key = (mesh.shape, _key_of_constrained(stage))
+        mesh_costs = MeshCosts(machine=cluster.machine_of(planned.devices), mesh=mesh)
+        key = (mesh.shape, cluster.group_of(planned.devices), _key_of_constrained(stage))
         best = solved[key].for_layer(stage.layer) if key in solved else None
         if best is None:
             choices = task_graph(stage.tasks, mesh, mesh_costs, stage.constraints)
@@ -187,9 +188,9 @@ def _stage_inputs(
             equations=equation_constraints(mesh, ignore_user_shardings=problem.method.ignore_user_shardings),
         ),
         mesh=mesh,
-        mesh_costs=MeshCosts(machine=problem.machine, mesh=mesh),
+        mesh_costs=MeshCosts(machine=problem.machine_of(stage.submesh), mesh=mesh),
         num_in_flight=unevenness * timing.num_in_flight(stages_behind=behind, num_stages=count),
-        received=received_seconds(graph, plan, number, problem.machine),
+        received=received_seconds(graph, plan, number, problem.hardware),
     )
 
 
@@ -199,6 +200,7 @@ def _key(inputs: _StageInputs) -> Hashable:
     alike, constraint_key = inputs.constraints.alike, inputs.constraints.equations.constraint_key
     return (
         inputs.mesh.shape,
+        inputs.stage.submesh.group,
         inputs.stage.cost.choice,
         class_key(inputs.layer),
         tuple(numbers.get(alike.get(name, name), -1) for name in numbers),
@@ -261,7 +263,7 @@ def _solve(problem: StageProblem, inputs: _StageInputs, equivalent: _EquivalentS
     for multiplier in (each for each in MEMORY_MULTIPLIERS if each >= inputs.stage.cost.choice):
         solution = equivalent.solution(multiplier, problem)
         peak_bytes = solution.cost.peak_bytes(inputs.num_in_flight)
-        if multiplier == MEMORY_MULTIPLIERS[-1] or peak_bytes <= problem.memory_bytes:
+        if multiplier == MEMORY_MULTIPLIERS[-1] or peak_bytes <= problem.memory_of(inputs.stage.submesh):
             make_sharding = _handed_on(solution, inputs)
             if make_sharding is None:
                 return _solve(problem, inputs, _EquivalentStages(first=inputs))
@@ -282,19 +284,29 @@ def _handed_on(solution: _Solution, inputs: _StageInputs) -> Callable[[], MeshSh
     )
 
 
-def received_seconds(graph: StageGraph, plan: Plan, number: int, machine: Machine) -> dict[str, float]:
+def received_seconds(graph: StageGraph, plan: Plan, number: int, cluster: Cluster) -> dict[str, float]:
     """Return the seconds that every byte of a value from another mesh takes: the fewer a device needs, the better.
 
     Values that all devices need are sent in parts, one to each, and gathered on the mesh, wherever that is faster.
     """
-    link = machine.intra if plan.num_devices <= machine.domain else machine.inter
     seconds: dict[str, float] = {}
     for name, (source, readers) in graph.crossing.items():
         meshes = {plan.stages[reader].mesh for reader in readers}
         if number in meshes and plan.stages[source].mesh != number:
             times = graph.num_microbatches if graph.values[name].per_microbatch else 1
+            link = _link_between(plan, cluster, plan.stages[source].mesh, number)
             seconds[name] = times / link.bandwidth
     return seconds
+
+
+def _link_between(plan: Plan, cluster: Cluster, source: int, target: int) -> Link:
+    """Return the link between two meshes; within a group it is a fast one if the plan uses no more than its domain."""
+    groups = [cluster.group_of(mesh.devices) for mesh in plan.meshes]
+    if groups[source] != groups[target]:
+        return cluster.link_between(groups[source], groups[target])
+    machine = cluster.groups[groups[source]].machine
+    used = sum(len(mesh.devices) for mesh, group in zip(plan.meshes, groups, strict=True) if group == groups[source])
+    return machine.intra if used <= machine.domain else machine.inter
 
 
 def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:

@@ -34,6 +34,7 @@ from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.sharding.layout import LogicalMesh, replicated
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.compiler.spmd.collectives import trips
+from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine
 
 
@@ -89,14 +90,15 @@ class StepBounds:
         return max(chain_s, by_stage_s, every_s / self.num_devices, starting_s)
 
 
-def step_bounds(trace: Trace, machine: Machine, num_devices: int, *, batch_statistics: str, random: str) -> StepBounds:
-    """Return the bounds of a step on devices of a machine."""
+def step_bounds(trace: Trace, cluster: Cluster, *, batch_statistics: str, random: str) -> StepBounds:
+    """Return the bounds of a step on the devices of a cluster; of several machines, any may have any part."""
+    machines = [group.machine for group in cluster.groups]
     prepared = prepare(
         trace, num_layers=1, num_microbatches=1, loop_pieces=1, batch_statistics=batch_statistics, random=random
     )
     phases = prepared.phases
     once = {i for i, of in enumerate(phases.of) if of <= {Phase.STEP, Phase.ACCUMULATE}}
-    each = _work_of_equations(phases.step.jaxpr.jaxpr, machine)
+    each = [*map(_least, zip(*(_work_of_equations(phases.step.jaxpr.jaxpr, machine) for machine in machines)))]
     state = [leaf.aval for i, leaf in enumerate(trace.inputs) if i not in trace.batch_inputs]
     return StepBounds(
         per_batch=total_work([work for i, work in enumerate(each) if i not in once]),
@@ -104,10 +106,15 @@ def step_bounds(trace: Trace, machine: Machine, num_devices: int, *, batch_stati
         state_bytes=sum(map(aval_bytes, state)),
         whole_bytes=sum(aval_bytes(v.aval) for eqn in phases.equations for v in eqn.outvars)
         + sum(aval_bytes(leaf.aval) for leaf in trace.inputs),
-        num_devices=num_devices,
-        num_hosts=-(-num_devices // machine.devices_per_host),
-        dispatch_s=machine.dispatch_s,
+        num_devices=cluster.num_devices,
+        num_hosts=cluster.num_hosts,
+        dispatch_s=min(machine.dispatch_s for machine in machines),
     )
+
+
+def _least(each: Sequence[Work]) -> Work:
+    """Return what an equation takes at least on whichever of several machines."""
+    return Work(fixed_s=min(w.fixed_s for w in each), divisible_s=min(w.divisible_s for w in each))
 
 
 def work_of_program(jaxpr: jc.Jaxpr, machine: Machine) -> Work:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.planning.stage_costs import RangeCosts
+from autopar.hardware.cluster import Cluster
 from autopar.ir.clocks import Clocks, Delivery, Hosts
 from autopar.ir.schedules import linear_order, schedule_tasks, task_needed
 from autopar.ir.tasks import Task
@@ -50,7 +51,6 @@ def make_virtual_stages(
     ranges: RangeCosts, stages: Sequence[Stage], devices: Sequence[Sequence[int]], virtual_stages: int
 ) -> tuple[VirtualStage, ...]:
     """Return the virtual stages of meshes of these devices, each with its share of the time by its layers' costs."""
-    domain = ranges.problem.machine.domain
     assigned = assign_layers([stage.stop - stage.start for stage in stages], virtual_stages)
     times_s: list[float] = []
     for mesh, layers in assigned:
@@ -62,7 +62,7 @@ def make_virtual_stages(
         if number + 1 == len(assigned):
             return 0.0
         here, there = (mesh for mesh, _ in assigned[number : number + 2])
-        near = len({device // domain for mesh in (here, there) for device in devices[mesh]}) == 1
+        near = _same_domain(ranges.problem.hardware, devices[here], devices[there])
         return ranges.transfer_s(cut, stages[here].submesh, stages[there].submesh, same_domain=near) / 2
 
     return tuple(
@@ -74,6 +74,11 @@ def make_virtual_stages(
         )
         for number, (mesh, (start, stop)) in enumerate(assigned)
     )
+
+
+def _same_domain(cluster: Cluster, here: Sequence[int], there: Sequence[int]) -> bool:
+    """Return whether two meshes of one group lie in one fast domain."""
+    return len({cluster.domain_of(device) for device in (*here, *there)}) == 1
 
 
 def simulate_schedule_s(

@@ -419,7 +419,7 @@ def described_cluster(reports: Sequence[HostReport], described_by: Cluster | Non
     """Return the cluster of the processes, with the figures that the user gave. Raises `InvalidArgument`."""
     count = len(reports[0].process_of)
     if described_by is None:
-        return Cluster(num_devices=count, kind=reports[0].device_kind)
+        return Cluster.of_kinds([reports[process].device_kind for process in reports[0].process_of])
     if described_by.num_devices != count:
         raise InvalidArgument(
             f"The cluster was said to have {described_by.num_devices} devices, there are {count}. Give a "

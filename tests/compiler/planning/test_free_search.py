@@ -96,7 +96,7 @@ def test_freedom_costs_no_time(case):
 def test_bounds_are_below_what_is_simulated_and_grow_with_stages_and_microbatches():
     cluster = autopar.Cluster.parse("1x dgx-h100")
     traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(64, 32))
-    bounds = step_bounds(traced.trace, cluster.machine, 8, batch_statistics="exact", random="full_batch")
+    bounds = step_bounds(traced.trace, cluster, batch_statistics="exact", random="full_batch")
     assert bounds.one_program_s(8, 1) < bounds.one_program_s(4, 1) < bounds.one_program_s(1, 1)
     assert bounds.one_program_s(8, 1) < bounds.one_program_s(8, 2)
     sizes = [1, 2, 4, 8]

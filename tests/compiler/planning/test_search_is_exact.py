@@ -103,7 +103,7 @@ def simulated_times(traced, problem, num_microbatches):
                 bound_s=0.0,
                 stages=stages,
                 virtual_stages=make_virtual_stages(ranges, stages, devices, 1),
-                hosts=Hosts.of_devices(devices, problem.machine),
+                hosts=Hosts.of_devices(devices, problem.hardware),
             )
             plan = shard_candidate(problem, candidate).plan
             words = f"{num_microbatches} x {schedule}: {parts}"
@@ -118,8 +118,7 @@ def compare(seed):
     problem = StageProblem(
         trace=traced.trace,
         method=autopar.Auto(),
-        num_devices=DEVICES,
-        machine=there.machine,
+        hardware=there,
         cache_directory=None,
     )
     times = [each for count in (1, 2, 4) for each in simulated_times(traced, problem, count)]

@@ -90,8 +90,7 @@ def test_stages_hold_what_is_simulated(recomputed, donated, fields):
     problem = StageProblem(
         trace=step.trace,
         method=autopar.Auto(num_microbatches=8, **fields),
-        num_devices=8,
-        machine=cluster().machine,
+        hardware=cluster(),
         cache_directory=None,
     )
     found = stage_candidates(problem, KnownLayers.of(problem), 8, (2, 8), math.inf)

@@ -51,7 +51,10 @@ def test_a_schedule_takes_as_long_as_its_program(name, seed):
     times = TaskTimes(timing, stages, costs)
     expected_s = simulate(program, times).makespan_s
     assert simulate_schedule_s(timing, stages, costs) == pytest.approx(expected_s, rel=1e-12)
-    hosts = Hosts(of_mesh=tuple(frozenset({mesh // 2}) for mesh in range(num_meshes)), dispatch_s=0.1)
+    hosts = Hosts(
+        of_mesh=tuple(frozenset({mesh // 2}) for mesh in range(num_meshes)),
+        dispatch_s=dict.fromkeys(range(num_meshes), 0.1),
+    )
     expected_s = simulate(program, times, hosts=hosts).makespan_s
     # Of the starts, those of updates are not in the program.
     assert simulate_schedule_s(timing, stages, costs, hosts) == pytest.approx(
