@@ -7,6 +7,7 @@ class with all that is particular to it, and is known by its name to methods, pl
     gpipe          (S-1)(f+b)            M                                   arXiv 1811.06965, section 2.3
     1f1b           (S-1)(f+b)            min(M, a+1)                         arXiv 2006.09503, section 3.2
     eager-1f1b     (S-1)(f+b)            min(M, 2a+1)                        arXiv 2211.05322
+    1f1b+k+...     (S-1)(f+b)            min(M, a+1+k), k of the stage       arXiv 2509.24859
     interleaved    (S-1)(f+b)/V          min(M, (2a + (V-1) S + 1) / V)      arXiv 2104.04473, section 2.2.2
     zero-bubble    (S-1)(f+b-2w)         min(M, S)                           arXiv 2401.10241, section 2.1
 
@@ -24,6 +25,7 @@ times f and b, of which w is the weight gradient.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -170,6 +172,35 @@ class EagerOneForwardOneBackward(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WarmedUp(Schedule):
+    """1F1B whose stages run some more forward tasks ahead, each its own number: "1f1b+2+2+0+0".
+
+    A microbatch that takes c over a link comes back 2c later than without. With 2c / (f+b) microbatches more in flight
+    on every stage before the link, rounded up, none of them waits; stages behind it would only delay their backward
+    tasks by more. After H-1F1B of HARP (arXiv 2509.24859). Four equal stages with f = 1, b = 2, 32 microbatches and a
+    link of 3 behind the second take 201 by 1F1B, and 111 with two more on the first two, six in flight at most.
+    """
+
+    extra: tuple[int, ...]
+    """Forward tasks ahead of those of 1F1B, by stage; none on stages that are not listed."""
+    hides_transfers: bool = True
+
+    def stage_tasks(self, stage: int, num_stages: int, num_microbatches: int) -> Sequence[Task]:
+        """Return S-s and `extra` times F, then B and F by turns."""
+        return _alternate(stage, num_microbatches, num_in_flight=num_stages - stage + self._extra_of(stage))
+
+    def num_in_flight(
+        self, *, stages_behind: int, num_stages: int, num_microbatches: int, virtual_stages: int = 1
+    ) -> float:
+        """Return min(M, a+1 and `extra`)."""
+        ahead = self._extra_of(num_stages - 1 - stages_behind)
+        return min(float(num_microbatches), float(stages_behind + 1 + ahead))
+
+    def _extra_of(self, stage: int) -> int:
+        return self.extra[stage] if stage < len(self.extra) else 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Interleaved(Schedule):
     """1F1B with V stages on a mesh that lie apart in the chain: the first microbatch passes a mesh in V short visits.
 
@@ -281,6 +312,15 @@ SCHEDULES: dict[str, Schedule] = {
 """The schedules by name, in the order in which a search tries them."""
 
 
+def warmed_up(extra: Sequence[int]) -> WarmedUp:
+    """Return the schedule "1f1b+2+0" of so many more forward tasks ahead by stage; none of them is registered."""
+    return WarmedUp(
+        name="".join([DEFAULT_SCHEDULE, *(f"+{number}" for number in extra)]),
+        extra=tuple(extra),
+        memory_depends_on_num_stages=any(extra),
+    )
+
+
 def register_schedule(schedule: Schedule) -> None:
     """Make a schedule known by its name to methods, plans and searches; a name stands for one schedule only."""
     if SCHEDULES.setdefault(schedule.name, schedule) != schedule:
@@ -293,18 +333,25 @@ def register_schedule(schedule: Schedule) -> None:
 def get_schedule(schedule: str | Schedule) -> Schedule:
     """Return the registered schedule of a name; raise `InvalidArgument` for one that is not registered."""
     if isinstance(schedule, Schedule):
-        if SCHEDULES.get(schedule.name) != schedule:
+        if schedule not in (SCHEDULES.get(schedule.name), _warmed_up_by_name(schedule.name)):
             raise InvalidArgument(
                 f"schedule is {schedule}, which is not registered; a plan names its schedule only. Call "
                 "register_schedule with it first, wherever the plan is made or loaded."
             )
         return schedule
-    if not is_text(schedule) or schedule not in SCHEDULES:
+    found = (SCHEDULES.get(schedule) or _warmed_up_by_name(schedule)) if is_text(schedule) else None
+    if found is None:
         raise InvalidArgument(
             f"schedule is {schedule!r}. Choose one of {', '.join(map(repr, SCHEDULES))}, or call register_schedule "
             "with one of your own first."
         )
-    return SCHEDULES[schedule]
+    return found
+
+
+def _warmed_up_by_name(name: str) -> Schedule | None:
+    first, *extra = name.split("+")
+    fits = first == DEFAULT_SCHEDULE and extra and all(re.fullmatch("[0-9]{1,6}", each) for each in extra)
+    return warmed_up([int(each) for each in extra]) if fits else None
 
 
 def check_virtual_stages(schedule: Schedule, virtual_stages: int) -> None:

@@ -24,12 +24,14 @@ from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, Stage
 from autopar.compiler.planning.virtual_stages import VirtualStage, make_virtual_stages, simulate_schedule_s
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.ir.clocks import Hosts
-from autopar.ir.schedules import SCHEDULES, Schedule
+from autopar.ir.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule, WarmedUp, get_schedule, warmed_up
 
 _LIKELY_SHARE = 0.9
 """Of the memory: stages that need no more, judged by the layers of other microbatches, are likely to fit."""
 _WORTH_SPLITTING = 0.05
 """Of the step: less time than that is not worth looking at layers whose weight gradients are tasks of their own."""
+_HIDDEN_ANYWAY = 0.1
+"""Of a stage's time: links that take no more there and back need no forward task ahead."""
 _FORMULA_SHARE = 0.95
 """Of the time by a schedule's formula: unequal stages rarely take less when they are simulated."""
 
@@ -136,7 +138,9 @@ def stage_candidates(
     cannot be split so.
     """
     given = problem.given_schedule
-    tried = list(SCHEDULES.values()) if given is None else [given]
+    # Between machines, links may take longer than stages.
+    slow_links = [warmed_up([])] if problem.hardware.is_mixed else []
+    tried = [*SCHEDULES.values(), *slow_links] if given is None else [given]
     by_split = [[each for each in tried if each.splits_weight_gradients == splits] for splits in (False, True)]
     schedules, splitting = by_split if by_split[0] else reversed(by_split)
 
@@ -167,6 +171,24 @@ def stage_candidates(
         return found
     assert shortage is not None
     raise shortage
+
+
+def _for_slow_links(
+    problem: StageProblem, timing: Timing, stages: Sequence[Stage], virtual_stages: Sequence[VirtualStage]
+) -> Timing:
+    """Return the schedule with as many forward tasks ahead as the links behind each stage need and its memory allows.
+
+    The search takes all links to be hidden by it, and no more to be in flight than by 1F1B.
+    """
+    period_s = max(stage.cost.forward_s + stage.cost.backward_s for stage in stages)
+    needed = [max(0, math.ceil(2 * each.link_s / period_s - _HIDDEN_ANYWAY)) for each in virtual_stages]
+    extra: list[int] = []
+    for number, stage in enumerate(stages):
+        behind, free = len(stages) - 1 - number, problem.expected_bytes[stage.submesh.group] - stage.cost.peak_bytes(0)
+        activation = stage.cost.activation_bytes
+        most = math.inf if activation <= 0 else free // activation - (behind + 1)
+        extra.append(max(0, int(min(sum(needed[number:]), most, timing.num_microbatches))))
+    return replace(timing, schedule=warmed_up(extra) if any(extra) else get_schedule(DEFAULT_SCHEDULE))
 
 
 def _remats(problem: StageProblem) -> tuple[bool, ...]:
@@ -213,13 +235,15 @@ def _candidates(
                 )
                 devices = place_in_groups([stage.submesh for stage in stages], problem.clusters)
                 assert devices is not None
+                virtual_stages = make_virtual_stages(ranges, stages, devices, timing.virtual_stages)
+                slow = isinstance(timing.schedule, WarmedUp) and not timing.schedule.extra
                 found[key] = PipelineCandidate(
                     layers=ranges.layers,
-                    timing=timing,
+                    timing=_for_slow_links(problem, timing, stages, virtual_stages) if slow else timing,
                     remat=remat,
                     bound_s=_FORMULA_SHARE * searches[0].lower_bound_s,
                     stages=stages,
-                    virtual_stages=make_virtual_stages(ranges, stages, devices, timing.virtual_stages),
+                    virtual_stages=virtual_stages,
                     hosts=Hosts.of_devices(devices, problem.hardware),
                 )
     if not found and shortage is not None:

@@ -6,9 +6,10 @@ import pytest
 
 from autopar.compiler.inter_op.stage_costs import StageCost, Timing
 from autopar.compiler.planning.virtual_stages import VirtualStage, assign_layers, simulate_schedule_s
+from autopar.errors import InvalidArgument
 from autopar.ir.clocks import Hosts
 from autopar.ir.program import Executable, Task
-from autopar.ir.schedules import SCHEDULES, schedule_tasks
+from autopar.ir.schedules import SCHEDULES, get_schedule, peak_in_flight, schedule_tasks
 from autopar.runtime.simulator import simulate
 from tests.schedule_programs import program_of
 
@@ -60,6 +61,25 @@ def test_a_schedule_takes_as_long_as_its_program(name, seed):
     assert simulate_schedule_s(timing, stages, costs, hosts) == pytest.approx(
         expected_s, rel=0.02, abs=0.1 * num_meshes
     )
+
+
+@pytest.mark.parametrize(("name", "expected_s"), [("1f1b", 201.0), ("1f1b+1+1", 141.0), ("1f1b+2+2+0+0", 111.0)])
+def test_more_forward_tasks_ahead_hide_a_slow_link(name, expected_s):
+    """Four stages of 1 forward and 2 backward, 32 microbatches; behind the second a microbatch takes 3."""
+    timing = Timing(schedule=get_schedule(name), num_microbatches=32)
+    links_s = [0.0, 3.0, 0.0, 0.0]
+    stages = [VirtualStage(mesh=n, layers=(n, n + 1), share=1.0, link_s=link_s) for n, link_s in enumerate(links_s)]
+    costs = [StageCost(forward_s=1.0, backward_s=2.0)] * 4
+    assert simulate_schedule_s(timing, stages, costs) == pytest.approx(expected_s)
+    held = peak_in_flight(schedule_tasks(name, stage_mesh=range(4), num_microbatches=32))
+    assert held == tuple(timing.num_in_flight(stages_behind=3 - n, num_stages=4) for n in range(4))
+    assert max(held) == {"1f1b": 4, "1f1b+1+1": 5, "1f1b+2+2+0+0": 6}[name]
+
+
+@pytest.mark.parametrize("name", ["1f1b+", "1f1b+-1", "1f1b+2+x", "gpipe+2"])
+def test_what_is_no_number_of_tasks_ahead_is_refused(name):
+    with pytest.raises(InvalidArgument, match="Choose one of '1f1b'"):
+        get_schedule(name)
 
 
 @pytest.mark.parametrize("counts", [[1], [3, 2], [4, 5, 6]])
