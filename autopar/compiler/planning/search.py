@@ -246,6 +246,7 @@ class _Search:
     open: list[Region] = field(default_factory=list[Region])
     best: Plan | None = None
     best_s: float = math.inf
+    best_in_words: str = ""
     closed_s: float = math.inf
     """The least bound of the regions that are done."""
     solved: dict[int, int] = field(default_factory=dict[int, int])
@@ -385,7 +386,11 @@ class _Search:
             raise self.reason()
         unsolved = [region.bound_s for region in self.open if not isinstance(region, Completion)]
         bound_s = min([self.best_s, self.closed_s, *unsolved])
-        others = sorted((seconds, words) for words, seconds in self.others.items() if seconds >= self.best_s)
+        others = sorted(
+            (seconds, words)
+            for words, seconds in self.others.items()
+            if seconds >= self.best_s and words != self.best_in_words
+        )
         certificate = Certificate(
             step_time_s=self.best_s,
             lower_bound_s=bound_s,
@@ -566,7 +571,7 @@ class _Search:
     def add(self, plan: Plan, words: str, step_time_s: float) -> None:
         """Keep the plan if it is the fastest so far."""
         if step_time_s < self.best_s:
-            self.best, self.best_s = plan, step_time_s
+            self.best, self.best_s, self.best_in_words = plan, step_time_s, words
             tell_best(step_time_s)
         self.note(words, step_time_s)
 
