@@ -8,6 +8,7 @@ that                      -> the jaxpr to compile
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from jax.sharding import PartitionSpec
 
@@ -34,6 +35,7 @@ class ShardedStep:
     output_specs: tuple[PartitionSpec, ...]
 
 
+@lru_cache(maxsize=4)
 def one_jaxpr(
     trace: Trace,
     *,
@@ -41,7 +43,10 @@ def one_jaxpr(
     batch_statistics: str,
     random: str,
 ) -> jc.ClosedJaxpr:
-    """The whole step, with a loop over its microbatches, and nothing in it twice but what is recomputed on purpose."""
+    """The whole step, with a loop over its microbatches, and nothing in it twice but what is recomputed on purpose.
+
+    The last few are remembered: it is the same on every mesh, and where it is planned, simulated and lowered.
+    """
     looped = microbatch_loop(trace, num_microbatches, batch_statistics, random)
     return merge_common_subexpressions(looped)
 
