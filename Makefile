@@ -12,13 +12,17 @@ INSTALLED := $(VENV)/.installed
 
 WILD_VENV ?= .venv-wild
 
-.PHONY: help wild demo test test-newest lint check format goldens pictures sweep hooks venv
+.PHONY: help wild demo docs test test-newest lint check format goldens pictures sweep hooks venv
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
-demo: $(INSTALLED) ## train a small GPT on 8 virtual CPU devices, and compare with jax.jit
-	$(VENV)/bin/python examples/train_gpt.py
+demo: $(INSTALLED) ## plan and train a small GPT on 8 virtual CPU devices, beside jax.jit; writes demo/plan.html
+	$(VENV)/bin/python examples/train_gpt.py --output demo
+
+docs: $(INSTALLED) ## build the manual in docs/_build; warnings are errors
+	$(VENV)/bin/python -m pip install --quiet --editable '.[docs]'
+	JAX_PLATFORMS=cpu $(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 test: $(INSTALLED) ## the whole suite, or what PYTEST_ARGS names
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)

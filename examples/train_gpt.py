@@ -1,6 +1,7 @@
-"""Train a small GPT on Python's own source files in a pipeline, then check it against plain `jax.jit`.
+"""Train a small GPT on Python's own source files by the plan that a search finds, beside plain `jax.jit`.
 
-    python examples/train_gpt.py --stages 2 --microbatches 4 --schedule 1f1b
+    python examples/train_gpt.py --output demo                                  what Auto() finds, and why
+    python examples/train_gpt.py --stages 2 --microbatches 4 --schedule 1f1b    a pipeline by hand
     python examples/train_gpt.py --cluster ray --hosts 4 --devices-per-host 2
 
 Without accelerators it makes 8 virtual CPU devices, which show that the numbers are right, not a speed-up. On a Ray
@@ -85,20 +86,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.cluster == "ray":
         autopar.init(cluster="ray", num_hosts=args.hosts, devices_per_host=args.devices_per_host)
     write = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    step = autopar.parallelize(
-        train_step,
-        method=autopar.PipelineParallel(
+    method = autopar.Auto()
+    if args.stages is not None:
+        method = autopar.PipelineParallel(
             num_stages=args.stages, num_microbatches=args.microbatches, schedule=args.schedule
-        ),
-    )
+        )
+    step = autopar.parallelize(train_step, method=method)
     text = read_standard_library()
     batches = draw_batches(text, num_batches=args.steps, batch_size=BATCH, length=LENGTH)
-    plan = step.trace(create_state(), batches[0]).plan().plan
+    planned = step.trace(create_state(), batches[0]).plan()
+    plan = planned.plan
+    # The step that runs is the one that is shown.
+    step = autopar.parallelize(train_step, method=plan)
     where = f"{args.hosts} Ray processes" if args.cluster == "ray" else f"{jax.devices()[0].platform} devices here"
     write(f"{len(text):,} bytes of Python source, {plan.num_devices} devices: {where}")
-    write(str(plan))
+    write(str(planned))
+    if args.output:
+        explain_and_show(planned, args.output, write)
 
-    state, loss, seconds = train(step, create_state(), batches, console, "pipeline")
+    state, loss, seconds = train(step, create_state(), batches, console, "autopar")
     params = jax.device_get(state.params)
     if args.cluster == "ray":
         autopar.shutdown()
@@ -125,20 +131,44 @@ def main(argv: Sequence[str] | None = None) -> None:
         write("largest difference from the same plan in one process:")
         write(f"  loss       {result['max_loss_diff_in_process']:.1e} (relative, over all steps)")
         write(f"  parameters {result['max_param_diff_in_process']:.1e} (absolute, after the last step)")
+    if args.output:
+        step.trace(state, batches[0]).plan().lower().compile().timeline(args.output / "trace.json", state, batches[0])
+        write(f"{args.output / 'trace.json'}: the step, measured beside predicted, for https://ui.perfetto.dev")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def explain_and_show(planned: autopar.Planned, output: Path, write: Callable[[str], None]) -> None:
+    """Print why the plan is as it is, and write its page."""
+    output.mkdir(parents=True, exist_ok=True)
+    searched = planned.plan.certificate
+    for words, seconds in () if searched is None else searched.runners_up:
+        if seconds > searched.step_time_s:
+            write(f"not {words}: {1e3 * seconds:.4g} ms")
+    traced_to = [each for each in planned.plan.planned_collectives if each.line]
+    if traced_to:
+        write(f"\nWhat communicates longest, and why:\n{planned.explain(max(traced_to, key=_seconds).line)}")
+    other = planned.what_if(method=autopar.DataParallel())
+    write(f"\nWith DataParallel() instead: {other.headline()}")
+    page = planned.view(output / "plan.html", answers=[other])
+    write(f"{page}: the plan as a page for the browser")
+
+
+def _seconds(collective: Any) -> float:
+    return collective.seconds
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--stages", type=int, help="of a pipeline by hand, in place of a search")
     parser.add_argument("--microbatches", type=int, default=4)
     schedules = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble")
     parser.add_argument("--schedule", default="1f1b", choices=schedules)
     parser.add_argument("--cluster", default="local", choices=("local", "ray"))
     parser.add_argument("--hosts", type=int, default=4, help="processes on the Ray cluster")
     parser.add_argument("--devices-per-host", type=int, default=2, help="devices of each of them")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="write the plan's page and a trace there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write losses, differences and plan here")
     args = parser.parse_args(argv)
     if args.steps < 1:

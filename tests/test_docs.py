@@ -25,6 +25,8 @@ from tests.test_structure import PACKAGES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Their code goes on where that of the README ends, in this order.
+GO_ON = ("guide.md", "methods.md", "reading-a-plan.md", "when-it-does-not-fit.md")
 MAX_README_LINES = 200
 TOP_LEVEL = ("autopar", "tests", "benchmarks", "docs", "examples", ".ci", ".github")
 SUFFIXES = (".py", ".md", ".toml", ".yaml", ".yml", ".svg", ".png")
@@ -219,10 +221,19 @@ def test_python_of_readme_and_guide_runs_as_it_stands(tmp_path: Path, monkeypatc
     assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert json.loads(names["text"])["num_microbatches"] == 4
     assert names["planned"].plan.method == "PipelineParallel"
+    for page in GO_ON[1:]:
+        for block in blocks(ROOT / "docs" / page, "python"):
+            exec(block, names)
+    assert names["asked"].after.plan.method == "DataParallel"
+
+
+def test_the_reference_has_every_public_name_once():
+    listed = re.findall(r"^\.\. auto\w+:: (\w+)$", read(ROOT / "docs" / "api.md"), re.MULTILINE)
+    assert sorted(listed) == sorted(["autopar", *autopar.__all__])
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name not in ("README.md", "guide.md")], ids=lambda page: page.name
+    "page", [page for page in PAGES if page.name not in ("README.md", *GO_ON)], ids=lambda page: page.name
 )
 def test_python_of_other_pages_runs_as_it_stands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
