@@ -1,4 +1,4 @@
-"""Check what autopar needs: releases, devices, Ray, and that the processes of a cluster reach each other.
+"""Check what autopar needs: releases, devices, a step that runs, and the processes of a cluster and their ways.
 
     autopar doctor                                             this machine
     autopar doctor --ray --num-hosts 2 --devices-per-host 4    and a cluster, started here
@@ -11,21 +11,28 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import platform
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from autopar.api import parallelize
 from autopar.errors import AutoparError
+from autopar.hardware.cluster import Cluster
+from autopar.methods import DataParallel
 
 MARKS = {"good": "[green]good[/]", "note": "[yellow]note[/]", "bad": "[red]bad[/]"}
 TRANSFER_BYTES = 1 << 20
+_VIRTUAL = "--xla_force_host_platform_device_count=8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +51,7 @@ def add_doctor_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", help="of a running Ray cluster, host:port (with --ray)")
     parser.add_argument("--num-hosts", type=int, help="processes to start (with --ray)")
     parser.add_argument("--devices-per-host", type=int, help="devices of each (with --ray)")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -54,7 +62,10 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         for finding in [*check_machine(), *(check_processes(arguments) if arguments.ray else ())]:
             findings.append(finding)
             table.add_row(finding.name, MARKS[finding.state], finding.found, finding.advice)
-    Console(width=None if Console().is_terminal else 160).print(table)
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        Console(width=None if Console().is_terminal else 160).print(table)
     return int(any(finding.state == "bad" for finding in findings))
 
 
@@ -70,6 +81,8 @@ def check_machine() -> Iterator[Finding]:
         advice="" if same else "Install jax and jaxlib of one release.",
     )
     yield _devices()
+    yield _figures()
+    yield _tiny_step()
     if jax.default_backend() == "gpu":
         yield _cupy()
     for name, what in (("ray", "clusters"), ("highspy", "plans"), ("orbax-checkpoint", "checkpoints")):
@@ -121,8 +134,47 @@ def _devices() -> Finding:
     if devices[0].platform == "cpu":
         seen = importlib.util.find_spec("cupy") is not None or os.path.exists("/proc/driver/nvidia/version")
         advice = "A GPU driver or CuPy is here, but JAX sees no GPU: pip install 'jax[cuda12]'" if seen else ""
+        if not advice and len(devices) == 1:
+            advice = f"XLA_FLAGS={_VIRTUAL} makes 8 virtual devices of it, to try plans on."
         return Finding(name="devices", state="note" if seen else "good", found=found, advice=advice)
     return Finding(name="devices", state="good", found=found)
+
+
+def _figures() -> Finding:
+    """Return whether plans for these devices can be priced."""
+    try:
+        machine = Cluster.from_devices(jax.devices()).machine
+    except AutoparError as error:
+        return Finding(name="figures", state="note", found="none for these devices", advice=str(error))
+    return Finding(name="figures", state="good", found=f"those of {machine.name}")
+
+
+def _tiny_step() -> Finding:
+    """Return whether a step on all devices runs, and computes what it does on one."""
+
+    def step(weight: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(weight)
+        return weight - 0.1 * gradient, loss
+
+    count = len(jax.devices())
+    given = jnp.linspace(-1.0, 1.0, 256).reshape(16, 16), jnp.linspace(0.0, 1.0, 256 * count).reshape(16 * count, 16)
+    parallel = parallelize(step, method=DataParallel())
+    start = time.perf_counter()
+    try:
+        _, loss = jax.block_until_ready(parallel(*given))
+    except AutoparError as error:
+        return Finding(name="a step", state="bad", found=f"failed on {count} devices", advice=str(error))
+    first_s, start = time.perf_counter() - start, time.perf_counter()
+    jax.block_until_ready(parallel(*given))
+    again_s, plain = time.perf_counter() - start, jax.jit(step)(*given)[1]
+    right = abs(float(loss) - float(plain)) <= 1e-3 * abs(float(plain))
+    return Finding(
+        name="a step",
+        state="good" if right else "bad",
+        found=f"on {count} devices: {first_s:.2g} s to plan and compile, {1e3 * again_s:.2g} ms to run"
+        + ("" if right else f", with the loss {float(loss):.6g} for {float(plain):.6g}"),
+        advice="" if right else "The devices compute together what one does not: check the driver's release.",
+    )
 
 
 def _cupy() -> Finding:

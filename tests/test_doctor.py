@@ -1,7 +1,9 @@
 """`autopar doctor` says what it found, and what to do about what is not good."""
 
 import argparse
+import json
 
+import jax
 import pytest
 
 from autopar import doctor
@@ -13,6 +15,20 @@ def test_this_machine_is_good(capsys):
     printed = capsys.readouterr().out
     for word in ("Python", "jaxlib", "8 cpu", "highspy", "orbax-checkpoint"):
         assert word in printed
+
+
+def test_findings_are_also_json_and_a_step_runs(capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    assert found["a step"]["state"] == "good" and "on 8 devices" in found["a step"]["found"]
+    assert "cpu" in found["figures"]["found"]
+
+
+def test_a_single_cpu_device_is_told_of_virtual_ones(monkeypatch):
+    one = jax.devices()[:1]
+    monkeypatch.setattr(doctor.jax, "devices", lambda: one)
+    found = {finding.name: finding for finding in doctor.check_machine()}
+    assert "8 virtual devices" in found["devices"].advice and found["a step"].state == "good"
 
 
 def test_address_without_a_cluster_is_bad_and_says_what_to_do(capsys):

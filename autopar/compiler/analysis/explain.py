@@ -151,7 +151,9 @@ class CollectiveCauses:
             f"{self.question}: {sum(each.times for _, each in self.collectives):g} collectives per step of "
             f"{moved / 1e6:.4g} MB, {1e3 * self.seconds:.4g} ms on the mesh with most"
         )
-        table = Table("line", "scope", "kind", "axes", "value", "mesh", "times", "MB", "ms", box=box.SIMPLE_HEAD)
+        table = Table(box=box.SIMPLE_HEAD)
+        for column in ("line", "scope", "kind", "axes", "value", "mesh", "times", "MB", "ms"):
+            table.add_column(column, overflow="fold")
         rows: dict[tuple[str, ...], list[tuple[int, PlannedCollective]]] = {}
         for mesh, each in self.collectives:
             scope = re.sub(r"\d+", "*", each.scope)
