@@ -112,7 +112,7 @@ def check_processes(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield Finding(name="Ray cluster", state="bad", found=address, advice=str(error))
         return
     try:
-        current = session.current_session()
+        current: Any = session.current_session()
         assert current is not None
         for number, report in enumerate(current.reports):
             yield Finding(
