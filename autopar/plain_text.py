@@ -1,4 +1,4 @@
-"""Print what rich renders as plain text, the same on every terminal."""
+"""Say things in plain text: what rich renders, the same on every terminal, and counts in words."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def as_text(shown: RenderableType, width: int = WIDTH) -> str:
     text = io.StringIO()
     Console(file=text, width=width, color_system=None, legacy_windows=False).print(shown)
     return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+
+def microbatches_in_words(count: int) -> str:
+    """Return `"1 microbatch"`, `"8 microbatches"`."""
+    return f"{count} microbatch{'es' * (count != 1)}"

@@ -32,7 +32,7 @@ from autopar.ir.memory_part import Category, MemoryPart, joined_parts
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import TaskTimes
 from autopar.ir.program import Executable, Program, Run, Task
-from autopar.plain_text import WIDTH, as_text
+from autopar.plain_text import WIDTH, as_text, microbatches_in_words
 from autopar.runtime.simulator import simulate
 from autopar.runtime.timeline import PeakMoment, Timeline
 
@@ -300,7 +300,7 @@ def simulate_plan(
 
 def _plan_words(plan: Plan) -> str:
     stages = "1 stage" if plan.num_stages == 1 else f"{plan.num_stages} stages"
-    microbatches = "1 microbatch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} microbatches"
+    microbatches = microbatches_in_words(plan.num_microbatches)
     return f"{plan.method}, {stages}, {microbatches}, schedule {plan.schedule}"
 
 

@@ -66,7 +66,8 @@ class Cluster:
     def machine(self) -> Machine:
         """The hosts that the devices are in.
 
-        Raises `InvalidArgument` if none was given and the library has none, or if the devices are of several machines.
+        Those of a kind that the library does not have get generic figures, with a `GenericFiguresWarning`. Raises
+        `InvalidArgument` if the devices are of several machines.
         """
         if self.is_mixed:
             raise InvalidArgument(

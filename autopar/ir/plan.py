@@ -39,7 +39,7 @@ from autopar.errors import InvalidArgument, PlanMismatch
 from autopar.ir.plan_sharding import Certificate, MeshSharding, PlannedCollective, ShardingPlan, collectives_table
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 from autopar.json_fields import fields_of, json_of
-from autopar.plain_text import as_text
+from autopar.plain_text import as_text, microbatches_in_words
 
 PLAN_FORMAT = 4
 
@@ -265,7 +265,7 @@ class Plan:
         return f"{chosen}: {1e3 * found.step_time_s:.4g} ms per step as simulated, the least that was found{others}"
 
     def _schedule_words(self) -> str:
-        microbatches = "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
+        microbatches = microbatches_in_words(self.num_microbatches)
         return f"{microbatches}, schedule {self.schedule}"
 
     def summary(self) -> str:

@@ -31,6 +31,7 @@ from autopar.ir.instructions import (
 )
 from autopar.ir.tasks import Task
 from autopar.ir.verification import check_pieces, check_values, instructions_in_order
+from autopar.plain_text import microbatches_in_words
 
 __all__ = [
     "ArrayType",
@@ -91,7 +92,7 @@ class Program:
 
     def __str__(self) -> str:
         counts = f"{len(self.meshes)} meshes, {len(self.executables)} executables"
-        lines = [f"program {self.name}: {counts}, {self.num_microbatches} microbatches"]
+        lines = [f"program {self.name}: {counts}, {microbatches_in_words(self.num_microbatches)}"]
         for number, mesh in enumerate(self.meshes):
             lines += [
                 _heading(number, mesh),

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch.accumulate import combine
+from autopar.plain_text import microbatches_in_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +152,7 @@ class StageGraph:
 
     def __str__(self) -> str:
         lines = [
-            f"StageGraph of {self.name}: {self.num_stages} stages, {self.num_microbatches} microbatches, "
+            f"StageGraph of {self.name}: {self.num_stages} stages, {microbatches_in_words(self.num_microbatches)}, "
             f"{self.num_rounds} round{'s' if self.num_rounds > 1 else ''}"
         ]
         for task in self.tasks:

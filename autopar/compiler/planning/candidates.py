@@ -25,6 +25,7 @@ from autopar.compiler.planning.virtual_stages import VirtualStage, make_virtual_
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.ir.clocks import Hosts
 from autopar.ir.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule, WarmedUp, get_schedule, warmed_up
+from autopar.plain_text import microbatches_in_words
 
 _LIKELY_SHARE = 0.9
 """Of the memory: stages that need no more, judged by the layers of other microbatches, are likely to fit."""
@@ -85,7 +86,7 @@ class PipelineCandidate:
         timing, stages = self.timing, self.stages
         named = " | ".join(f"{stage.stop - stage.start} layers on {stage.submesh}" for stage in stages)
         virtual = f" x {timing.virtual_stages}" if timing.virtual_stages > 1 else ""
-        return f"{timing.num_microbatches} microbatches, {timing.schedule.name}{virtual}: {named}"
+        return f"{microbatches_in_words(timing.num_microbatches)}, {timing.schedule.name}{virtual}: {named}"
 
 
 def microbatch_counts(problem: StageProblem) -> list[int]:

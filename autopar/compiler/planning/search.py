@@ -46,6 +46,7 @@ from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSpl
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import Certificate
 from autopar.methods import EFFORTS, DataParallel
+from autopar.plain_text import microbatches_in_words
 from autopar.progress import tell, tell_best
 
 _ATTEMPTS = 4
@@ -92,7 +93,7 @@ class OneProgram:
     def __str__(self) -> str:
         shape = f"{self.num_devices}" if self.shape is None else "x".join(map(str, self.shape))
         of_group = f" of group {self.group}" if self.group else ""
-        return f"one program on {shape}{of_group}, {self.num_microbatches} microbatches"
+        return f"one program on {shape}{of_group}, {microbatches_in_words(self.num_microbatches)}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,7 +110,7 @@ class Stages:
 
     def __str__(self) -> str:
         few, most = self.num_stages
-        return f"{few} to {most} stages, {self.num_microbatches} microbatches"
+        return f"{few} to {most} stages, {microbatches_in_words(self.num_microbatches)}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -145,7 +145,7 @@ def test_the_default_is_a_search_that_says_what_it_chose(capsys):
     shape = "x".join(map(str, planned.plan.meshes[0].shape))
     others = [words for words, _ in planned.plan.certificate.runners_up]
     assert line.endswith(" ms") and f"; {others[0]} takes " in line
-    assert planned.plan.num_stages > 1 or f"one program on {shape}, 1 microbatches" not in others
+    assert planned.plan.num_stages > 1 or f"one program on {shape}, 1 microbatch" not in others
 
 
 def test_on_one_device_nothing_is_searched(capsys, monkeypatch):
