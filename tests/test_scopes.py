@@ -249,6 +249,11 @@ REFUSED = {
         Auto(),
         r"The stages of step \(body, head\) ask for 8 devices, and 1 of them for any number; there are 8",
     ),
+    "one stage alone": (
+        mlp(autopar.stage("body"), autopar.replicate()),
+        Auto(),
+        r"names one stage, autopar.stage\(name='body'\)",
+    ),
     "three devices": (mlp(autopar.stage("a", devices=3), autopar.stage("b")), Auto(), "give it one of 1, 2, 4, 8"),
     "another number of stages": (
         mlp(autopar.stage("body"), autopar.stage("head")),
@@ -316,3 +321,12 @@ def test_scopes_need_a_batch():
     traced = autopar.parallelize(step, method=Auto(), batch_argnums=())
     with pytest.raises(Unsupported, match="must know which dimensions carry the examples"):
         traced.trace({"w": jnp.ones((64, 64))}, jnp.ones(8))
+
+
+def test_a_default_strategy_leaves_steps_without_a_gradient_alone():
+    autopar.set_default_strategy(autopar.split(devices=8))
+    try:
+        doubled = autopar.parallelize(lambda x: 2 * x, method=Auto(), batch_argnums=())(jnp.ones((16, 16)))
+    finally:
+        autopar.set_default_strategy(None)
+    assert jnp.array_equal(doubled, 2 * jnp.ones((16, 16)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -59,22 +60,31 @@ class Scope:
         return f"autopar.{self.kind}[{';'.join(f'{k}={v}' for k, v in given.items() if v is not None)}]"
 
 
+class _Entered(threading.local):
+    """The scopes that are entered in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.scopes: list[ExitStack] = []
+
+
+_entered = _Entered()
+
+
 class _EnteredScope:
-    """A scope that a `with` statement enters, any number of times, also within itself."""
+    """A scope that a `with` statement enters: any number of times, also within itself, in any thread."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
-        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
         entered = ExitStack()
         entered.enter_context(jax.named_scope(self.scope.label))
-        self._entered.append(entered)
+        _entered.scopes.append(entered)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._entered.pop().__exit__(kind, error, traceback)
+        _entered.scopes.pop().__exit__(kind, error, traceback)
 
     def __repr__(self) -> str:
         return str(self.scope)
@@ -176,7 +186,8 @@ def _parsed(name: str) -> Scope | None:
 
 def has_scopes(closed: jc.ClosedJaxpr) -> bool:
     """Return whether a scope says anything about a program."""
-    return _default is not None or any(scopes_of(eqn) for eqn in jc.all_equations(closed))
+    by_default = _default is not None and any(jc.ad_phase(eqn) is not None for eqn in jc.all_equations(closed))
+    return by_default or any(scopes_of(eqn) for eqn in jc.all_equations(closed))
 
 
 def scopes_text(closed: jc.ClosedJaxpr) -> str:

@@ -23,7 +23,14 @@ import jax
 from autopar.compiler.frontend.batch_dimensions import equation_batch_dims
 from autopar.compiler.frontend.find_batch import FoundBatch, find_batch
 from autopar.compiler.frontend.leaf_names import leaf_name
-from autopar.compiler.frontend.scopes import all_scopes, check_stages, has_scopes, scopes_text, with_demands
+from autopar.compiler.frontend.scopes import (
+    all_scopes,
+    check_stages,
+    default_strategy,
+    has_scopes,
+    scopes_text,
+    with_demands,
+)
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import same_equations
 from autopar.compiler.jaxprs.normalize import normalize
@@ -214,9 +221,10 @@ def _with_scopes(trace: Trace) -> Trace:
     dims = None if twin is None else equation_batch_dims(trace.jaxpr, jc.all_equations(twin))
     if dims is None:
         why = trace.no_other_batch_because if twin is None else "the step is another program on another batch"
+        scope = next(iter(all_scopes(trace.jaxpr)), default_strategy())
         raise Unsupported(
-            f"{trace.name} has {all_scopes(trace.jaxpr)[0]}, which must know which dimensions carry the examples: "
-            f"{why}. Say which arguments are the batch (batch_argnums), or leave the scopes out."
+            f"{trace.name} has {scope}, which must know which dimensions carry the examples: {why}. "
+            "Say which arguments are the batch (batch_argnums), or leave the scopes out."
         )
     return replace(trace, jaxpr=with_demands(trace.jaxpr, dims))
 

@@ -100,13 +100,18 @@ def check_scopes(trace: Trace, method: object, num_devices: int) -> None:
 
 
 def named_stages(trace: Trace, method: Auto, cluster: Cluster) -> tuple[Scope, ...]:
-    """Return the stages that a step names, if `Auto` is to plan them: two or more.
+    """Return the stages that a step names and `Auto` is to plan: two or more, or none.
 
     Raises `InvalidArgument` for numbers that the method or the devices contradict.
     """
     stages = () if method.ignore_user_shardings else stages_of(trace.jaxpr)
-    if len(stages) < 2:
+    if not stages:
         return ()
+    if len(stages) == 1:
+        raise InvalidArgument(
+            f"{trace.name} names one stage, {stages[0]}, and a pipeline has two or more. Name the other parts of the "
+            "model as well, or leave the scope out."
+        )
     names = ", ".join(str(stage.name) for stage in stages)
     for option, number in (("num_stages", method.num_stages), ("layers", method.layers)):
         if number not in (None, len(stages)):
