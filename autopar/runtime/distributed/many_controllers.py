@@ -82,7 +82,8 @@ class JaxSession(Numbering):
         self.host.connect(dict(enumerate(self._gather(report.address))))
         self.process_of = report.process_of
         self.described_by = described_by
-        self.cluster = described_cluster([report], described_by)
+        kinds = self._gather(report.device_kind)
+        self.cluster = described_cluster([kinds[process] for process in report.process_of], described_by)
 
     @property
     def num_processes(self) -> int:

@@ -216,7 +216,8 @@ class RaySession(Numbering):
         self.reports = self._join()
         self.process_of = self.reports[0].process_of
         self.described_by = described_by
-        self.cluster = described_cluster(self.reports, described_by)
+        kinds = [self.reports[process].device_kind for process in self.process_of]
+        self.cluster = described_cluster(kinds, described_by)
         self.replies.watch()
 
     def _join(self) -> list[HostReport]:
@@ -415,11 +416,11 @@ def check_versions(driver: Mapping[str, str], processes: Sequence[Mapping[str, s
             )
 
 
-def described_cluster(reports: Sequence[HostReport], described_by: Cluster | None) -> Cluster:
-    """Return the cluster of the processes, with the figures that the user gave. Raises `InvalidArgument`."""
-    count = len(reports[0].process_of)
+def described_cluster(kinds: Sequence[str], described_by: Cluster | None) -> Cluster:
+    """Return the cluster of devices of these kinds, with the figures that the user gave. Raises `InvalidArgument`."""
+    count = len(kinds)
     if described_by is None:
-        return Cluster.of_kinds([reports[process].device_kind for process in reports[0].process_of])
+        return Cluster.of_kinds(kinds)
     if described_by.num_devices != count:
         raise InvalidArgument(
             f"The cluster was said to have {described_by.num_devices} devices, there are {count}. Give a "

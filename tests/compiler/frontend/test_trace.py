@@ -87,7 +87,7 @@ def test_step_that_is_not_split_is_traced_once():
         calls.append(len(batch[0]))
         return mlp_step(params, batch)
 
-    parallel = autopar.parallelize(step)
+    parallel = autopar.parallelize(step, method=autopar.DataParallel())
     parallel.trace(mlp_params(), mlp_batch()).plan().lower()
     assert calls == [8]
     parallel.trace(mlp_params(), mlp_batch()).plan(autopar.DataParallel(num_microbatches=4)).lower()
