@@ -1,4 +1,4 @@
-"""Say things in plain text: what rich renders, the same on every terminal, and counts in words."""
+"""Plain text of what rich renders, the same on every terminal, and of counts in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say in words and numbers what differs between two plans: decisions, layouts by name, collectives, memory, time.
+"""What differs between two plans, in words and numbers: decisions, layouts by name, collectives, memory, time.
 
     PlanDescription, PlanDescription  ->  PlanDifference  ->  text, HTML, JSON
     Plan, Plan                        ->  the same, without what only a simulation knows

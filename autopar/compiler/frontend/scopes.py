@@ -1,4 +1,4 @@
-"""Let users say in the model how its parts are parallelized: `with autopar.split(name="head"): ...`.
+"""Scopes in the model, by which users say how its parts are parallelized: `with autopar.split(name="head"): ...`.
 
 A scope is a name around equations, which JAX itself carries through `grad`, `vmap`, `scan`, `jax.checkpoint` and `jit`;
 without autopar it does nothing. Whale's scopes (Jia et al. 2022, section 3.1), in JAX's habits:
@@ -39,7 +39,7 @@ _Kind = Literal["replicate", "split", "stage"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scope:
+class ModelScope:
     """A part of the model, as the user named it."""
 
     kind: _Kind
@@ -73,7 +73,7 @@ _entered = _Entered()
 class _EnteredScope:
     """A scope that a `with` statement enters: any number of times, also within itself, in any thread."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: ModelScope) -> None:
         self.scope = scope
 
     def __enter__(self) -> None:
@@ -140,7 +140,7 @@ def stage(name: str, devices: int | None = None) -> _EnteredScope:
     return _EnteredScope(_scope("stage", devices=devices, name=name))
 
 
-_default: Scope | None = None
+_default: ModelScope | None = None
 
 
 def set_default_strategy(strategy: Any) -> None:
@@ -156,32 +156,34 @@ def set_default_strategy(strategy: Any) -> None:
     _default = None if strategy is None else strategy.scope
 
 
-def default_strategy() -> Scope | None:
+def default_strategy() -> ModelScope | None:
     """Return the strategy of what stands in no scope."""
     return _default
 
 
-def _scope(kind: _Kind, *, devices: Any, name: Any, axis: str | None = None) -> Scope:
+def _scope(kind: _Kind, *, devices: Any, name: Any, axis: str | None = None) -> ModelScope:
     devices = plain_value(devices)
     if devices is not None and not (is_whole(devices) and devices >= 1):
         raise InvalidArgument(f"devices is {devices!r}. Give a number of devices, at least 1, or leave it out.")
     if name is not None and not (is_text(name) and _NAME.fullmatch(name)):
         raise InvalidArgument(f"name is {name!r}. Give a name of letters, digits, spaces, '.', '-' and '_'.")
-    return Scope(kind=kind, name=name, devices=devices, axis=axis)
+    return ModelScope(kind=kind, name=name, devices=devices, axis=axis)
 
 
-def scopes_of(eqn: jc.JaxprEqn) -> tuple[Scope, ...]:
+def scopes_of(eqn: jc.JaxprEqn) -> tuple[ModelScope, ...]:
     """Return the scopes around an equation, the outermost first."""
     return tuple(scope for name in jc.scope_names(eqn) if (scope := _parsed(name)) is not None)
 
 
 @lru_cache(maxsize=4096)
-def _parsed(name: str) -> Scope | None:
+def _parsed(name: str) -> ModelScope | None:
     found = _SCOPE.fullmatch(name)
     if found is None:
         return None
     kind, axis, devices, own = found.groups()
-    return Scope(kind=cast(_Kind, kind), name=own or None, devices=int(devices) if devices else None, axis=axis or None)
+    return ModelScope(
+        kind=cast(_Kind, kind), name=own or None, devices=int(devices) if devices else None, axis=axis or None
+    )
 
 
 def has_scopes(closed: jc.ClosedJaxpr) -> bool:
@@ -196,7 +198,7 @@ def scopes_text(closed: jc.ClosedJaxpr) -> str:
     return "".join(f"\n{number} {scopes} {demand}" for number, scopes, demand in each if scopes or demand)
 
 
-def stages_of(closed: jc.ClosedJaxpr) -> tuple[Scope, ...]:
+def stages_of(closed: jc.ClosedJaxpr) -> tuple[ModelScope, ...]:
     """Return the stages that a program names, in their order."""
     return tuple(scope for scope in all_scopes(closed) if scope.kind == "stage")
 
@@ -213,7 +215,7 @@ def check_stages(closed: jc.ClosedJaxpr) -> None:
             )
 
 
-def all_scopes(closed: jc.ClosedJaxpr) -> tuple[Scope, ...]:
+def all_scopes(closed: jc.ClosedJaxpr) -> tuple[ModelScope, ...]:
     """Return every scope of a program, in the order in which they are met."""
     return tuple(dict.fromkeys(scope for eqn in jc.all_equations(closed) for scope in scopes_of(eqn)))
 
@@ -279,7 +281,7 @@ def with_demands(closed: jc.ClosedJaxpr, examples: Mapping[int, BatchDims]) -> j
     cut into stages. `examples` has the dimensions that carry examples by `id` of the equation, at every depth.
     """
 
-    def noted(eqn: jc.JaxprEqn, around: tuple[Scope, ...]) -> jc.JaxprEqn:
+    def noted(eqn: jc.JaxprEqn, around: tuple[ModelScope, ...]) -> jc.JaxprEqn:
         scopes = (*around, *scopes_of(eqn))
 
         def body(inside: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
@@ -292,7 +294,7 @@ def with_demands(closed: jc.ClosedJaxpr, examples: Mapping[int, BatchDims]) -> j
     return jc.with_equations(closed, [noted(eqn, ()) for eqn in jc.open_jaxpr(closed)[0].eqns])
 
 
-def _demand(eqn: jc.JaxprEqn, scopes: Sequence[Scope], examples: BatchDims) -> Demand | None:
+def _demand(eqn: jc.JaxprEqn, scopes: Sequence[ModelScope], examples: BatchDims) -> Demand | None:
     if _default is not None and jc.ad_phase(eqn) is not None and all(scope.kind == "stage" for scope in scopes):
         scopes = (_default,)
     replicating, splitting = ([s for s in scopes if s.kind == kind] for kind in ("replicate", "split"))
@@ -315,11 +317,11 @@ def _demand(eqn: jc.JaxprEqn, scopes: Sequence[Scope], examples: BatchDims) -> D
     )
 
 
-def _degree(scopes: Sequence[Scope]) -> int | None:
+def _degree(scopes: Sequence[ModelScope]) -> int | None:
     """Return the devices of scopes in each other: their product, 0 if one leaves it open; None if there are none."""
     return math.prod(scope.devices or 0 for scope in scopes) if scopes else None
 
 
-def stage_of(eqn: jc.JaxprEqn) -> Scope | None:
+def stage_of(eqn: jc.JaxprEqn) -> ModelScope | None:
     """Return the stage that an equation stands in, the innermost."""
     return next((scope for scope in reversed(scopes_of(eqn)) if scope.kind == "stage"), None)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from autopar.compiler.frontend.scopes import Demand, Scope, all_scopes, demand_of, stages_of
+from autopar.compiler.frontend.scopes import Demand, ModelScope, all_scopes, demand_of, stages_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.submeshes import submesh_choices
 from autopar.compiler.jaxprs import compat as jc
@@ -67,7 +67,7 @@ def within_scopes(eqn: jc.JaxprEqn, every: tuple[Strategy, ...], mesh: LogicalMe
     return divided
 
 
-def scopes_kept(trace: Trace, method: object) -> tuple[Scope, ...]:
+def scopes_kept(trace: Trace, method: object) -> tuple[ModelScope, ...]:
     """Return the scopes of a step that a method keeps, in their order."""
     scopes = () if getattr(method, "ignore_user_shardings", False) else all_scopes(trace.jaxpr)
     match method:
@@ -99,7 +99,7 @@ def check_scopes(trace: Trace, method: object, num_devices: int) -> None:
             )
 
 
-def named_stages(trace: Trace, method: Auto, cluster: Cluster) -> tuple[Scope, ...]:
+def named_stages(trace: Trace, method: Auto, cluster: Cluster) -> tuple[ModelScope, ...]:
     """Return the stages that a step names and `Auto` is to plan: two or more, or none.
 
     Raises `InvalidArgument` for numbers that the method or the devices contradict.

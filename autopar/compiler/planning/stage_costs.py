@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
-from autopar.compiler.frontend.scopes import Scope
+from autopar.compiler.frontend.scopes import ModelScope
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, submesh_choices
@@ -55,7 +55,7 @@ class StageProblem:
     """The cuts between layers, if they are not to be those of the model."""
     allows: Callable[[int, int, int], bool] | None = None
     """Tells for layers [start, stop) of so many that they may be a stage; all may, if it is not given."""
-    named_stages: tuple[Scope, ...] = ()
+    named_stages: tuple[ModelScope, ...] = ()
     """The stages that the model names, if it names several: a layer each, on as many devices as it says."""
     known: dict[Hashable, tuple[Layers, LayerCosts]] = field(default_factory=dict[Hashable, tuple[Layers, LayerCosts]])
     """The layers so far and their costs, for the next search with another share."""

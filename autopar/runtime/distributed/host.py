@@ -28,7 +28,7 @@ import numpy as np
 from autopar.errors import InvalidArgument, PlanMismatch, StepFailed
 from autopar.ir.program import Free, Program, Run
 from autopar.runtime.distributed.host_inputs import Values
-from autopar.runtime.distributed.host_program import HostProgram, Unfinished
+from autopar.runtime.distributed.host_program import HostProgram, UnfinishedTask
 from autopar.runtime.distributed.messages import (
     HostReport,
     ShardRequest,
@@ -252,7 +252,7 @@ class Host:
         """Answer, to say that the process is alive; returns how many values it keeps."""
         return len(self._values)
 
-    def unfinished(self) -> Unfinished | None:
+    def unfinished(self) -> UnfinishedTask | None:
         """Return the first instruction of the last step that has not ended; None if all have."""
         return None if self._running is None else self._running.unfinished()
 

@@ -104,7 +104,7 @@ def sent_layout(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unfinished:
+class UnfinishedTask:
     """The first instruction of a process that has not ended; `place` is that in the order of the whole program.
 
     Of several processes the one with the first place waits for no other: that order never waits.
@@ -203,16 +203,16 @@ class HostProgram:
 
         return {instruction.executable: call}
 
-    def unfinished(self) -> Unfinished | None:
+    def unfinished(self) -> UnfinishedTask | None:
         """Return the first instruction of the last step that has not ended; None if all have. On any thread."""
         at = self._at
         if at < 0:
-            return Unfinished(place=-1, text="the arguments, which it brings in")
+            return UnfinishedTask(place=-1, text="the arguments, which it brings in")
         for place, (mesh, instruction, _) in enumerate(self.instructions):
             marker = self._markers[place]
             ended = place < at and (marker is None or marker.is_ready())
             if not ended and not isinstance(instruction, Free):
-                return Unfinished(place=self._places[place], text=self._waiting(place, mesh, instruction))
+                return UnfinishedTask(place=self._places[place], text=self._waiting(place, mesh, instruction))
         return None
 
     def _waiting(self, place: int, mesh: int, instruction: Instruction) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ray
 
 from autopar.runtime.distributed.host import Host
-from autopar.runtime.distributed.host_program import Unfinished
+from autopar.runtime.distributed.host_program import UnfinishedTask
 
 
 class HostActor(Host):
@@ -21,7 +21,7 @@ class HostActor(Host):
         return self.ping()
 
     @ray.method(concurrency_group="health")
-    def first_unfinished(self) -> Unfinished | None:
+    def first_unfinished(self) -> UnfinishedTask | None:
         """As `Host.unfinished`, while a step runs."""
         return self.unfinished()
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import AutoparError, CheckpointFailed, ClusterFailed, HostLost, StepFailed, StepTimeout
-from autopar.runtime.distributed.host_program import Unfinished
+from autopar.runtime.distributed.host_program import UnfinishedTask
 from autopar.runtime.distributed.ray_cluster import RayHosts
 from autopar.runtime.distributed.watchdog import ProcessWatch
 
@@ -152,7 +152,7 @@ class Replies:
         """Say which instruction has not ended, and what the other processes wait in; nothing if none can tell."""
         refs = {actor.first_unfinished.remote(): n for n, actor in enumerate(self.hosts.actors)}
         ready, _ = self._ray.wait(list(refs), num_returns=len(refs), timeout=_TELL_S)
-        found: dict[int, Unfinished] = {}
+        found: dict[int, UnfinishedTask] = {}
         for ref in ready:
             with suppress(Exception):  # it died
                 answer = self._ray.get(ref)
