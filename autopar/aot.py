@@ -45,6 +45,7 @@ from autopar.fixes import Fixes, find_fixes
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Run
+from autopar.jit_shardings import JitShardings, jit_shardings
 from autopar.methods import Auto, Method
 from autopar.plan_difference import PlanDifference, plan_difference
 from autopar.progress import say, search_progress
@@ -421,6 +422,15 @@ class Planned:
             examples=work.examples,
             tokens=work.tokens,
         )
+
+    def shardings(self, devices: Devices | None = None) -> JitShardings:
+        """Return the layouts of a plan on one mesh for a plain `jax.jit`, on `devices`, by default the step's own.
+
+        Raises `Unsupported` for stages on several meshes, static arguments or ones by name, and `InvalidArgument` for
+        too few devices.
+        """
+        here = devices if devices is not None or self.source.target.planned_for() else self.source.target.live_devices()
+        return jit_shardings(self.trace, self.source.call, self.plan, self._program, here)
 
     def diff(self, other: Planned) -> PlanDifference:
         """Return what differs in another plan, in words and numbers: decisions, layouts, collectives, memory, time."""

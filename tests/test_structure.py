@@ -37,6 +37,7 @@ PACKAGES = (
         "step_serialization",
         "verification",
         "finite_guard",
+        "jit_shardings",
         "aot",
         "api",
         "training",

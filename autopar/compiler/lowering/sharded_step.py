@@ -56,8 +56,8 @@ def logical_mesh(mesh: MeshPlan) -> LogicalMesh:
     return LogicalMesh(shape=mesh.shape, axis_names=mesh.axis_names)
 
 
-def sharded_step(trace: Trace, plan: Plan) -> ShardedStep:
-    """The program of a plan with a sharding."""
+def planned_block(trace: Trace, plan: Plan) -> tuple[jc.ClosedJaxpr, LocalBlock]:
+    """The step as a plan with a sharding has it, and that spelled out: what is computed again, the microbatches."""
     assert plan.sharding is not None
     mesh = logical_mesh(plan.meshes[0])
     closed = one_jaxpr(
@@ -68,7 +68,13 @@ def sharded_step(trace: Trace, plan: Plan) -> ShardedStep:
     )
     layouts = from_data(plan.sharding.layouts, mesh)
     _check_fits(closed, layouts, trace)
-    block = local_block(jc.open_jaxpr(closed)[0], layouts, mesh)
+    return closed, local_block(jc.open_jaxpr(closed)[0], layouts, mesh)
+
+
+def sharded_step(trace: Trace, plan: Plan) -> ShardedStep:
+    """The program of a plan with a sharding."""
+    closed, block = planned_block(trace, plan)
+    mesh = logical_mesh(plan.meshes[0])
     return ShardedStep(
         jaxpr=emit_spmd(closed, block, mesh),
         block=block,
