@@ -62,6 +62,15 @@ def refused(call: Any) -> str:
     return "not refused"
 
 
+def no_plan() -> str:
+    raise ZeroDivisionError("a link without bandwidth")
+
+
+def raise_in(host: Any, process: int) -> None:
+    if host.world.process == process:
+        raise KeyError("weights")
+
+
 def over_all_devices(array: Any, spec: PartitionSpec) -> jax.Array:
     mesh = jax.make_mesh((jax.device_count(),), ("all",))
     return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index: np.asarray(array)[index])
@@ -97,6 +106,9 @@ def found(process: int, folder: str) -> dict[str, Any]:
         return sgd(mlp_loss, 0.1 if process == 0 else 0.2)(params, batch)
 
     reports["other code"] = refused(lambda: autopar.parallelize(other)(mlp_params(), batch_of(0)))
+    current: Any = session.current_session()
+    reports["planning fails"] = refused(lambda: current.agree_on_plan("other", lambda: "the same", no_plan))
+    reports["call fails"] = refused(lambda: current.run_everywhere(raise_in, 1))
     reports["goes on"] = trained(step)
     autopar.shutdown()
     assert session.current_session() is None

@@ -6,7 +6,8 @@
 What is decided once is decided by process 0: a plan is made there and sent to the others, after all have been seen to
 trace the same step. What each makes for itself, programs above all, is compared by its digest; where it differs, all
 raise `PlanMismatch`, which shows the first difference. So all processes must make the same calls in the same order, as
-JAX itself asks of them; reading a value that does not lie in every process is such a call.
+JAX itself asks of them; reading a value that does not lie in every process is such a call. What one of them raises
+while it plans, loads, reads or saves, all raise.
 """
 
 from __future__ import annotations
@@ -32,7 +33,15 @@ from autopar.runtime.distributed.array import DistributedArray
 from autopar.runtime.distributed.host import Host
 from autopar.runtime.distributed.messages import ShardRequest, StepMessage, StepReport, installed_versions
 from autopar.runtime.distributed.pieces import Piece, Placed
-from autopar.runtime.distributed.session import Numbering, assemble, cover, described_cluster, jax_settings
+from autopar.runtime.distributed.replies import sentence
+from autopar.runtime.distributed.session import (
+    Numbering,
+    assemble,
+    calling,
+    cover,
+    described_cluster,
+    jax_settings,
+)
 from autopar.runtime.transfer.tiles import Box, DeviceLayout
 
 
@@ -131,15 +140,7 @@ class JaxSession(Numbering):
         """Return the plan that process 0 makes; raise in all processes what it raises."""
         self._check()
         self.agree(f"the step {step}", traced())
-        plan, error = None, None
-        if self.process == 0:
-            try:
-                plan = make()
-            except AutoparError as caught:
-                error = caught
-        plan, error = self.of_first((plan, error))
-        if error is not None:
-            raise error
+        [plan] = self._together(f"planning {step}", [0], make)
         return plan
 
     def load(self, program: Program, make_program: Callable[[], Program]) -> int:
@@ -148,7 +149,8 @@ class JaxSession(Numbering):
         self._unload_dropped()
         number = next(self._programs)
         self.agree(f"the program {program.name}", f"{program}\n{program.fingerprint()}")
-        self.host.keep(number, program)
+        everyone = range(self.num_processes)
+        self._together(f"loading {program.name}", everyone, lambda: self.host.keep(number, program))
         return number
 
     def unload(self, number: int) -> None:
@@ -175,8 +177,7 @@ class JaxSession(Numbering):
 
     def settle(self) -> list[Any]:
         """Wait for all processes; their reports of the last step."""
-        self.host.settle()
-        return self._gather(self._report)
+        return self._together("the last step", range(self.num_processes), lambda: self._report)
 
     def adopt(self, array: jax.Array) -> DistributedArray:
         """Return an array over several processes as a value of the session; no byte moves."""
@@ -205,20 +206,17 @@ class JaxSession(Numbering):
         self._check()
         processes = range(self.num_processes)
         away = [n for n, value in enumerate(values) if not all(self._whole_in(value, p) for p in processes)]
-        shards = [
-            self._shards(
-                value,
-                cover(value.placed, self.process_of).get(self.process, [])
-                if number in away
-                else self._whole_in(value, self.process) or [],
-            )
-            for number, value in enumerate(values)
-        ]
-        if away:
-            self.host.settle()
-            gathered = self._gather([shards[n] for n in away])
-            for place, n in enumerate(away):
-                shards[n] = [shard for each in gathered for shard in each[place]]
+        shards: list[list[tuple[Box, Any]]] = []
+
+        def read() -> list[list[tuple[Box, Any]]]:
+            for number, value in enumerate(values):
+                whole, part = self._whole_in(value, self.process), cover(value.placed, self.process_of)
+                shards.append(self._shards(value, part.get(self.process, []) if number in away else whole or []))
+            return [shards[n] for n in away]
+
+        parts = self._together("fetching values", processes, read) if away else [read()]
+        for place, n in enumerate(away):
+            shards[n] = [shard for part in parts for shard in part[place]]
         return [assemble(value, each) for value, each in zip(values, shards, strict=True)]
 
     def _whole_in(self, value: DistributedArray, process: int) -> list[tuple[ShardRequest, Box]] | None:
@@ -260,17 +258,26 @@ class JaxSession(Numbering):
 
     def _run(self, processes: Sequence[int], function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         self._check()
-        result, error = None, None
-        if self.process in processes:
-            try:
-                result = function(self.host, *arguments)
-            except AutoparError as caught:
-                error = caught
-        self.host.settle()
+        return self._together(calling(function), processes, lambda: function(self.host, *arguments))
+
+    def _together(self, doing: str, processes: Sequence[int], work: Callable[[], Any]) -> list[Any]:
+        """Return what `work` returned in some processes; all call this, and what one of them raises, all raise.
+
+        What is no `AutoparError` becomes a `StepFailed`, which names the process.
+        """
+        result, error, cause = None, None, None
+        try:
+            result = work() if self.process in processes else None
+            self.host.settle()
+        except AutoparError as caught:
+            error = caught
+        except Exception as caught:
+            cause = caught
+            error = StepFailed(f"{sentence(doing)} failed in process {self.process}: {type(caught).__name__}: {caught}")
         outcomes = self._gather((result, error))
-        for _, raised in outcomes:
-            if raised is not None:
-                raise raised
+        first = next((raised for _, raised in outcomes if raised is not None), None)
+        if first is not None:
+            raise first from cause
         return [outcomes[process][0] for process in processes]
 
     def save_failed(self, process: int, error: str, lost: bool) -> Exception:

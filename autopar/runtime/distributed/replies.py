@@ -93,7 +93,7 @@ class Replies:
             if waiting and deadline is not None and time.monotonic() > deadline:
                 raise self.fail(
                     StepTimeout(
-                        f"{_sentence(doing)} took longer than {timeout_s:g} s; no answer came from "
+                        f"{sentence(doing)} took longer than {timeout_s:g} s; no answer came from "
                         f"{', '.join(self.describe(refs[ref]) for ref in waiting)}.{self.waits()} The processes were "
                         "ended. Look for a step that waits for ever (a callback, a lock), or give a longer "
                         f"{option} to autopar.init."
@@ -135,7 +135,7 @@ class Replies:
             if isinstance(cause, ClusterFailed):
                 raise self.fail(cause) from None
             raise self.fail(
-                StepFailed(f"{_sentence(doing)} failed in a process of the cluster: {type(cause).__name__}: {cause}")
+                StepFailed(f"{sentence(doing)} failed in a process of the cluster: {type(cause).__name__}: {cause}")
             ) from error
         except self._ray.exceptions.RayActorError as error:
             raise self.fail(self.lost(self._number_of(error), doing, str(error))) from None
@@ -206,5 +206,6 @@ class Replies:
         )
 
 
-def _sentence(doing: str) -> str:
+def sentence(doing: str) -> str:
+    """Return the same words as the beginning of a sentence."""
     return doing[0].upper() + doing[1:]

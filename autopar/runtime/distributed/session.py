@@ -395,13 +395,13 @@ class RaySession(Numbering):
         self.replies.check()
         calls = enumerate(zip(self.hosts.actors, arguments, strict=True))
         refs = {actor.run.remote(function, *own): process for process, (actor, own) in calls}
-        return self.replies.get(refs, timeout_s, _calling(function))
+        return self.replies.get(refs, timeout_s, calling(function))
 
     def run_on(self, processes: Sequence[int], function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The same in some processes."""
         self.replies.check()
         refs = {self.hosts.actors[process].run.remote(function, *arguments): process for process in processes}
-        return self.replies.get(refs, None, _calling(function))
+        return self.replies.get(refs, None, calling(function))
 
 
 def check_versions(driver: Mapping[str, str], processes: Sequence[Mapping[str, str]]) -> None:
@@ -452,7 +452,8 @@ def assemble(value: DistributedArray, shards: Sequence[tuple[Box, np.ndarray[Any
     return whole
 
 
-def _calling(function: Callable[..., Any]) -> str:
+def calling(function: Callable[..., Any]) -> str:
+    """Return what a process does that calls a function, for errors."""
     return f"calling {getattr(function, '__name__', type(function).__name__)}"
 
 

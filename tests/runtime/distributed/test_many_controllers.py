@@ -72,6 +72,20 @@ def test_differences_between_processes_are_refused_in_all_of_them(reports, what,
     assert all(report[what].startswith(message) for report in reports), [report[what] for report in reports]
 
 
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            "planning fails",
+            "StepFailed: Planning other failed in process 0: ZeroDivisionError: a link without bandwidth",
+        ),
+        ("call fails", "StepFailed: Calling raise_in failed in process 1: KeyError: 'weights'"),
+    ],
+)
+def test_what_one_process_raises_all_raise(reports, what, message):
+    assert [report[what] for report in reports] == [message] * PROCESSES
+
+
 def test_difference_is_shown(reports):
     assert "0.2" in reports[0]["other code"] and "in place of" in reports[1]["other code"]
 
