@@ -2,10 +2,9 @@
 
     jaxpr, MeshCosts  ->  IntraOpPlan
 
-`choice_graph` builds the problem and states the integer program. Within a memory budget, the bytes of an assignment are
-modelled by `memory_rows`, whose rows bound it while the solver searches, and estimated from the program that it means;
-the rows are tightened by what the estimate says more than they do. The model is not exact: `headroom`, which the
-compiled step may need beyond the modelled peak, is kept free.
+`choice_graph` builds the problem and states the integer program. Within a memory budget, the program that an assignment
+means is listed, and the rows of its worst moments (`memory_rows`) bound the others while the solver searches. The model
+is not exact: `headroom`, which the compiled step may need beyond the modelled peak, is kept free.
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ GAP_WITHIN_MEMORY = 0.01
 """Gap up to which plans within a budget are proven: the rows of one assignment are no better than this for others."""
 ROW_ERROR = 0.02
 """Share of the budget by which the rows of an assignment may be wrong about others."""
-MODEL_ERROR = 0.1
-"""Share of the budget by which the model may differ from the estimate; beyond, the estimate is not looked at."""
 NUM_NAMED = 4
 """Arrays that an error names, the largest first."""
 
@@ -206,15 +203,12 @@ class MemorySearch:
 
     def measure(self, assignment: Assignment) -> Measured:
         """Return by how many bytes an assignment exceeds the budget, and the rows of the moments when it does."""
-        limit = self.limit_bytes
         memory = modelled_memory(self.choices, self.table, assignment, self.donated)
-        if memory.peak_bytes > (1 + MODEL_ERROR) * limit:
-            return Measured(excess=memory.peak_bytes - limit, rows=memory.rows_above(limit))
-        peak_bytes = self.estimate(assignment).peak_bytes
-        if peak_bytes <= limit:
-            return Measured(excess=peak_bytes - limit, rows=())
-        tighter = limit - max(0.0, peak_bytes - memory.peak_bytes)
-        return Measured(excess=peak_bytes - limit, rows=memory.rows_above(min(tighter, memory.peak_bytes * (1 - 1e-6))))
+        excess = memory.peak_bytes - self.limit_bytes
+        if excess <= 0:
+            return Measured(excess=excess, rows=())
+        # By more than rounding, so that the rows exclude the assignment.
+        return Measured(excess=excess, rows=memory.rows_above(min(self.limit_bytes, (1 - 1e-6) * memory.peak_bytes)))
 
 
 def solve_within_memory(search: MemorySearch, *, time_limit_s: float) -> Optimum:

@@ -14,27 +14,17 @@ import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.memory.liveness import Key, Lifetimes, Op, lifetimes
 from autopar.compiler.memory.ordering import order_ops
-
-
-class Label(NamedTuple):
-    """Where an op comes from, for the reader."""
-
-    text: str
-    phase: str | None
-    """"forward", "backward" or "collective"; None outside of any differentiation."""
-    layer: str
-    """The scope of the layer that it belongs to; empty if there is none."""
+from autopar.compiler.spmd.local_program import Action
 
 
 @dataclass(frozen=True, kw_only=True)
 class Border:
-    """How a program's inputs and outputs (by number) share memory with what is around it."""
+    """The inputs and outputs of a program (by number) that share memory with what is around it."""
 
     taken: Mapping[int, int] = field(default_factory=dict[int, int])
     """By output, the input whose place it takes."""
@@ -46,7 +36,7 @@ class Border:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryProgram:
-    """The ops of a program with the bytes of their arrays; what has no key is too small to count."""
+    """The ops of a program with the bytes of their arrays; a value without a key is too small to count."""
 
     ops: Sequence[Op]
     inputs: Sequence[Key | None]
@@ -55,21 +45,21 @@ class MemoryProgram:
     inner: Mapping[int, tuple[MemoryProgram, ...]]
     """By op: the programs that it runs."""
     border: Border
-    labels: Sequence[Label] = ()
-    """By op."""
+    actions: Sequence[Action]
+    """By op, what it was listed from."""
     deferred: int | None = None
     """The first op that waits until everything else is done, once the program is ordered."""
 
     def order_ops(self) -> MemoryProgram:
-        """The program in the order of its compiler."""
+        """Return the program in the order of its compiler."""
         found = order_ops(self.ops, [*self._replaced()])
         places = {number: place for place, number in enumerate(found.order)}
         inner = {places[number]: programs for number, programs in self.inner.items()}
-        labels = [self.labels[number] for number in found.order] if self.labels else ()
-        return replace(self, ops=found.ops, inner=inner, labels=labels, deferred=found.deferred)
+        actions = [self.actions[number] for number in found.order]
+        return replace(self, ops=found.ops, inner=inner, actions=actions, deferred=found.deferred)
 
     def _replaced(self) -> Iterator[tuple[Key, Key]]:
-        """Results that take the places of inputs, with these."""
+        """Yield the results that take the places of inputs, with these."""
         for number, source in self.border.taken.items():
             output, old = self.outputs[number], self.inputs[source]
             if output is not None and old is not None:
@@ -126,7 +116,7 @@ class MemoryProgram:
         )
 
     def workspace(self, time: int) -> float:
-        """Bytes that an op needs only while it runs."""
+        """Return the bytes that an op needs only while it runs."""
         return self.ops[time].workspace if time < len(self.ops) else 0.0
 
 
@@ -142,7 +132,7 @@ class Moment:
 
 
 def worst_moments(program: MemoryProgram, count: int) -> list[Moment]:
-    """The moments of most memory, the worst first, not close to each other."""
+    """Return the moments of most memory, the worst first, not close to each other."""
     levels = program.levels
     apart = len(levels) // 8
     found: list[int] = []
@@ -155,13 +145,13 @@ def worst_moments(program: MemoryProgram, count: int) -> list[Moment]:
 
 
 def alive(moment: Moment) -> list[Key]:
-    """The arrays in memory at a moment, inputs and what is inside aside."""
+    """Return the arrays in memory at a moment, without inputs and what is inside."""
     lives = moment.program.lives.whole
     return [key for key, life in lives.items() if life.allocated and life.start <= moment.time < life.stop]
 
 
 def border_of_body(eqn: jc.JaxprEqn, number: int, num_inputs: int, num_outputs: int) -> Border:
-    """The border of the body with this number of an equation with bodies."""
+    """Return the border of the body with this number of an equation with bodies."""
     match eqn.primitive.name:
         case "scan":
             loop = jp.scan_of(eqn)
@@ -178,19 +168,19 @@ def border_of_body(eqn: jc.JaxprEqn, number: int, num_inputs: int, num_outputs: 
 
 
 def joins_late(eqn: jc.JaxprEqn) -> bool:
-    """Whether the results of an equation with bodies are only there when it is done."""
+    """Return true if the results of an equation with bodies are only there when it is done."""
     return eqn.primitive.name not in ("scan", "while")
 
 
 def stacked_from(eqn: jc.JaxprEqn) -> int:
-    """The first of the results that an equation with bodies writes piece by piece."""
+    """Return the number of the first result that an equation with bodies writes piece by piece."""
     return jp.scan_of(eqn).num_carry if eqn.primitive.name == "scan" else len(eqn.outvars)
 
 
 def taken_places(
     inputs: Sequence[Hashable], outputs: Sequence[Hashable | None], donated: Collection[int]
 ) -> dict[int, int]:
-    """By output, the donated input that it takes: as JAX does it, the first of the same type (shape, dtype, layout)."""
+    """Return, by output, the donated input that it takes: as in JAX, the first of its type (shape, dtype, layout)."""
     left: dict[Hashable, list[int]] = {}
     for number in sorted(donated):
         left.setdefault(inputs[number], []).append(number)

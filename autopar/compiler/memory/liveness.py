@@ -1,9 +1,9 @@
-"""Find what a program keeps in memory, and from when until when, once XLA has fused what it can.
+"""Find the arrays that a program keeps in memory, and from when until when, once XLA has fused what it can.
 
     ops (what is read, what is made, in order)  ->  a lifetime for every array that reaches memory
 
 Products, collectives, loops, sorts stand apart: what they read and make is in memory. Elementwise equations are fused
-into their readers, which then read what these are computed from, later. A fused array is in memory only if a op
+into their readers, which then read what these are computed from, later. A fused array is in memory only if an op
 apart reads it, if it is a result, or if it would be computed twice and is expensive (an exponential, say).
 
 A `constant` is one number all over: whoever reads it fills it in.
@@ -11,7 +11,7 @@ A `constant` is one number all over: whoever reads it fills it in.
 A `form` is what a reader may want in another layout, though it does not now: an array with a lifetime of its own
 within that of the array that it is a form of.
 
-Time is the number of a op; a lifetime [start, stop) contains the ops that make and read the array. A fused op
+Time is the number of an op; a lifetime [start, stop) contains the ops that make and read the array. A fused op
 may write over an operand of the same size that nobody reads any more: their lifetimes then only touch.
 """
 
@@ -53,26 +53,26 @@ class Op(NamedTuple):
 
     @property
     def writes_over(self) -> bool:
-        """Whether a result may take the place of an operand."""
+        """True if a result may take the place of an operand."""
         return self.over or self.kind == "fused"
 
 
 @dataclass(kw_only=True)
 class Lifetime:
-    """When an array is in memory: [start, stop)."""
+    """The time [start, stop) during which an array is in memory."""
 
     start: int
     stop: int
 
     @property
     def allocated(self) -> bool:
-        """Whether the program makes the array; inputs are there before it starts."""
+        """True if the program makes the array; inputs are there before it starts."""
         return self.start >= 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lifetimes:
-    """When arrays are in memory, and when each of their forms is wanted."""
+    """The lifetimes of arrays in memory, and of the forms in which they are read."""
 
     whole: dict[Key, Lifetime]
     """Of arrays, all forms taken together."""
@@ -84,7 +84,7 @@ class Lifetimes:
     """By view, what it is a view of: an array, or a form of one."""
 
     def moved(self, by: int) -> Lifetimes:
-        """The same with all times moved."""
+        """Move all times by so many ops."""
         for life in (*self.whole.values(), *self.parts.values()):
             if life.allocated:
                 life.start, life.stop = life.start + by, life.stop + by
@@ -94,13 +94,13 @@ class Lifetimes:
 
 
 def writes_over(eqn: jc.JaxprEqn) -> bool:
-    """Whether an equation apart changes its operand in place."""
+    """Return true if an equation apart changes its operand in place."""
     name = eqn.primitive.name
     return name in ("dynamic_update_slice", "scan", "while") or name.startswith("scatter")
 
 
 def workspace_bytes(eqn: jc.JaxprEqn, product_workspace: float) -> float:
-    """Bytes that the kernel of an equation needs while it runs, besides operands and results.
+    """Return the bytes that the kernel of an equation needs while it runs, besides operands and results.
 
     `product_workspace` is what the machine's kernels of matrix products need.
     """
@@ -110,7 +110,7 @@ def workspace_bytes(eqn: jc.JaxprEqn, product_workspace: float) -> float:
 def lifetimes(
     ops: Sequence[Op], inputs: Iterable[Key], outputs: Iterable[Key], extent: Mapping[Key, float]
 ) -> Lifetimes:
-    """The lifetimes of inputs (from -1) and of all else that reaches memory; `extent` is equal for equal sizes."""
+    """Return the lifetimes of all that reaches memory, of inputs from -1; `extent` is equal for equal sizes."""
     program = _Program(ops=ops, extent=extent, outputs=tuple(outputs))
     return program.run(tuple(inputs))
 
@@ -124,7 +124,7 @@ class _Program:
     places: dict[Key, Key] = field(default_factory=dict[Key, Key])
     readers: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
     behind: dict[Key, tuple[Key, ...]] = field(default_factory=dict[Key, tuple[Key, ...]])
-    """What a fused reader of an array reads in its place."""
+    """By fused array, the arrays that its fused readers read in its place."""
     constants: set[Key] = field(default_factory=set[Key])
     found: dict[Key, Lifetime] = field(default_factory=dict[Key, Lifetime])
     parts: dict[Key, Lifetime] = field(default_factory=dict[Key, Lifetime])
@@ -191,7 +191,7 @@ class _Program:
             self._read(key, start)
 
     def _is_constant(self, op: Op) -> bool:
-        """Whether an op gives a constant in another layout or shape."""
+        """Return true if an op gives a constant in another layout or shape."""
         return op.kind == "fused" and bool(op.reads) and all(self._root(k) in self.constants for k in op.reads)
 
     def _add_form(self, time: int, op: Op) -> None:
@@ -201,14 +201,14 @@ class _Program:
             self.parts[result] = Lifetime(start=time, stop=time)
 
     def _sources(self, op: Op) -> tuple[Key, ...]:
-        """What an op reads from memory."""
+        """Return the places that an op reads from memory."""
         places = dict.fromkeys(map(self._place, op.reads))
         if op.kind != "apart":
             places = dict.fromkeys(s for place in places for s in self.behind.get(self._root(place), (place,)))
         return tuple(place for place in places if self._root(place) in self.found)
 
     def _settle(self, key: Key, op: Op, sources: tuple[Key, ...]) -> bool:
-        """Whether a result reaches memory; notes what is behind it if fused readers do not need that."""
+        """Return true if a result reaches memory; note what its fused readers read instead if they do not need it."""
         if op.kind != "fused":
             return True
         readers = self.readers.get(key, ())

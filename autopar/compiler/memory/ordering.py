@@ -27,7 +27,7 @@ class OpOrder:
 
 
 def order_ops(ops: Sequence[Op], replaced: Sequence[tuple[Key, Key]] = ()) -> OpOrder:
-    """The ops as the compiler orders them; `replaced` are results with the inputs that they take."""
+    """Return the ops as the compiler orders them; `replaced` are results with the inputs that they take."""
     before = _predecessors(ops)
     tail = _tail(ops, before)
     deferred = _deferred(ops, before, tail)
@@ -64,7 +64,7 @@ def _predecessors(ops: Sequence[Op]) -> list[set[int]]:
 
 
 def _held(ops: Sequence[Op], tail: Sequence[bool], replaced: Sequence[tuple[Key, Key]]) -> dict[int, float]:
-    """By op that writes over an input: the last number of what reads the input, the update aside."""
+    """Return, by op that writes over an input, the number of the last op that reads the input, the update aside."""
     origins = {op.results[0]: op.reads[0] for op in ops if op.kind in ("view", "form")}
 
     def root(key: Key) -> Key:
@@ -89,7 +89,7 @@ def _times(
     held: Mapping[int, float],
     deferred: Collection[int],
 ) -> list[float]:
-    """When each op would be done: by its number, or when the last of what it needs is done, or of what it awaits."""
+    """Return the time of each op: its number, or the time of the last op that it needs or waits for."""
     times: list[float] = []
     late: set[int] = set()
     end = max((n for n, op in enumerate(ops) if _is_heavy(op) and n not in deferred), default=0)
@@ -111,7 +111,7 @@ def _times(
 
 
 def _as_late(ops: Sequence[Op], before: Sequence[set[int]], times: list[float]) -> list[float]:
-    """What needs arguments only and is not wanted early waits for the first that reads it."""
+    """Let ops that need arguments only wait for the first op that reads them."""
     first: dict[int, float] = {}
     for number in range(len(ops) - 1, -1, -1):
         if times[number] < 0:
@@ -122,7 +122,7 @@ def _as_late(ops: Sequence[Op], before: Sequence[set[int]], times: list[float]) 
 
 
 def _tail(ops: Sequence[Op], before: Sequence[set[int]]) -> list[bool]:
-    """Which ops lead to results only, with no product or loop in between."""
+    """Return, by op, true if it leads to results only, with no product or loop in between."""
     tail = [True] * len(ops)
     for number in range(len(ops) - 1, -1, -1):
         if not tail[number] or _is_heavy(ops[number]):
@@ -137,7 +137,7 @@ def _is_heavy(op: Op) -> bool:
 
 
 def _deferred(ops: Sequence[Op], before: Sequence[set[int]], tail: Sequence[bool]) -> frozenset[int]:
-    """Products that lead to results only, where some results take collectives: they run while those do."""
+    """Return the products that lead to results only, where results take collectives: they run while those do."""
     if not any(tail[number] and op.collective for number, op in enumerate(ops)):
         return frozenset()
     leads = [False] * len(ops)

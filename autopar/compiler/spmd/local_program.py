@@ -42,11 +42,12 @@ class ShardedConstant:
 
 
 class Value(NamedTuple):
-    """A variable of the jaxpr in some layout, for the readers of one phase if it was resharded for them."""
+    """A variable of the jaxpr in some layout."""
 
     variable: Any
     layout: Layout
     form: str = ""
+    """Empty as it is made; "stored", a phase, or that phase's readers, if it was resharded for these."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,13 +111,24 @@ def local_block(
     *,
     phase: str | None = None,
     combined: CombinedValues | None = None,
+    every_form: bool = False,
 ) -> LocalBlock:
     """Spell out a plan. `phase` is that of all equations, "body" in a body, where the scopes are not to tell.
 
-    `combined` are its values whose collectives are combined, by default those of a whole step.
+    `combined` are its values whose collectives are combined, by default those of a whole step. With `every_form` also
+    what this plan need not reshard stands there, as a resharding without steps: each planned form, and each layout that
+    a reader wants. Another plan of the same problem may have to make a copy there.
     """
     combined = combined_values(jaxpr, phase) if combined is None else combined
-    writer = _Writer(jaxpr=jaxpr, plan=plan, mesh=mesh, phase=phase, numbers=value_numbers(jaxpr), combined=combined)
+    writer = _Writer(
+        jaxpr=jaxpr,
+        plan=plan,
+        mesh=mesh,
+        phase=phase,
+        numbers=value_numbers(jaxpr),
+        combined=combined,
+        every_form=every_form,
+    )
     inputs = [
         writer.define(v, _or_replicated(layout, v)) for v, layout in zip(jaxpr.invars, plan.arguments, strict=True)
     ]
@@ -145,6 +157,7 @@ class _Writer:
     phase: str | None
     numbers: dict[jc.Var, int]
     combined: CombinedValues
+    every_form: bool
     produced: dict[Any, Value] = field(default_factory=dict[Any, Value])
     free: dict[Any, jc.JaxprEqn] = field(default_factory=dict[Any, jc.JaxprEqn])
     """By value the equation that every device may evaluate for itself."""
@@ -167,7 +180,14 @@ class _Writer:
         )
         if plan.bodies:
             bodies = [
-                local_block(body, each, self.mesh, phase="body", combined=combined_in_body(body, eqn, self.combined))
+                local_block(
+                    body,
+                    each,
+                    self.mesh,
+                    phase="body",
+                    combined=combined_in_body(body, eqn, self.combined),
+                    every_form=self.every_form,
+                )
                 for body, each in zip(_bodies(eqn), plan.bodies, strict=True)
             ]
             self.actions.append(RunBody(eqn=eqn, operands=operands, results=results, bodies=tuple(bodies)))
@@ -181,20 +201,24 @@ class _Writer:
             return atom if not layout.partial else self._reshard(atom, Value(ShardedConstant(atom), layout), None)
         value = self.produced[atom]
         number = self.numbers.get(atom)
+        every_form = self.every_form and atom not in self.free
         for form in ("stored", phase):
-            if value.layout == layout:
-                return value
+            if value.layout == layout and not (every_form and form == "stored"):
+                continue
             planned = None if number is None else self.plan.forms.get((number, form))
             if planned is not None:
                 value = self._form(value, Value(atom, planned, form), latest)
+        if every_form:
+            return self._form(value, Value(atom, layout, f"{phase} reader"), latest)
         return value if value.layout == layout else self._form(value, Value(atom, layout, phase), latest)
 
     def _form(self, origin: Value, wanted: Value, latest: Value | None) -> Value:
-        if wanted.layout == self.produced[wanted.variable].layout:
+        agrees = wanted.layout == origin.layout
+        if wanted.layout == self.produced[wanted.variable].layout and not (self.every_form and agrees):
             return self.produced[wanted.variable]
         if wanted not in self.forms:
             self.forms[wanted] = wanted
-            if self._evaluate_part(wanted):
+            if not agrees and self._evaluate_part(wanted):
                 return wanted
             again = (origin, wanted.layout) in self.gathered
             self.gathered.add((origin, wanted.layout))

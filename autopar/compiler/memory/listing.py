@@ -1,0 +1,177 @@
+"""List the ops of what every device does, in the order of the compiler, with the arrays that they read and make.
+
+    LocalBlock  ->  MemoryProgram over the values of its blocks
+
+Both the estimate of a program and the rows that bound a search are read off this. Remat regions stand in line with what
+is around them: only their operands are held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from autopar.compiler.jaxprs.equation_keys import literal_key
+from autopar.compiler.jaxprs.flops import aval_bytes
+from autopar.compiler.jaxprs.fusion import is_expensive, kind_of
+from autopar.compiler.jaxprs.primitives import REMAT
+from autopar.compiler.memory.allocation import (
+    Border,
+    MemoryProgram,
+    border_of_body,
+    joins_late,
+    stacked_from,
+    taken_places,
+)
+from autopar.compiler.memory.liveness import Op, workspace_bytes, writes_over
+from autopar.compiler.resharding.steps import collective_of
+from autopar.compiler.sharding.layout import LogicalMesh, num_shards
+from autopar.compiler.sharding.replicated_values import below_split_size
+from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value
+
+
+class BlockValue(NamedTuple):
+    """A value and the block that makes or is given it: a body that stands twice has values of its own each time."""
+
+    block: LocalBlock
+    value: Value
+
+
+def listed_step(
+    block: LocalBlock, mesh: LogicalMesh, donated: Collection[int], product_workspace: float
+) -> MemoryProgram:
+    """Return the memory program of a whole step; `donated` are the numbers of the inputs that it may overwrite.
+
+    `product_workspace` are the bytes that a matrix product needs on the machine while it runs.
+    """
+    taken = taken_places([*map(_type, block.inputs)], [*map(_type, block.outputs)], donated)
+    return _listed(block, mesh, Border(taken=taken), product_workspace)
+
+
+def value_bytes(value: Value, mesh: LogicalMesh) -> float:
+    """Return the bytes of a value on one device."""
+    aval: Any = value.variable.aval
+    return aval_bytes(aval) / num_shards(aval.shape, value.layout, mesh)
+
+
+def _type(value: Any) -> Hashable:
+    if not isinstance(value, Value):
+        return None
+    return value.variable.aval.shape, value.variable.aval.dtype, value.layout
+
+
+def _listed(block: LocalBlock, mesh: LogicalMesh, border: Border, product_workspace: float) -> MemoryProgram:
+    lister = _Lister(block=block, mesh=mesh, product_workspace=product_workspace)
+    for value in block.inputs:
+        lister.note(value)
+    lister.run()
+    return MemoryProgram(
+        ops=lister.ops,
+        inputs=[lister.key(v) for v in block.inputs],
+        outputs=[lister.key(v) for v in block.outputs],
+        nbytes=lister.nbytes,
+        inner=lister.inner,
+        border=border,
+        actions=lister.actions,
+    ).order_ops()
+
+
+@dataclass(kw_only=True, eq=False)
+class _Lister:
+    block: LocalBlock
+    mesh: LogicalMesh
+    product_workspace: float
+    ops: list[Op] = field(default_factory=list[Op])
+    actions: list[Action] = field(default_factory=list[Action])
+    """By op."""
+    inner: dict[int, tuple[MemoryProgram, ...]] = field(default_factory=dict[int, tuple[MemoryProgram, ...]])
+    nbytes: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
+    names: dict[Value, Any] = field(default_factory=dict[Value, Any])
+    """By operand of a region in line, or result of one, the value that it is outside or inside."""
+
+    def run(self) -> None:
+        """List the ops of the block."""
+        for action in self.block.actions:
+            if isinstance(action, RunBody) and action.eqn.primitive.name in REMAT:
+                self._run_in_line(action)
+            else:
+                self._add(action)
+
+    def name(self, value: Any) -> Any:
+        """Return a value as this program calls it; it may be a constant."""
+        if not isinstance(value, Value):
+            return ("constant", literal_key(value))
+        return self.names.get(value, BlockValue(self.block, value))
+
+    def key(self, value: Any) -> BlockValue | None:
+        """Return the same, None if it is too small to count."""
+        named = self.name(value)
+        return named if isinstance(named, BlockValue) and not below_split_size(named.value.variable.aval) else None
+
+    def note(self, value: Value) -> None:
+        """Note the size of a value."""
+        self.nbytes[self.name(value)] = value_bytes(value, self.mesh)
+
+    def _run_in_line(self, action: RunBody) -> None:
+        (body,) = action.bodies
+        region = _Lister(
+            block=body,
+            mesh=self.mesh,
+            product_workspace=self.product_workspace,
+            ops=self.ops,
+            actions=self.actions,
+            inner=self.inner,
+            nbytes=self.nbytes,
+            names={inside: self.name(value) for inside, value in zip(body.inputs, action.operands, strict=True)},
+        )
+        region.run()
+        self.names.update(
+            (value, region.name(inside)) for value, inside in zip(action.results, body.outputs, strict=True)
+        )
+
+    def _add(self, action: Action) -> None:
+        if isinstance(action, RunBody):
+            self.inner[len(self.ops)] = tuple(
+                _listed(
+                    body,
+                    self.mesh,
+                    border_of_body(action.eqn, number, len(body.inputs), len(body.outputs)),
+                    self.product_workspace,
+                )
+                for number, body in enumerate(action.bodies)
+            )
+        for value in (action.result,) if isinstance(action, Reshard) else action.results:
+            self.note(value)
+        self.ops.append(self._op(action))
+        self.actions.append(action)
+
+    def _op(self, action: Action) -> Op:
+        match action:
+            case Reshard(operand=operand, result=result, steps=steps):
+                reads, results, kind = self._keys(operand), self._keys(result), collective_of(steps)
+                if reads and action.source == result.layout:
+                    return Op("form", reads, results)
+                return Op("apart" if kind else "fused", reads, results, collective=kind)
+            case Evaluate(eqn=eqn):
+                reads, results, kind = self._keys(*action.operands), self._keys(*action.results), kind_of(eqn)
+                return Op(
+                    "fused" if kind == "view" and not (reads and results) else kind,
+                    reads,
+                    results,
+                    expensive=is_expensive(eqn),
+                    over=writes_over(eqn),
+                    workspace=workspace_bytes(eqn, self.product_workspace),
+                )
+            case RunBody(eqn=eqn):
+                return Op(
+                    "apart",
+                    self._keys(*action.operands),
+                    self._keys(*action.results),
+                    over=writes_over(eqn),
+                    late=joins_late(eqn),
+                    stacks=self._keys(*action.results[stacked_from(eqn) :]),
+                )
+
+    def _keys(self, *values: Any) -> tuple[BlockValue, ...]:
+        return tuple(key for value in values if (key := self.key(value)) is not None)
