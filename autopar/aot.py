@@ -293,6 +293,11 @@ class Lowered:
     def _on_cluster(self, session: Any) -> Compiled:
         from autopar.runtime.distributed.driver import ClusterProgram, kinds_of_distributed_values
 
+        if self.plan.host_state:
+            raise Unsupported(
+                f"The plan of {self.trace.name} keeps {self.plan.host_state[0][0]} on the host, and on clusters values "
+                "live on devices. Plan without offload there, or run in one process."
+            )
         make_program: Callable[[], Program] = (
             serialize_step(self.source.arguments, self.source.call, self.plan)
             if session.has_driver

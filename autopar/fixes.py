@@ -166,6 +166,8 @@ def _changed(method: Method, now: PlanDescription | None, rows: int | None) -> I
         changes += [("schedule", name) for name in alike if name != now.plan.schedule]
     if given.get("remat", True) is not True:
         changes.append(("remat", True))
+    if given.get("offload") == "off":
+        changes.append(("offload", "optimizer"))
     changes += [("zero", stage) for stage in range(given.get("zero", 3) + 1, 4)]
     for name, value in changes:
         with suppress(InvalidArgument):  # such as a ZeRO stage without replicas

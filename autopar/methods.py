@@ -54,6 +54,9 @@ EFFORTS = {"fast": 4, "normal": 32, "thorough": math.inf}
 ZERO_STAGES = (0, 1, 2, 3)
 """The stages of ZeRO: how much of the state replicas divide; 0: nothing."""
 
+OFFLOADS = ("off", "optimizer")
+"""What may live in pinned memory of the hosts between steps."""
+
 _USUAL_AXES = ("data", "model", "expert")
 
 
@@ -223,11 +226,14 @@ class Megatron:
         2   and the sums of gradients, into which those of each microbatch are reduce-scattered
         3   and the parameters, which are gathered for each forward and backward pass
 
+    `offload="optimizer"` keeps that same state in pinned memory of the hosts (Ren et al. 2021), and brings it to the
+    devices part by part for the update. With `zero=1` or more each host holds and moves only its devices' share.
+
     `random`, `batch_statistics` and `ignore_user_shardings` are those of `DataParallel`. After `time_limit_s` seconds
     for a stage the best layouts so far are taken.
 
     Narayanan et al.: Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, SC'21.
-    Shoeybi et al.: Megatron-LM, arXiv:1909.08053. Rajbhandari et al.: ZeRO, SC'20.
+    Shoeybi et al.: Megatron-LM, arXiv:1909.08053. Rajbhandari et al.: ZeRO, SC'20. Ren et al.: ZeRO-Offload, ATC'21.
 
     Raises `InvalidArgument` for a count below 1, an unknown word, virtual stages without "interleaved", or a ZeRO
     stage without replicas to divide the state among.
@@ -244,6 +250,7 @@ class Megatron:
     virtual_stages: int | None = None
     zero: int = 0
     remat: bool = False
+    offload: str = "off"
     random: str = "full_batch"
     batch_statistics: str = "exact"
     ignore_user_shardings: bool = False
@@ -500,6 +507,7 @@ _FIELD_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "memory": _check_memory,
     "remat": _check_remat,
     "zero": _check_zero,
+    "offload": lambda name, word: check_choice(name, word, OFFLOADS),
     "time_limit_s": _check_seconds,
     "stage": _check_stage,
     "mesh_shape": _check_axis_sizes,

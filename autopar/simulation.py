@@ -31,7 +31,7 @@ from autopar.ir.clocks import Hosts
 from autopar.ir.memory_part import Category, MemoryPart, joined_parts
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import TaskTimes
-from autopar.ir.program import Executable, Program, Run, Task
+from autopar.ir.program import Copy, Executable, Program, Run, Task
 from autopar.plain_text import WIDTH, as_text, microbatches_in_words
 from autopar.runtime.simulator import simulate
 from autopar.runtime.timeline import PeakMoment, Timeline
@@ -54,6 +54,8 @@ class MeshReport:
     machine: str
     memory_limit_bytes: float
     """The memory of one of its devices."""
+    host_bytes: int = 0
+    """The most that values take in pinned memory of the host, for each of its devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +116,11 @@ class SimulationReport:
         return _fullest(self.meshes).memory
 
     @property
+    def host_bytes(self) -> int:
+        """The most that values take in pinned memory of the host, for one device."""
+        return max(mesh.host_bytes for mesh in self.meshes)
+
+    @property
     def fits(self) -> bool:
         """True if every device has that much memory."""
         return all(mesh.peak_bytes <= mesh.memory_limit_bytes for mesh in self.meshes)
@@ -151,8 +158,8 @@ class SimulationReport:
     def to_data(self) -> dict[str, Any]:
         """Every figure as JSON values, without the timeline."""
         derived = (
-            "num_devices", "compute_s", "collective_s", "exposed_transfer_s", "bubble_fraction", "peak_bytes", "fits",
-            "examples_per_s", "tokens_per_s", "tflops_per_device", "mfu",
+            "num_devices", "compute_s", "collective_s", "exposed_transfer_s", "bubble_fraction", "peak_bytes",
+            "host_bytes", "fits", "examples_per_s", "tokens_per_s", "tflops_per_device", "mfu",
         )  # fmt: skip
         shown = {name: value for name, value in vars(self).items() if name not in ("timeline", "meshes")}
         meshes = [asdict(mesh) | {"memory": [part._asdict() for part in mesh.memory]} for mesh in self.meshes]
@@ -176,7 +183,8 @@ class SimulationReport:
         )
         verdict = "fits" if self.fits else "DOES NOT FIT"
         extra = "" if self.counts_temporaries else "; what tasks need while they run is not counted"
-        yield Text(f"memory: {verdict}, {_gb(self.peak_bytes)} of {_gb(self.memory_limit_bytes)} GB{extra}")
+        on_host = f"; {_gb(self.host_bytes)} GB of the host for each device" if self.host_bytes else ""
+        yield Text(f"memory: {verdict}, {_gb(self.peak_bytes)} of {_gb(self.memory_limit_bytes)} GB{on_host}{extra}")
         yield self._table()
         yield self.memory_table()
         if len(self.timeline.events) > 1:
@@ -234,6 +242,10 @@ class ClusterCosts:
         """One message of every device at once; as slow as between domains unless all devices are in one."""
         meshes = self.program.meshes
         return self.cluster.transfer_s(num_bytes, meshes[source].devices, meshes[destination].devices)
+
+    def copy_time_s(self, num_bytes: int, mesh: int) -> float:
+        """All devices of a mesh copy at once, each its own bytes."""
+        return self.cluster.machine_of(self.program.meshes[mesh].devices).host_copy_s(num_bytes)
 
 
 def check_devices(plan: Plan, cluster: Cluster) -> None:
@@ -330,6 +342,10 @@ class _Namer:
                 self.known |= dict.fromkeys(run.outputs, ("temporaries", "results of the update"))
         for item in program.inputs:
             self.known[item.value] = ("other inputs", "constants") if item.leaf is None else inputs[item.leaf]
+        for copy in (i for mesh in program.meshes for i in mesh.instructions if isinstance(i, Copy)):
+            for value, result in zip(copy.values, copy.results, strict=True):
+                if copy.to == "device":
+                    self.known[result] = self.known[value]
 
     def parts(self, moment: PeakMoment) -> tuple[MemoryPart, ...]:
         """Return what is in memory at a moment."""
@@ -355,14 +371,16 @@ def _mesh_reports(
             memory=namer.parts(moment),
             machine=machine.name,
             memory_limit_bytes=machine.memory_bytes,
+            host_bytes=on_host,
         )
-        for mesh, busy_s, collective_s, exposed_s, peak, moment, machine in zip(
+        for mesh, busy_s, collective_s, exposed_s, peak, moment, on_host, machine in zip(
             program.meshes,
             timeline.busy_s,
             timeline.collective_s,
             timeline.exposed_s,
             timeline.peak_bytes,
             timeline.at_peak,
+            timeline.host_bytes,
             machines,
             strict=True,
         )

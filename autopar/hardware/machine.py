@@ -5,6 +5,7 @@ Every time is a line in the work, so that least squares fit it (`autopar.calibra
     product        kernel_s + max((w + matmul_half_flops) / (peak · share), bytes / memory_bandwidth)      w FLOPs
     memory         kernel_s + bytes / memory_bandwidth
     transfer       α + (b + ramp) / bandwidth                                                       b bytes, one link
+    host copy      b / host_bandwidth                                                               b bytes of a device
 
 so the rates are peak · share · w / (w + half) and bandwidth · b / (b + ramp). `collectives.py` has the formulas of
 collectives. A link is a level of theirs whose step takes α, and whose start the ramp: (n-1)/n ramp / bandwidth of n
@@ -168,6 +169,8 @@ class Machine:
     """Share of the collectives of parameters and gradients that XLA runs behind compute, by its defaults."""
     dispatch_s: float = 1e-4
     """Seconds of a host to start one executable on its devices, or to send or take one value."""
+    host_bandwidth: float = 1.1e10
+    """Bytes/s between one device and pinned memory of its host, each way, all devices copying; as of PCIe 3.0 x16."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no machine has."""
@@ -182,8 +185,9 @@ class Machine:
             "product_workspace_bytes",
             "hidden_share",
             "dispatch_s",
+            "host_bandwidth",
         ):
-            zero = not name.startswith("memory")
+            zero = not name.startswith("memory") and name != "host_bandwidth"
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
         for name in ("in_step_share", "convolution_share"):
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name))
@@ -270,6 +274,10 @@ class Machine:
     def transfer_s(self, nbytes: float, same_host: bool) -> float:
         """Seconds of a message from one device to another, of the same fast domain or of different ones."""
         return (self.intra if same_host else self.inter).transfer_s(nbytes)
+
+    def host_copy_s(self, nbytes: float) -> float:
+        """Seconds of one device's bytes on the way to the memory of its host, or back."""
+        return nbytes / self.host_bandwidth
 
     # --- as files -------------------------------------------------------------------------------------------
 

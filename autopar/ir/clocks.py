@@ -8,6 +8,7 @@ send      costs the sender's devices nothing, and occupies the link to another m
               made = clock of the source;  start = max(made, ready, link);  arrival = link = start + duration
 receive   a mesh waits for an arrival:
               clock = max(clock, arrival);  exposed = arrival - max(clock, made), where that is positive
+copy      as a send, on the mesh's own link to its hosts or the one back; it may have to wait for others to arrive
 
 The first dispatch of a host is free: while a step runs, the host starts the next one.
 """
@@ -15,10 +16,11 @@ The first dispatch of a host is free: while a step runs, the host starts the nex
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.hardware.cluster import Cluster
+from autopar.ir.instructions import Memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ class Clocks:
         self.mesh_s = [0.0] * num_meshes
         self.exposed_s = [0.0] * num_meshes
         """Per mesh, the seconds in which it waited for values that were already made, and on their way."""
-        self._link_s: defaultdict[tuple[int, int], float] = defaultdict(float)
+        self._link_s: defaultdict[Hashable, float] = defaultdict(float)
         self._hosts = hosts
         self._host_s: dict[int, float] = {}
 
@@ -68,9 +70,23 @@ class Clocks:
 
     def send(self, source: int, to: int, duration_s: float, num_values: int = 1) -> Delivery:
         """Return when values that a mesh has made by now reach another one."""
-        made_s = max(self.mesh_s[source], self._dispatch([source, to], num_values))
-        start_s = max(made_s, self._link_s[source, to])
-        self._link_s[source, to] = start_s + duration_s
+        return self._carry((source, to), [source, to], duration_s, num_values, 0.0)
+
+    def copy(
+        self, mesh: int, to: Memory, duration_s: float, num_values: int = 1, not_before_s: float = 0.0
+    ) -> Delivery:
+        """Return when values that a mesh has by now are in its other memory.
+
+        Memory of a device is there for them when the work that was given to the mesh before has ended.
+        """
+        return self._carry((mesh, to), [mesh], duration_s, num_values, not_before_s)
+
+    def _carry(
+        self, link: Hashable, meshes: Sequence[int], duration_s: float, num_values: int, not_before_s: float
+    ) -> Delivery:
+        made_s = max(self.mesh_s[meshes[0]], self._dispatch(meshes, num_values))
+        start_s = max(made_s, not_before_s, self._link_s[link])
+        self._link_s[link] = start_s + duration_s
         return Delivery(made_s=made_s, start_s=start_s, arrival_s=start_s + duration_s)
 
     def receive(self, mesh: int, delivery: Delivery) -> None:

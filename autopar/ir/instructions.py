@@ -1,4 +1,4 @@
-"""The words of a program: array types, executables, and the instructions run, send, receive and free.
+"""The words of a program: array types, executables, and the instructions run, send, receive, copy and free.
 
 A value has a name and lives on one mesh; a mesh is a number; nothing here is a live handle. `autopar.ir.program`
 tells what the words mean together.
@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -18,16 +18,22 @@ from autopar.ir.callback_errors import CallbackErrors
 from autopar.ir.tasks import Task
 
 KEY_BYTES = {"key<fry>": 8, "key<rbg>": 16, "key<urbg>": 16}
+Memory = Literal["device", "host"]
+"""Where a value lives: in the memory of its mesh's devices, or in pinned memory of their hosts."""
 LISTED = 6  # A listing shows this many names of a longer list, then how many follow.
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayType:
-    """Shape and dtype of a whole value, and how it is laid out over its mesh."""
+    """Shape and dtype of a whole value, how it is laid out over its mesh, and in which memory.
+
+    A value on the host is laid out over the same devices: each finds its shard in its own host's memory.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec = field(default_factory=PartitionSpec)
+    memory: Memory = "device"
 
     @property
     def nbytes(self) -> int:
@@ -35,7 +41,7 @@ class ArrayType:
         return math.prod(self.shape) * item_bytes(self.dtype)
 
     def bytes_per_device(self, mesh: "MeshProgram") -> int:
-        """Bytes that each device of the mesh holds; an uneven dimension counts its largest shard."""
+        """Bytes of each device's shard; an uneven dimension counts its largest shard."""
         parts = spec_parts(self.spec, dict(zip(mesh.axis_names, mesh.shape, strict=True)))
         shard = (-(-dim // n) for dim, n in itertools.zip_longest(self.shape, parts, fillvalue=1))
         return math.prod(shard) * item_bytes(self.dtype)
@@ -43,7 +49,7 @@ class ArrayType:
     def __str__(self) -> str:
         entries = ["·".join(spec_axes(entry)) or "-" for entry in self.spec]
         spec = f" ({', '.join(entries)})" if any(entry != "-" for entry in entries) else ""
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]{spec}"
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]{spec}" + " on the host" * (self.memory == "host")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +110,24 @@ class Recv:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Copy:
+    """Copy values to the other memory of the same mesh; they stay where they are, too, unless it takes them over.
+
+    A copy goes beside the mesh's work: what reads its results waits for them.
+    """
+
+    values: tuple[str, ...]
+    results: tuple[str, ...]
+    to: Memory
+    takes: bool = False  # the values are gone after it
+    after: tuple[str, ...] = ()  # results of copies that must have arrived before this one starts
+
+    def __str__(self) -> str:
+        after = f", after {listed(self.after)}" if self.after else ""
+        return f"{'copy':8} {listed(self.results)} <- {listed(self.values)} to the {self.to}{after}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Free:
     """Forget values; their memory is free once the work that reads them is done."""
 
@@ -113,7 +137,7 @@ class Free:
         return f"{'free':8} {listed(self.values)}"
 
 
-Instruction = Run | Send | Recv | Free
+Instruction = Run | Send | Recv | Copy | Free
 
 
 @dataclass(frozen=True, kw_only=True)

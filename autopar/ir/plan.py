@@ -107,6 +107,8 @@ class Plan:
     """The layouts of every value of a step that is one program on several devices; otherwise the meshes have them."""
     certificate: Certificate | None = None
     """The quality of the stages, if a search decided them."""
+    host_state: tuple[tuple[str, ...], ...] = ()
+    """Inputs that live in pinned memory of the host between steps, in the parts in which an update brings them in."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` unless layers, stages, meshes and specs fit together."""
@@ -123,6 +125,7 @@ class Plan:
         axes = tuple(mesh.axis_names for mesh in self.meshes)
         for name, spec in self.input_specs.items():
             check_spec(name, spec, axes)
+        _check_host_state(self)
 
     @property
     def num_layers(self) -> int:
@@ -138,7 +141,7 @@ class Plan:
     def is_single_program(self) -> bool:
         """True if one executable on one mesh runs the whole step."""
         plain = self.num_stages == 1 and self.num_microbatches == 1 and self.meshes[0].sharding is None
-        return plain or self.sharding is not None
+        return (plain and not self.host_state) or self.sharding is not None
 
     def stages_on(self, mesh: int) -> tuple[int, ...]:
         """Return the numbers of the stages that live on a mesh."""
@@ -167,6 +170,8 @@ class Plan:
         for mesh in fields["meshes"]:
             if not mesh["machine"]:
                 del mesh["machine"]
+        if not self.host_state:
+            del fields["host_state"]
         fields["input_specs"] = {name: list(spec) for name, spec in self.input_specs.items()}
         fields["sharding"] = None if self.sharding is None else self.sharding.to_data()
         lines = (f" {json.dumps(key)}: {_json_lines(fields[key])}" for key in sorted(fields))
@@ -176,6 +181,7 @@ class Plan:
     def from_json(text: str) -> Plan:
         """The plan that `to_json` wrote; `PlanMismatch` if it is not JSON, or of another format or keys."""
         raw = json_of("The plan", text, error=PlanMismatch)
+        raw = {"host_state": []} | cast(dict[str, Any], raw) if isinstance(raw, dict) else raw
         given = cast(dict[str, Any], raw).get("format") if isinstance(raw, dict) else None
         if given != PLAN_FORMAT:
             raise PlanMismatch(
@@ -198,6 +204,10 @@ class Plan:
             input_specs=_specs_from_json("input_specs", fields["input_specs"]),
             sharding=None if fields["sharding"] is None else ShardingPlan.from_data(fields["sharding"]),
             certificate=None if fields["certificate"] is None else Certificate.from_data(fields["certificate"]),
+            host_state=tuple(
+                _listed("a part of host_state", part, str)
+                for part in _typed("host_state", fields["host_state"], list[Any])
+            ),
         )
 
     def save(self, path: str | Path) -> None:
@@ -290,12 +300,32 @@ class Plan:
         yield Text(f"inputs: {len(sharded)} sharded, " + ("all others replicated" if sharded else "all replicated"))
         if sharded:
             yield _spec_table(sharded)
+        if self.host_state:
+            named = [name for part in self.host_state for name in part]
+            parts = f"{len(self.host_state)} parts" if len(self.host_state) > 1 else "one part"
+            yield Text(f"in pinned memory of the host between steps: {len(named)} inputs, brought in {parts}")
+            yield _host_table(self.host_state)
 
 
 def _check_cuts(cuts: tuple[int, ...]) -> None:
     if any(later <= earlier for earlier, later in itertools.pairwise((0, *cuts))):
         raise InvalidArgument(
             f"The cuts are {cuts}. They must increase strictly from 1 on: each layer needs an equation."
+        )
+
+
+def _check_host_state(plan: Plan) -> None:
+    named = Counter(name for part in plan.host_state for name in part)
+    repeated = [name for name, count in named.items() if count > 1]
+    if repeated or not all(plan.host_state):
+        raise InvalidArgument(
+            f"The parts of host_state have {repeated or 'an empty one'}. Each has inputs, and each input is in one "
+            "part."
+        )
+    if plan.host_state and plan.sharding is not None:
+        raise InvalidArgument(
+            f"The plan keeps {next(iter(named))} on the host, and its step is one program, which brings nothing in. "
+            "Give the layouts by mesh, as a plan made with offload has them."
         )
 
 
@@ -408,6 +438,14 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _host_table(parts: Sequence[Sequence[str]]) -> Table:
+    """Return a table with one row per name on the host; names that differ in their numbers only share a row."""
+    table = Table("name", "on the host", box=None, padding=(0, 2))
+    for pattern, count in Counter(re.sub(r"\d+", "*", name) for part in parts for name in part).items():
+        table.add_row(Text(pattern), Text(str(count)))
+    return table
 
 
 def _spec_table(specs: Mapping[str, PartitionSpec]) -> Table:

@@ -1,10 +1,11 @@
-"""A program: for every mesh the list of what it runs, sends, receives and frees during one step.
+"""A program: for every mesh the list of what it runs, sends, receives, copies and frees during one step.
 
 Nothing in it is a live handle: it is printed, compared, verified and simulated without devices. The rules:
 
     inputs are on their mesh at the start        a donated input of a Run is gone after it
     Send never waits (it is buffered)           Recv waits for the matching Send of the same two meshes
     outputs are on their mesh at the end         whatever else was written has been freed by then
+    a Copy goes between device and host memory  a Run, a Send and a Recv are about device memory
 
 Meshes share no device, so what arrives on a mesh is never the sender's buffer, and may be donated.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.callback_errors import CallbackErrors
 from autopar.ir.instructions import (
     ArrayType,
+    Copy,
     Executable,
     Free,
     Input,
@@ -35,6 +37,7 @@ from autopar.plain_text import microbatches_in_words
 
 __all__ = [
     "ArrayType",
+    "Copy",
     "Executable",
     "Free",
     "Input",

@@ -8,12 +8,13 @@ one order comes to its end, every order does, with the same values.
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from autopar.errors import InvalidProgram
 from autopar.ir.instructions import (
     ArrayType,
+    Copy,
     Executable,
     Free,
     Input,
@@ -122,6 +123,8 @@ def check_pieces(
                 _check_call(step, instruction, mesh, executables)
             elif isinstance(instruction, Recv):
                 _check_transfer(step, instruction, meshes)
+            elif isinstance(instruction, Copy):
+                _check_copy(step, instruction, mesh)
             elif isinstance(instruction, Send) and (
                 instruction.to == number or instruction.to not in range(len(meshes))
             ):
@@ -220,8 +223,9 @@ def _check_call(step: PlacedInstruction, run: Run, mesh: MeshProgram, executable
 
 
 def same_type(found: ArrayType, required: ArrayType, mesh: MeshProgram) -> bool:
-    """Same shape, dtype and layout; mesh axes of size 1 and trailing empty entries lay out nothing."""
-    return (found.shape, found.dtype, _layout(found, mesh)) == (
+    """Same memory, shape, dtype and layout; mesh axes of size 1 and trailing empty entries lay out nothing."""
+    return (found.memory, found.shape, found.dtype, _layout(found, mesh)) == (
+        required.memory,
         required.shape,
         required.dtype,
         _layout(required, mesh),
@@ -245,6 +249,23 @@ def _check_transfer(step: PlacedInstruction, recv: Recv, meshes: Sequence[MeshPr
             raise InvalidProgram(
                 f"{step}: '{name}' is {here} here and {there or 'nothing'} on mesh {recv.source}. "
                 "A transfer changes the layout, never shape or dtype: declare the same on both meshes."
+            )
+        if "host" in (here.memory, there.memory):
+            raise InvalidProgram(
+                f"{step}: '{name}' is {there} on mesh {recv.source}, and {here} here. Values go from device to device: "
+                "copy it to the devices first."
+            )
+
+
+def _check_copy(step: PlacedInstruction, copy: Copy, mesh: MeshProgram) -> None:
+    if len(copy.values) != len(copy.results):
+        raise InvalidProgram(f"{step} copies {len(copy.values)} values to {len(copy.results)}. Name one for each.")
+    for name, result in zip(copy.values, copy.results, strict=True):
+        found, made = mesh.values[name], mesh.values[result]
+        if found.memory == copy.to or not same_type(replace(found, memory=copy.to), made, mesh):
+            raise InvalidProgram(
+                f"{step}: '{name}' is {found}, and '{result}' is {made}. A copy to the {copy.to} is from the other "
+                "memory, and changes neither shape, dtype nor layout: declare both so."
             )
 
 
@@ -344,6 +365,8 @@ def _apply(
     if isinstance(step.instruction, Run):
         donated = executables[step.instruction.executable].donated
         leaving = [(step.instruction.inputs[position], "donated") for position in donated]
+    elif isinstance(step.instruction, Copy):
+        leaving = [(name, "taken over") for name in (step.instruction.values if step.instruction.takes else ())]
     else:
         leaving = [(name, "freed") for name in (step.instruction.values if isinstance(step.instruction, Free) else ())]
     for name, how in leaving:
@@ -361,6 +384,8 @@ def _reads(instruction: Instruction) -> tuple[str, ...]:
             return instruction.inputs
         case Send() | Free():
             return instruction.values
+        case Copy():
+            return (*instruction.values, *instruction.after)
         case Recv():
             return ()
         case _:
@@ -373,6 +398,8 @@ def _writes(instruction: Instruction) -> tuple[str, ...]:
             return instruction.outputs
         case Recv():
             return instruction.values
+        case Copy():
+            return instruction.results
         case Send() | Free():
             return ()
         case _:

@@ -18,10 +18,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import track
 
-from autopar.errors import InvalidArgument
+from autopar.errors import InvalidArgument, Unsupported
 from autopar.ir.program import ArrayType, Executable, MeshProgram
 from autopar.runtime.interfaces import Device
 
+_PINNED = "pinned_host"
 KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
@@ -42,6 +43,24 @@ def mesh_of(program: MeshProgram, devices: Sequence[Device]) -> Mesh:
         )
     grid = np.array([devices[ordinal] for ordinal in program.devices]).reshape(program.shape)
     return Mesh(grid, program.axis_names, axis_types=(AxisType.Auto,) * len(program.axis_names))
+
+
+def sharding_of(kind: ArrayType, mesh: Mesh) -> NamedSharding:
+    """The layout of a value on live devices, and its memory.
+
+    Raises `Unsupported` for a value on the host where the devices have no pinned memory there.
+    """
+    if kind.memory == "device":
+        return NamedSharding(mesh, kind.spec)
+    assert mesh.devices is not None
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if _PINNED not in kinds:
+        raise Unsupported(
+            f"The plan keeps values in {_PINNED} memory, and {device.device_kind} devices have {', '.join(kinds)} "
+            "here. Plan without offload, or run where JAX has that memory: on GPUs, TPUs, and CPU devices of JAX 0.10."
+        )
+    return NamedSharding(mesh, kind.spec, memory_kind=_PINNED)
 
 
 def compile_all(
@@ -109,4 +128,4 @@ def _jitted(executable: Executable, mesh: Mesh, marked: bool) -> Any:
 
 
 def _shardings(types: Sequence[ArrayType], mesh: Mesh) -> tuple[NamedSharding, ...]:
-    return tuple(NamedSharding(mesh, kind.spec) for kind in types)
+    return tuple(sharding_of(kind, mesh) for kind in types)

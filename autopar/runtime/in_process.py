@@ -18,8 +18,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autopar.ir.program import Free, Instruction, Program, Recv, Run
-from autopar.runtime.executables import compile_all, compile_at_first_call, jaxpr_as_fun, mesh_of
+from autopar.ir.program import Copy, Free, Instruction, Program, Recv, Run
+from autopar.runtime.executables import compile_all, compile_at_first_call, jaxpr_as_fun, mesh_of, sharding_of
 from autopar.runtime.inputs import placement
 from autopar.runtime.interfaces import Device, LoadedProgram, Receiver, Sender
 from autopar.runtime.interpreter import Environment, ResolvedInstruction, numbered, resolve
@@ -63,7 +63,7 @@ class InProcess:
         program, errors = program.guarded()
         meshes = [mesh_of(mesh, self.devices) for mesh in program.meshes]
         layouts = {
-            (number, name): NamedSharding(meshes[number], kind.spec)
+            (number, name): sharding_of(kind, meshes[number])
             for number, mesh in enumerate(program.meshes)
             for name, kind in mesh.values.items()
         }
@@ -71,11 +71,13 @@ class InProcess:
         functions = (compile_at_first_call if at_first_call else compile_all)([*program.executables.values()], meshes)
         donated = {e.name: e.donated for e in program.executables.values()}
         local = [{name: slots[number, name] for name in mesh.values} for number, mesh in enumerate(program.meshes)]
+        lying = [{name: layouts[number, name] for name in mesh.values} for number, mesh in enumerate(program.meshes)]
         order = numbered(program)
         steps = [
             resolve(
                 instruction,
                 slots=local[mesh],
+                layouts=lying[mesh],
                 functions=functions,
                 donated=donated,
                 channel=InProcessChannel(mesh=mesh, layouts=layouts),
@@ -152,6 +154,7 @@ class InProcessProgram:
                 # A Send has nothing to wait for here: its Recv waits for the copy.
                 names = instruction.outputs if isinstance(instruction, Run) else ()
                 names = instruction.values if isinstance(instruction, Recv) else names
+                names = instruction.results if isinstance(instruction, Copy) else names
                 jax.block_until_ready([env[self.slots[mesh, name]] for name in names])
                 if number is not None:
                     jax.block_until_ready(env[len(self.slots) + number])

@@ -6,6 +6,7 @@ channels are looked up when a program is loaded, so that what a step pays per in
 accesses.
 
     Run   env[outputs] = executable(env[inputs]);  env[donated] = None
+    Copy  env[results] = device_put(env[values])
     Send  env[message] = sender(env[values])
     Recv  env[values] = receiver(env[message]);  env[message] = None
     Free  env[values] = None
@@ -16,7 +17,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_never
 
-from autopar.ir.program import Free, Instruction, Program, Recv, Run, Send
+import jax
+from jax.sharding import NamedSharding
+
+from autopar.ir.program import Copy, Free, Instruction, Program, Recv, Run, Send
 from autopar.runtime.executables import has_effects
 from autopar.runtime.interfaces import Channel, Receiver, Sender
 
@@ -50,12 +54,13 @@ def resolve(
     instruction: Instruction,
     *,
     slots: Mapping[str, int],
+    layouts: Mapping[str, NamedSharding],
     functions: Mapping[str, Callable[..., Sequence[Any]]],
     donated: Mapping[str, tuple[int, ...]],
     channel: Channel,
     extra: int | None = None,
 ) -> ResolvedInstruction:
-    """Return the instruction as a function of an environment whose values have these slots.
+    """Return the instruction as a function of an environment whose values have these slots and layouts.
 
     `extra` is the slot of the message of a Send or Recv, and of what stands for the effects of a Run that has some.
     """
@@ -75,6 +80,13 @@ def resolve(
             assert extra is not None
             values = [slots[name] for name in instruction.values]
             return _receive(channel.receiver(instruction.values, instruction.source), values, extra)
+        case Copy():
+            values, results, after = (
+                [slots[name] for name in names]
+                for names in (instruction.values, instruction.results, instruction.after)
+            )
+            shardings = [layouts[name] for name in instruction.results]
+            return _copy(shardings, values, results, after, instruction.takes)
         case Free():
             return _free([slots[name] for name in instruction.values])
         case _:
@@ -109,6 +121,23 @@ def _receive(receiver: Receiver, slots: Sequence[int], message: int) -> Resolved
         for slot, array in zip(slots, receiver(env[message])):
             env[slot] = array
         env[message] = None
+
+    return step
+
+
+def _copy(
+    shardings: list[NamedSharding], values: Sequence[int], results: Sequence[int], after: Sequence[int], takes: bool
+) -> ResolvedInstruction:
+    def step(env: Environment) -> None:
+        # A copy takes its memory when it is dispatched: it is free only when what lay there has left.
+        jax.block_until_ready([env[slot] for slot in after])
+        arrays = [env[slot] for slot in values]
+        for slot, array in zip(results, jax.device_put(arrays, shardings)):
+            env[slot] = array
+        if takes:
+            for slot, array in zip(values, arrays):
+                env[slot] = None
+                array.delete()
 
     return step
 

@@ -7,6 +7,9 @@ transfer on the link of the two meshes; hosts start both (`ir.clocks`). All devi
 its bytes are the most that one device of either side sends or receives,
 
     max(bytes that a receiver holds,  bytes that a receiver holds · receivers / senders)
+
+A Copy between the memories of a mesh takes the time of one device's bytes on its link to the host: all have one. A Run
+waits for the copies that it reads, and the step for all of them.
 """
 
 import math
@@ -17,8 +20,9 @@ from types import MappingProxyType
 from typing import Protocol, assert_never
 
 from autopar.ir.clocks import Clocks, Delivery, Hosts
-from autopar.ir.program import Executable, Free, Instruction, Program, Recv, Run, Send, Task
-from autopar.runtime.timeline import Event, PeakMoment, Timeline, Transfer
+from autopar.ir.instructions import Memory
+from autopar.ir.program import Copy, Executable, Free, Instruction, Program, Recv, Run, Send, Task
+from autopar.runtime.timeline import Event, HostCopy, PeakMoment, Timeline, Transfer
 
 _NONE: Mapping[str, float] = MappingProxyType({})
 
@@ -32,6 +36,10 @@ class Costs(Protocol):
 
     def transfer_time_s(self, num_bytes: int, source: int, destination: int) -> float:
         """Seconds that values occupy the link between two meshes, of which one device moves so many bytes at most."""
+        ...
+
+    def copy_time_s(self, num_bytes: int, mesh: int) -> float:
+        """Seconds that so many bytes of each device occupy its link to the host, in one direction."""
         ...
 
 
@@ -56,6 +64,10 @@ class ConstantCosts:
         """Latency and bytes over bandwidth."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
+    def copy_time_s(self, num_bytes: int, mesh: int) -> float:
+        """The same on the link to the host."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
 
 def simulate(
     program: Program,
@@ -71,31 +83,33 @@ def simulate(
     device beside its inputs.
     """
     times = _Times(clocks=Clocks(len(program.meshes), hosts))
-    memory = [_Memory() for _ in program.meshes]
+    memory = [_Memories() for _ in program.meshes]
     sizes = _Sizes(program)
     for item in program.inputs:
-        memory[item.mesh].add(item.value, sizes.on_device(item.mesh, item.value))
+        memory[item.mesh].add(item.value, sizes.on_device(item.mesh, item.value), sizes.memory(item.mesh, item.value))
         if item.leaf is not None and item.window is None:
             memory[item.mesh].lent.add(item.value)
     for each in memory:
         each.note()
-    held = [[(0.0, each.now)] for each in memory]
+    held = [[(0.0, each.device.now)] for each in memory]
     for mesh, instruction in program.linear_order():
         _advance(times, mesh, instruction, sizes, costs, collective_s)
         if isinstance(instruction, Run):
-            needed = memory[mesh].now + math.ceil(temporary_bytes.get(instruction.executable, 0.0))
+            needed = memory[mesh].device.now + math.ceil(temporary_bytes.get(instruction.executable, 0.0))
             held[mesh].append((times.events[-1].start_s, needed))
         _update_memory(memory[mesh], mesh, instruction, sizes, temporary_bytes)
-        held[mesh].append((times.clocks.mesh_s[mesh], memory[mesh].now))
+        held[mesh].append((times.clocks.mesh_s[mesh], memory[mesh].device.now))
     return Timeline(
         name=program.name,
         events=tuple(times.events),
         transfers=tuple(times.transfers),
-        makespan_s=max(times.clocks.mesh_s, default=0.0),
-        peak_bytes=tuple(each.peak for each in memory),
-        at_peak=tuple(each.at_peak for each in memory),
+        makespan_s=max([*times.clocks.mesh_s, *(copy.stop_s for copy in times.copies)], default=0.0),
+        peak_bytes=tuple(each.device.peak for each in memory),
+        at_peak=tuple(each.device.at_peak for each in memory),
         exposed_s=tuple(times.clocks.exposed_s),
         memory=tuple(map(tuple, held)),
+        copies=tuple(times.copies),
+        host_bytes=tuple(each.host.peak for each in memory),
     )
 
 
@@ -107,6 +121,9 @@ class _Times:
     deliveries: dict[tuple[int, int], deque[Delivery]] = field(default_factory=lambda: defaultdict(deque))
     events: list[Event] = field(default_factory=list[Event])
     transfers: list[Transfer] = field(default_factory=list[Transfer])
+    copies: list[HostCopy] = field(default_factory=list[HostCopy])
+    arriving: dict[tuple[int, str], Delivery] = field(default_factory=dict[tuple[int, str], Delivery])
+    """Results of copies, by mesh and name: when they are there."""
 
 
 def _advance(
@@ -120,6 +137,9 @@ def _advance(
     match instruction:
         case Run():
             executable = sizes.program.executables[instruction.executable]
+            for value in instruction.inputs:
+                if (mesh, value) in times.arriving:
+                    times.clocks.receive(mesh, times.arriving.pop((mesh, value)))
             start_s, stop_s = times.clocks.run(mesh, costs.run_time_s(executable, instruction.task))
             times.events.append(
                 Event(
@@ -134,6 +154,8 @@ def _advance(
             _send(times, mesh, instruction, sizes, costs)
         case Recv():
             times.clocks.receive(mesh, times.deliveries[instruction.source, mesh].popleft())
+        case Copy():
+            _copy(times, mesh, instruction, sizes, costs)
         case Free():
             pass
         case _:
@@ -157,13 +179,28 @@ def _send(times: _Times, mesh: int, send: Send, sizes: "_Sizes", costs: Costs) -
     )
 
 
+def _copy(times: _Times, mesh: int, copy: Copy, sizes: "_Sizes", costs: Costs) -> None:
+    moved = sum(sizes.on_device(mesh, value) for value in copy.values)
+    not_before_s = max((times.arriving[mesh, value].arrival_s for value in copy.after), default=0.0)
+    delivery = times.clocks.copy(mesh, copy.to, costs.copy_time_s(moved, mesh), len(copy.values), not_before_s)
+    times.arriving.update(((mesh, value), delivery) for value in copy.results)
+    times.copies.append(
+        HostCopy(
+            mesh=mesh,
+            to=copy.to,
+            start_s=delivery.start_s,
+            stop_s=delivery.arrival_s,
+            num_bytes=sum(sizes.whole(mesh, value) for value in copy.values),
+            label=", ".join(copy.results),
+        )
+    )
+
+
 @dataclass(kw_only=True)
 class _Memory:
-    """The bytes of values on each device of a mesh."""
+    """The bytes of values in one memory: of each device of a mesh, or of the host for each device."""
 
     sizes: dict[str, int] = field(default_factory=dict[str, int])
-    # Whole arguments, whose arrays the caller holds: only an executable that is given one can put it to another use.
-    lent: set[str] = field(default_factory=set[str])
     now: int = 0
     peak: int = 0
     at_peak: PeakMoment = field(default_factory=lambda: PeakMoment(values={}))
@@ -182,8 +219,28 @@ class _Memory:
         self.now -= self.sizes.pop(value)
 
 
+@dataclass(kw_only=True)
+class _Memories:
+    """The bytes of values on each device of a mesh, and on the host for each of them."""
+
+    device: _Memory = field(default_factory=_Memory)
+    host: _Memory = field(default_factory=_Memory)
+    # Whole arguments, whose arrays the caller holds: only who is given one can put it to another use.
+    lent: set[str] = field(default_factory=set[str])
+
+    def add(self, value: str, num_bytes: int, memory: Memory) -> None:
+        (self.host if memory == "host" else self.device).add(value, num_bytes)
+
+    def drop(self, value: str) -> None:
+        (self.host if value in self.host.sizes else self.device).drop(value)
+
+    def note(self, executable: str = "", temporary_bytes: int = 0) -> None:
+        self.device.note(executable, temporary_bytes)
+        self.host.note()
+
+
 def _update_memory(
-    memory: _Memory, mesh: int, instruction: Instruction, sizes: "_Sizes", temporary_bytes: Mapping[str, float]
+    memory: _Memories, mesh: int, instruction: Instruction, sizes: "_Sizes", temporary_bytes: Mapping[str, float]
 ) -> None:
     match instruction:
         case Run():
@@ -192,12 +249,18 @@ def _update_memory(
             for position in sizes.program.executables[instruction.executable].donated:
                 memory.drop(instruction.inputs[position])
             for value in instruction.outputs:
-                memory.add(value, sizes.on_device(mesh, value))
+                memory.add(value, sizes.on_device(mesh, value), sizes.memory(mesh, value))
             memory.note()
         case Recv():
             for value in instruction.values:
-                memory.add(value, sizes.on_device(mesh, value))
+                memory.add(value, sizes.on_device(mesh, value), "device")
             memory.note()
+        case Copy():
+            for value in instruction.results:
+                memory.add(value, sizes.on_device(mesh, value), instruction.to)
+            memory.note()
+            for value in instruction.values if instruction.takes else ():
+                memory.drop(value)
         case Free():
             for value in instruction.values:
                 if value not in memory.lent:
@@ -222,6 +285,10 @@ class _Sizes:
     def on_device(self, mesh: int, value: str) -> int:
         """Bytes of a value on each device of a mesh."""
         return self._measured(mesh, value)[1]
+
+    def memory(self, mesh: int, value: str) -> Memory:
+        """Return where a value lives."""
+        return self.program.meshes[mesh].values[value].memory
 
     def on_link(self, source: int, to: int, value: str) -> int:
         """The most bytes of a value that one device of either mesh sends or receives."""

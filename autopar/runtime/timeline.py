@@ -16,6 +16,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from autopar.ir.instructions import Memory
 from autopar.ir.program import Instruction, Run, Task
 from autopar.plain_text import as_text
 
@@ -61,6 +62,18 @@ class Transfer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostCopy:
+    """Values on the links between the devices of a mesh and their hosts, to the one memory or the other."""
+
+    mesh: int
+    to: Memory
+    start_s: float
+    stop_s: float
+    num_bytes: int
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeakMoment:
     """The values on one device of a mesh when it holds the most."""
 
@@ -87,6 +100,9 @@ class Timeline:
     exposed_s: tuple[float, ...]
     # Per mesh, seconds and the bytes on each device from then on; at a task's start with what it needs beside them.
     memory: tuple[tuple[tuple[float, int], ...], ...] = ()
+    copies: tuple[HostCopy, ...] = ()
+    # Per mesh, the most that values take in pinned memory of the host, for each device.
+    host_bytes: tuple[int, ...] = ()
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
@@ -111,7 +127,7 @@ class Timeline:
         return 1.0 - sum(self.busy_s) / total_s if total_s else 0.0
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """Chrome's trace events, which Perfetto shows: a process per mesh, a thread per outgoing link.
+        """Chrome's trace events, which Perfetto shows: a process per mesh, a thread per outgoing link and to its hosts.
 
         A task with collectives holds two spans, its compute and then its collectives: in what order a device takes
         their parts is not predicted.
@@ -126,7 +142,10 @@ class Timeline:
             _span(t.label, t.source, 1 + t.destination, t.start_s, t.stop_s, {"bytes": t.num_bytes})
             for t in self.transfers
         ]
-        return {"traceEvents": names + tasks + sends, "displayTimeUnit": "ms"}
+        lanes = {"device": -1, "host": -2}
+        names += [_metadata("thread_name", c.mesh, lanes[c.to], f"to the {c.to}") for c in self.copies]
+        copies = [_span(c.label, c.mesh, lanes[c.to], c.start_s, c.stop_s, {"bytes": c.num_bytes}) for c in self.copies]
+        return {"traceEvents": names + tasks + sends + copies, "displayTimeUnit": "ms"}
 
     def write(self, path: str | Path) -> None:
         """Write the Chrome trace to a file for https://ui.perfetto.dev."""

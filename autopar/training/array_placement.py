@@ -25,7 +25,7 @@ from autopar.compiler.frontend.trace import Leaf
 from autopar.errors import InvalidArgument
 from autopar.ir.program import ArrayType, Input, MeshProgram, Program, Window
 from autopar.runtime.distributed.pieces import Piece, Placed
-from autopar.runtime.executables import mesh_of
+from autopar.runtime.executables import mesh_of, sharding_of
 from autopar.runtime.inputs import places_of
 from autopar.runtime.results import over_all
 from autopar.runtime.transfer.tiles import DeviceLayout
@@ -73,7 +73,7 @@ class ArgumentPlacement:
         """The place on live devices as one array: parts that are alike are its stages, others lie on the first mesh."""
         groups = [list(parts) for _, parts in groupby(place.parts, key=lambda part: part.mesh)]
         firsts = [group[0] for group in groups]
-        layouts = [NamedSharding(mesh_of(self.meshes[p.mesh], devices), p.kind.spec) for p in firsts]
+        layouts = [sharding_of(p.kind, mesh_of(self.meshes[p.mesh], devices)) for p in firsts]
         if len(layouts) == 1:
             return layouts[0]
         rows = {sum(part.kind.shape[0] for part in group) for group in groups}

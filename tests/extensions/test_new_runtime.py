@@ -43,6 +43,7 @@ class OnPaper:
             resolve(
                 instruction,
                 slots={name: slots[mesh, name] for name in program.meshes[mesh].values},
+                layouts={},  # of values that are copied between memories: here are none
                 functions={name: evaluator(executable) for name, executable in program.executables.items()},
                 donated={name: executable.donated for name, executable in program.executables.items()},
                 channel=AsTheyAre(),

@@ -35,6 +35,25 @@ def test_a_transfer_takes_the_hosts_at_both_ends_for_every_value():
     assert clocks.run(1, 0.0) == (4.0, 4.0)
 
 
+def test_a_copy_goes_beside_the_work_of_its_mesh_each_way_on_a_link_of_its_own():
+    clocks = Clocks(1)
+    clocks.run(0, 1.0)
+    first, second = clocks.copy(0, "device", 2.0), clocks.copy(0, "device", 2.0)
+    assert [(each.start_s, each.arrival_s) for each in (first, second)] == [(1.0, 3.0), (3.0, 5.0)]
+    assert clocks.run(0, 1.0) == (1.0, 2.0)
+    back = clocks.copy(0, "host", 2.0)
+    assert (back.start_s, back.arrival_s) == (2.0, 4.0)
+    clocks.receive(0, first)
+    assert (clocks.mesh_s, clocks.exposed_s) == ([3.0], [1.0])
+
+
+def test_a_copy_waits_for_what_must_have_arrived_and_for_its_start():
+    assert Clocks(1).copy(0, "device", 1.0, not_before_s=5.0).arrival_s == 6.0
+    clocks = Clocks(1, ONE_HOST)
+    clocks.run(0, 0.0)
+    assert clocks.copy(0, "device", 1.0, num_values=2).start_s == 2.0
+
+
 def test_without_hosts_nothing_takes_time_to_be_started():
     clocks = Clocks(1)
     assert [clocks.run(0, 1.0)[1] for _ in range(3)] == [1.0, 2.0, 3.0]

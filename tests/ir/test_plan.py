@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.errors import InvalidArgument, PlanMismatch
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
+from autopar.ir.plan_sharding import ShardingPlan
 
 LINE = MeshPlan(devices=(0, 1), shape=(2,), axis_names=("data",))
 GRID = MeshPlan(devices=(2, 3, 4, 5), shape=(2, 2), axis_names=("data", "model"))
@@ -29,6 +30,8 @@ PLAN = Plan(
         "state.step": P(),
     },
 )
+
+SHARDING = ShardingPlan(layouts={}, collectives=(), step_time_s=1.0, lower_bound_s=1.0, peak_bytes=1.0, figures="cpu")
 
 PRINTED = """\
 PipelineParallel: 4 microbatches, schedule 1f1b, for 8f3a
@@ -52,6 +55,14 @@ def test_plan_prints_a_table_of_its_stages_and_of_what_is_sharded():
 def test_rich_prints_names_with_stars_as_they_are(capsys):
     rich.print(PLAN)
     assert "state.params.h_*.kernel" in capsys.readouterr().out
+
+
+def test_state_on_the_host_is_printed_by_name_and_kept_in_the_file():
+    plan = dataclasses.replace(PLAN, host_state=(("state.mu.h_0", "state.nu.h_0"), ("state.mu.h_1", "state.nu.h_1")))
+    assert "in pinned memory of the host between steps: 4 inputs, brought in 2 parts" in str(plan)
+    assert [line.split() for line in str(plan).splitlines()[-2:]] == [["state.mu.h_*", "2"], ["state.nu.h_*", "2"]]
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "host_state" not in PLAN.to_json()
 
 
 def test_plan_counts_layers_stages_and_devices():
@@ -91,6 +102,9 @@ def test_plan_does_not_change_with_the_dictionary_it_was_made_from():
         ({"input_specs": {"w": P("data", "data")}}, "each mesh axis for one dimension"),
         ({"input_specs": {"w": P(P.UNCONSTRAINED)}}, "A plan decides"),
         ({"input_specs": {"w": ("data",)}}, r"spec of w is \('data',\).*PartitionSpec"),
+        ({"host_state": (("m",), ("v", "m"))}, r"host_state have \['m'\]. Each has inputs, and each input is in one"),
+        ({"host_state": ((), ("v",))}, "host_state have an empty one"),
+        ({"host_state": (("m",),), "sharding": SHARDING}, "keeps m on the host, and its step is one program"),
     ],
 )
 def test_plan_whose_parts_do_not_fit_is_refused(change, message):
@@ -205,6 +219,7 @@ def without(key: str) -> dict:
         ),
         (PLAN.to_json().replace('"cuts": [7, 12]', '"cuts": "7"'), "cuts is '7' of type str.*type list"),
         (PLAN.to_json().replace("[7, 12]", "[7, true]"), "entry of cuts is True of type bool"),
+        (json.dumps(json.loads(PLAN.to_json()) | {"host_state": [["m"], [3]]}), "part of host_state is 3 of type int"),
     ],
 )
 def test_json_of_another_format_or_with_other_keys_is_refused(text, message):

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from autopar.errors import InvalidProgram, Unsupported
 from autopar.ir.program import (
     ArrayType,
+    Copy,
     Executable,
     Free,
     Input,
@@ -364,10 +365,64 @@ BROKEN: dict[str, tuple[Change, str]] = {
 }
 
 
+ON_HOST = replace(W, memory="host")
+
+
+def kept(*copies: Instruction, **kinds: ArrayType) -> Change:
+    """Copy behind the update, the host's names being `kept` and `kept_too`."""
+    return lambda p: values(0, **({"kept": ON_HOST} | kinds))(edit(0, 8, *copies, at(0, 8))(p))
+
+
+COPY = Copy(values=("w'",), results=("kept",), to="host")
+ON_HOST_INPUT = Input(leaf=2, mesh=0, value="kept")
+BROKEN |= {
+    "copy within a memory": (
+        kept(COPY, kept=W),
+        r"instruction 8 .*'w'' is float32\[8,8\] \(-, d\), and 'kept' is .*A copy to the host is from the other memory",
+    ),
+    "copy to where it is": (kept(replace(COPY, to="device")), r"A copy to the device is from the other memory"),
+    "copy that changes the layout": (
+        kept(COPY, kept=replace(ON_HOST, spec=P("d"))),
+        r"'kept' is float32\[8,8\] \(d\) on the host. A copy to the host .*changes neither",
+    ),
+    "copy of one to two": (
+        kept(replace(COPY, results=("kept", "kept_too")), kept_too=ON_HOST),
+        r"copies 1 values to 2. Name one for each",
+    ),
+    "copy that is never read": (kept(COPY), r"Mesh 0 ends with 'kept', which is no result"),
+    "copy that takes a result": (
+        kept(replace(COPY, takes=True)),
+        r"Result 'w'' is not on mesh 0 at the end: it was taken over by instruction 8",
+    ),
+    "copy after what is gone": (
+        kept(Free(values=("g",)), replace(COPY, after=("g",))),
+        r"instruction 9 .*reads 'g', which was freed by instruction 8",
+    ),
+    "read on the host": (
+        values(0, w=ON_HOST),
+        r"'w' is float32\[8,8\] \(-, d\) on the host, but 'first' has float32\[8,8\] \(-, d\) in its inputs",
+    ),
+    "sent from the host": (
+        values(1, g=ON_HOST),
+        r"instruction 6 .*'g' is .* on the host on mesh 1, and .* here. Values go from device to device: copy it",
+    ),
+}
+
+
 @pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_program_is_refused_with_place_and_reason(change, message) -> None:
     with pytest.raises(InvalidProgram, match=message):
         change(program()).verify()
+
+
+def test_copies_print_the_memory_and_what_they_wait_for() -> None:
+    changed = kept(COPY, replace(COPY, results=("kept_too",), after=("kept",)), kept_too=ON_HOST)(program())
+    outputs(*(Output(leaf=n, parts=((0, name),)) for n, name in enumerate(("w'", "kept", "kept_too"))))(
+        changed
+    ).verify()
+    assert str(changed).count("copy     kept <- w' to the host\n") == 1
+    assert "copy     kept_too <- w' to the host, after kept\n" in str(changed)
+    assert "in  kept = leaf 2: float32[8,8] (-, d) on the host" in str(inputs(ON_HOST_INPUT)(changed))
 
 
 def test_a_name_may_be_used_again_after_it_was_freed() -> None:

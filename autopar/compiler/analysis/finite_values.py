@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params
 from autopar.compiler.jaxprs.primitives import REMAT
-from autopar.ir.program import ArrayType, Executable, Free, Instruction, Output, Program, Run, Task
+from autopar.ir.program import ArrayType, Copy, Executable, Free, Instruction, Output, Program, Run, Task
 
 INFINITE, NOT_A_NUMBER = 1, 2
 _PASSES = {"F": "forward", "B": "backward", "W": "weight gradient", "U": "update", "P": "first update"}
@@ -86,6 +86,8 @@ def keeping_arguments(program: Program) -> Program:
     }
 
     def freed(instruction: Instruction) -> list[Instruction]:
+        if isinstance(instruction, Copy):
+            return [replace(instruction, takes=False)]
         if not isinstance(instruction, Run):
             return [instruction]
         values = tuple(instruction.inputs[position] for position in sorted(kept[instruction.executable]))

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.compiler.lowering.host_memory import keep_on_host
 from autopar.compiler.lowering.stage_programs import ShardedMesh, mesh_on_one_device, sharded_mesh
 from autopar.compiler.lowering.task_executables import (
     EmittedTask,
@@ -24,6 +25,7 @@ from autopar.compiler.lowering.task_executables import (
     instance,
     task_of,
 )
+from autopar.compiler.pipeline.host_state import replaced_on_host
 from autopar.compiler.pipeline.stage_graph import GraphInput, StageGraph
 from autopar.ir.plan import Plan
 from autopar.ir.program import (
@@ -54,11 +56,20 @@ class _Call:
 
 
 def lower(graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donated_leaves: Iterable[int]) -> Program:
-    """The program. `leaf_sizes` gives the first axis of each batch leaf; `donated_leaves` may be overwritten."""
+    """The program. `leaf_sizes` gives the first axis of each batch leaf; `donated_leaves` may be overwritten.
+
+    Raises `PlanMismatch` for a plan that keeps on the host what cannot be there.
+    """
+    given, host_leaves = set(donated_leaves), replaced_on_host(graph, plan)
+    # What is brought to the devices is the step's own there.
+    program = _lower(graph, plan, leaf_sizes, given | set(host_leaves))
+    return keep_on_host(program, host_leaves, given) if host_leaves else program
+
+
+def _lower(graph: StageGraph, plan: Plan, leaf_sizes: Mapping[int, int], donated_leaves: set[int]) -> Program:
     meshes = [plan.stages[s].mesh for s in range(graph.num_stages)]
     calls = _ordered_calls(graph, plan, meshes)
     inputs = list(_program_inputs(graph, meshes, leaf_sizes))
-    donated_leaves = set(donated_leaves)
     overwritable = {(i.mesh, i.value) for i in inputs if i.leaf in donated_leaves and i.window is None}
     overwritable |= _pieces_overwritable(graph, inputs, donated_leaves)
     lent = {(i.mesh, i.value) for i in inputs} - overwritable

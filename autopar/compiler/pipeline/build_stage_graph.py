@@ -42,19 +42,21 @@ def build_stage_graph(
     remat_stages: Iterable[int] = (),
     split_weight_gradients: bool = False,
     state_outputs: Mapping[int, int] | None = None,
+    host_state: Sequence[Collection[str]] = (),
 ) -> StageGraph:
     """Build the stage graph.
 
     `inputs` and `outputs` say which piece of which leaf the step's flat values are; `input_names` name the step's
     inputs, `leaf_names` the leaves; `state_outputs` pairs flat outputs with the flat inputs that they replace. Stages
     in `remat_stages` compute their forward again in the backward task; with `split_weight_gradients` what no earlier
-    stage waits for becomes a task W.
+    stage waits for becomes a task W. `host_state` names the leaves that are kept on the host, part by part: each part
+    has updates of its own.
     """
     task_equations = find_task_equations(
         placement, remat_stages=frozenset(remat_stages), split_weight_gradients=split_weight_gradients
     )
     builder = _Builder(placement, task_equations, input_names)
-    return builder.build(name, inputs, outputs, leaf_names, state_outputs or {})
+    return builder.build(name, inputs, outputs, leaf_names, state_outputs or {}, host_state)
 
 
 class _Builder:
@@ -116,9 +118,18 @@ class _Builder:
         outputs: Sequence[LeafRows],
         leaf_names: Sequence[str],
         state_outputs: Mapping[int, int],
+        host_state: Sequence[Collection[str]],
     ) -> StageGraph:
         updates = UpdateRounds(self.placement, self.task_equations.equations)
         updates.assign_outputs(state_outputs)
+        if host_state:
+            part_of = {name: number for number, names in enumerate(host_state) for name in names}
+            read_by = {
+                v: part_of[leaf_names[inputs[spec.leaf].leaf]]
+                for v, spec in zip(self.jaxpr.invars, self.step.inputs, strict=True)
+                if spec.leaf is not None and leaf_names[inputs[spec.leaf].leaf] in part_of
+            }
+            updates.split_by_parts(read_by)
         micro = [self._microbatch_task(key) for key in self.task_equations.equations]
         once = [self._update_task(key, updates) for key in updates.tasks()]
         tasks = _in_order([*micro, *once], self.phases.num_rounds)

@@ -29,6 +29,8 @@ class StageCut:
     """Stages whose backward task computes the forward again."""
     split_weight_gradients: bool = False
     """Weight gradients are tasks of their own."""
+    host_state: tuple[tuple[str, ...], ...] = ()
+    """Parts of the state that are kept on the host, each of which has updates of its own."""
 
     @staticmethod
     def of(plan: Plan) -> StageCut:
@@ -38,6 +40,7 @@ class StageCut:
             stages=tuple(stage.layers for stage in plan.stages),
             remat_stages=frozenset(s for s, stage in enumerate(plan.stages) if stage.remat),
             split_weight_gradients=get_schedule(plan.schedule).splits_weight_gradients,
+            host_state=plan.host_state,
         )
 
 
@@ -61,4 +64,5 @@ def cut_stages(prepared: PreparedStep, cut: StageCut) -> StageGraph:
         state_outputs=prepared.state_outputs,
         remat_stages=cut.remat_stages,
         split_weight_gradients=cut.split_weight_gradients,
+        host_state=cut.host_state,
     )

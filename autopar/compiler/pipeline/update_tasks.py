@@ -3,12 +3,16 @@
 Update equations come in groups: group g runs before round g of the microbatches, the last one after all rounds. Within
 a group, an equation that reads what another stage's update made is one update round later. Equations without a
 place (they read only scalars) are computed in every task that needs them.
+
+State that is kept on the host comes to the device in parts. Each round of a stage is then several, one after another:
+what reads none of that state, what reads one part of it, for each part, and what joins several.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
@@ -184,6 +188,55 @@ class UpdateRounds:
         roots = self.roots.setdefault((group, update_round, stage), [])
         if index not in roots:
             roots.append(index)
+
+    # --- parts of the state -----------------------------------------------------------------------------------
+
+    def split_by_parts(self, part_of: Mapping[jc.Var, int]) -> None:
+        """Split the rounds by the parts of the state that equations read, themselves or through others.
+
+        What an equation reads, its readers read as well, so that in the order above each finds what it needs. What
+        reads no part is computed along with the only one that reads it.
+        """
+        every = frozenset(part_of.values())
+        parts: dict[jc.Var, frozenset[int]] = {v: frozenset((part,)) for v, part in part_of.items()}
+        order: dict[int, int] = {}
+        for i, eqn in enumerate(self.eqns):
+            read = frozenset[int]().union(*(parts.get(v, frozenset()) for v in jc.operands(eqn)))
+            read = every if eqn.effects and self._runs_once(i) else read  # effects stay in order
+            parts.update((v, read) for v in eqn.outvars if read)
+            order[i] = 0 if not read else 1 + min(read) if len(read) == 1 else 2 + max(every)
+        task_of = {i: key for key, indices in self.roots.items() for i in indices}
+        for i in sorted((i for i in task_of if order[i] == 0), reverse=True):
+            readers = [r for v in self.eqns[i].outvars for r in self._readers_of_variables.get(v, ())]
+            wanted = {(task_of.get(r), order[r]) for r in readers}
+            shown = self._shown.intersection(self.eqns[i].outvars)
+            if len(wanted) == 1 and task_of[i] == next(iter(wanted))[0] and not shown:
+                order[i] = next(iter(wanted))[1]
+        roots: dict[tuple[int, int, int], list[int]] = {}
+        offsets: dict[int, int] = {}
+        for (group, _), keys in groupby(sorted(self.roots), key=lambda key: key[:2]):
+            longest = 0
+            for key in keys:
+                found = sorted({order[i] for i in self.roots[key]})
+                longest = max(longest, len(found))
+                for place, wanted in enumerate(found):
+                    mine = [i for i in self.roots[key] if order[i] == wanted]
+                    roots[group, offsets.get(group, 0) + place, key[2]] = mine
+            offsets[group] = offsets.get(group, 0) + longest
+        self.roots = roots
+
+    @property
+    def _shown(self) -> frozenset[jc.Var]:
+        """The results of the step."""
+        return frozenset(v for v in self.phases.step.jaxpr.jaxpr.outvars if isinstance(v, jc.Var))
+
+    @cached_property
+    def _readers_of_variables(self) -> Mapping[jc.Var, Sequence[int]]:
+        readers: dict[jc.Var, list[int]] = {}
+        for i, eqn in enumerate(self.eqns):
+            for v in jc.operands(eqn):
+                readers.setdefault(v, []).append(i)
+        return readers
 
     # --- tasks ----------------------------------------------------------------------------------------------
 

@@ -19,12 +19,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar.errors import StepFailed
 from autopar.ir.instructions import item_bytes
-from autopar.ir.program import Free, Instruction, Program, Recv, Run, Send
+from autopar.ir.program import Copy, Free, Instruction, Program, Recv, Run, Send
 from autopar.runtime.distributed.host_inputs import Bring, HostInputs, Values
 from autopar.runtime.distributed.input_routing import InputRouting
 from autopar.runtime.distributed.pieces import value_layout
 from autopar.runtime.distributed.world import World
-from autopar.runtime.executables import compile_all, mesh_of
+from autopar.runtime.executables import compile_all, mesh_of, sharding_of
 from autopar.runtime.interfaces import Receiver, Sender
 from autopar.runtime.interpreter import Environment, ResolvedInstruction, numbered, resolve
 from autopar.runtime.transfer.exchange import lasting_values
@@ -125,7 +125,7 @@ class HostProgram:
         here = [number for number, mesh in enumerate(program.meshes) if world.is_here(mesh.devices)]
         meshes = {number: mesh_of(program.meshes[number], world.devices) for number in here}
         self.shardings = {
-            (number, name): NamedSharding(meshes[number], kind.spec)
+            (number, name): sharding_of(kind, meshes[number])
             for number in here
             for name, kind in program.meshes[number].values.items()
         }
@@ -157,8 +157,10 @@ class HostProgram:
         functions = compile_all(executables, meshes, marked=True)
         donated = {e.name: e.donated for e in executables}
         local: dict[int, dict[str, int]] = {number: {} for number in meshes}
+        layouts: dict[int, dict[str, NamedSharding]] = {number: {} for number in meshes}
         for (number, name), slot in self.slots.items():
             local[number][name] = slot
+            layouts[number][name] = self.shardings[number, name]
         throttled = {number for number in meshes if self._uses_gloo(number)}
         lasting = lasting_values(self.program)
         plans: dict[Any, list[TransferPlan]] = {}
@@ -177,6 +179,7 @@ class HostProgram:
             step = resolve(
                 instruction,
                 slots=local[mesh],
+                layouts=layouts[mesh],
                 functions=self._marking(place, instruction, functions),
                 donated=donated,
                 channel=channel,
@@ -282,7 +285,13 @@ class HostProgram:
         step(env)
         mesh, instruction, _ = self.instructions[number]
         if not isinstance(instruction, Free):
-            names = instruction.values if isinstance(instruction, Send | Recv) else instruction.outputs
+            match instruction:
+                case Run():
+                    names = instruction.outputs
+                case Copy():
+                    names = instruction.results
+                case Send() | Recv():
+                    names = instruction.values
             jax.block_until_ready([env[self.slots[mesh, name]] for name in names])
         clock.append((start_s, time.time()))
 

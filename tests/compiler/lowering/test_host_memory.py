@@ -1,0 +1,185 @@
+"""State on the host comes to the devices in parts for its update and goes back, and the step is the plain one."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.errors import NonFiniteValue, Unsupported
+from autopar.hardware.machine import Machine
+from autopar.ir.plan import Plan
+from autopar.ir.program import ArrayType, Copy, Free, Program, Run
+from autopar.runtime.executables import sharding_of
+from autopar.simulation import SimulationReport
+from autopar.training.create_state import create_state
+
+TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3))
+LAYERS, WIDTH = 5, 16
+
+
+def loss(params, batch):
+    h = batch
+    for w in params:
+        h = autopar.layer_boundary(jnp.tanh(h @ w))
+    return jnp.mean(h**2)
+
+
+def train_step(state, batch):
+    params, opt_state = state
+    value, grads = jax.value_and_grad(loss)(params, batch)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return (optax.apply_updates(params, updates), opt_state), value
+
+
+def new_state(layers: int = LAYERS):
+    params = [jax.random.normal(key, (WIDTH, WIDTH)) / 4 for key in jax.random.split(jax.random.key(0), layers)]
+    return params, TX.init(params)
+
+
+BATCH = jnp.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH)
+
+
+def planned(num_devices: int = 4, donate: tuple[int, ...] = (0,), offload: str = "optimizer", **fields: Any):
+    step = autopar.parallelize(train_step, devices=jax.devices()[:num_devices], donate_argnums=donate)
+    return step.trace(new_state(), BATCH).plan(autopar.Megatron(offload=offload, **fields))
+
+
+def is_moment(name: str) -> bool:
+    return ".mu." in name or ".nu." in name
+
+
+def program(**fields: Any) -> Program:
+    return planned(**fields).lower().program
+
+
+def test_moments_come_and_leave_in_parts_and_never_more_than_three_are_on_the_devices():
+    (mesh,) = program().meshes
+    assert {name for name, kind in mesh.values.items() if kind.memory == "host"} >= {"state.1.1.0.mu.0/host"}
+    copies = [i for i in mesh.instructions if isinstance(i, Copy)]
+    assert [sorted(i.results) for i in copies if i.to == "device"] == [
+        [f"state.1.1.0.mu.{n}", f"state.1.1.0.nu.{n}"] for n in range(LAYERS)
+    ]
+    assert all(i.takes for i in copies if i.to == "device")
+    of_copies = {name for i in copies for name in (i.results if i.to == "device" else i.values)}
+    there: set[str] = set()
+    most = 0
+    for instruction in mesh.instructions:
+        if isinstance(instruction, Copy) and instruction.to == "device":
+            there.update(instruction.results)
+        elif isinstance(instruction, Run):
+            there.update(of_copies.intersection(instruction.outputs))
+            there.difference_update(n for n in instruction.inputs if is_moment(n))  # donated
+        elif isinstance(instruction, Free):
+            there.difference_update(instruction.values)
+        most = max(most, len(there))
+    assert (most, there) == (3 * 2, set())
+
+
+def test_a_part_is_on_its_way_while_the_one_before_it_is_updated_and_waits_for_the_room_of_an_earlier_one():
+    (mesh,) = program().meshes
+    order = [i for i in mesh.instructions if isinstance(i, Copy) or (isinstance(i, Run) and i.task.update_round)]
+    kinds = [i.to if isinstance(i, Copy) else "run" for i in order]
+    assert kinds == ["device", *(["device", "run", "host"] * (LAYERS - 1)), "run", "host"]
+    coming = [i for i in order if isinstance(i, Copy) and i.to == "device"]
+    leaving = [i for i in order if isinstance(i, Copy) and i.to == "host"]
+    assert [i.after for i in coming] == [(), (), (), *(i.results for i in leaving[: LAYERS - 3])]
+
+
+@pytest.mark.parametrize("donate", [(0,), ()], ids=["donated", "kept"])
+@pytest.mark.parametrize(
+    ("num_devices", "fields"),
+    [
+        (1, {}),
+        (4, {"zero": 1, "num_microbatches": 2}),
+        (4, {"tensor": 2, "zero": 3}),
+        (4, {"data": 2, "pipeline": 2, "num_microbatches": 2, "zero": 1}),
+    ],
+    ids=["one device", "zero", "tensor", "stages"],
+)
+@pytest.mark.usefixtures("float64")
+def test_a_step_with_its_moments_on_the_host_equals_the_plain_one(num_devices, fields, donate):
+    step = planned(num_devices, donate, **fields).lower().compile()
+    plain = jax.jit(train_step)
+    state, expected = new_state(), new_state()
+    for _ in range(3):
+        given = state
+        state, value = step(state, BATCH)
+        expected, expected_value = plain(expected, BATCH)
+        deleted = {leaf.is_deleted() for leaf in jax.tree.leaves(given[1][1][0].mu)}
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12),
+        (state, value),
+        (expected, expected_value),
+    )
+    assert deleted == {bool(donate)}
+    moments, parameters = jax.tree.leaves((state[1][1][0].mu, state[1][1][0].nu)), jax.tree.leaves(state[0])
+    assert {array.sharding.memory_kind for array in moments} == {"pinned_host"}
+    assert {array.sharding.memory_kind for array in parameters} == {"device"}
+    if "zero" in fields and "pipeline" not in fields:
+        assert all(array.sharding.shard_shape(array.shape) != array.shape for array in moments)
+
+
+def report(**fields: Any) -> SimulationReport:
+    return planned(**fields).simulate()
+
+
+def test_the_account_has_the_moments_on_the_host_and_their_time_on_the_link():
+    here, there = report(offload="off"), report()
+    moments = 2 * LAYERS * WIDTH * WIDTH * 4
+    assert (here.host_bytes, there.host_bytes) == (0, moments)
+    assert there.timeline.memory[0][0][1] == here.timeline.memory[0][0][1] - moments
+    assert there.peak_bytes < here.peak_bytes
+    bandwidth = Machine.named("cpu").host_bandwidth
+    for to in ("device", "host"):
+        copies = [each for each in there.timeline.copies if each.to == to]
+        assert sum(each.num_bytes for each in copies) == moments
+        assert sum(each.stop_s - each.start_s for each in copies) == pytest.approx(moments / bandwidth)
+    assert there.step_time_s >= max(each.stop_s for each in there.timeline.copies)
+    assert "GB of the host for each device" in str(there)
+    lanes = [each["args"]["name"] for each in there.timeline.to_chrome_trace()["traceEvents"] if each["ph"] == "M"]
+    assert {"to the device", "to the host"} <= set(lanes)
+
+
+def test_the_plan_says_what_is_on_the_host_and_comes_back_from_its_file():
+    made = planned().plan
+    assert Plan.from_json(made.to_json()) == made
+    assert f"in pinned memory of the host between steps: {2 * LAYERS} inputs, brought in {LAYERS} parts" in str(made)
+    assert "host_state" not in planned(offload="off").plan.to_json()
+
+
+def test_a_step_that_is_timed_tells_when_each_part_came_and_left(tmp_path):
+    step = planned().lower().compile()
+    path = tmp_path / "trace.json"
+    step.timeline(path, new_state(), BATCH)
+    assert path.read_text().count("to the device") >= LAYERS
+
+
+def test_values_that_are_not_finite_are_found_with_state_on_the_host():
+    step = autopar.parallelize(
+        train_step, method=autopar.Megatron(offload="optimizer"), devices=jax.devices()[:2], check_finite=True
+    )
+    state, _ = step(new_state(1), BATCH)
+    with pytest.raises(NonFiniteValue):
+        step(state, BATCH * np.inf)
+
+
+def test_a_first_state_is_made_where_the_step_wants_it():
+    step = autopar.parallelize(train_step, method=autopar.Megatron(offload="optimizer"), devices=jax.devices()[:2])
+    step(new_state(), BATCH)
+    state = create_state(new_state, like=step)
+    assert {array.sharding.memory_kind for array in jax.tree.leaves(state[1][1][0].mu)} == {"pinned_host"}
+    np.testing.assert_array_equal(state[0][0], new_state()[0][0])
+    step(state, BATCH)
+
+
+def test_devices_without_pinned_memory_are_refused():
+    device = SimpleNamespace(device_kind="abacus", addressable_memories=lambda: [SimpleNamespace(kind="beads")])
+    mesh: Any = SimpleNamespace(devices=np.array([device]))
+    kind = ArrayType(shape=(4,), dtype="float32", memory="host")
+    with pytest.raises(Unsupported, match=r"pinned_host memory, and abacus devices have beads here\. Plan without"):
+        sharding_of(kind, mesh)
