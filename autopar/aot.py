@@ -26,6 +26,7 @@ from autopar.compiler.analysis.compiled_collectives import check_collectives
 from autopar.compiler.analysis.explain import CollectiveCauses, Explanation, Price, explain
 from autopar.compiler.analysis.finite_values import WatchedProgram, keeping_arguments, watched_program
 from autopar.compiler.analysis.input_parts import input_parts
+from autopar.compiler.analysis.planned_values import input_lines, planned_values
 from autopar.compiler.analysis.revision import Planning
 from autopar.compiler.analysis.step_work import step_work
 from autopar.compiler.analysis.task_times import price_plan
@@ -39,7 +40,7 @@ from autopar.compiler.planning.whole_inputs import note_whole_inputs
 from autopar.compiler.sharding.replication import one_warning
 from autopar.description import PlanDescription, describe_plan
 from autopar.errors import AutoparError, InvalidArgument, StragglerWarning, Unsupported
-from autopar.explorer import plan_page
+from autopar.explorer import Answer, plan_page
 from autopar.finite_guard import FiniteGuard
 from autopar.fixes import Fixes, find_fixes
 from autopar.hardware.cluster import Cluster
@@ -372,7 +373,8 @@ class Planned:
         """
         names = [leaf.name for leaf in self.trace.inputs]
         simulated = self.simulate(cluster)
-        return describe_plan(self.trace.name, self.plan, self._program, names, simulated, self.scopes)
+        lines = input_lines(self.trace)
+        return describe_plan(self.trace.name, self.plan, self._program, names, lines, simulated, self.scopes)
 
     def verify(self, *args: Any, target: str | None = None, **kwargs: Any) -> VerificationReport:
         """Hold the plan against what a compiler makes of it, and against plain `jax.jit`: see `Lowered.verify`."""
@@ -466,7 +468,7 @@ class Planned:
         *,
         cluster: Cluster | None = None,
         beside: Planned | None = None,
-        answers: Sequence[PlanDifference | Explanation] = (),
+        answers: Sequence[Answer] = (),
     ) -> Path:
         """Write what `describe` returns as a page for a browser, one file that fetches nothing; return its path.
 
@@ -474,7 +476,9 @@ class Planned:
         returned.
         """
         page, other = Path(path), None if beside is None else beside.describe(cluster)
-        page.write_text(plan_page(self.describe(cluster), beside=other, answers=answers), encoding="utf-8")
+        values = planned_values(self.trace, self.plan, lambda: passes.cut_step(self.trace, self.plan))
+        text = plan_page(self.describe(cluster), values=values, beside=other, answers=answers)
+        page.write_text(text, encoding="utf-8")
         return page
 
     def __repr__(self) -> str:

@@ -33,7 +33,7 @@ class PlacedInput:
     """An input on one mesh: the type of what lies there, and its bytes on each device.
 
     `parts` counts the microbatches, or the layers of a stacked parameter, that lie there one by one: then `type` is
-    that of one part, and the bytes those of all.
+    that of one part, and the bytes those of all. `line` is the user's line that reads it first.
     """
 
     name: str
@@ -41,6 +41,7 @@ class PlacedInput:
     type: ArrayType
     parts: int
     bytes_per_device: int
+    line: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,7 @@ class PlanDescription:
                     **_type_data(each.type),
                     "parts": each.parts,
                     "bytes_per_device": each.bytes_per_device,
+                    "line": each.line,
                 }
                 for each in self.inputs
             ],
@@ -202,21 +204,25 @@ def describe_plan(
     plan: Plan,
     program: Program,
     leaf_names: Sequence[str],
+    leaf_lines: Sequence[str],
     simulated: SimulationReport,
     scopes: tuple[str, ...] = (),
 ) -> PlanDescription:
-    """Return the description of a plan by the program that it was lowered to, whose leaf `i` is `leaf_names[i]`."""
+    """Return the description of a plan by the program that it was lowered to.
+
+    Its leaf `i` is `leaf_names[i]`, and read first on the line `leaf_lines[i]` of the model.
+    """
     return PlanDescription(
         step=step,
         plan=plan,
-        inputs=_placed_inputs(program, leaf_names),
+        inputs=_placed_inputs(program, leaf_names, leaf_lines),
         crossings=_crossings(program),
         simulated=simulated,
         scopes=scopes,
     )
 
 
-def _placed_inputs(program: Program, leaf_names: Sequence[str]) -> tuple[PlacedInput, ...]:
+def _placed_inputs(program: Program, leaf_names: Sequence[str], leaf_lines: Sequence[str]) -> tuple[PlacedInput, ...]:
     parts: dict[tuple[int, int], list[ArrayType]] = {}
     for given in program.inputs:
         if given.leaf is not None:
@@ -228,6 +234,7 @@ def _placed_inputs(program: Program, leaf_names: Sequence[str]) -> tuple[PlacedI
             type=types[0],
             parts=len(types),
             bytes_per_device=sum(each.bytes_per_device(program.meshes[mesh]) for each in types),
+            line=leaf_lines[leaf],
         )
         for (leaf, mesh), types in sorted(parts.items())
     )

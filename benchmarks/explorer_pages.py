@@ -43,6 +43,7 @@ CASES = {
     "mesh": Case(model="350M", cluster="dgx-h100", gpus=8, degrees=(2, 4, 1)),
     "gpt-39b": Case(model="39B", cluster="p3.16xlarge", gpus=64, degrees=(1, 4, 16)),
     "llama-405b": Case(model="llama-3-405b", cluster="dgx-h100", gpus=10240, degrees=(64, 8, 20)),
+    "mixed": Case(model="1.3B", cluster="1x dgx-a100-80 + 1x p3.16xlarge", gpus=16, degrees=(2, 2, 4)),
 }
 
 
@@ -86,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def write_page(case: Case, page: Path) -> float:
     """Plan, and write the page; return the seconds that the page took."""
     workload = FAMILIES["gpt"].maker(case.model)()
-    cluster = autopar.Cluster.parse(case.cluster).with_devices(case.gpus)
+    cluster = autopar.Cluster.parse(case.cluster)
+    cluster = cluster if cluster.is_mixed else cluster.with_devices(case.gpus)
     data, tensor, pipeline = case.degrees
     method = autopar.Megatron(
         data=data, tensor=tensor, pipeline=pipeline, num_microbatches=workload.batch_size // data, zero=int(data > 1)
@@ -102,6 +104,8 @@ _INTERACTIONS = {
     "choose a mesh": "document.querySelector('#cluster button').click()",
     "zoom": "document.getElementById('in').click()",
     "whole step": "document.getElementById('all').click()",
+    "open a layer": "(document.querySelector('#layers button') || document.getElementById('up')).click()",
+    "one category": "document.querySelector('#treemap button').click()",
     "search": (
         "const i = document.querySelector('input[type=search]'); i.value = 'h_1'; i.dispatchEvent(new Event('input'))"
     ),

@@ -1,17 +1,24 @@
 """The page of a plan holds its description, as data that is never run, and answers clicks, searches and keys."""
 
+import inspect
 import json
 import re
 import shutil
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.compiler import passes
+from autopar.compiler.analysis.planned_values import planned_values
 from autopar.explorer import plan_page, shown_events, shown_memory
 from autopar.ir.program import Task
+from autopar.plan_difference import plan_difference
 from autopar.runtime.timeline import Event, Timeline
 from tests.small_steps import draw, sgd
-from tests.test_description import METHODS, planned
+from tests.test_description import METHODS, arguments, deep_loss, planned
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +31,11 @@ def page(pipeline, tmp_path_factory):
     path = tmp_path_factory.mktemp("pages") / "plan.html"
     assert pipeline.view(path) == path
     return path
+
+
+def _values_of(method):
+    made = planned(method)
+    return planned_values(made.trace, made.plan, lambda: passes.cut_step(made.trace, made.plan))
 
 
 def data_of(text):
@@ -55,6 +67,50 @@ def test_a_hostile_name_stays_data():
     step = autopar.parallelize(sgd(loss), method=autopar.DataParallel())
     page = plan_page(step.trace({name: draw(0, 32, 32)}, draw(1, 32, 32)).plan().describe())
     assert page.count("<script") == 2 and "alert(1)" in data_of(page)
+
+
+def test_names_in_a_forged_plan_stay_data(pipeline):
+    forged = "<script>alert(1)</script>"
+    data = json.loads(pipeline.plan.to_json())
+    data["method"] = forged
+    for mesh in data["meshes"]:
+        for each in mesh["sharding"]["collectives"]:
+            each["scope"] = each["line"] = each["what"] = forged
+    data["certificate"] = {"step_time_s": 1.0, "lower_bound_s": 1.0, "tried": [], "stopped": forged,
+                           "runners_up": [[forged, 1.0]]}  # fmt: skip
+    read = autopar.Plan.from_json(json.dumps(data))
+    described = autopar.parallelize(sgd(deep_loss), method=read).trace(*arguments()).plan().describe()
+    page = plan_page(described, answers=[plan_difference(pipeline.describe(), described)])
+    assert page.count("<script") == 2 and data_of(page).count("alert(1)") > 5
+    assert "<script" not in described.to_html()
+
+
+def test_the_page_has_every_value_of_the_forward_pass_with_its_layout_and_line(pipeline, page):
+    values = json.loads(data_of(page.read_text()))["values"]
+    texts, found = values["texts"], set()
+    for mesh, *places in values["rows"]:
+        found.add((mesh, *(texts[place] for place in places[1:])))
+    for mesh, planned_mesh in enumerate(pipeline.plan.meshes):
+        layouts = planned_mesh.sharding.layouts["values"]
+        (planned_layout,) = {text for name, text in layouts.items() if name.startswith("tanh")}
+        words = {"data,-": "(data, -)", "-,-": "replicated"}[planned_layout]
+        # Of one microbatch of 8 rows.
+        assert {each[1:4] for each in found if each[0] == mesh and each[1] == "tanh"} == {
+            ("tanh", "float32[8,128]", words)
+        }
+    line = inspect.getsourcelines(deep_loss)[1] + 2
+    lines = {each[4] for each in found if each[1] == "tanh"}
+    assert len(lines) == 1 and lines.pop().startswith(f"test_description.py:{line}")
+    inputs = {each.name: each.line for each in pipeline.describe().inputs}
+    assert inputs["params.layers.0.<up>"].startswith(f"test_description.py:{line}")
+
+
+def test_what_a_search_leaves_as_a_sum_is_said():
+    words = {
+        each.layout_words()
+        for each in _values_of(autopar.ShardParallel(mesh_shape=(8,), specs={"down": P("data"), "up": P(None, "data")}))
+    }
+    assert {"replicated", "replicated, sum over data", "(data, -)"} <= words
 
 
 def test_many_tasks_are_shown_as_few():
@@ -115,7 +171,7 @@ def test_the_page_answers_clicks_searches_and_keys(browser, page):
     on_second = rows("Inputs")
     assert 0 < len(on_second) < len(all_inputs) and not any("layers.0." in row for row in on_second)
     meshes[1].click()
-    search = browser.find_element("css selector", "input[type=search]")
+    search = browser.find_element("css selector", "input[data-table^=Inputs]")
     search.send_keys("down layers.3")
     assert ["params.layers.3.down" in row for row in rows("Inputs")] == [True]
     canvas = browser.find_element("id", "timeline")
@@ -137,4 +193,54 @@ def test_another_plan_and_answers_stand_beside_it(browser, pipeline, tmp_path):
         assert words in text
     assert "up to" in browser.find_element("id", "memory-words").text
     assert len(browser.find_elements("tag name", "canvas")) == 3
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def named_loss(params, batch):
+    for name, layer in params.items():
+        with jax.named_scope(name):
+            batch = batch + jnp.tanh(batch @ layer["up"]) @ layer["down"]
+    return jnp.mean(batch**2)
+
+
+def test_layers_open_to_values_and_memory_to_a_category(browser, tmp_path):
+    params = {f"block_{i}": {"up": draw(i, 32, 128), "down": draw(9 + i, 128, 32)} for i in range(4)}
+    cluster = autopar.Cluster.parse("1x dgx-a100-80 + 1x p3.16xlarge")
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
+    step = autopar.parallelize(sgd(named_loss), method=method, cluster=cluster)
+    browser.get(step.trace(params, draw(20, 64, 32)).plan().view(tmp_path / "mixed.html").as_uri())
+
+    def find(selector):
+        return browser.find_elements("css selector", selector)
+
+    def press_escape():
+        browser.switch_to.active_element.send_keys("\ue00c")
+
+    cards = [each.text for each in find("#cluster button")]
+    assert "dgx-a100-80" in cards[0] and "p3.16xlarge" in cards[1]
+    layers = find("#layers button")
+    assert [each.get_attribute("data-scope") for each in layers] == list(params)
+    layers[2].send_keys("\n")  # with the keyboard
+    inside = browser.find_element("id", "inside").text
+    assert "params.block_2.up" in inside and "block_1" not in inside
+    assert "dot_general" in inside and "test_explorer.py" in inside and "(data, -)" in inside
+    press_escape()
+    assert len(find("#layers button")) == 4
+
+    held = {each.get_attribute("data-category") for each in find("#treemap button")}
+    assert {"parameters", "gradients"} <= held
+    find("#treemap button[data-category=parameters]")[0].click()
+    assert {each.get_attribute("data-category") for each in find("#treemap button")} == {"parameters"}
+    assert "as parameters" in browser.find_element("id", "held").text
+    press_escape()
+    assert {each.get_attribute("data-category") for each in find("#treemap button")} == held
+
+    paper = "return getComputedStyle(document.body).backgroundColor"
+    browser.execute_script("document.documentElement.style.colorScheme = 'light'")
+    browser.find_element("id", "scheme").click()
+    assert browser.execute_script(paper) == "rgb(21, 24, 28)"
+    browser.execute_script("dispatchEvent(new Event('beforeprint'))")
+    assert browser.execute_script(paper) == "rgb(255, 255, 255)"
+    browser.execute_script("dispatchEvent(new Event('afterprint'))")
+    assert browser.execute_script(paper) == "rgb(21, 24, 28)"
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []

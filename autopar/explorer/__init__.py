@@ -2,8 +2,9 @@
 
     PlanDescription  ->  page.html with the description as JSON in it
 
-The page draws what the description says and computes nothing anew. Names of the model stand in it as data only: the
-page writes them as text, and its content security policy forbids every request.
+The page draws what the description says, down to the single values of the forward pass, and computes nothing anew.
+Names of the model stand in it as data only: the page writes them as text, and its content security policy forbids every
+request.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from autopar.compiler.analysis.explain import Explanation
+from autopar.compiler.analysis.explain import CollectiveCauses, Explanation
+from autopar.compiler.analysis.planned_values import PlannedValue
 from autopar.description import PlanDescription
 from autopar.plan_difference import PlanDifference, plan_difference
 from autopar.runtime.timeline import Event, Timeline
+
+Answer = PlanDifference | Explanation | CollectiveCauses
+"""Of a question about a plan, as `what_if`, `diff` and `explain` return it."""
 
 _MOST_EVENTS = 20_000
 """Of a timeline: with more, those that no screen can tell apart are shown as one."""
 _MOST_POINTS = 2_000
 """Of the memory of one mesh over time."""
+_MOST_CAUSES = 40
+"""Collectives of one answer, those that take longest."""
 _COLUMNS = 4_000
 """Parts of a step that a screen can tell apart."""
 
@@ -30,13 +37,18 @@ _COLUMNS = 4_000
 def plan_page(
     description: PlanDescription,
     *,
+    values: Sequence[PlannedValue] = (),
     beside: PlanDescription | None = None,
-    answers: Sequence[PlanDifference | Explanation] = (),
+    answers: Sequence[Answer] = (),
 ) -> str:
-    """Return the page of a plan as HTML, complete in itself, with another plan beside it and answers about it."""
+    """Return the page of a plan as HTML, complete in itself, with another plan beside it and answers about it.
+
+    `values` are those of the forward pass, which the page shows by their scopes.
+    """
     timeline = description.simulated.timeline
     data = description.to_data() | {
         "timeline": {"events": shown_events(timeline), "memory": [shown_memory(points) for points in timeline.memory]},
+        "values": _values(values),
         "answers": [_answer(each) for each in answers],
         "beside": None if beside is None else _beside(description, beside),
     }
@@ -87,7 +99,27 @@ def _beside(here: PlanDescription, other: PlanDescription) -> dict[str, Any]:
     }
 
 
-def _answer(answer: PlanDifference | Explanation) -> dict[str, Any]:
+def _values(values: Sequence[PlannedValue]) -> dict[str, Any]:
+    """Return a row for each value, of its mesh and the places of its words in a table: layers repeat them."""
+    texts: dict[str, int] = {}
+    rows = [
+        [
+            each.mesh,
+            *(
+                texts.setdefault(text, len(texts))
+                for text in (each.scope, each.primitive, _type_words(each), each.layout_words(), each.line)
+            ),
+        ]
+        for each in values
+    ]
+    return {"texts": list(texts), "rows": rows}
+
+
+def _type_words(value: PlannedValue) -> str:
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
     match answer:
         case PlanDifference():
             rows = [[each.subject, each.before, each.after, each.by] for each in answer.changes]
@@ -103,6 +135,14 @@ def _answer(answer: PlanDifference | Explanation) -> dict[str, Any]:
                 for each in answer.alternatives
             ]
             return _table("Why", f"{answer.subject}: {answer.chosen.choice}", ["choice", "step", "peak", ""], rows)
+
+        case CollectiveCauses():
+            rows = [
+                [each.line, each.kind, each.what, str(mesh), f"{each.times:g}", f"{1e3 * each.seconds:.3g} ms"]
+                for mesh, each in sorted(answer.collectives, key=lambda found: -found[1].seconds)[:_MOST_CAUSES]
+            ]
+            columns = ["line", "kind", "value", "mesh", "times", "in all"]
+            return _table("Why it communicates", f"{answer.question}: {1e3 * answer.seconds:.4g} ms", columns, rows)
 
 
 def _table(title: str, words: str, columns: list[str], rows: list[list[str]]) -> dict[str, Any]:

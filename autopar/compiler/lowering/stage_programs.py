@@ -106,7 +106,7 @@ def sharded_mesh(graph: StageGraph, plan: Plan, number: int) -> ShardedMesh:
     jaxprs: dict[str, jc.ClosedJaxpr] = {}
     types: dict[str, ArrayType] = {}
     for task in tasks_of_stages(graph, plan.stages_on(number)):
-        block = _block_of(task, planned.sharding, mesh, number)
+        block = task_block(task, planned.sharding, mesh, number)
         jaxprs[task.name] = emit_spmd_task(task.jaxpr, block, mesh)
         for name in (*task.inputs, *task.outputs):
             types[name] = _type(graph, name, layouts.get(name), mesh)
@@ -130,7 +130,8 @@ def _broadcast(zeros: EmittedTask, shapes: list[tuple[int, ...]]) -> jc.ClosedJa
     return jc.trace(lambda: [jnp.broadcast_to(x, shape) for x, shape in zip(function(), shapes, strict=True)], [])
 
 
-def _block_of(task: GroupTask, sharding: MeshSharding, mesh: LogicalMesh, number: int) -> LocalBlock:
+def task_block(task: GroupTask, sharding: MeshSharding, mesh: LogicalMesh, number: int) -> LocalBlock:
+    """Return what one device of a mesh does of a task; `PlanMismatch` for layouts of another program."""
     jaxpr = jc.open_jaxpr(task.jaxpr)[0]
     data = sharding.layouts["tasks"].get(task.name)
     plan = None if data is None else from_data(data, mesh)

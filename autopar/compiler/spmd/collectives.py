@@ -31,6 +31,12 @@ _OWN_LINES = str(Path(__file__).parents[2])
 """Equations made here, such as sums over microbatches, have no line of the user's."""
 
 
+def user_line(*eqns: jc.JaxprEqn) -> str:
+    """Return the line of the first equation that the user wrote, as `model.py:41 (attention)`; empty for none."""
+    lines = map(jc.source_line, eqns)
+    return next((Path(line).name for line in lines if line and not line.startswith(_OWN_LINES)), "")
+
+
 def repeated_collectives(block: LocalBlock) -> Mapping[Action, tuple[bool, ...]]:
     """For every action that communicates whether its collectives, in their order, were done before."""
     numbering = _Numbering(merges=_has_regions(block))
@@ -141,8 +147,7 @@ class LocalCollective(NamedTuple):
     @property
     def line(self) -> str:
         """The user's line that needs it; for a result the one that made it."""
-        lines = (jc.source_line(eqn) for eqn in (self.reader, self.maker) if eqn is not None)
-        return next((Path(line).name for line in lines if line and not line.startswith(_OWN_LINES)), "")
+        return user_line(*(eqn for eqn in (self.reader, self.maker) if eqn is not None))
 
     def seconds(self, mesh_costs: MeshCosts) -> float:
         """Return the seconds of all its runs in a step."""
