@@ -16,7 +16,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh, sharded_step
 from autopar.compiler.lowering.stage_programs import task_block, tasks_of_stages
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.sharding.layout import Layout, LogicalMesh
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.spmd.collectives import user_line
 from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, RunBody
 from autopar.ir.plan import Plan
@@ -67,14 +67,15 @@ def planned_values(trace: Trace, plan: Plan, cut: Callable[[], StageGraph]) -> t
             if trace.differentiates and jc.ad_phase(eqn) != "forward":
                 continue
             scope, line = "/".join(n for n in jc.scope_names(eqn) if not n.startswith(jc.NOTE)), user_line(eqn)
-            for v, layout in zip(eqn.outvars, layouts, strict=True):
+            avals: list[Any] = [v.aval for v in eqn.outvars]
+            for aval, layout in zip(avals, layouts, strict=True):
                 found.append(
                     PlannedValue(
                         mesh=number,
                         scope=scope,
                         primitive=eqn.primitive.name,
-                        shape=tuple(v.aval.shape),
-                        dtype=str(v.aval.dtype),
+                        shape=tuple(aval.shape),
+                        dtype=str(aval.dtype),
                         spec=tuple(mesh.names(axes) for axes in layout.dims),
                         partial=mesh.names(layout.partial),
                         line=line,
@@ -118,4 +119,5 @@ def _of_block(block: LocalBlock) -> _Results:
 def _whole(jaxpr: jc.ClosedJaxpr) -> _Results:
     for eqn in jc.all_equations(jaxpr):
         if not any(True for _ in jc.subjaxprs(eqn)):
-            yield eqn, tuple(Layout(((),) * len(v.aval.shape)) for v in eqn.outvars)
+            avals: list[Any] = [v.aval for v in eqn.outvars]
+            yield eqn, tuple(replicated(len(aval.shape)) for aval in avals)
