@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec
 
@@ -79,6 +79,8 @@ class DataParallel:
     'full_batch'
     """
 
+    divides: ClassVar[tuple[str, ...]] = ("batch",)
+    """What it divides among the devices wherever a size allows."""
     num_microbatches: int = 1
     random: str = "full_batch"
     batch_statistics: str = "exact"
@@ -106,6 +108,7 @@ class ShardParallel:
     ('data', 'model')
     """
 
+    divides: ClassVar[tuple[str, ...]] = ("batch",)
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...] | None = None
     specs: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
@@ -161,6 +164,7 @@ class PipelineParallel:
     8
     """
 
+    divides: ClassVar[tuple[str, ...]] = ("batch",)
     num_stages: int = 2
     num_microbatches: int = 1
     schedule: str | Schedule = DEFAULT_SCHEDULE
@@ -242,6 +246,7 @@ class Megatron:
     (2, 4, 2)
     """
 
+    divides: ClassVar[tuple[str, ...]] = ("batch",)
     data: int | None = None
     tensor: int = 1
     pipeline: int = 1
@@ -320,6 +325,7 @@ class Auto:
     ('data', 'model')
     """
 
+    divides: ClassVar[tuple[str, ...]] = ("batch", "state")
     num_stages: int | None = None
     layers: int | None = None
     mesh_shape: tuple[int, ...] | None = None
@@ -358,6 +364,7 @@ class _RestrictedSearch:
     refused.
     """
 
+    divides: ClassVar[tuple[str, ...]] = ()
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
     num_microbatches: int = 1
@@ -396,6 +403,7 @@ class Zero(_RestrictedSearch):
     Raises `InvalidArgument` for another stage than 1, 2 or 3.
     """
 
+    divides: ClassVar[tuple[str, ...]] = ("state",)
     stage: int = 3
 
 

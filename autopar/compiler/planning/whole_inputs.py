@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import get_args
 
 from autopar.compiler.frontend.trace import Leaf, Trace
 from autopar.compiler.planning.constraints import DATA
@@ -15,12 +16,12 @@ from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.replication import note_replicated
 from autopar.ir.instructions import listed
 from autopar.ir.plan import MeshPlan, Plan
+from autopar.methods import Method
 
 _WORTH_A_WORD_BYTES = 2**16
 """Of an array of the state: smaller ones cost next to nothing on every device."""
 
-_DIVIDES_BATCH = ("DataParallel", "ShardParallel", "PipelineParallel", "Megatron")
-_DIVIDES_STATE = ("Auto", "Zero")
+_METHODS = {method.__name__: method for method in get_args(Method)}
 
 
 def note_whole_inputs(trace: Trace, plan: Plan) -> None:
@@ -28,9 +29,10 @@ def note_whole_inputs(trace: Trace, plan: Plan) -> None:
     meshes = [mesh for mesh in plan.meshes if len(mesh.devices) > 1]
     if not meshes:
         return
-    if plan.method in (*_DIVIDES_BATCH, "Auto"):
-        _note_batch(trace, plan, meshes)
-    if plan.method in _DIVIDES_STATE:
+    divides = _METHODS[plan.method].divides
+    if "batch" in divides:
+        _note_batch(trace, plan, meshes, any_axis="state" in divides)
+    if "state" in divides:
         sizes = {size for mesh in meshes for size in mesh.shape if size > 1}
         whole = [leaf for leaf in _state(trace, plan) if not any(_divides(size, leaf.aval.shape) for size in sizes)]
         if whole:
@@ -42,13 +44,12 @@ def note_whole_inputs(trace: Trace, plan: Plan) -> None:
             )
 
 
-def _note_batch(trace: Trace, plan: Plan, meshes: Sequence[MeshPlan]) -> None:
-    by_hand = plan.method in _DIVIDES_BATCH
+def _note_batch(trace: Trace, plan: Plan, meshes: Sequence[MeshPlan], *, any_axis: bool) -> None:
     sizes = {
         size
         for mesh in meshes
         for name, size in zip(mesh.axis_names, mesh.shape, strict=True)
-        if size > 1 and (name == DATA or not by_hand)
+        if size > 1 and (name == DATA or any_axis)
     }
     if not trace.batch_inputs or not sizes:
         return

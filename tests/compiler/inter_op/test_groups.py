@@ -6,29 +6,17 @@ import random
 
 import pytest
 
-from autopar.compiler.inter_op.search import search_stages
 from autopar.compiler.inter_op.stage_costs import StageCost, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, place_in_groups, submesh_choices
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.ir.schedules import get_schedule
-
-
-def search(problem, **changes):
-    arguments = problem | changes
-    costs, transfers = arguments.pop("costs"), arguments.pop("transfers")
-    timing = Timing(schedule=get_schedule(arguments.pop("schedule")), num_microbatches=arguments.pop("microbatches"))
-    return search_stages(
-        stage_costs=lambda start, stop, submesh: costs[start, stop, submesh],
-        transfer_s=lambda cut, source, target: transfers[cut, source, target],
-        timing=timing,
-        **arguments,
-    )
+from tests.compiler.inter_op.stage_problems import search
 
 
 def brute_force_s(problem):
     """The least time of all partitions on all submeshes in all orders that fit; infinity if none does."""
     num_layers, best_s = problem["num_layers"], math.inf
-    timing = Timing(schedule=get_schedule(problem["schedule"]), num_microbatches=problem["microbatches"])
+    timing = Timing(schedule=get_schedule(problem["schedule"]), num_microbatches=problem["num_microbatches"])
     for count in range(1, num_layers + 1):
         for cuts in itertools.combinations(range(1, num_layers), count - 1):
             ranges = list(itertools.pairwise([0, *cuts, num_layers]))
@@ -83,7 +71,7 @@ def random_problem(seed):
         "submeshes": submeshes,
         "costs": costs,
         "transfers": transfers,
-        "microbatches": draw.choice([1, 2, 4, 8]),
+        "num_microbatches": draw.choice([1, 2, 4, 8]),
         "schedule": draw.choice(["1f1b", "1f1b", "gpipe", "eager-1f1b", "zero-bubble"]),
         "memory_bytes": [draw.choice([2.0, 4.0, 8.0, 100.0]) for _ in range(kinds)],
     }
@@ -125,7 +113,7 @@ def two_kinds():
         "submeshes": submeshes,
         "costs": costs,
         "transfers": {(cut, m, n): 0.0 for cut in range(1, 8) for m in submeshes for n in submeshes},
-        "microbatches": 8,
+        "num_microbatches": 8,
         "schedule": "1f1b",
         "memory_bytes": [16.0, 8.0],
     }

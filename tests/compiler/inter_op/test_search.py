@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from autopar.compiler.inter_op.search import search_stages
-from autopar.compiler.inter_op.stage_costs import StageCost, Timing
+from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import submesh_choices
 from autopar.errors import InvalidArgument, MemoryTooSmall
-from autopar.ir.schedules import SCHEDULES, get_schedule
+from autopar.ir.schedules import SCHEDULES
+from tests.compiler.inter_op.stage_problems import search
 
 CASES = 300
 NAMES = list(SCHEDULES)
@@ -61,22 +61,6 @@ def random_front(draw: random.Random, scale: float) -> list[StageCost]:
         )
         for number in range(draw.choice([0, 1, 1, 2, 3]))
     ]
-
-
-def search(problem: dict, **changes):
-    arguments = problem | changes
-    costs, transfers = arguments.pop("costs"), arguments.pop("transfers")
-    timing = Timing(
-        schedule=get_schedule(arguments.pop("schedule")),
-        num_microbatches=arguments.pop("num_microbatches"),
-        virtual_stages=arguments.pop("virtual_stages"),
-    )
-    return search_stages(
-        stage_costs=lambda start, stop, submesh: costs[start, stop, submesh],
-        transfer_s=lambda cut, source, target: transfers[cut, source, target],
-        timing=timing,
-        **arguments,
-    )
 
 
 def every_partition(problem: dict):

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from autopar.compiler.solver.problem import MRF, Row, assignment_cost, row_weight
+from autopar.compiler.solver.problem import MRF, Row, row_weight
 
 
 def small_problem(seed: int) -> MRF:
@@ -47,12 +47,34 @@ def small_rows(problem: MRF, seed: int) -> list[Row]:
 
 def enumerate_best(problem: MRF, rows: list[Row] | None = None) -> float:
     """The least cost of any choice, by trying all."""
-    best = np.inf
-    for options in itertools.product(*(range(c.size) for c in problem.costs)):
-        value = assignment_cost(problem, options)
-        if value < best and all(row_weight(row, options) <= row.limit for row in rows or ()):
-            best = value
-    return best
+    values = costs_of_all(problem)
+    for row in rows or ():
+        values[weights_of_all(problem, row) > row.limit] = np.inf
+    return float(values.min(initial=np.inf))
+
+
+def least_excess(problem: MRF, rows: list[Row]) -> float:
+    """The least that any possible choice exceeds its worst row by, by trying all; infinity if none is possible."""
+    over = np.max([weights_of_all(problem, row) - row.limit for row in rows], axis=0)
+    return float(over[np.isfinite(costs_of_all(problem))].min(initial=np.inf))
+
+
+def costs_of_all(problem: MRF) -> np.ndarray:
+    """The cost of every choice: an axis for each node, along it the node's options."""
+    return _sums(problem, dict(enumerate(problem.costs)), problem.edges)
+
+
+def weights_of_all(problem: MRF, row: Row) -> np.ndarray:
+    """The weight of every choice in a row."""
+    return _sums(problem, row.nodes, row.edges)
+
+
+def _sums(problem: MRF, nodes, edges) -> np.ndarray:
+    total = np.zeros([cost.size for cost in problem.costs])
+    for numbers, values in [*(((i,), weights) for i, weights in nodes.items()), *edges.items()]:
+        assert list(numbers) == sorted(numbers)
+        total += values.reshape([size if i in numbers else 1 for i, size in enumerate(total.shape)])
+    return total
 
 
 def step_problem(seed: int, *, num_nodes: int = 600, factors: int = 6, axes: int = 2, mesh: tuple[int, ...] = ()):

@@ -1,6 +1,6 @@
 """Within limits that are only measured the best choice is found, down to the least limit that any choice keeps."""
 
-import itertools
+import functools
 import math
 from dataclasses import replace
 
@@ -15,14 +15,20 @@ from autopar.compiler.solver.problem import (
     Row,
     SolveEffort,
     WorkBudget,
-    assignment_cost,
     row_weight,
 )
 from autopar.compiler.solver.solve import minimize
-from tests.compiler.solver.random_problems import enumerate_best, memory_row, small_problem, small_rows, step_problem
+from tests.compiler.solver.random_problems import (
+    enumerate_best,
+    least_excess,
+    memory_row,
+    small_problem,
+    small_rows,
+    step_problem,
+)
 
 MOST_CHOICES = 3_000
-"""Of a problem, to be tried all."""
+"""Of a problem that is tried at many limits."""
 
 
 def worst_of(rows):
@@ -36,20 +42,10 @@ def worst_of(rows):
     return measure
 
 
-def least_excess(problem: MRF, rows: list[Row]) -> float:
-    """The least that any possible choice exceeds its worst row by, by trying all."""
-    every = itertools.product(*(range(cost.size) for cost in problem.costs))
-    over = (
-        max(row_weight(row, options) - row.limit for row in rows)
-        for options in every
-        if np.isfinite(assignment_cost(problem, options))
-    )
-    return min(over, default=np.inf)
-
-
-def few(seeds) -> list[tuple[int, MRF, list[Row], float]]:
+@functools.cache
+def few(hundred: int) -> list[tuple[int, MRF, list[Row], float]]:
     """Problems of few choices, with rows and the least excess of any choice."""
-    made = ((seed, small_problem(seed)) for seed in seeds)
+    made = ((seed, small_problem(seed)) for seed in range(100 * hundred, 100 * (hundred + 1)))
     small = ((seed, problem) for seed, problem in made if math.prod(c.size for c in problem.costs) <= MOST_CHOICES)
     with_rows = ((seed, problem, small_rows(problem, seed)) for seed, problem in small)
     return [(seed, problem, rows, least_excess(problem, rows)) for seed, problem, rows in with_rows]
@@ -66,7 +62,7 @@ def within(problem: MRF, rows: list[Row]):
 @pytest.mark.parametrize("hundred", range(2))
 def test_down_to_the_least_limit_that_any_choice_keeps_the_best_choice_is_found(hundred):
     num_possible = 0
-    for seed, problem, rows, least in few(range(100 * hundred, 100 * (hundred + 1))):
+    for seed, problem, rows, least in few(hundred):
         if np.isinf(least):
             with pytest.raises(Infeasible):
                 within(problem, rows)
@@ -101,7 +97,7 @@ def test_optimum_within_rows_equals_enumeration(hundred):
 @pytest.mark.parametrize("hundred", range(2))
 def test_least_excess_lies_between_what_is_found_and_its_bound(hundred):
     excesses, num_least = [], 0
-    for seed, problem, rows, least in few(range(100 * hundred, 100 * (hundred + 1))):
+    for seed, problem, rows, least in few(hundred):
         if np.isinf(least):
             continue
         start = minimize(problem, SolveEffort(budget=WorkBudget.of_seconds(60))).assignment
