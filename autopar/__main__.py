@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """The command line, also as `python -m autopar`.
 
 autopar plan        plans a step, and shows the plan
@@ -18,9 +19,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from autopar import doctor, machines_command, plan_command, supervisor
-from autopar.errors import AutoparError, InvalidArgument
+from autopar.errors import AutoparError
 from autopar.hardware import calibrate
 
 
@@ -32,13 +35,12 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    """Run a benchmark, which is no part of the installed package; 0."""
-    try:
-        from benchmarks.__main__ import main as run_benchmark
-    except ModuleNotFoundError:
-        raise InvalidArgument(
-            "The benchmarks are not installed with the package. Run `autopar bench` in a checkout of the project."
-        ) from None
+    """Run a benchmark; 0."""
+    installed = Path(__file__).parent / "bench"
+    if installed.is_dir():  # no package of ours stands beside those of others under so common a name
+        sys.path.insert(0, str(installed))
+    from benchmarks.__main__ import main as run_benchmark
+
     run_benchmark(arguments.words)
     return 0
 
@@ -60,13 +62,23 @@ COMMANDS = {
 }
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run a command by its words, by default those of the process; return the exit status."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return what reads the words of every command."""
     parser = argparse.ArgumentParser(prog="autopar", description="Auto-parallelizing compiler for JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, add_options, run) in COMMANDS.items():
         said = (run.__doc__ or "").partition(";")[0]
         add_options(commands.add_parser(name, help=said, description=said))
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command by its words, by default those of the process; return the exit status."""
+    parser = make_parser()
+    with suppress(ModuleNotFoundError):  # the extra autopar[completion]
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     arguments = parser.parse_args(words)
     _, _, run = COMMANDS[arguments.command]
     try:

@@ -5,7 +5,7 @@
     autopar explain  model:make_step "state.params.h_0.kernel" --plan plan.json
     autopar what-if  model:make_step --set num_microbatches=8 --on "4x dgx-h100"
     autopar diff     one.json other.json
-    autopar view     model:make_step --plan plan.json -o plan.html
+    autopar view     model:make_step --plan plan.json --ask schedule -o plan.html
 
 `make_step()` returns the step and its arguments, arrays or `jax.ShapeDtypeStruct`s: `(step, state, batch)`.
 """
@@ -15,16 +15,20 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import json
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
+import jax
 from rich.console import Console
 
 from autopar.aot import Planned, Traced
 from autopar.api import Step, parallelize
-from autopar.errors import InvalidArgument
+from autopar.errors import AutoparError, InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.methods import Auto, Method
@@ -98,13 +102,16 @@ def add_view_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `autopar view`."""
     _add_step(parser)
     parser.add_argument("-o", "--output", type=Path, default=Path("plan.html"), help="the page; plan.html")
+    parser.add_argument("--ask", action="append", default=[], metavar="QUESTION", help="as for explain, "
+                        "repeatable: the page has the answers")  # fmt: skip
 
 
 def run_view(arguments: argparse.Namespace) -> int:
     """Write what a plan runs as a page for the browser; 0."""
-    path = _planned(arguments).view(arguments.output)
+    planned = _planned(arguments)
+    path = planned.view(arguments.output, answers=[planned.explain(question) for question in arguments.ask])
     if arguments.json:
-        print(f'{{"page": {str(path)!r}}}'.replace("'", '"'))
+        print(json.dumps({"page": str(path)}))
     else:
         print(f"{path}: open it in a browser; it needs no network")
     return 0
@@ -168,7 +175,8 @@ def _traced(arguments: argparse.Namespace) -> Traced:
             "arguments: return step, state, batch."
         )
     parallelized = step if isinstance(step, Step) else parallelize(step, method=Auto())
-    traced = parallelized.trace(*given)
+    with _told_of(f"{arguments.step}() returned a step that cannot be traced for its arguments"):
+        traced = parallelized.trace(*given)
     return traced if cluster is None else traced.on_cluster(cluster)
 
 
@@ -206,12 +214,8 @@ def _made(name: str) -> Sequence[Any]:
         raise InvalidArgument(f'The step is called {name!r}. Name a module and a function of it, as "model:make_step".')
     sys.path.insert(0, str(Path.cwd()))
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a module may raise anything
-        raise InvalidArgument(
-            f"The module {module_name} cannot be imported: {type(error).__name__}: {error}. Run the command where "
-            f"`import {module_name}` works."
-        ) from error
+        with _told_of(f"The module {module_name} cannot be imported", " Run the command where it can."):
+            module = importlib.import_module(module_name)
     finally:
         sys.path.pop(0)
     function = getattr(module, function_name, None)
@@ -221,10 +225,27 @@ def _made(name: str) -> Sequence[Any]:
             f"{module_name} has no function {function_name!r}; it has {', '.join(there[:8]) or 'none'}. Name one that "
             "returns the step and its arguments."
         )
-    made = function()
+    with _told_of(f"{name}() does not return the step and its arguments"):
+        made = function()
     if not isinstance(made, tuple) or len(made) < 2:
         raise InvalidArgument(
             f"{name}() returned {type(made).__name__}; it must return the step and its arguments: "
             "return step, state, batch."
         )
     return made
+
+
+@contextmanager
+def _told_of(words: str, advice: str = "") -> Iterator[None]:
+    """Say what the user's code raised, and on which of its lines, in place of a traceback."""
+    try:
+        yield
+    except AutoparError:
+        raise
+    except (Exception, SystemExit) as error:  # a module may raise anything, and may end its process
+        library = tuple(str(Path(module.__file__ or "").parent) for module in (jax, sys.modules["autopar"], importlib))
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(library)]
+        mine = [each for each in frames if "<" not in each.filename]
+        where = f", at {Path(mine[-1].filename).name}:{mine[-1].lineno} ({mine[-1].name})" if mine else ""
+        first = str(error).partition("\n")[0].rstrip(".")
+        raise InvalidArgument(f"{words}: {type(error).__name__}: {first}{where}.{advice}") from error

@@ -1,11 +1,16 @@
 """`autopar plan` plans a step by the name of what makes it, shows it, and says what is missing."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 import autopar
-from autopar.__main__ import main
+from autopar.__main__ import COMMANDS, main, make_parser
+from tests.small_steps import sgd
+from tests.test_description import arguments, deep_loss
 
 MODEL = """
 import jax, jax.numpy as jnp, autopar
@@ -25,6 +30,13 @@ def make_pipeline():
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
     return autopar.parallelize(step, method=method), *shapes()
 
+def make_unfit():
+    params, _ = shapes()
+    return step, params, jax.ShapeDtypeStruct((32, 63), "float32")
+
+def make_mistake():
+    return step, shapes()["params"]
+
 def make_nothing():
     return step
 
@@ -39,6 +51,7 @@ number = 3
 def model(tmp_path, monkeypatch):
     (tmp_path / "planned_model.py").write_text(MODEL)
     (tmp_path / "broken_model.py").write_text("1 / 0")
+    (tmp_path / "ending_model.py").write_text("import sys\nsys.exit(0)")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -81,8 +94,10 @@ def test_a_stored_plan_is_asked_from_the_command_line(model, capsys):
     assert {"method", "meshes", "stages", "microbatches"} <= subjects
     both = printed("diff", "one.json", "two.json", "--step", "planned_model:make_pipeline")
     assert both["after"]["simulated"]["step_time_s"] == report["step_time_s"]
-    assert printed("view", *stored, "-o", "page.html") == {"page": "page.html"}
-    assert (model / "page.html").stat().st_size > 10_000
+    asked = ["--ask", "num_microbatches", "--ask", "all-reduce"]
+    assert printed("view", *stored, *asked, "-o", 'page "1".html') == {"page": 'page "1".html'}
+    page = (model / 'page "1".html').read_text()
+    assert "Why it communicates" in page and "as planned" in page
 
 
 def test_machines_are_listed_with_their_sources(capsys):
@@ -99,12 +114,58 @@ def test_machines_are_listed_with_their_sources(capsys):
         ("{", "The plan is not JSON"),
         ('{"format": 2}', "The plan has format 2"),
         ("[]", "format None"),
+        ("\0\xff", "The plan is not JSON"),
     ],
 )
 def test_a_plan_file_that_is_damaged_or_of_another_version_is_refused(model, capsys, text, said):
-    (model / "plan.json").write_text(text)
+    (model / "plan.json").write_bytes(text.encode("latin-1"))
     assert main(["diff", "plan.json", "plan.json"]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def two_stages():
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
+    step = autopar.parallelize(sgd(deep_loss), method=method)
+    return json.loads(step.trace(*arguments()).plan().plan.to_json())
+
+
+@pytest.mark.parametrize(
+    "path, value, said",
+    [
+        (["format"], 3, "The plan has format 3"),
+        (["schedule"], "<script>", "schedule is '<script>'. Choose one of"),
+        (["num_microbatches"], 10**9, "do not divide into 1000000000 microbatches"),
+        (["stages", 0, "layers"], [0, 9], "layers"),
+        (["stages", 1, "mesh"], 7, "mesh"),
+        (["meshes", 0, "devices"], [0, 0, 0, 0], "distinct ordinals"),
+        (["meshes", 0, "sharding"], {"layouts": []}, "sharding"),
+        (["cuts"], "<script>", "cuts"),
+        (["fingerprint"], "forged", "another"),
+    ],
+)
+def test_a_forged_plan_is_refused(tmp_path, monkeypatch, capsys, two_stages, path, value, said):
+    forged = json.loads(json.dumps(two_stages))
+    there = forged
+    for key in path[:-1]:
+        there = there[key]
+    there[path[-1]] = value
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps(forged))
+    (tmp_path / "deep_model.py").write_text(
+        "from tests.small_steps import sgd\nfrom tests.test_description import arguments, deep_loss\n"
+        "def make_step():\n    return sgd(deep_loss), *arguments()\n"
+    )
+    assert main(["simulate", "deep_model:make_step", "--plan", "plan.json"]) == 1
+    assert said in (told := capsys.readouterr().err) and "Traceback" not in told
+
+
+def test_a_plan_that_was_cut_off_is_refused(tmp_path, capsys, two_stages):
+    text = json.dumps(two_stages)
+    for share in (0.1, 0.5, 0.99):
+        (tmp_path / "plan.json").write_text(text[: int(share * len(text))])
+        assert main(["diff", str(tmp_path / "plan.json"), str(tmp_path / "plan.json")]) == 1
+        assert "The plan is not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -129,7 +190,11 @@ def test_words_that_cannot_be_used_are_said(model, capsys, words, said):
     [
         ("planned_model", 'Name a module and a function of it, as "model:make_step"'),
         ("no_such_model:make", "The module no_such_model cannot be imported"),
-        ("broken_model:make", "ZeroDivisionError"),
+        ("broken_model:make", "ZeroDivisionError: division by zero, at broken_model.py:1"),
+        ("ending_model:make", "The module ending_model cannot be imported: SystemExit: 0"),
+        ("planned_model:make_unfit", "cannot be traced for its arguments: TypeError: dot_general requires"),
+        ("planned_model:make_unfit", ", at planned_model.py:5 (<lambda>)."),
+        ("planned_model:make_mistake", "does not return the step and its arguments: TypeError: tuple indices"),
         ("planned_model:make", "planned_model has no function 'make'; it has step, shapes, make_step"),
         ("planned_model:number", "has no function 'number'"),
         ("planned_model:make_nothing", "returned function; it must return the step and its arguments"),
@@ -138,4 +203,29 @@ def test_words_that_cannot_be_used_are_said(model, capsys, words, said):
 )
 def test_what_cannot_be_planned_is_said(model, capsys, step, said):
     assert main(["plan", step]) == 1
-    assert said in capsys.readouterr().err
+    assert said in (told := capsys.readouterr().err) and "Traceback" not in told
+
+
+def test_every_command_that_answers_prints_json(capsys):
+    for name in COMMANDS.keys() - {"run", "bench"}:  # they run a script, or a benchmark with options of its own
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0 and "--json" in capsys.readouterr().out, name
+
+
+def test_the_benchmarks_are_a_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "gpt", "--help"])
+    assert ended.value.code == 0 and "--cluster" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "abacus"])
+    assert ended.value.code == 2 and "abacus" in capsys.readouterr().err
+
+
+def test_a_shell_completes_commands(tmp_path):
+    pytest.importorskip("argcomplete")
+    line, written = "autopar sim", tmp_path / "completed"
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
+    words = {**os.environ, **asked, "_ARGCOMPLETE_STDOUT_FILENAME": str(written)}
+    subprocess.run([sys.executable, "-m", "autopar"], env=words, check=True, timeout=120)
+    assert written.read_text().split() == ["simulate"]

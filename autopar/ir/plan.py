@@ -217,7 +217,7 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read the plan that `save` wrote to `path`; `PlanMismatch` as for `from_json`."""
-        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+        return Plan.from_json(Path(path).read_text(encoding="utf-8", errors="replace"))
 
     def verify(self, step: Any, args: Sequence[Any], *, target: str | None = None) -> Any:
         """Hold the plan against what a compiler makes of it: `Planned.verify` of `step` on `args`."""
