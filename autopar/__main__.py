@@ -17,6 +17,7 @@ autopar run         runs a training script, and starts it again when its cluster
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -62,23 +63,15 @@ COMMANDS = {
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return what reads the words of every command."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command by its words, by default those of the process; return the exit status."""
     parser = argparse.ArgumentParser(prog="autopar", description="Auto-parallelizing compiler for JAX.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, add_options, run) in COMMANDS.items():
         said = (run.__doc__ or "").partition(";")[0]
         add_options(commands.add_parser(name, help=said, description=said))
-    return parser
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Run a command by its words, by default those of the process; return the exit status."""
-    parser = make_parser()
     with suppress(ModuleNotFoundError):  # the extra autopar[completion]
-        import argcomplete
-
-        argcomplete.autocomplete(parser)
+        importlib.import_module("argcomplete").autocomplete(parser)
     arguments = parser.parse_args(words)
     _, _, run = COMMANDS[arguments.command]
     try:

@@ -18,7 +18,7 @@ import importlib
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -236,7 +236,7 @@ def _made(name: str) -> Sequence[Any]:
 
 
 @contextmanager
-def _told_of(words: str, advice: str = "") -> Iterator[None]:
+def _told_of(words: str, advice: str = "") -> Generator[None]:
     """Say what the user's code raised, and on which of its lines, in place of a traceback."""
     try:
         yield

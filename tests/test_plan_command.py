@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import autopar
-from autopar.__main__ import COMMANDS, main, make_parser
+from autopar.__main__ import COMMANDS, main
 from tests.small_steps import sgd
 from tests.test_description import arguments, deep_loss
 
