@@ -32,6 +32,7 @@ import numpy as np
 import optax
 
 import autopar
+from benchmarks.cheap_compilation import cheap_xla_flags
 
 METHODS: Mapping[str, Any] = {
     "data": autopar.DataParallel(),
@@ -290,7 +291,8 @@ def main() -> None:
         if options.json:
             with open(options.json, "a", encoding="utf-8") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
-        jax.clear_caches()
+        if len(rows) % 20 == 0:  # what is compiled of one step is of no use to others
+            jax.clear_caches()
     _print_counts(rows)
     if any(result in ("wrong", "raw") for row in rows for result in row["verdicts"].values()):
         raise SystemExit(1)
@@ -327,7 +329,9 @@ def _print_counts(rows: Sequence[Mapping[str, Any]]) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("PJRT_NPROC", "32")
+    os.environ["XLA_FLAGS"] = cheap_xla_flags(os.environ.get("XLA_FLAGS", ""))
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_disable_most_optimizations", True)  # compiling takes most of the time
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     main()

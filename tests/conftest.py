@@ -5,16 +5,13 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.cheap_compilation import cheap_xla_flags
+
 # Read by jax at import, so set before it; a caller's own choice stands.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_FLAGS = {"xla_force_host_platform_device_count": "8"}
 # Most of a test's time goes into compiling, most of that into making fast what runs for a millisecond.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-if version("jaxlib").startswith("0.10."):  # a later XLA has no other emitters
-    _FLAGS |= {"xla_cpu_use_fusion_emitters": "false", "xla_cpu_parallel_codegen_split_count": "1"}
-_given = os.environ.get("XLA_FLAGS", "")
-_missing = [f"--{name}={value}" for name, value in _FLAGS.items() if name not in _given]
-os.environ["XLA_FLAGS"] = " ".join([_given, *_missing]).strip()
+os.environ["XLA_FLAGS"] = cheap_xla_flags(os.environ.get("XLA_FLAGS", ""), xla_force_host_platform_device_count="8")
 _CACHE = Path(__file__).parent.parent / ".cache" / "jax" / version("jax")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("AUTOPAR_CACHE_DIR", str(_CACHE.parent.parent / "autopar"))
