@@ -67,9 +67,9 @@ class DataParallel:
     `num_microbatches` parts of the batch go through the model one after another, and their gradients are
     added: less memory for activations, the same result. `random="full_batch"` draws dropout masks that
     together equal those of the whole batch; `"per_microbatch"` draws them microbatch by microbatch, which
-    takes less memory and gives other masks. A reduction over the batch inside the model, such as batch norm,
-    is an error with `batch_statistics="exact"`, and is taken over each microbatch with `"per_microbatch"`,
-    the usual approximation.
+    takes less memory and gives other masks. For a reduction over the batch inside the model, such as batch norm,
+    all microbatches wait with `batch_statistics="exact"`, so that the activations of all are kept; it is taken over
+    each microbatch with `"per_microbatch"`, the usual approximation.
 
     Sharding constraints in the model are obeyed unless `ignore_user_shardings`.
 

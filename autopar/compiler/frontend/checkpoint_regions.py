@@ -52,6 +52,13 @@ def find_wide_regions(closed: jc.ClosedJaxpr, *, num_layers: int) -> frozenset[P
     return frozenset(path for i, eqn in backward.items() for path in _wide(eqn, (i,), limit))
 
 
+def find_regions(closed: jc.ClosedJaxpr) -> frozenset[Path]:
+    """All backward regions, nested ones too."""
+    jaxpr, _ = jc.open_jaxpr(closed)
+    backward = [(i, eqn) for i, eqn in enumerate(jaxpr.eqns) if jc.ad_phase(eqn) == "backward"]
+    return frozenset(path for i, eqn in backward for path in _wide(eqn, (i,), -1))
+
+
 def _wide(eqn: jc.JaxprEqn, path: Path, limit: float) -> Iterator[Path]:
     if eqn.primitive.name in REMAT and equation_flops(eqn) > limit:
         yield path

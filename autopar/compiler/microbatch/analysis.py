@@ -18,7 +18,7 @@ A body cannot accumulate over the microbatches: its sums are completed by the eq
 
 A reduction that depends on the batch alone is taken of the whole batch before the microbatches, which makes
 masked means exact. One that depends on the state and meets the same examples again (batch normalisation) is
-refused, or, on request, taken within each microbatch.
+completed first, and they go on in a further round; on request it is taken within each microbatch, without waiting.
 """
 
 from __future__ import annotations
@@ -277,8 +277,7 @@ def _enter(
 ) -> MicrobatchStep:
     nested = nested_step(enter, eqn, at_other_batch, states)
     if eqn.primitive.name == "cond":
-        merged = Local(provenance=provenances(states[1:]))
-        analysis.check_crossing(eqn, [states[0], merged])
+        analysis.note_crossing([states[0], Local(provenance=provenances(states[1:]))])
     uses = [COMPLETE if i in complete else use for i, use in enumerate(nested.uses)]
     return replace(nested, uses=tuple(uses))
 

@@ -130,7 +130,7 @@ def flat_step(
         return make_step(eqn, at_other_batch, SPLIT, states, states[: len(eqn.outvars)], uses)
     verdict = _verdict(analysis.sizes, scope, eqn, at_other_batch, states)
     states, uses = _settled(analysis, scope, eqn, at_other_batch, states, verdict)
-    analysis.check_crossing(eqn, states)
+    analysis.note_crossing(states)
     if verdict is not None:
         return _batched(analysis, place, eqn, at_other_batch, states, uses, verdict)
     partial = next((s for s in states if isinstance(s, Partial)), None)
@@ -248,13 +248,16 @@ def _unfinished(analysis: AnalysisState, scope: Scope, eqn: jc.JaxprEqn, state: 
     """A body needs a sum over the batch: the loop around it completes it, or it is taken per microbatch."""
     behind = analysis.origins(state.provenance)
     inside = [r for r in behind if r.place[: len(scope.place)] == scope.place]
-    if len(inside) < len(behind) or not state.provenance.stateful:
-        raise Unfinished(
-            f"{jc.describe(eqn)} needs a sum over the batch that is complete only after the loop or "
-            "rematerialised region around it. Compute it before or after, or use num_microbatches=1."
-        )
-    analysis.crossed(eqn, behind)
-    return Local(provenance=state.provenance)
+    own = len(inside) == len(behind) and state.provenance.stateful
+    if own and not analysis.exact:
+        analysis.crossing.update(r.place for r in behind)
+        return Local(provenance=state.provenance)
+    names = "; ".join(jc.describe(r.eqn) for r in behind) or "a sum"
+    each = 'take it of each microbatch (batch_statistics="per_microbatch", an approximation), ' if own else ""
+    raise Unfinished(
+        f"{jc.describe(eqn)} needs {names} over the batch, which is complete only after the loop, condition or "
+        f"rematerialised region around it. Compute it before or after, {each}or use num_microbatches=1."
+    )
 
 
 def _batched(

@@ -65,8 +65,9 @@ def split_batch(
     """The step of one microbatch, given the normalised traces at the batch and at another: best that of a microbatch.
 
     `batch_statistics="per_microbatch"` accepts that reductions over the batch that meet the same examples
-    again, as in batch normalisation, are taken within each microbatch; `random="per_microbatch"` that random
-    bits are drawn from a key folded with the microbatch's number, instead of being those of the full batch.
+    again, as in batch normalisation, are taken within each microbatch, instead of in a round before;
+    `random="per_microbatch"` that random bits are drawn from a key folded with the microbatch's number, instead of
+    being those of the full batch. Raises `Unfinished` where a region or loop would have to be left for a further round.
     """
     invars = jc.open_jaxpr(full)[0].invars
     sizes = _sizes(invars, jc.open_jaxpr(at_other_batch)[0].invars)

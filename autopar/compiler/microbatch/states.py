@@ -336,25 +336,15 @@ class AnalysisState:
         """The reductions behind a value, by order of appearance."""
         return [r for bit, r in self.reductions.items() if provenance.origins & bit]
 
-    def check_crossing(self, eqn: jc.JaxprEqn, states: list[State]) -> None:
-        """Refuse (or note) a sum over the batch that is combined with examples it was computed from."""
+    def note_crossing(self, states: list[State]) -> None:
+        """Note the sums over the batch that are combined with examples they were computed from.
+
+        Exact ones wait for all microbatches: what reads them is of the next round.
+        """
+        if self.exact:
+            return
         for i, one in enumerate(states):
             for j, other in enumerate(states):
                 if i != j and one.provenance.sums & other.provenance.rows:
                     rows = other.provenance.rows
-                    behind = [r for r in self.origins(one.provenance) if r.rows & rows]
-                    self.crossed(eqn, behind)
-
-    def crossed(self, eqn: jc.JaxprEqn, behind: list[BatchReduction]) -> None:
-        """Refuse (or note) reductions whose results are wanted before the other microbatches are known."""
-        if not self.exact:
-            self.crossing.update(r.place for r in behind)
-            return
-        names = "; ".join(jc.describe(r.eqn) for r in behind) or "a reduction"
-        raise NotSplittable(
-            f"The reduction over the batch {names} depends on the parameters, and its result is combined "
-            f"again with single examples in {jc.describe(eqn)}, as batch normalisation does. The gradient of "
-            "one microbatch would need the activations of all others. Use "
-            'batch_statistics="per_microbatch" (the usual approximation: each microbatch its own '
-            "statistics), a normalisation within each example, or num_microbatches=1."
-        )
+                    self.crossing.update(r.place for r in self.origins(one.provenance) if r.rows & rows)

@@ -48,14 +48,17 @@ class Placement:
 def layer_order(phases: Phases) -> list[int]:
     """The forward equations that are cut into layers, in program order: those of the first pass through the model.
 
-    In a step that takes a gradient they are those that are differentiated.
+    In a step that takes a gradient they are those that are differentiated. The pass may take several rounds, as batch
+    normalisation does; it ends before what waits for a backward pass.
     """
     forward = {jc.ad_phase(eqn) for eqn in phases.equations} & {"forward"} or {None}
-    order = [
-        i
-        for i, (eqn, own) in enumerate(zip(phases.equations, phases.of, strict=True))
-        if Phase.FORWARD in own and phases.rounds[i] == 0 and jc.ad_phase(eqn) in forward
-    ]
+    order: list[int] = []
+    late: set[jc.Var] = set()
+    for i, (eqn, own) in enumerate(zip(phases.equations, phases.of, strict=True)):
+        if Phase.BACKWARD in own or not late.isdisjoint(jc.operands(eqn)):
+            late.update(eqn.outvars)
+        elif Phase.FORWARD in own and jc.ad_phase(eqn) in forward:
+            order.append(i)
     again = _passes_again(phases, order)
     return [i for i in order if i not in again]
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
-from autopar.compiler.frontend.checkpoint_regions import Path, find_wide_regions, inline_regions
+from autopar.compiler.frontend.checkpoint_regions import Path, find_regions, find_wide_regions, inline_regions
 from autopar.compiler.frontend.layer_scans import LeafRows, layer_scan_lengths, split_layer_scans
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import same_equations
 from autopar.compiler.microbatch.split import MicrobatchedStep, split_batch
+from autopar.compiler.microbatch.states import Unfinished
 from autopar.compiler.microbatch.unsplit import whole_batch
 from autopar.compiler.pipeline.phases import Phases, find_phases
-from autopar.errors import InvalidArgument, NotSplittable
+from autopar.errors import InvalidArgument, NotSplittable, Unsupported
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,9 +50,49 @@ def prepare(
 ) -> PreparedStep:
     """Dissolve rematerialised regions wider than a layer, and split loops and batch as asked for.
 
+    A region that needs a statistic of the whole batch is dissolved, and all others with it.
+
     The last few are remembered: a step is prepared alike to be planned, simulated and lowered.
     """
+    prepared = partial(
+        _prepare,
+        trace,
+        num_microbatches=num_microbatches,
+        loop_pieces=loop_pieces,
+        batch_statistics=batch_statistics,
+        random=random,
+    )
     wide = find_wide_regions(trace.jaxpr, num_layers=num_layers)
+    try:
+        return prepared(wide)
+    except Unfinished:
+        every = find_regions(trace.jaxpr)
+        if every <= wide:
+            raise
+        # No region can wait for the other microbatches.
+        return prepared(every)
+
+
+@lru_cache(maxsize=6)
+def waits_for_statistics(trace: Trace, num_microbatches: int, *, batch_statistics: str, random: str) -> bool:
+    """Return whether microbatches wait for statistics of the whole batch, and so are all kept in the meantime."""
+    of_step = partial(prepare, trace, num_layers=1, loop_pieces=1, batch_statistics=batch_statistics, random=random)
+    try:
+        once, several = of_step(num_microbatches=1), of_step(num_microbatches=num_microbatches)
+    except (InvalidArgument, NotSplittable, Unsupported):
+        return False  # so it is refused where it is asked for
+    return several.phases.num_rounds > once.phases.num_rounds
+
+
+def _prepare(
+    trace: Trace,
+    wide: frozenset[Path],
+    *,
+    num_microbatches: int,
+    loop_pieces: int,
+    batch_statistics: str,
+    random: str,
+) -> PreparedStep:
     closed, inputs, outputs, state_outputs = _split_loops(trace, inline_regions(trace.jaxpr, wide), loop_pieces)
     names = [_piece_name(trace, piece) for piece in inputs]
     batch = set(trace.batch_inputs)

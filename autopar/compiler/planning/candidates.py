@@ -19,6 +19,7 @@ from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
 from autopar.compiler.inter_op.search import StageSearch, search_stages
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_in_groups, submesh_choices
+from autopar.compiler.pipeline.prepare import waits_for_statistics
 from autopar.compiler.planning.layer_classes import Layers
 from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
 from autopar.compiler.planning.virtual_stages import VirtualStage, make_virtual_stages, simulate_schedule_s
@@ -90,14 +91,20 @@ class PipelineCandidate:
 
 
 def microbatch_counts(problem: StageProblem) -> list[int]:
-    """Return the numbers of microbatches to try: the one given, or powers of two that divide the batch."""
+    """Return the numbers of microbatches to try: the one given, or powers of two that divide the batch.
+
+    Microbatches that wait for statistics of the whole batch save no memory, so that none are tried.
+    """
     if problem.method.num_microbatches is not None:
         return [problem.method.num_microbatches]
     trace = problem.trace
     if not trace.batch_inputs or trace.at_other_batch is None:
         return [1]
     rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
-    return [count for count in (2**k for k in range(rows.bit_length())) if rows % count == 0]
+    counts = [count for count in (2**k for k in range(rows.bit_length())) if rows % count == 0]
+    statistics, random = problem.method.batch_statistics, problem.method.random
+    waits = rows % 2 == 0 and waits_for_statistics(trace, 2, batch_statistics=statistics, random=random)
+    return [1] if waits else counts
 
 
 def likely_time_s(problem: StageProblem, known: KnownLayers, num_microbatches: int, like: int) -> float:

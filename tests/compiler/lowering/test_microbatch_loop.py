@@ -97,6 +97,10 @@ def noisy(p: Any, batch: Any) -> Any:
     return jnp.mean(hidden(p, batch["x"]) * jax.random.normal(jax.random.key(5), batch["x"].shape))
 
 
+def test_loop_over_microbatches_takes_the_statistics_of_the_whole_batch_in_loops_of_their_own():
+    assert_loop_equals_step(sgd(batch_normalised), PARAMS, X, microbatches=2)
+
+
 @pytest.mark.parametrize(
     ("loss", "options"),
     [(batch_normalised, {"batch_statistics": "per_microbatch"}), (noisy, {"random": "per_microbatch"})],

@@ -120,8 +120,7 @@ def test_statistics_of_several_layers_are_taken_per_microbatch():
 
     microbatched, leaves = split(step, W, V, batch_statistics="per_microbatch")
     assert accumulations(microbatched) == ["concatenate", "mean"]
-    with pytest.raises(NotSplittable, match="as batch normalisation does"):
-        split(step, W, V)
+    assert_equal(*evaluate_both(step, W, V))
     rows, scale = evaluate_microbatched(microbatched, leaves)
     parts = [step(W, V[2 * m : 2 * m + 2]) for m in range(4)]
     assert_equal(rows, jnp.concatenate([p[0] for p in parts]))
@@ -137,6 +136,15 @@ def test_a_statistic_that_meets_an_accumulated_value_is_accumulated_too():
     microbatched, leaves = split(step, W, V, batch_statistics="per_microbatch")
     assert accumulations(microbatched).count("mean") == 1
     assert_equal(evaluate_microbatched(microbatched, leaves)[1], step(W, V)[1])
+
+
+def test_a_condition_on_the_batch_waits_for_all_microbatches():
+    def step(w, x):
+        h = w * x
+        return jax.lax.cond(jnp.sum(h) > 0, lambda: jnp.sum(h**2), lambda: jnp.sum(h)), w + 1
+
+    for sign in (1, -1):
+        assert_equal(*evaluate_both(step, sign * W, V))
 
 
 def test_a_condition_on_the_state_is_taken_by_every_microbatch():
@@ -184,11 +192,6 @@ def loop_until_all(p, batch):
     return mean_loss(p, batch) + jnp.sum(jax.lax.while_loop(lambda x: jnp.any(x > 0.1), lambda x: x / 2, start))
 
 
-def branch_on_batch(p, batch):
-    h = hidden(p, batch["x"])
-    return jax.lax.cond(jnp.sum(h) > 0, lambda: jnp.sum(h**2), lambda: 0.0)
-
-
 def callback(p, batch):
     h = hidden(p, batch["x"])
     return jnp.mean(jax.pure_callback(lambda v: v, h, jax.lax.stop_gradient(h)))
@@ -206,7 +209,6 @@ REFUSED = [
     (grouped_by_place, NotSplittable, "sorts into groups the batch"),
     (loop_over_examples, NotSplittable, "loop over the batch's examples"),
     (loop_until_all, NotSplittable, "repeats until a condition on the batch's examples holds"),
-    (branch_on_batch, NotSplittable, "as batch normalisation does"),
     (callback, Unsupported, "no rule says"),
 ]
 

@@ -346,13 +346,21 @@ def test_batch_statistics_of_one_microbatch_are_exact():
     assert_equal(*evaluate_both(sgd(batch_norm, has_aux=True), PARAMS, X, microbatches=1))
 
 
-def test_batch_normalization_is_refused_with_its_line():
+def test_batch_normalization_waits_for_the_statistics_of_the_whole_batch():
+    assert_equal(*evaluate_both(sgd(batch_norm, has_aux=True), PARAMS, X))
+
+
+def test_batch_normalization_in_a_loop_is_refused_with_its_line():
+    def repeated(p, batch):
+        body = lambda h, _: ((h - jnp.mean(h, axis=0)) * p["b"], None)  # noqa: E731
+        return jnp.sum(jnp.square(jax.lax.scan(body, batch["x"] @ p["a"], None, length=3)[0]))
+
     with pytest.raises(NotSplittable) as error:
-        split(sgd(batch_norm, has_aux=True), PARAMS, X)
+        split(sgd(repeated), PARAMS, X)
     message = str(error.value)
     assert "reduce_sum" in message
-    assert "test_split.py" in message and "(batch_norm)" in message
-    assert 'batch_statistics="per_microbatch"' in message
+    assert "test_split.py" in message and "repeated" in message
+    assert "only after the loop" in message and "num_microbatches=1" in message
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_does():

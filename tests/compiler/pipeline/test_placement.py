@@ -48,6 +48,19 @@ def test_parameters_live_on_the_one_stage_that_uses_them(num_microbatches, remat
     assert not crossing(graph, per_microbatch=False)
 
 
+def test_stages_of_a_pass_that_waits_for_batch_statistics_have_the_layers_behind_them_too():
+    def loss(params, batch):
+        h = batch[0]
+        for layer in params:
+            h = h @ layer["w"]
+            h = jnp.tanh(h - h.mean(0)) + layer["b"]
+        return jnp.mean((h - batch[1]) ** 2)
+
+    graph = cut(sgd(loss), mlp_params(4), mlp_batch(), num_microbatches=2)
+    assert graph.num_rounds > 4
+    assert [homes(graph)[f"a.{layer}.w"] for layer in range(4)] == [(0,), (0,), (1,), (1,)]
+
+
 def test_batch_goes_to_the_stages_that_read_it():
     graph = cut(mlp_step, mlp_params(), mlp_batch())
     assert (homes(graph)["b.0"], homes(graph)["b.1"]) == ((0,), (1,))
