@@ -460,7 +460,7 @@ class Planned:
 
     def fixes(self) -> Fixes:
         """Return what to write instead of the method, by what it gains; each suggestion is planned and simulated."""
-        return _fixes(Traced(trace=self.trace, source=self.source), self.method, self.describe(), "")
+        return _fixes(Traced(trace=self.trace, source=self.source), self.method, self.describe())
 
     def view(
         self,
@@ -544,10 +544,10 @@ class Traced:
         """Return what to write instead of a method, by default the step's, for a step without a plan or a slow one."""
         asked = self.source.target.method if method is None else method
         try:
-            now, reason = self.plan(method).describe(), ""
+            now = self.plan(method).describe()
         except AutoparError as error:
-            now, reason = None, str(error)
-        return _fixes(self, asked, now, reason)
+            now = error
+        return _fixes(self, asked, now)
 
     def _agreed(self, make: Callable[[], Plan]) -> Plan:
         """Return the plan that all processes of the session obey; one of them makes it."""
@@ -571,13 +571,12 @@ class Traced:
         return str(self.trace)
 
 
-def _fixes(traced: Traced, method: Method | Plan | Followed | None, now: PlanDescription | None, reason: str) -> Fixes:
+def _fixes(traced: Traced, method: Method | Plan | Followed | None, now: PlanDescription | AutoparError) -> Fixes:
     batch = traced.trace.batch_inputs
     return find_fixes(
         method if isinstance(method, Method) else None,
         lambda other: traced.plan(other).describe(),
         now=now,
-        reason=reason,
         rows=traced.trace.inputs[batch[0]].aval.shape[0] if batch else None,
     )
 

@@ -3,7 +3,8 @@
     Method, its plan  ->  Method, ...   one option changed, or another way to parallelize
                       ->  Fixes         those that fit or are faster, the best first
 
-Nothing is estimated: a suggestion has the time and the memory of the plan that it makes.
+Nothing is estimated: a suggestion has the time and the memory of the plan that it makes. What leaves most open comes
+first, and a search that keeps more fixed than one without a plan is not made: it has none either.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.description import PlanDescription
-from autopar.errors import AutoparError, InvalidArgument, ReplicatedWarning
+from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, ReplicatedWarning
 from autopar.ir.schedules import SCHEDULES
-from autopar.methods import Auto, DataParallel, Method, Zero
+from autopar.methods import Auto, DataParallel, Method, SearchMethod, Zero
 from autopar.plain_text import as_text
 
 _GAIN = 1e-3
@@ -121,36 +122,79 @@ def find_fixes(
     method: Method | None,
     describe: Callable[[Method], PlanDescription],
     *,
-    now: PlanDescription | None,
-    reason: str,
+    now: PlanDescription | AutoparError,
     rows: int | None,
 ) -> Fixes:
-    """Return what other methods make of a step, beside what there is `now` or the `reason` why there is no plan.
+    """Return what other methods make of a step, beside what there is `now`, or the error if there is no plan.
 
     `describe` plans by a method and simulates; `rows` are the examples of the batch, if it has any.
     """
+    here = None if isinstance(now, AutoparError) else now
+    without_plan = [method] if isinstance(now, MemoryTooSmall) and isinstance(method, Auto) else []
     tried: list[Fix] = []
-    for other in dict.fromkeys(_others(method, now, rows)):
+    for other in dict.fromkeys(each for each in _others(method, here, rows) if each != method):
+        wider = next((each for each in without_plan if _leaves_open(each, other)), None)
+        if wider is not None:
+            refused = f"{method_words(wider)} leaves open what this fixes, and no plan of it fits"
+            tried.append(Fix(method=other, described=None, refused=refused))
+            continue
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ReplicatedWarning)  # it is about what is planned, and not chosen yet
                 tried.append(Fix(method=other, described=describe(other)))
         except AutoparError as error:
             tried.append(Fix(method=other, described=None, refused=str(error)))
+            without_plan += [other] if isinstance(error, MemoryTooSmall) and isinstance(other, Auto) else []
     order = sorted(tried, key=lambda each: (not each.fits, each.step_time_s, each.words))
-    return Fixes(now=now, reason=reason, tried=tuple(order))
+    return Fixes(now=here, reason=str(now) if here is None else "", tried=tuple(order))
 
 
 def _others(method: Method | None, now: PlanDescription | None, rows: int | None) -> Iterator[Method]:
-    """Yield the method with one option changed, and other methods."""
-    if method is not None:
-        yield from _changed(method, now, rows)
+    """Yield the method with one option changed, and other methods; a search before those that it contains."""
+    if isinstance(method, Auto):
+        yield from _opened(method, now)
+    else:
+        yield Auto()
+        if method is not None:
+            yield from _changed(method, now, rows)
     if not isinstance(method, Zero):
-        yield Zero(stage=3)
+        yield Zero(stage=3, memory=method.memory if isinstance(method, Auto) else "adaptive")
     if not isinstance(method, DataParallel):
         yield DataParallel()
-    if method != Auto():
-        yield Auto()
+
+
+def _opened(method: Auto, now: PlanDescription | None) -> Iterator[Method]:
+    """Yield a search with nothing fixed, or all of a device's memory, or with each fixed option left open.
+
+    An option that is open already has been searched, so that fixing it finds nothing better.
+    """
+    opened = {name: _default(each) for name, each in _OPTIONS.items() if name in _OPEN} | {"axis_names": None}
+    everything = replace(method, **opened)
+    yield everything
+    if now is None:
+        yield replace(everything, memory=1.0)
+    elif now.plan.certificate is not None and now.plan.certificate.gap > _GAIN:
+        yield replace(method, effort="thorough", time_limit_s=10 * method.time_limit_s)
+    for name in _OPEN:
+        names = ("mesh_shape", "axis_names") if name == "mesh_shape" else (name,)
+        yield replace(method, **{each: opened[each] for each in names})
+
+
+_OPTIONS = {each.name: each for each in fields(Auto)}
+_OPEN = ("num_stages", "layers", "mesh_shape", "num_microbatches", "schedule", "remat", "pins")
+"""Options of `Auto` whose default leaves everything open."""
+
+
+def _leaves_open(wide: Auto, method: Method) -> bool:
+    """Return whether a search contains all plans of another one."""
+    if not isinstance(method, SearchMethod):
+        return False
+    narrow = method if isinstance(method, Auto) else method.search()
+    return all(
+        getattr(wide, name) == getattr(narrow, name) or (name in _OPEN and getattr(wide, name) == _default(each))
+        for name, each in _OPTIONS.items()
+        if name not in ("effort", "time_limit_s", "axis_names")
+    )
 
 
 def _changed(method: Method, now: PlanDescription | None, rows: int | None) -> Iterator[Method]:
@@ -160,7 +204,7 @@ def _changed(method: Method, now: PlanDescription | None, rows: int | None) -> I
     changes: list[tuple[str, Any]] = []
     if "num_microbatches" in given and rows:
         changes += [("num_microbatches", n) for n in (here // 2, 2 * here, 4 * here) if n and rows % n == 0]
-    if "schedule" in given and now is not None and now.plan.num_stages > 1 and not isinstance(method, Auto):
+    if "schedule" in given and now is not None and now.plan.num_stages > 1:
         several = now.plan.num_stages > len(now.plan.meshes)
         alike = [name for name, each in SCHEDULES.items() if (each.virtual_stages != (1,)) == several]
         changes += [("schedule", name) for name in alike if name != now.plan.schedule]

@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.errors import InvalidArgument
-from autopar.fixes import method_words
+from autopar.errors import InvalidArgument, MemoryTooSmall
+from autopar.fixes import find_fixes, method_words
 from autopar.plan_difference import plan_difference
 from tests.small_steps import sgd
 from tests.test_description import arguments, deep_loss
@@ -89,6 +89,34 @@ def test_what_has_no_plan_is_given_what_has():
     fixes = refused.fixes()
     assert fixes.now is None and "3" in fixes.reason
     assert fixes.better and "There is no plan" in str(fixes)
+
+
+def test_no_search_is_made_inside_of_one_that_found_nothing():
+    asked = []
+
+    def describe(method):
+        asked.append(method)
+        raise MemoryTooSmall("no room")
+
+    method = autopar.Auto(memory=1e9, num_stages=2, mesh_shape=(4,), remat=False)
+    fixes = find_fixes(method, describe, now=MemoryTooSmall("no room"), rows=32)
+    assert asked == [autopar.Auto(memory=1e9), autopar.Auto(memory=1.0), autopar.DataParallel()]
+    skipped = {each.words: each.refused for each in fixes.tried if each.method not in asked}
+    inside = "Auto(memory=1000000000.0) leaves open what this fixes, and no plan of it fits"
+    assert skipped["Zero(memory=1000000000.0)"] == inside
+    assert skipped["Auto(num_stages=2, memory=1000000000.0, remat=False)"] == inside
+    assert not fixes.better and fixes.reason == "no room"
+
+
+def test_what_a_search_left_open_is_not_searched_again():
+    asked = []
+
+    def describe(method):
+        asked.append(method)
+        raise InvalidArgument("not here")
+
+    find_fixes(autopar.Auto(), describe, now=InvalidArgument("not here"), rows=32)
+    assert asked == [autopar.Auto(memory=1.0), autopar.Zero(), autopar.DataParallel()]
 
 
 def test_methods_are_written_as_they_are_given():
