@@ -12,6 +12,7 @@ nothing to cut: `lower_step` takes the traced step as it is on one device, or wi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from autopar.compiler.frontend.trace import Trace, trace_step
@@ -27,6 +28,7 @@ from autopar.compiler.planning.follow import Followed, plan_following
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.megatron import plan_megatron
 from autopar.compiler.planning.one_mesh import plan_by_search
+from autopar.compiler.planning.plan_cache import kept_plan
 from autopar.compiler.planning.plan_checks import check_machines, check_plan, with_machines
 from autopar.compiler.planning.scope_demands import check_scopes, named_stages
 from autopar.compiler.planning.search import search_plan
@@ -62,19 +64,33 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a method for the devices of a cluster, or the given plan if it fits.
 
-    `Auto` compares plans by the seconds that they are simulated to take. Searches keep what they solved in
-    `cache_directory`, if one is given, and use all of a memory budget if the plan is `checked` by compiling it.
+    `Auto` compares plans by the seconds that they are simulated to take. Plans, and what searches solved on the way,
+    are kept in `cache_directory`, if one is given: then `simulated_s` must be nothing but the simulation of a plan.
+    Searches use all of a memory budget if the plan is `checked` by compiling it.
     """
-    num_devices = cluster.num_devices
     check_manual_meshes(trace)
-    check_scopes(trace, method, num_devices)
+    check_scopes(trace, method, cluster.num_devices)
     match method:
         case Plan():
-            check_plan(method, trace, num_devices=num_devices)
+            check_plan(method, trace, num_devices=cluster.num_devices)
             check_machines(method, cluster)
             return method
         case Followed():
             return plan_following(trace, method, cluster=cluster, cache_directory=cache_directory)
+        case _:
+            make = partial(_plan_of_method, trace, method, cluster, simulated_s, checked, cache_directory)
+            return kept_plan(trace, method, cluster, checked=checked, directory=cache_directory, make=make)
+
+
+def _plan_of_method(
+    trace: Trace,
+    method: Method,
+    cluster: Cluster,
+    simulated_s: Callable[[Plan], float] | None,
+    checked: bool,
+    cache_directory: Path | None,
+) -> Plan:
+    match method:
         case DataParallel() | ShardParallel() | PipelineParallel():
             plan = plan_by_hand(trace, method, cluster=cluster, cache_directory=cache_directory)
         case Megatron():
@@ -94,7 +110,7 @@ def make_plan(
             return plan_by_search(
                 trace,
                 method,
-                num_devices=num_devices,
+                num_devices=cluster.num_devices,
                 machine=cluster.machine,
                 checked=checked,
                 cache_directory=cache_directory,

@@ -20,6 +20,8 @@ from autopar.errors import PlanMismatch
 from autopar.ir.memory_part import MemoryPart
 
 _NUM_NAMED = 4
+TIME_LIMIT = "the time limit"
+"""The beginning of the reason for which a search ended that its time limit ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +195,11 @@ class Certificate:
     def gap(self) -> float:
         """By how much the best plan could be faster, relative to the lower bound."""
         return self.step_time_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
+
+    @property
+    def stopped_by_clock(self) -> bool:
+        """True if the search ended for want of time, so that a faster machine might find another plan."""
+        return self.stopped.startswith(TIME_LIMIT)
 
     def __str__(self) -> str:
         best = f"; next best: {self.runners_up[0][0]}, {1e3 * self.runners_up[0][1]:.4g} ms" if self.runners_up else ""

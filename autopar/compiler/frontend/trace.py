@@ -100,6 +100,11 @@ class Trace:
             self._at_rows[rows] = _trace_at(self, rows)
         return self._at_rows[rows]
 
+    @property
+    def rows_traced(self) -> tuple[int, ...]:
+        """The other batches that were asked for so far, by their rows."""
+        return tuple(self._at_rows)
+
     @cached_property
     def _at_rows(self) -> dict[int, tuple[jc.ClosedJaxpr | None, str]]:
         return {}

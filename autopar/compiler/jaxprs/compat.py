@@ -62,6 +62,12 @@ def settings() -> Hashable:
     return (config.trace_context(), config.default_prng_impl.value)
 
 
+def settings_text() -> str:
+    """Return these settings as a text, equal in every process, without the axes that a transformation binds."""
+    told = [each for each in config.trace_context() if not isinstance(each, core.AxisEnv)]
+    return repr((told, config.default_prng_impl.value))
+
+
 def is_tracing() -> bool:
     """Return whether a transformation of JAX is under way here."""
     return not core.trace_state_clean()
@@ -170,6 +176,14 @@ def innermost_scope(eqn: JaxprEqn) -> str:
 def source_line(eqn: JaxprEqn) -> str:
     """Return the line on which the user wrote the equation: `train.py:41 (loss_fn)`."""
     return source_info_util.summarize(eqn.source_info)
+
+
+def provenance(eqn: JaxprEqn) -> str:
+    """Return all that is known of where an equation comes from: its name stack, with its transformations, and its line.
+
+    Two equations of one text have the same `ad_phase`, scopes, notes and `source_line`.
+    """
+    return f"{eqn.source_info.name_stack.stack}\n{source_line(eqn)}"
 
 
 def describe(eqn: JaxprEqn) -> str:

@@ -109,6 +109,11 @@ def register_flops(*primitives: str) -> Callable[[Callable[[JaxprEqn], float]], 
     return register
 
 
+def registered_flops() -> tuple[tuple[str, Callable[[JaxprEqn], float]], ...]:
+    """Return the primitives whose FLOPs were registered, with the functions that count them."""
+    return tuple(_registered.items())
+
+
 def equation_flops(eqn: JaxprEqn) -> float:
     """FLOPs of one equation, as counted by the table above."""
     if (count := _registered.get(eqn.primitive.name)) is not None:

@@ -44,7 +44,7 @@ from autopar.compiler.planning.stage_layouts import stage_shardings, with_input_
 from autopar.compiler.planning.step_bounds import StepBounds, step_bounds
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
-from autopar.ir.plan_sharding import Certificate
+from autopar.ir.plan_sharding import TIME_LIMIT, Certificate
 from autopar.methods import EFFORTS, DataParallel
 from autopar.plain_text import microbatches_in_words
 from autopar.progress import tell, tell_best
@@ -379,7 +379,7 @@ class _Search:
                     stopped = f'effort="{method.effort}" ended the search'
                     break
                 if time.process_time() > deadline:
-                    stopped = f"the time limit of {method.time_limit_s:g} s ended the search"
+                    stopped = f"{TIME_LIMIT} of {method.time_limit_s:g} s ended the search"
                     break
             self.open.remove(region)
             taken += self.take(region)

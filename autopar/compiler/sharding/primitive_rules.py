@@ -47,6 +47,11 @@ def has_rule(primitive: str) -> bool:
     return primitive in _RULES
 
 
+def registered_rules() -> tuple[tuple[str, MakeRule], ...]:
+    """Return the primitives that have a rule, with the functions that make them."""
+    return tuple(_RULES.items())
+
+
 def rule_by_hand(eqn: jc.JaxprEqn) -> Rule | None:
     """The rule of an equation whose primitive has one registered; None for the others."""
     make = _RULES.get(eqn.primitive.name)

@@ -27,17 +27,24 @@ def note_replicated(reason: str) -> None:
 
 
 @contextmanager
+def gathered_reasons() -> Generator[dict[str, None]]:
+    """Gather all that is noted inside, and warn of none of it."""
+    gathered: dict[str, None] = {}
+    token = _gathered.set(gathered)
+    try:
+        yield gathered
+    finally:
+        _gathered.reset(token)
+
+
+@contextmanager
 def one_warning(step: str) -> Generator[None]:
     """Gather all that is noted inside, and warn of it once. What is noted before an error is left to the error."""
     if _gathered.get() is not None:
         yield
         return
-    gathered: dict[str, None] = {}
-    token = _gathered.set(gathered)
-    try:
+    with gathered_reasons() as gathered:
         yield
-    finally:
-        _gathered.reset(token)
     if gathered:
         first, *more = gathered
         listed = "".join(f"\n  - {reason}" for reason in gathered)

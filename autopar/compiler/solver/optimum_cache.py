@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -16,6 +14,7 @@ import numpy as np
 
 from autopar.compiler.solver.problem import MRF, FloatArray, Optimum, assignment_cost
 from autopar.compiler.solver.solve import solve
+from autopar.kept_files import keep_text, read_text
 
 CACHE_VERSION = 6
 """Changes whenever what is kept, or what an optimum is, changes."""
@@ -37,11 +36,12 @@ def cached(problem: MRF, directory: Path | None, make: Callable[[], Optimum], *m
     """
     if directory is None:
         return make()
-    path = directory / f"{problem_fingerprint(problem, *more)}.json"
-    kept = _read(path)
+    name = f"{problem_fingerprint(problem, *more)}.json"
+    text = read_text(directory, name)
+    kept = None if text is None else _optimum_of(text)
     if kept is None or not _holds(problem, kept):
         kept = make()
-        _write(path, kept)
+        keep_text(directory, name, json.dumps(asdict(kept)))
     return kept
 
 
@@ -74,9 +74,10 @@ def problem_fingerprint(problem: MRF, *more: str) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> Optimum | None:
+def _optimum_of(text: str) -> Optimum | None:
+    """Return the optimum that was written; None if it is something else."""
     try:
-        kept: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        kept: Mapping[str, Any] = json.loads(text)
         return Optimum(
             assignment=tuple(int(option) for option in kept["assignment"]),
             value=float(kept["value"]),
@@ -84,16 +85,5 @@ def _read(path: Path) -> Optimum | None:
             seconds=float(kept["seconds"]),
             how=str(kept["how"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-
-
-def _write(path: Path, optimum: Optimum) -> None:
-    """Write under another name first: whoever reads meanwhile sees the whole file or none."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(asdict(optimum), file)
-        os.replace(file.name, path)
-    except OSError:
-        return
