@@ -57,6 +57,9 @@ ZERO_STAGES = (0, 1, 2, 3)
 OFFLOADS = ("off", "optimizer")
 """What may live in pinned memory of the hosts between steps."""
 
+KINDS = ("data", "zero", "tensor", "sequence", "expert", "pipeline")
+"""The kinds of parallelism to which a search can be restricted."""
+
 _USUAL_AXES = ("data", "model", "expert")
 
 
@@ -319,10 +322,25 @@ class Auto:
     "normal", "thorough") says how much of the space is looked at before the best plan so far is taken, with the gap
     that is left; a search that has worked for `time_limit_s` seconds ends as well, and the plan says so.
 
-    Raises `InvalidArgument` for values that cannot be used, and fewer layers than stages.
+    `kinds` restricts the search to kinds of parallelism, by default to none. Only what is named is allowed, never asked
+    for, so that more kinds are never slower:
+
+        "data"        mesh axes may split examples
+        "zero"        parameters, gradients and the optimizer's state may be divided among devices that use them whole
+        "tensor"      mesh axes may split parameters where the model uses them, and features of activations
+        "sequence"    mesh axes may split the other dimensions of activations: positions, rows and columns of images
+        "expert"      mesh axes may split a dimension of parameters that is a batch dimension in products: experts
+        "pipeline"    there may be several stages
+
+    Without "zero", axes that split examples leave the state whole, but for experts, to which the examples come.
+
+    Raises `InvalidArgument` for values that cannot be used, fewer layers than stages, and several stages without
+    "pipeline" among the kinds.
 
     >>> Auto(mesh_shape=(2, 4)).mesh_axes
     ('data', 'model')
+    >>> Auto(kinds=["zero", "data"]).kinds
+    ('data', 'zero')
     """
 
     divides: ClassVar[tuple[str, ...]] = ("batch", "state")
@@ -335,6 +353,7 @@ class Auto:
     memory: float | str = "adaptive"
     remat: bool | str = "auto"
     pins: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
+    kinds: tuple[str, ...] | None = None
     ignore_user_shardings: bool = False
     effort: str = "normal"
     time_limit_s: float = 60.0
@@ -349,6 +368,18 @@ class Auto:
         if self.mesh_shape is not None:
             check_mesh_shape(self.mesh_shape, self.mesh_axes)
         object.__setattr__(self, "pins", dict(self.pins))
+        if self.kinds is not None:
+            object.__setattr__(self, "kinds", tuple(kind for kind in KINDS if kind in self.kinds))
+        if (self.num_stages or 1) > 1 and not self.allows_stages:
+            raise InvalidArgument(
+                f'num_stages is {self.num_stages}, and kinds {self.kinds} has no "pipeline", without which there is '
+                'one stage. Add "pipeline" to kinds, or leave num_stages out.'
+            )
+
+    @property
+    def allows_stages(self) -> bool:
+        """Return whether there may be several stages."""
+        return self.kinds is None or "pipeline" in self.kinds
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
@@ -428,12 +459,12 @@ Method = HandMethod | Megatron | SearchMethod
 def _check_fields(method: Method | _RestrictedSearch) -> None:
     """Raise `InvalidArgument` for a field that cannot be used whatever the others are.
 
-    Numbers of NumPy become Python's, lists tuples, and one size or name of an axis a tuple of it.
+    Numbers of NumPy become Python's, lists tuples, and one size or name of an axis, or one kind, a tuple of it.
     """
     for each in fields(method):
         given = getattr(method, each.name)
         value = plain_value(given)
-        if each.name in ("mesh_shape", "axis_names") and isinstance(value, int | str):
+        if each.name in ("mesh_shape", "axis_names", "kinds") and isinstance(value, int | str):
             value = (value,)
         if value is not given:
             object.__setattr__(method, each.name, value)
@@ -492,6 +523,14 @@ def _check_axis_sizes(name: str, sizes: tuple[int, ...]) -> None:
         raise InvalidArgument(f"{name} is {sizes!r}. Give a tuple of integers, one for each axis of the mesh.")
 
 
+def _check_kinds(name: str, kinds: tuple[str, ...]) -> None:
+    known = ", ".join(map(repr, KINDS))
+    if not isinstance(kinds, tuple) or not kinds:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InvalidArgument(f"{name} is {kinds!r}. Give one or more of {known}, or leave it out to allow all.")
+    for kind in kinds:
+        check_choice(name, kind, KINDS)
+
+
 def _check_patterns(name: str, patterns: Mapping[str, PartitionSpec]) -> None:
     if not isinstance(patterns, Mapping) or not all(isinstance(each, str) for each in patterns):  # pyright: ignore
         raise InvalidArgument(f"{name} is {patterns!r}. Give a dictionary from regular expressions to PartitionSpecs.")
@@ -521,6 +560,7 @@ _FIELD_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "mesh_shape": _check_axis_sizes,
     "axis_names": _check_axis_names,
     "pins": _check_patterns,
+    "kinds": _check_kinds,
     "specs": _check_patterns,
 }
 

@@ -99,6 +99,26 @@ def test_a_search_of_fewer_layers_than_stages_is_refused():
         Auto(num_stages=4, layers=3)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kinds": ()}, r"kinds is \(\).*one or more of 'data', 'zero'"),
+        ({"kinds": ("data", "model")}, "kinds is 'model'. Choose one of 'data', 'zero', 'tensor'"),
+        ({"kinds": {"data": 1}}, "kinds is {'data': 1}. Give one or more of"),
+        ({"kinds": ("data", "zero"), "num_stages": 2}, r"num_stages is 2, and kinds \('data', 'zero'\) has no"),
+    ],
+)
+def test_kinds_that_there_are_not_or_that_stages_contradict_are_refused(fields, message):
+    with pytest.raises(InvalidArgument, match=message):
+        Auto(**fields)
+
+
+def test_kinds_in_any_order_are_one_method():
+    assert Auto(kinds=["zero", "data", "zero"]) == Auto(kinds=("data", "zero"), num_stages=None)
+    assert Auto(kinds=("data", "pipeline"), num_stages=2).allows_stages
+    assert not Auto(kinds="data", num_stages=1).allows_stages
+
+
 def test_methods_are_values_that_compare_and_hash():
     one, other = (ShardParallel(mesh_shape=(2,), specs={"w": P("data")}) for _ in range(2))
     assert one == other

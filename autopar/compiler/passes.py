@@ -32,7 +32,7 @@ from autopar.compiler.planning.plan_cache import kept_plan
 from autopar.compiler.planning.plan_checks import check_machines, check_plan, with_machines
 from autopar.compiler.planning.scope_demands import check_scopes, named_stages
 from autopar.compiler.planning.search import search_plan
-from autopar.compiler.planning.stage_costs import StageProblem
+from autopar.compiler.planning.stage_costs import StageProblem, check_kinds
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -105,6 +105,7 @@ def _plan_of_method(
                 checked=checked,
                 named_stages=named_stages(trace, method, cluster),
             )
+            check_kinds(problem)
             plan = search_plan(problem, simulated_s)
         case Zero() | TensorParallel() | ExpertParallel():
             return plan_by_search(

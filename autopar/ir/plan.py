@@ -272,7 +272,8 @@ class Plan:
             return chosen
         found = self.certificate
         others = "".join(f"; {words} takes {1e3 * s:.4g} ms" for words, s in found.runners_up[:1])
-        return f"{chosen}: {1e3 * found.step_time_s:.4g} ms per step as simulated, the least that was found{others}"
+        least = f"the least that was found{found.of_kinds}"
+        return f"{chosen}: {1e3 * found.step_time_s:.4g} ms per step as simulated, {least}{others}"
 
     def _schedule_words(self) -> str:
         microbatches = microbatches_in_words(self.num_microbatches)

@@ -190,6 +190,13 @@ class Certificate:
     """Other plans that were met, in words, and their step times."""
     stopped: str = ""
     """The reason for which the search ended before its bounds met; empty if they did."""
+    kinds: tuple[str, ...] = ()
+    """The kinds of parallelism to which the search was restricted; empty if to none."""
+
+    @property
+    def of_kinds(self) -> str:
+        """The kinds in words."""
+        return f" with no parallelism but {', '.join(self.kinds)}" if self.kinds else ""
 
     @property
     def gap(self) -> float:
@@ -205,9 +212,8 @@ class Certificate:
         best = f"; next best: {self.runners_up[0][0]}, {1e3 * self.runners_up[0][1]:.4g} ms" if self.runners_up else ""
         return (
             f"{1e3 * self.step_time_s:.4g} ms per step as simulated, at most {100 * self.gap:.2g} % above the best "
-            "plan that was asked for (other layers, other layouts between layers and meshes of three axes not counted)"
-            + (f"; {self.stopped}" if self.stopped else "")
-            + best
+            f"plan{self.of_kinds} that was asked for (other layers, other layouts between layers and meshes of three "
+            "axes not counted)" + (f"; {self.stopped}" if self.stopped else "") + best
         )
 
     @staticmethod
@@ -216,7 +222,8 @@ class Certificate:
         try:
             fields = dict(cast(Mapping[str, Any], raw))
             runners_up = tuple((str(words), float(seconds)) for words, seconds in fields["runners_up"])
-            return Certificate(**dict(fields, tried=tuple(fields["tried"]), runners_up=runners_up))
+            tuples = {"tried": tuple(fields["tried"]), "kinds": tuple(fields.get("kinds", ()))}
+            return Certificate(**dict(fields, **tuples, runners_up=runners_up))
         except (TypeError, KeyError, ValueError) as error:
             raise PlanMismatch(
                 f"The certificate of the plan cannot be read: {type(error).__name__}: {error}. It must be as Plan.save "

@@ -13,7 +13,7 @@ Where a dimension ends, the ends are noted:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,66 @@ def find_dimensions(closed: jc.ClosedJaxpr) -> StepDimensions:
     return walk.found(inputs, outputs)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """The factors of a product: those of each operand alone, and those that both have."""
+
+    primitive: str
+    own: tuple[frozenset[int], frozenset[int]]
+    batch: frozenset[int]
+    """Those of both that its result keeps."""
+    contracted: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ValueDimensions:
+    """The dimensions of all values of some programs, by factors that are numbers."""
+
+    named: Mapping[str, tuple[Dimension, ...]]
+    """Of the values that go from program to program."""
+    variables: Mapping[jc.Var, tuple[tuple[Dimension, ...], ...]]
+    """Of every variable, once for every time that its program is entered."""
+    sizes: Mapping[int, int]
+    products: tuple[Product, ...]
+    followed: tuple[tuple[Dimension, Dimension], ...]
+    """Pairs of dimensions of which one is a part of the other: y = x[1:]."""
+
+
+def find_value_dimensions(
+    programs: Iterable[tuple[jc.ClosedJaxpr, Sequence[str], Sequence[str]]],
+    *,
+    joined: Iterable[tuple[str, str]] = (),
+    parts: Mapping[str, Sequence[Sequence[int]]] | None = None,
+) -> ValueDimensions:
+    """Return the dimensions of the values of programs, each with the names of its inputs and outputs.
+
+    Values of one name are one, and those of a pair in `joined` have the same dimensions. `parts` are the sizes of the
+    factors that dimensions of named values are known to be made of.
+    """
+    programs = list(programs)
+    eqns = [eqn for closed, _, _ in programs for eqn in _leaf_equations(closed)]
+    walk = _Walk(rules=dict(zip(map(id, eqns), rules_without_warning(eqns), strict=True)))
+    named: dict[str, _Value] = {}
+
+    def value(name: str, shape: Sequence[int]) -> _Value:
+        if name not in named:
+            named[name] = [
+                [walk.joined.new(n) for n in sizes] for sizes in (parts or {}).get(name, [[n] for n in shape])
+            ]
+        return named[name]
+
+    for closed, inputs, outputs in programs:
+        shapes = shapes_of(jc.open_jaxpr(closed)[0].invars)
+        read = [value(name, shape) for name, shape in zip(inputs, shapes, strict=True)]
+        made = walk.through(closed, read, phase=None)
+        for name, result, shape in zip(outputs, made, shapes_of(jc.open_jaxpr(closed)[0].outvars), strict=True):
+            walk.join_all([value(name, shape)], [result])
+    for one, other in joined:
+        if one in named and other in named:
+            walk.join_all([named[one]], [named[other]])
+    return walk.values_of(named)
+
+
 def _leaf_equations(jaxpr: Any) -> Iterable[jc.JaxprEqn]:
     """The equations at all depths, without those whose bodies are entered."""
     for eqn in jc.open_jaxpr(jaxpr)[0].eqns:
@@ -123,6 +183,9 @@ class _Walk:
     rounds: _Value = field(default_factory=list[list[int]])
     producers: dict[jc.Var, jc.JaxprEqn] = field(default_factory=dict[jc.Var, jc.JaxprEqn])
     constants: dict[jc.Var, Any] = field(default_factory=dict[jc.Var, Any])
+    variables: dict[jc.Var, list[_Value]] = field(default_factory=dict[jc.Var, list[_Value]])
+    products: list[tuple[str, list[list[int]]]] = field(default_factory=list[tuple[str, list[list[int]]]])
+    followed: list[tuple[list[int], list[int]]] = field(default_factory=list[tuple[list[int], list[int]]])
 
     def through(
         self, closed: Any, inputs: Sequence[_Value], phase: str | None, atoms: Sequence[Any] = ()
@@ -154,6 +217,8 @@ class _Walk:
             self.producers.update(dict.fromkeys(eqn.outvars, eqn))
             if inside is not None:
                 self.differentiated += (factors for value in (*operands, *results) for factors in value)
+        for var, known in values.items():
+            self.variables.setdefault(var, []).append(known)
         return [read(a) for a in jaxpr.outvars]
 
     def _equation(self, eqn: jc.JaxprEqn, operands: list[_Value], phase: str | None) -> list[_Value]:
@@ -165,13 +230,13 @@ class _Walk:
                 carry = operands[loop.first_carry :]
                 self.through(loop.cond, [*operands[: loop.cond_consts], *carry], phase)
                 after = self.through(loop.body, [*operands[loop.cond_consts : loop.first_carry], *carry], phase)
-                self._join_all(carry, after)
+                self.join_all(carry, after)
                 return carry
             case "cond":
                 branches = jp.branches_of(eqn)
                 first, *others = (self.through(body, operands[1:], phase, eqn.invars[1:]) for body in branches)
                 for results in others:
-                    self._join_all(first, results)
+                    self.join_all(first, results)
                 return first
             case _ if _is_entered(eqn):
                 body = jp.called_function(eqn) or next(jc.subjaxprs(eqn))
@@ -189,7 +254,7 @@ class _Walk:
             self.joined.join(rounds, value[0])
         inputs = [*consts, *carry, *(value[1:] for value in scanned)]
         after = self.through(loop.body, inputs, phase, eqn.invars[: loop.num_consts])
-        self._join_all(carry, after[: loop.num_carry])
+        self.join_all(carry, after[: loop.num_carry])
         self._ends(rounds, [factors for value in carry for factors in value], phase)
         if carry:
             self.rounds.append(rounds)
@@ -205,6 +270,8 @@ class _Walk:
         for value, dims in zip(operands, rule.operands, strict=True):
             self._join(value, own(dims))
         results = [own(dims) for dims in rule.results]
+        if name in PRODUCTS and len(operands) == 2:
+            self._multiplied(name, [own(dims) for dims in rule.operands], results[0])
         if name in _DRAWN:
             for operand in operands:
                 self._join(operand[: _rank_of_keys(eqn)], results[0])
@@ -222,6 +289,12 @@ class _Walk:
         ended = lost if name in _LOSES else rule.reductions.keys() if name != "gather" else ()
         self._ends([numbers[f] for f in ended], [[numbers[f]] for f in kept], phase)
         return results
+
+    def _multiplied(self, name: str, operands: list[_Value], result: _Value) -> None:
+        """Note the factors of a product before they are joined with others: afterwards two of them may be one."""
+        left, right, kept = ({f for factors in value for f in factors} for value in (*operands, result))
+        parts = (left - right, right - left, left & right & kept, (left & right) - kept)
+        self.products.append((name, [sorted(part) for part in parts]))
 
     def _indexed(self, eqn: jc.JaxprEqn, operands: list[_Value], phase: str | None) -> None:
         """Places of an array that are named by indices. They are those of the indices themselves in `x[arange(n)]`."""
@@ -245,7 +318,8 @@ class _Walk:
         for a, b in zip(mine, theirs):
             self.joined.join(a, b)
 
-    def _join_all(self, mine: Sequence[_Value], theirs: Sequence[_Value]) -> None:
+    def join_all(self, mine: Sequence[_Value], theirs: Sequence[_Value]) -> None:
+        """Make the dimensions of values those of others."""
         for a, b in zip(mine, theirs, strict=True):
             self._join(a, b)
 
@@ -257,6 +331,7 @@ class _Walk:
                 self.joined.join(a, b)
             else:
                 self.feeds.append((a, b))
+                self.followed.append((a, b))
 
     def _join_leading(self, values: Sequence[_Value]) -> None:
         """Of an equation that nobody has a rule for, first dimensions of one size are taken to be one."""
@@ -295,6 +370,30 @@ class _Walk:
                 [f for factors in self.differentiated for f in self.joined.resolved(factors)], fed
             ),
             rounds=frozenset(f for factors in self.rounds for f in self.joined.resolved(factors)),
+        )
+
+    def values_of(self, named: Mapping[str, _Value]) -> ValueDimensions:
+        """Return what the factors of all values have become by now."""
+
+        def dims(value: _Value) -> tuple[Dimension, ...]:
+            return tuple(tuple(self.joined.resolved(factors)) for factors in value)
+
+        by_variable = {v: tuple(dict.fromkeys(map(dims, each))) for v, each in self.variables.items()}
+        by_name = {name: dims(value) for name, value in named.items()}
+        every = {f for each in by_variable.values() for value in each for factors in value for f in factors}
+        every.update(f for value in by_name.values() for factors in value for f in factors)
+        return ValueDimensions(
+            named=by_name,
+            variables=by_variable,
+            sizes={f: self.joined.size([f]) for f in sorted(every)},
+            products=tuple(
+                dict.fromkeys(
+                    Product(primitive=name, own=(left, right), batch=batch, contracted=contracted)
+                    for name, each in self.products
+                    for left, right, batch, contracted in [[frozenset(self.joined.resolved(part)) for part in each]]
+                )
+            ),
+            followed=tuple((tuple(self.joined.resolved(a)), tuple(self.joined.resolved(b))) for a, b in self.followed),
         )
 
 

@@ -223,6 +223,8 @@ class Planner:
     """Key of whatever else that depends on than the equation itself."""
     enter: Callable[[BlockBuilder, jc.JaxprEqn, float], EquationNode]
     """Makes the nodes of loops, branches and remat regions."""
+    forms: Callable[[jc.Var, tuple[Layout, ...]], tuple[Layout, ...]] = lambda v, every: every
+    """Which of the layouts a value may be kept or handed on in, between the equations that make and read it."""
     restricted: dict[Hashable, Alternatives] = field(default_factory=dict[Hashable, Alternatives])
     keep_split: frozenset[int] = frozenset()
     """Mesh axes over which what can only come split is stored split: it is gathered anew for every phase."""
@@ -381,7 +383,7 @@ class BlockBuilder:
 
     def _form(self, v: jc.Var, name: str, source: LayoutNode) -> LayoutNode:
         aval: Any = v.aval
-        layouts = all_layouts(tuple(aval.shape), self.planner.table.mesh)
+        layouts = self.planner.forms(v, all_layouts(tuple(aval.shape), self.planner.table.mesh))
         for axis in self.planner.keep_split if name == "stored" else ():
             if all(axis in used_axes(layout) for layout in source.layouts):
                 layouts = tuple(layout for layout in layouts if axis in used_axes(layout))

@@ -48,7 +48,7 @@ def _scan(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
     carry_free = free_carry(body, is_free[: loop.num_consts], is_free[loop.num_consts : first_xs], is_free[first_xs:])
     is_free[loop.num_consts : first_xs] = carry_free
     arguments = [
-        None if free else _argument(block, f"scan operand {number}", v.aval, _accumulates(body, v, number, loop))
+        None if free else _argument(block, f"scan operand {number}", v, _accumulates(body, v, number, loop))
         for number, (v, free) in enumerate(zip(body.invars, is_free, strict=True))
     ]
     inside = _body(block, eqn, body, arguments, weight * loop.length)
@@ -67,7 +67,7 @@ def _while(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode
     first_carry = loop.cond_consts + loop.body_consts
     is_free[first_carry:] = free_carry(body, is_free[loop.cond_consts : first_carry], is_free[first_carry:], [])
     arguments = [
-        None if free else _argument(block, f"while operand {number}", atom.aval)
+        None if free else _argument(block, f"while operand {number}", atom)
         for number, (atom, free) in enumerate(zip(eqn.invars, is_free, strict=True))
     ]
     carry = arguments[first_carry:]
@@ -90,13 +90,13 @@ def _cond(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
     branches = [jc.open_jaxpr(branch)[0] for branch in jp.branches_of(eqn)]
     index = None if _is_free(block, eqn.invars[0]) else _everywhere(block, 0)
     arguments = [
-        None if _is_free(block, atom) else _argument(block, f"cond operand {number}", atom.aval)
+        None if _is_free(block, atom) else _argument(block, f"cond operand {number}", atom)
         for number, atom in enumerate(eqn.invars[1:])
     ]
     insides = [_body(block, eqn, branch, arguments, weight / len(branches)) for branch in branches]
     known = [all(_is_free(b, b.jaxpr.outvars[number]) for b in insides) for number in range(len(eqn.outvars))]
     results = [
-        None if free and index is None else _argument(block, f"cond result {number}", v.aval)
+        None if free and index is None else _argument(block, f"cond result {number}", v)
         for number, (v, free) in enumerate(zip(eqn.outvars, known, strict=True))
     ]
     return EquationNode(
@@ -109,7 +109,7 @@ def _cond(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
 def _remat(block: BlockBuilder, eqn: jc.JaxprEqn, weight: float) -> EquationNode:
     body = jc.open_jaxpr(next(jc.subjaxprs(eqn)))[0]
     arguments = [
-        None if _is_free(block, atom) else _argument(block, f"remat operand {number}", atom.aval)
+        None if _is_free(block, atom) else _argument(block, f"remat operand {number}", atom)
         for number, atom in enumerate(eqn.invars)
     ]
     inside = _body(block, eqn, body, arguments, weight)
@@ -142,7 +142,7 @@ def _ends(inside: BlockBuilder, carry: Sequence[LayoutNode | None]) -> list[Layo
         else:
             source = inside.source(atom)
             sums = source is not None and any(layout.partial for layout in source.layouts)
-            end = None if source is None else _argument(inside, f"body result {number}", atom.aval, sums)
+            end = None if source is None else _argument(inside, f"body result {number}", atom, sums)
         if end is not None:
             inside.read(atom, end, ("result", number), phase="body")
         ends.append(end)
@@ -160,10 +160,12 @@ def _is_free(block: BlockBuilder, atom: Any) -> bool:
     return isinstance(atom, jc.Literal) or atom in block.free
 
 
-def _argument(block: BlockBuilder, name: str, aval: Any, sums: bool = False) -> LayoutNode:
-    mesh, shape = block.planner.table.mesh, tuple(aval.shape)
-    layouts = (replicated(len(shape)),) if below_split_size(aval) else all_layouts(shape, mesh)
-    if sums and jnp.issubdtype(aval.dtype, jnp.floating):
+def _argument(block: BlockBuilder, name: str, v: Any, sums: bool = False) -> LayoutNode:
+    mesh, shape = block.planner.table.mesh, tuple(v.aval.shape)
+    layouts = (replicated(len(shape)),)
+    if not below_split_size(v.aval):
+        layouts = block.planner.forms(v, all_layouts(shape, mesh))
+    if sums and jnp.issubdtype(v.aval.dtype, jnp.floating):
         layouts = tuple(summed for layout in layouts for summed in _summed(layout, mesh))
     return block.planner.table.add_layouts(name, layouts)
 

@@ -72,6 +72,8 @@ class Constraints:
     results: dict[int, tuple[Layout, ...]] = field(default_factory=dict[int, tuple[Layout, ...]])
     restrict: Callable[[jc.JaxprEqn, tuple[Strategy, ...]], tuple[Strategy, ...]] = lambda eqn, every: every
     constraint_key: Callable[[jc.JaxprEqn], Hashable] = lambda eqn: None
+    forms: Callable[[jc.Var, tuple[Layout, ...]], tuple[Layout, ...]] = lambda v, every: every
+    """As in `Planner`."""
     keep_split: frozenset[int] = frozenset()
     """As in `Planner`."""
 
@@ -155,6 +157,7 @@ def planner_of(table: NodeTable, jaxprs: Sequence[jc.Jaxpr], constraints: Constr
         restrict=constraints.restrict,
         constraint_key=constraints.constraint_key,
         enter=enter,
+        forms=constraints.forms,
         keep_split=constraints.keep_split,
     )
 

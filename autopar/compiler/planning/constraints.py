@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.checks import check_spec
+from autopar.compiler.frontend.dimension_kinds import ValueKinds, step_kinds
 from autopar.compiler.frontend.scopes import demand_of
 from autopar.compiler.frontend.trace import Leaf, Trace
 from autopar.compiler.intra_op.plan_program import Constraints
@@ -24,9 +25,10 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.normalize import IN_SHARDINGS, OUT_SHARDINGS
 from autopar.compiler.jaxprs.primitives import CONSTRAINTS
+from autopar.compiler.planning.kinds import AllowedSplits, kept_layouts, within_kinds
 from autopar.compiler.planning.parallelism import parallelism_constraints
 from autopar.compiler.planning.scope_demands import layouts_in_parts, parameters_in_parts, within_scopes
-from autopar.compiler.sharding.layout import Layout, LogicalMesh, fits, from_spec, replicated
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, fits, from_spec, replicated
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.strategies import Strategy
 from autopar.errors import InvalidArgument
@@ -44,9 +46,16 @@ _CONSTRAINTS = CONSTRAINTS - {"layout_constraint"}
 
 
 def constraints_of(
-    trace: Trace, closed: jc.ClosedJaxpr, method: SearchMethod | ShardParallel, mesh: LogicalMesh
+    trace: Trace,
+    closed: jc.ClosedJaxpr,
+    method: SearchMethod | ShardParallel,
+    mesh: LogicalMesh,
+    allowed: AllowedSplits | None = None,
 ) -> Constraints:
-    """Return the constraints of a method. Raises `InvalidArgument` for those that mesh or program cannot keep."""
+    """Return the constraints of a method, which is to use the axes as `allowed`.
+
+    Raises `InvalidArgument` for those that mesh or program cannot keep.
+    """
     match method:
         case Auto():
             usual, results = Layouts(), Layouts()
@@ -65,10 +74,31 @@ def constraints_of(
             kept = constraints_within(form, mesh, type(method).__name__)
             return replace(kept, inputs=form.inputs | both, results=form.results | asked)
     given, asked = (Layouts(), Layouts()) if method.ignore_user_shardings else _jit_layouts(trace, closed, mesh)
-    return replace(
+    constraints = replace(
         equation_constraints(mesh, ignore_user_shardings=method.ignore_user_shardings),
         inputs=usual | ({} if method.ignore_user_shardings else _inputs_in_parts(closed, mesh)) | given | pinned,
         results=results | asked,
+    )
+    return constraints if allowed is None else _of_kinds(trace, closed, constraints, allowed, mesh)
+
+
+def _of_kinds(
+    trace: Trace, closed: jc.ClosedJaxpr, constraints: Constraints, allowed: AllowedSplits, mesh: LogicalMesh
+) -> Constraints:
+    """The constraints of the user, and within them the kinds of parallelism that are allowed."""
+    dims = step_kinds(closed, trace.batch_inputs)
+
+    def kept(given: Layouts, leaves: Sequence[Leaf], kinds: Sequence[ValueKinds], what: str) -> Layouts:
+        every = {
+            i: even_layouts(tuple(a.aval.shape), mesh) for i, a in enumerate(leaves) if not below_split_size(a.aval)
+        }
+        called = {i: f"{what} {leaf.name}" for i, leaf in enumerate(leaves)}
+        return kept_layouts(every | given, called, dict(enumerate(kinds)), allowed, mesh)
+
+    return replace(
+        within_kinds(constraints, allowed, dims, mesh),
+        inputs=kept(constraints.inputs, trace.inputs, dims.inputs, "The layout of"),
+        results=kept(constraints.results, trace.outputs, dims.results, "The layout of the result"),
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from autopar.compiler.frontend.checkpoint_regions import find_wide_regions
+from autopar.compiler.frontend.dimension_kinds import ValueKinds
 from autopar.compiler.frontend.scopes import Demand, demand_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.fold_layers import program_key
@@ -32,6 +33,7 @@ from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.placement import layer_order
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import GraphValue, StageGraph
+from autopar.compiler.planning.kinds import graph_kinds
 from autopar.compiler.planning.mesh_sharding import mesh_constraints
 from autopar.compiler.planning.scope_demands import least_devices, parameters_in_parts
 
@@ -61,6 +63,8 @@ class LayerClass:
     """The specs that the user fixed for its inputs."""
     in_parts: Mapping[str, Demand]
     """The inputs of which every device is to hold a part, by the scopes that say so."""
+    kinds: Mapping[str, ValueKinds]
+    """The kinds of the dimensions of its values, for a search that is restricted to some; else none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,10 +118,11 @@ def find_layers(
     split_weight_gradients: bool,
     remat: bool,
     pins: Mapping[str, PartitionSpec],
+    by_kinds: bool = False,
     cut: LayerCutter | None = None,
     **options: str,
 ) -> Layers:
-    """Cut a step into layers, those of the model unless `cut` says which.
+    """Cut a step into layers, those of the model unless `cut` says which; `by_kinds` with those of their dimensions.
 
     Raises as `prepare` does for batches that cannot be split.
     """
@@ -136,6 +141,7 @@ def find_layers(
             split_weight_gradients=split_weight_gradients,
             remat=remat,
             pins=pins,
+            by_kinds=by_kinds,
             cut=cut,
             **options,
         )
@@ -150,8 +156,9 @@ def find_layers(
     classes: dict[Hashable, LayerClass] = {}
     numbers: dict[Hashable, int] = {}
     class_of: list[int] = []
+    kinds = graph_kinds(graph, trace.batch_inputs) if by_kinds else {}
     for layer in every_layer:
-        one = layer_class(graph, tasks_of_stages(graph, [layer], trace.donated_inputs), pins)
+        one = layer_class(graph, tasks_of_stages(graph, [layer], trace.donated_inputs), pins, kinds)
         key = class_key(one)
         classes.setdefault(key, one)
         class_of.append(numbers.setdefault(key, len(numbers)))
@@ -186,9 +193,12 @@ def worthwhile_cuts(phases: Phases, cuts: Sequence[int]) -> tuple[int, ...]:
 
 
 def layer_class(
-    graph: StageGraph, tasks: Sequence[GroupTask], pins: Mapping[str, PartitionSpec] | None = None
+    graph: StageGraph,
+    tasks: Sequence[GroupTask],
+    pins: Mapping[str, PartitionSpec] | None = None,
+    kinds: Mapping[str, ValueKinds] | None = None,
 ) -> LayerClass:
-    """Return the class of a layer, or of a stage, from its tasks."""
+    """Return the class of a layer, or of a stage, from its tasks; `kinds` are those of the graph's values."""
     batch = [graph.values[i.value].shape[i.axis] for i in graph.inputs if i.kind == "microbatch"]
     rows = batch[0] if batch else 0
     read = {name for task in tasks for name in task.inputs}
@@ -214,6 +224,7 @@ def layer_class(
         },
         kept=frozenset(n for n in backward & forward if graph.values[n].per_microbatch and n not in totals | fed),
         fed=frozenset(fed),
+        kinds={name: kinds[name] for name in sorted(read | made) if name in kinds} if kinds else {},
     )
 
 
@@ -272,6 +283,7 @@ def class_key(layer: LayerClass) -> Hashable:
         numbered(layer.fed),
         tuple(sorted((numbers[name], str(spec)) for name, spec in layer.pins.items())),
         tuple(sorted((numbers[name], str(demand)) for name, demand in layer.in_parts.items())),
+        tuple(sorted((numbers[name], kinds) for name, kinds in layer.kinds.items())),
     )
 
 

@@ -21,22 +21,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.checks import check_spec
 from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.frontend.dimension_kinds import part_kinds
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh
-from autopar.compiler.intra_op.plan_tasks import GroupPlan, GroupTask, PricedTaskGraph, task_graph
+from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, PricedTaskGraph, task_graph
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.planning.constraints import equation_constraints, layout_from_user
+from autopar.compiler.planning.kinds import AllowedSplits, kept_layouts, within_kinds
 from autopar.compiler.planning.layer_classes import LayerClass
 from autopar.compiler.planning.mesh_sharding import local_blocks
 from autopar.compiler.planning.scope_demands import layouts_in_parts
 from autopar.compiler.planning.step_bounds import Work, total_work, work_of_program
-from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, num_shards
+from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.compiler.spmd.block_times import block_times
 from autopar.compiler.spmd.local_program import LocalBlock
@@ -49,6 +52,13 @@ _GAP_WITH_MULTIPLIER = 0.002
 """Of the best layouts for a multiplier, which are a sample of the front; those without one bound it."""
 _TYPICAL_IN_FLIGHT = 4
 """Microbatches whose activations are in memory at once, for the memory multipliers only."""
+
+
+class LayoutChoice(NamedTuple):
+    """How the layouts of a stage are chosen: what memory costs, and what the mesh axes may split."""
+
+    memory_multiplier: float
+    splits: AllowedSplits | None = None
 
 
 @dataclass(kw_only=True, eq=False)
@@ -75,15 +85,16 @@ class LayerCosts:
     gap: float = 0.0
     """The largest gap of the optima."""
 
-    def cost(self, number: int, mesh: LogicalMesh, mesh_costs: MeshCosts, memory_multiplier: float) -> StageCost:
-        """Return the cost of a layer of class `number` on a mesh."""
-        key = (number, mesh.shape, mesh_costs.machine, memory_multiplier)
+    def cost(self, number: int, mesh_costs: MeshCosts, choice: LayoutChoice) -> StageCost:
+        """Return the cost of a layer of class `number` on a mesh, whose layouts are chosen so."""
+        mesh, memory_multiplier = mesh_costs.mesh, choice.memory_multiplier
+        key = (number, mesh.shape, mesh_costs.machine, choice)
         if key not in self.known:
-            layer = self.classes[number]
+            layer, free = self.classes[number], choice._replace(memory_multiplier=0.0)
             charged: Mapping[str, float] = {}
             if memory_multiplier:
-                charged = memory_charges(layer, self.cost(number, mesh, mesh_costs, 0.0), memory_multiplier)
-            solved = self._choices_of(number, mesh, mesh_costs).best(
+                charged = memory_charges(layer, self.cost(number, mesh_costs, free), memory_multiplier)
+            solved = self._choices_of(number, mesh_costs, free).best(
                 charged,
                 time_limit_s=self.time_limit_s,
                 max_gap=_GAP_WITH_MULTIPLIER if memory_multiplier else MAX_GAP,
@@ -91,7 +102,7 @@ class LayerCosts:
             )
             self.gap = max(self.gap, _gap(solved))
             if number == self.most_common and not memory_multiplier:
-                self.borders[mesh.shape, mesh_costs.machine] = _border(layer, solved)
+                self.borders[mesh.shape, mesh_costs.machine, free] = _border(layer, solved)
             self.known[key] = stage_cost(layer, solved, mesh, mesh_costs)
         return self.known[key]
 
@@ -119,29 +130,61 @@ class LayerCosts:
             activation_bytes=least_bytes(layer.kept),
         )
 
-    def _choices_of(self, number: int, mesh: LogicalMesh, mesh_costs: MeshCosts) -> PricedTaskGraph:
-        key = (number, mesh.shape, mesh_costs.machine)
+    def _choices_of(self, number: int, mesh_costs: MeshCosts, free: LayoutChoice) -> PricedTaskGraph:
+        mesh = mesh_costs.mesh
+        key = (number, mesh.shape, mesh_costs.machine, free)
         if key not in self.choices:
             if number != self.most_common:
-                self.cost(self.most_common, mesh, mesh_costs, 0.0)
+                self.cost(self.most_common, mesh_costs, free)
             layer = self.classes[number]
             constraints = replace(
-                layer.constraints,
+                layer_constraints(layer, mesh, self.method, free.splits, self._at_borders(layer, mesh_costs, free)),
                 alike={**layer.constraints.alike, **_as_they_came(layer)},
-                allowed=self._allowed(layer, mesh_costs) | pinned_layouts(layer, mesh),
-                equations=equation_constraints(mesh, ignore_user_shardings=self.method.ignore_user_shardings),
             )
             choices = task_graph(layer.tasks, mesh, mesh_costs, constraints)
             self.choices[key] = PricedTaskGraph(graph=choices, names=layer.state | layer.kept | layer.fed)
         return self.choices[key]
 
-    def _allowed(self, layer: LayerClass, mesh_costs: MeshCosts) -> dict[str, tuple[Layout, ...]]:
-        border, types = self.borders.get((mesh_costs.mesh.shape, mesh_costs.machine), {}), task_value_types(layer)
+    def _at_borders(
+        self, layer: LayerClass, mesh_costs: MeshCosts, free: LayoutChoice
+    ) -> dict[str, tuple[Layout, ...]]:
+        border = self.borders.get((mesh_costs.mesh.shape, mesh_costs.machine, free), {})
+        types = task_value_types(layer)
         return {
             name: (border[_type(types[name])],)
             for name in layer.batch_axes
             if name in types and _type(types[name]) in border
         }
+
+
+def layer_constraints(
+    layer: LayerClass,
+    mesh: LogicalMesh,
+    method: Auto,
+    splits: AllowedSplits | None,
+    usual: Mapping[str, tuple[Layout, ...]] | None = None,
+) -> GroupConstraints:
+    """Return the constraints on a layer or stage: the user's, and the kinds of dimensions that each axis may split.
+
+    `usual` are the layouts that some of its values have unless a pin or the kinds say otherwise. Raises
+    `InvalidArgument` for pins, scopes and constraints that the mesh or the kinds do not allow.
+    """
+    equations = equation_constraints(mesh, ignore_user_shardings=method.ignore_user_shardings)
+    pinned = pinned_layouts(layer, mesh)
+    if splits is None:
+        return replace(layer.constraints, allowed={**(usual or {}), **pinned}, equations=equations)
+    types = task_value_types(layer)
+    every = {
+        name: even_layouts(tuple(aval.shape), mesh)
+        for name, aval in types.items()
+        if name in layer.kinds and not below_split_size(aval)
+    }
+    allowed = kept_layouts(every | pinned, {name: f"The layout of {name}" for name in types}, layer.kinds, splits, mesh)
+    for name, layouts in (usual or {}).items():
+        if name not in pinned:
+            allowed[name] = tuple(each for each in layouts if each in allowed[name]) or allowed[name]
+    dims = part_kinds([(task.jaxpr, task.inputs, task.outputs) for task in layer.tasks], layer.kinds)
+    return replace(layer.constraints, allowed=allowed, equations=within_kinds(equations, splits, dims, mesh))
 
 
 def pinned_layouts(layer: LayerClass, mesh: LogicalMesh) -> dict[str, tuple[Layout, ...]]:

@@ -19,6 +19,7 @@ from autopar.compiler.lowering.sharded_step import one_jaxpr
 from autopar.compiler.memory.estimate import HEADROOM, peak_memory
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers, rematerialize
 from autopar.compiler.planning.constraints import constraints_of
+from autopar.compiler.planning.kinds import AllowedSplits, allowed_splits
 from autopar.compiler.planning.mesh_sharding import priced_collectives
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.spmd.block_plan import to_data
@@ -65,12 +66,14 @@ def plan_by_search(
     fitting: list[MeshSearchResult] = []
     refused: list[MemoryTooSmall | InvalidArgument] = []
     for mesh in mesh_choices(search_of(method), num_devices):
-        try:
-            search = partial(search_on, mesh=mesh, machine=machine, checked=checked, cache_directory=cache_directory)
+        for allowed in allowed_splits(search_of(method).kinds, mesh):
+            options = {"machine": machine, "checked": checked, "cache_directory": cache_directory}
+            search = partial(search_on, mesh=mesh, allowed=allowed, **options)
             budget = memory_limit(search_of(method).memory, machine) / (1 + _headroom(method, checked))
-            fitting.append(_search_layers(trace, method, search, offered, budget))
-        except (MemoryTooSmall, InvalidArgument) as error:  # another mesh may have the axes of the user's constraints
-            refused.append(error)
+            try:
+                fitting.append(_search_layers(trace, method, search, offered, budget))
+            except (MemoryTooSmall, InvalidArgument) as error:  # another mesh may have the axes that the user asks for
+                refused.append(error)
     if not fitting:
         raise refused[-1]
     return plan_of(trace, method, min(fitting, key=_step_time_s), offered)
@@ -150,12 +153,13 @@ def search_on(
     mesh: LogicalMesh,
     *,
     machine: Machine,
+    allowed: AllowedSplits | None = None,
     recomputed_layers: tuple[int, ...] = (),
     num_layers: int = 1,
     checked: bool = False,
     cache_directory: Path | None = None,
 ) -> MeshSearchResult:
-    """Search on one logical mesh, with these of the step's layers recomputed."""
+    """Search on one logical mesh, whose axes split what is `allowed`, with these of the step's layers recomputed."""
     recomputed = f", {len(recomputed_layers)} layers recomputed" if recomputed_layers else ""
     tell(f"layouts on {'x'.join(map(str, mesh.shape))}{recomputed}")
     auto = search_of(method)
@@ -173,7 +177,7 @@ def search_on(
         mesh,
         mesh_costs,
         state_outputs=dict(trace.state_outputs),
-        constraints=constraints_of(trace, closed, method, mesh),
+        constraints=constraints_of(trace, closed, method, mesh, allowed),
         input_names=[leaf.name for leaf in trace.inputs],
         memory_budget=None if math.isinf(budget) else budget,
         memory_headroom=_headroom(method, checked),

@@ -334,6 +334,8 @@ class _Search:
             return
         if self.is_large:
             yield 1, 1
+        if not self.problem.method.allows_stages:
+            return
         most, few = min(self.known.num_layers, self.problem.num_devices), 2
         while few <= most:
             yield few, min(2 * (few - 1), most)
@@ -398,6 +400,7 @@ class _Search:
             tried=tuple(sorted(self.tried)),
             runners_up=tuple((words, seconds) for seconds, words in others[:_NUM_RUNNERS_UP]),
             stopped=stopped,
+            kinds=method.kinds or (),
         )
         return replace(self.best, certificate=certificate)
 

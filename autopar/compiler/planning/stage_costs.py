@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,15 +19,17 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
-from autopar.compiler.frontend.scopes import ModelScope
+from autopar.compiler.frontend.scopes import ModelScope, all_scopes
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, submesh_choices
 from autopar.compiler.pipeline.prepare import loop_pieces_for
+from autopar.compiler.planning.kinds import allowed_splits
 from autopar.compiler.planning.layer_classes import LayerCutter, Layers, count_step_layers, find_layers, model_cuts
-from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, LayerCosts
+from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, LayerCosts, LayoutChoice
 from autopar.compiler.planning.one_mesh import memory_limit
 from autopar.compiler.sharding.layout import LogicalMesh
+from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine
 from autopar.ir.schedules import DEFAULT_SCHEDULE, Schedule, get_schedule
@@ -141,6 +143,30 @@ class StageProblem:
         return tuple(self.share * self.memory_of(shape) for shape in self.clusters)
 
 
+def check_kinds(problem: StageProblem) -> None:
+    """Raise `InvalidArgument` for a mesh, stages or scopes that the kinds of parallelism of a method do not allow."""
+    method, stages = problem.method, problem.num_stages or len(problem.named_stages) or 1
+    if method.kinds is None:
+        return
+    scopes = () if method.ignore_user_shardings else all_scopes(problem.trace.jaxpr)
+    if stages > 1 and not method.allows_stages:
+        what = f"mesh_shape {method.mesh_shape} makes {stages} stages of {problem.num_devices} devices"
+        if problem.named_stages:
+            what = f"{problem.trace.name} names the stages {', '.join(map(str, problem.named_stages))}"
+        raise InvalidArgument(
+            f'{what}, and kinds {method.kinds} has no "pipeline", without which there is one stage. Add "pipeline" to '
+            "kinds, or let all devices be one mesh."
+        )
+    for scope in scopes:
+        needed = {"split": ("tensor", "expert", "sequence"), "replicate": ("data",)}.get(scope.kind, ())
+        asks = scope.kind == "split" or (scope.devices or 1) > 1
+        if needed and asks and not set(needed) & set(method.kinds):
+            raise InvalidArgument(
+                f"{problem.trace.name} has {scope}, which needs {' or '.join(map(repr, needed))} among the kinds, and "
+                f"these are {method.kinds}. Add it, leave the scope out, or give ignore_user_shardings=True."
+            )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownLayers:
     """The layers of a problem for every number of microbatches, with their costs; the problem keeps them."""
@@ -184,6 +210,7 @@ class KnownLayers:
                 split_weight_gradients=splits,
                 remat=remat,
                 pins=problem.method.pins,
+                by_kinds=problem.method.kinds is not None,
                 cut=problem.cut or partial(model_cuts, num_stages=problem.least_layers),
                 **self.options,
             )
@@ -211,12 +238,12 @@ class _Sums:
 
 
 class RangeCosts:
-    """The costs of ranges of layers on submeshes: a front of time against memory by memory multiplier."""
+    """The costs of ranges of layers on submeshes: fronts of time against memory, by how their layouts are chosen."""
 
     def __init__(self, problem: StageProblem, layers: Layers, costs: LayerCosts) -> None:
         self.problem, self.layers, self.costs = problem, layers, costs
-        self.sums: dict[tuple[Submesh, float], _Sums] = {}
-        self.multipliers: dict[Submesh, Sequence[float]] = {}
+        self.sums: dict[tuple[Submesh, LayoutChoice], _Sums] = {}
+        self.multipliers: dict[tuple[Submesh, LayoutChoice], Sequence[float]] = {}
         self.known: dict[tuple[int, int, Submesh], Sequence[StageCost]] = {}
         self.expected_bytes = problem.expected_bytes
         self.most_in_flight = min(layers.num_microbatches, 2 * len(layers.class_of))
@@ -235,28 +262,42 @@ class RangeCosts:
     def __call__(self, start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
         key = (start, stop, submesh)
         if key not in self.known:
-            free = self.cost(start, stop, submesh, 0.0)
-            # Memory costs nothing where there is enough of it in any case, nor where nothing can be divided.
-            enough = free.peak_bytes(self.most_in_flight) <= self.expected_bytes[submesh.group]
-            one_way = enough or submesh.num_devices == 1 or submesh not in self.solved
-            multipliers = () if one_way else self._worthwhile_multipliers(submesh)
-            self.known[key] = [free, *(self.cost(start, stop, submesh, each) for each in multipliers)]
+            self.known[key] = [
+                cost for free in self._free_choices(submesh) for cost in self._front(start, stop, submesh, free)
+            ]
         return self.known[key]
 
-    def _worthwhile_multipliers(self, submesh: Submesh) -> Sequence[float]:
+    def _free_choices(self, submesh: Submesh) -> Iterator[LayoutChoice]:
+        """Yield the choices in which memory costs nothing; one as long as only the work of layers counts."""
+        method = self.problem.method
+        every = allowed_splits(method.kinds, submesh_mesh(method, submesh))
+        yield from (LayoutChoice(0.0, splits) for splits in (every if submesh in self.solved else every[:1]))
+
+    def _front(self, start: int, stop: int, submesh: Submesh, free: LayoutChoice) -> Iterator[StageCost]:
+        fastest = self.cost(start, stop, submesh, free)
+        yield fastest
+        # Memory costs nothing where there is enough of it in any case, nor where nothing can be divided.
+        enough = fastest.peak_bytes(self.most_in_flight) <= self.expected_bytes[submesh.group]
+        if not (enough or submesh.num_devices == 1 or submesh not in self.solved):
+            for multiplier in self._worthwhile_multipliers(submesh, free):
+                yield self.cost(start, stop, submesh, free._replace(memory_multiplier=multiplier))
+
+    def _worthwhile_multipliers(self, submesh: Submesh, choice: LayoutChoice) -> Sequence[float]:
         """Return the largest multiplier, and those in between only if saving memory takes much time."""
-        if submesh not in self.multipliers:
+        key = (submesh, choice)
+        if key not in self.multipliers:
             free, least = (
-                self._sums(submesh, each).added[-1] for each in (MEMORY_MULTIPLIERS[0], MEMORY_MULTIPLIERS[-1])
+                self._sums(submesh, choice._replace(memory_multiplier=each)).added[-1]
+                for each in (MEMORY_MULTIPLIERS[0], MEMORY_MULTIPLIERS[-1])
             )
             times = np.array([self.layers.num_microbatches, self.layers.num_microbatches, 0.0, 1.0])
             much = least[:4] @ times > (1 + _LITTLE_TIME) * (free[:4] @ times)
-            self.multipliers[submesh] = MEMORY_MULTIPLIERS[1:] if much else MEMORY_MULTIPLIERS[-1:]
-        return self.multipliers[submesh]
+            self.multipliers[key] = MEMORY_MULTIPLIERS[1:] if much else MEMORY_MULTIPLIERS[-1:]
+        return self.multipliers[key]
 
-    def cost(self, start: int, stop: int, submesh: Submesh, memory_multiplier: float) -> StageCost:
-        """Return the cost of a range with the layouts for a memory multiplier."""
-        sums = self._sums(submesh, memory_multiplier)
+    def cost(self, start: int, stop: int, submesh: Submesh, choice: LayoutChoice) -> StageCost:
+        """Return the cost of a range whose layouts are chosen so."""
+        sums = self._sums(submesh, choice)
         added = (sums.added[stop] - sums.added[start]).tolist()
         forward_s, backward_s, weight_s, update_s, state, activation, deferred, update = added
         return StageCost(
@@ -269,24 +310,23 @@ class RangeCosts:
             temporary_bytes=deferred + float(sums.most[start, stop]),
             deferred_bytes=deferred,
             update_bytes=update,
-            choice=memory_multiplier,
+            choice=choice,
         )
 
-    def _sums(self, submesh: Submesh, memory_multiplier: float) -> _Sums:
-        key = (submesh, memory_multiplier)
+    def _sums(self, submesh: Submesh, choice: LayoutChoice) -> _Sums:
+        key = (submesh, choice)
         if key not in self.sums:
-            each = self._of_classes(submesh, memory_multiplier)
+            each = self._of_classes(submesh, choice)
             self.sums[key] = _sums([each[number] for number in self.layers.class_of])
         return self.sums[key]
 
-    def _of_classes(self, submesh: Submesh, memory_multiplier: float) -> list[StageCost]:
+    def _of_classes(self, submesh: Submesh, choice: LayoutChoice) -> list[StageCost]:
         machine, numbers = self.problem.machine_of(submesh), range(len(self.layers.classes))
         if submesh not in self.solved:
             return [self.costs.least(number, machine, submesh.num_devices) for number in numbers]
         tell(f"{self.layers.num_microbatches} microbatches: layers on {submesh}")
-        mesh = submesh_mesh(self.problem.method, submesh)
-        mesh_costs = MeshCosts(machine=machine, mesh=mesh)
-        return [self.costs.cost(number, mesh, mesh_costs, memory_multiplier) for number in numbers]
+        mesh_costs = MeshCosts(machine=machine, mesh=submesh_mesh(self.problem.method, submesh))
+        return [self.costs.cost(number, mesh_costs, choice) for number in numbers]
 
     def transfer_s(self, cut: int, source: Submesh, target: Submesh, *, same_domain: bool | None = None) -> float:
         """Return the seconds of activations and cotangents over a cut, which the devices of both sides share.

@@ -17,15 +17,16 @@ from pathlib import Path
 from jax.sharding import PartitionSpec
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.frontend.dimension_kinds import ValueKinds
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, TaskGraph, task_graph
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.planning.constraints import equation_constraints
+from autopar.compiler.planning.kinds import graph_kinds
 from autopar.compiler.planning.layer_classes import LayerClass, Layers, class_key, layer_class, layer_value_numbers
-from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, memory_charges, pinned_layouts, stage_cost
+from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, layer_constraints, memory_charges, stage_cost
 from autopar.compiler.planning.mesh_sharding import local_blocks, mesh_sharding, mesh_sharding_like
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
@@ -157,9 +158,10 @@ def stage_shardings(
 ) -> list[StageLayouts]:
     """Return the layouts of all stages, those of one mesh together."""
     layouts: list[StageLayouts] = []
+    kinds = None if problem.method.kinds is None else graph_kinds(graph, problem.trace.batch_inputs)
     for number, stage in enumerate(stages):
         tell(f"layouts of stage {number + 1} of {len(stages)}")
-        inputs = _stage_inputs(problem, graph, plan, number, stage, timing)
+        inputs = _stage_inputs(problem, graph, kinds, plan, number, stage, timing)
         ranges = [each.layers for each in plan.stages if each.mesh == number]
         classes = tuple(layers.class_of[start:stop] for start, stop in ranges)
         key = (layers, classes, _key(inputs))
@@ -169,11 +171,18 @@ def stage_shardings(
 
 
 def _stage_inputs(
-    problem: StageProblem, graph: StageGraph, plan: Plan, number: int, stage: Stage, timing: Timing
+    problem: StageProblem,
+    graph: StageGraph,
+    kinds: Mapping[str, ValueKinds] | None,
+    plan: Plan,
+    number: int,
+    stage: Stage,
+    timing: Timing,
 ) -> _StageInputs:
     mesh = logical_mesh(plan.meshes[number])
     tasks = tasks_of_stages(graph, plan.stages_on(number), problem.trace.donated_inputs)
-    layer = layer_class(graph, tasks, problem.method.pins)
+    method = problem.method
+    layer = layer_class(graph, tasks, method.pins, kinds)
     behind, count = len(plan.meshes) - 1 - number, len(plan.meshes)
     num_layers = [each.layers[1] - each.layers[0] for each in plan.stages if each.mesh == number]
     # Those in flight may all be of the largest virtual stage.
@@ -182,11 +191,7 @@ def _stage_inputs(
         stage=stage,
         tasks=tasks,
         layer=layer,
-        constraints=replace(
-            layer.constraints,
-            allowed=pinned_layouts(layer, mesh),
-            equations=equation_constraints(mesh, ignore_user_shardings=problem.method.ignore_user_shardings),
-        ),
+        constraints=layer_constraints(layer, mesh, method, stage.cost.choice.splits),
         mesh=mesh,
         mesh_costs=MeshCosts(machine=problem.machine_of(stage.submesh), mesh=mesh),
         num_in_flight=unevenness * timing.num_in_flight(stages_behind=behind, num_stages=count),
@@ -260,7 +265,8 @@ class _EquivalentStages:
 
 def _solve(problem: StageProblem, inputs: _StageInputs, equivalent: _EquivalentStages) -> StageLayouts:
     """Return the layouts for the memory multiplier that the search chose, or for a higher one until the stage fits."""
-    for multiplier in (each for each in MEMORY_MULTIPLIERS if each >= inputs.stage.cost.choice):
+    least = inputs.stage.cost.choice.memory_multiplier
+    for multiplier in (each for each in MEMORY_MULTIPLIERS if each >= least):
         solution = equivalent.solution(multiplier, problem)
         peak_bytes = solution.cost.peak_bytes(inputs.num_in_flight)
         if multiplier == MEMORY_MULTIPLIERS[-1] or peak_bytes <= problem.memory_of(inputs.stage.submesh):
@@ -268,7 +274,7 @@ def _solve(problem: StageProblem, inputs: _StageInputs, equivalent: _EquivalentS
             if make_sharding is None:
                 return _solve(problem, inputs, _EquivalentStages(first=inputs))
             return StageLayouts(cost=solution.cost, peak_bytes=peak_bytes, make_sharding=make_sharding)
-    raise AssertionError(inputs.stage.cost.choice)
+    raise AssertionError(least)
 
 
 def _handed_on(solution: _Solution, inputs: _StageInputs) -> Callable[[], MeshSharding] | None:

@@ -29,10 +29,10 @@ def note_whole_inputs(trace: Trace, plan: Plan) -> None:
     meshes = [mesh for mesh in plan.meshes if len(mesh.devices) > 1]
     if not meshes:
         return
-    divides = _METHODS[plan.method].divides
-    if "batch" in divides:
+    divides, kinds = _METHODS[plan.method].divides, () if plan.certificate is None else plan.certificate.kinds
+    if "batch" in divides and (not kinds or "data" in kinds):
         _note_batch(trace, plan, meshes, any_axis="state" in divides)
-    if "state" in divides:
+    if "state" in divides and (not kinds or {"zero", "tensor", "expert"} & set(kinds)):
         sizes = {size for mesh in meshes for size in mesh.shape if size > 1}
         whole = [leaf for leaf in _state(trace, plan) if not any(_divides(size, leaf.aval.shape) for size in sizes)]
         if whole:

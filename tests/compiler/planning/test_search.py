@@ -19,7 +19,7 @@ from autopar.compiler.passes import cut_step
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.planning.layer_classes import count_step_layers, find_layers, layer_class
-from autopar.compiler.planning.layer_costs import LayerCosts, stage_cost
+from autopar.compiler.planning.layer_costs import LayerCosts, LayoutChoice, stage_cost
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import InvalidArgument, MemoryTooSmall, Unsupported
 from autopar.hardware.machine import Link, Machine
@@ -210,7 +210,7 @@ def test_the_cost_of_a_range_is_that_of_its_layers():
     mesh = LogicalMesh(shape=(2, 2), axis_names=("data", "model"))
     mesh_costs = MeshCosts(machine=QUICK, mesh=mesh)
     costs = LayerCosts(classes=layers.classes, most_common=layers.class_of[1], method=autopar.Auto())
-    each = [costs.cost(number, mesh, mesh_costs, 0.0) for number in layers.class_of]
+    each = [costs.cost(number, mesh_costs, LayoutChoice(0.0)) for number in layers.class_of]
     plan = Plan(
         fingerprint="",
         method="Auto",

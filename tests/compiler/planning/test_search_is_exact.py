@@ -12,6 +12,7 @@ import autopar
 from autopar.compiler.inter_op.stage_costs import Stage, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_submeshes
 from autopar.compiler.planning.candidates import PipelineCandidate
+from autopar.compiler.planning.layer_costs import LayoutChoice
 from autopar.compiler.planning.search import shard_candidate
 from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
 from autopar.compiler.planning.virtual_stages import make_virtual_stages
@@ -89,7 +90,7 @@ def simulated_times(traced, problem, num_microbatches):
         submeshes = [submesh for _, submesh in parts]
         ranges.solve(set(submeshes))
         stages = tuple(
-            Stage(start=start, stop=stop, submesh=submesh, cost=ranges.cost(start, stop, submesh, 0.0))
+            Stage(start=start, stop=stop, submesh=submesh, cost=ranges.cost(start, stop, submesh, LayoutChoice(0.0)))
             for (start, stop), submesh in parts
         )
         devices = place_submeshes(submeshes, shape)

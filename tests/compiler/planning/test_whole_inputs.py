@@ -46,6 +46,13 @@ def test_nothing_is_said_of_what_the_method_means_to_be_whole_and_of_what_is_div
     assert bool(warned(method, scores_step, 16)) is isinstance(method, autopar.Zero)
 
 
+@pytest.mark.parametrize(("kinds", "named"), [("data", "batch"), ("tensor", "state.bias")])
+def test_nothing_is_said_of_what_the_kinds_leave_whole(kinds, named):
+    method = autopar.Auto(kinds=kinds, mesh_shape=(8,), num_microbatches=1)
+    (said,) = warned(method, scores_step, 12)
+    assert said.startswith(f"{named} ") and ("batch enter" in said) != ("state.bias lie" in said)
+
+
 def test_large_state_of_odd_sizes_is_named():
     (said,) = warned(autopar.Zero(stage=3, mesh_shape=(8,)), scores_step, 16)
     assert said.startswith("state.bias lie whole") and f"state.bias is [{ODD}]" in said and "8 devices" in said
