@@ -77,8 +77,9 @@ def fit(
     - `on_bad_loss`: when a loss is infinite or not a number, or more than `spike_deviations` above the median of the
       last ones (see `training.loss_guard`; `math.inf` looks for the former alone), "ignore" it; "warn"; "raise"
       `NonFiniteLoss` or `LossSpike`; or "restore" the last checkpoint and leave out the batches since then, that one
-      included (Chowdhery et al.: PaLM, 2022, section 5.1), up to `max_failures` times. Losses are the metrics whose
-      name has "loss" in it, or, if none has, all that are single floating-point numbers.
+      included (Chowdhery et al.: PaLM, 2022, section 5.1), up to `max_failures` times. If the first loss from that
+      checkpoint is bad, too, the one before it is taken; if there is none, the error is raised. Losses are the metrics
+      whose name has "loss" in it, or, if none has, all that are single floating-point numbers.
     - `straggler_every`: wait in every so many steps for each instruction, and warn with `StragglerWarning` of stages
       that take longer than their share.
     - `verify`: compare a checkpoint with its digests before it is read; for very large states it may be left out.
@@ -166,10 +167,10 @@ def _check(
 class _BadLoss(Exception):
     """A loss after which training goes back."""
 
-    def __init__(self, step: int, reason: str) -> None:
-        super().__init__(reason)
+    def __init__(self, step: int, error: AutoparError) -> None:
+        super().__init__(step, error)
         self.step = step
-        self.reason = reason
+        self.error = error
 
 
 def _check_guards(on_bad_loss: str, spike_deviations: Any, straggler_every: Any, checkpoint_dir: Any) -> None:
@@ -334,22 +335,26 @@ class _Run:
                     self.on_step(number, metrics)
             self.on_progress(number + 1)
             if bad is not None and self.on_bad_loss == "restore":
-                raise _BadLoss(number, str(bad))
+                raise _BadLoss(number, bad)
 
     def _leave_out(self, bad: _BadLoss) -> None:
         """Go on after the step with the bad loss, with the state before all batches since the last checkpoint.
 
-        A state whose first loss is bad is no better: then the checkpoint before it is taken.
+        A state whose first loss is bad is no better: then the checkpoint before it is taken. Raises the error of the
+        loss if there is none before it.
         """
         assert self.checkpoints is not None
         self.restores_left -= 1
         self._unread.clear()
         self.checkpoints.wait()
-        earlier = [step for step in self.checkpoints.steps() if self._restored is None or step < self._restored[0]]
-        again = self._restored is not None and bad.step == self._restored[1] and bool(earlier)
-        like = self.step.all_compiled()[-1]
-        restored, self.state = self.checkpoints.restore(like=like, step=earlier[-1] if again else None)
-        _log.warning("%s Going on after it, with the state before step %d.", bad.reason, restored)
+        step = None
+        if self._restored is not None and bad.step == self._restored[1]:
+            earlier = [step for step in self.checkpoints.steps() if step < self._restored[0]]
+            if not earlier:
+                raise bad.error
+            step = earlier[-1]
+        restored, self.state = self.checkpoints.restore(like=self.step.all_compiled()[-1], step=step)
+        _log.warning("%s Going on after it, with the state before step %d.", bad.error, restored)
         self._saved, self.done = restored, bad.step + 1
         self._restored = restored, self.done
 

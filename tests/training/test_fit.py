@@ -170,6 +170,35 @@ def test_training_goes_on_without_the_batches_that_spoiled_it(step, tmp_path):
         fit(step, mlp_params(), batches, num_steps=9, on_bad_loss="restore", **never)
 
 
+def linear_step(weight: Any, x: Any) -> Any:
+    """One step of a loss that is the product of one weight and the mean of a batch."""
+    loss, gradient = jax.value_and_grad(lambda w: w * jnp.mean(x))(weight)
+    return weight - 0.1 * gradient, {"loss": loss}
+
+
+def test_checkpoint_of_a_state_that_was_spoiled_already_is_passed_over(tmp_path):
+    def batches(number: int) -> Any:
+        # The loss of step 4 is finite, and its state so large that all later ones are not.
+        return np.full(2, 1.5e38 if number == 4 else 100 * (-1) ** number, np.float32)
+
+    step = autopar.parallelize(linear_step, method=autopar.DataParallel(), devices=jax.devices()[:2], batch_argnums=1)
+    options = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "on_bad_loss": "restore"}
+    weight, history = fit(step, jnp.float32(1), batches, num_steps=9, **options)
+    assert np.isfinite(losses_of(history)).tolist() == [True] * 5 + [False] * 2 + [True] * 2
+    expected = jnp.float32(1)
+    for number in (0, 1, 2, 3, 7, 8):  # from the checkpoint of step 4, and not from that of step 5
+        expected, _ = jax.jit(linear_step)(expected, batches(number))
+    assert_same(weight, expected)
+
+
+def test_losses_that_are_bad_from_the_first_checkpoint_on_are_raised(step, tmp_path):
+    def batches(number: int) -> Any:
+        return draw(number)[0], draw(number)[1] * np.float32(1e25)
+
+    with pytest.raises(NonFiniteLoss, match="loss of step 1 is inf"):
+        fit(step, mlp_params(), batches, num_steps=9, on_bad_loss="restore", checkpoint_dir=tmp_path, max_failures=9)
+
+
 def test_bad_losses_may_only_warn(step):
     with pytest.warns(UserWarning, match="loss of step 0 is inf"):
         fit(step, mlp_params(), lambda n: (draw(n)[0], draw(n)[1] * np.float32(1e25)), num_steps=1, on_bad_loss="warn")
