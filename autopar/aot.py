@@ -55,7 +55,7 @@ from autopar.runtime.in_process import FunctionOnOneDevice, InProcess, function_
 from autopar.runtime.interfaces import LoadedProgram
 from autopar.runtime.stragglers import find_stragglers
 from autopar.runtime.timeline import InstructionTime, Timeline, write_trace
-from autopar.session import current_session
+from autopar.session import current_session, step_timeout_s
 from autopar.simulation import SimulationReport, check_devices, simulate_plan
 from autopar.step_serialization import ChangedProgram, serialize_step
 from autopar.verification import NumberCheck, VerificationReport, rounding_of_sums, verify_numbers
@@ -246,7 +246,7 @@ class Lowered:
                 "devices, or run where there are enough."
             )
         names = [leaf.name for leaf in self.trace.inputs]
-        runtime = InProcess(devices)
+        runtime = InProcess(devices, step_timeout_s=step_timeout_s())
         if target.check_finite:
             loaded = runtime.load(keeping_arguments(self.program), leaf_names=names, at_first_call=at_first_call)
             return self._guarded(loaded, kinds_of_values, lambda w: runtime.load(w.program, leaf_names=names))

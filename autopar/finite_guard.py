@@ -19,6 +19,7 @@ from autopar.errors import NonFiniteValue
 from autopar.ir.program import Program
 from autopar.runtime.interfaces import LoadedProgram
 from autopar.runtime.timeline import InstructionTime
+from autopar.runtime.unfinished import UnfinishedTask
 
 _WORDS = ("finite", "infinite", "not a number (NaN)")
 
@@ -50,6 +51,14 @@ class FiniteGuard:
         results, times = self.loaded.timed(leaves)
         self._check(leaves, results)
         return results, times
+
+    def wait(self, arrays: Sequence[Any]) -> None:
+        """Wait for results of the last step."""
+        self.loaded.wait(arrays)
+
+    def unfinished(self) -> UnfinishedTask | None:
+        """Return the first instruction here of the last step that has not ended."""
+        return self.loaded.unfinished()
 
     def _check(self, leaves: Sequence[Any], results: Sequence[Any]) -> None:
         after = self.kinds(results)

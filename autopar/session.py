@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 STEP_TIMEOUT_S = 600.0
 
 _current: list[RaySession | JaxSession] = []
+_timeouts_s: list[float] = []
+"""The last one that `init` was given for this process; none without a call."""
 
 
 def init(
@@ -51,7 +53,8 @@ def init(
       CPU devices as XLA_FLAGS asks for here.
     - `placement_group`: of Ray, with one bundle per process; made, and removed by `shutdown`, if not given.
     - `runtime_env`: for the processes, as Ray takes it.
-    - `step_timeout_s`: after so many seconds without an answer a step is given up, with an error.
+    - `step_timeout_s`: a step that takes longer is given up, with an error that names the instruction which has not
+      ended; in this process where autopar waits itself, in `autopar.fit` and for callbacks.
     - `start_timeout_s`: how long Ray, its processes, and their meeting may take each; a busy machine needs minutes.
     - `answer_timeout_s`: a process that hangs, was stopped or is cut off for so long is lost; one that died is at once.
 
@@ -73,6 +76,7 @@ def init(
         if given:
             raise InvalidArgument(f"{', '.join(given)} need cluster='ray'; with {cluster!r} they mean nothing.")
     shutdown()
+    _timeouts_s[:] = [step_timeout_s]
     if cluster == "local":
         return None
     if cluster == "jax":
@@ -133,6 +137,11 @@ def shutdown() -> None:
 def current_session() -> RaySession | JaxSession | None:
     """The cluster that steps run on; None: this process."""
     return _current[-1] if _current else None
+
+
+def step_timeout_s() -> float:
+    """Return how long a step may take."""
+    return _timeouts_s[-1] if _timeouts_s else STEP_TIMEOUT_S
 
 
 def restart(num_hosts: int | None = None) -> RaySession:

@@ -84,12 +84,12 @@ def compile_all(
 
 
 def compile_at_first_call(
-    executables: Sequence[Executable], meshes: Sequence[Mesh] | Mapping[int, Mesh]
+    executables: Sequence[Executable], meshes: Sequence[Mesh] | Mapping[int, Mesh], *, marked: bool = False
 ) -> Mapping[str, Callable[..., Any]]:
     """Return every executable as a function that compiles it when it is called first."""
 
     def later(executable: Executable) -> Callable[..., Any]:
-        compiled = cache(lambda: _lowered(executable, meshes[executable.mesh]).compile())
+        compiled = cache(lambda: _lowered(executable, meshes[executable.mesh], marked).compile())
         return lambda *arrays: compiled()(*arrays)
 
     return {e.name: later(e) for e in executables}

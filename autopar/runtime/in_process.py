@@ -4,9 +4,11 @@ JAX dispatches asynchronously and every device has a queue of its own, so the lo
 and the meshes work at the same time; `device_put` between meshes is the channel, and starts at the Send.
 
 Any number of threads may call: a call has an environment of its own, and starts its work while no other does.
-A step whose parts have effects is waited for, so that a callback that raises fails the call.
+A step whose parts have effects is waited for, so that a callback that raises fails the call. Who waits here for
+longer than a step may take is told which instruction has not ended.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,7 @@ from autopar.runtime.interfaces import Device, LoadedProgram, Receiver, Sender
 from autopar.runtime.interpreter import Environment, ResolvedInstruction, numbered, resolve
 from autopar.runtime.results import ReadResult, collection
 from autopar.runtime.timeline import InstructionTime, instruction_name
+from autopar.runtime.unfinished import StepProgress, UnfinishedTask, wait_until_ready
 
 # Executions that reach the devices in different orders would wait for each other in their collectives, so that one
 # call at a time starts its work. Reentrant, for callbacks that run on the thread which calls.
@@ -53,6 +56,7 @@ class InProcess:
     """The runtime of one process; ordinals in a program index `devices`."""
 
     devices: Sequence[Device]
+    step_timeout_s: float = math.inf
 
     def load(self, program: Program, *, leaf_names: Sequence[str] = (), at_first_call: bool = False) -> LoadedProgram:
         """Check the program, compile its executables, and look up everything that its instructions name.
@@ -68,25 +72,27 @@ class InProcess:
             for name, kind in mesh.values.items()
         }
         slots = _slots(program)
-        functions = (compile_at_first_call if at_first_call else compile_all)([*program.executables.values()], meshes)
+        # What may raise the errors of callbacks is to be waited for.
+        whole = _whole_step(program) if errors is None else None
+        compiled = compile_at_first_call if at_first_call else compile_all
+        functions = compiled([*program.executables.values()], meshes, marked=whole is None)
         donated = {e.name: e.donated for e in program.executables.values()}
         local = [{name: slots[number, name] for name in mesh.values} for number, mesh in enumerate(program.meshes)]
         lying = [{name: layouts[number, name] for name in mesh.values} for number, mesh in enumerate(program.meshes)]
         order = numbered(program)
+        progress = StepProgress(order, range(len(order)))
         steps = [
             resolve(
                 instruction,
                 slots=local[mesh],
                 layouts=lying[mesh],
-                functions=functions,
+                functions=functions if whole is not None else progress.marking(place, instruction, functions),
                 donated=donated,
                 channel=InProcessChannel(mesh=mesh, layouts=layouts),
                 extra=None if number is None else len(slots) + number,
             )
-            for mesh, instruction, number in order
+            for place, (mesh, instruction, number) in enumerate(order)
         ]
-        # What may raise the errors of callbacks is to be waited for.
-        whole = _whole_step(program) if errors is None else None
         return InProcessProgram(
             place=placement(program, [layouts[item.mesh, item.value] for item in program.inputs], leaf_names),
             unset=[None] * (len(slots) + len(order) - len(program.inputs)),
@@ -96,6 +102,8 @@ class InProcess:
             results=collection(program, slots, layouts),
             whole=None if whole is None else functions[whole],
             context=errors or nullcontext(),
+            progress=progress,
+            step_timeout_s=self.step_timeout_s,
         )
 
 
@@ -114,6 +122,8 @@ class InProcessProgram:
     """The one executable that takes the arguments and returns the results as they are, if there is one."""
     context: AbstractContextManager[None]
     """Context of a call until its effects are there; it raises what callbacks raised."""
+    progress: StepProgress
+    step_timeout_s: float
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Carry out one step; what the program donates is gone afterwards."""
@@ -131,15 +141,25 @@ class InProcessProgram:
         with self.context:
             with _starting:
                 env = self.place(leaves) + self.unset
+                self.progress.begin()
                 for run in self.steps:
                     run(env)
+                self.progress.started = len(self.steps)
                 found = [result(env) for result in self.results]
-            jax.block_until_ready([env[slot] for slot in self._effects])
+            self.wait([env[slot] for slot in self._effects])
         return found
+
+    def wait(self, arrays: Sequence[Any]) -> None:
+        """Wait for results of the last step. Raises `StepTimeout`, which names the instruction that has not ended."""
+        wait_until_ready(arrays, self.step_timeout_s, self.progress.unfinished)
 
     @cached_property
     def _effects(self) -> list[int]:
         return [len(self.slots) + n for _, step, n in self.order if isinstance(step, Run) and n is not None]
+
+    def unfinished(self) -> UnfinishedTask | None:
+        """Return the first instruction of the last step that has not ended."""
+        return self.progress.unfinished()
 
     def timed(self, leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
         """The same, waiting for every instruction: one mesh works at a time, and when each ran."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 
 from autopar.runtime.timeline import InstructionTime
+from autopar.runtime.unfinished import UnfinishedTask
 
 Device = Any  # a jax.Device, which the type checker does not know
 Message = Any  # what its receiver in this process needs; None where it goes by other ways
@@ -23,6 +24,14 @@ class LoadedProgram(Protocol):
 
     def timed(self, leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
         """The same, waiting for every instruction, and when each ran."""
+        ...
+
+    def wait(self, arrays: Sequence[Any]) -> None:
+        """Wait for results of the last step. Raises `StepTimeout`, which says what has not ended."""
+        ...
+
+    def unfinished(self) -> UnfinishedTask | None:
+        """Return the first instruction here of the last step that has not ended; None if none is known."""
         ...
 
 

@@ -23,12 +23,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from autopar.aot import Compiled
 from autopar.api import Step
 from autopar.checks import check_choice, check_count, is_number
 from autopar.errors import AutoparError, ClusterFailed, InvalidArgument
 from autopar.ir.plan import Plan
 from autopar.runtime.distributed.array import DistributedArray
-from autopar.session import current_session, restart
+from autopar.runtime.unfinished import StepWatch
+from autopar.session import current_session, restart, step_timeout_s
 from autopar.training.checkpoints import Checkpoints
 from autopar.training.loss_guard import LossGuard
 
@@ -109,7 +111,7 @@ def fit(
         restores_left=max_failures,
     )
     failures = 0
-    with _progress() as progress:
+    with _progress() as progress, StepWatch(step_timeout_s(), _log.error) as run.watch:
         shown = progress.add_task("training", total=num_steps, completed=run.done)
         run.on_progress = lambda done: progress.update(shown, completed=done)
         failure: ClusterFailed | None = None
@@ -203,8 +205,9 @@ class _Run:
     restores_left: int
     history: list[Any] = field(default_factory=list)
     on_progress: Callable[[int], None] = lambda done: None
+    watch: StepWatch | None = None
     _plan: Plan | None = None
-    _unread: deque[tuple[int, Any]] = field(default_factory=deque)
+    _unread: deque[tuple[int, Any, Compiled]] = field(default_factory=deque)
     _told: int = 0
     """Steps below this number have been told to `on_step`."""
     _saved: int | None = None
@@ -302,25 +305,28 @@ class _Run:
     def _train_one(self, batch: Any) -> None:
         call = self.step.arguments.split((self.state, batch), {})
         compiled = self.step.compiled_for(call)
-        if self.straggler_every is not None and (self.done - self.start) % self.straggler_every == 1:
-            result, times = compiled.timed(call)
-            compiled.warn_of_stragglers(times)
-        else:
-            result = compiled.run(call)
+        assert self.watch is not None
+        with self.watch.watching(self.done, compiled.loaded.unfinished):
+            if self.straggler_every is not None and (self.done - self.start) % self.straggler_every == 1:
+                result, times = compiled.timed(call)
+                compiled.warn_of_stragglers(times)
+            else:
+                result = compiled.run(call)
         if not isinstance(result, tuple) or len(result) != 2:
             raise InvalidArgument(
                 f"{self.step.arguments.name} returned a {type(result).__name__}; fit trains steps that return "
                 "(state, metrics). Let it return these two."
             )
         self.state, metrics = result
-        self._unread.append((self.done, metrics))
+        self._unread.append((self.done, metrics, compiled))
         self.done += 1
         self._read(_UNREAD)
 
     def _read(self, left: int) -> None:
         """Wait for metrics, until only `left` steps are unread."""
         while len(self._unread) > left:
-            number, metrics = self._unread[0]
+            number, metrics, compiled = self._unread[0]
+            compiled.loaded.wait(jax.tree.leaves(metrics))
             metrics = jax.tree.map(_on_driver, metrics)
             self._unread.popleft()
             bad = None if self.on_bad_loss == "ignore" else self.losses.judge(number, metrics)

@@ -1,8 +1,10 @@
 """`fit` trains as a plain loop does, through losses of processes and of the driver; no step counts twice."""
 
 import itertools
+import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -216,6 +218,37 @@ def test_stage_that_takes_longer_than_its_share_is_named():
     step = autopar.parallelize(slow, method=two_stages(), devices=jax.devices()[:2])
     with pytest.warns(autopar.StragglerWarning, match=r"Stage 0 on mesh 0, in process 0, took .* s for its tasks"):
         fit(step, mlp_params(), draw, num_steps=3, straggler_every=2)
+
+
+def test_step_that_hangs_in_this_process_says_in_which_instruction(caplog):
+    let_go = threading.Event()
+
+    def hanging(params: Any, batch: Any) -> Any:
+        def loss(params: Any, batch: Any) -> Any:
+            jax.debug.callback(lambda y: let_go.wait(60) if np.sum(y) > 1e6 else None, batch[1])
+            return mlp_loss(params, batch)
+
+        params, value = sgd(loss)(params, batch)
+        return params, {"loss": value}
+
+    def batches(number: int) -> Any:
+        x, y = draw(number)
+        return x, y + (1e6 if number == 2 else 0)
+
+    class LetGo(logging.Handler):  # who waits on this thread can be helped by another one only
+        def emit(self, record: logging.LogRecord) -> None:
+            let_go.set()
+
+    handler = LetGo(logging.ERROR)
+    logging.getLogger("autopar").addHandler(handler)
+    autopar.init(step_timeout_s=0.5)
+    try:
+        step = autopar.parallelize(hanging, method=two_stages(), devices=jax.devices()[:2])
+        fit(step, mlp_params(), batches, num_steps=3)
+    finally:
+        autopar.init()
+        logging.getLogger("autopar").removeHandler(handler)
+    assert "Step 2 has been started for 0.5 s. The first instruction that has not ended is task " in caplog.text
 
 
 @pytest.mark.parametrize(

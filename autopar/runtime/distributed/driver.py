@@ -22,6 +22,7 @@ from autopar.runtime.distributed.session import Session
 from autopar.runtime.finite import kinds_of_values
 from autopar.runtime.inputs import ArgumentType, argument_types
 from autopar.runtime.timeline import InstructionTime
+from autopar.runtime.unfinished import UnfinishedTask
 
 
 class ClusterProgram:
@@ -69,6 +70,13 @@ class ClusterProgram:
             self.session.settle()
             results = self.step(leaves, timed=True)
             return results, [time for report in self.session.settle() for time in report.times]
+
+    def wait(self, arrays: Sequence[Any]) -> None:
+        """Nothing: who reads a value of the cluster waits for it, and not longer than a step may take."""
+
+    def unfinished(self) -> UnfinishedTask | None:
+        """Return the first instruction here of the last step that has not ended; None where a driver is told."""
+        return self.session.unfinished()
 
     def step(self, leaves: Sequence[Any], *, timed: bool = False) -> list[Any]:
         """One step; `timed` makes the processes wait for every instruction and report when it ran."""

@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.errors import InvalidArgument, PlanMismatch, StepFailed
+from autopar.errors import InvalidArgument, PlanMismatch, StepFailed, StepTimeout
 from autopar.ir.program import Free, Program, Run
 from autopar.runtime.distributed.host_inputs import Values
-from autopar.runtime.distributed.host_program import HostProgram, UnfinishedTask
+from autopar.runtime.distributed.host_program import HostProgram
 from autopar.runtime.distributed.messages import (
     HostReport,
     ShardRequest,
@@ -43,6 +43,7 @@ from autopar.runtime.timeline import InstructionTime, instruction_name
 from autopar.runtime.transfer.exchange import Exchange
 from autopar.runtime.transfer.jax_transfer import TransferServer
 from autopar.runtime.transfer.nccl import Nccl
+from autopar.runtime.unfinished import UnfinishedTask, wait_until_ready
 
 # A process that hears nothing of the others for so long gives up; the driver is faster, if it lives.
 HEARTBEAT_TIMEOUT_S = 60
@@ -182,15 +183,17 @@ class Host:
             self._failed = self._failure(message.step, error)
             raise self._failed from error
 
-    def settle(self) -> None:
-        """Wait for this process's work of the last step. Raises `StepFailed`."""
-        self._finish_previous()
+    def settle(self, timeout_s: float) -> None:
+        """Wait for this process's work of the last step. Raises `StepFailed`, and `StepTimeout` after so long."""
+        self._finish_previous(timeout_s)
 
-    def _finish_previous(self) -> None:
+    def _finish_previous(self, timeout_s: float = math.inf) -> None:
         number, arrays = self._previous
         self._previous = number, []  # or what the driver dropped would be freed a step later
         try:
-            jax.block_until_ready(arrays)
+            wait_until_ready(arrays, timeout_s, self.unfinished, process=self.world.process)
+        except StepTimeout:
+            raise
         except Exception as error:
             raise self._failure(number, error) from error
 
@@ -240,9 +243,10 @@ class Host:
         is_key = jnp.issubdtype(shard.dtype, jax.dtypes.prng_key)
         return np.asarray(jax.random.key_data(shard) if is_key else shard)
 
-    def wait(self, numbers: Sequence[int]) -> None:
-        """Return when these values have been computed."""
-        jax.block_until_ready([a for n in numbers for a in self.pieces(n) if a is not None])
+    def wait(self, numbers: Sequence[int], timeout_s: float = math.inf) -> None:
+        """Return when these values have been computed. Raises `StepTimeout` after so long."""
+        arrays = [array for number in numbers for array in self.pieces(number)]
+        wait_until_ready(arrays, timeout_s, self.unfinished, process=self.world.process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function with this host: for checkpoints, state that is made here, and checks."""
@@ -254,7 +258,7 @@ class Host:
 
     def unfinished(self) -> UnfinishedTask | None:
         """Return the first instruction of the last step that has not ended; None if all have."""
-        return None if self._running is None else self._running.unfinished()
+        return None if self._running is None else self._running.progress.unfinished()
 
     def stay(self) -> None:
         """Never return: that this call ends tells that the process has died."""

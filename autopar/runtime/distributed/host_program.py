@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar.errors import StepFailed
 from autopar.ir.instructions import item_bytes
-from autopar.ir.program import Copy, Free, Instruction, Program, Recv, Run, Send
+from autopar.ir.program import Copy, Free, Program, Recv, Run, Send
 from autopar.runtime.distributed.host_inputs import Bring, HostInputs, Values
 from autopar.runtime.distributed.input_routing import InputRouting
 from autopar.runtime.distributed.pieces import value_layout
@@ -29,6 +29,7 @@ from autopar.runtime.interfaces import Receiver, Sender
 from autopar.runtime.interpreter import Environment, ResolvedInstruction, numbered, resolve
 from autopar.runtime.transfer.exchange import lasting_values
 from autopar.runtime.transfer.tiles import DeviceLayout, TransferPlan, plan_transfer, scattered
+from autopar.runtime.unfinished import StepProgress
 
 # Gloo hangs when more than 32 executions with collectives between processes are under way with two devices each
 # (measured on jaxlib 0.10); so a process waits for its work after every so many.
@@ -103,17 +104,6 @@ def sent_layout(
     return scattered(target, shape, process_of) or target
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnfinishedTask:
-    """The first instruction of a process that has not ended; `place` is that in the order of the whole program.
-
-    Of several processes the one with the first place waits for no other: that order never waits.
-    """
-
-    place: int
-    text: str
-
-
 class HostProgram:
     """A loaded program: `run` carries out this process's part of one step."""
 
@@ -132,10 +122,8 @@ class HostProgram:
         self.slots = {value: slot for slot, value in enumerate(self.shardings)}
         order = numbered(program)
         self.instructions = [step for step in order if step[0] in meshes]
-        self._places = [place for place, step in enumerate(order) if step[0] in meshes]
-        self._markers: list[Any] = [None] * len(self.instructions)
-        """Of the last step: one number per Run that has been started, there when it has ended."""
-        self._at = len(self.instructions)
+        places = [place for place, step in enumerate(order) if step[0] in meshes]
+        self.progress = StepProgress(self.instructions, places)
         self.num_extras = len({number for _, _, number in order if number is not None})
         self.steps = self._resolved(meshes)
         self.with_effects = [
@@ -180,7 +168,7 @@ class HostProgram:
                 instruction,
                 slots=local[mesh],
                 layouts=layouts[mesh],
-                functions=self._marking(place, instruction, functions),
+                functions=self.progress.marking(place, instruction, functions),
                 donated=donated,
                 channel=channel,
                 extra=None if number is None else len(self.slots) + number,
@@ -191,40 +179,6 @@ class HostProgram:
                     step = _and_wait(step, [local[mesh][name] for name in instruction.outputs])
             steps.append(step)
         return steps
-
-    def _marking(
-        self, place: int, instruction: Instruction, functions: Mapping[str, Callable[..., Any]]
-    ) -> Mapping[str, Callable[..., Any]]:
-        if not isinstance(instruction, Run):
-            return functions
-        function = functions[instruction.executable]
-
-        def call(*arrays: Any) -> Any:
-            results = function(*arrays)
-            self._markers[place] = results[-1]
-            return results
-
-        return {instruction.executable: call}
-
-    def unfinished(self) -> UnfinishedTask | None:
-        """Return the first instruction of the last step that has not ended; None if all have. On any thread."""
-        at = self._at
-        if at < 0:
-            return UnfinishedTask(place=-1, text="the arguments, which it brings in")
-        for place, (mesh, instruction, _) in enumerate(self.instructions):
-            marker = self._markers[place]
-            ended = place < at and (marker is None or marker.is_ready())
-            if not ended and not isinstance(instruction, Free):
-                return UnfinishedTask(place=self._places[place], text=self._waiting(place, mesh, instruction))
-        return None
-
-    def _waiting(self, place: int, mesh: int, instruction: Instruction) -> str:
-        if not isinstance(instruction, Run):
-            return f"'{str(instruction).strip()}' on mesh {mesh}"
-        before = [i for number, i, _ in self.instructions[:place] if number == mesh and isinstance(i, Recv)]
-        read = [(value, i.source) for i in before for value in i.values if value in instruction.inputs]
-        received = ", ".join(f"{value} of mesh {source}" for value, source in read)
-        return f"task {instruction.task} on mesh {mesh}" + (f", which reads {received}" if received else "")
 
     def _uses_gloo(self, number: int) -> bool:
         processes = {self.world.process_of[ordinal] for ordinal in self.program.meshes[number].devices}
@@ -256,13 +210,13 @@ class HostProgram:
         in seconds, and every instruction is waited for.
         """
         env: Environment = [None] * (len(self.slots) + self.num_extras)
-        self._at = number = -1
-        self._markers = [None] * len(self.instructions)
+        progress, number = self.progress, -1
+        progress.begin()
         try:
             with self.callback_errors or nullcontext():
                 self._brings[routing](env, arguments, sent)
                 for number, step in enumerate(self.steps):
-                    self._at = number
+                    progress.started = number
                     if clock is None:
                         step(env)
                     else:
@@ -270,7 +224,7 @@ class HostProgram:
                 for place, slot in self.with_effects:
                     number = place
                     jax.block_until_ready(env[slot])
-                self._at = number = len(self.steps)
+                progress.started = number = len(self.steps)
             return [[_result(env, part) for part in parts] for parts in self.outputs]
         except Exception as error:
             raise StepFailed(

@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from autopar.errors import AutoparError, CheckpointFailed, InvalidArgument, PlanMismatch, StepFailed
+from autopar.errors import AutoparError, CheckpointFailed, InvalidArgument, PlanMismatch, StepFailed, StepTimeout
 from autopar.hardware.cluster import Cluster
 from autopar.ir.program import Program
 from autopar.runtime.distributed.array import DistributedArray
@@ -43,6 +43,7 @@ from autopar.runtime.distributed.session import (
     jax_settings,
 )
 from autopar.runtime.transfer.tiles import Box, DeviceLayout
+from autopar.runtime.unfinished import UnfinishedTask
 
 
 def meet(num_hosts: int | None, devices_per_host: int | None) -> None:
@@ -179,6 +180,10 @@ class JaxSession(Numbering):
         """Wait for all processes; their reports of the last step."""
         return self._together("the last step", range(self.num_processes), lambda: self._report)
 
+    def unfinished(self) -> UnfinishedTask | None:
+        """Return the first instruction of this process that has not ended."""
+        return self.host.unfinished()
+
     def adopt(self, array: jax.Array) -> DistributedArray:
         """Return an array over several processes as a value of the session; no byte moves."""
         sharding = array.sharding
@@ -214,7 +219,11 @@ class JaxSession(Numbering):
                 shards.append(self._shards(value, part.get(self.process, []) if number in away else whole or []))
             return [shards[n] for n in away]
 
-        parts = self._together("fetching values", processes, read) if away else [read()]
+        if away:
+            parts = self._together("fetching values", processes, read)
+        else:
+            self.wait(values)
+            parts = [read()]
         for place, n in enumerate(away):
             shards[n] = [shard for part in parts for shard in part[place]]
         return [assemble(value, each) for value, each in zip(values, shards, strict=True)]
@@ -236,9 +245,9 @@ class JaxSession(Numbering):
         return [(box, array) for (_, box), array in zip(wanted, arrays, strict=True)]
 
     def wait(self, values: Sequence[DistributedArray]) -> None:
-        """Return when the parts of values that are here have been computed."""
+        """Return when the parts of values that are here have been computed. Raises `StepTimeout`."""
         self._check()
-        self.host.wait([value.identity for value in values])
+        self.host.wait([value.identity for value in values], self.step_timeout_s)
 
     def run_everywhere(
         self, function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None
@@ -267,8 +276,11 @@ class JaxSession(Numbering):
         """
         result, error, cause = None, None, None
         try:
+            self.host.settle(self.step_timeout_s)
             result = work() if self.process in processes else None
-            self.host.settle()
+        except StepTimeout as caught:  # the others wait as long, and cannot be told while the devices are busy
+            self.failure = caught
+            raise
         except AutoparError as caught:
             error = caught
         except Exception as caught:

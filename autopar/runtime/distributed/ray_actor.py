@@ -5,7 +5,7 @@ from __future__ import annotations
 import ray
 
 from autopar.runtime.distributed.host import Host
-from autopar.runtime.distributed.host_program import UnfinishedTask
+from autopar.runtime.unfinished import UnfinishedTask
 
 
 class HostActor(Host):

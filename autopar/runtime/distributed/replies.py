@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import AutoparError, CheckpointFailed, ClusterFailed, HostLost, StepFailed, StepTimeout
-from autopar.runtime.distributed.host_program import UnfinishedTask
 from autopar.runtime.distributed.ray_cluster import RayHosts
 from autopar.runtime.distributed.watchdog import ProcessWatch
+from autopar.runtime.unfinished import UnfinishedTask
 
 _WAIT_S = 0.25
 _TELL_S = 2.0  # so long the processes have to say where they are, before they are ended

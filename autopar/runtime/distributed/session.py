@@ -39,6 +39,7 @@ from autopar.runtime.distributed.pieces import Placed
 from autopar.runtime.distributed.ray_cluster import RayHosts
 from autopar.runtime.distributed.replies import Replies
 from autopar.runtime.transfer.tiles import Box
+from autopar.runtime.unfinished import UnfinishedTask
 
 STEPS_IN_FLIGHT = 3  # messages that a process may not have answered yet
 
@@ -157,6 +158,10 @@ class Session(Protocol):
 
     def settle(self) -> list[Any]:
         """Wait for all steps; the reports of the last one."""
+        ...
+
+    def unfinished(self) -> UnfinishedTask | None:
+        """Return the first instruction of this process that has not ended; None where there is a driver."""
         ...
 
     def fetch(self, values: Sequence[DistributedArray]) -> list[np.ndarray[Any, Any]]:
@@ -324,6 +329,10 @@ class RaySession(Numbering):
         with self.stepping:
             self.replies.check()
             return self.replies.settle(0, self.step_timeout_s)
+
+    def unfinished(self) -> UnfinishedTask | None:
+        """None: the replies say which process waits in which instruction."""
+        return None
 
     def fetch(self, values: Sequence[DistributedArray]) -> list[np.ndarray[Any, Any]]:
         """The bytes of values: each shard from one process that holds it."""
