@@ -4,9 +4,9 @@
     python -m benchmarks.pipeline_plan_time --model 39B --gpus 64 --cluster p3.16xlarge
 
 Every row is a process of its own. The first one of a case finds an empty cache; the second finds what the first kept,
-and so does the third, which plans for a host less. Times are of the wall clock, in seconds: `start` imports JAX and
-autopar, `trace` traces the step, `plan` is the search. `cpu` is the processor time of all that together, which tells
-more than `total` where other processes run as well, as `load` says; targets are of it.
+and so does the third, which plans for a host less, where there are several. Times are of the wall clock, in seconds:
+`start` imports JAX and autopar, `trace` traces the step, `plan` is the search. `cpu` is the processor time of all that
+together, which tells more than `total` where other processes run as well, as `load` says; targets are of it.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ def rows_of(case: Case, what: Iterable[str]) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as directory:
         for each in what:
             lost = _PER_HOST if each == "one host lost" else 0
+            if lost >= case.gpus:
+                continue
             target_s = case.target_s if each == "cold" else 2.0
             asked = replace(case, what=each, gpus=case.gpus - lost, target_s=target_s)
             yield measured_apart(asked, directory)

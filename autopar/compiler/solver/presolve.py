@@ -10,19 +10,24 @@ Until nothing changes (Scholz & Eckstein 2002, "Register allocation for irregula
                 theirs, T[p,q] = min_a (A[a,p] + B[a,q])
 
 Protected nodes keep all options that are not forbidden, and stay: something else, a row, depends on them.
+
+Layers of a model repeat, and with them costs and matrices. What a reduction makes of some arrays is computed once for
+all nodes that have these arrays → Results.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.compiler.solver.beam_search import frontier_order
-from autopar.compiler.solver.problem import MRF, Assignment, FloatArray, IndexArray, Infeasible
+from autopar.compiler.solver.problem import MRF, Assignment, BoolArray, FloatArray, IndexArray, Infeasible
+
+T = TypeVar("T")
 
 LARGEST_TABLE = 4_000_000
 """Entries that eliminating a node of two neighbours may look at."""
@@ -96,9 +101,28 @@ def reduce_problem(problem: MRF, protected: Collection[int] = (), without: Colle
     return work.result()
 
 
+class Results:
+    """Results of functions of arrays, each computed once for the same arrays; arrays of one content become the same."""
+
+    def __init__(self) -> None:
+        self._same: dict[Any, Any] = {}
+        self._known: dict[Any, Any] = {}
+
+    def same(self, array: Any) -> Any:
+        """Return the first array of this content."""
+        return self._same.setdefault((array.shape, array.dtype, array.tobytes()), array)
+
+    def __call__(self, function: Callable[..., T], *arrays: Any) -> T:
+        key = (function, *map(id, arrays))
+        if key not in self._known:
+            # The arrays are kept with the result, so that their identities stay theirs.
+            self._known[key] = function(*arrays), arrays
+        return self._known[key][0]
+
+
 @dataclass(kw_only=True)
 class _Work:
-    """The problem while it shrinks. Matrices are never changed in place: several edges share one."""
+    """The problem while it shrinks. Arrays are never changed in place: several nodes and edges share one."""
 
     costs: list[FloatArray]
     links: list[dict[int, FloatArray]]
@@ -106,6 +130,7 @@ class _Work:
     options: list[IndexArray]
     alive: list[bool]
     protected: frozenset[int]
+    results: Results
     constant: float = 0.0
     eliminated: list[Eliminated] = field(default_factory=list[Eliminated])
     unexamined: set[int] = field(default_factory=set[int])
@@ -113,20 +138,19 @@ class _Work:
 
     @classmethod
     def of(cls, problem: MRF, protected: frozenset[int]) -> _Work:
-        num_nodes = len(problem.costs)
+        num_nodes, results = len(problem.costs), Results()
         work = cls(
-            costs=list(problem.costs),
+            costs=[results.same(cost) for cost in problem.costs],
             links=[{} for _ in range(num_nodes)],
-            options=[np.arange(cost.size) for cost in problem.costs],
+            options=[results.same(np.arange(cost.size)) for cost in problem.costs],
             alive=[True] * num_nodes,
             protected=protected,
+            results=results,
             unexamined=set(range(num_nodes)),
         )
-        transposed: dict[int, FloatArray] = {}
         for (i, j), matrix in problem.edges.items():
-            if id(matrix) not in transposed:
-                transposed[id(matrix)] = np.ascontiguousarray(matrix.T)
-            work.links[i][j], work.links[j][i] = matrix, transposed[id(matrix)]
+            matrix = results(results.same, matrix)
+            work.links[i][j], work.links[j][i] = matrix, results(_transposed, matrix)
         return work
 
     def result(self) -> ReducedMRF:
@@ -158,25 +182,25 @@ class _Work:
         waiting = set(nodes)
         while waiting:
             node = waiting.pop()  # in any order: what is left in the end is the same
-            possible = np.isfinite(self.costs[node])
-            for matrix in self.links[node].values():
-                possible &= np.minimum.reduce(matrix, 1) < np.inf
-            if not possible.all():
+            possible = self.results(_possible, self.costs[node], *self.links[node].values())
+            if possible is not None:
                 self.keep(node, possible)
                 waiting.update(self.links[node])
 
     def remove_forbidden_by_costs(self, nodes: Collection[int]) -> None:
         """The same where all options have partners: only costs that became infinite forbid any."""
-        self.remove_forbidden([node for node in nodes if not np.isfinite(self.costs[node]).all()])
+        self.remove_forbidden([node for node in nodes if self.results(_possible, self.costs[node]) is not None])
 
-    def keep(self, node: int, kept: npt.NDArray[np.bool_]) -> None:
+    def keep(self, node: int, kept: BoolArray) -> None:
         """Restrict a node to some of its options."""
         if not kept.any():
             raise Infeasible(())
-        self.costs[node], self.options[node] = self.costs[node][kept], self.options[node][kept]
+        kept = self.results.same(kept)
+        self.costs[node] = self.results(_taken, self.costs[node], kept)
+        self.options[node] = self.results(_taken, self.options[node], kept)
         for neighbour, matrix in self.links[node].items():
-            self.links[node][neighbour] = matrix[kept]
-            self.links[neighbour][node] = np.ascontiguousarray(self.links[neighbour][node][:, kept])
+            smaller = self.results(_taken, matrix, kept)
+            self.links[node][neighbour], self.links[neighbour][node] = smaller, self.results(_transposed, smaller)
         self.unexamined.update((node, *self.links[node]))
 
     def eliminate_nodes(self, most_neighbours: int) -> None:
@@ -211,11 +235,12 @@ class _Work:
             self.constant += float(cost.min())
         elif len(matrices) == 1:
             ((other, matrix),) = matrices
-            self.costs[other] = self.costs[other] + np.minimum.reduce(cost[:, None] + matrix)
+            least = self.results(_least, cost, matrix)
+            self.costs[other] = self.results(np.add, self.costs[other], least)
             self.remove_forbidden_by_costs((other,))
         else:
             (p, to_p), (q, to_q) = matrices
-            self.add_edge(p, q, _least_sums(cost[:, None] + to_p, to_q))
+            self.add_edge(p, q, self.results(_least_sums, cost, to_p, to_q))
 
     def absorb(self, node: int) -> None:
         """Put the costs of a node's only option into its neighbours'."""
@@ -223,7 +248,7 @@ class _Work:
         neighbours = list(self.links[node].items())
         self.remember(node)
         for other, matrix in neighbours:
-            self.costs[other] = self.costs[other] + matrix[0]
+            self.costs[other] = self.results(_plus_first, self.costs[other], matrix)
         self.remove_forbidden_by_costs([other for other, _ in neighbours])
 
     def remember(self, node: int) -> None:
@@ -247,18 +272,13 @@ class _Work:
     def add_edge(self, i: int, j: int, matrix: FloatArray) -> None:
         """Add to the matrix between two nodes; what one option costs whatever the other goes to the nodes."""
         if j in self.links[i]:
-            matrix = matrix + self.links[i].pop(j)
+            matrix = self.results(np.add, matrix, self.links[i].pop(j))
             del self.links[j][i]
-        for_i = np.minimum.reduce(matrix, 1)
-        finite_i = _finite(for_i)
-        rest = matrix - finite_i[:, None]
-        for_j = np.minimum.reduce(rest)
-        finite_j = _finite(for_j)
-        rest = rest - finite_j
-        self.costs[i], self.costs[j] = self.costs[i] + for_i, self.costs[j] + for_j
-        largest = max(np.abs(finite_i).max(), np.abs(finite_j).max())
-        if rest.max() > CANCELLATION * largest or {i, j} <= self.protected:
-            self.links[i][j], self.links[j][i] = rest, np.ascontiguousarray(rest.T)
+        for_i, for_j, rest, is_nothing = self.results(_split, matrix)
+        self.costs[i] = self.results(np.add, self.costs[i], for_i)
+        self.costs[j] = self.results(np.add, self.costs[j], for_j)
+        if not is_nothing or {i, j} <= self.protected:
+            self.links[i][j], self.links[j][i] = rest, self.results(_transposed, rest)
         self.unexamined.update((i, j))
         self.remove_forbidden_by_costs((i, j))
 
@@ -270,7 +290,7 @@ class _Work:
             self.unexamined.remove(node)
             if node in self.protected or self.costs[node].size < 2:
                 continue
-            kept = _undominated(self.costs[node], list(self.links[node].values()))
+            kept = self.results(_undominated, self.costs[node], *self.links[node].values())
             if not kept.all():
                 found = True
                 self.keep(node, kept)
@@ -278,12 +298,49 @@ class _Work:
         return found
 
 
+def _transposed(matrix: FloatArray) -> FloatArray:
+    return np.ascontiguousarray(matrix.T)
+
+
+def _taken(array: Any, kept: BoolArray) -> Any:
+    return array[kept]
+
+
+def _possible(cost: FloatArray, *matrices: FloatArray) -> BoolArray | None:
+    """Return the options that cost less than ∞, alone and with some partner along every matrix; None for all."""
+    possible = np.isfinite(cost)
+    for matrix in matrices:
+        possible &= np.minimum.reduce(matrix, 1) < np.inf
+    return None if possible.all() else possible
+
+
+def _least(cost: FloatArray, matrix: FloatArray) -> FloatArray:
+    return np.minimum.reduce(cost[:, None] + matrix)
+
+
+def _plus_first(cost: FloatArray, matrix: FloatArray) -> FloatArray:
+    return cost + matrix[0]
+
+
+def _split(matrix: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray, bool]:
+    """Return what a matrix costs by its rows and by its columns whatever the other is, the rest, and if that is 0."""
+    by_row = np.minimum.reduce(matrix, 1)
+    finite_by_row = _finite(by_row)
+    rest = matrix - finite_by_row[:, None]
+    by_column = np.minimum.reduce(rest)
+    finite_by_column = _finite(by_column)
+    rest = rest - finite_by_column
+    largest = max(np.abs(finite_by_row).max(), np.abs(finite_by_column).max())
+    return by_row, by_column, rest, bool(rest.max() <= CANCELLATION * largest)
+
+
 def _finite(values: FloatArray) -> FloatArray:
     return np.where(np.isfinite(values), values, 0.0)
 
 
-def _least_sums(left: FloatArray, right: FloatArray) -> FloatArray:
-    """T[p, q] = min_a (left[a, p] + right[a, q]), a few a at a time."""
+def _least_sums(cost: FloatArray, to_left: FloatArray, right: FloatArray) -> FloatArray:
+    """T[p, q] = min_a (cost[a] + to_left[a, p] + right[a, q]), a few a at a time."""
+    left = cost[:, None] + to_left
     step = max(1, 100_000 // (left.shape[1] * right.shape[1]))
     table = np.full((left.shape[1], right.shape[1]), np.inf)
     for start in range(0, left.shape[0], step):
@@ -292,7 +349,7 @@ def _least_sums(left: FloatArray, right: FloatArray) -> FloatArray:
     return table
 
 
-def _undominated(cost: FloatArray, matrices: Sequence[FloatArray]) -> npt.NDArray[np.bool_]:
+def _undominated(cost: FloatArray, *matrices: FloatArray) -> BoolArray:
     """The options that no option dominates; of options that dominate each other the first stays."""
     size = cost.size
     width = sum(matrix.shape[1] for matrix in matrices)

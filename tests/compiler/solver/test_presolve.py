@@ -6,7 +6,7 @@ import pytest
 from autopar.compiler.solver.dual_ascent import Ascent, ascend, continued, within_gap
 from autopar.compiler.solver.lagrangian import reduce_with_rows
 from autopar.compiler.solver.linear_program import LinearProgram, run_program
-from autopar.compiler.solver.presolve import reduce_problem
+from autopar.compiler.solver.presolve import Results, reduce_problem
 from autopar.compiler.solver.problem import MRF, Infeasible, WorkBudget, assignment_cost, row_weight
 from autopar.errors import SolverFailed
 from tests.compiler.solver.random_problems import enumerate_best, small_problem, small_rows, step_problem
@@ -116,3 +116,31 @@ def test_program_without_an_optimum_is_an_error_that_says_what_the_solver_said()
     )
     with pytest.raises(SolverFailed, match=r"HiGHS stopped with 'Unbounded'.*1 variables"):
         run_program(program)
+
+
+def test_what_reductions_make_of_equal_arrays_is_computed_once():
+    results, asked = Results(), []
+
+    def total(*arrays):
+        asked.append(arrays)
+        return sum(float(array.sum()) for array in arrays)
+
+    one, equal, other, shorter = (results.same(np.array(a)) for a in ([0.0, 1.0], [0.0, 1.0], [1.0, 0.0], [0.0]))
+    assert one is equal and results.same(np.zeros(1, int)) is not shorter
+    assert [results(total, one), results(total, equal), results(total, other), results(total, one, other)] == [
+        1,
+        1,
+        1,
+        2,
+    ]
+    assert len(asked) == 3
+
+
+def test_equal_layers_are_reduced_to_equal_arrays():
+    rng = np.random.default_rng(3)
+    cost, chain, skip = rng.random(4), rng.random((4, 4)), rng.random((4, 4))
+    costs = tuple(cost.copy() for _ in range(12))
+    edges = {(i, i + 1): chain.copy() for i in range(11)} | {(i, i + 2): skip.copy() for i in range(10)}
+    problem = MRF(costs=costs, edges=edges)
+    reduced = reduce_problem(problem, protected=range(12))
+    assert len({id(matrix) for matrix in reduced.core.edges.values()}) == 2 < len(reduced.core.edges) == 21
