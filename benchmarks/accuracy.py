@@ -132,23 +132,35 @@ def _read_steps(
         raise InvalidArgument(
             f"--calibrate is {fraction:g}, and steps of JAX programs are priced from machine files alone. Leave it out."
         )
-    found: defaultdict[str, list[Predicted]] = defaultdict(list)
-    progress = Console(stderr=True)
-    for number, row in enumerate(measurements.rows, start=1):
+    by_model: defaultdict[object, list[StepCase]] = defaultdict(list)
+    for row in measurements.rows:
         try:
             case = step_case_of(row)
-            progress.print(f"[{number}/{len(measurements.rows)}] {row['id']}", markup=False, highlight=False)
+            by_model[case.model].append(case)
+        except Unusable as why:
+            skipped[row.source, str(why)] += 1
+    # Rows of one model one after the other: it is traced once.
+    cases = [case for alike in by_model.values() for case in alike]
+    found: list[Predicted] = []
+    progress = Console(stderr=True)
+    for number, case in enumerate(cases, start=1):
+        progress.print(f"[{number}/{len(cases)}] {case.row['id']}", markup=False, highlight=False)
+        try:
             each = _predicted_step(case, journal)
-            found[row.source].append(each)
+            found.append(each)
             error = "" if case.measured_s is None else f", {100 * each.error:+.1f} %"
             progress.print(f"    {each.step_s:.4g} s{error}", markup=False, highlight=False)
         except Unusable as why:
-            skipped[row.source, str(why)] += 1
+            skipped[case.row.source, str(why)] += 1
         except KeyboardInterrupt:
-            skipped.update((each.source, _NOT_REACHED) for each in measurements.rows[number - 1 :])
+            skipped.update((each.row.source, _NOT_REACHED) for each in cases[number - 1 :])
             break
-    sources = {source: summary(found[source]) for source in sorted(found)}
-    return sources, [(each, False) for source in sorted(found) for each in found[source]]
+    return _by_source(found), [(each, False) for each in sorted(found, key=lambda each: each.case.row.line)]
+
+
+def _by_source(predictions: Sequence[Predicted]) -> dict[str, Any]:
+    sources = sorted({each.case.row.source for each in predictions})
+    return {source: summary([each for each in predictions if each.case.row.source == source]) for source in sources}
 
 
 def _predicted_step(case: StepCase, journal: Journal) -> Predicted:

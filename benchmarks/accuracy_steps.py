@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import jax
@@ -22,10 +22,11 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar import Auto, Cluster, Megatron
+from autopar.aot import Traced
 from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.errors import AutoparError
 from autopar.hardware.machine import Machine, machines
-from autopar.simulation import SimulationReport
+from autopar.ir.plan import Plan
 from benchmarks.accuracy_cases import Unusable
 from benchmarks.accuracy_report import Predicted
 from benchmarks.accuracy_rows import Row
@@ -41,6 +42,8 @@ _INCOMPLETE = {
     "remat": "names the values that are kept or offloaded, which no method does",
     "no": "does not say all of its sizes, its batch, its plan or its machine",
 }
+_GATHERS_ANEW = "alpa"
+"""The executor whose programs do so; there, ZeRO-3 takes two gathers more than ZeRO-2 does. Others share one."""
 _WIDENINGS = range(1, 65)
 _SAME_SIZE = 0.05
 
@@ -66,6 +69,8 @@ class Degrees:
     zero: int
     mesh: tuple[int, ...] | None
     searched: bool
+    gathers_anew: bool
+    """What is divided is gathered for what is computed again, and once more for the backward pass."""
 
     @property
     def devices(self) -> int:
@@ -127,21 +132,42 @@ def step_case_of(row: Row) -> StepCase:
 
 def predicted(case: StepCase) -> Predicted:
     """Return the step as the compiler plans and simulates it; raise `Unusable` for what it refuses."""
-    report = _report(case.model, case.layout, case.machine.name, case.devices)
-    return Predicted(case=case, step_s=report.step_time_s, peak_bytes=report.peak_bytes, tensor_bytes=report.peak_bytes)
+    step_s, peak_bytes = _simulated(case.model, case.layout, case.machine.name, case.devices)
+    return Predicted(case=case, step_s=step_s, peak_bytes=peak_bytes, tensor_bytes=peak_bytes)
 
 
 @cache
-def _report(model: Model, degrees: Degrees, machine: str, devices: int) -> SimulationReport:
-    """The same for equal rows: repetitions are planned once."""
-    workload = workload_of(model)
+def _simulated(model: Model, degrees: Degrees, machine: str, devices: int) -> tuple[float, int]:
+    """Seconds and peak bytes, found once for equal rows."""
     cluster = Cluster(num_devices=devices, machine=Machine.named(machine))
     try:
-        step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=cluster)
-        traced = step.trace(workload.abstract_state, workload.abstract_batch)
-        return traced.plan(method_of(workload, degrees)).simulate(cluster)
+        workload, traced = _traced(model)
+        planned = traced.on_cluster(cluster).plan(method_of(workload, degrees))
+        report = planned.simulate(cluster)
     except AutoparError as error:
         raise Unusable(f"{type(error).__name__}: {str(error).split('. ')[0]}") from error
+    anew_s = repeated_gathers_s(planned.plan) if degrees.gathers_anew else 0.0
+    return report.step_time_s + anew_s, report.peak_bytes
+
+
+def repeated_gathers_s(plan: Plan) -> float:
+    """Return the seconds of a step in which a device gathers again what the forward pass had gathered."""
+    shardings = [mesh.sharding for mesh in plan.meshes if mesh.sharding is not None]
+    return max(
+        (
+            sum(each.seconds for each in sharding.collectives if each.repeated and each.kind == "all-gather")
+            for sharding in shardings
+        ),
+        default=0.0,
+    )
+
+
+@lru_cache(maxsize=1)
+def _traced(model: Model) -> tuple[Workload, Traced]:
+    """Trace a model once for rows that come one after the other: it is the same on all machines."""
+    workload = workload_of(model)
+    step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=Cluster.parse("1x cpu"))
+    return workload, step.trace(workload.abstract_state, workload.abstract_batch)
 
 
 # --- models -------------------------------------------------------------------------------------------------------
@@ -313,6 +339,7 @@ def _degrees(row: Row, devices: int) -> Degrees:
         zero=row.whole("zero") or 0,
         mesh=_mesh(row, devices // pipeline, degree) if searched else _pinned_mesh(degree),
         searched=searched,
+        gathers_anew=row["remat"] == "full" and row.number("zero") == 3 and _GATHERS_ANEW in row["stack"].lower(),
     )
     if not searched and found.devices != devices:
         raise Unusable("says degrees whose product is not its number of devices")

@@ -165,6 +165,8 @@ class Machine:
     """Of the rate that one large product reaches alone, the share that products reach within a step."""
     convolution_share: float = 1.0
     """Of the rate of products within a step, the share that convolutions reach."""
+    batched_share: float = 1.0
+    """Of the rate of products within a step, the share that products with batch dimensions reach."""
     hidden_share: float = 0.0
     """Share of the collectives of parameters and gradients that XLA runs behind compute, by its defaults."""
     dispatch_s: float = 1e-4
@@ -189,10 +191,10 @@ class Machine:
         ):
             zero = not name.startswith("memory") and name != "host_bandwidth"
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
-        for name in ("in_step_share", "convolution_share"):
+        for name in ("in_step_share", "convolution_share", "batched_share"):
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name))
         self._check_types()
-        for name in ("matmul_share", "overlap", "in_step_share", "convolution_share", "hidden_share"):
+        for name in ("matmul_share", "overlap", "in_step_share", "convolution_share", "batched_share", "hidden_share"):
             shares = self.matmul_share.values() if name == "matmul_share" else [getattr(self, name)]
             if any(share > 1 for share in shares):
                 raise InvalidArgument(

@@ -1,9 +1,9 @@
 """The GPT models of Alpa's evaluation: untied, 16 bits with a master copy in 32, each layer recomputed, AdamW.
 
-Sizes are those of benchmark/alpa/suite_manual_gpt.py in alpa-projects/alpa; the layers are pre-norm, without biases in
-the attention. FLOPs of a step are counted as there (benchmark/alpa/util.py, `compute_gpt_tflops`), but without the
-recomputation of the forward pass, for which Alpa has 96 where this has 72: B sequences of S tokens, width H, L layers,
-V words,
+Sizes are those of benchmark/alpa/suite_manual_gpt.py in alpa-projects/alpa, layers those of its models (`alpa_layers`);
+with attention in a kernel they are decoders of today, with norms in front. FLOPs of a step are counted as there
+(benchmark/alpa/util.py, `compute_gpt_tflops`), but without the recomputation of the forward pass, for which Alpa has 96
+where this has 72: B sequences of S tokens, width H, L layers, V words,
 
     72 B S H² L (1 + S / 6H) + 6 B S H V
 """
@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models.model import Tree, integers, unmarked, weights
-from benchmarks.models.transformer import block, block_params, cross_entropy, norm, norm_params
+from benchmarks.models import alpa_layers, transformer
+from benchmarks.models.model import Tree, constant, integers, unmarked, weights
 from benchmarks.models.workload import Workload, adamw
 
 
@@ -38,7 +38,7 @@ class GPTSize:
     recomputed: bool = True
     """Every layer is computed again in the backward pass."""
     kernel: bool = False
-    """Attention is one kernel, whose scores never reach memory."""
+    """Norms stand in front, and causal attention is one kernel, whose scores never reach memory."""
 
     @property
     def flops(self) -> float:
@@ -63,25 +63,29 @@ GPT_SIZES: Mapping[str, GPTSize] = {
 
 def alpa_gpt(name: str, size: GPTSize, dtype: Any = jnp.float16) -> Workload:
     """A train step of this size."""
-    layer = partial(block, mark=unmarked, causal=True, kernel=size.kernel)
+    layer = partial(transformer.block, mark=unmarked, causal=True, kernel=True) if size.kernel else alpa_layers.layer
+    params_of = transformer.block_params if size.kernel else alpa_layers.layer_params
+    cross_entropy = transformer.cross_entropy if size.kernel else alpa_layers.cross_entropy
 
     def loss(params: Tree, statistics: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         x = params["embedding"][batch["tokens"]] + params["positions"]
+        x = x if size.kernel else transformer.norm(params["norm"], x)
         for number in range(size.layers):
             with jax.named_scope(f"h_{number}"):
                 x = (jax.checkpoint(layer) if size.recomputed else layer)(params[f"h_{number}"], x)
-        logits = norm(params["norm"], x) @ params["head"]
-        return cross_entropy(logits, batch["targets"]), statistics
+        x = transformer.norm(params["norm"], x) if size.kernel else x
+        return cross_entropy(x @ params["head"] + params["head_bias"], batch["targets"]), statistics
 
-    layer_params = block_params(size.width, size.heads, size.hidden or 4 * size.width, dtype)
+    layer_params = params_of(size.width, size.heads, size.hidden or 4 * size.width, dtype)
     return Workload(
         name=name,
         params={
             "embedding": weights(dtype, vocabulary=size.vocabulary, embed=size.width),
             "positions": weights(dtype, positions=size.length, embed=size.width),
             **{f"h_{number}": layer_params for number in range(size.layers)},
-            "norm": norm_params(size.width, dtype),
+            "norm": transformer.norm_params(size.width, dtype),
             "head": weights(dtype, embed=size.width, vocabulary=size.vocabulary),
+            "head_bias": constant(0, dtype, vocabulary=size.vocabulary),
         },
         batch={name: integers(size.vocabulary, batch=size.batch, length=size.length) for name in ("tokens", "targets")},
         loss=loss,

@@ -1,9 +1,9 @@
 """The mixtures of experts of Alpa's evaluation, and a DeepSeek-MoE: 16 bits with a master copy, layers recomputed.
 
-Alpa's (benchmark/alpa/suite_manual_moe.py in alpa-projects/alpa) have experts in every second layer, two per token,
-chosen within groups of 2048 tokens (GShard), perceptrons eight times as wide as the model, Adafactor. FLOPs of a step
-are counted as there (benchmark/alpa/util.py, `compute_moe_tflops`), without recomputation: T tokens, width H, sequences
-of S tokens, groups of G, E experts, L layers, V words, half of the layers of each kind,
+Alpa's (benchmark/alpa/suite_manual_moe.py in alpa-projects/alpa, layers as in `alpa_layers`) have experts in every
+second layer, two per token, chosen within groups of 2048 tokens (GShard), perceptrons eight times as wide as the model,
+Adafactor. FLOPs of a step are counted as there (benchmark/alpa/util.py, `compute_moe_tflops`), without recomputation:
+T tokens, width H, sequences of S tokens, groups of G, E experts, L layers, V words, half of the layers of each kind,
 
     dense     3 (T H² (8 + 4·8) + 4 T S H)
     experts   3 (T H² (8 + 8·8) + 4 T S H + 2 T H E + 4 T G + 8 T H G)
@@ -25,16 +25,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.models import alpa_layers
 from benchmarks.models.model import Tree, integers, unmarked, weights
-from benchmarks.models.transformer import (
-    attend,
-    attention_params,
-    block,
-    block_params,
-    cross_entropy,
-    norm,
-    norm_params,
-)
+from benchmarks.models.transformer import attend, attention_params, cross_entropy, norm, norm_params
 from benchmarks.models.workload import Workload, adamw
 
 _MLP_FACTOR = 8
@@ -105,17 +98,17 @@ def alpa_moe(
     """A train step of this size, by Adafactor unless an optimizer is given: layers 0, 2, ... have experts."""
     hidden = _MLP_FACTOR * size.width
     with_experts = {
-        **_attention_half(size.width, size.heads, dtype),
+        **alpa_layers.attention_half_params(size.width, size.heads, dtype),
         **_expert_params(size.width, size.experts, hidden, dtype),
     }
-    dense = block_params(size.width, size.heads, hidden, dtype)
+    dense = alpa_layers.layer_params(size.width, size.heads, hidden, dtype)
     layers = [dense if number % 2 else with_experts for number in range(size.layers)]
-    group = max(1, size.group // size.length)
-    expert_layer = partial(_expert_layer, experts=partial(run_experts, chosen=2, group=group))
-    runs = [partial(block, mark=unmarked, causal=True) if number % 2 else expert_layer for number in range(size.layers)]
+    experts = partial(run_experts, chosen=2, group=max(1, size.group // size.length))
+    expert_layer = partial(alpa_layers.layer, perceptron=experts)
+    runs = [alpa_layers.layer if number % 2 else expert_layer for number in range(size.layers)]
     return Workload(
         name=name,
-        **_language_model(layers, runs, size, dtype),
+        **_language_model(layers, runs, size, dtype, alpa_layers.cross_entropy),
         optimizer=optimizer or optax.adafactor(1e-2),
         flops=size.flops,
         tokens=size.batch * size.length,
@@ -139,6 +132,7 @@ def deepseek_moe(name: str, size: DeepSeekSize, dtype: Any = jnp.bfloat16) -> Wo
         [partial(_expert_layer, experts=None), *[expert_layer] * others],
         size,
         dtype,
+        cross_entropy,
     )
     met = sum(array.abstract.size for array in jax.tree.leaves(fields["params"]))
     unused = (size.experts - size.chosen) * len(("up", "gate", "down")) * size.width * size.expert_hidden * others
@@ -154,7 +148,11 @@ def deepseek_moe(name: str, size: DeepSeekSize, dtype: Any = jnp.bfloat16) -> Wo
 
 
 def _language_model(
-    layers: list[Tree], runs: list[Callable[[Tree, jax.Array], jax.Array]], size: MoESize | DeepSeekSize, dtype: Any
+    layers: list[Tree],
+    runs: list[Callable[[Tree, jax.Array], jax.Array]],
+    size: MoESize | DeepSeekSize,
+    dtype: Any,
+    cross_entropy: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> dict[str, Any]:
     """The fields of a workload: parameters, batch and loss."""
 

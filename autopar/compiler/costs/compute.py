@@ -68,12 +68,19 @@ def _product_flops(eqn: jc.JaxprEqn, machine: Machine) -> float | None:
     """Return the FLOPs of products, as many more as they reach less than the rate; None for other equations."""
     name = eqn.primitive.name
     if name in PRODUCTS:
-        share = 1.0 if name in MATRIX_PRODUCTS else machine.convolution_share
-        return equation_flops(eqn) / (machine.in_step_share * share)
+        return equation_flops(eqn) / (machine.in_step_share * _share_of_rate(eqn, machine))
     if name == "declared_rule":
         flops = flops_where(jp.declared_body(eqn), lambda inner: inner.primitive.name in PRODUCTS or runs_jaxprs(inner))
         return flops / machine.in_step_share
     return None
+
+
+def _share_of_rate(eqn: jc.JaxprEqn, machine: Machine) -> float:
+    """Return the share that a product reaches of what single matrix products do."""
+    if eqn.primitive.name not in MATRIX_PRODUCTS:
+        return machine.convolution_share
+    is_batched = eqn.primitive.name == "dot_general" and any(jp.dot_dimensions(eqn)[1])
+    return machine.batched_share if is_batched else 1.0
 
 
 def _product_s(eqn: jc.JaxprEqn, flops: float, strategy: Strategy, nbytes: float, mesh_costs: MeshCosts) -> float:

@@ -66,6 +66,14 @@ def test_small_products_are_slower_than_their_flops_and_kernels_take_time_to_sta
     assert seconds(adds, started)[0] - seconds(adds)[0] == pytest.approx(0.25)
 
 
+def test_products_with_batch_dimensions_reach_a_share_of_the_rate():
+    batched = ("dot_general", jnp.matmul, (real(4, 64, 64), real(4, 64, 64)))
+    (alone_s, *_), (shared_s, *_) = seconds(batched), seconds(batched, changed(batched_share=0.5))
+    assert shared_s == pytest.approx(2 * alone_s)
+    single = ("dot_general", jnp.matmul, (X, X))
+    assert seconds(single, changed(batched_share=0.5)) == seconds(single)
+
+
 def test_work_that_is_shared_takes_an_eighth():
     whole_s, *split = seconds(("dot_general", jnp.matmul, (real(512, 512), real(512, 512))))
     assert split == pytest.approx([whole_s / 8] * 3)
