@@ -2,13 +2,16 @@
 
     python -m benchmarks.accuracy --measurements measurements.csv --json accuracy.json
     python -m benchmarks.accuracy --measurements measurements.csv --calibrate 0.2 --json accuracy.json
+    python -m benchmarks.accuracy --measurements measurements.csv --leave-out --calibrate 0.2
 
 No accelerator is needed: the machines are those of `autopar/hardware/machines`. Steps of JAX programs with their plans
 are planned and simulated by the compiler (`accuracy_steps`), others are lists of operators (`training_model`). Steps
 take seconds each: what is predicted is kept in a journal beside the JSON, from which the same command goes on; a run
 that is interrupted reports on the rows before. With
 --calibrate, ten physical scalars per source and machine are fitted to that fraction of the rows, and both columns, with
-the machine files alone and calibrated, are of the other rows only.
+the machine files alone and calibrated, are of the other rows only. With --leave-out, a source is predicted as one that
+was never seen: its name is hidden, so that no rule asks for it, and the scalars are those of the other sources' rows on
+the same machine.
 """
 
 import argparse
@@ -27,7 +30,7 @@ from benchmarks.accuracy_cases import Case, Unusable, case_of
 from benchmarks.accuracy_fit import chosen_for_fit, fitted_scalars, predicted_times
 from benchmarks.accuracy_journal import Entry, Journal
 from benchmarks.accuracy_report import Predicted, summary
-from benchmarks.accuracy_rows import STEPS, Measurements, Row, read_measurements
+from benchmarks.accuracy_rows import RUNS, STEPS, Measurements, Row, read_measurements
 from benchmarks.accuracy_steps import StepCase, step_case_of
 from benchmarks.accuracy_steps import predicted as predicted_step
 from benchmarks.training_model.memory import peak_memory
@@ -43,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sample", type=float, default=1.0, metavar="FRACTION", help="of the rows, by a digest of each"
     )
+    parser.add_argument("--leave-out", action="store_true", help="predict each source without its name or its rows")
     parser.add_argument("--rows", action="store_true", help="the JSON holds every row's prediction too")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the results there; a run that is stopped continues"
@@ -58,7 +62,9 @@ def main(arguments: argparse.Namespace) -> None:
         )
     measurements = sampled(read_measurements(arguments.measurements), arguments.sample)
     journal = Journal(arguments.json and arguments.json.with_suffix(".journal"))
-    report = accuracy_report(measurements, arguments.calibrate, rows=arguments.rows, journal=journal)
+    report = accuracy_report(
+        measurements, arguments.calibrate, rows=arguments.rows, leave_out=arguments.leave_out, journal=journal
+    )
     Console().print(_table({**report["sources"], "all": report["all"]}))
     for each in report["skipped"]:
         Console().print(f"{each['rows']:4} rows skipped of {each['source']}: {each['reason']}", highlight=False)
@@ -71,16 +77,23 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def accuracy_report(
-    measurements: Measurements, fraction: float | None, *, rows: bool = False, journal: Journal | None = None
+    measurements: Measurements,
+    fraction: float | None,
+    *,
+    rows: bool = False,
+    leave_out: bool = False,
+    journal: Journal | None = None,
 ) -> dict[str, Any]:
     """Return what the JSON holds: per source with the machine files alone, and calibrated if a fraction is given."""
     skipped: Counter[tuple[str, str]] = Counter()
     if measurements.columns is STEPS:
-        sources, predictions = _read_steps(measurements, fraction, skipped, journal or Journal(None))
+        _check_steps(fraction, leave_out)
+        sources, predictions = _read_steps(measurements, skipped, journal or Journal(None))
     else:
-        sources, predictions = _read_runs(measurements, fraction, skipped)
+        sources, predictions = _read_runs(measurements, fraction, leave_out, skipped)
     report: dict[str, Any] = {
         "calibrate": fraction,
+        "leave_out": leave_out,
         "sources": sources,
         "all": summary([each for each, fitted in predictions if not fitted]),
         "skipped": [
@@ -108,30 +121,44 @@ Read = tuple[dict[str, Any], list[tuple[Predicted, bool]]]
 """The figures of every source; every prediction, with whether its row was fitted to."""
 
 
-def _read_runs(measurements: Measurements, fraction: float | None, skipped: Counter[tuple[str, str]]) -> Read:
+def _read_runs(
+    measurements: Measurements, fraction: float | None, leave_out: bool, skipped: Counter[tuple[str, str]]
+) -> Read:
     """The figures of runs as lists of operators; what cannot be predicted is counted in `skipped`."""
     cases: defaultdict[str, list[Case]] = defaultdict(list)
     for row in measurements.rows:
         try:
-            cases[row.source].append(case_of(row))
+            cases[row.source].append(case_of(without_source(row) if leave_out else row))
         except Unusable as why:
             skipped[row.source, str(why)] += 1
     sources: dict[str, Any] = {}
     predictions: list[tuple[Predicted, bool]] = []
     for source in sorted(cases):
-        sources[source], predicted = _source_report(cases[source], fraction)
+        others = [case for other in sorted(cases) if other != source for case in cases[other]]
+        sources[source], predicted = _source_report(cases[source], fraction, others if leave_out else cases[source])
         predictions += predicted
     return sources, predictions
 
 
-def _read_steps(
-    measurements: Measurements, fraction: float | None, skipped: Counter[tuple[str, str]], journal: Journal
-) -> Read:
-    """The figures of JAX programs as the compiler prices them; what cannot be predicted is counted in `skipped`."""
+def without_source(row: Row) -> Row:
+    """Return a row whose source nobody can tell."""
+    return replace(row, cells=tuple((name, "" if name == RUNS.source else text) for name, text in row.cells))
+
+
+def _check_steps(fraction: float | None, leave_out: bool) -> None:
     if fraction is not None:
         raise InvalidArgument(
             f"--calibrate is {fraction:g}, and steps of JAX programs are priced from machine files alone. Leave it out."
         )
+    if leave_out:
+        raise InvalidArgument(
+            "--leave-out is given, and steps of JAX programs are priced by no rule of a source, nor is anything fitted "
+            "to them. Give the command without it."
+        )
+
+
+def _read_steps(measurements: Measurements, skipped: Counter[tuple[str, str]], journal: Journal) -> Read:
+    """The figures of JAX programs as the compiler prices them; what cannot be predicted is counted in `skipped`."""
     by_model: defaultdict[object, list[StepCase]] = defaultdict(list)
     for row in measurements.rows:
         try:
@@ -178,9 +205,9 @@ def _predicted_step(case: StepCase, journal: Journal) -> Predicted:
     return Predicted(case=case, step_s=entry.step_s, peak_bytes=entry.peak_bytes, tensor_bytes=entry.peak_bytes)
 
 
-def _source_report(cases: Sequence[Case], fraction: float | None) -> Read:
-    """The figures of one source, and its predictions with whether each row was fitted to."""
-    fitted = chosen_for_fit(cases, fraction) if fraction else set()
+def _source_report(cases: Sequence[Case], fraction: float | None, known: Sequence[Case]) -> Read:
+    """The figures of one source, scalars fitted to some `known` cases, and its predictions: was a row fitted to?"""
+    fitted = chosen_for_fit(known, fraction) if fraction else set()
     by_machine: defaultdict[str, list[Case]] = defaultdict(list)
     for case in cases:
         by_machine[case.machine.name].append(case)
@@ -190,7 +217,8 @@ def _source_report(cases: Sequence[Case], fraction: float | None) -> Read:
     for name, here in sorted(by_machine.items()):
         plain += _predictions(here, Scalars())
         if fraction:
-            found = fitted_scalars([case for case in here if case.row.line in fitted])
+            alike = [case for case in known if case.machine.name == name]
+            found = fitted_scalars([case for case in alike if case.row.line in fitted])
             scalars[name] = {key: round(value, 6) for key, value in asdict(found).items()}
             calibrated += _predictions(here, found)
     tested = [each for each in plain if each.case.row.line not in fitted]

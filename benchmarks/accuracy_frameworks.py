@@ -56,12 +56,8 @@ PARAX = replace(XLA, dtype="float16", flash=False, overlaps=False, causal_half=F
 
 # Pattern of "framework | source" in lower case -> habits.
 FRAMEWORKS: tuple[tuple[str, Habits], ...] = (
-    (r"megatron-deepspeed.*vtrain.*multi", MEGATRON_2021),
-    (r"megatron-deepspeed.*vtrain", Habits(
-        dtype="float16", flash=False, dropout=True, launch_s=CHECKPOINTED_S, pads_vocab=False,
-    )),
-    (r"megatron-deepspeed.*bigscience", MEGATRON_2021),
-    (r"sailor\(megatron-deepspeed\)", SAILOR),
+    (r"^sailor\(megatron-deepspeed\)", SAILOR),
+    (r"^megatron-deepspeed", MEGATRON_2021),
     (r"megatron-lm ptd-p|megatron-lm.*calculon|zero-3.*llm-analysis", MEGATRON_2021),
     (r"^oneflow-gpt|^libai", ONEFLOW),
     (r"megatron-lm v2\.4|megatron-lm \| oneflow", MEGATRON_2021),

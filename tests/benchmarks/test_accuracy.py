@@ -317,6 +317,25 @@ def test_rows_of_unknown_machines_models_and_sources_leave_the_others_evaluated(
         assert part in said
 
 
+def test_a_source_that_is_left_out_has_neither_its_name_nor_its_rows(tmp_path):
+    degrees = [("2", "2", "2", ".22"), ("4", "2", "1", ".25"), ("2", "4", "1", ".31"), ("8", "1", "1", ".3")]
+    rows = [{**GPT_ROW, "dp": dp, "tp": tp, "pp": pp, "step_s": step_s} for dp, tp, pp, step_s in degrees]
+    others = [{**each, "src": "new/place:a.csv", "step_s": str(2 * float(each["step_s"]))} for each in rows]
+    path = write(tmp_path / "rows.csv", [*rows, *others])
+
+    def figures(*options: str) -> dict[str, dict[str, float]]:
+        run("--measurements", str(path), "--json", str(tmp_path / "out.json"), *options)
+        return json.loads((tmp_path / "out.json").read_text())["sources"]
+
+    first, second = figures("--leave-out", "--calibrate", "0.5").values()
+    assert first["rows"] == second["rows"] == 4
+    # Sorted by name: that which took twice as long is predicted by the other, and the other way round.
+    assert first["bias"] < second["bias"]
+    # Its authors name the network of vTrain's hosts, which nobody knows of a source that was never seen.
+    path = write(tmp_path / "rows.csv", [{**each, "ngpu": "16", "dp": str(2 * int(each["dp"]))} for each in rows])
+    assert figures() != figures("--leave-out")
+
+
 @pytest.mark.parametrize("fraction", ["0", "1", "-0.5", "nan"])
 def test_a_fraction_that_leaves_nothing_is_an_error(tmp_path, fraction):
     path = write(tmp_path / "rows.csv", [GPT_ROW])

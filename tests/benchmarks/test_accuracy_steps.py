@@ -189,6 +189,8 @@ def test_rows_are_predicted_by_the_compiler_and_counted_by_source(tmp_path: Path
     assert [each["source"] for each in report["skipped"]] == ["another"]
     with pytest.raises(InvalidArgument, match="priced from machine files alone"):
         accuracy_report(measurements, 0.2)
+    with pytest.raises(InvalidArgument, match="no rule of a source"):
+        accuracy_report(measurements, None, leave_out=True)
 
 
 def test_pairs_are_those_of_one_group_that_clearly_differ():
