@@ -43,7 +43,7 @@ CASES = {
     "mesh": Case(model="350M", cluster="dgx-h100", gpus=8, degrees=(2, 4, 1)),
     "gpt-39b": Case(model="39B", cluster="p3.16xlarge", gpus=64, degrees=(1, 4, 16)),
     "llama-405b": Case(model="llama-3-405b", cluster="dgx-h100", gpus=10240, degrees=(64, 8, 20)),
-    "mixed": Case(model="1.3B", cluster="1x dgx-a100-80 + 1x p3.16xlarge", gpus=16, degrees=(2, 2, 4)),
+    "mixed": Case(model="350M", cluster="1x dgx-a100-80 + 1x p3.16xlarge", gpus=16, degrees=(2, 2, 4)),
 }
 
 
