@@ -43,9 +43,9 @@ def _inlined(_: int, eqn: jc.JaxprEqn, values: list[Any]) -> Sequence[Any]:
         with jc.under_scope_of(eqn):
             values[0] = lax.transpose(values[0], order)
         return jc.bind_equation(eqn, values, {"dimensions": None})
-    if axes := jp.mapped_axes(eqn):
+    if (axes := jp.mapped_axes(eqn)) is not None:
         with jc.under_scope_of(eqn):
-            return [_OVER_MAPPED_AXES[eqn.primitive.name](value, axes) for value in values]
+            return [_OVER_MAPPED_AXES[eqn.primitive.name](value, axes) if axes else value for value in values]
     if eqn.primitive.name in MANUAL and (region := mapped_region(eqn)) is not None:
         with jc.under_scope_of(eqn):
             return evaluate_jaxpr(*jc.open_jaxpr(region), values, _inlined)

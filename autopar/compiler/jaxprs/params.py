@@ -331,14 +331,16 @@ def dimensions_of(eqn: JaxprEqn) -> Dimensions:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def mapped_axes(eqn: JaxprEqn) -> Dimensions:
-    """The dimensions over which a collective reduces, where all its axes are those of `jax.vmap`; else none.
+def mapped_axes(eqn: JaxprEqn) -> Dimensions | None:
+    """The dimensions over which a collective reduces, where all its axes are those of `jax.vmap`; else None.
 
-    Mapped axes have become dimensions of the operands by then; those of a mesh still have names.
+    Mapped axes have become dimensions of the operands by then; those of a mesh still have names. There is no dimension
+    left where the operand was the same along them, as in the gradient of a mean.
     """
-    axes = eqn.params.get("axes", ()) if eqn.primitive.name in ("psum", "pmax", "pmin") else ()
-    whole = eqn.params.get("axis_index_groups") is None
-    return tuple(axes) if whole and all(isinstance(axis, int) for axis in axes) else ()
+    if eqn.primitive.name not in ("psum", "pmax", "pmin") or eqn.params.get("axis_index_groups") is not None:
+        return None
+    axes = tuple(eqn.params["axes"])
+    return axes if all(isinstance(axis, int) for axis in axes) else None
 
 
 def fft_points(eqn: JaxprEqn) -> tuple[int, ...]:

@@ -261,7 +261,12 @@ class _Placer:
         return eqn.primitive.name in _LINEAR and activations == len(eqn.invars)
 
     def _sums(self, index: int) -> bool:
-        return Phase.ACCUMULATE in self.phases.of[index] and accumulation_kind(self.eqns[index]) in ("sum", "mean")
+        """Tell if an equation sums over the microbatches what none of them waits for."""
+        if Phase.ACCUMULATE not in self.phases.of[index]:
+            return False
+        readers = [self.phases.of[c] for v in self.eqns[index].outvars for c in self.consumers.get(v, [])]
+        awaited = any(own & {Phase.FORWARD, Phase.BACKWARD, Phase.UNPLACED} for own in readers)
+        return not awaited and accumulation_kind(self.eqns[index]) in ("sum", "mean")
 
     def _place_accumulated(self, index: int, eqn: jc.JaxprEqn) -> None:
         (operand,) = eqn.invars

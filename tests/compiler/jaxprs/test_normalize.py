@@ -163,6 +163,15 @@ def test_collectives_over_a_mapped_axis_become_reductions() -> None:
         np.testing.assert_allclose(result, expected, rtol=1e-14)
 
 
+def test_a_mean_over_a_mapped_axis_has_a_gradient_without_collectives() -> None:
+    def loss(x):
+        return jnp.sum(jax.vmap(lambda row: (row - lax.pmean(row, "rows")) ** 3, axis_name="rows")(x))
+
+    closed = traced(jax.grad(loss))
+    assert "psum" in primitives(closed)
+    assert "psum" not in primitives(normalize(closed))
+
+
 def test_a_reshape_in_another_order_becomes_a_transpose_and_a_reshape() -> None:
     def function(x):
         return lax.reshape(x, (2, 6), dimensions=(1, 0))

@@ -16,6 +16,7 @@ from tests.small_steps import (
     gpt_batch,
     gpt_loss,
     gpt_params,
+    lowered,
     mlp_batch,
     mlp_loss,
     mlp_params,
@@ -59,6 +60,18 @@ def test_stages_of_a_pass_that_waits_for_batch_statistics_have_the_layers_behind
     graph = cut(sgd(loss), mlp_params(4), mlp_batch(), num_microbatches=2)
     assert graph.num_rounds > 4
     assert [homes(graph)[f"a.{layer}.w"] for layer in range(4)] == [(0,), (0,), (1,), (1,)]
+
+
+def test_a_sum_that_microbatches_wait_for_is_not_put_off_to_the_end_of_the_step():
+    def normalized(h):
+        mean = jax.lax.pmean(h, "rows")
+        return (h - mean) / jnp.sqrt(jax.lax.pmean((h - mean) ** 2, "rows") + 0.1)
+
+    def loss(params, batch):
+        h = jax.vmap(lambda row: normalized(row @ params[0]["w"]), axis_name="rows")(batch[0])
+        return jnp.mean((h @ params[1]["w"] - batch[1]) ** 2)
+
+    lowered(sgd(loss), mlp_params(), mlp_batch(), num_microbatches=2).verify()
 
 
 def test_batch_goes_to_the_stages_that_read_it():
