@@ -26,6 +26,7 @@ from autopar.errors import (
     StepTimeout,
     StragglerWarning,
     Unsupported,
+    UntriedWarning,
 )
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
@@ -91,6 +92,7 @@ __all__ = [
     "TensorParallel",
     "Traced",
     "Unsupported",
+    "UntriedWarning",
     "Zero",
     "create_state",
     "fit",

@@ -45,6 +45,10 @@ class GenericFiguresWarning(UserWarning):
     """Devices of a kind that no machine file describes: plans for them go by figures of no device in particular."""
 
 
+class UntriedWarning(UserWarning):
+    """A part that has not been run on such devices yet; the message names it."""
+
+
 class ClusterFailed(AutoparError, RuntimeError):
     """A cluster whose processes were ended, and why; every later call raises it again."""
 

@@ -1,6 +1,6 @@
 """The interfaces of a runtime: a loaded program is called once per step; channels and endpoints carry values."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,14 +70,6 @@ class Endpoint(Protocol):
     Two processes post and pull their common messages in the same order; arrays may arrive after the call returned.
     """
 
-    def address(self) -> str:
-        """Return the address at which the other processes reach this one."""
-        ...
-
-    def connect(self, addresses: Mapping[int, str]) -> None:
-        """Take the addresses of all processes; none is reached yet."""
-        ...
-
     def poster(self, process: int, parcels: Sequence[Parcel]) -> Post:
         """A function that hands over the parcels' arrays and does not wait; they must not be donated afterwards."""
         ...
@@ -88,8 +80,4 @@ class Endpoint(Protocol):
 
     def open(self) -> None:
         """Reach the processes of the posters and pullers made so far; every process comes here before it posts."""
-        ...
-
-    def close(self) -> None:
-        """Stop serving; what was not pulled is dropped."""
         ...

@@ -40,6 +40,7 @@ from autopar.runtime.distributed.messages import (
 )
 from autopar.runtime.distributed.world import World
 from autopar.runtime.timeline import InstructionTime, instruction_name
+from autopar.runtime.transfer.choice import chosen_endpoint
 from autopar.runtime.transfer.exchange import Exchange
 from autopar.runtime.transfer.jax_transfer import TransferServer
 from autopar.runtime.transfer.nccl import Nccl
@@ -101,12 +102,7 @@ class Host:
             )
         process_of = tuple(device.process_index for device in devices)
         here = {n: device for n, device in enumerate(devices) if device.process_index == process}
-        on_gpus = local[0].platform == "gpu"
-        # Between CPU processes JAX's transfer server, between GPUs NCCL: neither goes through Ray's object store.
-        reached_at = nodes[process]
-        self._endpoint = (
-            Nccl(process, process_of, here, host=reached_at) if on_gpus else TransferServer(here, host=reached_at)
-        )
+        self._endpoint = chosen_endpoint(process, process_of, here, host=nodes[process])
         self._world = World(
             process=process,
             devices=devices,
@@ -128,6 +124,7 @@ class Host:
             num_devices=len(local),
             process_of=process_of,
             address=self._endpoint.address(),
+            endpoint=type(self._endpoint).__name__,
         )
 
     def leave(self) -> None:

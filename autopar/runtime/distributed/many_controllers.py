@@ -42,6 +42,7 @@ from autopar.runtime.distributed.session import (
     described_cluster,
     jax_settings,
 )
+from autopar.runtime.transfer.choice import check_endpoints
 from autopar.runtime.transfer.tiles import Box, DeviceLayout
 from autopar.runtime.unfinished import UnfinishedTask
 
@@ -89,6 +90,7 @@ class JaxSession(Numbering):
         alone = len({name for name, _ in names}) == 1
         nodes = tuple("127.0.0.1" if alone else address for _, address in names)
         report = self.host.enter(self.process, jax.local_device_count(), nodes)
+        check_endpoints(self._gather(report.endpoint))
         self.host.connect(dict(enumerate(self._gather(report.address))))
         self.process_of = report.process_of
         self.described_by = described_by

@@ -47,6 +47,8 @@ class HostReport:
     """The process of every device of the world, in the order of their ordinals."""
     address: str
     """The address at which the others reach its channel."""
+    endpoint: str
+    """The kind of that channel."""
 
 
 @dataclass(frozen=True, kw_only=True)

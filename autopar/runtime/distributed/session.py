@@ -38,6 +38,7 @@ from autopar.runtime.distributed.messages import (
 from autopar.runtime.distributed.pieces import Placed
 from autopar.runtime.distributed.ray_cluster import RayHosts
 from autopar.runtime.distributed.replies import Replies
+from autopar.runtime.transfer.choice import check_endpoints
 from autopar.runtime.transfer.tiles import Box
 from autopar.runtime.unfinished import UnfinishedTask
 
@@ -233,6 +234,7 @@ class RaySession(Numbering):
         refs = {actor.join.remote(spec): n for n, (actor, spec) in enumerate(zip(hosts.actors, specs))}
         reports: list[HostReport] = self._starting(refs, "joining the cluster")
         check_versions(installed_versions(), [report.versions for report in reports])
+        check_endpoints([report.endpoint for report in reports])
         addresses = {number: report.address for number, report in enumerate(reports)}
         refs = {actor.connect.remote(addresses): n for n, actor in enumerate(hosts.actors)}
         self._starting(refs, "connecting")

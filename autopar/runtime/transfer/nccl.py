@@ -206,7 +206,7 @@ def sequence(parcels: Sequence[Parcel]) -> tuple[Transmission, ...]:
     if packed:
         raise Unsupported(
             f"Values of {packed[0]} have less than a byte per element, and GPUs pack them; NCCL is given whole bytes. "
-            "Convert them to int8 before they leave their stage, or use the transfer server."
+            "Convert them to int8 before they leave their stage."
         )
     return tuple(Transmission(pair=(p.source, p.destination), num_bytes=_num_bytes(p)) for p in parcels)
 
@@ -331,8 +331,8 @@ def _cupy(devices: Mapping[int, Device]) -> Any:
     platforms = sorted({device.platform for device in devices.values()})
     if platforms != ["gpu"]:
         raise Unsupported(
-            f"NCCL moves arrays between NVIDIA GPUs; the devices here are {', '.join(platforms)}. "
-            "Use the transfer server instead."
+            f"NCCL moves arrays between NVIDIA GPUs; the devices here are {', '.join(platforms)}. Use JAX's transfer "
+            "server for these."
         )
     try:
         import cupy  # pyright: ignore[reportMissingImports]
@@ -340,11 +340,11 @@ def _cupy(devices: Mapping[int, Device]) -> Any:
     except ImportError as error:
         raise Unsupported(
             f"Moving arrays between processes by NCCL needs CuPy with NCCL, which cannot be imported: {error}. "
-            "Install autopar[cuda12] or autopar[cuda13], by the major version of CUDA, or use the transfer server."
+            "Install autopar[cuda12] or autopar[cuda13], by the major version of CUDA."
         ) from error
     if not nccl.available:
         raise Unsupported(
             f"CuPy {cupy.__version__} is installed without NCCL. Install the package nvidia-nccl-cu12 or "
-            "nvidia-nccl-cu13, by the major version of CUDA, or use the transfer server."
+            "nvidia-nccl-cu13, by the major version of CUDA."
         )
     return cupy

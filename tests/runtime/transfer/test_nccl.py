@@ -83,7 +83,7 @@ def test_elements_of_less_than_a_byte_are_refused():
 
 
 def test_devices_that_are_no_gpus_are_refused():
-    with pytest.raises(Unsupported, match=r"the devices here are cpu. Use the transfer server instead."):
+    with pytest.raises(Unsupported, match=r"the devices here are cpu. Use JAX's transfer server"):
         Nccl(0, [0], {0: jax.devices()[0]})
 
 
