@@ -546,19 +546,23 @@ KINDS: Mapping[str, Mutate] = {
 
 
 def results(
-    names: Sequence[str], kinds: Sequence[str], seeds: Sequence[int], known: Collection[tuple[str, str, str, int]] = ()
+    names: Sequence[str],
+    plans: Sequence[str],
+    kinds: Sequence[str],
+    seeds: Sequence[int],
+    known: Collection[tuple[str, str, str, int]] = (),
 ) -> Iterator[Result]:
     """Verify every plan of every model, and break some in every way, once for each seed; not those that are known."""
     for name in names:
-        plans: set[str] = set()
-        for plan in PLANS | SOUND:
+        programs: set[str] = set()
+        for plan in plans:
             try:
                 sound, model = lowered(name, plan)
             except AutoparError:
                 continue  # this method has no plan for the model
-            if (text := str(sound.program)) in plans:
+            if (text := str(sound.program)) in programs:
                 continue
-            plans.add(text)
+            programs.add(text)
             arguments = (model.create_state(), model.create_batch())
             tasks = [("none", 0), *itertools.product(kinds if plan in PLANS else (), seeds)]
             for kind, seed in tasks:
@@ -586,6 +590,7 @@ def main() -> None:
     """Break, verify, and count; the exit status is 1 if a mutant escapes, takes too long, or a sound plan is not."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--plans", nargs="+", choices=[*PLANS, *SOUND], default=[*PLANS, *SOUND])
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, and keep those that it has")
@@ -594,7 +599,7 @@ def main() -> None:
     if options.json and options.json.exists():
         found = [Result(**row) for row in json.loads(options.json.read_text())]
     known = {(result.model, result.plan, result.kind, result.seed) for result in found}
-    for result in results(options.models, options.kinds, range(options.seeds), known):
+    for result in results(options.models, options.plans, options.kinds, range(options.seeds), known):
         found.append(result)
         if result.verdict in ("escaped", "alarm") or result.seconds > TIME_LIMIT_S:
             print(f"{result.verdict}: {result.kind} in {result.model}, {result.plan}: {result.text[:400]}", flush=True)
