@@ -2,11 +2,12 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 
 from autopar.errors import InvalidArgument
-from benchmarks.growth import grow, held
+from benchmarks.growth import TOLERANCE, grow, held, is_flat, train
 
 
 def test_nothing_grows_over_calls_and_compiled_steps_can_be_dropped():
@@ -24,3 +25,12 @@ def test_nothing_grows_over_calls_and_compiled_steps_can_be_dropped():
     assert dropped() is None
     step.clear_cache()
     assert held(200, step).compiled == 0
+
+
+@pytest.mark.usefixtures("float64")
+def test_trainings_in_threads_with_restarts_and_a_loader_that_fails_end_as_plain_ones_do():
+    trained = train(120)
+    assert trained.restarts > 9 and trained.difference < TOLERANCE
+    assert is_flat(trained.rows), trained.rows
+    grown = [replace(row, files=row.files + n) for n, row in enumerate(trained.rows)]
+    assert not is_flat(grown)
