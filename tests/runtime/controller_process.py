@@ -4,6 +4,7 @@ python -m tests.runtime.controller_process PROCESS NUM_PROCESSES COORDINATOR FOL
 """
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import autopar
 from autopar import session
 from autopar.errors import AutoparError
+from tests.runtime.listeners import listeners
 from tests.small_steps import mlp_loss, mlp_params, sgd
 
 MARK = "controller: "
@@ -79,6 +81,7 @@ def over_all_devices(array: Any, spec: PartitionSpec) -> jax.Array:
 def found(process: int, folder: str) -> dict[str, Any]:
     reports: dict[str, Any] = {}
     reports["wrong size"] = refused(lambda: autopar.init(cluster="jax", num_hosts=3))
+    before = listeners()
     cluster = autopar.init(cluster="jax")
     reports["devices"] = cluster.num_devices
     reports["one mesh"] = trained(autopar.parallelize(train_step))
@@ -110,10 +113,14 @@ def found(process: int, folder: str) -> dict[str, Any]:
     reports["planning fails"] = refused(lambda: current.agree_on_plan("other", lambda: "the same", no_plan))
     reports["call fails"] = refused(lambda: current.run_everywhere(raise_in, 1))
     reports["goes on"] = trained(step)
+    during = listeners()
     autopar.shutdown()
+    reports["listeners"] = [before, during, listeners()]
     assert session.current_session() is None
     with jax.numpy_dtype_promotion("strict" if process else "standard"):
         reports["other settings"] = refused(lambda: autopar.init(cluster="jax"))
+    os.environ["XLA_FLAGS"] += " --xla_dump_to=/nowhere" + process * " --xla_cpu_enable_fast_math=true"
+    reports["other flags"] = refused(lambda: autopar.init(cluster="jax"))
     return reports
 
 

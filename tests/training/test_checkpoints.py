@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,25 @@ def test_a_newest_checkpoint_that_cannot_be_read_gives_way_to_the_one_before(tmp
     assert checkpoints.steps() == [1]
     checkpoints.save(2, {"w": jnp.full(64, 22)})
     assert checkpoints.restore(like={"w": jnp.zeros(64, int)})[0] == 2
+
+
+def cut_short(path: Path, *, only: str = "") -> None:
+    """What a storage leaves that said it had written all, and lost the second half of each file, or of one."""
+    for file in path.rglob("*"):
+        if file.is_file() and only in file.name:
+            os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("lost", [cut_short, partial(cut_short, only="_METADATA"), partial(cut_short, only="digests")])
+def test_storage_that_had_not_written_what_it_said_is_found_out(tmp_path, lost):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, {"w": jnp.full(64, step)})
+    checkpoints.wait()
+    lost(tmp_path / "2")
+    with pytest.warns(UserWarning, match=r"/2 is damaged: .* set aside as 2.damaged, and that of step 1 is used"):
+        number, found = Checkpoints(tmp_path).restore(like={"w": jnp.zeros(64, int)})
+    assert number == 1 and np.array_equal(found["w"], [1] * 64)
 
 
 def test_a_checkpoint_that_was_being_written_when_its_process_ended_is_none(tmp_path):

@@ -11,6 +11,7 @@ devices are set there, before JAX looks at its machine. What its methods wait fo
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import platform
@@ -131,8 +132,10 @@ class Host:
         """Close the channel, and forget all programs and values."""
         self.programs.clear()
         self._values.clear()
+        self._running = None
         if self._endpoint is not None:
             self._endpoint.close()
+        gc.collect()  # JAX's server listens until nothing refers to it; programs refer to it, and to themselves
 
     def connect(self, addresses: Mapping[int, str]) -> None:
         """Reach the channels of all other processes."""

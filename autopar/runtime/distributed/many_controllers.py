@@ -13,6 +13,7 @@ while it plans, loads, reads or saves, all raise.
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import re
 import socket
@@ -85,7 +86,7 @@ class JaxSession(Numbering):
         if len(counts) > 1:
             raise InvalidArgument(f"The processes have {sorted(counts)} devices; all must have as many.")
         settings = [f"{name} {value}" for name, value in (installed_versions() | jax_settings()).items()]
-        self.agree("the releases and settings of JAX", "\n".join(settings))
+        self.agree("the releases and settings of JAX", "\n".join([*settings, *_flags()]))
         names = self._gather((socket.gethostname(), _address()))
         alone = len({name for name, _ in names}) == 1
         nodes = tuple("127.0.0.1" if alone else address for _, address in names)
@@ -297,6 +298,12 @@ class JaxSession(Numbering):
     def save_failed(self, process: int, error: str, lost: bool) -> Exception:
         """Return the error for a checkpoint that a process could not write."""
         return CheckpointFailed(f"process {process}: {error}")
+
+
+def _flags() -> list[str]:
+    """Return the options of the compiler that decide what it makes; where it writes its dumps does not."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return [f"XLA_FLAGS {flag}" for flag in sorted(flags) if not flag.startswith("--xla_dump")]
 
 
 def _difference(one: str, other: str) -> str:

@@ -43,7 +43,8 @@ class TransferServer:
 
     def poster(self, process: int, parcels: Sequence[Parcel]) -> Post:
         """Offer the arrays; they are kept until pulled."""
-        return self._server.await_pull
+        # By way of us: the server listens until nobody refers to it.
+        return lambda tag, arrays: self._server.await_pull(tag, arrays)
 
     def puller(self, process: int, parcels: Sequence[Parcel]) -> Pull:
         """Ask for the arrays; they arrive asynchronously."""

@@ -65,6 +65,11 @@ def test_step_of_two_processes_equals_the_plain_step(reports, how):
             "other settings",
             "PlanMismatch: Process 1 has not the releases and settings of JAX of process 0: 'jax",
         ),
+        (
+            "other flags",
+            "PlanMismatch: Process 1 has not the releases and settings of JAX of process 0: "
+            "'XLA_FLAGS --xla_cpu_enable_fast_math=true' in place of 'XLA_FLAGS --xla_force_host",
+        ),
         ("on failure", "InvalidArgument: on_failure='restart' needs a driver that outlives the processes"),
     ],
 )
@@ -84,6 +89,16 @@ def test_differences_between_processes_are_refused_in_all_of_them(reports, what,
 )
 def test_what_one_process_raises_all_raise(reports, what, message):
     assert [report[what] for report in reports] == [message] * PROCESSES
+
+
+def test_processes_listen_before_during_and_after_as_the_page_on_security_says(reports):
+    for before, during, after in (report["listeners"] for report in reports):
+        # Beside what JAX's world has open itself, three of the transfer server.
+        assert sorted(during) == sorted([*before, *["127.0.0.1"] * 3])
+        assert sorted(after) == sorted(before)
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    [row] = [line for line in page.splitlines() if line.startswith('| `autopar.init(cluster="jax")`')]
+    assert [cell.strip() for cell in row.split("|")[2:5]] == ["0", "3", "0"]
 
 
 def test_difference_is_shown(reports):

@@ -4,12 +4,10 @@ import gc
 import json
 import os
 import re
-import socket
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -36,6 +34,7 @@ from autopar.runtime.distributed.session import check_versions
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.weak_scaling_local import timed
 from tests.equivalence import Configuration, compare
+from tests.runtime.listeners import listeners
 from tests.zoo import ZOO
 
 # Ray leaves sockets and files to the garbage collector.
@@ -314,28 +313,14 @@ def test_hosts_that_are_not_there_are_refused():
         start_hosts(RayOptions(num_hosts=999))
 
 
-def listeners(host):
-    """The addresses at which this process listens: Linux lists its sockets by their inodes."""
-    own = set()
-    for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the listing itself
-            own.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-    found = []
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        with open(f"/proc/self/net/{table}") as lines:
-            rows = [line.split() for line in lines][1:]
-        for row in rows:
-            if row[3] == "0A" and f"socket:[{row[9]}]" in own:
-                words = bytes.fromhex(row[1].partition(":")[0])
-                packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
-                found.append(socket.inet_ntop(family, packed).removeprefix("::ffff:"))
-    return found
+def listeners_of(host):
+    return listeners()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_processes_listen_where_the_page_on_security_says(cluster):
     node = cluster().hosts.nodes[0]
-    for number, found in enumerate(cluster().run_everywhere(listeners)):
+    for number, found in enumerate(cluster().run_everywhere(listeners_of)):
         # Three of the transfer server, and of process 0 the coordinator.
         assert found.count(node) >= (4 if number == 0 else 3), found
         # One of Ray's worker.
