@@ -394,7 +394,7 @@ class Trainings:
         # Without recovery the first checkpoint is that of step EVERY, which is there before EVERY more are.
         can_be_there = fault.on_failure != "raise" or break_after >= EVERY
         right = losses == list(expected[first:]) and first in (kept or [0]) and (bool(kept) or not can_be_there)
-        return right, f"{type(error).__name__}: {str(error)[:90]}; kept {kept}, went on at {first}"
+        return right, f"{type(error).__name__}; kept {kept}, went on at {first}"
 
     def _strangers(self) -> set[str]:
         """Return processes of clusters before this one."""

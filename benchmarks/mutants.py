@@ -583,7 +583,7 @@ def _judged(sound: Lowered, mutant: Lowered, arguments: Sequence[Any]) -> tuple[
         found = "sound" if found == "escaped" else "alarm"
     elif found == "escaped" and is_equivalent(sound, mutant, arguments):
         found = "equivalent"
-    return found, text, seconds
+    return found, text if found in ("escaped", "alarm") else text.strip().partition("\n")[0][:160], seconds
 
 
 def main() -> None:
