@@ -387,8 +387,14 @@ class Planned:
         of "stages", "schedule", "num_microbatches", "remat" and "mesh_shape"; or a part of the line or the scope of a
         collective, or its kind. Every price is that of a whole plan as `simulate` gives it, the layouts chosen anew.
 
-        Raises `InvalidArgument` for a question that finds nothing, and for an input that is too small to be split.
+        Raises `InvalidArgument` for a question that finds nothing, and for an input that is too small to be split, and
+        `Unsupported` for lanes.
         """
+        if self.plan.shares:
+            raise Unsupported(
+                f"explain has no answers for lanes yet, and the plan of {self.trace.name} has {len(self.plan.shares)}. "
+                "what_if(cluster=...) plans it anew, for one machine or others."
+            )
         cluster, known = self.source.target.devices_planned_for(), dict[int, tuple[Plan, Price]]()
 
         def price(plan: Plan) -> Price:

@@ -1,11 +1,14 @@
-"""Stage searches over devices of two and three kinds: exact, how much all orders of kinds gain, and how long they take.
+"""Plans for devices of two and three kinds: exact, how much all orders of kinds gain, and how long they take.
 
     python -m benchmarks.mixed_clusters exact          random small cases against enumeration, and against two rules
+    python -m benchmarks.mixed_clusters shares         shares of a batch against enumeration, and against one rule
     python -m benchmarks.mixed_clusters time           two kinds of 8, 32 and 64 devices each, in processor seconds
 
 `exact` counts the cases in which the best stages with every kind in one run (Metis, USENIX ATC 2024, section 4), and
 those with kinds by falling memory (Whale, USENIX ATC 2022, section 3.3), take longer than the best ones, or do not fit.
-Both rules get their optimum by enumeration, so that nothing but their restriction counts.
+Both rules get their optimum by enumeration, so that nothing but their restriction counts. `shares` divides microbatches
+among lanes that start for a while, compute in tiles and have memory for so many; the rule is Whale's (section 3.3.1,
+algorithm 1): by the rate of the devices, and what is too much for one goes where the load is least.
 """
 
 import argparse
@@ -22,6 +25,7 @@ from rich.table import Table
 from autopar.compiler.inter_op.search import search_stages
 from autopar.compiler.inter_op.stage_costs import StageCost, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, submesh_choices
+from autopar.compiler.inter_op.uneven_shares import minmax_split
 from autopar.errors import MemoryTooSmall
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 from benchmarks.stage_search_time import GIB, model
@@ -157,6 +161,72 @@ def compare(num_cases: int, kinds: int) -> list[str]:
     return row
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """The rate of a lane's devices, the seconds in which it starts, the size of its tiles, and its room."""
+
+    rate: float
+    start_s: float
+    tile: int
+    room: int
+
+    def seconds(self, count: int) -> float:
+        """Return the seconds of so many microbatches; with none, the lane is not started."""
+        return (self.start_s + -(-count // self.tile) * self.tile / self.rate) if count else 0.0
+
+
+def random_lanes(seed: int, *, plain: bool) -> tuple[list[Lane], int]:
+    """Return two to four lanes and a number of microbatches; `plain` ones start at once, and have no tiles."""
+    draw = random.Random(seed)
+    lanes = [
+        Lane(
+            rate=draw.choice(SPEEDS) * draw.uniform(0.8, 1.2),
+            start_s=0.0 if plain else draw.uniform(0.0, 4.0),
+            tile=1 if plain else draw.choice((1, 2, 4)),
+            room=draw.randint(3, 12),
+        )
+        for _ in range(draw.randint(2, 4))
+    ]
+    return lanes, draw.randint(len(lanes), sum(lane.room for lane in lanes))
+
+
+def slowest_s(lanes: Sequence[Lane], shares: Sequence[int]) -> float:
+    """Return the seconds in which the last lane ends."""
+    return max(lane.seconds(share) for lane, share in zip(lanes, shares, strict=True))
+
+
+def shares_by_rate(lanes: Sequence[Lane], total: int) -> list[int]:
+    """Return Whale's shares: by rate, whole numbers by largest remainder, and what has no room where load is least."""
+    ideal = [total * lane.rate / sum(each.rate for each in lanes) for lane in lanes]
+    shares = [int(each) for each in ideal]
+    for lane in sorted(range(len(lanes)), key=lambda n: shares[n] - ideal[n])[: total - sum(shares)]:
+        shares[lane] += 1
+    while full := [n for n, lane in enumerate(lanes) if shares[n] > lane.room]:
+        peak = max(full, key=lambda n: shares[n] / lanes[n].room)
+        free = [n for n, lane in enumerate(lanes) if shares[n] < lane.room]
+        valley = min(free, key=lambda n: (shares[n] / lanes[n].rate, shares[n] / lanes[n].room))
+        moved = min(shares[peak] - lanes[peak].room, lanes[valley].room - shares[valley])
+        shares[peak] -= moved
+        shares[valley] += moved
+    return shares
+
+
+def compare_shares(num_cases: int, *, plain: bool) -> list[str]:
+    """Return a row: the lanes, cases, mismatches, and of the rule the cases behind, its mean and its worst ratio."""
+    mismatches, ratios = 0, list[float]()
+    for seed in range(num_cases):
+        lanes, total = random_lanes(seed, plain=plain)
+        tables = [[lane.seconds(count) for count in range(lane.room + 1)] for lane in lanes]
+        found_s = slowest_s(lanes, minmax_split(tables, total))
+        first = (division for division in itertools.product(*(range(lane.room + 1) for lane in lanes[:-1])))
+        every = ((*rest, total - sum(rest)) for rest in first if 0 <= total - sum(rest) <= lanes[-1].room)
+        mismatches += found_s != min(slowest_s(lanes, division) for division in every)
+        ratios.append(slowest_s(lanes, shares_by_rate(lanes, total)) / found_s)
+    behind = sum(ratio > 1 + 1e-9 for ratio in ratios) / len(ratios)
+    return ["by rate" if plain else "with starts and tiles", str(num_cases), str(mismatches), f"{behind:.1%}",
+            f"{min(ratios):.3f}", f"{sum(ratios) / len(ratios):.3f}", f"{max(ratios):.2f}"]  # fmt: skip
+
+
 def search_time(devices: int, layers: int, microbatches: int, limit_s: float) -> list[str]:
     """Return a row: devices of each kind, layers, step time, gap, labels, processor seconds.
 
@@ -201,7 +271,7 @@ def search_time(devices: int, layers: int, microbatches: int, limit_s: float) ->
 def main() -> None:
     """Print one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("exact", "time"))
+    parser.add_argument("what", choices=("exact", "shares", "time"))
     parser.add_argument("--cases", type=int, default=250, help="random cases for each number of kinds")
     parser.add_argument("--devices", type=int, nargs="*", default=SIZES, help="of each of the two kinds")
     parser.add_argument("--layers", type=int, default=24)
@@ -218,6 +288,9 @@ def main() -> None:
             *(f"{name}: {each}" for name in ("runs", "memory") for each in rule),
         )
         rows = [compare(options.cases, kinds) for kinds in (2, 3)]
+    elif options.what == "shares":
+        columns = ("lanes", "cases", "mismatches", "rule behind", "best ratio", "mean ratio", "worst ratio")
+        rows = [compare_shares(options.cases, plain=plain) for plain in (True, False)]
     else:
         columns = ("devices", "layers", "step s", "gap", "labels", "CPU s", "stages (' slow)")
         rows = [search_time(n, options.layers, options.microbatches, options.time_limit) for n in options.devices]

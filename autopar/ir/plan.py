@@ -77,11 +77,16 @@ class MeshPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """A run of layers `[start, stop)` and the mesh that it lives on."""
+    """A run of layers `[start, stop)` and the mesh that it lives on.
+
+    Stages of the same layers are lanes: each is on a mesh of its own and runs as many `microbatches` of the step as it
+    says, one lane behind the other. The first one holds the state and updates it. None: the stage runs all.
+    """
 
     layers: tuple[int, int]
     mesh: int
     remat: bool = False  # the backward task recomputes the forward from the stage's inputs
+    microbatches: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -119,6 +124,7 @@ class Plan:
         check_count("loop_pieces", self.loop_pieces)
         _check_cuts(self.cuts)
         _check_stages(self.stages, self.num_layers, len(self.meshes))
+        _check_lanes(self)
         _check_devices_disjoint(self.meshes)
         # A copy, because the caller's dictionary could change later.
         object.__setattr__(self, "input_specs", dict(self.input_specs))
@@ -142,6 +148,11 @@ class Plan:
         """True if one executable on one mesh runs the whole step."""
         plain = self.num_stages == 1 and self.num_microbatches == 1 and self.meshes[0].sharding is None
         return (plain and not self.host_state) or self.sharding is not None
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The numbers of microbatches of the lanes, in order; empty for a plan without lanes."""
+        return tuple(stage.microbatches for stage in self.stages if stage.microbatches is not None)
 
     def stages_on(self, mesh: int) -> tuple[int, ...]:
         """Return the numbers of the stages that live on a mesh."""
@@ -172,6 +183,9 @@ class Plan:
                 del mesh["machine"]
         if not self.host_state:
             del fields["host_state"]
+        for stage in fields["stages"]:
+            if stage["microbatches"] is None:
+                del stage["microbatches"]
         fields["input_specs"] = {name: list(spec) for name, spec in self.input_specs.items()}
         fields["sharding"] = None if self.sharding is None else self.sharding.to_data()
         lines = (f" {json.dumps(key)}: {_json_lines(fields[key])}" for key in sorted(fields))
@@ -250,13 +264,15 @@ class Plan:
             shape = ", ".join(f"{name}={size}" for name, size in zip(mesh.axis_names, mesh.shape, strict=True))
             layers = f"[{stage.layers[0]}, {stage.layers[1]})"
             remat = "yes" if stage.remat else "no"
+            layers += f" of {stage.microbatches} microbatches" * (stage.microbatches is not None)
             devices = _ranges(mesh.devices) + f" {mesh.machine}" * bool(mesh.machine)
             rows.append((str(number), layers, str(stage.mesh), devices, shape, remat))
         return rows
 
     def __repr__(self) -> str:
         """One line; `print` shows the whole plan."""
-        stages = f"{self.num_stages} stage{'s' * (self.num_stages > 1)} on {self.num_devices} devices"
+        what = "lane" if self.shares else "stage"
+        stages = f"{self.num_stages} {what}{'s' * (self.num_stages > 1)} on {self.num_devices} devices"
         return f"<Plan {self.method}: {stages}, {self._schedule_words()}>"
 
     def choice(self) -> str:
@@ -266,7 +282,7 @@ class Plan:
             places = f"one program on {meshes[0]} devices"
         else:
             each = meshes[0] if len(set(meshes)) == 1 else " | ".join(meshes)
-            places = f"{self.num_stages} stages on {each} devices"
+            places = f"{self.num_stages} {'lanes' if self.shares else 'stages'} on {each} devices"
         chosen = f"{places}, {self._schedule_words()}"
         if self.certificate is None:
             return chosen
@@ -277,7 +293,8 @@ class Plan:
 
     def _schedule_words(self) -> str:
         microbatches = microbatches_in_words(self.num_microbatches)
-        return f"{microbatches}, schedule {self.schedule}"
+        shares = f" ({' + '.join(map(str, self.shares))})" if self.shares else ""
+        return f"{microbatches}{shares}, schedule {self.schedule}"
 
     def summary(self) -> str:
         """Return the lines above the tables: method, schedule, program, and the quality of what was searched."""
@@ -336,6 +353,8 @@ def _check_stages(stages: tuple[StagePlan, ...], num_layers: int, num_meshes: in
     next_layer = 0
     for number, stage in enumerate(stages):
         start, stop = stage.layers
+        if number and stage.microbatches is not None and stage.layers == stages[number - 1].layers:
+            next_layer = start
         if start != next_layer or stop <= start:
             raise InvalidArgument(
                 f"Stage {number} has the layers [{start}, {stop}), it must begin at layer {next_layer} and "
@@ -351,6 +370,27 @@ def _check_stages(stages: tuple[StagePlan, ...], num_layers: int, num_meshes: in
         raise InvalidArgument(
             f"The stages have {next_layer} layers together, the cuts make {num_layers}. Give every layer to a stage."
         )
+
+
+def _check_lanes(plan: Plan) -> None:
+    stages, num_microbatches = plan.stages, plan.num_microbatches
+    shares = [stage.microbatches for stage in stages]
+    if all(share is None for share in shares):
+        return
+    if len({stage.layers for stage in stages}) > 1 or len({stage.remat for stage in stages}) > 1 or None in shares:
+        raise InvalidArgument(
+            f"The stages run {shares} microbatches of their own, as lanes do, and are of several layers, or some are "
+            "recomputed and others not. Give all lanes the same layers and remat, or give no stage microbatches."
+        )
+    if sum(share or 0 for share in shares) != num_microbatches or min(share or 0 for share in shares) < 1:
+        raise InvalidArgument(
+            f"The lanes run {shares} microbatches, and the step has {num_microbatches}. Give each lane one or more, so "
+            "that they are all."
+        )
+    if len({stage.mesh for stage in stages}) < len(stages):
+        raise InvalidArgument("Two lanes live on one mesh. Give each a mesh of its own.")
+    if plan.host_state:
+        raise InvalidArgument("State on the host has one lane only. Leave host_state empty, or give one stage.")
 
 
 def _check_devices_disjoint(meshes: tuple[MeshPlan, ...]) -> None:
@@ -407,7 +447,13 @@ def _mesh_from_json(number: int, raw: Any) -> MeshPlan:
 
 
 def _stage_from_json(number: int, raw: Any) -> StagePlan:
-    fields = fields_of(f"Stage {number}", raw, ("layers", "mesh", "remat"), error=PlanMismatch)
+    fields = fields_of(
+        f"Stage {number}",
+        {"microbatches": None} | raw if isinstance(raw, dict) else raw,
+        ("layers", "mesh", "remat", "microbatches"),
+        error=PlanMismatch,
+    )
+    share = fields["microbatches"]
     layers = _listed(f"layers of stage {number}", fields["layers"], int)
     if len(layers) != 2:
         raise PlanMismatch(f"Stage {number} has the layers {list(layers)}. Write them as [start, stop].")
@@ -415,6 +461,7 @@ def _stage_from_json(number: int, raw: Any) -> StagePlan:
         layers=(layers[0], layers[1]),
         mesh=_typed(f"mesh of stage {number}", fields["mesh"], int),
         remat=_typed(f"remat of stage {number}", fields["remat"], bool),
+        microbatches=None if share is None else _typed(f"microbatches of stage {number}", share, int),
     )
 
 

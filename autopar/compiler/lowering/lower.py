@@ -43,6 +43,7 @@ from autopar.ir.program import (
     Window,
 )
 from autopar.ir.schedules import schedule_tasks
+from autopar.ir.tasks import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +129,7 @@ def _ordered_calls(graph: StageGraph, plan: Plan, meshes: Sequence[int]) -> list
             zeros = emit_zeros(graph, task)
             if zeros is not None:
                 calls[meshes[task.stage]].append(_call(zeros, None))
-        order = schedule_tasks(plan.schedule, stage_mesh=meshes, num_microbatches=graph.num_microbatches)
-        for number, tasks in enumerate(order):
+        for number, tasks in enumerate(_scheduled(graph, plan, meshes)):
             for t in tasks:
                 # A stage without parameters, or in front of all of them, has no backward task.
                 if (e := emitted.get((t.kind, t.stage, round_number, 0))) is not None:
@@ -139,6 +139,18 @@ def _ordered_calls(graph: StageGraph, plan: Plan, meshes: Sequence[int]) -> list
             if joined is not None:
                 calls[meshes[task.stage]].append(_call(joined, None))
     return calls
+
+
+def _scheduled(graph: StageGraph, plan: Plan, meshes: Sequence[int]) -> Iterable[Sequence[Task]]:
+    """Return the tasks of every mesh in the order of the schedule; those of a lane are a pipeline of their own."""
+    if not graph.shares:
+        return schedule_tasks(plan.schedule, stage_mesh=meshes, num_microbatches=graph.num_microbatches)
+    orders: dict[int, list[Task]] = {}
+    for stage, mesh in enumerate(meshes):
+        own = graph.microbatches_of(stage)
+        (order,) = schedule_tasks(plan.schedule, stage_mesh=[0], num_microbatches=len(own))
+        orders[mesh] = [replace(task, stage=stage, microbatch=own[task.microbatch or 0]) for task in order]
+    return [orders[mesh] for mesh in range(len(meshes))]
 
 
 def _call(emitted: EmittedTask, microbatch: int | None) -> _Call:
@@ -157,12 +169,15 @@ def _program_inputs(graph: StageGraph, meshes: Sequence[int], leaf_sizes: Mappin
         if spec.kind == "whole" and spec.owned:
             used = used[:1]  # other meshes receive a copy from the owner's
         for mesh in used:
-            yield from _placed(spec, mesh, graph.num_microbatches, leaf_sizes)
+            own = sorted({m for s in spec.stages if meshes[s] == mesh for m in graph.microbatches_of(s)})
+            yield from _placed(spec, mesh, own, graph.num_microbatches, leaf_sizes)
 
 
-def _placed(spec: GraphInput, mesh: int, count: int, leaf_sizes: Mapping[int, int]) -> Iterable[Input]:
+def _placed(
+    spec: GraphInput, mesh: int, own: Sequence[int], count: int, leaf_sizes: Mapping[int, int]
+) -> Iterable[Input]:
     if spec.kind == "index":
-        for m in range(count):
+        for m in own:
             yield Input(leaf=None, mesh=mesh, value=instance(spec.value, m), constant=m)
     elif spec.kind == "whole":
         window = None if spec.start is None or spec.stop is None else Window(axis=0, start=spec.start, stop=spec.stop)
@@ -170,7 +185,7 @@ def _placed(spec: GraphInput, mesh: int, count: int, leaf_sizes: Mapping[int, in
     else:
         assert spec.leaf is not None
         size = leaf_sizes[spec.leaf] // count
-        for m in range(count):
+        for m in own:
             window = None if count == 1 else Window(axis=spec.axis, start=m * size, stop=(m + 1) * size)
             yield Input(leaf=spec.leaf, mesh=mesh, value=instance(spec.value, m), window=window)
 

@@ -64,7 +64,7 @@ def tasks_of_stages(
             jaxpr=emitted.jaxpr,
             inputs=tuple(name.partition("@")[0] for name in emitted.inputs),
             outputs=emitted.outputs,
-            times=1.0 if emitted.task.kind in "UC" else float(graph.num_microbatches),
+            times=1.0 if emitted.task.kind in "UC" else float(len(graph.microbatches_of(emitted.task.stage))),
             phase=_PHASES[emitted.task.kind],
             donated=tuple(
                 place

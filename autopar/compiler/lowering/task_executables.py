@@ -113,13 +113,14 @@ def emit_concatenation(graph: StageGraph, task: StageTask) -> EmittedTask | None
     joined = [a for a in task.accumulations if a.kind == "concatenate"]
     if graph.num_microbatches == 1 or not joined:
         return None
-    count = graph.num_microbatches
+    own = graph.microbatches_of(task.stage)
+    count = len(own)
 
     def run(*parts: Any) -> list[Any]:
         return [jnp.concatenate(parts[i * count : (i + 1) * count], axis=a.axis) for i, a in enumerate(joined)]
 
-    inputs = [instance(a.operand, m) for a in joined for m in range(count)]
-    avals = [_struct(graph, a.operand) for a in joined for _ in range(count)]
+    inputs = [instance(a.operand, m) for a in joined for m in own]
+    avals = [_struct(graph, a.operand) for a in joined for _ in own]
     return _once(task, "C", run, list(zip(inputs, avals, strict=True)), [a.result for a in joined], graph)
 
 

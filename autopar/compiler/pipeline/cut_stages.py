@@ -9,6 +9,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from autopar.compiler.pipeline.build_stage_graph import build_stage_graph
+from autopar.compiler.pipeline.lanes import with_lanes
 from autopar.compiler.pipeline.placement import layer_order, place_equations
 from autopar.compiler.pipeline.prepare import PreparedStep
 from autopar.compiler.pipeline.stage_graph import StageGraph
@@ -31,13 +32,17 @@ class StageCut:
     """Weight gradients are tasks of their own."""
     host_state: tuple[tuple[str, ...], ...] = ()
     """Parts of the state that are kept on the host, each of which has updates of its own."""
+    shares: tuple[int, ...] = ()
+    """The microbatches of each lane, if the only stage is made lanes."""
 
     @staticmethod
     def of(plan: Plan) -> StageCut:
         """Return the cut that a plan has decided."""
+        layers = tuple(stage.layers for stage in plan.stages)
         return StageCut(
             cuts=plan.cuts,
-            stages=tuple(stage.layers for stage in plan.stages),
+            stages=layers[:1] if plan.shares else layers,
+            shares=plan.shares,
             remat_stages=frozenset(s for s, stage in enumerate(plan.stages) if stage.remat),
             split_weight_gradients=get_schedule(plan.schedule).splits_weight_gradients,
             host_state=plan.host_state,
@@ -54,7 +59,7 @@ def cut_stages(prepared: PreparedStep, cut: StageCut) -> StageGraph:
             "them. Make a new plan with step.trace(...).plan(), or load the one that belongs to this program."
         )
     layer_stage = {i: stage_of_layer[bisect_right(cut.cuts, p)] for p, i in enumerate(order)}
-    return build_stage_graph(
+    graph = build_stage_graph(
         place_equations(prepared.phases, layer_stage=layer_stage, num_stages=len(cut.stages)),
         name=prepared.trace.name,
         inputs=prepared.inputs,
@@ -66,3 +71,4 @@ def cut_stages(prepared: PreparedStep, cut: StageCut) -> StageGraph:
         split_weight_gradients=cut.split_weight_gradients,
         host_state=cut.host_state,
     )
+    return with_lanes(graph, cut.shares) if cut.shares else graph

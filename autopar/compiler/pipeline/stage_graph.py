@@ -36,7 +36,10 @@ class GraphValue:
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulation:
-    """`result` = the sum (max, min, and, or, mean, concatenation along `axis`) of `operand` over the microbatches."""
+    """`result` = the sum (max, min, and, or, mean, concatenation along `axis`) of `operand` over the microbatches.
+
+    Of a lane, over those that it runs; its mean is its share of the mean over all.
+    """
 
     operand: str
     result: str
@@ -103,6 +106,15 @@ class StageGraph:
     values: Mapping[str, GraphValue]
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
+    shares: tuple[int, ...] = ()
+    """By stage, how many of the microbatches it runs, if the stages are lanes: one after another, they run all."""
+
+    def microbatches_of(self, stage: int) -> range:
+        """Return the microbatches that a stage runs."""
+        if not self.shares:
+            return range(self.num_microbatches)
+        first = sum(self.shares[:stage])
+        return range(first, first + self.shares[stage])
 
     @cached_property
     def read(self) -> frozenset[str]:
@@ -124,7 +136,9 @@ class StageGraph:
     @cached_property
     def crossing(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
         """Values made on one stage and read on others: name -> (stage that makes it, stages that read it)."""
-        made = {name: task.stage for task in self.tasks for name in _made_by(task)}
+        # Lanes make values of the same names, each of its own microbatches, and read no other lane's.
+        own = self.per_microbatch if self.shares else frozenset[str]()
+        made = {name: task.stage for task in self.tasks for name in _made_by(task) if name not in own}
         made |= {i.value: i.stages[0] for i in self.inputs if i.stages and i.owned and i.value in self.values}
         read: dict[str, set[int]] = {}
         for task in self.tasks:
@@ -138,13 +152,16 @@ class StageGraph:
         """Assert that tasks read what is there, in the types of the values, and that every result is made."""
         stages = range(self.num_stages)
         there = {i.value for i in self.inputs}
+        of_lanes: dict[int, set[str]] = {stage: set() for stage in stages}
         for task in self.tasks:
             assert task.stage in stages, f"{task.name} is on stage {task.stage} of {self.num_stages}"
-            missing = [name for name in task.inputs if name not in there]
+            own = of_lanes[task.stage] if self.shares else there
+            missing = [name for name in task.inputs if name not in there | own]
             assert not missing, f"{task.name} reads {missing}, which no task has made before it"
-            again = [name for name in _made_by(task) if name in there and name not in task.inputs]
+            again = [name for name in _made_by(task) if name in there | own and name not in task.inputs]
             assert not again, f"{task.name} makes {again}, which are there already"
-            there.update(_made_by(task))
+            for name in _made_by(task):
+                (own if name in self.per_microbatch else there).add(name)
             _check_types(task, self.values)
         for out in self.outputs:
             assert out.value is None or out.value in there, f"result {out.leaf} is {out.value}, which no task makes"
@@ -200,14 +217,18 @@ def evaluate(graph: StageGraph, leaves: Sequence[Any]) -> list[Any]:
     micro_values = [_microbatch_inputs(graph, leaves, m) for m in range(graph.num_microbatches)]
     for round_number in range(graph.num_rounds + 1):
         _run_updates(graph, round_number, step_values)
-        for env in micro_values:
+        for microbatch, env in enumerate(micro_values):
             for task in graph.tasks:
-                if task.kind != "U" and task.round == round_number:
+                runs = microbatch in graph.microbatches_of(task.stage)
+                if task.kind != "U" and task.round == round_number and runs:
                     env.update(_run(task, {**step_values, **env}))
         for task in graph.tasks:
             if task.kind != "U" and task.round == round_number:
+                own = graph.microbatches_of(task.stage)
                 for a in task.accumulations:
-                    step_values[a.result] = combine(a.kind, a.axis, [env[a.operand] for env in micro_values])
+                    total = combine(a.kind, a.axis, [micro_values[m][a.operand] for m in own])
+                    whole = a.kind != "mean" or not graph.shares
+                    step_values[a.result] = total if whole else total * (len(own) / graph.num_microbatches)
     return _assemble(graph, step_values)
 
 

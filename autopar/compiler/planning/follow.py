@@ -85,6 +85,11 @@ def plan_following(trace: Trace, followed: Followed, *, cluster: Cluster, cache_
             f"{trace.name} follows {followed.trace.name}, and takes a gradient. Steps that follow only read the state: "
             "use a method instead of follow, with the specs or the pins that it is to keep."
         )
+    if followed.plan.shares:
+        raise Unsupported(
+            f"{followed.trace.name} runs in lanes, of which one holds the state, and {trace.name} follows it. Give "
+            "the step a method of its own, or plan the other one on one machine."
+        )
     places = _places(followed)
     same = {i: places[number] for i, number in _recognized(trace, followed.trace, places).items()}
     if len(followed.plan.meshes) == 1:

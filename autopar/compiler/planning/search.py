@@ -6,6 +6,7 @@ A *region* is a part of the space, with a time that no plan in it undercuts:
 
     OneProgram       one mesh shape, for a number of microbatches      its integer program     planning.one_mesh
     Stages           some numbers of stages, for one of microbatches   ranges of layers        planning.candidates
+    Lanes            one on every machine, for a number of them        shares of the batch     planning.lanes
     Completion       stages that were found there                      layouts of each stage   planning.stage_layouts
 
 The region with the lowest bound is next. It is solved for its best plan, or gives way to regions with higher bounds;
@@ -37,6 +38,7 @@ from autopar.compiler.planning.candidates import (
     stage_candidates,
 )
 from autopar.compiler.planning.constraints import pins_of_inputs
+from autopar.compiler.planning.lanes import plan_lanes
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import memory_limit, mesh_choices, plan_by_search
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, submesh_mesh
@@ -45,6 +47,7 @@ from autopar.compiler.planning.step_bounds import StepBounds, step_bounds
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import TIME_LIMIT, Certificate
+from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 from autopar.methods import EFFORTS, DataParallel
 from autopar.plain_text import microbatches_in_words
 from autopar.progress import tell, tell_best
@@ -114,6 +117,22 @@ class Stages:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Lanes:
+    """The plan in which every machine runs the step on a share of the microbatches."""
+
+    num_microbatches: int
+    bound_s: float
+
+    @property
+    def likely_s(self) -> float:
+        """The time that it is taken to need at least."""
+        return self.bound_s
+
+    def __str__(self) -> str:
+        return f"a lane on every machine, {microbatches_in_words(self.num_microbatches)}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
     """The plans of one candidate, whose layouts are to be chosen."""
 
@@ -126,7 +145,7 @@ class Completion:
         return str(self.candidate)
 
 
-Region = OneProgram | Stages | Completion
+Region = OneProgram | Stages | Lanes | Completion
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -271,6 +290,7 @@ class _Search:
         search = cls(problem=problem, cuttable=cuttable, simulated_s=simulated_s, known=known, bounds=bounds)
         search.open += search.programs()
         search.open += search.stages()
+        search.open += search.lanes()
         return search
 
     # --- the space ----------------------------------------------------------------------------------------------------
@@ -320,6 +340,19 @@ class _Search:
             for few, most in self.numbers_of_stages():
                 bound_s = self.bounds.stages_s(count, few, most, self.sizes() if given is None else [self.part(given)])
                 yield Stages(num_microbatches=count, num_stages=(few, most), bound_s=bound_s, likely_s=bound_s)
+
+    def lanes(self) -> Iterator[Region]:
+        """Yield the regions of lanes, of which every machine of a mixed cluster gets one."""
+        method = self.problem.method
+        asked = self.problem.named_stages or method.remat is True or method.kinds is not None
+        if self.known is None or not self.problem.hardware.is_mixed or asked:
+            return
+        if method.schedule is not None and get_schedule(method.schedule).name != DEFAULT_SCHEDULE:
+            return
+        assert self.bounds is not None
+        for count in microbatch_counts(self.cuttable):
+            if count >= len(self.problem.hardware.groups):
+                yield Lanes(num_microbatches=count, bound_s=self.bounds.lanes_s(count))
 
     def numbers_of_stages(self) -> Iterator[tuple[int, int]]:
         """Yield the numbers of stages, in ranges: 2, 3 to 4, 5 to 8, ..., or the one that is given."""
@@ -415,6 +448,8 @@ class _Search:
                 return likely_s, 0.0
             case OneProgram():
                 return (0.0 if self.best is None else likely_s), -1.0
+            case Lanes():
+                return likely_s, 0.0
             case Stages(num_microbatches=count):
                 num_layers = 1 if self.known is None else self.known.num_layers
                 usual = _MICROBATCHES_PER_STAGE * max(1, min(self.num_hosts, num_layers // 2))
@@ -447,6 +482,8 @@ class _Search:
                     self.solve_program(region)
                 case Stages():
                     return self.search_stages(region)
+                case Lanes():
+                    self.solve_lanes(region)
                 case Completion():
                     self.complete(region)
         except (MemoryTooSmall, InvalidArgument, NotSplittable, Unsupported) as error:
@@ -479,6 +516,16 @@ class _Search:
         memory = memory_limit(problem.method.memory, problem.hardware.groups[region.group].machine)
         if sharding.recomputed or sharding.peak_bytes > _MUCH_MEMORY * memory:
             self.open += self.with_more_microbatches(region)
+
+    def solve_lanes(self, region: Lanes) -> None:
+        """Find the shares of the lanes, and the best layouts of each."""
+        assert self.known is not None
+        layers, _ = self.known(region.num_microbatches, remat=False, splits=False)
+        self.tried.add(region.num_microbatches)
+        self.closed_s = min(self.closed_s, region.bound_s)
+        plan = plan_lanes(self.cuttable, layers)
+        if plan is not None:
+            self.add(plan, str(region), self.simulated_s(plan))
 
     def with_more_microbatches(self, region: OneProgram) -> list[Region]:
         """Return the region of the next number of microbatches, if that is not given."""

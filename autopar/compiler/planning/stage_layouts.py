@@ -183,7 +183,7 @@ def _stage_inputs(
     tasks = tasks_of_stages(graph, plan.stages_on(number), problem.trace.donated_inputs)
     method = problem.method
     layer = layer_class(graph, tasks, method.pins, kinds)
-    behind, count = len(plan.meshes) - 1 - number, len(plan.meshes)
+    behind, count = (0, 1) if plan.shares else (len(plan.meshes) - 1 - number, len(plan.meshes))
     num_layers = [each.layers[1] - each.layers[0] for each in plan.stages if each.mesh == number]
     # Those in flight may all be of the largest virtual stage.
     unevenness = len(num_layers) * max(num_layers) / sum(num_layers)

@@ -13,6 +13,7 @@ for M microbatches. Collectives and transfers are counted as nothing. Stages add
     chain     stage s waits for those before it, and they for its last gradient:  T >= sum before s of t + M t_s, so
               T >= t(p) / (1 - (1 - 1/M)^S)           p the most devices that one stage can have
     work      some stage has as much to do as all have on average:  T >= (M k + w) / D  and  T >= M t(p) / S
+    lanes     every machine g runs a share of the microbatches:  T >= 1 / sum over g of D_g / (M k_g + w_g)
     starting  a host starts one piece of work after another: 2 S M tasks, 2 (S-1) M transfers and S updates
 """
 
@@ -57,6 +58,8 @@ class StepBounds:
     per_batch: Work
     """Forward and backward; `fixed_s` is that of every microbatch."""
     per_step: Work
+    per_batch_of_groups: tuple[tuple[int, Work], ...]
+    """By group of the cluster, its devices and what the batch is on one of them."""
     state_bytes: float
     whole_bytes: float
     """All that a step is given and makes, at once."""
@@ -68,6 +71,14 @@ class StepBounds:
         """Return the least seconds of one program on so many devices."""
         repeated_s = (num_microbatches - 1) * self.per_batch.fixed_s
         return self.per_batch.on(num_devices) + repeated_s + self.per_step.on(num_devices)
+
+    def lanes_s(self, num_microbatches: int) -> float:
+        """Return the least seconds of lanes, one on every machine, that end their microbatches together."""
+        ended_per_s = sum(
+            num_devices / (num_microbatches * work.fixed_s + work.divisible_s)
+            for num_devices, work in self.per_batch_of_groups
+        )
+        return 1 / ended_per_s + self.per_step.on(self.num_devices)
 
     def stages_s(self, num_microbatches: int, fewest: int, most: int, sizes: Sequence[int]) -> float:
         """Return the least seconds of `fewest` to `most` stages, each on one of these numbers of devices."""
@@ -98,11 +109,16 @@ def step_bounds(trace: Trace, cluster: Cluster, *, batch_statistics: str, random
     )
     phases = prepared.phases
     once = {i for i, of in enumerate(phases.of) if of <= {Phase.STEP, Phase.ACCUMULATE}}
-    each = [*map(_least, zip(*(_work_of_equations(phases.step.jaxpr.jaxpr, machine) for machine in machines)))]
+    of_groups = [_work_of_equations(phases.step.jaxpr.jaxpr, machine) for machine in machines]
+    each = [*map(_least, zip(*of_groups))]
     state = [leaf.aval for i, leaf in enumerate(trace.inputs) if i not in trace.batch_inputs]
     return StepBounds(
         per_batch=total_work([work for i, work in enumerate(each) if i not in once]),
         per_step=total_work([work for i, work in enumerate(each) if i in once]),
+        per_batch_of_groups=tuple(
+            (group.num_devices, total_work([work for i, work in enumerate(own) if i not in once]))
+            for group, own in zip(cluster.groups, of_groups, strict=True)
+        ),
         state_bytes=sum(map(aval_bytes, state)),
         whole_bytes=sum(aval_bytes(v.aval) for eqn in phases.equations for v in eqn.outvars)
         + sum(aval_bytes(leaf.aval) for leaf in trace.inputs),

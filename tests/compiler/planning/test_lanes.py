@@ -1,0 +1,101 @@
+"""Lanes on a mixed cluster: chosen where they are fastest, with shares by speed, and right to the last digit."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import InvalidArgument, MeshPlan, Plan, StagePlan
+from tests.compiler.planning.test_groups import cluster
+from tests.small_steps import adam, adam_state, assert_same, draw, mlp_batch, mlp_loss, mlp_params
+
+ROWS, LENGTH, WIDTH = 48, 40, 64
+STATE = adam_state({"w": draw(0, WIDTH, WIDTH)})
+BATCH = draw(20, ROWS, LENGTH, WIDTH), draw(21, ROWS, LENGTH, WIDTH)
+
+
+def one_layer(params, batch):
+    """A model that no cut divides."""
+    return jnp.mean((jnp.tanh(batch[0] @ params["w"]) - batch[1]) ** 2)
+
+
+step = adam(one_layer)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    method = autopar.Auto(num_microbatches=4)
+    return autopar.parallelize(step, method=method, cluster=cluster(bandwidth=1e12)).trace(STATE, BATCH).plan()
+
+
+def test_the_machine_that_computes_three_times_as_fast_gets_three_times_the_share(planned):
+    plan = planned.plan
+    assert plan.shares == (3, 1)
+    assert [(mesh.machine, mesh.devices) for mesh in plan.meshes] == [("fast", (0, 1)), ("slow", (2, 3))]
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "2 lanes" in plan.choice() and "4 microbatches (3 + 1)" in str(plan)
+
+
+def test_lanes_are_chosen_where_they_are_faster_than_every_other_plan(planned):
+    alone = autopar.Cluster.of_groups(cluster().groups[:1])
+    method = autopar.Auto(num_microbatches=4)
+    fast = autopar.parallelize(step, method=method, cluster=alone).trace(STATE, BATCH).plan()
+    assert planned.simulate().step_time_s < fast.simulate().step_time_s
+
+
+def test_ten_steps_with_36_and_12_of_48_examples_are_those_of_one_device(planned):
+    run = autopar.parallelize(step, method=planned.plan, devices=jax.devices()[:4])
+    state, expected = STATE, STATE
+    plain = jax.jit(step)
+    for _ in range(10):
+        state, loss = run(state, BATCH)
+        expected, wanted = plain(expected, BATCH)
+    assert_same((state, loss), (expected, wanted))
+
+
+def test_over_a_slow_link_the_fast_machine_works_alone():
+    method = autopar.Auto(num_microbatches=4)
+    slow = autopar.parallelize(step, method=method, cluster=cluster(bandwidth=1e6)).trace(STATE, BATCH).plan()
+    assert slow.plan.shares == () and [mesh.machine for mesh in slow.plan.meshes] == ["fast"]
+
+
+def lanes(*stages, **changed):
+    plan = autopar.parallelize(
+        adam(mlp_loss), method=autopar.DataParallel(num_microbatches=4), devices=jax.devices()[:1]
+    )
+    bare = plan.trace(adam_state(mlp_params()), mlp_batch()).plan().plan
+    meshes = tuple(MeshPlan(devices=(device,), shape=(1,), axis_names=("data",)) for device in range(2))
+    return replace(bare, meshes=meshes, stages=stages, **changed)
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([{"mesh": 0, "microbatches": 3}, {"mesh": 1, "microbatches": 2}], r"run \[3, 2\] microbatches, and the step"),
+        ([{"mesh": 0, "microbatches": 4}, {"mesh": 1, "microbatches": 0}], r"run \[4, 0\] microbatches"),
+        ([{"mesh": 0, "microbatches": 3}, {"mesh": 0, "microbatches": 1}], "Two lanes live on one mesh"),
+        ([{"mesh": 0, "microbatches": 3}, {"mesh": 1, "microbatches": 1, "remat": True}], "several layers, or some"),
+    ],
+)
+def test_lanes_that_do_not_fit_together_are_refused(stages, message):
+    with pytest.raises(InvalidArgument, match=message):
+        lanes(*(StagePlan(layers=(0, 1), **stage) for stage in stages))
+
+
+def test_lanes_and_state_on_the_host_exclude_each_other():
+    two = (StagePlan(layers=(0, 1), mesh=lane, microbatches=2) for lane in range(2))
+    with pytest.raises(InvalidArgument, match="one lane only"):
+        lanes(*two, host_state=(("state.mu.0.w",),))
+
+
+def test_what_lanes_have_no_answer_for_is_refused(planned):
+    with pytest.raises(autopar.Unsupported, match="no answers for lanes"):
+        planned.explain("schedule")
+    two = (StagePlan(layers=(0, 1), mesh=lane, microbatches=2) for lane in range(2))
+    train = autopar.parallelize(adam(mlp_loss), method=lanes(*two), devices=jax.devices()[:2])
+    train(adam_state(mlp_params()), mlp_batch())
+    evaluate = autopar.parallelize(lambda state, batch: mlp_loss(state.params, batch), follow=train)
+    with pytest.raises(autopar.Unsupported, match="runs in lanes, of which one holds the state"):
+        evaluate(adam_state(mlp_params()), mlp_batch())
