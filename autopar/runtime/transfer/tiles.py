@@ -82,7 +82,7 @@ class Tile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
+class TileCopy:
     """A device takes over the box of another one of its process, when that is complete."""
 
     source: int
@@ -98,7 +98,7 @@ class TransferPlan:
     source: DeviceLayout
     destination: DeviceLayout
     tiles: tuple[Tile, ...]
-    copies: tuple[Copy, ...]
+    copies: tuple[TileCopy, ...]
     # Bytes from process to process, other than within one.
     traffic: Mapping[tuple[int, int], int] = field(repr=False)
 
@@ -139,12 +139,12 @@ def plan_transfer(
     targets = _by_box(destination, shape)
     received: Counter[int] = Counter()
     tiles: list[Tile] = []
-    copies: list[Copy] = []
+    copies: list[TileCopy] = []
     for wanted, ordinals in targets.items():
         for process, group in _by_process(ordinals, process_of).items():
             leader = min(group, key=lambda ordinal: (ordinal not in holders.get(wanted, ()), received[ordinal]))
             received[leader] += _size(wanted)
-            copies += [Copy(source=leader, destination=other) for other in group if other != leader]
+            copies += [TileCopy(source=leader, destination=other) for other in group if other != leader]
             for box in _overlaps(wanted, source, shape):
                 part = _intersection(wanted, box)
                 sender = _sender(holders[box], leader, process, process_of, load)
