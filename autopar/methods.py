@@ -56,6 +56,8 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 OFFLOADS = ("off", "optimizer")
 """What may live in pinned memory of the hosts between steps."""
+SEARCHED_OFFLOADS = (*OFFLOADS, "auto")
+"""The same, or whichever is faster."""
 
 KINDS = ("data", "zero", "tensor", "sequence", "expert", "pipeline")
 """The kinds of parallelism to which a search can be restricted."""
@@ -268,6 +270,7 @@ class Megatron:
         """Raise `InvalidArgument` for a field that cannot be used."""
         _check_fields(self)
         check_virtual_stages(get_schedule(self.schedule), self.stages_per_mesh)
+        check_choice("offload", self.offload, OFFLOADS)
         if self.data is not None:
             self._check_replicas(self.data)
 
@@ -317,6 +320,8 @@ class Auto:
     `remat` computes layers again in the backward pass instead of keeping what they made: as few as make the plan fit
     into memory ("auto"), all that can be (True), or none (False). The last one is never among them, as its backward
     pass follows at once. A scan over layers is not recomputed: put `jax.checkpoint` around its body.
+    `offload="optimizer"` keeps the state that only the update reads on the hosts, as `Megatron` does, and searches
+    among such plans; "auto" searches among the others, too, and takes the faster plan of both.
     `pins` maps regular expressions to specs: an input whose name (`state.params.h_0.kernel`) one of them finds is
     laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`. `effort` ("fast",
     "normal", "thorough") says how much of the space is looked at before the best plan so far is taken, with the gap
@@ -352,6 +357,7 @@ class Auto:
     schedule: str | Schedule | None = None
     memory: float | str = "adaptive"
     remat: bool | str = "auto"
+    offload: str = "off"
     pins: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
     kinds: tuple[str, ...] | None = None
     ignore_user_shardings: bool = False
@@ -554,7 +560,7 @@ _FIELD_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "memory": _check_memory,
     "remat": _check_remat,
     "zero": _check_zero,
-    "offload": lambda name, word: check_choice(name, word, OFFLOADS),
+    "offload": lambda name, word: check_choice(name, word, SEARCHED_OFFLOADS),
     "time_limit_s": _check_seconds,
     "stage": _check_stage,
     "mesh_shape": _check_axis_sizes,

@@ -20,18 +20,18 @@ from autopar.compiler.frontend.training_loops import unroll_training_loops
 from autopar.compiler.lowering.guard_callbacks import guard_callbacks
 from autopar.compiler.lowering.lower import lower
 from autopar.compiler.lowering.single_program import single_program
-from autopar.compiler.lowering.user_constraints import check_callbacks, check_manual_meshes
+from autopar.compiler.lowering.user_constraints import check_callbacks, check_manual_meshes, check_results_on_host
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.follow import Followed, plan_following
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.megatron import plan_megatron
+from autopar.compiler.planning.offload import search_with_offload
 from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.plan_cache import kept_plan
 from autopar.compiler.planning.plan_checks import check_machines, check_plan, with_machines
 from autopar.compiler.planning.scope_demands import check_scopes, named_stages
-from autopar.compiler.planning.search import search_plan
 from autopar.compiler.planning.stage_costs import StageProblem, check_kinds
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
@@ -69,6 +69,7 @@ def make_plan(
     Searches use all of a memory budget if the plan is `checked` by compiling it.
     """
     check_manual_meshes(trace)
+    check_results_on_host(trace)
     check_scopes(trace, method, cluster.num_devices)
     match method:
         case Plan():
@@ -106,7 +107,7 @@ def _plan_of_method(
                 named_stages=named_stages(trace, method, cluster),
             )
             check_kinds(problem)
-            plan = search_plan(problem, simulated_s)
+            plan = search_with_offload(problem, simulated_s)
         case Zero() | TensorParallel() | ExpertParallel():
             return plan_by_search(
                 trace,

@@ -192,6 +192,11 @@ def describe(eqn: JaxprEqn) -> str:
     return f"`{eqn.primitive.name}` -> {results} at {source_line(eqn)}"
 
 
+def is_on_host(v: Any) -> bool:
+    """Return whether a value's type says that it is in the memory of the host."""
+    return getattr(v.aval, "memory_space", None) == jax.memory.Space.Host
+
+
 def explicit_sharding(v: Any) -> Any:
     """The sharding in a value's type, where the user's mesh has Explicit axes; None otherwise.
 

@@ -46,6 +46,18 @@ def check_manual_meshes(trace: Trace) -> None:
             )
 
 
+def check_results_on_host(trace: Trace) -> None:
+    """Raise `Unsupported` for a result that the step itself puts into the memory of the host."""
+    made_by = {v: eqn for eqn in trace.jaxpr.jaxpr.eqns for v in eqn.outvars}
+    for leaf, v in zip(trace.outputs, trace.jaxpr.jaxpr.outvars, strict=True):
+        if not isinstance(v, jc.Literal) and v in made_by and jc.is_on_host(v):
+            raise Unsupported(
+                f"{trace.name} puts its result {leaf.name or 'itself'} into the memory of the host, by "
+                f"{jc.describe(made_by[v])}. Where results lie is the plan's to decide: leave that line out, and use "
+                'offload="optimizer" of Megatron or Auto for state that only the update reads.'
+            )
+
+
 def without_constraints(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
     """Return the program without its sharding constraints, which ask for nothing on one device."""
     if not any(eqn.primitive.name in CONSTRAINTS for eqn in jc.all_equations(closed)):

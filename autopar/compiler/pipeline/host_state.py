@@ -21,6 +21,8 @@ from autopar.ir.plan import Plan
 
 MOST_PARTS = 16
 """Of the state of a stage: with three parts on the devices at once, that leaves a fifth of it there."""
+PARTS_AT_ONCE = 3
+"""On the devices: one that comes, one that is updated, one that leaves."""
 
 
 def offered_state(graph: StageGraph) -> dict[str, GraphOutput]:
@@ -104,6 +106,12 @@ def _read_together(task: StageTask, offered: Mapping[str, GraphOutput]) -> Itera
                     group_of[name] = group_of[first]
         comes_of.update((v, first) for v in eqn.outvars)
     yield from {id(group_of[name]): group_of[name] for name in order}.values()
+
+
+def values_on_host(graph: StageGraph, plan: Plan) -> frozenset[str]:
+    """Return the values of a graph that a plan keeps on the host."""
+    names = {name for part in plan.host_state for name in part}
+    return frozenset(i.value for i in graph.inputs if i.name in names)
 
 
 def replaced_on_host(graph: StageGraph, plan: Plan) -> dict[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,7 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
+from autopar.compiler.pipeline.host_state import offered_state
 from autopar.compiler.pipeline.layers import count_layers, count_marked_layers, forward_costs, layer_cuts
 from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.placement import layer_order
@@ -54,7 +55,9 @@ class LayerClass:
     batch_axes: Mapping[str, int | None]
     """The values that cross layers or hold examples, and along which axis those are."""
     state: frozenset[str]
-    """Values that stay from step to step, or from microbatch to microbatch."""
+    """Values that stay on the devices from step to step, or from microbatch to microbatch."""
+    on_host: frozenset[str]
+    """Values that stay on the host from step to step."""
     kept: frozenset[str]
     """Values of a microbatch that its backward task reads."""
     fed: frozenset[str]
@@ -120,9 +123,12 @@ def find_layers(
     pins: Mapping[str, PartitionSpec],
     by_kinds: bool = False,
     cut: LayerCutter | None = None,
+    offload: bool = False,
     **options: str,
 ) -> Layers:
     """Cut a step into layers, those of the model unless `cut` says which; `by_kinds` with those of their dimensions.
+
+    With `offload`, state that only updates read is on the host.
 
     Raises as `prepare` does for batches that cannot be split.
     """
@@ -143,6 +149,7 @@ def find_layers(
             pins=pins,
             by_kinds=by_kinds,
             cut=cut,
+            offload=offload,
             **options,
         )
     every_layer = range(len(cuts) + 1)
@@ -157,8 +164,9 @@ def find_layers(
     numbers: dict[Hashable, int] = {}
     class_of: list[int] = []
     kinds = graph_kinds(graph, trace.batch_inputs) if by_kinds else {}
+    on_host = offered_state(graph) if offload else ()
     for layer in every_layer:
-        one = layer_class(graph, tasks_of_stages(graph, [layer], trace.donated_inputs), pins, kinds)
+        one = layer_class(graph, tasks_of_stages(graph, [layer], trace.donated_inputs), pins, kinds, on_host)
         key = class_key(one)
         classes.setdefault(key, one)
         class_of.append(numbers.setdefault(key, len(numbers)))
@@ -197,8 +205,12 @@ def layer_class(
     tasks: Sequence[GroupTask],
     pins: Mapping[str, PartitionSpec] | None = None,
     kinds: Mapping[str, ValueKinds] | None = None,
+    on_host: Collection[str] = (),
 ) -> LayerClass:
-    """Return the class of a layer, or of a stage, from its tasks; `kinds` are those of the graph's values."""
+    """Return the class of a layer, or of a stage, from its tasks; `kinds` are those of the graph's values.
+
+    `on_host` are the values that are kept there.
+    """
     batch = [graph.values[i.value].shape[i.axis] for i in graph.inputs if i.kind == "microbatch"]
     rows = batch[0] if batch else 0
     read = {name for task in tasks for name in task.inputs}
@@ -214,7 +226,8 @@ def layer_class(
         tasks=tuple(tasks),
         constraints=mesh_constraints(graph, list(tasks)),
         batch_axes={n: _rows_axis(graph.values[n], rows) for n in sorted(crossing | microbatch) if n not in whole},
-        state=frozenset(whole | totals),
+        state=frozenset(whole | totals).difference(on_host),
+        on_host=frozenset(whole.intersection(on_host)),
         pins=_pinned(sorted(whole | microbatch), pins or {}),
         in_parts={
             task.inputs[number]: demand
@@ -279,6 +292,7 @@ def class_key(layer: LayerClass) -> Hashable:
         tuple(sorted(axes, key=str)),
         numbered(layer.constraints.sums),
         numbered(layer.state),
+        numbered(layer.on_host),
         numbered(layer.kept),
         numbered(layer.fed),
         tuple(sorted((numbers[name], str(spec)) for name, spec in layer.pins.items())),

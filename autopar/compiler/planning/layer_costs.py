@@ -12,6 +12,7 @@ The memory of a device at the worst moment of a step is that of the simulator, w
     temporary      what else a task is given, makes, and needs in between      while it runs
     deferred       the part of it that the compiler keeps until the task ends, so that layers in one task add theirs up
     update         the same as temporary, of the update: then no microbatch is in flight
+    on the host    nothing, but three of its parts while they are updated; its bytes take time on the link to the host
 
     peak = state + max(temporary + in flight · activation, update)
 """
@@ -32,6 +33,7 @@ from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, Gr
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.memory.estimate import peak_memory
+from autopar.compiler.pipeline.host_state import MOST_PARTS, PARTS_AT_ONCE
 from autopar.compiler.planning.constraints import equation_constraints, layout_from_user
 from autopar.compiler.planning.kinds import AllowedSplits, kept_layouts, within_kinds
 from autopar.compiler.planning.layer_classes import LayerClass
@@ -91,9 +93,9 @@ class LayerCosts:
         key = (number, mesh.shape, mesh_costs.machine, choice)
         if key not in self.known:
             layer, free = self.classes[number], choice._replace(memory_multiplier=0.0)
-            charged: Mapping[str, float] = {}
+            charged = host_charges(layer, mesh_costs.machine)
             if memory_multiplier:
-                charged = memory_charges(layer, self.cost(number, mesh_costs, free), memory_multiplier)
+                charged |= memory_charges(layer, self.cost(number, mesh_costs, free), memory_multiplier)
             solved = self._choices_of(number, mesh_costs, free).best(
                 charged,
                 time_limit_s=self.time_limit_s,
@@ -103,7 +105,8 @@ class LayerCosts:
             self.gap = max(self.gap, _gap(solved))
             if number == self.most_common and not memory_multiplier:
                 self.borders[mesh.shape, mesh_costs.machine, free] = _border(layer, solved)
-            self.known[key] = stage_cost(layer, solved, mesh, mesh_costs)
+            # A stage has many parts, of which this layer's update has all of its own.
+            self.known[key] = stage_cost(layer, solved, mesh, mesh_costs, parts=MOST_PARTS)
         return self.known[key]
 
     def least(self, number: int, machine: Machine, num_devices: int) -> StageCost:
@@ -142,7 +145,9 @@ class LayerCosts:
                 alike={**layer.constraints.alike, **_as_they_came(layer)},
             )
             choices = task_graph(layer.tasks, mesh, mesh_costs, constraints)
-            self.choices[key] = PricedTaskGraph(graph=choices, names=layer.state | layer.kept | layer.fed)
+            self.choices[key] = PricedTaskGraph(
+                graph=choices, names=layer.state | layer.on_host | layer.kept | layer.fed
+            )
         return self.choices[key]
 
     def _at_borders(
@@ -215,14 +220,24 @@ def memory_charges(layer: LayerClass, cost: StageCost, memory_multiplier: float)
     return {name: memory_multiplier * step_s * weight / whole for name, weight in weights.items()} if whole else {}
 
 
+def host_charges(layer: LayerClass, machine: Machine) -> dict[str, float]:
+    """Return the seconds that each byte of what is on the host takes to come to a device; it leaves beside others."""
+    return dict.fromkeys(sorted(layer.on_host), machine.host_copy_s(1.0))
+
+
 def stage_cost(
     layer: LayerClass,
     solved: GroupPlan,
     mesh: LogicalMesh,
     mesh_costs: MeshCosts,
     blocks: Mapping[str, LocalBlock] | None = None,
+    *,
+    parts: int = 1,
 ) -> StageCost:
-    """Return the cost of a solution; `blocks` are its `local_blocks`, if known."""
+    """Return the cost of a solution; `blocks` are its `local_blocks`, if known.
+
+    Each update has one part of the state that is on the host, or so many `parts` of it.
+    """
     seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
     weight_s = 0.0
     blocks = local_blocks(layer.tasks, solved, mesh) if blocks is None else blocks
@@ -230,11 +245,11 @@ def stage_cost(
         task_s = block_times(blocks[task.name], mesh_costs).total_s
         seconds[task.phase] += task_s
         weight_s += task_s if task.name.startswith("weight_gradient") else 0.0
-    memory = stage_memory(layer, solved.layouts, blocks, mesh, mesh_costs.machine)
+    memory = stage_memory(layer, solved.layouts, blocks, mesh, mesh_costs.machine, parts)
     return StageCost(
         forward_s=seconds["forward"],
         backward_s=seconds["backward"],
-        update_s=seconds["update"],
+        update_s=max(seconds["update"], mesh_costs.machine.host_copy_s(memory.host_bytes)),
         weight_s=weight_s,
         state_bytes=memory.state_bytes,
         activation_bytes=memory.activation_bytes,
@@ -253,6 +268,8 @@ class StageMemory:
     temporary_bytes: float
     deferred_bytes: float
     update_bytes: float
+    host_bytes: float
+    """On the host, for one device."""
 
 
 def stage_memory(
@@ -261,6 +278,7 @@ def stage_memory(
     blocks: Mapping[str, LocalBlock],
     mesh: LogicalMesh,
     machine: Machine,
+    parts: int = 1,
 ) -> StageMemory:
     """Return the memory of a layer or a stage, by the layouts of its values and the local programs of its tasks."""
     types = task_value_types(layer)
@@ -269,12 +287,13 @@ def stage_memory(
     def total_bytes(names: Iterable[str]) -> float:
         return sum(device_bytes(types[name], layouts.get(name), mesh) for name in names if name in types)
 
-    temporary = deferred = update = 0.0
+    temporary = deferred = update = part = 0.0
     for task in layer.tasks:
         memory = peak_memory(blocks[task.name], mesh, task.donated, product_workspace=machine.product_workspace_bytes)
         extra = memory.peak_bytes - total_bytes(_counted(task, counted))
         if task.phase == "update":
-            update = max(update, extra)
+            brought = total_bytes(layer.on_host.intersection(task.inputs))
+            update, part = max(update, extra - brought), max(part, brought)
         else:
             temporary, deferred = max(temporary, extra), max(deferred, memory.deferred_bytes)
     num_microbatches = max((task.times for task in layer.tasks), default=1.0)
@@ -283,7 +302,8 @@ def stage_memory(
         activation_bytes=total_bytes(layer.kept),
         temporary_bytes=temporary,
         deferred_bytes=deferred,
-        update_bytes=update,
+        update_bytes=update + PARTS_AT_ONCE * part / parts,
+        host_bytes=total_bytes(layer.on_host),
     )
 
 

@@ -31,6 +31,7 @@ from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
+from autopar.compiler.pipeline.host_state import state_on_host
 from autopar.compiler.planning.candidates import (
     PipelineCandidate,
     likely_time_s,
@@ -193,6 +194,9 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> Shar
         random=method.random,
     )
     graph = cut_stages(layers.prepared, StageCut.of(bare))
+    if problem.offloads:
+        bare = replace(bare, host_state=state_on_host(graph))
+        graph = cut_stages(layers.prepared, StageCut.of(bare))
     shardings = stage_shardings(problem, layers, graph, bare, stages, candidate.timing)
 
     def make_plan() -> Plan:
@@ -216,7 +220,7 @@ def search_plan(problem: StageProblem, simulated_s: SimulatedTime) -> Plan:
     keep, and `NotSplittable` or `Unsupported` for a step that cannot be cut as it is asked for.
     """
     pins_of_inputs(problem.trace, problem.method.pins)
-    if problem.num_devices == 1:
+    if problem.num_devices == 1 and not problem.offloads:
         return _plan_on_one_device(problem, simulated_s)
     if problem.hardware.is_mixed and problem.num_stages is not None:
         raise InvalidArgument(
@@ -290,7 +294,12 @@ class _Search:
         search = cls(problem=problem, cuttable=cuttable, simulated_s=simulated_s, known=known, bounds=bounds)
         search.open += search.programs()
         search.open += search.stages()
-        search.open += search.lanes()
+        search.open += () if problem.offloads else search.lanes()
+        if problem.offloads and not search.open:
+            raise Unsupported(
+                f'offload="optimizer" brings state in for the update of a step, and {problem.trace.name} cannot be cut '
+                'into a gradient and an update. Use offload="off".'
+            )
         return search
 
     # --- the space ----------------------------------------------------------------------------------------------------
@@ -298,6 +307,8 @@ class _Search:
     def programs(self) -> Iterator[Region]:
         """Yield the regions of one program."""
         problem, method = self.problem, self.problem.method
+        if problem.offloads:
+            return  # only updates apart from the rest have their state brought in
         if problem.hardware.is_mixed:
             yield from self.programs_of_groups()
             return
@@ -359,13 +370,14 @@ class _Search:
         assert self.known is not None
         given = self.cuttable.num_stages
         if given is not None:
-            if given > 1 or (self.is_large and self.problem.method.num_microbatches is None):
+            large = self.is_large and self.problem.method.num_microbatches is None
+            if given > 1 or large or self.problem.offloads:
                 yield given, given
             return
         if self.problem.named_stages:
             yield len(self.problem.named_stages), len(self.problem.named_stages)
             return
-        if self.is_large:
+        if self.is_large or self.problem.offloads:
             yield 1, 1
         if not self.problem.method.allows_stages:
             return
@@ -574,7 +586,8 @@ class _Search:
         """Choose the layouts of all stages of a candidate, and simulate its plan."""
         candidate, problem = region.candidate, self.cuttable
         stages = candidate.stages
-        if len(stages) == 1 and candidate.layers.num_microbatches == 1 and len(candidate.virtual_stages) == 1:
+        alone = len(stages) == 1 and candidate.layers.num_microbatches == 1 and len(candidate.virtual_stages) == 1
+        if alone and not problem.offloads:
             # The layouts of one program on one mesh are searched in one piece.
             self.solve_program(
                 OneProgram(
@@ -639,7 +652,7 @@ class _Search:
 def _if_it_can_be_cut(problem: StageProblem) -> tuple[KnownLayers | None, StepBounds | None]:
     """Return the layers of a step and its bounds; None where there is nothing but one program."""
     trace, method = problem.trace, problem.method
-    if not _may_be_cut(trace, method.num_stages, problem.num_devices):
+    if not _may_be_cut(trace, method.num_stages, 2 if problem.offloads else problem.num_devices):
         return None, None
     if (method.num_stages or 1) > 1 and not trace.differentiates:
         refuse_long_training_loops(trace, f"{method.num_stages} stages")

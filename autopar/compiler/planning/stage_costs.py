@@ -65,6 +65,11 @@ class StageProblem:
     """The layouts of stages as a whole so far, which other candidates may have as well (see `stage_layouts`)."""
 
     @property
+    def offloads(self) -> bool:
+        """True if the state that only updates read is on the host."""
+        return self.method.offload == "optimizer"
+
+    @property
     def num_devices(self) -> int:
         """All devices there are."""
         return self.hardware.num_devices
@@ -212,6 +217,7 @@ class KnownLayers:
                 pins=problem.method.pins,
                 by_kinds=problem.method.kinds is not None,
                 cut=problem.cut or partial(model_cuts, num_stages=problem.least_layers),
+                offload=problem.offloads,
                 **self.options,
             )
             problem.known[key] = layers, _costs_of(problem, layers)

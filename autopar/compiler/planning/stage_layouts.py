@@ -23,10 +23,17 @@ from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, Gr
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
+from autopar.compiler.pipeline.host_state import values_on_host
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.kinds import graph_kinds
 from autopar.compiler.planning.layer_classes import LayerClass, Layers, class_key, layer_class, layer_value_numbers
-from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, layer_constraints, memory_charges, stage_cost
+from autopar.compiler.planning.layer_costs import (
+    MEMORY_MULTIPLIERS,
+    host_charges,
+    layer_constraints,
+    memory_charges,
+    stage_cost,
+)
 from autopar.compiler.planning.mesh_sharding import local_blocks, mesh_sharding, mesh_sharding_like
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
@@ -182,7 +189,7 @@ def _stage_inputs(
     mesh = logical_mesh(plan.meshes[number])
     tasks = tasks_of_stages(graph, plan.stages_on(number), problem.trace.donated_inputs)
     method = problem.method
-    layer = layer_class(graph, tasks, method.pins, kinds)
+    layer = layer_class(graph, tasks, method.pins, kinds, values_on_host(graph, plan))
     behind, count = (0, 1) if plan.shares else (len(plan.meshes) - 1 - number, len(plan.meshes))
     num_layers = [each.layers[1] - each.layers[0] for each in plan.stages if each.mesh == number]
     # Those in flight may all be of the largest virtual stage.
@@ -245,7 +252,7 @@ class _EquivalentStages:
         if self.choices is None:
             self.choices = task_graph(inputs.tasks, inputs.mesh, inputs.mesh_costs, inputs.constraints)
         if memory_multiplier not in self.solutions:
-            charged = inputs.received
+            charged = _added(inputs.received, host_charges(inputs.layer, inputs.mesh_costs.machine))
             if memory_multiplier:
                 charged = _added(charged, memory_charges(inputs.layer, inputs.stage.cost, memory_multiplier))
             solved = self.choices.best(

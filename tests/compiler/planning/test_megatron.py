@@ -195,6 +195,7 @@ def test_the_examples_of_the_docstring_are_true():
         ({"virtual_stages": 2}, 'virtual_stages is 2 with schedule="1f1b"'),
         ({"virtual_stages": 0, "schedule": "interleaved"}, "virtual_stages is 0"),
         ({"zero": 4}, "zero is 4; ZeRO has the stages 1, 2 and 3"),
+        ({"offload": "auto"}, "offload is 'auto'. Choose one of"),
         ({"zero": 1, "data": 1}, "zero=1 divides the state among replicas of the data, and data is 1. Use zero=0"),
         ({"random": "off"}, "random is 'off'"),
         ({"batch_statistics": "off"}, "batch_statistics is 'off'"),

@@ -1,0 +1,106 @@
+"""A search keeps state on the host where it is asked to, or where nothing else fits or is as fast."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import Auto
+from autopar.errors import MemoryTooSmall, Unsupported
+from tests.small_steps import gpt_loss, mlp_batch, mlp_params, mlp_step
+
+WIDTH, VOCABULARY, BLOCKS = 32, 11, 2
+
+
+def draw(seed, *shape):
+    return jnp.asarray(0.2 * np.random.default_rng(seed).normal(size=shape), jnp.float64)
+
+
+def new_state():
+    """Parameters in 32 bits, and a master copy and moments of twice as many."""
+    shapes = {"qkv": (WIDTH, 3 * WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    blocks = [{name: draw(10 * n + len(name), *shape) for name, shape in shapes.items()} for n in range(1, BLOCKS + 1)]
+    master = {"embed": draw(0, VOCABULARY, WIDTH), "blocks": blocks}
+    mu, nu = (jax.tree.map(jnp.zeros_like, master) for _ in range(2))
+    return {"params": in_32_bits(master), "master": master, "mu": mu, "nu": nu}
+
+
+def in_32_bits(params):
+    return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
+
+def train_step(state, batch):
+    value, grads = jax.value_and_grad(gpt_loss)(state["params"], batch)
+    mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g.astype(m.dtype), state["mu"], grads)
+    nu = jax.tree.map(lambda n, g: 0.99 * n + 0.01 * g.astype(n.dtype) ** 2, state["nu"], grads)
+    master = jax.tree.map(lambda p, m, n: p - 0.01 * m / (jnp.sqrt(n) + 1e-3), state["master"], mu, nu)
+    return {"params": in_32_bits(master), "master": master, "mu": mu, "nu": nu}, value
+
+
+def batch():
+    return jnp.asarray(np.random.default_rng(70).integers(0, VOCABULARY, size=(4, 3)), jnp.int32)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_gpt_whose_state_is_one_and_a_half_times_the_budget_trains_as_the_plain_step():
+    budget = sum(leaf.nbytes for leaf in jax.tree.leaves(new_state())) / 1.5
+    options = {"devices": jax.devices()[:1], "donate_argnums": 0}
+    without = autopar.parallelize(train_step, method=Auto(memory=budget), **options)
+    with pytest.raises(MemoryTooSmall, match=r'Or let state .* live in the memory of the hosts: offload="auto"'):
+        without.trace(new_state(), batch()).plan()
+    searched = autopar.parallelize(train_step, method=Auto(memory=budget, offload="auto"), **options)
+    planned = searched.trace(new_state(), batch()).plan()
+    kept = {name.split(".")[1] for part in planned.plan.host_state for name in part}
+    assert kept == {"master", "mu", "nu"}
+    assert planned.simulate().peak_bytes <= budget
+    step, plain = planned.lower().compile(), jax.jit(train_step)
+    state, expected = new_state(), new_state()
+    for _ in range(3):
+        state, value = step(state, batch())
+        expected, expected_value = plain(expected, batch())
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state["master"])} == {"pinned_host"}
+    assert float(value) == pytest.approx(float(expected_value), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state, expected)
+
+
+@pytest.mark.usefixtures("float64")
+def test_where_there_is_room_the_faster_plan_keeps_all_state_on_the_devices():
+    step = autopar.parallelize(train_step, method=Auto(offload="auto"), devices=jax.devices()[:1])
+    assert step.trace(new_state(), batch()).plan().plan.host_state == ()
+
+
+def larger(leaf):
+    """The same as a type, 32 times as wide."""
+    shape = tuple(32 * size if size % WIDTH == 0 else size for size in leaf.shape)
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+
+@pytest.mark.usefixtures("float64")
+def test_devices_divide_what_is_on_the_host_because_copies_take_time():
+    cluster = autopar.Cluster.parse("p3.16xlarge").with_devices(2)
+    step = autopar.parallelize(train_step, cluster=cluster, donate_argnums=0)
+    method = Auto(offload="optimizer", num_stages=1, mesh_shape=(1, 2), num_microbatches=1)
+    state = jax.tree.map(larger, new_state())
+    planned = step.trace(state, batch()).plan(method)
+    kept = [name for part in planned.plan.host_state for name in part]
+    assert len(kept) == 3 * (1 + 3 * BLOCKS)
+    assert all(any(planned.plan.input_specs[name]) for name in kept if "blocks" in name)
+    master = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state["master"]))
+    assert planned.simulate().host_bytes == pytest.approx(3 * master / 2, rel=0.01)
+
+
+def mean_loss(params, batch):
+    return jnp.mean(batch @ params)
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "message"),
+    [
+        (mlp_step, (mlp_params(), mlp_batch()), "keeps state on the host that only the update reads, and train_step"),
+        (mean_loss, (jnp.ones((16, 16)), jnp.ones((8, 16))), "mean_loss cannot be cut into a gradient and an update"),
+    ],
+)
+def test_steps_without_state_for_the_host_are_refused(step, args, message):
+    with pytest.raises(Unsupported, match=message):
+        autopar.parallelize(step, devices=jax.devices()[:2]).trace(*args).plan(Auto(offload="optimizer"))
