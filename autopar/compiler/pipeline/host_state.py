@@ -19,8 +19,8 @@ from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.errors import PlanMismatch, Unsupported
 from autopar.ir.plan import Plan
 
-MOST_PARTS = 16
-"""Of the state of a stage: with three parts on the devices at once, that leaves a fifth of it there."""
+PART_SHARE = 1 / 16
+"""Of the state of a stage: no part of several arrays is larger, so that three of them are less than a fifth of it."""
 PARTS_AT_ONCE = 3
 """On the devices: one that comes, one that is updated, one that leaves."""
 
@@ -63,7 +63,7 @@ def state_on_host(graph: StageGraph) -> tuple[tuple[str, ...], ...]:
         tasks = [task for task in graph.tasks if task.kind == "U" and task.stage == stage]
         together = [each for task in tasks for each in _read_together(task, offered)]
         size_of = [sum(sizes[value] for value in each) for each in together]
-        room = max([*size_of, sum(size_of) / MOST_PARTS])
+        room = max([*size_of, sum(size_of) * PART_SHARE])
         part, filled = list[str](), 0.0
         for values, nbytes in zip(together, size_of, strict=True):
             if part and filled + nbytes > room:

@@ -33,7 +33,7 @@ from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, Gr
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.memory.estimate import peak_memory
-from autopar.compiler.pipeline.host_state import MOST_PARTS, PARTS_AT_ONCE
+from autopar.compiler.pipeline.host_state import PART_SHARE, PARTS_AT_ONCE
 from autopar.compiler.planning.constraints import equation_constraints, layout_from_user
 from autopar.compiler.planning.kinds import AllowedSplits, kept_layouts, within_kinds
 from autopar.compiler.planning.layer_classes import LayerClass
@@ -105,8 +105,8 @@ class LayerCosts:
             self.gap = max(self.gap, _gap(solved))
             if number == self.most_common and not memory_multiplier:
                 self.borders[mesh.shape, mesh_costs.machine, free] = _border(layer, solved)
-            # A stage has many parts, of which this layer's update has all of its own.
-            self.known[key] = stage_cost(layer, solved, mesh, mesh_costs, parts=MOST_PARTS)
+            # A stage brings in its state part by part, where this layer's update reads all of its own.
+            self.known[key] = stage_cost(layer, solved, mesh, mesh_costs, part_share=PART_SHARE)
         return self.known[key]
 
     def least(self, number: int, machine: Machine, num_devices: int) -> StageCost:
@@ -232,11 +232,11 @@ def stage_cost(
     mesh_costs: MeshCosts,
     blocks: Mapping[str, LocalBlock] | None = None,
     *,
-    parts: int = 1,
+    part_share: float = 1.0,
 ) -> StageCost:
     """Return the cost of a solution; `blocks` are its `local_blocks`, if known.
 
-    Each update has one part of the state that is on the host, or so many `parts` of it.
+    An update brings in all that it reads of the state on the host at once, or a share of it at a time.
     """
     seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
     weight_s = 0.0
@@ -245,7 +245,7 @@ def stage_cost(
         task_s = block_times(blocks[task.name], mesh_costs).total_s
         seconds[task.phase] += task_s
         weight_s += task_s if task.name.startswith("weight_gradient") else 0.0
-    memory = stage_memory(layer, solved.layouts, blocks, mesh, mesh_costs.machine, parts)
+    memory = stage_memory(layer, solved.layouts, blocks, mesh, mesh_costs.machine, part_share)
     return StageCost(
         forward_s=seconds["forward"],
         backward_s=seconds["backward"],
@@ -278,7 +278,7 @@ def stage_memory(
     blocks: Mapping[str, LocalBlock],
     mesh: LogicalMesh,
     machine: Machine,
-    parts: int = 1,
+    part_share: float = 1.0,
 ) -> StageMemory:
     """Return the memory of a layer or a stage, by the layouts of its values and the local programs of its tasks."""
     types = task_value_types(layer)
@@ -302,7 +302,7 @@ def stage_memory(
         activation_bytes=total_bytes(layer.kept),
         temporary_bytes=temporary,
         deferred_bytes=deferred,
-        update_bytes=update + PARTS_AT_ONCE * part / parts,
+        update_bytes=update + PARTS_AT_ONCE * part_share * part,
         host_bytes=total_bytes(layer.on_host),
     )
 
