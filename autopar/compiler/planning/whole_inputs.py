@@ -27,9 +27,10 @@ _METHODS = {method.__name__: method for method in get_args(Method)}
 def note_whole_inputs(trace: Trace, plan: Plan) -> None:
     """Note the batch, and the large arrays of the state, that the plan's method would have divided and could not."""
     meshes = [mesh for mesh in plan.meshes if len(mesh.devices) > 1]
-    if not meshes:
+    method = _METHODS.get(plan.method)
+    if not meshes or method is None:  # a plan that follows another one takes the state as it lies
         return
-    divides, kinds = _METHODS[plan.method].divides, () if plan.certificate is None else plan.certificate.kinds
+    divides, kinds = method.divides, () if plan.certificate is None else plan.certificate.kinds
     if "batch" in divides and (not kinds or "data" in kinds):
         _note_batch(trace, plan, meshes, any_axis="state" in divides)
     if "state" in divides and (not kinds or {"zero", "tensor", "expert"} & set(kinds)):
