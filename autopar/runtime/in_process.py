@@ -167,6 +167,7 @@ class InProcessProgram:
         with self.context:
             with _starting:
                 env = self.place(leaves) + self.unset
+                self.progress.begin()
             for (mesh, instruction, number), run in zip(self.order, self.steps):
                 start_s = time.time()
                 with _starting:
@@ -190,6 +191,7 @@ class InProcessProgram:
                             is_task=isinstance(instruction, Run),
                         )
                     )
+            self.progress.started = len(self.steps)
         return [result(env) for result in self.results], times
 
 

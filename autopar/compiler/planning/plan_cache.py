@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -77,6 +77,7 @@ def kept_plan(
 
 def plan_key(trace: Trace, method: Method, cluster: Cluster, *, checked: bool) -> str | None:
     """Return a text that differs wherever a plan might; None if something that it depends on has no content."""
+    primitives = {eqn.primitive.name for eqn in jc.all_equations(trace.jaxpr)}
     return content_digest(
         *_releases(),
         jc.settings_text(),
@@ -86,9 +87,16 @@ def plan_key(trace: Trace, method: Method, cluster: Cluster, *, checked: bool) -
         sorted(trace.kept_inputs.items()),
         (method, cluster, checked),
         default_strategy(),
-        *map(_by_name, (registered_rules(), registered_flops(), collective_costs())),
+        _by_name(_deciding(registered_rules(), primitives)),
+        _by_name(_deciding(registered_flops(), primitives)),
+        _by_name(collective_costs()),
         SCHEDULES,
     )
+
+
+def _deciding(registered: Iterable[tuple[str, Any]], primitives: Collection[str]) -> list[tuple[str, Any]]:
+    """Return what is registered for a program; a function of the user's for another primitive decides nothing."""
+    return [each for each in registered if each[0] in primitives or content_digest(each[1]) is not None]
 
 
 def _by_name(registered: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:

@@ -103,7 +103,10 @@ def test_what_was_registered_or_set_is_in_the_key(monkeypatch):
         patched.setattr(plan_cache, "collective_costs", lambda: tuple(changed.items()))
         assert key() not in (None, before)
     with monkeypatch.context() as patched:
-        patched.setattr(plan_cache, "registered_rules", lambda: (("mine", lambda eqn: None),))
+        rules = plan_cache.registered_rules()
+        patched.setattr(plan_cache, "registered_rules", lambda: (*rules, ("of no program here", lambda eqn: None)))
+        assert key() == before
+        patched.setattr(plan_cache, "registered_rules", lambda: (*rules, ("tanh", lambda eqn: None)))
         assert key() is None
     with monkeypatch.context() as patched:
         patched.setattr(plan_cache, "_releases", lambda: ("another release",))
