@@ -26,7 +26,6 @@ from autopar.aot import Traced
 from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.errors import AutoparError
 from autopar.hardware.machine import Machine, machines
-from autopar.ir.plan import Plan
 from benchmarks.accuracy_cases import Unusable
 from benchmarks.accuracy_report import Predicted
 from benchmarks.accuracy_rows import Row
@@ -42,8 +41,6 @@ _INCOMPLETE = {
     "remat": "names the values that are kept or offloaded, which no method does",
     "no": "does not say all of its sizes, its batch, its plan or its machine",
 }
-_GATHERS_ANEW = "alpa"
-"""The executor whose programs do so; there, ZeRO-3 takes two gathers more than ZeRO-2 does. Others share one."""
 _WIDENINGS = range(1, 65)
 _SAME_SIZE = 0.05
 
@@ -69,8 +66,6 @@ class Degrees:
     zero: int
     mesh: tuple[int, ...] | None
     searched: bool
-    gathers_anew: bool
-    """What is divided is gathered for what is computed again, and once more for the backward pass."""
 
     @property
     def devices(self) -> int:
@@ -142,24 +137,10 @@ def _simulated(model: Model, degrees: Degrees, machine: str, devices: int) -> tu
     cluster = Cluster(num_devices=devices, machine=Machine.named(machine))
     try:
         workload, traced = _traced(model)
-        planned = traced.on_cluster(cluster).plan(method_of(workload, degrees))
-        report = planned.simulate(cluster)
+        report = traced.on_cluster(cluster).plan(method_of(workload, degrees)).simulate(cluster)
     except AutoparError as error:
         raise Unusable(f"{type(error).__name__}: {str(error).split('. ')[0]}") from error
-    anew_s = repeated_gathers_s(planned.plan) if degrees.gathers_anew else 0.0
-    return report.step_time_s + anew_s, report.peak_bytes
-
-
-def repeated_gathers_s(plan: Plan) -> float:
-    """Return the seconds of a step in which a device gathers again what the forward pass had gathered."""
-    shardings = [mesh.sharding for mesh in plan.meshes if mesh.sharding is not None]
-    return max(
-        (
-            sum(each.seconds for each in sharding.collectives if each.repeated and each.kind == "all-gather")
-            for sharding in shardings
-        ),
-        default=0.0,
-    )
+    return report.step_time_s, report.peak_bytes
 
 
 @lru_cache(maxsize=1)
@@ -339,7 +320,6 @@ def _degrees(row: Row, devices: int) -> Degrees:
         zero=row.whole("zero") or 0,
         mesh=_mesh(row, devices // pipeline, degree) if searched else _pinned_mesh(degree),
         searched=searched,
-        gathers_anew=row["remat"] == "full" and row.number("zero") == 3 and _GATHERS_ANEW in row["stack"].lower(),
     )
     if not searched and found.devices != devices:
         raise Unusable("says degrees whose product is not its number of devices")

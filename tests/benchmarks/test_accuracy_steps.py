@@ -7,22 +7,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar import Auto, Cluster, Megatron
+from autopar import Auto, Megatron
 from autopar.errors import InvalidArgument
-from autopar.hardware.machine import Machine
 from benchmarks.accuracy import accuracy_report
 from benchmarks.accuracy_cases import Unusable
 from benchmarks.accuracy_journal import Journal
 from benchmarks.accuracy_report import DIFFERENT, Predicted, ordered_pairs
 from benchmarks.accuracy_rows import STEP_COLUMNS, STEPS, Measurements, Row, read_measurements
-from benchmarks.accuracy_steps import (
-    StepCase,
-    method_of,
-    predicted,
-    repeated_gathers_s,
-    step_case_of,
-    workload_of,
-)
+from benchmarks.accuracy_steps import StepCase, method_of, predicted, step_case_of, workload_of
 from benchmarks.models.alpa_moe import MoESize
 from benchmarks.models.wide_resnet import ResNetSize
 
@@ -135,19 +127,6 @@ def test_experts_are_chosen_within_groups():
 def test_a_row_that_cannot_be_expressed_says_why(cells: dict[str, str], reason: str):
     with pytest.raises(Unusable, match=reason):
         case(**cells)
-
-
-def test_executors_that_gather_anew_take_as_much_longer():
-    cells = {"data": "1", "fsdp": "2", "zero": "3"}
-    shared, anew = (predicted(case(**cells, stack=stack)) for stack in ("MaxText", "Alpa with its own XLA fork"))
-    workload = workload_of(case(**cells).model)
-    two = Cluster(num_devices=2, machine=Machine.named("p3.16xlarge"))
-    step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=two)
-    plan = step.trace(workload.abstract_state, workload.abstract_batch).plan(method(**cells)).plan
-    assert 0 < repeated_gathers_s(plan) < shared.step_s
-    assert anew.step_s == pytest.approx(shared.step_s + repeated_gathers_s(plan))
-    kept = {**cells, "remat": "none", "stack": "Alpa"}
-    assert not case(**kept).layout.gathers_anew
 
 
 def test_a_model_is_traced_once_for_its_rows():
