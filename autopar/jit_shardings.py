@@ -126,13 +126,19 @@ def jit_shardings(
 ) -> JitShardings:
     """Return the layouts of a plan on one mesh, on these devices; None: on placeholders of its own.
 
-    Raises `Unsupported` for stages on several meshes, and for arguments that a plain `jax.jit` takes no shardings of.
+    Raises `Unsupported` for stages on several meshes, for state on the host, and for arguments that a plain `jax.jit`
+    takes no shardings of.
     """
     planned, *others = plan.meshes
     if others:
         raise Unsupported(
             f"The plan of {trace.name} has stages on {len(plan.meshes)} meshes, and one jax.jit runs on one. Plan with "
             "Auto(num_stages=1), or run what autopar compiles."
+        )
+    if plan.host_state:
+        raise Unsupported(
+            f"The plan of {trace.name} keeps {plan.host_state[0][0]} on the host and brings it in part by part, which "
+            'one jax.jit cannot. Plan with offload="off", or run what autopar compiles.'
         )
     _, named, graph = call.unflatten(call.leaves)
     if named or graph is not None or call.static or call.static_leaves:

@@ -1,4 +1,4 @@
-"""What differs between two plans, in words and numbers: decisions, layouts by name, collectives, memory, time.
+"""Compare two plans, in words and numbers: decisions, layouts by name, collectives, memory, time.
 
     PlanDescription, PlanDescription  ->  PlanDifference  ->  text, HTML, JSON
     Plan, Plan                        ->  the same, without what only a simulation knows

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from tests.small_steps import assert_same, draw, mlp_batch, mlp_params, mlp_step
+from tests.small_steps import adam, adam_state, assert_same, draw, mlp_batch, mlp_loss, mlp_params, mlp_step
 
 WIDE = [{"w": draw(i, 64, 64), "b": draw(9 + i, 64)} for i in range(2)]
 BATCH = (draw(20, 16, 64), draw(21, 16, 64))
@@ -75,6 +75,13 @@ def test_stages_have_no_shardings_for_one_jit():
     params, batch = mlp_params(), mlp_batch()
     with pytest.raises(autopar.Unsupported, match="stages on 2 meshes"):
         planned(autopar.PipelineParallel(num_stages=2), params, batch).shardings()
+
+
+def test_state_on_the_host_has_no_shardings_for_one_jit():
+    state = adam_state(WIDE)
+    plan = planned(autopar.Megatron(offload="optimizer"), state, BATCH, adam(mlp_loss))
+    with pytest.raises(autopar.Unsupported, match="on the host and brings it in part by part"):
+        plan.shardings()
 
 
 def test_microbatches_in_executables_of_their_own_have_no_constraints():
