@@ -4,16 +4,15 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
+from typing import cast
 
 import autopar
 from autopar.ir.schedules import SCHEDULES
 
 PACKAGE = Path(__file__).parent.parent / "autopar"
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 MAX_FUNCTION_LINES = 60
 VAGUE_NAMES = {"utils", "core", "common", "helpers", "misc"}
 
@@ -68,7 +67,16 @@ PARAMETER_GATES = (
     "compiler/sharding/declared_rules.py",
 )
 
-over_files = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+# Every rule is one test that lists what breaks it; 3,000 tests, one for each file and rule, would mostly be overhead.
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def place(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
 
 
 def module_name(path: Path) -> str:
@@ -76,27 +84,32 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_names(tree: ast.Module) -> Iterator[str]:
+MODULES = {module_name(path) for path in FILES}
+
+
+@cache
+def imported_names(path: Path) -> list[str]:
     """Every module or name that is imported anywhere in a file, as a dotted path."""
-    for node in ast.walk(tree):
+    names: list[str] = []
+    for node in nodes(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def modules_used(path: Path) -> set[str]:
     """The modules of the package that a file imports; `from package import module` counts as the module."""
-    modules = {module_name(other) for other in FILES}
     return {
-        name if name in modules else name.rpartition(".")[0]
-        for name in imported_names(TREES[path])
-        if name in modules or name.rpartition(".")[0] in modules
+        name if name in MODULES else name.rpartition(".")[0]
+        for name in imported_names(path)
+        if name in MODULES or name.rpartition(".")[0] in MODULES
     }
 
 
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def lines_without_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -112,16 +125,17 @@ def package_of(module: str) -> str:
     return max((package for package in PACKAGES if f"{path}.".startswith(f"{package}.")), key=len, default="")
 
 
-@over_files
-def test_packages_import_only_those_before_them(path):
-    package = package_of(module_name(path))
-    allowed = PACKAGES[: PACKAGES.index(package) + 1] if package else PACKAGES
-    used = {package_of(name) for name in modules_used(path)} - {""}
-    assert used <= set(allowed)
+def test_packages_import_only_those_before_them():
+    def too_early(path: Path) -> set[str]:
+        package = package_of(module_name(path))
+        allowed = PACKAGES[: PACKAGES.index(package) + 1] if package else PACKAGES
+        return {package_of(name) for name in modules_used(path)} - {"", *allowed}
+
+    assert not [(place(path), name) for path in FILES for name in too_early(path)]
 
 
 def test_every_module_has_its_place_in_the_order_of_packages():
-    unplaced = {module_name(path) for path in FILES if not package_of(module_name(path))}
+    unplaced = {module for module in MODULES if not package_of(module)}
     assert unplaced == {"autopar", "autopar.compiler"}
 
 
@@ -129,87 +143,103 @@ def test_solver_and_inter_operator_search_know_nothing_of_jax():
     files = [path for path in FILES if package_of(module_name(path)) in KNOWS_NO_JAX]
     assert files
     assert not [
-        (path.name, name)
+        (place(path), name)
         for path in files
-        for name in imported_names(TREES[path])
+        for name in imported_names(path)
         if f"{name}.".startswith(("jax.", "jaxlib."))
     ]
 
 
-@over_files
-def test_compiler_and_runtime_do_not_import_each_other(path):
-    side = path.relative_to(PACKAGE).parts[0]
-    other = {"compiler": "autopar.runtime", "runtime": "autopar.compiler"}.get(side)
-    assert not [name for name in modules_used(path) if other and f"{name}.".startswith(f"{other}.")]
-
-
-@over_files
-def test_what_is_private_or_optional_is_imported_at_its_gate_only(path):
-    place = path.relative_to(PACKAGE).as_posix()
+def test_compiler_and_runtime_do_not_import_each_other():
+    others = {"compiler": "autopar.runtime.", "runtime": "autopar.compiler."}
     assert not [
-        name
-        for name in imported_names(TREES[path])
-        for gated, gates in GATES.items()
-        if f"{name}.".startswith(f"{gated}.") and place not in gates
+        (place(path), name)
+        for path in FILES
+        if (other := others.get(path.relative_to(PACKAGE).parts[0]))
+        for name in modules_used(path)
+        if f"{name}.".startswith(other)
     ]
 
 
-@over_files
-def test_private_parts_of_jax_are_not_reached_by_attribute_either(path):
-    attributes = {node.attr for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute)}
-    place = path.relative_to(PACKAGE).as_posix()
-    assert "_src" not in attributes or place in GATES["jax._src"]
+def test_what_is_private_or_optional_is_imported_at_its_gate_only():
+    assert not [
+        (place(path), name)
+        for path in FILES
+        for name in imported_names(path)
+        for gated, gates in GATES.items()
+        if f"{name}.".startswith(f"{gated}.") and place(path) not in gates
+    ]
 
 
-@over_files
-def test_only_the_schedules_go_by_their_names(path):
-    constants = {node.value for node in ast.walk(TREES[path]) if isinstance(node, ast.Constant)}
-    assert not constants & SCHEDULES.keys() or path == PACKAGE / "ir/schedules.py"
+def test_private_parts_of_jax_are_not_reached_by_attribute_either():
+    assert not reads_of("_src", allowed=GATES["jax._src"])
 
 
-@over_files
-def test_parameters_of_equations_are_read_at_their_gate_only(path):
-    place = path.relative_to(PACKAGE).as_posix()
-    read = [node.lineno for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute) and node.attr == "params"]
-    assert not read or place in PARAMETER_GATES
+def test_parameters_of_equations_are_read_at_their_gate_only():
+    assert not reads_of("params", allowed=PARAMETER_GATES)
 
 
-@over_files
-def test_imports_within_the_package_are_absolute(path):
-    assert not [node.lineno for node in ast.walk(TREES[path]) if isinstance(node, ast.ImportFrom) and node.level]
+def reads_of(attribute: str, allowed: tuple[str, ...]) -> list[str]:
+    return [
+        f"{place(path)}:{node.lineno}"
+        for path in FILES
+        if place(path) not in allowed
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute) and node.attr == attribute
+    ]
 
 
-@over_files
-def test_file_opens_with_its_idea(path):
-    docstring = ast.get_docstring(TREES[path])
-    assert docstring
-    assert docstring.splitlines()[0].endswith((".", ":"))
+def test_only_the_schedules_go_by_their_names():
+    assert not [
+        (f"{place(path)}:{node.lineno}", node.value)
+        for path in FILES
+        if place(path) != "ir/schedules.py"
+        for node in nodes(path)
+        if isinstance(node, ast.Constant) and node.value in SCHEDULES
+    ]
 
 
-@over_files
-def test_file_has_a_name_that_says_something(path):
-    assert not VAGUE_NAMES & set(path.relative_to(PACKAGE).with_suffix("").parts)
+def test_imports_within_the_package_are_absolute():
+    assert not [
+        f"{place(path)}:{node.lineno}"
+        for path in FILES
+        for node in nodes(path)
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
 
 
-@over_files
-def test_functions_are_short_enough_to_read(path):
-    lengths = {function.name: lines_without_docstring(function) for function in functions(TREES[path])}
-    assert not {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES}
+def test_files_open_with_their_idea():
+    docstrings = {place(path): ast.get_docstring(cast(ast.Module, nodes(path)[0])) for path in FILES}
+    first_lines = {path: (docstring or "").partition("\n")[0] for path, docstring in docstrings.items()}
+    assert not {path: line for path, line in first_lines.items() if not line.endswith((".", ":"))}
 
 
-@over_files
-def test_functions_are_annotated(path):
-    def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
+def test_files_have_names_that_say_something():
+    assert not [place(path) for path in FILES if VAGUE_NAMES & set(path.relative_to(PACKAGE).with_suffix("").parts)]
+
+
+def test_functions_are_short_enough_to_read():
+    assert not [
+        (place(path), function.name, length)
+        for path in FILES
+        for function in functions(path)
+        if (length := lines_without_docstring(function)) > MAX_FUNCTION_LINES
+    ]
+
+
+def test_functions_are_annotated():
+    def unannotated(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
         arguments = function.args
         stars = [star for star in (arguments.vararg, arguments.kwarg) if star]
-        return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *stars]
+        parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *stars]
+        missing = [p.arg for p in parameters if p.annotation is None and p.arg not in ("self", "cls")]
+        return [*missing, *(["its result"] if function.returns is None else [])]
 
-    assert not [function.name for function in functions(TREES[path]) if function.returns is None]
     assert not [
-        f"{function.name}({parameter.arg})"
-        for function in functions(TREES[path])
-        for parameter in parameters(function)
-        if parameter.annotation is None and parameter.arg not in ("self", "cls")
+        (place(path), function.name, missing)
+        for path in FILES
+        for function in functions(path)
+        for missing in unannotated(function)
     ]
 
 
@@ -228,7 +258,7 @@ def test_every_public_name_of_the_package_exists():
 
 def test_importing_loads_neither_ray_nor_cupy_and_starts_no_backend():
     gated = {module_name(PACKAGE / gate) for gates in GATES.values() for gate in gates if "jax" not in gate}
-    modules = {module_name(path) for path in FILES} - gated
+    modules = MODULES - gated
     program = "\n".join(
         [
             "import sys, threading",
