@@ -13,11 +13,13 @@ algorithm 1): by the rate of the devices, and what is too much for one goes wher
 
 import argparse
 import itertools
+import json
 import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -277,6 +279,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds, after which the gap tells the rest")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there")
     options = parser.parse_args()
     if options.what == "exact":
         rule = ("behind", "do not fit", "mean ratio", "worst")
@@ -298,6 +301,8 @@ def main() -> None:
     for row in rows:
         table.add_row(*row)
     Console(width=200).print(table)
+    if options.json is not None:
+        options.json.write_text(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ other processes run as well.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -100,11 +102,11 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--memory-gib", type=float, nargs="+", default=[40, 141])
     parser.add_argument("--time-limit-s", type=float)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there")
     options = parser.parse_args()
     one = (options.layers or 48, options.devices or 64, options.devices_per_host)
     sizes = (one,) if options.layers or options.devices else SIZES
     schedules = SCHEDULES if options.schedule == "all" else (options.schedule,)
-    table = Table()
     columns = (
         "layers",
         "devices",
@@ -116,9 +118,10 @@ def main() -> None:
         "cpu",
         "labels",
         "stages",
+        "step s",
+        "gap",
     )
-    for column in (*columns, "step s", "gap"):
-        table.add_column(column, justify="right")
+    rows: list[list[str]] = []
     for layers, devices, per_host in sizes:
         for schedule in schedules:
             for microbatches in options.microbatches:
@@ -132,8 +135,15 @@ def main() -> None:
                         memory_gib=memory_gib,
                         time_limit_s=options.time_limit_s,
                     )
-                    table.add_row(*row(case))
+                    rows.append(row(case))
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="right")
+    for cells in rows:
+        table.add_row(*cells)
     Console(width=130).print(table)
+    if options.json is not None:
+        options.json.write_text(json.dumps([dict(zip(columns, cells, strict=True)) for cells in rows], indent=1) + "\n")
 
 
 def row(case: Case) -> list[str]:

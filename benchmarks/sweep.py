@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shutil
 import subprocess
 import sys
 import time
@@ -21,6 +22,14 @@ from pathlib import Path
 OUT = Path(".cache") / "sweep"
 GPU_COMPILER = "jax_cuda12_plugin"
 """XLA's GPU compiler, which autopar[gpu-aot] brings."""
+NOT_SWEPT = {
+    "benchmarks.accuracy": "needs a file of measured steps",
+    "benchmarks.single_device": "needs a GPU",
+    "benchmarks.weak_scaling_local": "is the process in which `benchmarks` times one case on the devices here",
+    "benchmarks.wild": "needs packages of its own, which `make wild` installs",
+    "benchmarks.sweep": "is this one",
+}
+"""Why a benchmark is no part of the sweep."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +45,13 @@ class Sweep:
     minutes: float | None
     shows: str
     needs: str = ""
-    """A module without which it is skipped."""
+    """A module, or a program on the PATH, without which it is skipped."""
+
+    def can_run(self) -> bool:
+        """True if what it needs is installed."""
+        return (
+            not self.needs or importlib.util.find_spec(self.needs) is not None or shutil.which(self.needs) is not None
+        )
 
 
 def _weak_scaling(family: str, gpus: str, methods: str, minutes: float) -> Sweep:
@@ -135,6 +150,30 @@ SWEEPS = (
         shows="schedules on the same degrees, simulated",
     ),
     Sweep(
+        name="stage_search_time",
+        words=("benchmarks.stage_search_time",),
+        minutes=1.3,
+        shows="seconds of the search over stages alone, and its gap",
+    ),
+    Sweep(
+        name="mixed_clusters",
+        words=("benchmarks.mixed_clusters", "exact"),
+        minutes=0.2,
+        shows="stages on devices of several kinds, against enumeration",
+    ),
+    Sweep(
+        name="mixed_clusters_shares",
+        words=("benchmarks.mixed_clusters", "shares", "--cases", "1500"),
+        minutes=0.1,
+        shows="shares of the microbatches, against enumeration",
+    ),
+    Sweep(
+        name="mixed_clusters_time",
+        words=("benchmarks.mixed_clusters", "time"),
+        minutes=0.1,
+        shows="seconds of the search over stages of two kinds",
+    ),
+    Sweep(
         name="overhead",
         words=("benchmarks.overhead",),
         minutes=2,
@@ -151,6 +190,25 @@ SWEEPS = (
         words=("benchmarks.cluster_faults",),
         minutes=None,
         shows="training goes on right, or ends with one error",
+    ),
+    Sweep(
+        name="bad_input",
+        words=("benchmarks.bad_input",),
+        minutes=None,
+        shows="hostile options and damaged files are accepted or refused",
+    ),
+    Sweep(
+        name="growth",
+        words=("benchmarks.growth",),
+        minutes=None,
+        shows="10,000 calls, and as many trained steps: nothing grows",
+    ),
+    Sweep(
+        name="explorer_pages",
+        words=("benchmarks.explorer_pages", "--folder", str(OUT / "pages")),
+        minutes=None,
+        shows="pages of plans: size, first paint, interactions",
+        needs="chromedriver",
     ),
     _weak_scaling("gpt", "1,2,4,8,16,32,64", "auto,megatron,zero3,data,inter-only", 35),
     _weak_scaling("moe", "1,2,4,8,16,32,64", "auto,megatron", 30),
@@ -173,8 +231,8 @@ def main() -> None:
         return
     failed: list[str] = []
     for sweep in chosen:
-        if sweep.needs and importlib.util.find_spec(sweep.needs) is None:
-            print(f"{sweep.name:24} SKIPPED: needs autopar[gpu-aot]", flush=True)
+        if not sweep.can_run():
+            print(f"{sweep.name:24} SKIPPED: needs {sweep.needs}", flush=True)
             continue
         seconds, status = _run(sweep, options.out)
         print(

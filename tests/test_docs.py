@@ -19,7 +19,7 @@ import autopar
 from autopar.__main__ import COMMANDS
 from autopar.compiler import passes
 from autopar.hardware.cluster import Cluster
-from benchmarks.sweep import SWEEPS
+from benchmarks.sweep import NOT_SWEPT, SWEEPS
 from tests.small_steps import mlp_batch, mlp_params, mlp_step, traced, two_stages
 from tests.test_structure import PACKAGES
 
@@ -190,6 +190,13 @@ def test_every_sweep_exists(sweep):
     module, *words = sweep.words
     text = options_of(module)
     assert not [word for word in (*words, "--json") if word.startswith("--") and f'"{word}"' not in text]
+
+
+def test_every_benchmark_is_in_the_sweep_or_says_why_not():
+    files = [path for path in (ROOT / "benchmarks").rglob("*.py") if 'if __name__ == "__main__":' in read(path)]
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__") for path in files}
+    assert modules == {sweep.words[0] for sweep in SWEEPS} | NOT_SWEPT.keys()
+    assert len({sweep.name for sweep in SWEEPS}) == len(SWEEPS)
 
 
 def test_errors_of_the_table_of_limits_are_public():
