@@ -438,11 +438,17 @@ def check_order(order: TaskOrder, *, stage_mesh: Sequence[int], num_microbatches
     counts = Counter(chain(*order))
     for task in sorted(expected | set(counts), key=str):
         if counts[task] != (task in expected):
-            raise InvalidProgram(f"Task {task} is scheduled {counts[task]} times; it must be {int(task in expected)}.")
+            raise InvalidProgram(
+                f"Task {task} is scheduled {counts[task]} times; it must be {int(task in expected)}. Have the "
+                "schedule's tasks hold every task of every microbatch once."
+            )
     for mesh, tasks in enumerate(order):
         for task in tasks:
             if stage_mesh[task.stage] != mesh:
-                raise InvalidProgram(f"Task {task} is on mesh {mesh}; its stage lives on {stage_mesh[task.stage]}.")
+                raise InvalidProgram(
+                    f"Task {task} is on mesh {mesh}; its stage lives on {stage_mesh[task.stage]}. Have the schedule "
+                    "give each mesh the tasks of its own stages."
+                )
     for _ in linear_order(order, len(stage_mesh)):
         pass
 

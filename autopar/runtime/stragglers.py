@@ -1,7 +1,7 @@
 """Find the stages that take longer than their share of a step, from when each instruction ran.
 
     ratio of a mesh in a process = seconds of its tasks / seconds that were expected
-    straggler                    = a ratio above `factor` times the median of all
+    straggler                    = a ratio above `SLOWER_BY` times the median of all
 
 So a machine that is slower than its figures as a whole is no straggler. All processes of a mesh wait for the slowest
 in their collectives: a straggler on such a mesh is one of its processes.
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from autopar.runtime.timeline import InstructionTime
+
+SLOWER_BY = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +35,7 @@ class Straggler:
         return self.busy_s / self.expected_s
 
 
-def find_stragglers(
-    times: Sequence[InstructionTime], expected: Sequence[float], *, factor: float = 1.5
-) -> list[Straggler]:
+def find_stragglers(times: Sequence[InstructionTime], expected: Sequence[float]) -> list[Straggler]:
     """Return the stragglers, the slowest first. `expected` are seconds of each mesh's tasks, or as many units."""
     busy: dict[tuple[int, int], float] = defaultdict(float)
     for time in times:
@@ -52,6 +52,6 @@ def find_stragglers(
     found = [
         Straggler(mesh=mesh, processes=tuple(sorted(by_mesh[mesh])), busy_s=seconds, expected_s=usual * expected[mesh])
         for mesh, seconds in slowest.items()
-        if seconds > factor * usual * expected[mesh]
+        if seconds > SLOWER_BY * usual * expected[mesh]
     ]
     return sorted(found, key=lambda straggler: -straggler.ratio)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.errors import InvalidArgument
+from autopar.errors import InvalidArgument, InvalidProgram
 from autopar.ir.program import Run, Task
 from autopar.ir.schedules import SCHEDULES, backward_tasks, forward_tasks, peak_in_flight, schedule_tasks
 from tests.small_steps import assert_same, mlp_batch, mlp_params, mlp_step
@@ -101,3 +101,29 @@ def test_a_name_stands_for_one_schedule():
 def test_it_has_one_stage_on_a_mesh():
     with pytest.raises(InvalidArgument, match=r'2 with schedule="depth-first-2", which has one stage per mesh'):
         autopar.PipelineParallel(num_stages=2, schedule=PAIRS, virtual_stages=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken(autopar.Schedule):
+    """GPipe without its last backward task, or with all backward tasks in front."""
+
+    forgets: bool
+
+    def stage_tasks(self, stage: int, num_stages: int, num_microbatches: int) -> Sequence[Task]:
+        forward, backward = forward_tasks(stage, num_microbatches), backward_tasks(stage, num_microbatches)
+        return [*forward, *backward[:-1]] if self.forgets else [*backward, *forward]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (Broken(name="forgets", forgets=True), r"Task B0.m3 is scheduled 0 times; it must be 1. Have"),
+        (Broken(name="waits", forgets=False), r"Deadlock: mesh 0 at B0.m0, mesh 1 at B1.m0. .* Reorder"),
+    ],
+    ids=["forgets", "waits"],
+)
+def test_a_schedule_that_forgets_a_task_or_waits_forever_is_refused(schedule, message, monkeypatch):
+    monkeypatch.setitem(SCHEDULES, schedule.name, schedule)
+    planned = traced(autopar.PipelineParallel(num_stages=2, num_microbatches=4, schedule=schedule)).plan()
+    with pytest.raises(InvalidProgram, match=message):
+        planned.lower()

@@ -162,11 +162,6 @@ class NodeTable:
         return MRF(costs=tuple(self.costs), edges=dict(self.edges))
 
 
-def chosen_layout(node: LayoutNode, options: Sequence[int]) -> Layout:
-    """Return the layout of a node under an assignment."""
-    return node.layouts[options[node.number]]
-
-
 def block_plan_of(block: BlockGraph, options: Sequence[int]) -> BlockPlan:
     """Return the plan that an assignment means."""
 
@@ -288,13 +283,12 @@ class BlockBuilder:
             return None
         return self.sources[self.first(atom)]
 
-    def read(self, atom: Any, node: LayoutNode, key: _Key | Any, *, phase: str, weight: float | None = None) -> None:
+    def read(self, atom: Any, node: LayoutNode, key: _Key | Any, *, phase: str) -> None:
         """Note that a node reads a value; equivalent reads of folded layers add up."""
         if isinstance(atom, jc.Literal) or atom in self.free:
             return
         mine = self.uses.setdefault(self.first(atom), {})
-        weight = self.weight if weight is None else weight
-        mine[key] = Reader(node, (mine[key].weight if key in mine else 0.0) + weight, phase)
+        mine[key] = Reader(node, (mine[key].weight if key in mine else 0.0) + self.weight, phase)
 
     def phase(self, eqn: jc.JaxprEqn) -> str:
         """Return the phase in which an equation reads its operands."""

@@ -143,19 +143,17 @@ def task_graph(
     mesh: LogicalMesh,
     mesh_costs: MeshCosts,
     constraints: GroupConstraints,
-    *,
-    fold_from: int = FOLD_FROM,
 ) -> TaskGraph:
     """Return the graph of the tasks of a stage, which are listed in an order in which they may run.
 
-    The objective is the time of all of them in one step, each as often as it runs. Programs of at least `fold_from`
+    The objective is the time of all of them in one step, each as often as it runs. Programs of at least `FOLD_FROM`
     equations together have their repeated layers planned as one.
     """
     table = NodeTable(mesh_costs=mesh_costs)
     group = _Group(table=table, constraints=constraints)
     bodies = [jc.open_jaxpr(task.jaxpr)[0] for task in tasks]
     planner = planner_of(table, bodies, constraints.equations)
-    folding = sum(len(body.eqns) for body in bodies) >= fold_from
+    folding = sum(len(body.eqns) for body in bodies) >= FOLD_FROM
     folds = [_folded(task, body, constraints) if folding else unfolded(task.jaxpr) for task, body in zip(tasks, bodies)]
     group.tie(tasks, folds)
     blocks = [

@@ -42,7 +42,7 @@ from autopar.ir.program import (
     Send,
     Window,
 )
-from autopar.ir.schedules import schedule_tasks
+from autopar.ir.schedules import TaskOrder, check_order, schedule_tasks
 from autopar.ir.tasks import Task
 
 
@@ -142,13 +142,22 @@ def _ordered_calls(graph: StageGraph, plan: Plan, meshes: Sequence[int]) -> list
 
 
 def _scheduled(graph: StageGraph, plan: Plan, meshes: Sequence[int]) -> Iterable[Sequence[Task]]:
-    """Return the tasks of every mesh in the order of the schedule; those of a lane are a pipeline of their own."""
+    """Return the tasks of every mesh in the order of the schedule; those of a lane are a pipeline of their own.
+
+    Raises `InvalidProgram` for a schedule that forgets or repeats a task, or in which tasks wait for each other.
+    """
+
+    def tasks_of(stage_mesh: Sequence[int], num_microbatches: int) -> TaskOrder:
+        order = schedule_tasks(plan.schedule, stage_mesh=stage_mesh, num_microbatches=num_microbatches)
+        check_order(order, stage_mesh=stage_mesh, num_microbatches=num_microbatches)
+        return order
+
     if not graph.shares:
-        return schedule_tasks(plan.schedule, stage_mesh=meshes, num_microbatches=graph.num_microbatches)
+        return tasks_of(meshes, graph.num_microbatches)
     orders: dict[int, list[Task]] = {}
     for stage, mesh in enumerate(meshes):
         own = graph.microbatches_of(stage)
-        (order,) = schedule_tasks(plan.schedule, stage_mesh=[0], num_microbatches=len(own))
+        (order,) = tasks_of([0], len(own))
         orders[mesh] = [replace(task, stage=stage, microbatch=own[task.microbatch or 0]) for task in order]
     return [orders[mesh] for mesh in range(len(meshes))]
 

@@ -78,9 +78,9 @@ class ProcessWatch:
         if self._thread.is_alive():
             self._thread.join(timeout=5.0)
 
-    def dead(self, within_s: float = GRACE_S) -> tuple[int, str] | None:
-        """A process that has died, or dies within so many seconds, and what Ray says of it."""
-        ended, _ = self._ray.wait(list(self._stays), num_returns=1, timeout=within_s)
+    def dead(self) -> tuple[int, str] | None:
+        """A process that has died, or dies within `GRACE_S`, and what Ray says of it."""
+        ended, _ = self._ray.wait(list(self._stays), num_returns=1, timeout=GRACE_S)
         return (self._stays[ended[0]], self._reason(ended[0])) if ended else None
 
     def _look(self) -> None:
