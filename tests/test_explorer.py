@@ -159,7 +159,8 @@ def test_the_page_answers_clicks_searches_and_keys(browser, page):
     def rows(table):
         return browser.execute_script(
             "const t = [...document.querySelectorAll('input')].find(i => i.dataset.table.startsWith(arguments[0]));"
-            "return [...t.parentElement.nextElementSibling.tBodies[0].rows].map(r => r.innerText)",
+            "return [...t.parentElement.nextElementSibling.tBodies[0].rows]"
+            ".map(r => [...r.cells].map(c => c.textContent).join(' '))",
             table,
         )
 
@@ -168,9 +169,12 @@ def test_the_page_answers_clicks_searches_and_keys(browser, page):
     meshes = browser.find_elements("css selector", "#cluster button")
     meshes[1].click()
     assert meshes[1].get_attribute("aria-pressed") == "true"
-    on_second = rows("Inputs")
-    assert 0 < len(on_second) < len(all_inputs) and not any("layers.0." in row for row in on_second)
+    support = pytest.importorskip("selenium.webdriver.support.ui")
+    wait = support.WebDriverWait(browser, 10)  # what is out of sight is drawn after what is seen
+    on_second = wait.until(lambda _: len(rows("Inputs")) < len(all_inputs) and rows("Inputs"))
+    assert not any("layers.0." in row for row in on_second)
     meshes[1].click()
+    wait.until(lambda _: rows("Inputs") == all_inputs)
     search = browser.find_element("css selector", "input[data-table^=Inputs]")
     search.send_keys("down layers.3")
     assert ["params.layers.3.down" in row for row in rows("Inputs")] == [True]
