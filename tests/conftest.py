@@ -1,5 +1,6 @@
 """Eight CPU devices, a compile cache that outlives the run, and float64 for tests that compare exactly."""
 
+import gc
 import os
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -21,6 +22,9 @@ os.environ.setdefault("RAY_ADDRESS", "local")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
+# Processes that tests start import the package, too: they compile it once, wherever else that is switched off.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import jax
 import pytest
 
@@ -40,6 +44,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         file = item.nodeid.partition("::")[0]
         model = f" {params['name']}" if {"name", "configuration"} <= params.keys() else ""
         item.add_marker(pytest.mark.xdist_group(file + model))
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage less often, and not among what was imported: traces are many small objects that stay."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 10)
 
 
 @pytest.fixture
