@@ -80,8 +80,6 @@ class Habits:
     dropout: bool = False
     launch_s: float = 0.0
     """Of one kernel from Python; the machine's own gap where that is more."""
-    pads_vocab: bool = True
-    """The vocabulary is padded to a multiple of 128 per device."""
     overlaps: bool = False
     """Gradients are reduced, and ZeRO-3's parameters gathered, behind compute."""
     one_stream: bool = False

@@ -26,7 +26,6 @@ class Product:
     count: int = 1
     narrowest: float = 1e9
     """The smallest of the three sizes: narrow products fill fewer tiles, and read each factor for less work."""
-    aligned: bool = True
     attention: bool = False
     """One fused kernel of attention, in 2-byte types."""
     head: bool = False
@@ -64,11 +63,11 @@ class Collective:
 Operator = Product | Pass | Collective
 
 
-def product(rows: float, inner: float, columns: float, count: int = 1, *, aligned: bool = True) -> Product:
+def product(rows: float, inner: float, columns: float, count: int = 1) -> Product:
     """Products of 2-byte matrices (rows, inner) and (inner, columns)."""
     nbytes = 2 * (rows * inner + inner * columns + rows * columns)
     narrowest = min(rows, inner, columns)
-    return Product(flops=2 * rows * inner * columns, nbytes=nbytes, count=count, narrowest=narrowest, aligned=aligned)
+    return Product(flops=2 * rows * inner * columns, nbytes=nbytes, count=count, narrowest=narrowest)
 
 
 def backward_products(forward: tuple[Operator, ...], *, frozen: bool = False) -> tuple[Operator, ...]:
@@ -234,8 +233,7 @@ def head(model: Transformer, layout: Layout, habits: Habits) -> tuple[Operator, 
     """Logits and cross entropy, forward and backward: the logits are passed over in float32."""
     n, h, t = layout.tokens, model.hidden, layout.tp
     columns = model.vocab / t
-    aligned = habits.pads_vocab or t > 1 or model.vocab % 8 == 0
-    logits = replace(product(n, h, columns, 2 if habits.frozen else 3, aligned=aligned), head=True)
+    logits = replace(product(n, h, columns, 2 if habits.frozen else 3), head=True)
     read = (24 if habits.compiled else 56) * n * columns
     passes = Pass(nbytes=read, kernels=4 if habits.compiled else 24, exact=True)
     found: tuple[Operator, ...] = (logits, passes, Pass(nbytes=20 * n * h, kernels=4))

@@ -6,8 +6,8 @@ A block of operators that one device runs takes
 
 where work and collectives are those of `autopar.machine`: kernels that are launched faster than they run hide the
 launches, others wait for them, and collectives wait for the slowest of their devices, which empty messages measure.
-Products reach less than their machine's best rate: the narrow ones, those whose rows are not aligned, and all of them
-within a step. A ring over n devices, k of each host, sends (n - 1) / n of what it reduces through k cards of each host:
+Products reach less than their machine's best rate: the narrow ones, and all of them within a step. A ring over n
+devices, k of each host, sends (n - 1) / n of what it reduces through k cards of each host:
 
     max(inside, (n - 1) / n · passes · bytes / (k · rate of a card))
 """
@@ -17,10 +17,6 @@ from dataclasses import dataclass, fields, replace
 from autopar.hardware.machine import Link, Machine
 from benchmarks.training_model.layout import Habits, Layout
 from benchmarks.training_model.operators import Collective, Operator, Pass, Product
-
-UNALIGNED_SHARE = 0.35
-"""Of the rate of products whose rows are not of a multiple of 8 elements (16 bytes), as tensor cores load them best
-(NVIDIA, "Matrix Multiplication Background User's Guide"); how much is an estimate from vTrain's rows with tp = 1."""
 
 HOPPER_BACKWARD = {"tf32": 0.5, "fp8": 0.85}
 """Of the rate of products on Hopper: what those of the backward pass reach, estimates. Its units transpose factors of 2
@@ -155,8 +151,6 @@ def _product_s(each: Product, rates: Rates) -> float:
     if each.attention:
         return rates.machine.matmul_s(each.flops / habits.attention_share, each.nbytes, dtype)
     share = each.narrowest / (each.narrowest + HALF_WIDTH)
-    if not each.aligned:
-        share *= UNALIGNED_SHARE
     if each.backward and rates.machine.kind in HOPPER:
         share *= HOPPER_BACKWARD.get(dtype, 1.0)
     work_s = rates.machine.matmul_s(each.flops / share, each.nbytes, dtype)

@@ -11,11 +11,10 @@ from benchmarks.training_model.known_models import named_transformer
 from benchmarks.training_model.layout import Habits, Layout
 from benchmarks.training_model.memory import in_flight, layer_activations, peak_memory
 from benchmarks.training_model.models import Transformer
-from benchmarks.training_model.operators import Collective, Pass, Product, head, layer_backward, layer_forward
+from benchmarks.training_model.operators import Collective, Pass, Product, layer_backward, layer_forward
 from benchmarks.training_model.pipeline import pipeline_s, simulated_s
 from benchmarks.training_model.prices import (
     PARTIAL,
-    UNALIGNED_SHARE,
     Scalars,
     collective_time_s,
     price,
@@ -136,17 +135,6 @@ def test_fused_attention_never_passes_over_its_scores():
     )
     scores = PLAIN.microbatch * GPT.heads * PLAIN.sequence**2
     assert unfused - fused == pytest.approx(9 * scores)
-
-
-def test_a_vocabulary_that_is_not_padded_is_multiplied_slowly():
-    odd, layout = replace(GPT, vocab=50257), replace(PLAIN, microbatch=8)
-    logits = {
-        pads: next(each for each in head(odd, layout, replace(UNFUSED, pads_vocab=pads)) if isinstance(each, Product))
-        for pads in (True, False)
-    }
-    rates = rates_of(A100, UNFUSED, Scalars(matmul_half=1e-9))
-    slow, fast = (price((logits[pads],), layout, rates).total_s for pads in (False, True))
-    assert fast / slow == pytest.approx(UNALIGNED_SHARE, rel=0.01)
 
 
 # --- prices ---------------------------------------------------------------------------------------------------
