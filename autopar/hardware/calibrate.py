@@ -31,7 +31,7 @@ _OF_ONE_HOST = {"product", "memory", "dispatch"}
 """Figures that are measured without any exchange between devices."""
 _NOT_MEASURED = (
     "inter", "domain", "overlap", "product_workspace_bytes", "in_step_share", "convolution_share", "batched_share",
-    "hidden_share", "host_bandwidth",
+    "hidden_share", "schedules_for_latency", "host_bandwidth",
 )  # fmt: skip
 _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -108,6 +108,7 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
         convolution_share=base.convolution_share,
         batched_share=base.batched_share,
         hidden_share=base.hidden_share,
+        schedules_for_latency=base.schedules_for_latency,
         dispatch_s=statistics.median(starts_s) if starts_s else base.dispatch_s,
         host_bandwidth=base.host_bandwidth,
         sources={

@@ -169,6 +169,8 @@ class Machine:
     """Of the rate of products within a step, the share that products with batch dimensions reach."""
     hidden_share: float = 0.0
     """Share of the collectives of parameters and gradients that XLA runs behind compute, by its defaults."""
+    schedules_for_latency: bool = False
+    """XLA puts work behind collectives by its defaults, and keeps until then what that work reads."""
     dispatch_s: float = 1e-4
     """Seconds of a host to start one executable on its devices, or to send or take one value."""
     host_bandwidth: float = 1.1e10
@@ -193,6 +195,11 @@ class Machine:
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
         for name in ("in_step_share", "convolution_share", "batched_share"):
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name))
+        if not isinstance(cast(object, self.schedules_for_latency), bool):
+            raise InvalidArgument(
+                f"The figure schedules_for_latency of {self.name!r} is {self.schedules_for_latency!r}, it must be true "
+                "or false. Correct it."
+            )
         self._check_types()
         for name in ("matmul_share", "overlap", "in_step_share", "convolution_share", "batched_share", "hidden_share"):
             shares = self.matmul_share.values() if name == "matmul_share" else [getattr(self, name)]

@@ -58,7 +58,7 @@ needs_gpu_compiler = pytest.mark.skipif(
 
 def peak_memory(block, mesh, donated=()) -> estimate.MemoryEstimate:
     """The estimate for the machine that `planned` plans for."""
-    return estimate.peak_memory(block, mesh, donated, product_workspace=H100.product_workspace_bytes)
+    return estimate.peak_memory(block, mesh, donated, machine=H100)
 
 
 def compiled_bytes(trace, block, mesh, donated) -> float:

@@ -148,8 +148,8 @@ def _with_optimum(planning: Planning, searched: MeshSearchResult, optimum: Any) 
     """Return the result of a search with another solution of its problem."""
     blocks = block_plan_of(searched.intra_op.choices, optimum.assignment)
     block = local_block(jc.open_jaxpr(searched.closed)[0], blocks, searched.mesh)
-    workspace = planning.cluster.machine.product_workspace_bytes
-    memory = peak_memory(block, searched.mesh, planning.trace.donated_inputs, product_workspace=workspace)
+    machine = planning.cluster.machine
+    memory = peak_memory(block, searched.mesh, planning.trace.donated_inputs, machine=machine)
     intra_op = replace(searched.intra_op, plan=blocks, optimum=optimum)
     return replace(searched, intra_op=intra_op, block=block, peak_bytes=memory.peak_bytes)
 

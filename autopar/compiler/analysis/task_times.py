@@ -53,8 +53,7 @@ def _whole_step(trace: Trace, plan: Plan, mesh_costs: MeshCosts) -> MeshSharding
     block = sharded_step(trace, plan).block
     compute_s = min(block_times(block, mesh_costs).compute_s, plan.sharding.step_time_s)
     times = TaskTimes(compute_s=compute_s, collective_s=plan.sharding.step_time_s - compute_s)
-    workspace = mesh_costs.machine.product_workspace_bytes
-    memory = peak_memory(block, mesh_costs.mesh, trace.donated_inputs, product_workspace=workspace)
+    memory = peak_memory(block, mesh_costs.mesh, trace.donated_inputs, machine=mesh_costs.machine)
     return MeshSharding(
         layouts={},
         times={trace.name: times},

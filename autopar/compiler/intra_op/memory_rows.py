@@ -114,7 +114,7 @@ def modelled_memory(
 ) -> ModelledMemory:
     """Return the memory of the plan that an assignment means. `donated` are the inputs that a step may overwrite."""
     block = local_block(graph.jaxpr, block_plan_of(graph, assignment), table.mesh, every_form=True)
-    workspace = table.mesh_costs.machine.product_workspace_bytes
+    program = listed_step(block, table.mesh, donated, table.mesh_costs.machine)
     forms = Forms()
     forms.add(block, graph)
     arguments = _Terms.of_inputs(graph, table.mesh)
@@ -122,7 +122,7 @@ def modelled_memory(
         mesh=table.mesh,
         arguments=arguments,
         arguments_bytes=arguments.value(assignment),
-        moments=worst_moments(listed_step(block, table.mesh, donated, workspace), _MOMENTS_AT_ONCE),
+        moments=worst_moments(program, _MOMENTS_AT_ONCE),
         forms=forms,
     )
 

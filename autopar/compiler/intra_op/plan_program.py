@@ -196,8 +196,7 @@ class MemorySearch:
     def estimate(self, assignment: Sequence[int]) -> MemoryEstimate:
         """Return the modelled memory of the plan that an assignment means."""
         block = local_block(self.choices.jaxpr, block_plan_of(self.choices, assignment), self.table.mesh)
-        workspace = self.table.mesh_costs.machine.product_workspace_bytes
-        return peak_memory(block, self.table.mesh, self.donated, product_workspace=workspace)
+        return peak_memory(block, self.table.mesh, self.donated, machine=self.table.mesh_costs.machine)
 
     @property
     def limit_bytes(self) -> float:

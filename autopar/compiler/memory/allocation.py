@@ -50,9 +50,9 @@ class MemoryProgram:
     deferred: int | None = None
     """The first op that waits until everything else is done, once the program is ordered."""
 
-    def order_ops(self) -> MemoryProgram:
-        """Return the program in the order of its compiler."""
-        found = order_ops(self.ops, [*self._replaced()])
+    def order_ops(self, *, for_latency: bool) -> MemoryProgram:
+        """Return the program in the order of its compiler, which may schedule `for_latency`."""
+        found = order_ops(self.ops, [*self._replaced()], for_latency=for_latency)
         places = {number: place for place, number in enumerate(found.order)}
         inner = {places[number]: programs for number, programs in self.inner.items()}
         actions = [self.actions[number] for number in found.order]

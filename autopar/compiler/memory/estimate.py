@@ -23,6 +23,7 @@ from autopar.compiler.memory.liveness import Op
 from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.layout import LogicalMesh, describe_layout
 from autopar.compiler.spmd.local_program import Action, LocalBlock, Reshard, RunBody, Value
+from autopar.hardware.machine import Machine
 from autopar.ir.memory_part import MemoryPart, joined_parts
 
 _NUM_LARGEST = 10
@@ -56,13 +57,10 @@ class MemoryEstimate:
 
 
 def peak_memory(
-    block: LocalBlock, mesh: LogicalMesh, donated: Collection[int] = (), *, product_workspace: float = 0.0
+    block: LocalBlock, mesh: LogicalMesh, donated: Collection[int] = (), *, machine: Machine
 ) -> MemoryEstimate:
-    """Return the estimate for a whole step; `donated` are the numbers of the inputs that it may overwrite.
-
-    `product_workspace` are the bytes that a matrix product needs on the machine while it runs.
-    """
-    program = listed_step(block, mesh, donated, product_workspace)
+    """Return the estimate for a whole step; `donated` are the numbers of the inputs that it may overwrite."""
+    program = listed_step(block, mesh, donated, machine)
     (moment,) = worst_moments(program, 1)
     arguments = {f"input {n}: {_described(v, mesh)}": value_bytes(v, mesh) for n, v in enumerate(block.inputs)}
     total = sum(arguments.values())

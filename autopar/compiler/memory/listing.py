@@ -29,6 +29,7 @@ from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.layout import LogicalMesh, num_shards
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value
+from autopar.hardware.machine import Machine
 
 
 class BlockValue(NamedTuple):
@@ -38,15 +39,10 @@ class BlockValue(NamedTuple):
     value: Value
 
 
-def listed_step(
-    block: LocalBlock, mesh: LogicalMesh, donated: Collection[int], product_workspace: float
-) -> MemoryProgram:
-    """Return the memory program of a whole step; `donated` are the numbers of the inputs that it may overwrite.
-
-    `product_workspace` are the bytes that a matrix product needs on the machine while it runs.
-    """
+def listed_step(block: LocalBlock, mesh: LogicalMesh, donated: Collection[int], machine: Machine) -> MemoryProgram:
+    """Return the memory program of a whole step; `donated` are the numbers of the inputs that it may overwrite."""
     taken = taken_places([*map(_type, block.inputs)], [*map(_type, block.outputs)], donated)
-    return _listed(block, mesh, Border(taken=taken), product_workspace)
+    return _listed(block, mesh, Border(taken=taken), machine)
 
 
 def value_bytes(value: Value, mesh: LogicalMesh) -> float:
@@ -61,8 +57,8 @@ def _type(value: Any) -> Hashable:
     return value.variable.aval.shape, value.variable.aval.dtype, value.layout
 
 
-def _listed(block: LocalBlock, mesh: LogicalMesh, border: Border, product_workspace: float) -> MemoryProgram:
-    lister = _Lister(block=block, mesh=mesh, product_workspace=product_workspace)
+def _listed(block: LocalBlock, mesh: LogicalMesh, border: Border, machine: Machine) -> MemoryProgram:
+    lister = _Lister(block=block, mesh=mesh, machine=machine)
     for value in block.inputs:
         lister.note(value)
     lister.run()
@@ -74,14 +70,14 @@ def _listed(block: LocalBlock, mesh: LogicalMesh, border: Border, product_worksp
         inner=lister.inner,
         border=border,
         actions=lister.actions,
-    ).order_ops()
+    ).order_ops(for_latency=machine.schedules_for_latency)
 
 
 @dataclass(kw_only=True, eq=False)
 class _Lister:
     block: LocalBlock
     mesh: LogicalMesh
-    product_workspace: float
+    machine: Machine
     ops: list[Op] = field(default_factory=list[Op])
     actions: list[Action] = field(default_factory=list[Action])
     """By op."""
@@ -118,7 +114,7 @@ class _Lister:
         region = _Lister(
             block=body,
             mesh=self.mesh,
-            product_workspace=self.product_workspace,
+            machine=self.machine,
             ops=self.ops,
             actions=self.actions,
             inner=self.inner,
@@ -137,7 +133,7 @@ class _Lister:
                     body,
                     self.mesh,
                     border_of_body(action.eqn, number, len(body.inputs), len(body.outputs)),
-                    self.product_workspace,
+                    self.machine,
                 )
                 for number, body in enumerate(action.bodies)
             )
@@ -161,7 +157,7 @@ class _Lister:
                     results,
                     expensive=is_expensive(eqn),
                     over=writes_over(eqn),
-                    workspace=workspace_bytes(eqn, self.product_workspace),
+                    workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes),
                 )
             case RunBody(eqn=eqn):
                 return Op(

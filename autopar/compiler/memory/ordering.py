@@ -3,7 +3,9 @@
     ops in the order of the program  ->  ops in the order of the compiler, with the number that each had
 
 Most keep their order. What only results depend on, the update, is done as soon as its operands are there. Results of
-its collectives wait for other work to end, and products that lead to results only run while collectives do.
+its collectives wait for other work to end. Where the compiler schedules for latency, products that lead to results
+only, as those of weights' gradients, run while collectives do, and their operands are kept until then: XLA's estimate
+of latencies has it do so on GPUs of compute capability 9 and 10; on older ones they run where they stand.
 """
 
 from __future__ import annotations
@@ -26,11 +28,14 @@ class OpOrder:
     """The place of the first op that is deferred until everything else is done."""
 
 
-def order_ops(ops: Sequence[Op], replaced: Sequence[tuple[Key, Key]] = ()) -> OpOrder:
-    """Return the ops as the compiler orders them; `replaced` are results with the inputs that they take."""
+def order_ops(ops: Sequence[Op], replaced: Sequence[tuple[Key, Key]] = (), *, for_latency: bool) -> OpOrder:
+    """Return the ops as the compiler orders them; `replaced` are results with the inputs that they take.
+
+    `for_latency`: it puts products behind the collectives that they can hide.
+    """
     before = _predecessors(ops)
     tail = _tail(ops, before)
-    deferred = _deferred(ops, before, tail)
+    deferred = _deferred(ops, before, tail) if for_latency else frozenset[int]()
     times = _times(ops, before, tail, _held(ops, tail, replaced), deferred)
     waiting = [len(each) for each in before]
     after: list[list[int]] = [[] for _ in ops]

@@ -289,7 +289,7 @@ def stage_memory(
 
     temporary = deferred = update = part = 0.0
     for task in layer.tasks:
-        memory = peak_memory(blocks[task.name], mesh, task.donated, product_workspace=machine.product_workspace_bytes)
+        memory = peak_memory(blocks[task.name], mesh, task.donated, machine=machine)
         extra = memory.peak_bytes - total_bytes(_counted(task, counted))
         if task.phase == "update":
             brought = total_bytes(layer.on_host.intersection(task.inputs))

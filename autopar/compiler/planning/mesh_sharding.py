@@ -79,7 +79,7 @@ def mesh_sharding(
         block = blocks[task.name]
         took = block_times(block, mesh_costs)
         times[task.name] = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
-        memory = peak_memory(block, mesh, task.donated, product_workspace=mesh_costs.machine.product_workspace_bytes)
+        memory = peak_memory(block, mesh, task.donated, machine=mesh_costs.machine)
         temporary_bytes[task.name] = memory.peak_bytes - memory.arguments_bytes
         temporary_parts[task.name] = memory.parts
         collectives += priced_collectives(block, mesh_costs, times=task.times, name=task.name)

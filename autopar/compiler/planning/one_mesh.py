@@ -192,9 +192,7 @@ def search_on(
         mesh_costs=mesh_costs,
         intra_op=intra_op,
         block=block,
-        peak_bytes=peak_memory(
-            block, mesh, trace.donated_inputs, product_workspace=machine.product_workspace_bytes
-        ).peak_bytes,
+        peak_bytes=peak_memory(block, mesh, trace.donated_inputs, machine=machine).peak_bytes,
         recomputed_layers=recomputed_layers,
     )
 

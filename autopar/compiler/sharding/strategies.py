@@ -210,7 +210,7 @@ def summands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
         return ()
     name, linear = eqn.primitive.name, linear_operands(eqn)
     # Additions are rounded in any order, and no more often in this one: gradients of microbatches are summed up so.
-    exact = name in ADDITIONS or (name in EXACT_IN_FIRST and name != "gather")
+    exact = name in ADDITIONS or (name in EXACT_IN_FIRST and name != "gather") or _sums_nothing(eqn)
     if not exact and any(dtype.itemsize < _LEAST_BYTES for dtype in types if dtype is not None):
         return ()
     match name:
@@ -227,6 +227,11 @@ def summands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
             return ((0,),) if _is_zero(eqn.invars[1]) else ()
         case _:
             return linear
+
+
+def _sums_nothing(eqn: jc.JaxprEqn) -> bool:
+    """Return true for a sum along dimensions of one element, as the gradient of what was broadcast along them is."""
+    return eqn.primitive.name == "reduce_sum" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
 
 
 def _bits(aval: Any) -> int:

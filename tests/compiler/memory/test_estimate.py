@@ -1,5 +1,7 @@
 """The modelled memory of a plan is near what XLA allocates, and the solver's rows say the same."""
 
+import dataclasses
+
 import pytest
 
 from autopar.compiler.intra_op.memory_rows import modelled_memory
@@ -7,6 +9,7 @@ from autopar.compiler.memory import estimate
 from autopar.compiler.solver.problem import row_weight
 from benchmarks.models.mlp import mlp
 from tests.compiler.planned_memory import (
+    H100,
     MODELS,
     compiled_bytes,
     needs_gpu_compiler,
@@ -68,5 +71,6 @@ def test_rows_are_the_modelled_memory(name, shape):
 def test_a_product_needs_what_its_kernel_gets_on_the_machine():
     trace = traced("mlp")
     mesh, _, block = planned(trace, (8,))
-    without, more = (estimate.peak_memory(block, mesh, product_workspace=nbytes) for nbytes in (0.0, 2.0**20))
+    machines = (dataclasses.replace(H100, product_workspace_bytes=nbytes) for nbytes in (0.0, 2.0**20))
+    without, more = (estimate.peak_memory(block, mesh, machine=machine) for machine in machines)
     assert 0 < more.peak_bytes - without.peak_bytes <= 2**20

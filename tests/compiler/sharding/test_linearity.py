@@ -10,6 +10,7 @@ from autopar.compiler.sharding.strategies import summands
 from tests.compiler.equations import EQUATIONS, equation, real, whole
 
 MATRIX = real(8, 16)
+ROW = real(1, 16).astype(jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,8 @@ MATRIX = real(8, 16)
         ("div", jnp.divide, (MATRIX, MATRIX), ((0,),)),
         ("dot_general", jnp.matmul, (MATRIX, MATRIX.T), ((0,), (1,))),
         ("reduce_sum", lambda x: x.sum(), (MATRIX,), ((0,),)),
+        ("reduce_sum", lambda x: jax.lax.reduce_sum(x, (0,)), (MATRIX.astype(jnp.bfloat16),), ()),
+        ("reduce_sum", lambda x: jax.lax.reduce_sum(x, (0,)), (ROW,), ((0,),)),
         ("reduce_max", lambda x: x.max(), (MATRIX,), ()),
         ("tanh", jnp.tanh, (MATRIX,), ()),
         ("select_n", jax.lax.select_n, (MATRIX > 0, MATRIX, MATRIX), ((1, 2),)),
