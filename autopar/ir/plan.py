@@ -36,6 +36,7 @@ from autopar.checks import (
     check_spec,
 )
 from autopar.errors import InvalidArgument, PlanMismatch
+from autopar.ir.axis_links import AxisLinks
 from autopar.ir.plan_sharding import Certificate, MeshSharding, PlannedCollective, ShardingPlan, collectives_table
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 from autopar.json_fields import fields_of, json_of
@@ -59,6 +60,8 @@ class MeshPlan:
     sharding: MeshSharding | None = None
     machine: str = ""
     """The machine of its devices, where the cluster has several."""
+    links: AxisLinks | None = None
+    """The links along its axes, where they are not all equal."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` unless the devices fill the shape and each axis has its own name."""
@@ -178,9 +181,12 @@ class Plan:
     def to_json(self) -> str:
         """The plan as JSON with sorted keys; a spec is a list of null, an axis name, or a list of names."""
         fields: dict[str, Any] = dataclasses.asdict(self) | {"format": PLAN_FORMAT}
-        for mesh in fields["meshes"]:
+        for mesh, planned in zip(fields["meshes"], self.meshes, strict=True):
+            mesh["links"] = None if planned.links is None else planned.links.to_data()
             if not mesh["machine"]:
                 del mesh["machine"]
+            if mesh["links"] is None:
+                del mesh["links"]
         if not self.host_state:
             del fields["host_state"]
         for stage in fields["stages"]:
@@ -314,6 +320,7 @@ class Plan:
         for row in self.stage_rows():
             table.add_row(*map(Text, row))
         yield table
+        yield from map(Text, _levels_in_words(self.meshes))
         sharded = {name: spec for name, spec in self.input_specs.items() if any(spec)}
         yield Text(f"inputs: {len(sharded)} sharded, " + ("all others replicated" if sharded else "all replicated"))
         if sharded:
@@ -323,6 +330,23 @@ class Plan:
             parts = f"{len(self.host_state)} parts" if len(self.host_state) > 1 else "one part"
             yield Text(f"in pinned memory of the host between steps: {len(named)} inputs, brought in {parts}")
             yield _host_table(self.host_state)
+
+
+def _levels_in_words(meshes: Sequence[MeshPlan]) -> Iterator[str]:
+    """Yield for every mesh a line on the all-reduces that it makes in levels; meshes that are alike share one."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for number, mesh in enumerate(meshes):
+        alike.setdefault((mesh.links, mesh.shape, mesh.axis_names), []).append(number)
+    for (links, shape, names), numbers in alike.items():
+        if links is None:
+            continue
+        for ring in (ring for ring in links.rings if ring.levels):
+            inside = math.prod(links.inside[axis] for axis in ring.axes)
+            across = math.prod(shape[axis] for axis in ring.axes) // inside
+            yield (
+                f"all-reduces over {'*'.join(names[axis] for axis in ring.axes)} of mesh {_ranges(numbers)}: "
+                f"hierarchical, {inside} devices in each of {across} hosts"
+            )
 
 
 def _check_cuts(cuts: tuple[int, ...]) -> None:
@@ -433,16 +457,17 @@ def _listed(what: str, raw: Any, kind: type[T]) -> tuple[T, ...]:
 
 
 def _mesh_from_json(number: int, raw: Any) -> MeshPlan:
-    keys = ("devices", "shape", "axis_names", "sharding", "machine")
-    fields = fields_of(
-        f"Mesh {number}", {"machine": ""} | raw if isinstance(raw, dict) else raw, keys, error=PlanMismatch
-    )
+    keys = ("devices", "shape", "axis_names", "sharding", "machine", "links")
+    given = {"machine": "", "links": None} | raw if isinstance(raw, dict) else raw
+    fields = fields_of(f"Mesh {number}", given, keys, error=PlanMismatch)
+    links, num_axes = fields["links"], len(_listed(f"shape of mesh {number}", fields["shape"], int))
     return MeshPlan(
         devices=_listed(f"devices of mesh {number}", fields["devices"], int),
         shape=_listed(f"shape of mesh {number}", fields["shape"], int),
         axis_names=_listed(f"axis_names of mesh {number}", fields["axis_names"], str),
         sharding=None if fields["sharding"] is None else MeshSharding.from_data(fields["sharding"]),
         machine=_typed(f"machine of mesh {number}", fields["machine"], str),
+        links=None if links is None else AxisLinks.from_data(f"mesh {number}", links, num_axes),
     )
 
 

@@ -45,6 +45,8 @@ class PlannedCollective:
     """The same was done before, and is done again to save memory: a compiler may merge the two."""
     line: str = ""
     """The user's line that needs it, or that made what it is for, as `model.py:41 (attention)`; empty for none."""
+    reach: str = "all"
+    """Between whom along the axes: "all", the devices "inside" a fast domain, or one of each "across" domains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,14 +237,15 @@ def collectives_table(collectives: tuple[PlannedCollective, ...], title: str | N
     """Return a row for all collectives of a kind over the same axes at the same place of the model."""
     columns = ("where", "kind", "axes", "value", "times", "MB", "ms")
     table = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    rows: dict[tuple[str, str, tuple[str, ...], str], list[PlannedCollective]] = {}
+    rows: dict[tuple[str, str, str, str], list[PlannedCollective]] = {}
     for each in collectives:
-        rows.setdefault((_starred(each.scope), each.kind, each.axes, each.what), []).append(each)
+        axes = "*".join(each.axes) + f" {each.reach} hosts" * (each.reach != "all")
+        rows.setdefault((_starred(each.scope), each.kind, axes, each.what), []).append(each)
     for (scope, kind, axes, what), alike in rows.items():
         times = sum(each.times for each in alike)
         megabytes = sum(each.nbytes * each.times for each in alike) / 1e6
         milliseconds = 1e3 * sum(each.seconds for each in alike)
-        cells = (scope, kind, "*".join(axes), what, f"{times:g}", f"{megabytes:.3g}", f"{milliseconds:.3g}")
+        cells = (scope, kind, axes, what, f"{times:g}", f"{megabytes:.3g}", f"{milliseconds:.3g}")
         table.add_row(*(Text(cell) for cell in cells))
     return table
 

@@ -4,6 +4,14 @@ An axis of stride s and size k stays in a fast domain of D devices iff s k <= D.
 k/m domains, m the largest divisor of k with s m <= D. All axes of a collective together are one level of the network
 inside the domains and one between them: `NetworkLevel`s, whose costs are in `hardware/collectives.py`.
 
+A hierarchical all-reduce is a reduce-scatter inside the domains, an all-reduce across, an all-gather inside: over n
+devices, m in each domain, whose links have the bandwidths a inside and c across, b bytes take
+
+    one ring      2 (n-1)/n b / min(a, m c)
+    in levels     2 (m-1)/m b / a  +  2 (n/m-1)/(n/m) (b/m) / c         less where n c < a
+
+so that the links decide for all arrays of a mesh (`MeshCosts.links`), and the plan says so.
+
 Collectives of parameters and gradients, which XLA combines with others of theirs, share their latency, and a share of
 their bytes is sent behind compute where XLA makes them asynchronous by itself (`Machine.hidden_share`).
 """
@@ -11,13 +19,15 @@ their bytes is sent behind compute where XLA makes them asynchronous by itself (
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from autopar.compiler.sharding.layout import LogicalMesh
+from autopar.compiler.sharding.layout import Axes, LogicalMesh, Reach
 from autopar.hardware.collectives import CollectiveCost, NetworkLevel, collective_cost, collective_costs
 from autopar.hardware.machine import Link, Machine
+from autopar.ir.axis_links import SLOWNESS_UNIT, AxisLinks, Ring
 
 # The kinds that XLA combines with others of theirs, where many stand together.
 _COMBINED = ("all-reduce", "all-gather", "reduce-scatter")
@@ -42,9 +52,9 @@ class MeshCosts:
         """Return the costs of collectives that the compiler combines, as of gradients: in part behind compute."""
         return replace(self, latency_share=_COMBINED_LATENCY_SHARE, transfer_share=1.0 - self.machine.hidden_share)
 
-    def collective_s(self, kind: str, axes: Iterable[int], nbytes: float) -> float:
-        """Return the seconds of one collective over `axes`; `nbytes` as in `wire_bytes`."""
-        levels = self._levels([axis for axis in axes if self.mesh.shape[axis] > 1])
+    def collective_s(self, kind: str, axes: Iterable[int], nbytes: float, reach: Reach = "all") -> float:
+        """Return the seconds of one collective over `axes`, or of a level of them; `nbytes` as in `wire_bytes`."""
+        levels = self._levels([axis for axis in axes if self.mesh.shape[axis] > 1], reach)
         if not levels:
             return 0.0
         time = (self._cost_of.get(kind) or collective_cost(kind))(levels, nbytes)
@@ -56,17 +66,63 @@ class MeshCosts:
     def _cost_of(self) -> dict[str, CollectiveCost]:
         return dict(self.registered)
 
-    def axis_bandwidth(self, axis: int) -> float:
-        """Return the bytes/s at which a ring along an axis sends."""
-        inside, across = self._span(axis)
+    def ring_bandwidth(self, axes: Iterable[int]) -> float:
+        """Return the bytes/s at which a ring along axes sends."""
+        spans = [self._span(axis) for axis in axes]
+        inside, across = math.prod(size for size, _ in spans), math.prod(size for _, size in spans)
         intra, inter = self.machine.intra.bandwidth_of(inside), self.machine.inter.bandwidth_of(across)
         return intra if across == 1 else inter if inside == 1 else min(intra, inside * inter)
 
-    def _levels(self, axes: list[int]) -> list[NetworkLevel]:
+    def links(self) -> AxisLinks | None:
+        """Return what a plan says of the links of the mesh; None if its rings are equally fast, and none has levels."""
+        numbers = [axis for axis, size in enumerate(self.mesh.shape) if size > 1]
+        several = [axes for n in range(1, len(numbers) + 1) for axes in itertools.combinations(numbers, n)]
+        inside = {axes: math.prod(self._span(axis)[0] for axis in axes) for axes in several}
+        across = {axes: self.mesh.size(axes) // inside[axes] for axes in several}
+        bandwidths = {
+            axes: (self.machine.intra.bandwidth_of(inside[axes]), self.machine.inter.bandwidth_of(across[axes]))
+            for axes in several
+        }
+        in_levels = {axes for axes in several if self._sums_in_levels(axes, inside[axes], across[axes])}
+        fastest = max((self.ring_bandwidth(axes) for axes in several), default=1.0)
+        fastest = max((fastest, *(bandwidths[axes][0] for axes in in_levels)))
+
+        def slowness(bandwidth: float) -> int:
+            return max(1, round(SLOWNESS_UNIT * fastest / bandwidth))
+
+        rings = tuple(
+            Ring(
+                axes,
+                slowness(self.ring_bandwidth(axes)),
+                slowness(bandwidths[axes][across[axes] > 1]),
+                tuple(map(slowness, bandwidths[axes])) if axes in in_levels else (),
+            )
+            for axes in several
+        )
+        if all(ring.by_pairs == ring.slowness == SLOWNESS_UNIT and not ring.levels for ring in rings):
+            return None
+        return AxisLinks(inside=tuple(self._span(axis)[0] for axis in range(len(self.mesh.shape))), rings=rings)
+
+    def _sums_in_levels(self, axes: Axes, inside: int, across: int) -> bool:
+        """Return whether large all-reduces along axes take less time in levels than along one ring."""
+        # Of the devices along an axis, every `inside` are in one domain only where domains begin with them.
+        whole = all(
+            self.machine.domain % (math.prod(self.mesh.shape[axis + 1 :]) * size) == 0
+            for axis in axes
+            if (size := self._span(axis)[0]) > 1
+        )
+        if inside == 1 or across == 1 or not whole:
+            return False
+        many = 2.0**50
+        inside_s = sum(self.collective_s(kind, axes, many, "inside") for kind in ("reduce-scatter", "all-gather"))
+        across_s = self.collective_s("all-reduce", axes, many / inside, "across")
+        return inside_s + across_s < self.collective_s("all-reduce", axes, many)
+
+    def _levels(self, axes: list[int], reach: Reach) -> list[NetworkLevel]:
         spans = [self._span(axis) for axis in axes]
         inside, across = [size for size, _ in spans if size > 1], [size for _, size in spans if size > 1]
-        pairs = ((self.machine.intra, inside), (self.machine.inter, across))
-        return [_level(link, sizes) for link, sizes in pairs if sizes]
+        pairs = ((self.machine.intra, inside, "inside"), (self.machine.inter, across, "across"))
+        return [_level(link, sizes) for link, sizes, level in pairs if sizes and reach in ("all", level)]
 
     def _span(self, axis: int) -> tuple[int, int]:
         """Return how many devices of a group are in one domain, and in how many domains the group is."""
@@ -74,6 +130,11 @@ class MeshCosts:
         domain = self.machine.domain
         inside = max(part for part in range(1, size + 1) if size % part == 0 and (part == 1 or stride * part <= domain))
         return inside, size // inside
+
+
+def with_links(mesh: LogicalMesh, machine: Machine) -> LogicalMesh:
+    """Return a mesh of a machine's devices with its links, which decide the steps of reshardings on it."""
+    return replace(mesh, links=MeshCosts(machine=machine, mesh=mesh).links())
 
 
 def _level(link: Link, sizes: list[int]) -> NetworkLevel:

@@ -53,7 +53,7 @@ def one_jaxpr(
 
 def logical_mesh(mesh: MeshPlan) -> LogicalMesh:
     """A planned mesh without its devices."""
-    return LogicalMesh(shape=mesh.shape, axis_names=mesh.axis_names)
+    return LogicalMesh(shape=mesh.shape, axis_names=mesh.axis_names, links=mesh.links)
 
 
 def planned_block(trace: Trace, plan: Plan) -> tuple[jc.ClosedJaxpr, LocalBlock]:

@@ -61,13 +61,13 @@ class _Lanes:
         """Return the best layouts of lanes with these shares. Raises `MemoryTooSmall` where one does not fit."""
         devices, method = place_in_groups(submeshes, problem.clusters), problem.method
         assert devices is not None
-        shapes = [submesh_mesh(method, submesh) for submesh in submeshes]
+        shapes = [submesh_mesh(problem, submesh) for submesh in submeshes]
         whole = (0, len(layers.cuts) + 1)
         bare = Plan(
             fingerprint=problem.trace.fingerprint,
             method="Auto",
             meshes=tuple(
-                MeshPlan(devices=mine, shape=mesh.shape, axis_names=mesh.axis_names)
+                MeshPlan(devices=mine, shape=mesh.shape, axis_names=mesh.axis_names, links=mesh.links)
                 for mine, mesh in zip(devices, shapes, strict=True)
             ),
             stages=tuple(

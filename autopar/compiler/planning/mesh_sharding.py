@@ -139,7 +139,8 @@ def priced_collectives(
         PlannedCollective(
             kind=each.collective.kind,
             axes=mesh.names(each.collective.axes),
-            group_size=mesh.size(each.collective.axes),
+            group_size=mesh.reach(each.collective.axes, each.collective.reach),
+            reach=each.collective.reach,
             nbytes=each.collective.nbytes,
             times=each.times * times,
             seconds=times * each.seconds(mesh_costs),

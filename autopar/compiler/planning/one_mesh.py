@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_program import IntraOpPlan, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
@@ -163,6 +163,7 @@ def search_on(
     recomputed = f", {len(recomputed_layers)} layers recomputed" if recomputed_layers else ""
     tell(f"layouts on {'x'.join(map(str, mesh.shape))}{recomputed}")
     auto = search_of(method)
+    mesh = with_links(mesh, machine)
     mesh_costs = MeshCosts(machine=machine, mesh=mesh)
     budget = memory_limit(auto.memory, machine)
     trace = rematerialize(trace, recomputed_layers, num_layers)
@@ -218,7 +219,14 @@ def plan_of(
     return Plan(
         fingerprint=trace.fingerprint,
         method=type(method).__name__,
-        meshes=(MeshPlan(devices=tuple(range(mesh.num_devices)), shape=mesh.shape, axis_names=mesh.axis_names),),
+        meshes=(
+            MeshPlan(
+                devices=tuple(range(mesh.num_devices)),
+                shape=mesh.shape,
+                axis_names=mesh.axis_names,
+                links=mesh.links,
+            ),
+        ),
         stages=(StagePlan(layers=(0, 1), mesh=0),),
         cuts=(),
         num_microbatches=(auto.num_microbatches or 1) if trace.differentiates else 1,

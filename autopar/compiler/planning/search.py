@@ -175,8 +175,8 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> Shar
     layers, trace, method = candidate.layers, problem.trace, problem.method
     meshes: list[MeshPlan] = []
     for stage, mine in zip(stages, devices, strict=True):
-        mesh = submesh_mesh(method, stage.submesh)
-        meshes.append(MeshPlan(devices=mine, shape=mesh.shape, axis_names=mesh.axis_names))
+        mesh = submesh_mesh(problem, stage.submesh)
+        meshes.append(MeshPlan(devices=mine, shape=mesh.shape, axis_names=mesh.axis_names, links=mesh.links))
     bare = Plan(
         fingerprint=trace.fingerprint,
         method="Auto",

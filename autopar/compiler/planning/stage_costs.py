@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
 from autopar.compiler.frontend.scopes import ModelScope, all_scopes
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import StageCost
@@ -276,7 +276,7 @@ class RangeCosts:
     def _free_choices(self, submesh: Submesh) -> Iterator[LayoutChoice]:
         """Yield the choices in which memory costs nothing; one as long as only the work of layers counts."""
         method = self.problem.method
-        every = allowed_splits(method.kinds, submesh_mesh(method, submesh))
+        every = allowed_splits(method.kinds, submesh_mesh(self.problem, submesh))
         yield from (LayoutChoice(0.0, splits) for splits in (every if submesh in self.solved else every[:1]))
 
     def _front(self, start: int, stop: int, submesh: Submesh, free: LayoutChoice) -> Iterator[StageCost]:
@@ -331,7 +331,7 @@ class RangeCosts:
         if submesh not in self.solved:
             return [self.costs.least(number, machine, submesh.num_devices) for number in numbers]
         tell(f"{self.layers.num_microbatches} microbatches: layers on {submesh}")
-        mesh_costs = MeshCosts(machine=machine, mesh=submesh_mesh(self.problem.method, submesh))
+        mesh_costs = MeshCosts(machine=machine, mesh=submesh_mesh(self.problem, submesh))
         return [self.costs.cost(number, mesh_costs, choice) for number in numbers]
 
     def transfer_s(self, cut: int, source: Submesh, target: Submesh, *, same_domain: bool | None = None) -> float:
@@ -371,8 +371,13 @@ def _sums(layers: Sequence[StageCost]) -> _Sums:
     return _Sums(added=np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)]), most=most)
 
 
-def submesh_mesh(method: Auto, submesh: Submesh) -> LogicalMesh:
-    """Return the logical mesh of a submesh: over hosts and inside of them, or as square as can be inside of one host.
+def submesh_mesh(problem: StageProblem, submesh: Submesh) -> LogicalMesh:
+    """Return the logical mesh of a submesh, with its links."""
+    return with_links(_bare_mesh(problem.method, submesh), problem.machine_of(submesh))
+
+
+def _bare_mesh(method: Auto, submesh: Submesh) -> LogicalMesh:
+    """Return the mesh over hosts and inside of them, or as square as can be inside of one host.
 
     Both axes may split one dimension, so that the product of both is in the search, too.
     """

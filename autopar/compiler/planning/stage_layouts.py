@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jax.sharding import PartitionSpec
 
-from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
 from autopar.compiler.frontend.dimension_kinds import ValueKinds
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, TaskGraph, task_graph
@@ -109,15 +109,17 @@ def shard_stages(
     solved: dict[Hashable, SolvedStage] = {}
     meshes: list[MeshPlan] = []
     for planned, stage in zip(plan.meshes, stages, strict=True):
-        mesh = logical_mesh(planned)
-        mesh_costs = MeshCosts(machine=cluster.machine_of(planned.devices), mesh=mesh)
+        machine = cluster.machine_of(planned.devices)
+        mesh = with_links(logical_mesh(planned), machine)
+        mesh_costs = MeshCosts(machine=machine, mesh=mesh)
         key = (mesh.shape, cluster.group_of(planned.devices), _key_of_constrained(stage))
         best = solved[key].for_layer(stage.layer) if key in solved else None
         if best is None:
             choices = task_graph(stage.tasks, mesh, mesh_costs, stage.constraints)
             best = choices.best(stage.received, time_limit_s=time_limit_s, cache_directory=cache_directory)
             solved[key] = SolvedStage(layer=stage.layer, plan=best)
-        meshes.append(replace(planned, sharding=mesh_sharding(stage.tasks, best, mesh, mesh_costs)))
+        sharding = mesh_sharding(stage.tasks, best, mesh, mesh_costs)
+        meshes.append(replace(planned, sharding=sharding, links=mesh.links))
     return with_input_specs(replace(plan, meshes=tuple(meshes)), graph)
 
 

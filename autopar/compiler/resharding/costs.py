@@ -29,10 +29,20 @@ from autopar.compiler.resharding.steps import (
     Slice,
     ToPartial,
     after,
-    collective_kind,
+    exchanges,
     moved_share,
 )
-from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, may_have, split_like, without_ones
+from autopar.compiler.sharding.layout import (
+    Axes,
+    Layout,
+    LogicalMesh,
+    Reach,
+    local_shape,
+    may_have,
+    part_size,
+    split_like,
+    without_ones,
+)
 
 __all__ = [
     "AllGather",
@@ -63,33 +73,37 @@ class Collective:
     axes: Axes
     nbytes: float
     """The larger of one device's operand and result, as in `wire_bytes`."""
+    reach: Reach = "all"
 
 
 @functools.cache
-def reshard_steps(
-    source: Layout, target: Layout, shape: tuple[int, ...], mesh: LogicalMesh, mesh_costs: MeshCosts | None = None
-) -> tuple[ReshardStep, ...]:
-    """The steps that take an array from `source` to `target` with the fewest bytes sent (see `resharding_search`).
-
-    Of `mesh_costs` only the ratios of the bandwidths along the axes matter; without them all axes are equally fast.
-    """
+def reshard_steps(source: Layout, target: Layout, shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[ReshardStep, ...]:
+    """The steps that take an array from `source` to `target` with the fewest bytes sent over the slowest links."""
     assert may_have(shape, source, mesh) and may_have(shape, target, mesh), (source, target, shape, mesh)
-    short = path(_graph(shape, mesh, mesh_costs), _short(source, shape, mesh), _short(target, shape, mesh))
+    short = path(_graph(shape, mesh), _short(source, shape, mesh), _short(target, shape, mesh))
     return tuple(_in_full(step, shape) for step in short)
 
 
 def step_collectives(
     steps: Sequence[ReshardStep], source: Layout, shape: tuple[int, ...], itemsize: float, mesh: LogicalMesh
-) -> tuple[Collective, ...]:
-    """The collectives of `steps`, in their order, for an array that arrives in the layout `source`."""
+) -> tuple[tuple[Collective, ...], ...]:
+    """The collectives of those `steps` that send anything, for an array that arrives in the layout `source`."""
     nbytes = math.prod(shape) * itemsize
-    found: list[Collective] = []
+    found: list[tuple[Collective, ...]] = []
     layout = without_ones(source, mesh)
     for step in steps:
-        kind = collective_kind(step)
-        if kind is not None:
+        if every := exchanges(step, mesh):
             moved = nbytes * moved_share(step, layout, shape, mesh.shape)
-            found.append(Collective(kind=kind, axes=step.axes, nbytes=moved))
+            if len(every) > 1:
+                # The parts of a sum in levels are of one size: its elements are padded to divide.
+                size, inside = math.prod(local_shape(shape, layout, mesh)), mesh.reach(step.axes, "inside")
+                moved = part_size(size, inside) * inside * itemsize
+            found.append(
+                tuple(
+                    Collective(kind=kind, axes=step.axes, nbytes=moved / parts, reach=reach)
+                    for kind, reach, parts in every
+                )
+            )
         layout = after(layout, step)
     return tuple(found)
 
@@ -117,7 +131,7 @@ def reshard_lines(
     """
     mesh = mesh_costs.mesh
     assert all(may_have(shape, layout, mesh) for layout in {*sources, *targets}), (sources, targets, shape, mesh)
-    graph = _graph(shape, mesh, mesh_costs)
+    graph = _graph(shape, mesh)
     starts, ends = ([graph.number[_short(layout, shape, mesh)] for layout in some] for some in (sources, targets))
     lines = np.array([_seconds_from(graph, start, mesh_costs) for start in starts])
     return lines[:, 0, ends], lines[:, 1, ends]
@@ -146,33 +160,29 @@ def _seconds_from(graph: Graph, source: int, mesh_costs: MeshCosts) -> np.ndarra
 @functools.lru_cache(maxsize=64)
 def _seconds_of_edges(graph: Graph, mesh_costs: MeshCosts) -> np.ndarray:
     """Of every step: [seconds for no bytes, and more seconds per byte of the array]."""
-    line = functools.cache(lambda kind, axes: _line(mesh_costs, kind, axes))
+    line = functools.cache(lambda kind, axes, reach: _line(mesh_costs, kind, axes, reach))
     seconds = np.zeros((2, len(graph.steps)))
     seconds[1] = graph.copied / mesh_costs.machine.memory_bandwidth
     for edge, step in enumerate(graph.steps):
         if step is None:
             continue
-        kind = collective_kind(step)
-        if kind is not None:
-            latency, per_byte = line(kind, step.axes)
-            seconds[:, edge] += latency, per_byte * graph.moved[edge]
+        for kind, reach, parts in exchanges(step, mesh_costs.mesh):
+            latency, per_byte = line(kind, step.axes, reach)
+            seconds[:, edge] += latency, per_byte * graph.moved[edge] / parts
     return seconds
 
 
-def _line(mesh_costs: MeshCosts, kind: str, axes: Axes) -> tuple[float, float]:
+def _line(mesh_costs: MeshCosts, kind: str, axes: Axes, reach: Reach) -> tuple[float, float]:
     """Seconds of a collective without bytes, and per byte: its time is a line."""
-    latency, many = mesh_costs.collective_s(kind, axes, 0.0), 2.0**50
-    return latency, (mesh_costs.collective_s(kind, axes, many) - latency) / many
+    latency, many = mesh_costs.collective_s(kind, axes, 0.0, reach), 2.0**50
+    return latency, (mesh_costs.collective_s(kind, axes, many, reach) - latency) / many
 
 
 # --- arrays without what does not matter --------------------------------------------------------------------
 
 
-def _graph(shape: tuple[int, ...], mesh: LogicalMesh, mesh_costs: MeshCosts | None) -> Graph:
-    axes = range(len(mesh.shape))
-    bandwidth = [1.0 if mesh_costs is None else mesh_costs.axis_bandwidth(axis) for axis in axes]
-    slowness = tuple(round(max(bandwidth) / rate) for rate in bandwidth)
-    return graph_of(tuple(split_like(size, mesh.shape) for size in shape if size != 1), mesh.shape, slowness)
+def _graph(shape: tuple[int, ...], mesh: LogicalMesh) -> Graph:
+    return graph_of(tuple(split_like(size, mesh.shape) for size in shape if size != 1), mesh)
 
 
 def _short(layout: Layout, shape: tuple[int, ...], mesh: LogicalMesh) -> Layout:

@@ -31,8 +31,9 @@ from autopar.compiler.resharding.steps import (
     Slice,
     ToPartial,
     after,
+    exchanges,
 )
-from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, local_shape, part_size, without_ones
+from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, Reach, local_shape, part_size, without_ones
 
 
 def apply_steps(x: Any, steps: Sequence[ReshardStep], mesh: LogicalMesh, shape: tuple[int, ...], source: Layout) -> Any:
@@ -110,7 +111,8 @@ def _apply(x: Any, step: ReshardStep, mesh: LogicalMesh, later: tuple[int, ...])
         case ReduceScatter(_, dim):
             return lax.psum_scatter(padded(x, dim, counts), names, scatter_dimension=dim, tiled=True)
         case AllReduce():
-            return lax.psum(x, names)
+            in_levels = len(exchanges(step, mesh)) > 1
+            return _sum_in_levels(x, step.axes, mesh) if in_levels else lax.psum(x, names)
         case ToPartial():
             return jnp.where(lax.axis_index(names) == 0, x, jnp.zeros_like(x))
         case PadToPartial(axes, dim):
@@ -119,6 +121,28 @@ def _apply(x: Any, step: ReshardStep, mesh: LogicalMesh, later: tuple[int, ...])
             return cut(whole, dim, later[dim], counts)
         case _:
             assert_never(step)
+
+
+def _sum_in_levels(x: Any, axes: Axes, mesh: LogicalMesh) -> Any:
+    """The sum along axes: of a part of the elements on each device of a domain, then across, then joined inside."""
+    names, count = mesh.names(axes), mesh.reach(axes, "inside")
+    inside, across = (groups_of(axes, reach, mesh) for reach in ("inside", "across"))
+    flat = padded(x.reshape(-1), 0, [count])
+    part = lax.psum_scatter(flat, names, scatter_dimension=0, axis_index_groups=inside, tiled=True)
+    part = lax.psum(part, names, axis_index_groups=across)
+    whole = lax.all_gather(part, names, axis_index_groups=inside, tiled=True)
+    return lax.slice_in_dim(whole, 0, x.size).reshape(x.shape)
+
+
+@functools.cache
+def groups_of(axes: Axes, reach: Reach, mesh: LogicalMesh) -> tuple[tuple[int, ...], ...]:
+    """Return which devices along axes exchange with each other, numbered with the last axis fastest."""
+    assert mesh.links is not None
+    groups = defaultdict[tuple[int, ...], list[int]](list)
+    for device, place in enumerate(itertools.product(*(range(mesh.shape[axis]) for axis in axes))):
+        split = [divmod(at, mesh.links.inside[axis]) for axis, at in zip(axes, place, strict=True)]
+        groups[tuple(domain if reach == "inside" else within for domain, within in split)].append(device)
+    return tuple(tuple(group) for group in groups.values())
 
 
 @functools.cache

@@ -6,13 +6,12 @@ dimensions say which layouts it may have, unless they are split into padded part
 path costs
 
     b + c / 4n + m / 1000      b: bytes that a device sends, as a share of the array, times the slowness of the links;
-                               c: number of collectives; n: number of devices;
+                               c: number of steps that send; n: number of devices;
                                m: bytes read and written for copies, as a share of the array
 
-that is, another collective has to save a quarter of what one of n parts of the array weighs. A collective over several
-axes is as slow as the slowest: where axes differ, a sum is made along the fast one first, and then of its parts along
-the slow one. Costs are counted in integers, where equal is equal; which of equal paths is taken depends on the order of
-the layouts and of `_steps_from` alone.
+that is, another step has to save a quarter of what one of n parts of the array weighs. Where the links of a mesh
+differ, its `AxisLinks` tell how slow each ring is, and which sums are made in levels. Costs are counted in integers,
+where equal is equal; which of equal paths is taken depends on the order of the layouts and of `_steps_from` alone.
 
 A path makes an array a sum along those axes only along which the target is one. Padding parts with zeros and adding
 them up would be a gather too, at times a cheap one, but -0.0 would become 0.0: such a detour costs more than any other.
@@ -40,12 +39,13 @@ from autopar.compiler.resharding.steps import (
     Slice,
     ToPartial,
     after,
-    collective_kind,
     copied_share,
+    exchanges,
     moved_share,
 )
-from autopar.compiler.sharding.layout import Axes, Layout, can_split, used_axes
+from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, Reach, can_split, used_axes
 from autopar.hardware.collectives import wire_bytes
+from autopar.ir.axis_links import SLOWNESS_UNIT, AxisLinks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,12 +98,14 @@ def last_edges(graph: Graph, source: int) -> np.ndarray:
     return np.minimum.reduceat(edges, graph.first_into)
 
 
-@functools.cache
-def graph_of(sizes: tuple[int, ...], mesh_shape: tuple[int, ...], slowness: tuple[int, ...]) -> Graph:
-    """The graph for arrays whose dimensions have these sizes, or split alike (see `layout.split_like`).
+def graph_of(sizes: tuple[int, ...], mesh: LogicalMesh) -> Graph:
+    """The graph for arrays whose dimensions have these sizes, or split alike (see `layout.split_like`)."""
+    return _graph_of(sizes, mesh.shape, mesh.links)
 
-    `slowness` says of each mesh axis how many times slower its links are than the fastest.
-    """
+
+@functools.cache
+def _graph_of(sizes: tuple[int, ...], mesh_shape: tuple[int, ...], links: AxisLinks | None) -> Graph:
+    mesh = LogicalMesh(shape=mesh_shape, axis_names=tuple(map(str, range(len(mesh_shape)))), links=links)
     layouts = tuple(sorted(_all_orders(sizes, mesh_shape)))
     number = {layout: n for n, layout in enumerate(layouts)}
     into: list[list[tuple[int, ReshardStep | None]]] = [[] for _ in layouts]
@@ -118,7 +120,7 @@ def graph_of(sizes: tuple[int, ...], mesh_shape: tuple[int, ...], slowness: tupl
         for share in (moved_share, copied_share)
     )
     weights = [
-        0 if step is None else _weight(step, sent, copies, mesh_shape, slowness)
+        0 if step is None else _weight(step, sent, copies, mesh)
         for (_, step), sent, copies in zip(edges, moved, copied, strict=True)
     ]
     return Graph(
@@ -134,18 +136,32 @@ def graph_of(sizes: tuple[int, ...], mesh_shape: tuple[int, ...], slowness: tupl
     )
 
 
-def _weight(
-    step: ReshardStep, moved: float, copied: float, mesh_shape: tuple[int, ...], slowness: tuple[int, ...]
-) -> int:
-    """The cost of a step in units of the array's size / (4000 n²): shares of even parts are multiples of 1 / n²."""
-    devices = math.prod(mesh_shape)
-    copies = round(4 * devices**2 * copied)
-    kind = collective_kind(step)
-    if kind is None:
-        detour = 400_000 * devices**2 * max(slowness)
+def _weight(step: ReshardStep, moved: float, copied: float, mesh: LogicalMesh) -> int:
+    """The cost of a step in units of the array's size / (4000 u n²), u being the unit of slowness.
+
+    Shares of even parts are multiples of 1 / n².
+    """
+    devices = mesh.num_devices
+    copies = round(4 * devices**2 * copied) * SLOWNESS_UNIT
+    every = exchanges(step, mesh)
+    if not every:
+        slowest = SLOWNESS_UNIT if mesh.links is None else max(ring.by_pairs for ring in mesh.links.rings)
+        detour = 400_000 * devices**2 * slowest
         return copies + (detour * len(step.axes) if isinstance(step, ToPartial | PadToPartial) else 0)
-    sent = wire_bytes(kind, _size(step.axes, mesh_shape), moved)
-    return round(4000 * devices**2 * sent) * max(slowness[axis] for axis in step.axes) + 1000 * devices + copies
+    sent = 0
+    for kind, reach, parts in every:
+        nbytes = wire_bytes(kind, mesh.reach(step.axes, reach), moved / parts)
+        sent += round(4000 * devices**2 * nbytes) * _slowness(kind, step.axes, reach, mesh)
+    return sent + 1000 * devices * SLOWNESS_UNIT + copies
+
+
+def _slowness(kind: str, axes: Axes, reach: Reach, mesh: LogicalMesh) -> int:
+    if mesh.links is None:
+        return SLOWNESS_UNIT
+    ring = mesh.links.ring(axes)
+    if kind in ("all-to-all", "collective-permute"):
+        return ring.by_pairs
+    return ring.slowness if reach == "all" else ring.levels[reach == "across"]
 
 
 def _all_orders(sizes: tuple[int, ...], mesh_shape: tuple[int, ...]) -> set[Layout]:

@@ -7,7 +7,7 @@ On a dimension split over the axes `a b` (a major), with `s` an axis that each d
     AllToAll       [a b, -] -> [a, b]     from the end of one dimension to the end of another
     Permute        [a b]    -> [b a]      every device sends what it has to another one
     ReduceScatter  [-] + s  -> [s]        add up, and keep a part
-    AllReduce      [-] + s  -> [-]        add up
+    AllReduce      [-] + s  -> [-]        add up; in levels where the links between fast domains are slow
     ToPartial        [-]      -> [-] + s    the first device along an axis keeps the array, the others take zeros
     PadToPartial            [a b]    -> [a] + b    a part among zeros is a summand of the whole
 
@@ -21,9 +21,9 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
-from autopar.compiler.sharding.layout import Axes, Layout, part_size
+from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, Reach, part_size
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,28 @@ def collective_kind(step: ReshardStep) -> str | None:
             return None
         case _:
             assert_never(step)
+
+
+class Exchange(NamedTuple):
+    """One collective of a step: its kind, between whom, and of how many parts of what the step moves it takes one."""
+
+    kind: str
+    reach: Reach
+    parts: int = 1
+
+
+def exchanges(step: ReshardStep, mesh: LogicalMesh) -> tuple[Exchange, ...]:
+    """Return the collectives of a step: one, or the three of a hierarchical all-reduce, or none."""
+    kind = collective_kind(step)
+    if kind is None:
+        return ()
+    if isinstance(step, AllReduce) and mesh.links is not None and mesh.links.ring(step.axes).levels:
+        return (
+            Exchange("reduce-scatter", "inside"),
+            Exchange("all-reduce", "across", mesh.reach(step.axes, "inside")),
+            Exchange("all-gather", "inside"),
+        )
+    return (Exchange(kind, "all"),)
 
 
 def moved_share(step: ReshardStep, layout: Layout, shape: Sequence[int], mesh_shape: Sequence[int]) -> float:

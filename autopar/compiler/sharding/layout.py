@@ -21,15 +21,18 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from autopar.checks import check_mesh_shape
+from autopar.ir.axis_links import AxisLinks
 from autopar.ir.instructions import spec_axes
 
 Axes = tuple[int, ...]
 """Mesh axes by number."""
+Reach = Literal["all", "inside", "across"]
+"""Which of the devices along some axes exchange: all; those of a fast domain; one of each domain."""
 
 
 class Layout(NamedTuple):
@@ -41,10 +44,12 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalMesh:
-    """Sizes and names of the mesh axes; the devices themselves do not matter here."""
+    """Sizes and names of the mesh axes; the devices themselves do not matter here, but for the links between them."""
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
+    links: AxisLinks | None = None
+    """None: all are equal."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` unless every axis has a size and a name of its own."""
@@ -58,6 +63,11 @@ class LogicalMesh:
     def size(self, axes: Iterable[int]) -> int:
         """Number of devices along `axes` together."""
         return math.prod(self.shape[axis] for axis in axes)
+
+    def reach(self, axes: Axes, reach: Reach) -> int:
+        """Number of devices along `axes` that exchange with each other."""
+        inside = 1 if self.links is None else math.prod(self.links.inside[axis] for axis in axes)
+        return {"all": self.size(axes), "inside": inside, "across": self.size(axes) // inside}[reach]
 
     def names(self, axes: Iterable[int]) -> tuple[str, ...]:
         """The names of `axes`."""

@@ -38,7 +38,7 @@ def user_line(*eqns: jc.JaxprEqn) -> str:
 
 
 def repeated_collectives(block: LocalBlock) -> Mapping[Action, tuple[bool, ...]]:
-    """For every action that communicates whether its collectives, in their order, were done before."""
+    """For every action that communicates whether what its steps send, in their order, was sent before."""
     numbering = _Numbering(merges=_has_regions(block))
     numbering.read(block, [numbering.new() for _ in block.inputs])
     return numbering.repeated
@@ -152,7 +152,8 @@ class LocalCollective(NamedTuple):
     def seconds(self, mesh_costs: MeshCosts) -> float:
         """Return the seconds of all its runs in a step."""
         costs = mesh_costs.combined() if self.combined else mesh_costs
-        return self.times * costs.collective_s(self.collective.kind, self.collective.axes, self.collective.nbytes)
+        kind, axes, nbytes = self.collective.kind, self.collective.axes, self.collective.nbytes
+        return self.times * costs.collective_s(kind, axes, nbytes, self.collective.reach)
 
 
 def planned_collectives(block: LocalBlock, mesh: LogicalMesh) -> Iterator[LocalCollective]:
@@ -171,9 +172,10 @@ def _of_block(
                 what = f"{aval.str_short()} {describe_layout(source, mesh)} -> {describe_layout(result.layout, mesh)}"
                 shares = block.combined.share(result.variable, result.form)
                 moves = step_collectives(steps, source, tuple(aval.shape), aval.dtype.itemsize, mesh)
-                for each, again in zip(moves, repeated[action], strict=True):
-                    eqns = readers.get(result), makers.get(result)
-                    yield LocalCollective(each, times, str(aval.dtype), what, *eqns, result.form, again, shares)
+                eqns = readers.get(result), makers.get(result)
+                for of_step, again in zip(moves, repeated[action], strict=True):
+                    for each in of_step:
+                        yield LocalCollective(each, times, str(aval.dtype), what, *eqns, result.form, again, shares)
             case Evaluate(eqn=eqn, results=results, strategy=strategy):
                 for again in repeated[action]:
                     aval = eqn.outvars[0].aval

@@ -125,17 +125,19 @@ def test_all_axes_together_move_the_bytes_of_the_whole_group(kind, shape):
 
 def test_an_axis_sends_at_the_bandwidth_of_its_links():
     machine = chosen_machine(intra=FAST, inter=SLOW, domain=8)
-    assert [MeshCosts(machine=machine, mesh=grid(8, 8)).axis_bandwidth(axis) for axis in (0, 1)] == [2.0, 8.0]
-    assert MeshCosts(machine=machine, mesh=grid(1, 8)).axis_bandwidth(0) == 8.0
+    assert [MeshCosts(machine=machine, mesh=grid(8, 8)).ring_bandwidth((axis,)) for axis in (0, 1)] == [2.0, 8.0]
+    assert MeshCosts(machine=machine, mesh=grid(1, 8)).ring_bandwidth((0,)) == 8.0
     # Eight devices of a domain share the ways out of it.
-    assert MeshCosts(machine=machine, mesh=grid(16)).axis_bandwidth(0) == 8.0
-    assert MeshCosts(machine=chosen_machine(intra=FAST, inter=SLOW, domain=2), mesh=grid(16)).axis_bandwidth(0) == 4.0
+    assert MeshCosts(machine=machine, mesh=grid(16)).ring_bandwidth((0,)) == 8.0
+    assert (
+        MeshCosts(machine=chosen_machine(intra=FAST, inter=SLOW, domain=2), mesh=grid(16)).ring_bandwidth((0,)) == 4.0
+    )
 
 
 def test_a_rack_of_nvlink_is_one_domain():
     machine = Machine.named("gb200-nvl72")
     chosen = MeshCosts(machine=machine, mesh=grid(9, 8))
-    assert {chosen.axis_bandwidth(axis) for axis in (0, 1)} == {machine.intra.bandwidth}
+    assert {chosen.ring_bandwidth((axis,)) for axis in (0, 1)} == {machine.intra.bandwidth}
 
 
 def test_equal_machines_and_meshes_have_equal_costs():

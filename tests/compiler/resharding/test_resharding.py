@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.compiler.analysis.compiled_collectives import compiled_collectives
-from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.resharding.costs import (
     AllGather,
@@ -133,7 +133,7 @@ def check_moves_as_planned(compiled, pairs, shape, mesh):
     planned, found = Counter(), Counter()
     for source, target in pairs:
         steps = reshard_steps(source, target, shape, mesh)
-        for c in step_collectives(steps, source, shape, 4, mesh):
+        for c in itertools.chain(*step_collectives(steps, source, shape, 4, mesh)):
             # A permutation is compiled to cycles of any length, not to groups.
             size = 0 if c.kind == "collective-permute" else mesh.size(c.axes)
             planned[c.kind, size] += c.nbytes
@@ -303,15 +303,81 @@ def test_dimensions_and_axes_of_size_one_take_no_part():
     assert permuted == (Permute(((), (2, 0)), ((), (0, 2))),)
 
 
-def test_where_one_axis_is_slow_sums_are_made_along_the_fast_one_first():
-    mesh = mesh_of(2, 4)
-    source = Layout(((), ()), (0, 1))
-    slow = MeshCosts(machine=dataclasses.replace(H100, domain=4), mesh=mesh)
-    hierarchical = (ReduceScatter((1,), 0), AllReduce((0,)), AllGather((1,), 0))
-    assert reshard_steps(source, WHOLE, (64, 64), mesh, slow) == hierarchical
-    equal = MeshCosts(machine=H100, mesh=mesh)
-    assert reshard_s(source, WHOLE, (2**14, 2**14), 4, slow) < 2 * 7 / 8 * 2**30 / 5e10
-    assert reshard_steps(source, WHOLE, (64, 64), mesh, equal) == reshard_steps(source, WHOLE, (64, 64), mesh)
+def slow_between(machine: Machine = H100, *, domain: int = 4, slower: float = 40.0) -> Machine:
+    """A machine of domains of so many devices, whose links between domains are so many times slower than inside."""
+    return dataclasses.replace(
+        machine,
+        domain=domain,
+        intra=Link(latency_s=2e-6, bandwidth=4e11, ramp_bytes=0.0),
+        inter=Link(latency_s=1e-5, bandwidth=4e11 / slower, ramp_bytes=0.0),
+    )
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (8,), (4, 2)], ids=str)
+def test_an_all_reduce_over_slow_links_is_a_sum_inside_of_domains_first(sizes):
+    mesh = with_links(mesh_of(*sizes), slow_between())
+    every = tuple(range(len(sizes)))
+    steps = reshard_steps(Layout(((), ()), every), WHOLE, (64, 64), mesh)
+    assert steps == (AllReduce(every),)
+    (collectives,) = step_collectives(steps, Layout(((), ()), every), (64, 64), 4, mesh)
+    nbytes = 64 * 64 * 4
+    assert collectives == (
+        Collective(kind="reduce-scatter", axes=every, nbytes=nbytes, reach="inside"),
+        Collective(kind="all-reduce", axes=every, nbytes=nbytes / 4, reach="across"),
+        Collective(kind="all-gather", axes=every, nbytes=nbytes, reach="inside"),
+    )
+    assert [mesh.reach(every, c.reach) for c in collectives] == [4, 2, 4]
+
+
+@pytest.mark.parametrize(("slower", "in_levels"), [(7.9, False), (8.1, True)])
+def test_the_links_decide_whether_sums_are_made_in_levels(slower, in_levels):
+    # Of 8 devices, where 8 times what leaves a host per device is less than what stays inside.
+    machine = slow_between(slower=slower)
+    mesh = with_links(mesh_of(2, 4), machine)
+    assert mesh.links is not None
+    assert bool(mesh.links.ring((0, 1)).levels) == in_levels
+    mesh_costs = MeshCosts(machine=machine, mesh=mesh)
+    flat = MeshCosts(machine=machine, mesh=mesh_of(2, 4)).collective_s("all-reduce", (0, 1), 4 * 2**28)
+    priced = reshard_s(Layout(((), ()), (0, 1)), WHOLE, (2**14, 2**14), 4, mesh_costs)
+    assert priced == pytest.approx(flat, rel=0.02)
+    assert (priced < flat) == in_levels
+
+
+def test_where_all_links_are_equal_a_mesh_has_none():
+    assert with_links(mesh_of(2, 4), H100) == mesh_of(2, 4)
+    assert with_links(mesh_of(2, 4), slow_between(domain=8)) == mesh_of(2, 4)
+
+
+def test_sums_in_levels_of_what_does_not_divide_move_its_padding_too():
+    mesh = with_links(mesh_of(2, 4), slow_between())
+    (collectives,) = step_collectives((AllReduce((0, 1)),), Layout(((), ()), (0, 1)), (2, 5), 4, mesh)
+    assert [c.nbytes for c in collectives] == [12 * 4, 3 * 4, 12 * 4]
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (8,), (4, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(64,), (7,), (3, 5), (2,), ()], ids=str)
+def test_sums_in_levels_equal_those_along_one_ring(shape, sizes):
+    mesh = with_links(mesh_of(*sizes), slow_between())
+    every = tuple(range(len(sizes)))
+    names = mesh.names(every)
+    devices = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+    source = Layout(((),) * len(shape), every)
+
+    def summed(x):
+        steps = reshard_steps(source, Layout(source.dims), shape, mesh)
+        return apply_steps(x[0], steps, mesh, shape, source)
+
+    run = jax.jit(
+        jax.shard_map(summed, mesh=devices, in_specs=PartitionSpec(names), out_specs=PartitionSpec(), check_vma=False)
+    )
+    array = np.arange(8 * max(1, np.prod(shape)), dtype=np.float32).reshape(8, *shape)
+    x = jax.device_put(array, NamedSharding(devices, PartitionSpec(names)))
+    np.testing.assert_array_equal(run(x), array.sum(0))
+    compiled = compiled_collectives(run.lower(x).compile().as_text())
+    (planned,) = step_collectives((AllReduce(every),), source, shape, 4, mesh)
+    assert sorted((c.kind, mesh.reach(every, c.reach), c.nbytes) for c in planned) == sorted(
+        (c.kind, c.group_size, c.nbytes) for c in compiled
+    )
 
 
 # --- what they cost -----------------------------------------------------------------------------------------
@@ -322,7 +388,7 @@ def test_collectives_count_the_larger_of_operand_and_result_on_one_device():
     source = Layout(((), ()), (0, 1))
     steps = (ReduceScatter((0,), 0), AllReduce((1,)), Slice((1,), 0), AllToAll((1,), 0, 1), AllGather((0,), 0))
     whole = 64 * 32 * 2
-    assert step_collectives(steps, source, shape, 2, mesh) == (
+    assert tuple(itertools.chain(*step_collectives(steps, source, shape, 2, mesh))) == (
         Collective(kind="reduce-scatter", axes=(0,), nbytes=whole),
         Collective(kind="all-reduce", axes=(1,), nbytes=whole / 2),
         Collective(kind="all-to-all", axes=(1,), nbytes=whole / 8),
@@ -330,20 +396,21 @@ def test_collectives_count_the_larger_of_operand_and_result_on_one_device():
     )
 
 
-@pytest.mark.parametrize("machine", ["cpu", "dgx-h100"])
+@pytest.mark.parametrize("machine", [Machine.named("cpu"), H100, slow_between()], ids=["cpu", "dgx-h100", "slow"])
 @pytest.mark.parametrize("shape", [(8, 64), (1, 8, 16), (), (16, 3)], ids=str)
 def test_seconds_are_those_of_the_collectives_and_of_copies(shape, machine):
-    mesh = mesh_of(2, 4)
-    mesh_costs = MeshCosts(machine=Machine.named(machine), mesh=mesh)
+    mesh = with_links(mesh_of(2, 4), machine)
+    mesh_costs = MeshCosts(machine=machine, mesh=mesh)
     layouts = tuple(with_partial_sums(shape, mesh))
     matrix = reshard_matrix(layouts, layouts, shape, 4, mesh_costs)
     for (i, source), (j, target) in itertools.product(enumerate(layouts), repeat=2):
-        steps = reshard_steps(source, target, shape, mesh, mesh_costs)
-        collectives = step_collectives(steps, source, shape, 4, mesh)
-        sent = sum(mesh_costs.collective_s(c.kind, c.axes, c.nbytes) for c in collectives)
-        # Besides that, each step copies the array at most twice.
+        steps = reshard_steps(source, target, shape, mesh)
+        collectives = itertools.chain(*step_collectives(steps, source, shape, 4, mesh))
+        sent = sum(mesh_costs.collective_s(c.kind, c.axes, c.nbytes, c.reach) for c in collectives)
+        # Besides that, each step copies the array at most twice, and a sum in levels may be padded by three elements.
         copies = len(steps) * 4 * np.prod(shape) * 4 / mesh_costs.machine.memory_bandwidth
-        assert sent * (1 - 1e-9) <= matrix[i, j] <= (sent + copies) * (1 + 1e-9)
+        padding = 0.0 if mesh.links is None else 2 * 3 * 4 * (1 / 4e11 + 1 / 4 / 1e10)
+        assert sent * (1 - 1e-9) - padding <= matrix[i, j] <= (sent + copies) * (1 + 1e-9)
         assert reshard_s(source, target, shape, 4, mesh_costs) == matrix[i, j]
 
 
