@@ -54,7 +54,7 @@ class AxisLinks:
         try:
             fields = cast(Mapping[str, Any], raw)
             inside = tuple(fields["inside"])
-            rings = tuple(Ring(tuple(axes), *slow, tuple(levels)) for axes, *slow, levels in fields["rings"])
+            rings = tuple(Ring(tuple(a), slowness, pairs, tuple(own)) for a, slowness, pairs, own in fields["rings"])
             counts = [*inside, *(n for ring in rings for n in (ring.slowness, ring.by_pairs, *ring.levels))]
             known = all(is_whole(axis) and 0 <= axis < num_axes for ring in rings for axis in ring.axes)
             if not known or not all(is_whole(n) and n > 0 for n in counts) or len(inside) != num_axes:

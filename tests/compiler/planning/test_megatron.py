@@ -82,7 +82,7 @@ def test_weights_are_divided_by_columns_and_rows_and_examples_over_the_replicas(
 
 def test_gradients_are_summed_over_the_replicas_once_per_step():
     plan = planned(**EIGHT).plan
-    over_data = [each for each in plan.planned_collectives if "data" in each.axes and each.nbytes > 1e5]
+    over_data = [each for each in plan.planned_collectives if "+ data" in each.what and each.nbytes > 1e5]
     assert over_data and {each.times for each in over_data} == {1}
 
 
