@@ -86,6 +86,8 @@ def plan_key(trace: Trace, method: Method, cluster: Cluster, *, checked: bool) -
         (trace.name, trace.batch, trace.donated_inputs, sorted(trace.state_outputs.items())),
         sorted(trace.kept_inputs.items()),
         (method, cluster, checked),
+        # A kind may be that of a registered machine; to ask warns of one without figures, also where the plan is kept.
+        [group.machine for group in cluster.groups],
         default_strategy(),
         _by_name(_deciding(registered_rules(), primitives)),
         _by_name(_deciding(registered_flops(), primitives)),

@@ -13,7 +13,8 @@ from autopar import Cluster, MemoryTooSmall
 from autopar.compiler import passes
 from autopar.compiler.planning import plan_cache
 from autopar.compiler.planning.plan_cache import kept_plan, plan_key
-from autopar.errors import ReplicatedWarning
+from autopar.errors import GenericFiguresWarning, ReplicatedWarning
+from autopar.hardware.machine import Machine, register_machine
 from autopar.ir.plan_sharding import Certificate
 from tests.small_steps import mlp_batch, mlp_loss, mlp_params, mlp_step, sgd
 
@@ -119,6 +120,15 @@ def test_what_was_registered_or_set_is_in_the_key(monkeypatch):
     assert key() == before
 
 
+def test_the_figures_of_a_registered_machine_are_in_the_key():
+    machine = replace(Machine.named("p3.16xlarge"), name="one of ours", kind="one of ours")
+    keys: list[str | None] = []
+    for share in (1.0, 0.5):
+        register_machine(replace(machine, memory_bytes=share * machine.memory_bytes))
+        keys.append(key(cluster=Cluster(num_devices=2, kind="one of ours")))
+    assert None not in keys and keys[0] != keys[1]
+
+
 def test_a_line_of_the_model_that_moved_is_another_key():
     source = "def loss(params, batch):\n    h, y = batch\n    return ((h @ params[0]['w'] - y) ** 2).mean()\n"
     found = []
@@ -209,6 +219,13 @@ def test_what_was_warned_of_is_warned_of_again(directory, no_search):
         with pytest.warns(ReplicatedWarning, match="a table is whole"):
             kept_plan(trace, METHOD, CLUSTER, checked=True, directory=directory, make=make)
         make = no_search
+
+
+def test_generic_figures_are_warned_of_where_the_plan_is_kept_too(directory, no_search):
+    for _ in range(2):
+        with pytest.warns(GenericFiguresWarning, match="kind 'abacus'"):
+            traced(cluster=Cluster(num_devices=2, kind="abacus")).plan(METHOD)
+        no_search()
 
 
 def test_what_a_clock_ended_is_not_kept(directory):
