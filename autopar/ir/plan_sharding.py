@@ -43,6 +43,8 @@ class PlannedCollective:
     """The place in the model: the name stack of the equation that reads it."""
     repeated: bool = False
     """The same was done before, and is done again to save memory: a compiler may merge the two."""
+    invariant_trips: float = 1.0
+    """In so many rounds of the loops around it its operand is the same: a compiler may run it once for them all."""
     line: str = ""
     """The user's line that needs it, or that made what it is for, as `model.py:41 (attention)`; empty for none."""
     reach: str = "all"

@@ -149,6 +149,7 @@ def priced_collectives(
             scope=each.scope or name,
             line=each.line,
             repeated=each.repeated,
+            invariant_trips=each.invariant_trips,
         )
         for each in planned_collectives(block, mesh)
     ]

@@ -136,6 +136,8 @@ class LocalCollective(NamedTuple):
     phase: str
     repeated: bool
     """The same was done before, and is done again to save memory."""
+    invariant_trips: float
+    """In so many rounds of the loops around it its operand is the same: one run before them would do."""
     combined: bool
     """The compiler combines it with others, so that they share their latency."""
 
@@ -158,11 +160,16 @@ class LocalCollective(NamedTuple):
 
 def planned_collectives(block: LocalBlock, mesh: LogicalMesh) -> Iterator[LocalCollective]:
     """The collectives that a step runs, in program order."""
-    return _of_block(block, mesh, repeated_collectives(block), 1.0)
+    once = dict.fromkeys(block.inputs, 1.0)
+    return _of_block(block, mesh, repeated_collectives(block), 1.0, invariant_trips(block, once, 1.0))
 
 
 def _of_block(
-    block: LocalBlock, mesh: LogicalMesh, repeated: Mapping[Action, tuple[bool, ...]], times: float
+    block: LocalBlock,
+    mesh: LogicalMesh,
+    repeated: Mapping[Action, tuple[bool, ...]],
+    times: float,
+    invariant: Mapping[Action, float],
 ) -> Iterator[LocalCollective]:
     readers, makers = _readers(block), _makers(block)
     for action in block.actions:
@@ -175,17 +182,76 @@ def _of_block(
                 eqns = readers.get(result), makers.get(result)
                 for of_step, again in zip(moves, repeated[action], strict=True):
                     for each in of_step:
-                        yield LocalCollective(each, times, str(aval.dtype), what, *eqns, result.form, again, shares)
+                        yield LocalCollective(
+                            each, times, str(aval.dtype), what, *eqns, result.form, again, invariant[action], shares
+                        )
             case Evaluate(eqn=eqn, results=results, strategy=strategy):
                 for again in repeated[action]:
                     aval = eqn.outvars[0].aval
                     nbytes = aval.size * aval.dtype.itemsize / num_shards(aval.shape, results[0].layout, mesh)
                     combined = Collective(kind="all-reduce", axes=strategy.combined, nbytes=nbytes)
                     what = f"{eqn.primitive.name} {aval.str_short()}"
-                    yield LocalCollective(combined, times, str(aval.dtype), what, eqn, eqn, "", again, False)
+                    yield LocalCollective(
+                        combined, times, str(aval.dtype), what, eqn, eqn, "", again, invariant[action], False
+                    )
             case RunBody(eqn=eqn, bodies=bodies):
                 for body in bodies:
-                    yield from _of_block(body, mesh, repeated, times * trips(eqn))
+                    yield from _of_block(body, mesh, repeated, times * trips(eqn), invariant)
+
+
+def invariant_trips(block: LocalBlock, inputs: Mapping[Value, float], times: float) -> dict[Action, float]:
+    """Return for every action in how many rounds of the loops around it its operands are the same.
+
+    A block that runs `times` in a step is given the same of its inputs. Compilers may move such an action in front of
+    these loops, so that it runs once.
+    """
+    found: dict[Action, float] = {}
+    _enter_invariants(block, inputs, times, found)
+    return found
+
+
+def _enter_invariants(
+    block: LocalBlock, inputs: Mapping[Value, float], times: float, found: dict[Action, float]
+) -> list[float]:
+    """Enter a block's actions into `found`; returns the same of the block's outputs."""
+    known = dict(inputs)
+
+    def of(value: Value | jc.Literal) -> float:
+        return known.get(value, times) if isinstance(value, Value) else times  # constants never change
+
+    for action in block.actions:
+        match action:
+            case Reshard(operand=operand, result=result, after=after):
+                found[action] = known[result] = min(of(operand), times if after is None else of(after))
+            case Evaluate(eqn=eqn, operands=operands, results=results):
+                found[action] = 1.0 if eqn.effects else min(map(of, operands), default=times)
+                known.update(dict.fromkeys(results, found[action]))
+            case RunBody(eqn=eqn, operands=operands, results=results, bodies=bodies):
+                given, rounds = [of(v) for v in operands], trips(eqn)
+                made: list[float] = []
+                for body, entered in zip(bodies, _entered_invariants(eqn, given, rounds), strict=True):
+                    made = _enter_invariants(body, dict(zip(body.inputs, entered, strict=True)), times * rounds, found)
+                if eqn.primitive.name in CONTROL_FLOW:
+                    made = [1.0 if eqn.effects else min(given, default=times)] * len(results)
+                known.update(zip(results, made, strict=True))
+    return [of(value) for value in block.outputs]
+
+
+def _entered_invariants(eqn: jc.JaxprEqn, given: Sequence[float], rounds: float) -> list[list[float]]:
+    """Return for the inputs of every body in how many rounds they are the same; `given` is that of the operands."""
+    match eqn.primitive.name:
+        case "scan":
+            num_consts = jp.scan_of(eqn).num_consts
+            return [[rounds * each for each in given[:num_consts]] + [1.0] * len(given[num_consts:])]
+        case "while":
+            loop = jp.while_of(eqn)
+            num_consts = loop.cond_consts + loop.body_consts
+            consts, carry = [rounds * each for each in given[:num_consts]], [1.0] * len(given[num_consts:])
+            return [consts[: loop.cond_consts] + carry, consts[loop.cond_consts :] + carry]
+        case "cond":
+            return [list(given[1:]) for _ in jp.branches_of(eqn)]
+        case _:
+            return [list(given)]
 
 
 def _readers(block: LocalBlock) -> dict[Value, jc.JaxprEqn]:

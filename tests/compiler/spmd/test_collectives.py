@@ -1,5 +1,7 @@
 """Collectives done twice are found, in remat regions too; those of other data or in loops are not the same."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -105,3 +107,52 @@ def test_regions_in_a_loop_repeat_what_the_loop_does_in_the_same_round():
 def test_every_action_that_communicates_has_a_flag_for_each_collective():
     block = block_of(chain, X)
     assert set(repeated_collectives(block)) == set(block.actions)
+
+
+def rounds_of_the_same(function, *args) -> list[tuple[float, float]]:
+    """How often each gather runs, and in how many of these rounds its operand is the same."""
+    every = planned_collectives(block_of(function, *args), LINE)
+    return [(each.times, each.invariant_trips) for each in every if each.dtype == "float32"]
+
+
+def loop_over_constant(x, w):
+    """Reads w, and sin(w), in every round, and what changes."""
+    return lax.scan(lambda h, _: (h + jnp.cos(jnp.sin(w)), None), x, None, 3)[0]
+
+
+def nested_loops(x, w):
+    """The inner loop reads w, which neither changes, and h, which the outer one does."""
+
+    def body(h, _):
+        return lax.scan(lambda g, _: (g + jnp.sin(w) + jnp.sin(h), None), h, None, 2)[0], None
+
+    return lax.scan(body, x, None, 3)[0]
+
+
+def counted_loop(x, w):
+    return lax.fori_loop(0, 3, lambda _, h: jnp.sin(h) + jnp.sin(w), x)
+
+
+def slices(x, w):
+    return lax.scan(lambda h, row: (h + jnp.sin(row), None), jnp.zeros_like(x[0]), w)[0]
+
+
+def region_in_a_loop_over_constant(x, w):
+    body = jax.checkpoint(lambda h: jnp.sin(h) + jnp.sin(w))
+    return lax.scan(lambda h, _: (body(h), None), x, None, 3)[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        pytest.param(loop_over_constant, {(3, 3): 3, (3, 1): 1}, id="constants of a loop, and what is made of them"),
+        pytest.param(nested_loops, {(6, 6): 2, (6, 2): 2, (6, 1): 2}, id="in both loops, and in the inner one"),
+        pytest.param(counted_loop, {(3, 3): 2, (3, 1): 2}, id="a while loop"),
+        pytest.param(slices, {(64, 1): 3}, id="every round reads another slice"),
+        pytest.param(region_in_a_loop_over_constant, {(3, 3): 2, (3, 1): 2}, id="a remat region in a loop"),
+        pytest.param(chain, {(1, 1): 2}, id="no loop"),
+    ],
+)
+def test_rounds_in_which_a_loop_does_not_change_what_is_gathered(function, expected):
+    found = Counter(rounds_of_the_same(function, *([X] * (1 if function is chain else 2))))
+    assert found == expected
