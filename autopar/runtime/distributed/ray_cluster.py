@@ -138,6 +138,8 @@ def start_hosts(options: RayOptions) -> RayHosts:
 
 
 def _start_here(ray: Any, cores: int, timeout_s: float) -> None:
+    # Ray gives what it runs the lowest priority but four: beside anything else on this machine steps would wait for it.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     deadline = time.monotonic() + timeout_s
     while True:
         try:
