@@ -50,6 +50,9 @@ _WRITING = ".writing-"
 _REMOVED = ".removed"
 _POLL_S = 0.02
 _saves = itertools.count()
+_orbax_saves = threading.Lock()
+"""Held from the beginning of a save to its end: Orbax numbers the saves of a process, and its threads ask for the
+number of the last one. Of two at a time one would wait for the directories of the other."""
 _NOT_READ = -1
 _LEFT_BEHIND_S = 24 * 3600  # what a process of another host has not touched for so long, it has left behind
 
@@ -283,9 +286,14 @@ class LocalSave:
         self._error: BaseException | None = None
         self._checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
         plain = jax.tree.map(_as_array, plain_tree(state))
-        self._checkpointer.save(self._written, args=ocp.args.PyTreeSave(plain))
         self._thread = threading.Thread(target=self._commit, name="autopar-checkpoint")
-        self._thread.start()
+        _orbax_saves.acquire()
+        try:
+            self._checkpointer.save(self._written, args=ocp.args.PyTreeSave(plain))
+            self._thread.start()
+        except BaseException:
+            _orbax_saves.release()
+            raise
 
     def _commit(self) -> None:
         try:
@@ -294,6 +302,8 @@ class LocalSave:
         except BaseException as error:
             self._error = error
             discard(self._written)
+        finally:
+            _orbax_saves.release()
 
     def finish(self) -> None:
         """Wait for the threads."""

@@ -11,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -213,6 +215,24 @@ def test_a_checkpoint_that_was_being_written_when_its_process_ended_is_none(tmp_
     # What processes that live, or those of other hosts may be writing still is left alone.
     left = {path.name for path in tmp_path.iterdir()} - {"1", "2", "3"}
     assert left == {f"2.writing-{socket.gethostname()}-{os.getppid()}", "2.writing-elsewhere-1.orbax-checkpoint-tmp"}
+
+
+def test_threads_that_save_at_once_write_their_own_checkpoints(tmp_path):
+    count, together = 4, threading.Barrier(4)
+
+    def save(number: int) -> None:
+        checkpoints = Checkpoints(tmp_path / str(number))
+        together.wait()
+        for step in range(3):
+            checkpoints.save(step, {"w": np.full(8, 10.0 * number + step, np.float32)})
+        checkpoints.wait()
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(save, range(count)))
+    for number in range(count):
+        step, state = Checkpoints(tmp_path / str(number)).restore(like={"w": np.zeros(8, np.float32)})
+        assert step == 2
+        np.testing.assert_array_equal(state["w"], np.full(8, 10.0 * number + 2))
 
 
 def test_every_flipped_bit_is_noticed_and_the_predecessor_is_used(tmp_path):
