@@ -1,6 +1,7 @@
 """autopar: an auto-parallelizing compiler for JAX. Put `@autopar.parallelize` on a train step."""
 
 from autopar.api import Compiled, Lowered, Planned, Step, Traced, parallelize
+from autopar.compiler.frontend.compressed_gradients import compress_gradients
 from autopar.compiler.frontend.layer_boundaries import layer_boundary
 from autopar.compiler.frontend.scopes import replicate, set_default_strategy, split, stage
 from autopar.compiler.sharding.declared_rules import sharding_rule
@@ -94,6 +95,7 @@ __all__ = [
     "Unsupported",
     "UntriedWarning",
     "Zero",
+    "compress_gradients",
     "create_state",
     "fit",
     "init",

@@ -30,6 +30,7 @@ from autopar.compiler.analysis.planned_values import input_lines, planned_values
 from autopar.compiler.analysis.revision import Planning
 from autopar.compiler.analysis.step_work import step_work
 from autopar.compiler.analysis.task_times import price_plan
+from autopar.compiler.frontend.compressed_gradients import rounding_of_compressed
 from autopar.compiler.frontend.trace import Returned, Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_within_memory import plan_that_fits
@@ -289,6 +290,7 @@ class Lowered:
             replaced=self.trace.state_outputs,
             # Others multiply float32 in fewer bits, if they are not told otherwise.
             rounding=rounding_of_sums(avals, bits=52 if on_cpu else 10),
+            compressed=rounding_of_compressed(self.trace.jaxpr),
         )
 
     def _on_cluster(self, session: Any) -> Compiled:

@@ -97,16 +97,18 @@ def verify_numbers(
     *,
     replaced: Mapping[int, int],
     rounding: float,
+    compressed: float = 0.0,
 ) -> NumberCheck:
     """Return the result that differs most between two functions of flat arguments, which lie on the host.
 
     - `names`: of the results.
     - `replaced`: the number of the argument that a result replaces, by the number of the result.
     - `rounding`: of a sum within the step, see `rounding_of_sums`.
+    - `compressed`: the rounding error of the type in which gradients are sent; 0 for their own.
     """
 
     def point(arguments: Leaves) -> Point:
-        moved = rounded_arguments(arguments)
+        moved = rounded_arguments(arguments, compressed)
         return Point(
             before=[arguments[replaced[n]] if n in replaced else None for n in range(len(names))],
             expected=plain(arguments),
@@ -163,10 +165,13 @@ def compare_numbers(names: Sequence[str], points: Sequence[Point], *, rounding: 
     return max((worst, *(check for check in precise if not check)), key=_excess)
 
 
-def rounded_arguments(leaves: Leaves) -> list[Any]:
-    """Return the arguments with every floating number moved up or down by some times its rounding error."""
+def rounded_arguments(leaves: Leaves, compressed: float = 0.0) -> list[Any]:
+    """Return the arguments with every floating number moved up or down by some times its rounding error.
+
+    It is moved by that of `compressed` gradients, if that is more.
+    """
     rng = np.random.default_rng(0)
-    return [_rounded(leaf, rng) if _is_floating(leaf) else leaf for leaf in leaves]
+    return [_rounded(leaf, rng, compressed) if _is_floating(leaf) else leaf for leaf in leaves]
 
 
 def arguments_away_from_zero(leaves: Leaves, *, times: float, seed: int) -> list[Any]:
@@ -202,9 +207,9 @@ def _all_finite(leaves: Leaves) -> bool:
     return all(bool(np.all(np.isfinite(_wide(leaf)))) for leaf in leaves)
 
 
-def _rounded(leaf: Any, rng: np.random.Generator) -> Any:
+def _rounded(leaf: Any, rng: np.random.Generator, compressed: float) -> Any:
     up = rng.integers(0, 2, leaf.shape).astype(bool)
-    share = _MOVED_BY * float(jnp.finfo(leaf.dtype).eps)
+    share = max(_MOVED_BY * float(jnp.finfo(leaf.dtype).eps), compressed)
     return np.asarray(leaf * np.where(up, 1 + share, 1 - share), leaf.dtype)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from autopar.compiler.frontend.batch_dimensions import equation_batch_dims
+from autopar.compiler.frontend.compressed_gradients import check_compressed
 from autopar.compiler.frontend.find_batch import FoundBatch, find_batch
 from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.compiler.frontend.scopes import (
@@ -185,6 +186,7 @@ def trace_step(
     _check_batch(leaves, given)
     closed, out_shape = jax.make_jaxpr(flat_step, return_shape=True)(*avals)
     closed = normalize(closed)
+    check_compressed(closed)
     returned = out_shape if isinstance(out_shape, Returned) else Returned(result=out_shape, replaced={}, further={})
     outputs, replaced = _outputs(returned, leaves)
     kept = _kept(closed) if keeps_inputs else {}

@@ -178,6 +178,11 @@ def source_line(eqn: JaxprEqn) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
+def leave_lines_to_callers(path: str) -> None:
+    """Have equations that functions of a file of ours make for users carry the lines of those who call them."""
+    source_info_util.register_exclusion(path)
+
+
 def provenance(eqn: JaxprEqn) -> str:
     """Return all that is known of where an equation comes from: its name stack, with its transformations, and its line.
 

@@ -42,9 +42,9 @@ _APART = _names(
     "dynamic_update_slice pure_callback io_callback declared_rule"
 )
 _CHEAP = _names(
-    "abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type dynamic_slice eq floor gather ge "
-    "gt iota is_finite le lt max min mul ne neg not or pad rev round select_n sign slice split sub xor "
-    "shift_right_logical shift_left bitcast_convert_type integer_pow square"
+    "abs add add_any and broadcast_in_dim ceil clamp compress_gradient concatenate convert_element_type dynamic_slice "
+    "eq floor gather ge gt iota is_finite le lt max min mul ne neg not or pad rev round select_n sign slice split sub "
+    "xor shift_right_logical shift_left bitcast_convert_type integer_pow square"
 )
 
 

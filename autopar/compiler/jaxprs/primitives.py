@@ -37,11 +37,11 @@ ADDITIONS = names("add add_any")
 ELEMENTWISE = ADDITIONS | names(
     """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz
-    complex conj convert_element_type copysign cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
-    igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul
-    mulhi ne neg nextafter not one_minus_square or polygamma polynomial population_count pow real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
-    sinh sqrt square sub tan tanh xor zeros_like zeta
+    complex compress_gradient conj convert_element_type copysign cos cosh digamma div eq eq_to erf erf_inv erfc exp
+    exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2
+    logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or polygamma polynomial
+    population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeros_like zeta
     """
 )
 """Element i of a result is computed from the elements i of the operands; scalars go with every element."""

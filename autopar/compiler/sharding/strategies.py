@@ -209,6 +209,8 @@ def summands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in types if dtype is not None):
         return ()
     name, linear = eqn.primitive.name, linear_operands(eqn)
+    if name == "compress_gradient":
+        return ((0,),)  # the user's word: summands are rounded, so that they are sent in fewer bits
     # Additions are rounded in any order, and no more often in this one: gradients of microbatches are summed up so.
     exact = name in ADDITIONS or (name in EXACT_IN_FIRST and name != "gather") or _sums_nothing(eqn)
     if not exact and any(dtype.itemsize < _LEAST_BYTES for dtype in types if dtype is not None):
