@@ -33,6 +33,8 @@ from autopar.ir.axis_links import SLOWNESS_UNIT, AxisLinks, Ring
 _COMBINED = ("all-reduce", "all-gather", "reduce-scatter")
 # Latency of a collective of the update: XLA combines many into one.
 _COMBINED_LATENCY_SHARE = 0.05
+# Of the time of one ring, that sums in levels may take: they are three collectives, and equal links make both equal.
+_IN_LEVELS_SHARE = 0.99
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,7 @@ class MeshCosts:
         many = 2.0**50
         inside_s = sum(self.collective_s(kind, axes, many, "inside") for kind in ("reduce-scatter", "all-gather"))
         across_s = self.collective_s("all-reduce", axes, many / inside, "across")
-        return inside_s + across_s < self.collective_s("all-reduce", axes, many)
+        return inside_s + across_s < _IN_LEVELS_SHARE * self.collective_s("all-reduce", axes, many)
 
     def _levels(self, axes: list[int], reach: Reach) -> list[NetworkLevel]:
         spans = [self._span(axis) for axis in axes]
