@@ -1,13 +1,15 @@
-"""Keep texts in the files of a directory, by name: whole or not at all, and no more bytes than a limit.
+"""Keep texts in the files of a directory, by name: as they were written or not at all, and no more bytes than a limit.
 
     keep_text(directory, "plan-1f.json", text)        read_text(directory, "plan-1f.json")  ->  text, or None
 
 Several processes may read and write at once: a text is written under another name first, so that whoever reads sees
-the whole file or none, and of two writers one wins. When there is too much, what was not read for longest goes.
+the whole file or none, and of two writers one wins. Before the text stands its digest, so that one that was damaged is
+none, also where it could be read as another. When there is too much, what was not read for longest goes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import zlib
@@ -23,11 +25,13 @@ WRITES_PER_LOOK = 16
 
 
 def read_text(directory: Path, name: str) -> str | None:
-    """Return the text that was kept under a name; None if there is none, or it cannot be read."""
+    """Return the text that was kept under a name; None if there is none, or it cannot be read, or is another."""
     path = directory / name
     try:
-        text = path.read_text(encoding="utf-8")
+        digest, _, text = path.read_text(encoding="utf-8").partition("\n")
     except (OSError, ValueError):
+        return None
+    if digest != _digest(text):
         return None
     with suppress(OSError):
         os.utime(path)
@@ -41,7 +45,7 @@ def keep_text(directory: Path, name: str, text: str, *, most_bytes: int = MOST_B
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=directory, suffix=".tmp", delete=False) as file:
             written = Path(file.name)
             try:
-                file.write(text)
+                file.write(f"{_digest(text)}\n{text}")
                 file.flush()
                 os.replace(written, directory / name)
             except OSError:
@@ -52,6 +56,10 @@ def keep_text(directory: Path, name: str, text: str, *, most_bytes: int = MOST_B
     # By the name and not by chance: which files are there decides no plan, and tests can ask for it.
     if zlib.crc32(name.encode()) % WRITES_PER_LOOK == 0 or len(text) > most_bytes / WRITES_PER_LOOK:
         limit_bytes(directory, most_bytes)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def limit_bytes(directory: Path, most_bytes: int) -> None:

@@ -9,6 +9,7 @@ import pytest
 from autopar.compiler.solver.optimum_cache import cached, problem_fingerprint
 from autopar.compiler.solver.problem import MRF
 from autopar.compiler.solver.solve import solve
+from autopar.kept_files import keep_text
 from tests.compiler.solver.random_problems import small_problem
 
 PROBLEM = small_problem(5)
@@ -38,6 +39,16 @@ def test_unreadable_file_is_made_again(tmp_path, text):
     assert cached(PROBLEM, tmp_path, never) == OPTIMUM
 
 
+@pytest.mark.parametrize(("value", "other"), [("[", "[true, "), (": ", ": 1"), ("}", " }")])
+def test_damaged_file_is_made_again_also_where_it_could_be_read(tmp_path, value, other):
+    cached(PROBLEM, tmp_path, lambda: OPTIMUM)
+    file = kept_file(tmp_path)
+    kept = file.read_text()
+    file.write_text(kept.replace(value, other, 1))
+    assert cached(PROBLEM, tmp_path, lambda: OPTIMUM) == OPTIMUM
+    assert file.read_text() == kept
+
+
 POISONED = {
     "too short": replace(OPTIMUM, assignment=OPTIMUM.assignment[1:]),
     "no option": replace(OPTIMUM, assignment=(99, *OPTIMUM.assignment[1:])),
@@ -51,7 +62,7 @@ POISONED = {
 @pytest.mark.parametrize("kind", POISONED)
 def test_file_with_an_optimum_of_no_such_problem_is_made_again(tmp_path, kind):
     cached(PROBLEM, tmp_path, lambda: OPTIMUM)
-    kept_file(tmp_path).write_text(json.dumps(asdict(POISONED[kind])))
+    keep_text(tmp_path, kept_file(tmp_path).name, json.dumps(asdict(POISONED[kind])))
     assert cached(PROBLEM, tmp_path, lambda: OPTIMUM) == OPTIMUM
     assert cached(PROBLEM, tmp_path, never) == OPTIMUM
 
