@@ -127,10 +127,10 @@ def kept_optimum_inputs(count: int, seed: int, folder: Path) -> Iterator[Input]:
 
     sound = recall()
     (path,) = folder.iterdir()
-    text = path.read_text(encoding="utf-8")
+    digest, _, text = path.read_text(encoding="utf-8").partition("\n")
 
     def recalled(damaged: str) -> None:
-        path.write_text(damaged, encoding="utf-8", errors="replace")
+        path.write_text(f"{digest}\n{damaged}", encoding="utf-8", errors="replace")
         found = recall()
         assert (found.assignment, found.value) == (sound.assignment, sound.value), found
 
