@@ -60,6 +60,7 @@ PLANS: Mapping[str, Callable[[int], Any]] = {
 """The methods whose programs are broken, for so many microbatches."""
 SOUND: Mapping[str, Callable[[int], Any]] = {
     "data": lambda parts: autopar.DataParallel(num_microbatches=parts),
+    "zero 1": lambda parts: autopar.Zero(stage=1),
     "zero 2": lambda parts: autopar.Zero(stage=2),
     "zero 3": lambda parts: autopar.Zero(stage=3),
     "tensor": lambda parts: autopar.TensorParallel(),
