@@ -60,9 +60,10 @@ PLANS: Mapping[str, Callable[[int], Any]] = {
 """The methods whose programs are broken, for so many microbatches."""
 SOUND: Mapping[str, Callable[[int], Any]] = {
     "data": lambda parts: autopar.DataParallel(num_microbatches=parts),
-    "zero 1": lambda parts: autopar.Zero(stage=1),
     "zero 2": lambda parts: autopar.Zero(stage=2),
     "zero 3": lambda parts: autopar.Zero(stage=3),
+    "zero 2 over microbatches": lambda parts: autopar.Zero(stage=2, num_microbatches=parts),
+    "zero 3 over microbatches": lambda parts: autopar.Zero(stage=3, num_microbatches=parts),
     "tensor": lambda parts: autopar.TensorParallel(),
     "mesh of 4": lambda parts: autopar.Auto(num_stages=1, num_microbatches=1, mesh_shape=(4,)),
     "microbatches": lambda parts: autopar.Auto(num_stages=1, num_microbatches=parts, mesh_shape=(2, 2)),
