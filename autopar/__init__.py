@@ -44,7 +44,7 @@ from autopar.methods import (
     Zero,
 )
 from autopar.runtime.distributed.array import DistributedArray
-from autopar.session import init, shutdown
+from autopar.session import host_leaves, init, shutdown
 from autopar.training.batches import prefetch, shard_batch
 from autopar.training.checkpoints import Checkpoints
 from autopar.training.create_state import create_state
@@ -98,6 +98,7 @@ __all__ = [
     "compress_gradients",
     "create_state",
     "fit",
+    "host_leaves",
     "init",
     "layer_boundary",
     "parallelize",

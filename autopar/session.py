@@ -10,10 +10,12 @@ One session at a time: a step compiled in one is compiled anew in the next.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping
+import logging
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from autopar.checks import check_count, is_positive
+from autopar.checks import check_count, is_positive, is_text
 from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.runtime.distributed.ray_cluster import ANSWER_TIMEOUT_S, START_TIMEOUT_S, RayOptions, start_hosts
@@ -21,6 +23,8 @@ from autopar.runtime.distributed.ray_cluster import ANSWER_TIMEOUT_S, START_TIME
 if TYPE_CHECKING:
     from autopar.runtime.distributed.many_controllers import JaxSession
     from autopar.runtime.distributed.session import RaySession
+
+_log = logging.getLogger("autopar")
 
 STEP_TIMEOUT_S = 600.0
 
@@ -139,9 +143,53 @@ def current_session() -> RaySession | JaxSession | None:
     return _current[-1] if _current else None
 
 
+def ray_session() -> RaySession:
+    """The processes of the Ray cluster. Raises `InvalidArgument` without one."""
+    from autopar.runtime.distributed.session import RaySession
+
+    session = current_session()
+    if not isinstance(session, RaySession):
+        raise InvalidArgument("No Ray cluster is in use. Call autopar.init(cluster='ray') first.")
+    return session
+
+
+@contextmanager
+def survivors_stay() -> Generator[None]:
+    """Within, a loss leaves the other processes of the Ray cluster as they are; after it they end with the first."""
+    ray_session().hosts.survivors_stay = True
+    try:
+        yield
+    finally:
+        session = current_session()
+        if session is not None:
+            hosts = ray_session().hosts
+            hosts.survivors_stay = False
+            if session.failure is not None:
+                hosts.kill()
+
+
 def step_timeout_s() -> float:
     """Return how long a step may take."""
     return _timeouts_s[-1] if _timeouts_s else STEP_TIMEOUT_S
+
+
+def host_leaves(host: str, *, in_s: float) -> None:
+    """Say that a host of the Ray cluster goes in so many seconds, as a cloud's warning before it takes a machine back.
+
+    `autopar.fit(elastic=...)` ends the step under way, moves the state to other hosts, and ends its processes there;
+    where fewer others than it may use are left, it trains on until the host is gone. May be called on any thread, and
+    by `on_step`.
+
+    - `host`: an address, a host name, or Ray's node ID.
+
+    Raises `InvalidArgument` without a Ray cluster, for a host that it does not have, and for a time that is none.
+    """
+    if not is_text(host):
+        raise InvalidArgument(f"host is {host!r}. Give an address, a host name, or Ray's node ID, as a string.")
+    if not is_positive(in_s):
+        raise InvalidArgument(f"in_s is {in_s!r}; it must be a positive number of seconds.")
+    ray_session().host_leaves(host)
+    _log.warning("Host %s leaves in %g s.", host, in_s)
 
 
 def restart(num_hosts: int | None = None) -> RaySession:
@@ -152,9 +200,7 @@ def restart(num_hosts: int | None = None) -> RaySession:
     """
     from autopar.runtime.distributed.session import RaySession
 
-    old = current_session()
-    if not isinstance(old, RaySession):
-        raise InvalidArgument("There is no cluster to restart. Call autopar.init(cluster='ray') first.")
+    old = ray_session()
     old.abandon()
     hosts = old.hosts.again(len(old.hosts.actors) if num_hosts is None else num_hosts)
     described_by = old.described_by

@@ -158,7 +158,7 @@ class Fault:
     @property
     def name(self) -> str:
         """The words by which a fault is asked for."""
-        how = "" if self.on_failure == "restart" else ", no recovery" if self.on_failure == "raise" else ", replan"
+        how = "" if self.on_failure == "restart" else ", no recovery" if self.on_failure == "raise" else ", elastic"
         return f"{self.act} {self.phase} {self.process} of {self.processes}{how}"
 
 
@@ -182,10 +182,10 @@ def faults() -> list[Fault]:
             "terminate": ("between steps",),
         }.items():
             found += [
-                on(phase=phase, act=act, on_failure="replan" if phase == "replan" else "restart") for phase in phases
+                on(phase=phase, act=act, on_failure="elastic" if phase == "replan" else "restart") for phase in phases
             ]
         found += [
-            on(phase="update", act="kill", on_failure="replan"),
+            on(phase="update", act="kill", on_failure="elastic"),
             on(phase="backward", act="kill", on_failure="raise", error=HostLost),
             on(phase="backward", act="raise", on_failure="raise", error=StepFailed),
         ]
@@ -201,7 +201,7 @@ def faults() -> list[Fault]:
                 act="kill",
                 process=process,
                 processes=4,
-                on_failure="replan" if phase == "replan" else "restart",
+                on_failure="elastic" if phase == "replan" else "restart",
             )
             for phase in phases
         ]
@@ -360,8 +360,8 @@ class Trainings:
             if number == break_after and in_step:
                 at("step")
 
-        recovering = importlib.import_module("autopar.training.fit")
-        restart, first_restarts = recovering.restart, iter([True])
+        recovering = [importlib.import_module(f"autopar.training.{name}") for name in ("fit", "elastic")]
+        restart, first_restarts = session.restart, iter([True])
 
         def restarted(*arguments: Any) -> Any:
             result = restart(*arguments)
@@ -370,9 +370,11 @@ class Trainings:
                 at("restart")
             return result
 
-        recovering.restart = restarted
+        for module in recovering:
+            module.restart = restarted
         checkpoints = folder / "checkpoints"
-        options = {"on_failure": fault.on_failure, "on_step": on_step}
+        elastic = {"elastic": (1, fault.processes)} if fault.on_failure == "elastic" else None
+        options = {**(elastic or {"on_failure": fault.on_failure}), "on_step": on_step}
         try:
             losses = self.train(checkpoints, batches, **options)
         except AutoparError as error:
@@ -380,7 +382,8 @@ class Trainings:
                 raise
             return self._goes_on(checkpoints, fault, error, expected, break_after)
         finally:
-            recovering.restart = restart
+            for module in recovering:
+                module.restart = restart
         right = fault.error is None and losses == list(expected)
         return right, "trained on, equal" if right else "other losses"
 

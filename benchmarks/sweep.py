@@ -210,6 +210,12 @@ SWEEPS = (
         shows="pages of plans: size, first paint, interactions",
         needs="chromedriver",
     ),
+    Sweep(
+        name="elastic",
+        words=("benchmarks.elastic", "--events", "20"),
+        minutes=None,
+        shows="no step is lost while hosts are lost, leave and join",
+    ),
     _weak_scaling("gpt", "1,2,4,8,16,32,64", "auto,megatron,zero3,data,inter-only", 35),
     _weak_scaling("moe", "1,2,4,8,16,32,64", "auto,megatron", 30),
     _weak_scaling("wresnet", "4,8,16,32", "auto,intra-only,megatron,zero3", 65),

@@ -3,6 +3,7 @@
 batch i: state i -> state i + 1         checkpoint n: state n, so that the next batch is n
 
 failure   ->  new processes, the last good checkpoint, and the batches since then again
+elastic   ->  as many processes as there are hosts, and the state from the memory of those that still hold all of it
 driver    ->  started again with the same directory, it goes on at the batch after the last checkpoint
 """
 
@@ -12,7 +13,7 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,15 @@ from autopar.checks import check_choice, check_count, is_number
 from autopar.errors import AutoparError, ClusterFailed, InvalidArgument
 from autopar.ir.plan import Plan
 from autopar.runtime.distributed.array import DistributedArray
+from autopar.runtime.distributed.handover import HandedValue, gather, place
 from autopar.runtime.unfinished import StepWatch
-from autopar.session import current_session, restart, step_timeout_s
+from autopar.session import current_session, ray_session, restart, step_timeout_s, survivors_stay
+from autopar.training.array_placement import argument_placement
 from autopar.training.checkpoints import Checkpoints
+from autopar.training.elastic import ElasticHosts, HostsChange, elastic_hosts
 from autopar.training.loss_guard import LossGuard
 
-ON_FAILURE = ("raise", "restart", "replan")
+ON_FAILURE = ("raise", "restart")
 ON_BAD_LOSS = ("ignore", "warn", "raise", "restore")
 _END = object()
 _UNREAD = 2  # so many steps are under way before the metrics of the first of them are waited for
@@ -54,6 +58,7 @@ def fit(
     num_steps: int | None = None,
     checkpoint_every: int = 100,
     on_failure: str = "raise",
+    elastic: tuple[int, int] | None = None,
     max_failures: int = 3,
     on_step: OnStep | None = None,
     on_bad_loss: str = "ignore",
@@ -70,9 +75,14 @@ def fit(
     - `checkpoint_dir`: where states are saved, every `checkpoint_every` steps and at the end, of which the newest
       `keep` are kept. If there is a checkpoint at the start, training goes on from it, and not from `state`; from its
       predecessor, if it is damaged.
-    - `on_failure`: when a process of the cluster is lost or a step fails there, "raise" the error; "restart" as many
-      processes with the same plan; or "replan" for the processes that there is room for. Then the last checkpoint is
-      restored, and the batches since then, which are kept until the next one is complete, are trained again.
+    - `on_failure`: when a process of the cluster is lost or a step fails there, "raise" the error; or "restart" as many
+      processes with the same plan. Then the last checkpoint is restored, and the batches since then, which are kept
+      until the next one is complete, are trained again.
+    - `elastic`: the least and the largest number of hosts of a Ray cluster to train on. Losses are survived on those
+      that are left, with a plan for them, and hosts that join, or that `autopar.host_leaves` says will leave, are
+      taken or left between two steps. The state is moved from the memory of the processes that hold it; where a part
+      is lost with its only holder, or the step had taken its state (`donate_argnums`), from the last checkpoint. Each
+      step is waited for before the next is sent.
     - `max_failures`: how many failures a call survives.
     - `on_step`: called with each step's number and metrics, in order and once for each, up to two steps late. Steps
       that are trained again after a failure replace theirs in the returned list.
@@ -86,50 +96,62 @@ def fit(
       that take longer than their share.
     - `verify`: compare a checkpoint with its digests before it is read; for very large states it may be left out.
 
-    Raises `InvalidArgument` for options that contradict each other, and batches that end before `num_steps`, and
-    `CheckpointFailed` if no checkpoint can be written, or those that are there are all damaged.
+    Raises `InvalidArgument` for options that contradict each other, for batches that end before `num_steps`, and for
+    `elastic` without a plan for the least number of hosts; `HostLost` if fewer are left; and `CheckpointFailed` if no
+    checkpoint can be written, or those that are there are all damaged.
     """
     check_choice("on_failure", on_failure, ON_FAILURE)
     _check_guards(on_bad_loss, spike_deviations, straggler_every, checkpoint_dir)
     _check(step, batches, checkpoint_dir, num_steps, checkpoint_every, on_failure, max_failures)
+    hosts = elastic_hosts(elastic, current_session(), step.target.names_devices, checkpoint_dir)
     checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, keep=keep, verify=verify)
+    recovers = on_failure != "raise" or hosts is not None
     first = None if checkpoints is None else checkpoints.latest_sound()
     run = _Run(
         step=step,
         state=state,
         done=first or 0,
         start=first or 0,
-        batches=NumberedBatches(batches, first or 0, replays=on_failure != "raise" or on_bad_loss == "restore"),
+        batches=NumberedBatches(batches, first or 0, replays=recovers or on_bad_loss == "restore"),
         num_steps=num_steps,
         checkpoints=checkpoints,
         checkpoint_every=checkpoint_every,
-        on_failure=on_failure,
+        recovers=recovers,
+        hosts=hosts,
         on_step=on_step,
         on_bad_loss=on_bad_loss,
         losses=LossGuard(spike_deviations),
         straggler_every=straggler_every,
         restores_left=max_failures,
     )
-    failures = 0
     with _progress() as progress, StepWatch(step_timeout_s(), _log.error) as run.watch:
         shown = progress.add_task("training", total=num_steps, completed=run.done)
         run.on_progress = lambda done: progress.update(shown, completed=done)
-        failure: ClusterFailed | None = None
-        while True:
-            try:
-                resumed = first is not None if failure is None else run.recover(failure)
-                run.train(resumed=resumed)
-                return run.state, run.history
-            except ClusterFailed as error:
-                failure, failures = error, failures + 1
-                if on_failure == "raise" or failures > max_failures or current_session() is None:
-                    raise
-                _log.warning("%s Going on from the last checkpoint (%d of %d).", error, failures, max_failures)
-            except BaseException:
-                if checkpoints is not None:  # complete what is under way: it was good
-                    with suppress(AutoparError):
-                        checkpoints.wait()
+        with survivors_stay() if hosts is not None else nullcontext():
+            return _trained(run, first is not None, max_failures)
+
+
+def _trained(run: _Run, resumed: bool, max_failures: int) -> tuple[Any, list[Any]]:
+    """The result of a run, through failures and changes of its hosts."""
+    failures, reason = 0, None
+    while True:
+        try:
+            if reason is not None:
+                resumed = run.renew(reason)
+            run.train(resumed=resumed)
+            return run.state, run.history
+        except HostsChange as change:
+            reason = change
+        except ClusterFailed as error:
+            reason, failures = error, failures + 1
+            if not run.recovers or failures > max_failures or current_session() is None:
                 raise
+            _log.warning("%s Going on (%d of %d).", error, failures, max_failures)
+        except BaseException:
+            if run.checkpoints is not None:  # complete what is under way: it was good
+                with suppress(AutoparError):
+                    run.checkpoints.wait()
+            raise
 
 
 def _check(
@@ -197,7 +219,8 @@ class _Run:
     num_steps: int | None
     checkpoints: Checkpoints | None
     checkpoint_every: int
-    on_failure: str
+    recovers: bool
+    hosts: ElasticHosts | None
     on_step: OnStep | None
     on_bad_loss: str
     losses: LossGuard
@@ -207,6 +230,8 @@ class _Run:
     on_progress: Callable[[int], None] = lambda done: None
     watch: StepWatch | None = None
     _plan: Plan | None = None
+    _moving: list[Any] | None = None
+    """The leaves of the state between two worlds."""
     _unread: deque[tuple[int, Any, Compiled]] = field(default_factory=deque)
     _told: int = 0
     """Steps below this number have been told to `on_step`."""
@@ -215,14 +240,16 @@ class _Run:
     """The checkpoint of the last bad loss, and the step after that loss."""
 
     def train(self, *, resumed: bool) -> None:
-        """From the state, or, `resumed`, from the last checkpoint, to the last step."""
+        """From the state, or, `resumed`, from what was moved or the last checkpoint, to the last step."""
         batch = self._next_batch_or_none()
-        if resumed:
+        if self._moving is not None and batch is not None:
+            self._arrive(self._moving, batch)
+        elif resumed:
             expected = self.done
             self._restore(batch)
             if self.done != expected:  # the newest checkpoint could not be read
                 batch = self._next_batch_or_none()
-        elif (self.on_failure != "raise" or self.on_bad_loss == "restore") and batch is not None:
+        elif (self.recovers or self.on_bad_loss == "restore") and batch is not None:
             assert self.checkpoints is not None
             self._compile(self.state, batch)
             self._save()
@@ -234,6 +261,8 @@ class _Run:
                     if self.checkpoints is not None and self.done % self.checkpoint_every == 0:
                         self._save()
                     batch = self._next_batch_or_none()
+                    if self.hosts is not None and batch is not None:
+                        self.hosts.look(ray_session())
                 self._finish()
                 return
             except _BadLoss as bad:
@@ -249,13 +278,34 @@ class _Run:
         except StopIteration:
             return None
 
-    def _compile(self, state: Any, batch: Any) -> Any:
+    def _compile(self, state: Any, batch: Any) -> Compiled:
+        if self.hosts is not None:
+            self.hosts.begin(ray_session(), lambda: self.step.trace(state, batch))
         compiled = self.step.compiled_for(self.step.arguments.split((state, batch), {}), self._plan)
         self._plan = compiled.plan
+        if self.hosts is not None:
+            self.hosts.keep(ray_session().cluster, compiled.plan)
         return compiled
+
+    def _arrive(self, moving: list[Any], batch: Any) -> None:
+        """Put the state that was moved where the new plan wants it."""
+        compiled = self._compile(self.state, batch)
+        self._moving = None  # if a host takes its part with it now, there is the checkpoint
+        arrangement, _ = argument_placement(compiled, 0)
+        there = [n for n, leaf in enumerate(moving) if isinstance(leaf, HandedValue)]
+        places = [arrangement.placed(arrangement.places[n]) for n in there]
+        placed = place(ray_session(), [moving[n] for n in there], places)
+        for n, leaf in zip(there, placed, strict=True):
+            moving[n] = leaf
+        self.state = jax.tree.unflatten(jax.tree.structure(self.state), moving)
+        del self.history[self.done - self.start :]
+        _log.warning(
+            "Step %d goes on with %d hosts, with the state that they held.", self.done, len(ray_session().reports)
+        )
 
     def _restore(self, batch: Any) -> None:
         assert self.checkpoints is not None
+        self._moving = None
         shapes = jax.tree.map(_abstract, self.state)
         known = self.step.all_compiled()
         like = self._compile(shapes, batch) if batch is not None else known[-1] if known else shapes
@@ -265,42 +315,37 @@ class _Run:
         del self.history[self.done - self.start :]
         self.on_progress(self.done)
 
-    def recover(self, failure: ClusterFailed) -> bool:
-        """New processes, in place of those of the session that failed; whether there is a checkpoint to go on from.
+    def renew(self, reason: ClusterFailed | HostsChange) -> bool:
+        """New processes, in place of those of the session; whether there is a state to go on from.
 
-        Without one training begins again, from the given state if the driver holds it; else the failure is raised.
+        That is the state which the processes held, if hosts are elastic and all of it is there; else the last
+        checkpoint. Without one training begins again, from the given state if the driver holds it; else the failure is
+        raised.
         """
         assert self.checkpoints is not None
-        self.checkpoints.abandon()
+        failed = isinstance(reason, ClusterFailed)
+        if failed:
+            self.checkpoints.abandon()
+        else:
+            self.checkpoints.wait()
         self._unread.clear()
-        saved = self.checkpoints.latest_sound()
-        if saved is None and any(isinstance(leaf, DistributedArray) for leaf in jax.tree.leaves(self.state)):
-            raise failure
-        if saved is not None:
+        if self.hosts is not None and self._moving is None:
+            self._moving = _moving(self.state)
+        saved = None
+        if self._moving is None:
+            saved = self.checkpoints.latest_sound()
+            if saved is None and any(isinstance(leaf, DistributedArray) for leaf in jax.tree.leaves(self.state)):
+                raise reason
+            if self.hosts is not None:
+                _log.warning("A part of the state of step %d is gone; it goes on from a checkpoint.", self.done)
+            self.done = saved or 0
+        if self._moving is not None or saved is not None:
             self.state = jax.tree.map(_abstract, self.state)
-        self.done = saved or 0
-        if self.on_failure == "restart":
+        if self.hosts is None:
             restart()
         else:
-            self._restart_where_there_is_room()
-        return saved is not None
-
-    def _restart_where_there_is_room(self) -> None:
-        session: Any = current_session()
-        before = len(session.hosts.actors)
-        hosts = min(session.hosts.room(), before)
-        while hosts >= 1:
-            if hosts < before:
-                self._plan = None
-            try:
-                restart(hosts)
-                return
-            except InvalidArgument:
-                room = session.hosts.room()
-                if room >= hosts:
-                    raise
-                hosts = room  # Ray has noticed only now that a node is gone
-        raise InvalidArgument("No host of the cluster is left. Add nodes to it, and start again.")
+            self._plan = self.hosts.restart()
+        return self._moving is not None or saved is not None
 
     def _train_one(self, batch: Any) -> None:
         call = self.step.arguments.split((self.state, batch), {})
@@ -317,9 +362,12 @@ class _Run:
                 f"{self.step.arguments.name} returned a {type(result).__name__}; fit trains steps that return "
                 "(state, metrics). Let it return these two."
             )
-        self.state, metrics = result
+        state, metrics = result
         self._unread.append((self.done, metrics, compiled))
-        self.done += 1
+        if self.hosts is not None:  # what the step began with is kept until nothing of it can be lost
+            ray_session().wait([leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, DistributedArray)])
+            self._read(0)
+        self.state, self.done = state, self.done + 1
         self._read(_UNREAD)
 
     def _read(self, left: int) -> None:
@@ -384,6 +432,18 @@ class _Run:
                 f"The batches ended after {self.done} steps, num_steps is {self.num_steps}. Give more batches, or "
                 "fewer steps."
             )
+
+
+def _moving(state: Any) -> list[Any] | None:
+    """The leaves of a state in the memory of the hosts that hold it; None if a part is lost, or none is there."""
+    leaves = jax.tree.leaves(state)
+    there = [n for n, leaf in enumerate(leaves) if isinstance(leaf, DistributedArray)]
+    handed = gather(ray_session(), [leaves[n] for n in there]) if there else None
+    if handed is None:
+        return None
+    for n, value in zip(there, handed, strict=True):
+        leaves[n] = value
+    return leaves
 
 
 def _abstract(leaf: Any) -> Any:

@@ -232,6 +232,10 @@ class Host:
             raise self._failed
         return self._values[number]
 
+    def kept(self, number: int) -> Values:
+        """A value as far as it is kept here; nothing of one that never came to be."""
+        return self._values.get(number, [])
+
     def fetch(self, numbers: Sequence[int], requests: Sequence[Sequence[ShardRequest]]) -> list[list[Any]]:
         """The bytes of shards, per value: of random keys, their words."""
         return [[self._shard(n, request) for request in wanted] for n, wanted in zip(numbers, requests, strict=True)]
@@ -240,8 +244,7 @@ class Host:
         device = self.world.devices[request.ordinal]
         array = self.pieces(number)[request.piece]
         shard = next(shard.data for shard in array.addressable_shards if shard.device == device)
-        is_key = jnp.issubdtype(shard.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(shard) if is_key else shard)
+        return np.asarray(words_of(shard))
 
     def wait(self, numbers: Sequence[int], timeout_s: float = math.inf) -> None:
         """Return when these values have been computed. Raises `StepTimeout` after so long."""
@@ -263,6 +266,11 @@ class Host:
     def stay(self) -> None:
         """Never return: that this call ends tells that the process has died."""
         threading.Event().wait()
+
+
+def words_of(array: Any) -> Any:
+    """An array as numbers: of random keys, their words."""
+    return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
 
 
 def _times(process: int, program: HostProgram, clock: Sequence[tuple[float, float]]) -> tuple[InstructionTime, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import ray
 
 from autopar.runtime.distributed.host import Host
@@ -11,9 +14,9 @@ from autopar.runtime.unfinished import UnfinishedTask
 class HostActor(Host):
     """A process of the cluster as Ray runs it."""
 
-    def node(self) -> str:
-        """The IP address of the node that this process is on."""
-        return str(ray.util.get_node_ip_address())
+    def node(self) -> tuple[str, str]:
+        """The IP address of the node that this process is on, and Ray's name for it."""
+        return str(ray.util.get_node_ip_address()), str(ray.get_runtime_context().get_node_id())
 
     @ray.method(concurrency_group="health")
     def answer_ping(self) -> int:
@@ -24,6 +27,11 @@ class HostActor(Host):
     def first_unfinished(self) -> UnfinishedTask | None:
         """As `Host.unfinished`, while a step runs."""
         return self.unfinished()
+
+    @ray.method(concurrency_group="health")
+    def run_beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """As `Host.run`, while a step runs, or waits for a process that is lost."""
+        return self.run(function, *arguments)
 
     @ray.method(concurrency_group="health")
     def stay_alive(self) -> None:

@@ -23,6 +23,7 @@ from autopar.progress import search_progress, tell
 CONNECT_TIMEOUT_S = 20.0
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 30.0
+_KIND = "accelerator_type:"  # what Ray calls the kind of a node's devices
 _QUIET: dict[str, Any] = {"logging_level": "error", "log_to_driver": True}
 
 
@@ -49,12 +50,18 @@ class RayHosts:
     actors: list[Any]
     nodes: tuple[str, ...]
     """The IP address of the node of every actor."""
+    node_names: tuple[str, ...]
+    """Ray's name for it: several nodes may share an address."""
     devices_per_host: int
     uses_gpus: bool
     group: Any
     owns_group: bool
     owns_ray: bool
     options: RayOptions
+    survivors_stay: bool = False
+    """Whether a loss leaves the other processes as they are, so that what they hold can be taken from them."""
+    leaving: frozenset[str] = frozenset()
+    """Ray's names for nodes that are about to go: no process is started there."""
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -84,13 +91,36 @@ class RayHosts:
     def room(self) -> int:
         """Return for how many processes like these the nodes that are alive have room, these ones given back."""
         needed = {"GPU": self.devices_per_host} if self.uses_gpus else {"CPU": 1}
-        alive = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+        alive = [node["Resources"] for node in self.ray.nodes() if node["Alive"] and node["NodeID"] not in self.leaving]
         return sum(min(int(node.get(name, 0) // count) for name, count in needed.items()) for node in alive)
+
+    def room_beside(self) -> int:
+        """Return for how many more processes there is room now, with these and those of others where they are."""
+        free = self.ray.available_resources()
+        needed = {"GPU": self.devices_per_host} if self.uses_gpus else {"CPU": 1}
+        beside = min(int(free.get(name, 0) // count) for name, count in needed.items())
+        return max(min(beside, self.room() - len(self.actors)), 0)
+
+    def nodes_called(self, host: str) -> dict[str, str]:
+        """Return the nodes with this address, host name or name of Ray's: Ray's names, each with its address.
+
+        Raises `InvalidArgument` if there is none.
+        """
+        nodes = [node for node in self.ray.nodes() if node["Alive"]]
+        names = ("NodeManagerAddress", "NodeManagerHostname", "NodeID")
+        found = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if host in [node[n] for n in names]}
+        if not found:
+            there = ", ".join(f"{node['NodeManagerAddress']} ({node['NodeManagerHostname']})" for node in nodes)
+            raise InvalidArgument(
+                f"The Ray cluster has no host {host!r}; it has {there}. Give an address, a host name, or Ray's node ID."
+            )
+        return found
 
     def again(self, num_hosts: int) -> RayHosts:
         """So many new processes in place of these."""
         self.release()
-        return _make_actors(self.ray, replace(self.options, num_hosts=num_hosts), self.owns_ray)
+        options = replace(self.options, num_hosts=num_hosts)
+        return _make_actors(self.ray, options, self.owns_ray, self.survivors_stay, self.leaving)
 
 
 def import_ray() -> Any:
@@ -203,7 +233,13 @@ def check_answers(address: str) -> None:
         ) from None
 
 
-def _make_actors(ray: Any, options: RayOptions, owns_ray: bool) -> RayHosts:
+def _make_actors(
+    ray: Any,
+    options: RayOptions,
+    owns_ray: bool,
+    survivors_stay: bool = False,
+    leaving: frozenset[str] = frozenset(),
+) -> RayHosts:
     num_hosts, devices, uses_gpus = _sizes(ray, options)
     bundle: dict[str, float] = {"CPU": 1, **({"GPU": devices} if uses_gpus else {})}
     owns_group = options.placement_group is None
@@ -213,14 +249,15 @@ def _make_actors(ray: Any, options: RayOptions, owns_ray: bool) -> RayHosts:
         ray=ray,
         actors=[],
         nodes=(),
+        node_names=(),
         devices_per_host=devices,
         uses_gpus=uses_gpus,
-        group=ray.util.placement_group([bundle] * num_hosts, strategy="PACK")
-        if owns_group
-        else options.placement_group,
+        group=_placement_group(ray, [bundle] * num_hosts, leaving) if owns_group else options.placement_group,
         owns_group=owns_group,
         owns_ray=owns_ray,
         options=options,
+        survivors_stay=survivors_stay,
+        leaving=leaving,
     )
     try:
         _start_actors(hosts, bundle, num_hosts)
@@ -228,6 +265,12 @@ def _make_actors(ray: Any, options: RayOptions, owns_ray: bool) -> RayHosts:
         hosts.release()
         raise
     return hosts
+
+
+def _placement_group(ray: Any, bundles: list[Mapping[str, float]], leaving: frozenset[str]) -> Any:
+    elsewhere = {"ray.io/node-id": f"!in({','.join(sorted(leaving))})"} if leaving else {}
+    options = {"bundle_label_selector": [elsewhere] * len(bundles)} if leaving else {}
+    return ray.util.placement_group(bundles, strategy="PACK", **options)
 
 
 def _sizes(ray: Any, options: RayOptions) -> tuple[int, int, bool]:
@@ -259,10 +302,12 @@ def _start_actors(hosts: RayHosts, bundle: Mapping[str, float], num_hosts: int) 
     except ValueError as error:
         raise InvalidArgument(f"Ray refuses to start a process: {error}. Correct the runtime_env.") from error
     places = _places(hosts, deadline)
-    # Neighbours in the world are neighbours in the machine room.
-    order = sorted(range(num_hosts), key=lambda n: (places[n], n))
+    # Neighbours in the world are neighbours in the machine room, and devices of a kind stand together.
+    kinds = {node["NodeID"]: sorted(r for r in node["Resources"] if r.startswith(_KIND)) for node in hosts.ray.nodes()}
+    order = sorted(range(num_hosts), key=lambda n: (kinds.get(places[n][1], []), places[n], n))
     hosts.actors[:] = [hosts.actors[n] for n in order]
-    hosts.nodes = tuple(places[n] for n in order)
+    hosts.nodes = tuple(places[n][0] for n in order)
+    hosts.node_names = tuple(places[n][1] for n in order)
 
 
 def _wait_for_room(hosts: RayHosts, bundle: Mapping[str, float], num_hosts: int, deadline: float) -> None:
@@ -284,7 +329,7 @@ def _wait_for_room(hosts: RayHosts, bundle: Mapping[str, float], num_hosts: int,
             )
 
 
-def _places(hosts: RayHosts, deadline: float) -> list[str]:
+def _places(hosts: RayHosts, deadline: float) -> list[tuple[str, str]]:
     """Return the node of every process, as they start, and show how many have."""
     ray, refs = hosts.ray, [actor.node.remote() for actor in hosts.actors]
     waiting = refs
@@ -304,7 +349,7 @@ def _places(hosts: RayHosts, deadline: float) -> list[str]:
     return [_started(ray, ref) for ref in refs]
 
 
-def _started(ray: Any, ref: Any) -> str:
+def _started(ray: Any, ref: Any) -> tuple[str, str]:
     try:
         return ray.get(ref)
     except ray.exceptions.RayError as error:

@@ -177,10 +177,11 @@ class Replies:
             raise self.fail(self.lost(dead[0], doing, dead[1])) from None
 
     def fail(self, failure: AutoparError) -> AutoparError:
-        """The cluster is lost: end all processes, keep the first reason, and return it."""
+        """The cluster is lost: end all processes, unless they are to stay, keep the first reason, and return it."""
         with self._lock:
             self.failure = first = self.failure or failure
-        self.hosts.kill()
+        if not self.hosts.survivors_stay:
+            self.hosts.kill()
         return first
 
     def _number_of(self, error: Any) -> int | None:
@@ -200,10 +201,10 @@ class Replies:
     def lost(self, number: int | None, doing: str, reason: str) -> HostLost:
         """The error for a process that died; `reason` is what Ray says."""
         first = next((line.strip() for line in reason.splitlines() if "cause" in line.lower() or "exit" in line), "")
-        return HostLost(
-            f"Lost {self.describe(number)} during {doing}; it died. {first} The other processes were ended, and what "
-            f"was not in a checkpoint is gone. {_AGAIN}"
-        )
+        lost = f"Lost {self.describe(number)} during {doing}; it died. {first}"
+        if self.hosts.survivors_stay:
+            return HostLost(f"{lost} The others keep what they hold until it is taken from them.")
+        return HostLost(f"{lost} The other processes were ended, and what was not in a checkpoint is gone. {_AGAIN}")
 
 
 def sentence(doing: str) -> str:

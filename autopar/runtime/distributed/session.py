@@ -274,6 +274,23 @@ class RaySession(Numbering):
 
     has_driver = True
 
+    def cluster_of(self, num_hosts: int) -> Cluster:
+        """The cluster that so many hosts would be: these, and more of the last one's kind."""
+        if self.described_by is not None:
+            return self.described_by.with_devices(num_hosts * self.hosts.devices_per_host)
+        kinds = [report.device_kind for report in self.reports]
+        hosts = (kinds + kinds[-1:] * num_hosts)[:num_hosts]
+        return Cluster.of_kinds([kind for kind in hosts for _ in range(self.hosts.devices_per_host)])
+
+    def host_leaves(self, host: str) -> None:
+        """No process is started on this host any more. Raises `InvalidArgument` if there is none of this name."""
+        self.hosts.leaving |= set(self.hosts.nodes_called(host))
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a host of these processes is about to go."""
+        return not self.hosts.leaving.isdisjoint(self.hosts.node_names)
+
     def close(self) -> None:
         """End the processes and give back what was started."""
         self.abandon()

@@ -1,0 +1,287 @@
+"""Train on while hosts of a Ray cluster are lost, leave, return, and come as another kind; see that no step is lost.
+
+    python -m benchmarks.elastic --events 200 --json elastic.json
+    python -m benchmarks.elastic --events 20 --method zero
+
+A Ray cluster of nodes on this machine, with room for one process of two devices each, trains a small model by
+`autopar.fit(elastic=(1, 3))`. Between steps one thing after another happens to it, each once the run has done a step
+after the one before:
+
+    lost         a node ends without a word
+    leaves       a node says that it will go, and goes when training has left it
+    joins        a node comes
+    other kind   a node comes whose processor is of a kind that the others are not
+
+The run is right if every step was done once, in order, and losses and last state are those of an undisturbed run on one
+device, up to the rounding of sums that another plan takes in another order. The table says how many seconds passed from
+each event to the end of the next step with the new hosts, and how often a checkpoint was needed. Only what Ray itself
+says is known to the run: the benchmark tells it of no loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar.errors import GenericFiguresWarning
+from autopar.runtime.distributed.session import RaySession
+from autopar.session import ray_session
+
+LEAST, MOST, DEVICES_PER_HOST, ROWS, WIDTH, LAYERS = 1, 3, 2, 24, 32, 4
+OTHER_KIND = "another processor"
+_MARK = "accelerator_type:OTHER"  # how a node says its kind to Ray
+METHODS = {"auto": autopar.Auto, "data": autopar.DataParallel, "zero": autopar.Zero}
+TOLERANCE = 1e-4
+"""Of float32 sums in another order, over hundreds of steps of gradient descent."""
+PATIENCE_S = 300.0
+
+
+def train_step(state: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+    """One step of a small perceptron."""
+
+    def loss_fn(weights: Any) -> jax.Array:
+        x = batch["x"]
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_fn)(state)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), {"loss": loss}
+
+
+def first_state() -> list[jax.Array]:
+    """The same at every start."""
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.normal(size=(WIDTH, WIDTH)) * 0.3, jnp.float32) for _ in range(LAYERS)]
+
+
+def batch_of(number: int) -> dict[str, np.ndarray[Any, Any]]:
+    """A batch of its own for every step, so that one that is left out or done twice shows."""
+    draw = np.random.default_rng(1000 + number)
+    return {name: draw.normal(size=(ROWS, WIDTH)).astype(np.float32) for name in "xy"}
+
+
+@dataclass(kw_only=True)
+class Event:
+    """What happened to the cluster after which step, and what came of it."""
+
+    what: str
+    step: int
+    hosts_before: int
+    hosts_after: int = 0
+    to_next_step_s: float | None = None
+    from_storage: bool = False
+
+
+class Nodes:
+    """The nodes of a Ray cluster on this machine."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        self.there = [self.cluster.add_node(num_cpus=1) for _ in range(2)]
+
+    def add(self, *, other_kind: bool = False) -> None:
+        """A node joins."""
+        marks = {_MARK: 1} if other_kind else {}
+        self.there.append(self.cluster.add_node(num_cpus=1, resources=marks))
+
+    def remove(self, node: Any) -> None:
+        """A node ends."""
+        self.there.remove(node)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+
+class Disturbances:
+    """Called after each step: sees what came of the last event, and brings about the next."""
+
+    def __init__(self, nodes: Nodes, count: int, seed: int) -> None:
+        self.nodes = nodes
+        self.count = count
+        self.events: list[Event] = []
+        self.steps: list[int] = []
+        self._draw = random.Random(seed)
+        self._began_s = 0.0
+        self._leaving: Any = None
+        self._rest = 1
+
+    def __call__(self, step: int, metrics: Any) -> None:
+        """After a step."""
+        self.steps.append(step)
+        hosts = ray_session().num_processes
+        if self.events and self.events[-1].to_next_step_s is None:
+            if not self._absorbed():
+                if time.monotonic() - self._began_s > PATIENCE_S:
+                    raise RuntimeError(f"the run took no notice of {self.events[-1]} for {PATIENCE_S:g} s")
+                time.sleep(0.05)
+                return
+            event = self.events[-1]
+            event.hosts_after, event.to_next_step_s = hosts, time.monotonic() - self._began_s
+            print(f"event {len(self.events)}: {event}", flush=True)
+            if self._leaving is not None:
+                self.nodes.remove(self._leaving)
+                self._leaving = None
+            self._rest = self._draw.randint(1, 3)
+        elif self._rest:
+            self._rest -= 1
+        elif len(self.events) < self.count:
+            self._next(step, hosts)
+
+    def _absorbed(self) -> bool:
+        """Whether training goes on with the processes that the last event left."""
+        there = {node.node_id for node in self.nodes.there if node is not self._leaving}
+        return set(ray_session().hosts.node_names) == there
+
+    def _next(self, step: int, hosts: int) -> None:
+        fewer, more = ["lost", "lost", "leaves"], ["joins", "other kind"]
+        what = self._draw.choice((fewer if hosts > LEAST else []) + (more if hosts < MOST else []))
+        self.events.append(Event(what=what, step=step, hosts_before=hosts))
+        node = self._draw.choice(self.nodes.there)
+        if what == "lost":
+            self._began_s = time.monotonic()
+            self.nodes.remove(node)
+            return
+        if what == "leaves":
+            self._leaving = node
+            autopar.host_leaves(node.node_id, in_s=120)
+        else:
+            self.nodes.add(other_kind=what == "other kind")
+        self._began_s = time.monotonic()
+
+
+def watch_storage(disturbances: Disturbances) -> None:
+    """Note at the event under way that a checkpoint is read."""
+    checkpoints = importlib.import_module("autopar.training.checkpoints").Checkpoints
+    restore = checkpoints.restore
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        disturbances.events[-1].from_storage = True
+        return restore(*arguments, **options)
+
+    checkpoints.restore = noted
+
+
+def tell_kinds_apart() -> None:
+    """Let the processes of marked nodes report another kind of device: those here are all of one."""
+    join = RaySession._join
+
+    def joined(session: RaySession) -> Any:
+        marked = {node["NodeID"] for node in session.hosts.ray.nodes() if _MARK in node["Resources"]}
+        return [
+            replace(report, device_kind=OTHER_KIND) if name in marked else report
+            for report, name in zip(join(session), session.hosts.node_names, strict=True)
+        ]
+
+    RaySession._join = joined  # type: ignore[method-assign]
+
+
+def undisturbed(count: int) -> tuple[Any, list[float]]:
+    """The last state and the losses of so many steps, by `jax.jit` alone."""
+    state, losses, step = first_state(), [], jax.jit(train_step)
+    for number in range(count):
+        state, metrics = step(state, batch_of(number))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def batches_until(disturbances: Disturbances) -> Any:
+    """Batches, until all events have happened."""
+    number = 0
+    while len(disturbances.events) < disturbances.count or disturbances.events[-1].to_next_step_s is None:
+        yield batch_of(number)
+        number += 1
+
+
+def run(count: int, method: str, seed: int, checkpoint_every: int) -> tuple[list[Event], int, float, bool]:
+    """The events, the number of steps, the largest difference of losses and state, and whether steps were in order."""
+    nodes = Nodes()
+    try:
+        autopar.init(cluster="ray", address=nodes.cluster.address, num_hosts=2, devices_per_host=DEVICES_PER_HOST)
+        disturbances = Disturbances(nodes, count, seed)
+        watch_storage(disturbances)
+        with tempfile.TemporaryDirectory(prefix="autopar-elastic-") as folder:
+            state, history = autopar.fit(
+                autopar.parallelize(train_step, method=METHODS[method]()),
+                first_state(),
+                batches_until(disturbances),
+                checkpoint_dir=folder,
+                checkpoint_every=checkpoint_every,
+                elastic=(LEAST, MOST),
+                max_failures=10 * count,
+                on_step=disturbances,
+            )
+        state = [np.asarray(leaf) for leaf in state]
+    finally:
+        autopar.shutdown()
+        nodes.cluster.shutdown()
+    expected, losses = undisturbed(len(history))
+    got = [float(metrics["loss"]) for metrics in history]
+    pairs = [*zip(state, expected, strict=True), (np.array(got), np.array(losses))]
+    difference = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs)
+    return disturbances.events, len(history), difference, disturbances.steps == list(range(len(history)))
+
+
+def show(console: Console, events: Sequence[Event]) -> None:
+    """Print a row for each sort of event."""
+    table = Table("event", "times", "to the next step s, median", "worst", "from a checkpoint")
+    for what in (*dict.fromkeys(event.what for event in events), None):
+        rows = [event for event in events if what in (None, event.what)]
+        times = [event.to_next_step_s for event in rows if event.to_next_step_s is not None]
+        cells = [f"{statistics.median(times):.1f}", f"{max(times):.1f}"] if times else ["", ""]
+        table.add_row(what or "all", str(len(rows)), *cells, str(sum(event.from_storage for event in rows)))
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the events; 1 if a step was lost, or done twice, or the state is another."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--events", type=int, default=200, metavar="N")
+    parser.add_argument("--method", choices=METHODS, default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint-every", type=int, default=20, metavar="STEPS")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    warnings.simplefilter("ignore", GenericFiguresWarning)
+    logging.getLogger("autopar").setLevel(logging.ERROR)
+    tell_kinds_apart()
+    events, steps, difference, in_order = run(args.events, args.method, args.seed, args.checkpoint_every)
+    console = Console(width=None if Console().is_terminal else 120)
+    show(console, events)
+    right = difference <= TOLERANCE and in_order
+    console.print(
+        f"{len(events)} events in {steps} steps: {'right' if right else 'WRONG'}; every step once and in order: "
+        f"{in_order}; losses and state differ by {difference:.1e} of the largest number at most"
+    )
+    if args.json:
+        said = {"jax": jax.__version__, "python": platform.python_version(), "seed": args.seed, "method": args.method}
+        said |= {"steps": steps, "difference": difference, "in_order": in_order}
+        args.json.write_text(json.dumps({**said, "events": [asdict(event) for event in events]}, indent=1) + "\n")
+    return int(not right)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
