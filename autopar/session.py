@@ -202,6 +202,8 @@ def restart(num_hosts: int | None = None) -> RaySession:
 
     old = ray_session()
     old.abandon()
+    old.hosts.release()
+    old.end_coordinator()
     hosts = old.hosts.again(len(old.hosts.actors) if num_hosts is None else num_hosts)
     described_by = old.described_by
     if described_by is not None:

@@ -53,7 +53,12 @@ KNOWS_NO_JAX = ("compiler.solver", "compiler.inter_op")
 GATES = {
     "jax._src": ("compiler/jaxprs/compat.py", "runtime/executables.py"),
     "jax.extend": ("compiler/jaxprs/compat.py", "runtime/executables.py"),
-    "jaxlib": ("compiler/sharding/shardy.py", "compiler/jaxprs/compat.py", "runtime/executables.py"),
+    "jaxlib": (
+        "compiler/sharding/shardy.py",
+        "compiler/jaxprs/compat.py",
+        "runtime/executables.py",
+        "runtime/distributed/coordinator.py",
+    ),
     "ray": ("runtime/distributed/ray_cluster.py", "runtime/distributed/ray_actor.py"),
     "cupy": ("runtime/transfer/nccl.py",),
     "highspy": ("compiler/solver/linear_program.py",),

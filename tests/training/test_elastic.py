@@ -112,7 +112,7 @@ def test_training_goes_on_through_a_loss_a_return_and_a_leave_without_storage(no
     hosts: list[int] = []
     leaving: list[Any] = []
     happens = [
-        (2, lambda: nodes.remove(nodes.of(1))),
+        (2, lambda: nodes.remove(nodes.of(0))),
         (1, lambda: nodes.there.append(nodes.add())),
         (2, lambda: (leaving.append(nodes.of(0)), autopar.host_leaves(leaving[0].node_id, in_s=60))),
         (1, lambda: None),
@@ -150,7 +150,7 @@ def test_training_goes_on_through_a_loss_a_return_and_a_leave_without_storage(no
 
 @pytest.mark.slow
 def test_state_that_is_lost_with_its_only_holder_comes_from_the_last_checkpoint(nodes, tmp_path, caplog):
-    step = autopar.parallelize(train_step, method=autopar.Zero(stage=3))
+    step = autopar.parallelize(train_step, method=autopar.PipelineParallel(num_stages=2, num_microbatches=2))
 
     def on_step(number: int, metrics: Any) -> None:
         if number == 5 and ray_session().num_processes == 2:
@@ -168,4 +168,5 @@ def test_state_that_is_lost_with_its_only_holder_comes_from_the_last_checkpoint(
     )
     assert step.all_compiled()[0].plan.num_devices == 2
     assert "with the state that they held" not in caplog.text
+    assert "is gone; it goes on from a checkpoint" in caplog.text
     np.testing.assert_allclose(losses_of(history), plain_losses(8)[1], rtol=1e-5)

@@ -28,6 +28,7 @@ import numpy as np
 
 from autopar.errors import InvalidArgument, PlanMismatch, StepFailed, StepTimeout
 from autopar.ir.program import Free, Program, Run
+from autopar.runtime.distributed.coordinator import free_port
 from autopar.runtime.distributed.host_inputs import Values
 from autopar.runtime.distributed.host_program import HostProgram
 from autopar.runtime.distributed.messages import (
@@ -88,7 +89,8 @@ class Host:
                 spec.process,
                 heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
                 initialization_timeout=math.ceil(spec.start_timeout_s),
-                coordinator_bind_address=spec.coordinator,  # JAX listens on all addresses otherwise
+                # Of the one in process 0, which is not used: JAX listens on all addresses otherwise.
+                coordinator_bind_address=f"127.0.0.1:{free_port('127.0.0.1')}",
             )
         return self.enter(spec.process, spec.num_devices, spec.nodes)
 

@@ -22,7 +22,7 @@ class WorldSpec:
     process: int
     num_processes: int
     coordinator: str | None
-    """host:port of process 0; None in a world of one."""
+    """host:port in the driver; None in a world of one."""
     nodes: tuple[str, ...]
     """The IP address of the node of every process, at which the others reach it."""
     num_devices: int

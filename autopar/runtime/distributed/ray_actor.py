@@ -37,11 +37,3 @@ class HostActor(Host):
     def stay_alive(self) -> None:
         """As `Host.stay`, while steps run."""
         self.stay()
-
-    def free_port(self) -> int:
-        """A port at which nothing listens: where the processes of a world meet."""
-        import socket
-
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])

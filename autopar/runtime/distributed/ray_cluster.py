@@ -117,8 +117,7 @@ class RayHosts:
         return found
 
     def again(self, num_hosts: int) -> RayHosts:
-        """So many new processes in place of these."""
-        self.release()
+        """So many new processes in place of these, which were released."""
         options = replace(self.options, num_hosts=num_hosts)
         return _make_actors(self.ray, options, self.owns_ray, self.survivors_stay, self.leaving)
 
@@ -312,14 +311,14 @@ def _start_actors(hosts: RayHosts, bundle: Mapping[str, float], num_hosts: int) 
 
 def _wait_for_room(hosts: RayHosts, bundle: Mapping[str, float], num_hosts: int, deadline: float) -> None:
     """Return when the placement group is there; a cluster that has the room free may take until the deadline."""
-    while not hosts.group.wait(min(CONNECT_TIMEOUT_S, hosts.options.start_timeout_s)):
+    while not _has_placed(hosts, num_hosts):
         free = hosts.ray.available_resources()
         has_room = all(free.get(name, 0) >= count * num_hosts for name, count in bundle.items())
         # What the group has taken is free no longer, shortly before it says that it is there.
         if not (has_room and hosts.owns_group) and not hosts.group.wait(1.0):
             raise InvalidArgument(
-                f"The Ray cluster has no room for {num_hosts} hosts with {dict(bundle)} each within "
-                f"{CONNECT_TIMEOUT_S:.0f} s; free are {free}. End what uses them, or ask for fewer."
+                f"The Ray cluster has no room for {num_hosts} hosts with {dict(bundle)} each, which was waited for up "
+                f"to {CONNECT_TIMEOUT_S:.0f} s; free are {free}. End what uses them, or ask for fewer."
             )
         if time.monotonic() > deadline:
             raise HostLost(
@@ -327,6 +326,18 @@ def _wait_for_room(hosts: RayHosts, bundle: Mapping[str, float], num_hosts: int,
                 f"{hosts.options.start_timeout_s:g} s. Give a busy cluster a longer start_timeout_s in "
                 "autopar.init, or look whether its nodes are well with 'ray status'."
             )
+
+
+def _has_placed(hosts: RayHosts, num_hosts: int) -> bool:
+    """Whether the placement group is there in time; False as soon as nodes that it needs are gone."""
+    left_s = min(CONNECT_TIMEOUT_S, hosts.options.start_timeout_s)
+    while left_s > 0:
+        if hosts.group.wait(min(1.0, left_s)):
+            return True
+        if hosts.owns_group and hosts.room() < num_hosts:
+            return False
+        left_s -= 1.0
+    return False
 
 
 def _places(hosts: RayHosts, deadline: float) -> list[tuple[str, str]]:

@@ -27,6 +27,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.program import Program
 from autopar.progress import search_progress
 from autopar.runtime.distributed.array import DistributedArray
+from autopar.runtime.distributed.coordinator import start_coordinator
+from autopar.runtime.distributed.host import HEARTBEAT_TIMEOUT_S
 from autopar.runtime.distributed.messages import (
     HostReport,
     ShardRequest,
@@ -219,6 +221,7 @@ class RaySession(Numbering):
         self.step_timeout_s = step_timeout_s
         self.replies = Replies(hosts)
         self._ray = hosts.ray
+        self._coordinator: Any = None
         self.reports = self._join()
         self.process_of = self.reports[0].process_of
         self.described_by = described_by
@@ -227,9 +230,10 @@ class RaySession(Numbering):
         self.replies.watch()
 
     def _join(self) -> list[HostReport]:
-        hosts = self.hosts
-        [port] = self._starting({hosts.actors[0].free_port.remote(): 0}, "looking for a free port")
-        coordinator = f"{hosts.nodes[0]}:{port}" if len(hosts.actors) > 1 else None
+        hosts, coordinator = self.hosts, None
+        if len(hosts.actors) > 1:
+            there = self._ray.util.get_node_ip_address()
+            coordinator, self._coordinator = start_coordinator(there, len(hosts.actors), HEARTBEAT_TIMEOUT_S)
         specs = [self._spec(number, coordinator) for number in range(len(hosts.actors))]
         refs = {actor.join.remote(spec): n for n, (actor, spec) in enumerate(zip(hosts.actors, specs))}
         reports: list[HostReport] = self._starting(refs, "joining the cluster")
@@ -295,6 +299,7 @@ class RaySession(Numbering):
         """End the processes and give back what was started."""
         self.abandon()
         self.hosts.give_back()
+        self.end_coordinator()
 
     def abandon(self) -> None:
         """Stop watching the processes; every later call raises."""
@@ -303,6 +308,12 @@ class RaySession(Numbering):
                 "The cluster was shut down, and its values with it. Call autopar.init again, and restore a checkpoint."
             )
         )
+
+    def end_coordinator(self) -> None:
+        """End JAX's coordinator, after the processes: they end with it, and say so."""
+        if self._coordinator is not None:
+            self._coordinator.shutdown()
+            self._coordinator = None
 
     def load(self, program: Program, make_program: Callable[[], Program]) -> int:
         """Ship a program to every process; its number. Raises what a process raised, `PlanMismatch` for another."""
