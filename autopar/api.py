@@ -91,12 +91,13 @@ class Step:
         if jc.is_jit_disabled():
             return self._arguments.bound(*args, **kwargs)
         call = self._arguments.split(args, kwargs)
-        known = call.key() in self._in_session()
-        compiled = self.compiled_for(call)
-        if not known and not kwargs and self._can_dispatch(compiled):
-            with suppress(_NotDispatched, TypeError, ValueError), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-                return self._dispatch(*args)
+        compiled = self._in_session().get(call.key())
+        if compiled is None:
+            compiled = self.compiled_for(call)
+            if not kwargs and self._can_dispatch(compiled):
+                with suppress(_NotDispatched, TypeError, ValueError), warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+                    return self._dispatch(*args)
         return compiled.run(call)
 
     def _forked(self) -> Unsupported:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from operator import methodcaller
 from typing import Any
 
 import jax
@@ -228,9 +229,12 @@ def _whole_step(program: Program) -> str | None:
     return runs[0].executable if straight else None
 
 
+_is_deleted = methodcaller("is_deleted")
+
+
 def _any_deleted(leaves: Sequence[Any]) -> bool:
     try:
-        return any(leaf.is_deleted() for leaf in leaves)
+        return any(map(_is_deleted, leaves))
     except AttributeError:  # of numpy, or a number
         return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
 
