@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import DataParallel, InvalidArgument, NotSplittable, PlanMismatch, ShardParallel, Unsupported
 from tests.small_steps import (
+    ROWS,
     assert_same,
     devices,
     gpt_batch,
@@ -298,9 +299,16 @@ def batch_norm(params, batch):
     return mlp_loss(params[1:], (h, batch[1]))
 
 
-def contrastive(params, batch):
+def pairs_in_a_condition(params, batch):
     h = batch[0] @ params[0]["w"]
-    return jnp.mean(jax.nn.log_softmax(h @ h.T)) + mlp_loss(params, batch)
+    pairs = jax.lax.cond(params[0]["b"][0] > 0, lambda: h @ h.T, lambda: -h @ h.T)
+    return jnp.mean(jax.nn.log_softmax(pairs)) + mlp_loss(params, batch)
+
+
+def branches_as_wide_as_the_batch(params, batch):
+    w, h = jnp.tile(params[0]["w"], (2, 2)), jnp.tile(batch[0] @ params[1]["w"], 2)
+    assert w.shape == (ROWS, ROWS), "as many rows in the batch as the layer is wide"
+    return jnp.mean(jax.lax.cond(w[0, 0] > 0, lambda: jnp.tanh(h @ w), lambda: jnp.sin(h))) + mlp_loss(params, batch)
 
 
 def loops_over_rows(params, batch):
@@ -310,7 +318,8 @@ def loops_over_rows(params, batch):
 NOT_SPLITTABLE = {
     fixed_size: r"2 microbatches need a step that accepts other batch sizes, .* raised TypeError: .*reshape.*"
     r"Take sizes from the arguments' shapes",
-    contrastive: r"`dot_general` .*test_errors.py:\d+.*\(contrastive\) combines pairs .*num_microbatches=1",
+    pairs_in_a_condition: r"`dot_general` .*test_errors.py:\d+.*pairs_in_a_condition.* combines pairs .*"
+    r"num_microbatches=1",
     loops_over_rows: r"structure depends on the batch size: .*Replace Python loops",
 }
 
@@ -320,6 +329,15 @@ NOT_SPLITTABLE = {
 def test_model_that_mixes_examples_is_refused_with_its_source_line(loss, expected, method):
     with pytest.raises(NotSplittable) as error:
         lowered(sgd(loss), method=method)
+    assert re.search(expected, message(error))
+
+
+def test_branches_that_keep_two_values_in_one_place_are_refused_with_the_reason():
+    with pytest.raises(NotSplittable) as error:
+        lowered(sgd(branches_as_wide_as_the_batch), method=DataParallel(num_microbatches=2), batch_argnums=1)
+    expected = (
+        rf"`cond` .*\[{ROWS},{ROWS}\] .*has {ROWS} rows and another dimension is {ROWS} wide.*another number of rows"
+    )
     assert re.search(expected, message(error))
 
 

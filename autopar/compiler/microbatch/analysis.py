@@ -19,6 +19,8 @@ A body cannot accumulate over the microbatches: its sums are completed by the eq
 A reduction that depends on the batch alone is taken of the whole batch before the microbatches, which makes
 masked means exact. One that depends on the state and meets the same examples again (batch normalisation) is
 completed first, and they go on in a further round; on request it is taken within each microbatch, without waiting.
+What mixes the examples without parameters (the pairs of a contrastive loss) is evaluated once, on the rows of all
+microbatches, and each goes on with its own rows of the result.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ from typing import Any
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs import primitives
-from autopar.compiler.microbatch.equations import Scope, flat_step, make_step, sliced_state
+from autopar.compiler.microbatch.equations import Scope, flat_step, make_step, sliced_state, with_rows
 from autopar.compiler.microbatch.states import (
     CALLS,
     COMPLETE,
     KEEP,
     NESTED,
+    SOURCE,
     SPLIT,
     WHOLE,
     AnalysisState,
@@ -49,6 +52,7 @@ from autopar.compiler.microbatch.states import (
     Partial,
     Provenance,
     State,
+    Unfinished,
     Whole,
     batch_axes,
     completed,
@@ -56,6 +60,7 @@ from autopar.compiler.microbatch.states import (
     needed_whole,
     provenances,
     refuse,
+    shape_of,
     use_as,
 )
 from autopar.errors import NotSplittable, Unsupported
@@ -190,6 +195,8 @@ def _step(
     analysis: AnalysisState, scope: Scope, place: EquationPlace, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn
 ) -> MicrobatchStep:
     states = [scope.read(atom) for atom in eqn.invars]
+    if scope.top and _stays_gathered(eqn, states):  # it began as rows of all, so that no further round waits for it
+        return _gathered(analysis, place, eqn, at_other_batch, states)
     nested = has_bodies(eqn) and (any(map(_varies, states)) or body_avals_differ(eqn, at_other_batch))
     try:
         if any(isinstance(s, Whole) for s in states):
@@ -199,11 +206,15 @@ def _step(
             if nested
             else flat_step(analysis, scope, place, eqn, at_other_batch, states)
         )
-    except (NotSplittable, Unsupported):
+    except (NotSplittable, Unsupported) as error:
         if _can_be_whole(scope, eqn, states):
             return _whole(analysis, eqn, at_other_batch, states)
         if analysis.num_microbatches == 1:
             return _alone(eqn, at_other_batch, states)
+        if isinstance(error, NotSplittable) and _can_be_gathered(eqn, states):
+            if scope.top:
+                return _gathered(analysis, place, eqn, at_other_batch, states)
+            raise Unfinished(str(error)) from error
         raise
     shared = nested and any(map(_varies, states)) and any(isinstance(r, Invariant) for r in step.results)
     reduced = shared or any(isinstance(r, Partial | Whole) for r in step.results)
@@ -230,6 +241,42 @@ def _whole(
     pairs = zip(eqn.outvars, at_other_batch.outvars)
     results = [sliced_state(analysis.sizes, v.aval, w.aval, provenance) for v, w in pairs]
     return make_step(eqn, at_other_batch, WHOLE, states, results)
+
+
+def _can_be_gathered(eqn: jc.JaxprEqn, states: Sequence[State]) -> bool:
+    """Return whether an equation may be evaluated on the rows of all microbatches.
+
+    What meets a parameter is the work of a layer, which is to be split.
+    """
+    parameter = any(
+        isinstance(s, Invariant) and s.provenance.stateful and s.provenance.round == 0 and shape_of(atom)
+        for s, atom in zip(states, eqn.invars)
+    )
+    local = any(isinstance(s, Local) for s in states)
+    return not (parameter or local or has_bodies(eqn) or eqn.effects)
+
+
+def _stays_gathered(eqn: jc.JaxprEqn, states: Sequence[State]) -> bool:
+    """Return whether all that an equation reads of the state is at hand for all microbatches."""
+    stateful = [s for s in states if not isinstance(s, Invariant) and s.provenance.stateful]
+    at_hand = all(isinstance(s, Whole) or (isinstance(s, Batched) and s.gathered) for s in stateful)
+    return bool(stateful) and at_hand and _can_be_gathered(eqn, states)
+
+
+def _gathered(
+    analysis: AnalysisState,
+    place: EquationPlace,
+    eqn: jc.JaxprEqn,
+    at_other_batch: jc.JaxprEqn,
+    states: Sequence[State],
+) -> MicrobatchStep:
+    """On the whole batch, once every microbatch has made its rows; then each takes its own rows of the result."""
+    uses = [COMPLETE if isinstance(s, Batched | Partial) else KEEP for s in states]
+    provenance = provenances(completed(s) if isinstance(s, Batched | Partial) else s for s in states)
+    pairs = zip(eqn.outvars, at_other_batch.outvars)
+    results = [sliced_state(analysis.sizes, v.aval, w.aval, provenance) for v, w in pairs]
+    results = [replace(with_rows(analysis, place, r), gathered=True) if isinstance(r, Batched) else r for r in results]
+    return make_step(eqn, at_other_batch, SOURCE, states, results, uses)
 
 
 def _alone(eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: Sequence[State]) -> MicrobatchStep:
@@ -397,12 +444,25 @@ def _cond(enter: AnalyseBody, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, sta
     blocks = [enter(i, a, b, operands, eqn.invars[1:]) for i, (a, b) in enumerate(branches)]
     results = list(blocks[0].outputs)
     for block in blocks[1:]:
-        results = [_join(eqn, a, b) for a, b in zip(results, block.outputs)]
+        results = [_join_branches(eqn, v, a, b) for v, a, b in zip(eqn.outvars, results, block.outputs)]
     results = [replace(r, provenance=r.provenance | decides.provenance) for r in results]
     if isinstance(decides, Local):
         results = [Local(provenance=r.provenance) if isinstance(r, Invariant) else r for r in results]
     bodies = [replace(b, output_uses=tuple(map(use_as, b.outputs, results))) for b in blocks]
     return _nested_step(eqn, at_other_batch, states, results, [KEEP] * len(states), bodies)
+
+
+def _join_branches(eqn: jc.JaxprEqn, result: jc.Var, a: State, b: State) -> State:
+    rows = next((shape_of(result)[s.axis] for s in (a, b) if isinstance(s, Batched)), 0)
+    if joined(a, b) is None and shape_of(result).count(rows) > 1:
+        # JAX gives what branches leave for the gradient one place where types are equal (_merge_branch_residuals).
+        raise NotSplittable(
+            f"{jc.describe(eqn)} has {result.aval.str_short()} among its results, which grows with the batch in one "
+            f"branch and not in another. The batch has {rows} rows and another dimension is {rows} wide, so that JAX "
+            "may have given one place to two values that the branches keep for the gradient. Use another number of "
+            "rows, or num_microbatches=1."
+        )
+    return _join(eqn, a, b)
 
 
 def _once(enter: AnalyseBody, eqn: jc.JaxprEqn, at_other_batch: jc.JaxprEqn, states: list[State]) -> MicrobatchStep:

@@ -237,7 +237,8 @@ def _folded(key: Any, index: Any) -> Any:
 
 def _used(frame: _Frame, atom: Any, state: State, use: str) -> Any:
     if use == COMPLETE:
-        return _accumulated(frame, atom, state)
+        at_hand = isinstance(state, Batched) and atom in frame.whole
+        return frame.whole[atom] if at_hand else _accumulated(frame, atom, state)
     value = frame.read(atom)
     if use == FIRST:
         value = _jnp.asarray(value)

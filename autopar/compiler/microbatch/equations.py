@@ -293,10 +293,10 @@ def _rows_state(
         refuse(eqn, "combines pairs of the batch's examples" if axes else "loses the batch axis")
     if not analysis.sizes.in_proportion(var.aval.shape[axes[0]], twin.aval.shape[axes[0]]):
         refuse(eqn, "makes an axis that is not proportional to the batch")
-    return _with_rows(analysis, place, Batched(axis=axes[0], provenance=provenance))
+    return with_rows(analysis, place, Batched(axis=axes[0], provenance=provenance))
 
 
-def _with_rows(analysis: AnalysisState, place: EquationPlace, state: Batched) -> Batched:
+def with_rows(analysis: AnalysisState, place: EquationPlace, state: Batched) -> Batched:
     """A batched value that depends on the state is among the rows behind everything computed from it."""
     if not state.provenance.stateful:
         return state
@@ -317,7 +317,7 @@ def _from_shared(
         provenance = replace(provenance, stateful=True)  # what is drawn is not what the whole batch would draw
     pairs = list(zip(eqn.outvars, at_other_batch.outvars))
     results = [sliced_state(analysis.sizes, v.aval, w.aval, provenance) for v, w in pairs]
-    results = [_with_rows(analysis, place, r) if isinstance(r, Batched) else r for r in results]
+    results = [with_rows(analysis, place, r) if isinstance(r, Batched) else r for r in results]
     if local and any(isinstance(r, Whole) for r in results):
         refuse(eqn, "makes an axis that is not proportional to the batch")
     if local:

@@ -68,6 +68,8 @@ class Batched:
 
     axis: int
     provenance: Provenance = Provenance()
+    gathered: bool = False
+    """The rows of all microbatches are at hand, and each takes its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

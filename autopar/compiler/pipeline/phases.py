@@ -29,7 +29,7 @@ import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import primitives
-from autopar.compiler.microbatch.accumulate import accumulate_p
+from autopar.compiler.microbatch.accumulate import accumulate_p, accumulation_kind
 from autopar.compiler.microbatch.split import MicrobatchedStep
 
 
@@ -114,7 +114,7 @@ class _Facts:
 
     ready: dict[jc.Var, int]
     micro: set[jc.Var]  # depends on the microbatch, not through an accumulate
-    batch_whole: set[jc.Var]  # depends on a batch input as a whole
+    batch_whole: set[jc.Var]  # depends on a batch input as a whole, or on the rows of all microbatches
     replicated_scalars: set[jc.Var]
     noise: set[jc.Var]  # random draws, and what derives from nothing else
     activation: set[jc.Var]
@@ -162,6 +162,8 @@ def _sweep(eqn: jc.JaxprEqn, facts: _Facts) -> tuple[int, bool]:
     outs = eqn.outvars
     if eqn.primitive is accumulate_p:
         facts.ready.update((v, ready + 1) for v in outs)
+        if accumulation_kind(eqn) == "concatenate":
+            facts.batch_whole.update(outs)
         return ready, False
     parameter = any(v in facts.parameter for v in operands)
     noise = any(v in facts.noise for v in operands) or eqn.primitive.name in primitives.DRAWS

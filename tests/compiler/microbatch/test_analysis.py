@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.compiler.microbatch.split import evaluate_microbatched
+from autopar.compiler.pipeline.phases import find_phases
 from autopar.errors import NotSplittable, Unsupported
 from tests.compiler.microbatch.microbatched import (
     PARAMS,
@@ -201,11 +202,35 @@ def time_first(p, batch):
     return jnp.mean(hidden(p, batch["series"].swapaxes(0, 1).reshape(-1, WIDTH)) ** 2)
 
 
+def pairs_in_a_condition(p, batch):
+    h = hidden(p, batch["x"])
+    return jnp.mean(jax.lax.cond(p["b"][0] > 0, lambda: h @ h.T, lambda: h @ (2 * h).T))
+
+
+def neighbours(p, batch):
+    return jnp.mean(jnp.tanh(hidden(p, batch["x"])[::-1] @ p["c"]) ** 2)
+
+
+MIXED_WITHOUT_PARAMETERS = [contrastive, sorted_batch, shifted, picked, neighbours]
+
+
+@pytest.mark.parametrize("loss", MIXED_WITHOUT_PARAMETERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_what_mixes_the_examples_without_parameters_is_taken_of_all_of_them(loss, microbatches):
+    def step(p, batch):
+        value, grads = jax.value_and_grad(loss)(p, batch)
+        return jax.tree.map(lambda a, g: a - 0.1 * g, p, grads), value
+
+    assert_equal(*evaluate_both(step, PARAMS, X, microbatches=microbatches))
+
+
+def test_pairs_of_examples_take_one_round_forward_and_one_backward():
+    microbatched, _ = split(lambda p, batch: jax.grad(contrastive)(p, batch), PARAMS, X)
+    assert find_phases(microbatched).num_rounds == 2
+
+
 REFUSED = [
-    (contrastive, NotSplittable, "pairs of the batch's examples"),
-    (sorted_batch, NotSplittable, "sorts the batch"),
-    (shifted, NotSplittable, "some of the batch's examples by position"),
-    (picked, NotSplittable, "picks examples of the batch by index"),
+    (pairs_in_a_condition, NotSplittable, "pairs of the batch's examples"),
     (grouped_by_place, NotSplittable, "sorts into groups the batch"),
     (loop_over_examples, NotSplittable, "loop over the batch's examples"),
     (loop_until_all, NotSplittable, "repeats until a condition on the batch's examples holds"),
@@ -218,7 +243,7 @@ def test_what_mixes_the_examples_is_refused_by_name_and_line(loss, error, found)
     forward = lambda p, batch: (p, loss(p, batch))  # noqa: E731
     with pytest.raises(error, match=found) as raised:
         split(forward, PARAMS, X)
-    assert f"({loss.__name__})" in str(raised.value)
+    assert f"({loss.__name__}" in str(raised.value)
     assert "num_microbatches=1" in str(raised.value)
 
 
