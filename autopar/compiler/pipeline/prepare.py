@@ -64,13 +64,16 @@ def prepare(
     )
     wide = find_wide_regions(trace.jaxpr, num_layers=num_layers)
     try:
-        return prepared(wide)
-    except Unfinished:
-        every = find_regions(trace.jaxpr)
-        if every <= wide:
-            raise
-        # No region can wait for the other microbatches.
-        return prepared(every)
+        try:
+            return prepared(wide)
+        except Unfinished:
+            every = find_regions(trace.jaxpr)
+            if every <= wide:
+                raise
+            # No region can wait for the other microbatches.
+            return prepared(every)
+    except Unfinished as error:
+        raise NotSplittable(str(error)) from error
 
 
 @lru_cache(maxsize=6)
