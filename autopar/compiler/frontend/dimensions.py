@@ -349,14 +349,18 @@ class _Walk:
         def dims(value: _Value) -> tuple[Dimension, ...]:
             return tuple(tuple(self.joined.resolved(factors)) for factors in value)
 
-        fed: dict[int, set[int]] = {}
-        for source, target in self.feeds:
-            for f in self.joined.resolved(target):
-                fed.setdefault(f, set()).update(self.joined.resolved(source))
+        def sources(pairs: Iterable[tuple[list[int], list[int]]]) -> dict[int, set[int]]:
+            of: dict[int, set[int]] = {}
+            for source, target in pairs:
+                for f in self.joined.resolved(target):
+                    of.setdefault(f, set()).update(self.joined.resolved(source))
+            return of
+
+        fed, followed = sources(self.feeds), sources(self.followed)
         reductions = (
             Reduction(
                 reduced=_with_sources(self.joined.resolved(ending.reduced), fed),
-                kept=frozenset(f for factors in ending.kept for f in self.joined.resolved(factors)),
+                kept=_with_sources([f for each in ending.kept for f in self.joined.resolved(each)], followed),
                 kind=ending.kind,
                 backward=ending.backward,
             )

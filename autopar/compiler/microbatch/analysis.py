@@ -246,21 +246,25 @@ def _whole(
 def _can_be_gathered(eqn: jc.JaxprEqn, states: Sequence[State]) -> bool:
     """Return whether an equation may be evaluated on the rows of all microbatches.
 
-    What meets a parameter is the work of a layer, which is to be split.
+    A product with a parameter is the work of a layer, which is to be split.
     """
-    parameter = any(
-        isinstance(s, Invariant) and s.provenance.stateful and s.provenance.round == 0 and shape_of(atom)
-        for s, atom in zip(states, eqn.invars)
-    )
+    of_layer = eqn.primitive.name in primitives.PRODUCTS and _reads_parameter(eqn, states)
     local = any(isinstance(s, Local) for s in states)
-    return not (parameter or local or has_bodies(eqn) or eqn.effects)
+    return not (of_layer or local or has_bodies(eqn) or eqn.effects)
 
 
 def _stays_gathered(eqn: jc.JaxprEqn, states: Sequence[State]) -> bool:
     """Return whether all that an equation reads of the state is at hand for all microbatches."""
     stateful = [s for s in states if not isinstance(s, Invariant) and s.provenance.stateful]
     at_hand = all(isinstance(s, Whole) or (isinstance(s, Batched) and s.gathered) for s in stateful)
-    return bool(stateful) and at_hand and _can_be_gathered(eqn, states)
+    return bool(stateful) and at_hand and not _reads_parameter(eqn, states) and _can_be_gathered(eqn, states)
+
+
+def _reads_parameter(eqn: jc.JaxprEqn, states: Sequence[State]) -> bool:
+    return any(
+        isinstance(s, Invariant) and s.provenance.stateful and s.provenance.round == 0 and shape_of(atom)
+        for s, atom in zip(states, eqn.invars)
+    )
 
 
 def _gathered(

@@ -146,6 +146,20 @@ def joined_halves(params, real, fake):
     return updated(params, lambda p: jnp.mean((predict(p, x) - label[:, None]) ** 2))
 
 
+def preferred(params, reference, chosen, rejected):
+    """Pairs of sentences, joined for one pass through the model and through a frozen one (DPO)."""
+
+    def scores(p):
+        both = jnp.concatenate([chosen, rejected])
+        return jnp.sum(jnp.tanh(p["a"][both]) @ p["b"], (1, 2))
+
+    def of_params(p):
+        better, worse = jnp.split(scores(p) - scores(reference), 2)
+        return -jnp.mean(jax.nn.log_sigmoid(better - worse))
+
+    return updated(params, of_params)
+
+
 def keyword_only(params, *, images, labels, step):
     return updated(params, lambda p: loss(p, images, labels) * step)[0], step + 1
 
@@ -183,6 +197,11 @@ FOUND = {
     "a key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, dtype=KEY.dtype)), ["x", "keys"]),
     "an old key for each example": (key_of_each_example, (PARAMS, X, zeros(ROWS, 2, dtype=jnp.uint32)), ["x", "keys"]),
     "two sources": (gan_step, (GAN, (zeros(8, 4), zeros(8, 4))), ["batch.0", "batch.1"]),
+    "pairs joined, and tables of another model": (
+        preferred,
+        (PARAMS, PARAMS, integers(ROWS, 5), integers(ROWS, 5)),
+        ["chosen", "rejected"],
+    ),
     "two sources joined": (joined_halves, (PARAMS, X, X), ["real", "fake"]),
 }
 
