@@ -357,15 +357,15 @@ class _Walk:
             return of
 
         fed, followed = sources(self.feeds), sources(self.followed)
-        reductions = (
-            Reduction(
-                reduced=_with_sources(self.joined.resolved(ending.reduced), fed),
-                kept=_with_sources([f for each in ending.kept for f in self.joined.resolved(each)], followed),
-                kind=ending.kind,
-                backward=ending.backward,
-            )
-            for ending in self.endings
-        )
+
+        def reduction(ending: _Ending) -> Reduction:
+            reduced = _with_sources(self.joined.resolved(ending.reduced), fed)
+            kept = [f for each in ending.kept for f in self.joined.resolved(each)]
+            # Of pairs of joined rows one is reduced and the other kept: that says nothing of what they are made of.
+            behind = _with_sources(kept, followed) - reduced
+            return Reduction(reduced=reduced, kept=behind.union(kept), kind=ending.kind, backward=ending.backward)
+
+        reductions = map(reduction, self.endings)
         return StepDimensions(
             inputs=tuple(map(dims, inputs)),
             outputs=tuple(map(dims, outputs)),

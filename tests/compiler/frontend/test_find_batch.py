@@ -160,6 +160,16 @@ def preferred(params, reference, chosen, rejected):
     return updated(params, of_params)
 
 
+def compared(params, x, y):
+    """Every example of two sources against all others (SimCLR)."""
+
+    def of_params(p):
+        codes = predict(p, jnp.concatenate([x, y]))
+        return jnp.mean(jax.nn.logsumexp(codes @ codes.T, 1))
+
+    return updated(params, of_params)
+
+
 def keyword_only(params, *, images, labels, step):
     return updated(params, lambda p: loss(p, images, labels) * step)[0], step + 1
 
@@ -202,6 +212,7 @@ FOUND = {
         (PARAMS, PARAMS, integers(ROWS, 5), integers(ROWS, 5)),
         ["chosen", "rejected"],
     ),
+    "two sources joined and compared": (compared, (PARAMS, X, X), ["x", "y"]),
     "two sources joined": (joined_halves, (PARAMS, X, X), ["real", "fake"]),
 }
 
