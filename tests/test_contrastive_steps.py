@@ -80,5 +80,5 @@ def test_step_that_compares_examples_equals_the_plain_step(loss, method):
         value, grads = jax.value_and_grad(loss)(params, batch)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    step = autopar.parallelize(train_step, method=method, batch_argnums=1, devices=devices(2))
+    step = autopar.parallelize(train_step, method=method, devices=devices(2))
     assert_same(step(*make_arguments()), jax.jit(train_step)(*make_arguments()))
