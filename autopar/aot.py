@@ -25,10 +25,9 @@ from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import check_collectives
 from autopar.compiler.analysis.explain import CollectiveCauses, Explanation, Price, explain
 from autopar.compiler.analysis.finite_values import WatchedProgram, keeping_arguments, watched_program
-from autopar.compiler.analysis.input_parts import input_parts
 from autopar.compiler.analysis.planned_values import input_lines, planned_values
 from autopar.compiler.analysis.revision import Planning
-from autopar.compiler.analysis.step_work import step_work
+from autopar.compiler.analysis.step_work import input_parts, step_work
 from autopar.compiler.analysis.task_times import price_plan
 from autopar.compiler.frontend.compressed_gradients import rounding_of_compressed
 from autopar.compiler.frontend.trace import Returned, Trace

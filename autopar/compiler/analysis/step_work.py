@@ -1,6 +1,7 @@
-"""Count the work of a step, however it is planned: its FLOPs, its examples and its tokens.
+"""Tell what a step does, however it is planned: its FLOPs, examples and tokens, and what each of its inputs is for.
 
     Trace  ->  StepWork
+    Trace  ->  category and path of every input
 
 FLOPs are those of the traced step, once: what `jax.checkpoint` computes again is work of the implementation, as in
 model FLOPs utilization (Chowdhery et al. 2022, appendix B).
@@ -19,6 +20,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import flops_where, runs_jaxprs
 from autopar.compiler.jaxprs.primitives import PRODUCTS
+from autopar.ir.memory_part import Category
 
 # The scope that `jax.checkpoint` puts around what it computes again.
 _AGAIN = "rematted_computation"
@@ -51,6 +53,25 @@ def step_work(trace: Trace) -> StepWork:
         examples=batch[0].shape[0] if batch else None,
         tokens=max(tokens, default=None),
     )
+
+
+def input_parts(trace: Trace) -> tuple[tuple[Category, str], ...]:
+    """Return the category and the path of every input.
+
+    State is what an output replaces; of it, parameters are what a differentiated equation reads.
+    """
+    jaxpr = jc.open_jaxpr(trace.jaxpr)[0]
+    differentiated = {id(atom) for eqn in jaxpr.eqns if jc.ad_phase(eqn) for atom in eqn.invars}
+    replaced = set(trace.state_outputs.values())
+
+    def category(number: int) -> Category:
+        if number in trace.batch_inputs:
+            return "batch"
+        if number not in replaced:
+            return "other inputs"
+        return "parameters" if id(jaxpr.invars[number]) in differentiated else "optimizer"
+
+    return tuple((category(number), leaf.name) for number, leaf in enumerate(trace.inputs))
 
 
 def _first_time(eqn: jc.JaxprEqn) -> bool:

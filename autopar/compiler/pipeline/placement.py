@@ -16,19 +16,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.elementwise import Classes, joined_values
-from autopar.compiler.jaxprs.primitives import NESTED, PRODUCTS
+from autopar.compiler.jaxprs.primitives import CONTROL_FLOW, NESTED, PRODUCTS, REORDERINGS
 from autopar.compiler.microbatch.accumulate import accumulation_kind
 from autopar.compiler.pipeline.phases import Phase, Phases, parameter_sources
 
 _LINEAR = {"add_any", "convert_element_type", "transpose", "reshape", "copy", "neg", "squeeze", "mul", "div", "slice"}
+# Results of the shape of an operand whose axes are not the operand's.
+_MOVES_AXES = CONTROL_FLOW | REORDERINGS | {"concatenate", "dot_general", "gather", "reshape", "scatter", "sort"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +70,7 @@ def _passes_again(phases: Phases, order: Sequence[int]) -> set[int]:
     What has one product alone is no pass (the projection of the next input of an unrolled recurrence).
     """
     sources = parameter_sources(phases)
-    chains = Classes()
+    chains = _Classes()
     again: dict[jc.Var, int] = {}
     activations: set[jc.Var] = set()
     seen: set[jc.Var] = set()
@@ -306,11 +307,11 @@ class _Placer:
 
     def _homes_of_classes(
         self, homes: Mapping[jc.Var, int], equations: Iterable[int]
-    ) -> tuple[Classes, dict[Hashable, int]]:
+    ) -> tuple[_Classes, dict[Hashable, int]]:
         """The classes of what equations join elementwise, and the first home of a parameter in each."""
-        joined = Classes()
+        joined = _Classes()
         for i in equations:
-            for operand, result in joined_values(self.eqns[i]):
+            for operand, result in _joined_values(self.eqns[i]):
                 joined.join(operand, result)
         first: dict[Hashable, int] = {}
         for v in self.inputs & homes.keys():
@@ -395,3 +396,41 @@ class _Placer:
 def _size(v: jc.Var) -> int:
     aval: Any = v.aval
     return int(np.prod(aval.shape))
+
+
+class _Classes:
+    """Values that belong together, directly or through others, as a union-find forest."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Hashable, Hashable] = {}
+
+    def find(self, value: Hashable) -> Hashable:
+        """The representative of a value's class."""
+        root = value
+        while (parent := self._parent.get(root, root)) != root:
+            root = parent
+        while (parent := self._parent.get(value, value)) != root:
+            self._parent[value], value = root, parent
+        return root
+
+    def join(self, a: Hashable, b: Hashable) -> None:
+        """Make one class of two."""
+        self._parent[self.find(a)] = self.find(b)
+
+
+def _joined_values(eqn: jc.JaxprEqn) -> Iterator[tuple[jc.Var, jc.Var]]:
+    """Operand and result of every pair that the equation joins element by element.
+
+    So a parameter goes with its gradient, its moments and its successor.
+    """
+    if eqn.primitive.name in _MOVES_AXES:
+        return
+    for out in eqn.outvars:
+        for v in eqn.invars:
+            if isinstance(v, jc.Var) and _shape(out) and _shape(v) == _shape(out):
+                yield v, out
+
+
+def _shape(v: jc.Var) -> tuple[int, ...]:
+    aval: Any = v.aval
+    return tuple(aval.shape)
