@@ -13,7 +13,7 @@ from autopar.errors import InvalidArgument, Unsupported
 from autopar.plan_difference import plan_difference
 from tests.zoo import ZOO
 
-WIDTH, HIDDEN, ROWS = 128, 512, 32
+WIDTH, HIDDEN, ROWS = 256, 1024, 64
 OPTIMIZER = optax.adamw(1e-3)
 
 
