@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 
@@ -233,7 +233,8 @@ def summands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
 
 def _sums_nothing(eqn: jc.JaxprEqn) -> bool:
     """Return true for a sum along dimensions of one element, as the gradient of what was broadcast along them is."""
-    return eqn.primitive.name == "reduce_sum" and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    before, after = (cast(Any, atom.aval) for atom in (eqn.invars[0], eqn.outvars[0]))
+    return eqn.primitive.name == "reduce_sum" and before.size == after.size
 
 
 def _bits(aval: Any) -> int:
