@@ -97,7 +97,7 @@ def cases(name: str, mesh: LogicalMesh, target: str, shares: list[float]) -> Ite
 
     def case(plan: str, found: IntraOpPlan, **more: Any) -> Case:
         block = local_block(trace.jaxpr.jaxpr, found.plan, mesh)
-        estimate = peak_memory(block, mesh, state, machine=_PLANNED_FOR)
+        estimate = peak_memory(block, mesh, state, machine=Machine.of_kind(target))
         return Case(
             model=name,
             mesh="x".join(map(str, mesh.shape)),
