@@ -125,15 +125,16 @@ def test_products_deferred_to_the_end_keep_their_operands():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is None, reason="pip install 'autopar[gpu-aot]'")
-def test_backward_tasks_of_recomputed_layers_compile_to_the_memory_modelled():
+@pytest.mark.parametrize(("target", "machine"), [("h100", "dgx-h100"), ("a100", "p4d.24xlarge")])
+def test_backward_tasks_of_recomputed_layers_compile_to_the_memory_modelled(target, machine):
     size = GPTSize(width=1024, layers=4, heads=16, length=512, vocabulary=8192, batch=32)
     workload = alpa_gpt("gpt", size, jnp.bfloat16)
     method = autopar.Auto(num_stages=2, num_microbatches=4, remat=False, memory="off")
-    hosts = autopar.Cluster.parse("dgx-h100")
+    hosts = autopar.Cluster.parse(machine)
     step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=hosts, method=method)
     planned_step = step.trace(workload.abstract_state, workload.abstract_batch).plan()
     lowered = planned_step.lower()
-    devices = np.array(gpu_devices("h100", 8))
+    devices = np.array(gpu_devices(target, 8))
     for name, executable in lowered.program.executables.items():
         mesh = planned_step.plan.meshes[executable.mesh]
         if not name.startswith("backward"):
