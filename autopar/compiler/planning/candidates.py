@@ -91,20 +91,29 @@ class PipelineCandidate:
 
 
 def microbatch_counts(problem: StageProblem) -> list[int]:
-    """Return the numbers of microbatches to try: the one given, or powers of two that divide the batch.
-
-    Microbatches that wait for statistics of the whole batch save no memory, so that none are tried.
-    """
+    """Return the numbers of microbatches to try: the one given, or powers of two that divide the batch."""
     if problem.method.num_microbatches is not None:
         return [problem.method.num_microbatches]
     trace = problem.trace
-    if not trace.batch_inputs or trace.at_other_batch is None:
+    if not trace.batch_inputs:
         return [1]
-    rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0]
-    counts = [count for count in (2**k for k in range(rows.bit_length())) if rows % count == 0]
-    statistics, random = problem.method.batch_statistics, problem.method.random
-    waits = rows % 2 == 0 and waits_for_statistics(trace, 2, batch_statistics=statistics, random=random)
-    return [1] if waits else counts
+    rows = trace.num_rows
+    return [count for count in (2**k for k in range(rows.bit_length())) if rows % count == 0]
+
+
+def worth_splitting(problem: StageProblem) -> bool:
+    """Return whether several microbatches may save memory or time, if their number is not given.
+
+    They do neither where they wait for statistics of the whole batch, and there are none where the step has no other
+    batch. To know takes a trace of it, so that it is asked where such a number is the next to be tried.
+    """
+    trace, method = problem.trace, problem.method
+    if method.num_microbatches is not None:
+        return True
+    if trace.at_other_batch is None:
+        return False
+    options = {"batch_statistics": method.batch_statistics, "random": method.random}
+    return trace.num_rows % 2 != 0 or not waits_for_statistics(trace, 2, **options)
 
 
 def likely_time_s(problem: StageProblem, known: KnownLayers, num_microbatches: int, like: int) -> float:

@@ -37,6 +37,7 @@ from autopar.compiler.planning.candidates import (
     likely_time_s,
     microbatch_counts,
     stage_candidates,
+    worth_splitting,
 )
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.lanes import plan_lanes
@@ -419,9 +420,12 @@ class _Search:
         taken, stopped = 0, ""
         while self.open:
             region = min(self.open, key=self.order)
+            if self.best is not None and self.likely_s(region) >= self.best_s:
+                break
+            if not self.is_there(region):
+                self.open = [each for each in self.open if self.is_there(each)]
+                continue
             if self.best is not None:
-                if self.likely_s(region) >= self.best_s:
-                    break
                 if taken >= most:
                     stopped = f'effort="{method.effort}" ended the search'
                     break
@@ -432,8 +436,10 @@ class _Search:
             taken += self.take(region)
         if self.best is None:
             raise self.reason()
-        unsolved = [region.bound_s for region in self.open if not isinstance(region, Completion)]
-        bound_s = min([self.best_s, self.closed_s, *unsolved])
+        bound_s = min(self.best_s, self.closed_s)
+        for region in self.open:
+            if not isinstance(region, Completion) and region.bound_s < bound_s and self.is_there(region):
+                bound_s = region.bound_s
         others = sorted(
             (seconds, words)
             for words, seconds in self.others.items()
@@ -448,6 +454,15 @@ class _Search:
             kinds=method.kinds or (),
         )
         return replace(self.best, certificate=certificate)
+
+    def is_there(self, region: Region) -> bool:
+        """Return false for several microbatches where there is nothing in them."""
+        return isinstance(region, Completion) or region.num_microbatches == 1 or self.splits
+
+    @cached_property
+    def splits(self) -> bool:
+        """True if several microbatches may be better than one."""
+        return worth_splitting(self.cuttable)
 
     def order(self, region: Region) -> tuple[float, ...]:
         """Return by what regions are sorted: the time that is likely, then how usual they are.

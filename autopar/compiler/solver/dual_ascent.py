@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.compiler.solver.level_sweeps import LevelSweeps
 from autopar.compiler.solver.problem import MRF, Assignment, BoolArray, FloatArray, WorkBudget, assignment_cost
 
 MAX_SWEEPS = 400
@@ -41,50 +42,13 @@ SUM_TOLERANCE = 1e-12
 
 
 @dataclass(kw_only=True)
-class Edge:
-    """A matrix, its transpose, and what was added to its rows and columns so far."""
-
-    low: int
-    high: int
-    by_low: FloatArray
-    by_high: FloatArray
-    at_low: FloatArray
-    at_high: FloatArray
-    room_by_low: FloatArray
-    room_by_high: FloatArray
-    """Room to add in, which all edges share: new memory for every sum would take longer than the sum."""
-
-    def to_low(self) -> FloatArray:
-        """Take out of the edge, and return, what every option of the lower node costs at least along it."""
-        least = self.at_low
-        np.add(self.by_high, self.at_high[:, None], out=self.room_by_high)
-        self.at_low = -np.minimum.reduce(self.room_by_high)
-        return least - self.at_low
-
-    def to_high(self) -> FloatArray:
-        """Take out of the edge, and return, what every option of the higher node costs at least along it."""
-        least = self.at_high
-        np.add(self.by_low, self.at_low[:, None], out=self.room_by_low)
-        self.at_high = -np.minimum.reduce(self.room_by_low)
-        return least - self.at_high
-
-    def matrix(self) -> FloatArray:
-        """Return the edge's costs as they are now."""
-        return self.by_low + self.at_low[:, None] + self.at_high
-
-
-@dataclass(kw_only=True)
 class Ascent:
-    """A reparametrised problem: `costs`, `edges` and `bound` sum to what `problem` costs."""
+    """A reparametrised problem: what `swept` holds and `bound` sum to what `problem` costs."""
 
     problem: MRF
-    costs: list[FloatArray]
-    edges: list[Edge]
-    ahead: list[list[Edge]]
-    behind: list[list[Edge]]
+    swept: LevelSweeps
     bound: float
-    least: list[FloatArray]
-    """Per option: no assignment that contains it costs less."""
+    least_of_options: FloatArray
     assignment: Assignment
     """The best so far; empty if there is none below the upper limit."""
     value: float
@@ -94,76 +58,30 @@ class Ascent:
     @classmethod
     def of(cls, problem: MRF, upper: float = np.inf, constant: float = 0.0) -> Ascent:
         """Begin with nothing moved. Every option must have a partner along every edge."""
-        transposed: dict[int, FloatArray] = {}
-        edges = list[Edge]()
-        room = np.empty(max((matrix.size for matrix in problem.edges.values()), default=0))
-        ahead: list[list[Edge]] = [[] for _ in problem.costs]
-        behind: list[list[Edge]] = [[] for _ in problem.costs]
-        for (i, j), matrix in sorted(problem.edges.items(), key=lambda item: item[0]):
-            if id(matrix) not in transposed:
-                transposed[id(matrix)] = np.ascontiguousarray(matrix.T)
-            edge = Edge(
-                low=i,
-                high=j,
-                by_low=matrix,
-                by_high=transposed[id(matrix)],
-                at_low=np.zeros(matrix.shape[0]),
-                at_high=np.zeros(matrix.shape[1]),
-                room_by_low=room[: matrix.size].reshape(matrix.shape),
-                room_by_high=room[: matrix.size].reshape(matrix.T.shape),
-            )
-            edges.append(edge)
-            ahead[i].append(edge)
-            behind[j].append(edge)
+        swept = LevelSweeps.of(problem)
         return cls(
             problem=problem,
-            costs=list(problem.costs),
-            edges=edges,
-            ahead=ahead,
-            behind=behind,
+            swept=swept,
             bound=0.0,
-            least=[np.full(cost.size, -np.inf) for cost in problem.costs],
+            least_of_options=np.full(swept.costs.size, -np.inf),
             assignment=(),
             value=upper,
             constant=constant,
         )
 
     def sweep_back(self) -> None:
-        """From the last node to the first: collect from the edges ahead, share among those behind."""
-        for node in reversed(range(len(self.costs))):
-            cost = self.costs[node]
-            for edge in self.ahead[node]:
-                cost = cost + edge.to_low()
-            share = self.settle(node, cost, len(self.behind[node]))
-            for edge in self.behind[node]:
-                edge.at_high = edge.at_high + share
+        """Sweep from the last node to the first."""
+        self.bound = self.swept.sweep_back(self.bound, self.least_of_options)
 
     def sweep_forward(self) -> Assignment:
-        """From the first node to the last, choosing for each the best option given those chosen before."""
-        chosen = list[int]()
-        for node in range(len(self.costs)):
-            cost = self.costs[node]
-            score = cost
-            for edge in self.behind[node]:
-                score = score + (edge.by_low[chosen[edge.low]] + edge.at_high)
-            chosen.append(int(score.argmin()))
-            for edge in self.behind[node]:
-                cost = cost + edge.to_high()
-            share = self.settle(node, cost, len(self.ahead[node]))
-            for edge in self.ahead[node]:
-                edge.at_low = edge.at_low + share
-        return tuple(chosen)
+        """Sweep from the first node to the last, rounding."""
+        self.bound, chosen = self.swept.sweep_forward(self.bound, self.least_of_options)
+        return tuple(chosen.tolist())
 
-    def settle(self, node: int, cost: FloatArray, num_targets: int) -> FloatArray:
-        """Put the least of a node's collected costs into the bound; of the rest return what each target edge gets."""
-        np.maximum(self.least[node], self.bound + cost, out=self.least[node])
-        least = float(np.minimum.reduce(cost))
-        self.bound += least
-        cost = cost - least
-        # As much to each edge as to one on the side with more of them: the rest waits for the sweep back.
-        share = cost / max(len(self.ahead[node]), len(self.behind[node]), 1)
-        self.costs[node] = cost - num_targets * share
-        return share
+    @property
+    def least(self) -> list[FloatArray]:
+        """Per option of every node: no assignment that contains it costs less."""
+        return self.swept.split(self.least_of_options)
 
     def offer(self, assignment: Assignment) -> None:
         """Keep an assignment if it is the best so far."""
@@ -178,12 +96,12 @@ class Ascent:
     def share_within_gap(self) -> float:
         """Return the share of the pairs whose options are both kept."""
         kept = [int(np.count_nonzero(mask)) for mask in self.kept()]
-        return sum(kept[edge.low] * kept[edge.high] for edge in self.edges) / max(self.num_pairs, 1)
+        return sum(kept[i] * kept[j] for i, j in self.problem.edges) / max(self.num_pairs, 1)
 
     @property
     def num_pairs(self) -> int:
         """Entries of all matrices."""
-        return sum(edge.by_low.size for edge in self.edges)
+        return sum(matrix.size for matrix in self.problem.edges.values())
 
     @property
     def closed(self) -> bool:
@@ -198,12 +116,9 @@ class Ascent:
 
 def continued(before: Ascent, problem: MRF, upper: float = np.inf) -> Ascent:
     """Return the ascent of a problem with the same edges but other costs, from where another one's stands."""
+    assert problem.edges.keys() == before.problem.edges.keys()
     ascent = Ascent.of(problem, upper, before.constant)
-    for edge, old in zip(ascent.edges, before.edges, strict=True):
-        assert (edge.low, edge.high) == (old.low, old.high)
-        edge.at_low, edge.at_high = old.at_low, old.at_high
-        ascent.costs[edge.low] = ascent.costs[edge.low] - old.at_low
-        ascent.costs[edge.high] = ascent.costs[edge.high] - old.at_high
+    ascent.swept.go_on_from(before.swept)
     return ascent
 
 
@@ -220,7 +135,7 @@ def ascend(
     Returns true if only `most_sweeps` ended it.
     """
     # A sweep looks at every matrix twice, forward and back.
-    work_of_sweep = 2 * (ascent.num_pairs + ENTRIES_OF_EDGE * len(ascent.edges))
+    work_of_sweep = 2 * (ascent.num_pairs + ENTRIES_OF_EDGE * len(ascent.problem.edges))
     least_progress = LEAST_CLOSED if ascent.num_pairs > FEW_PAIRS else LEAST_CLOSED_OF_FEW
     if at_length:
         least_progress = LEAST_CLOSED_AT_LENGTH
@@ -267,12 +182,11 @@ def within_gap(ascent: Ascent) -> tuple[MRF, list[BoolArray]]:
 
     Its optimum is the problem's, less `ascent.bound`.
     """
-    kept = ascent.kept()
+    kept, costs = ascent.kept(), ascent.swept.split(ascent.swept.costs)
     spare = ascent.value + ascent.round_off - ascent.bound
     edges = dict[tuple[int, int], FloatArray]()
-    for edge in ascent.edges:
-        i, j = edge.low, edge.high
-        matrix = np.maximum(edge.matrix()[kept[i]][:, kept[j]], 0.0)
-        total = matrix + ascent.costs[i][kept[i]][:, None] + ascent.costs[j][kept[j]]
+    for (i, j), before in sorted(ascent.problem.edges.items(), key=lambda item: item[0]):
+        matrix = np.maximum(ascent.swept.matrix((i, j), before)[kept[i]][:, kept[j]], 0.0)
+        total = matrix + costs[i][kept[i]][:, None] + costs[j][kept[j]]
         edges[i, j] = np.where(total > spare, np.inf, matrix)
-    return MRF(costs=tuple(cost[keep] for cost, keep in zip(ascent.costs, kept)), edges=edges), kept
+    return MRF(costs=tuple(cost[keep] for cost, keep in zip(costs, kept)), edges=edges), kept

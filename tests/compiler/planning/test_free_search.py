@@ -134,6 +134,24 @@ def test_what_ended_the_search_early_is_said(tmp_path, monkeypatch):
     assert "the time limit of 1e-09 s ended the search" in " ".join(str(stopped).split())
 
 
+def test_microbatches_that_wait_for_statistics_are_none_of_the_space():
+    def centred(params, batch):
+        def loss_of(params):
+            h = batch["x"] @ params["h_0"]["up"]
+            h = jnp.tanh(h - jnp.mean(h, axis=0)) @ params["h_0"]["down"]
+            return jnp.mean((h - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    args = arguments(128, 64)
+    tried = [
+        autopar.parallelize(step, cluster=slow_links()).trace(*args).plan().plan.certificate.tried
+        for step in (train_step, centred)
+    ]
+    assert max(tried[0]) > 1 and tried[1] == (1,)
+
+
 def test_an_effort_that_there_is_not_is_refused():
     with pytest.raises(InvalidArgument, match="effort"):
         autopar.Auto(effort="some")
