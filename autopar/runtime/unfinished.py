@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 
 from autopar.errors import StepTimeout
 from autopar.ir.program import Free, Instruction, Recv, Run
@@ -130,7 +131,8 @@ def wait_until_ready(
 ) -> None:
     """Wait for arrays. Raises `StepTimeout` after so many seconds, which names the instruction that has not ended."""
     deadline, nap_s = time.monotonic() + timeout_s, 1e-5
-    there = [array for array in arrays if isinstance(array, jax.Array) and not array.is_deleted()]
+    # Keys cannot be asked if they are there; their words can.
+    there = [words_of(array) for array in arrays if isinstance(array, jax.Array) and not array.is_deleted()]
     waiting = there if timeout_s < math.inf else []
     while waiting := [array for array in waiting if not array.is_ready()]:
         if time.monotonic() > deadline:
@@ -142,3 +144,8 @@ def wait_until_ready(
         time.sleep(nap_s)
         nap_s = min(1.5 * nap_s, _LONGEST_NAP_S)
     jax.block_until_ready(there)  # raises what they failed with
+
+
+def words_of(array: Any) -> Any:
+    """An array as numbers: of random keys, their words."""
+    return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array

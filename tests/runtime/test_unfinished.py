@@ -36,5 +36,5 @@ def test_first_instruction_that_has_not_ended_is_named_with_what_it_reads():
     assert progress.unfinished() == said
     with pytest.raises(StepTimeout, match=r"within 0\.01 s in process 3\. The first .* is task F1\.m0 on mesh 1"):
         wait_until_ready([progress._markers[2]], 0.01, progress.unfinished, process=3)
-    wait_until_ready([progress._markers[2]], 100.0, progress.unfinished)
+    wait_until_ready([progress._markers[2], jax.random.key(0)], 100.0, progress.unfinished)
     assert progress.unfinished() is None

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autopar.runtime.distributed.array import DistributedArray
-from autopar.runtime.distributed.host import Host, words_of
+from autopar.runtime.distributed.host import Host
 from autopar.runtime.distributed.host_inputs import Values, assembled, sharding_on
 from autopar.runtime.distributed.messages import ShardRequest
 from autopar.runtime.distributed.pieces import Placed
 from autopar.runtime.transfer.tiles import Box
+from autopar.runtime.unfinished import words_of
 
 if TYPE_CHECKING:
     from autopar.runtime.distributed.session import RaySession

@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import InvalidArgument, PlanMismatch, StepFailed, StepTimeout
@@ -46,7 +45,7 @@ from autopar.runtime.transfer.choice import chosen_endpoint
 from autopar.runtime.transfer.exchange import Exchange
 from autopar.runtime.transfer.jax_transfer import TransferServer
 from autopar.runtime.transfer.nccl import Nccl
-from autopar.runtime.unfinished import UnfinishedTask, wait_until_ready
+from autopar.runtime.unfinished import UnfinishedTask, wait_until_ready, words_of
 
 # A process that hears nothing of the others for so long gives up; the driver is faster, if it lives.
 HEARTBEAT_TIMEOUT_S = 60
@@ -268,11 +267,6 @@ class Host:
     def stay(self) -> None:
         """Never return: that this call ends tells that the process has died."""
         threading.Event().wait()
-
-
-def words_of(array: Any) -> Any:
-    """An array as numbers: of random keys, their words."""
-    return jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array
 
 
 def _times(process: int, program: HostProgram, clock: Sequence[tuple[float, float]]) -> tuple[InstructionTime, ...]:
