@@ -233,8 +233,10 @@ def summands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
 
 def _sums_nothing(eqn: jc.JaxprEqn) -> bool:
     """Return true for a sum along dimensions of one element, as the gradient of what was broadcast along them is."""
+    if eqn.primitive.name != "reduce_sum":
+        return False
     before, after = (cast(Any, atom.aval) for atom in (eqn.invars[0], eqn.outvars[0]))
-    return eqn.primitive.name == "reduce_sum" and before.size == after.size
+    return before.size == after.size
 
 
 def _bits(aval: Any) -> int:

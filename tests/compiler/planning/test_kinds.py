@@ -72,8 +72,12 @@ def traced(name, method=None, cluster=CLUSTER):
     return autopar.parallelize(step, method=method or Auto(), cluster=cluster).trace(*shapes)
 
 
+COMPUTED = ("add", "add_any", "dot_general", "integer_pow", "mul", "sub", "tanh")
+"""Primitives of the steps here; reshapes and collectives of a sum over devices have elements in a row."""
+
+
 def parts_of(planned):
-    """Return the sizes of all dimensions of what a device reads and makes, by the program: features, rows, experts."""
+    """Return the sizes of all dimensions of what a device computes, by the program: features, rows, experts."""
     program = planned.lower().program
     inside = [
         body
@@ -82,7 +86,8 @@ def parts_of(planned):
         if eqn.primitive.name == "shard_map"
         for body in jc.subjaxprs(eqn)
     ]
-    atoms = [v for body in inside for eqn in jc.all_equations(body) for v in (*eqn.invars, *eqn.outvars)]
+    computed = [e for body in inside for e in jc.all_equations(body) if e.primitive.name in COMPUTED]
+    atoms = [v for eqn in computed for v in (*eqn.invars, *eqn.outvars)]
     return {size for v in atoms for size in getattr(v.aval, "shape", ())} - {1}
 
 
