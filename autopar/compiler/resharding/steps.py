@@ -151,7 +151,7 @@ def collective_kind(step: ReshardStep) -> str | None:
             assert_never(step)
 
 
-class Exchange(NamedTuple):
+class StepCollective(NamedTuple):
     """One collective of a step: its kind, between whom, and of how many parts of what the step moves it takes one."""
 
     kind: str
@@ -159,18 +159,18 @@ class Exchange(NamedTuple):
     parts: int = 1
 
 
-def exchanges(step: ReshardStep, mesh: LogicalMesh) -> tuple[Exchange, ...]:
+def exchanges(step: ReshardStep, mesh: LogicalMesh) -> tuple[StepCollective, ...]:
     """Return the collectives of a step: one, or the three of a hierarchical all-reduce, or none."""
     kind = collective_kind(step)
     if kind is None:
         return ()
     if isinstance(step, AllReduce) and mesh.links is not None and mesh.links.ring(step.axes).levels:
         return (
-            Exchange("reduce-scatter", "inside"),
-            Exchange("all-reduce", "across", mesh.reach(step.axes, "inside")),
-            Exchange("all-gather", "inside"),
+            StepCollective("reduce-scatter", "inside"),
+            StepCollective("all-reduce", "across", mesh.reach(step.axes, "inside")),
+            StepCollective("all-gather", "inside"),
         )
-    return (Exchange(kind, "all"),)
+    return (StepCollective(kind, "all"),)
 
 
 def moved_share(step: ReshardStep, layout: Layout, shape: Sequence[int], mesh_shape: Sequence[int]) -> float:
