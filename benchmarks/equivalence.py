@@ -3,9 +3,13 @@
     python -m benchmarks.equivalence --models mlp gpt_linen --stages 2 4 --json equivalence.json
     python -m benchmarks.equivalence --searched --json searched.json      (`Auto`, instead of stages by hand)
 
-Without options this is the full product of all models, stages, schedules and microbatches, which takes two hours. The
-tests run a part of it that covers every model, number and schedule. Exits with 1 if anything differs or fails; a batch
-that cannot be split exactly is refused, as it must be.
+Without options this is the full product of all models, stages, schedules and microbatches. The tests run a part of it
+that covers every model, number and schedule. Exits with 1 if anything differs or fails; a batch that cannot be split
+exactly is refused, as it must be. Rows that the file of `--json` holds already are not run again, so that a run that
+was stopped goes on.
+
+A model is traced once, and what several configurations compile alike is compiled once, and cheaply: schedules of as
+many stages and microbatches differ in the order of their tasks, not in the tasks.
 """
 
 import argparse
@@ -13,22 +17,31 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
+from benchmarks.cheap_compilation import cheap_xla_flags
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ["XLA_FLAGS"] = cheap_xla_flags(os.environ.get("XLA_FLAGS", ""), xla_force_host_platform_device_count="8")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from autopar.api import Compiled, Traced
 from autopar.errors import AutoparError, NotSplittable
-from tests.equivalence import SCHEDULES, Configuration, compare
+from tests.equivalence import SCHEDULES, Configuration, compare, example_of, parallelized
 from tests.zoo import ZOO, Case
 
 
@@ -55,21 +68,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--microbatches", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--searched", action="store_true", help="Auto(), and Auto for two stages, instead of these")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every model")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every row; its rows stand")
     args = parser.parse_args(argv)
     wanted = searches() if args.searched else list(configurations(args.stages, args.microbatches, args.schedules))
+    rows = read_rows(args.json)
     before = jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", True)
-    rows: list[Row] = []
     for name in args.models:
-        shown = track(wanted, description=name, console=Console(stderr=True), transient=True)
-        rows += [measure(ZOO[name], configuration) for configuration in shown]
+        known = {(row.num_stages, row.num_microbatches, row.schedule) for row in rows if row.model == name}
+        missing = [each for each in wanted if _place(each) not in known]
+        with compile_cache():
+            for configuration in track(missing, description=name, console=Console(stderr=True), transient=True):
+                rows.append(measure(ZOO[name], configuration))
+                if args.json:
+                    args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         jax.clear_caches()  # Executables of a model are not used by the next.
-        if args.json:
-            args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     jax.config.update("jax_enable_x64", before)
     print_table(rows)
     return int(not all(row.equal or row.refused for row in rows))
+
+
+def read_rows(path: Path | None) -> list[Row]:
+    """Return the rows of an earlier run."""
+    if path is None or not path.exists():
+        return []
+    return [Row(**entry) for entry in json.loads(path.read_text())]
+
+
+@contextmanager
+def compile_cache() -> Iterator[None]:
+    """Keep executables in files for as long as a model takes; a directory that the user named stays."""
+    if jax.config.jax_compilation_cache_dir is not None:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        jax.config.update("jax_compilation_cache_dir", directory)
+        reset_cache()
+        yield
+        jax.config.update("jax_compilation_cache_dir", None)
+        reset_cache()
 
 
 def configurations(
@@ -92,7 +129,7 @@ def measure(case: Case, configuration: Configuration) -> Row:
     start = time.perf_counter()
     refused = False
     try:
-        agreement = compare(case, configuration)
+        agreement = compare(case, configuration, compiled(case, configuration))
         equal, difference, message = agreement.holds, agreement.difference, agreement.leaf
     except (AutoparError, AssertionError) as error:
         equal, difference, message = False, None, f"{type(error).__name__}: {error}"
@@ -109,6 +146,22 @@ def measure(case: Case, configuration: Configuration) -> Row:
         refused=refused,
         seconds=time.perf_counter() - start,
     )
+
+
+def compiled(case: Case, configuration: Configuration) -> Compiled:
+    """Return the step for a configuration; what several of them trace is traced once."""
+    return traced(case.name).plan(configuration.method(case)).lower().compile()
+
+
+@lru_cache(maxsize=1)
+def traced(name: str) -> Traced:
+    """Return the trace of a model, which all of its configurations start from."""
+    case = ZOO[name]
+    return parallelized(case, Configuration(num_stages=1, num_microbatches=1)).trace(*example_of(case), **case.kwargs)
+
+
+def _place(configuration: Configuration) -> tuple[int, int, str]:
+    return configuration.num_stages, configuration.num_microbatches, _schedule_words(configuration)
 
 
 def _schedule_words(configuration: Configuration) -> str:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
-from autopar.api import Step
+from autopar.api import Compiled, Step
 from autopar.methods import Method
 from tests.zoo import ZOO, Case
 
@@ -75,10 +75,13 @@ class Agreement:
         return f"{self.leaf} differs by {self.difference:.1e} of its size, {self.tolerance:.0e} is allowed"
 
 
-def compare(case: Case, configuration: Configuration) -> Agreement:
-    """Run three steps, and compare with the plain step's. Computes in 64 bits, which the caller has enabled."""
-    step = parallelized(case, configuration)
-    _, state, *batch = _made(case.name)
+def compare(case: Case, configuration: Configuration, step: Step | Compiled | None = None) -> Agreement:
+    """Run three steps, and compare with the plain step's. Computes in 64 bits, which the caller has enabled.
+
+    `step` is what runs the configuration, if it has been made.
+    """
+    step = parallelized(case, configuration) if step is None else step
+    state, *batch = example_of(case)
     if configuration.donate:
         state = jax.tree.map(jnp.array, state)
     got = _run(step, state, batch, case)
@@ -123,6 +126,11 @@ def _run(step: Any, state: Any, batch: Any, case: Case) -> Any:
     for _ in range(NUM_STEPS):
         state, metrics = step(state, *batch, **case.kwargs)
     return state, metrics
+
+
+def example_of(case: Case) -> list[Any]:
+    """The state and the batch of a case, made once."""
+    return list(_made(case.name)[1:])
 
 
 @functools.cache
