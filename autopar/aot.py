@@ -51,7 +51,7 @@ from autopar.methods import Auto, Method
 from autopar.plan_difference import PlanDifference, plan_difference
 from autopar.progress import say, search_progress
 from autopar.runtime.finite import kinds_of_values
-from autopar.runtime.in_process import FunctionOnOneDevice, InProcess, function_on_one_device
+from autopar.runtime.in_process import FunctionOnOneDevice, InProcess, InProcessProgram, function_on_one_device
 from autopar.runtime.interfaces import LoadedProgram
 from autopar.runtime.stragglers import find_stragglers
 from autopar.runtime.timeline import InstructionTime, Timeline, write_trace
@@ -262,22 +262,22 @@ class Lowered:
         """
         self.program.verify()
         devices = None if target is not None else self.source.target.live_devices()
-        collectives = check_collectives(self.plan, self.program, devices=devices, target=target)
-        numbers = None
-        if (args or kwargs) and target is None:
-            call = self.source.arguments.split(args, kwargs)
-            if all(isinstance(leaf, jax.Array | np.ndarray | np.generic | float | int) for leaf in call.leaves):
-                numbers = self._compare_numbers(call)
+        call = self.source.arguments.split(args, kwargs) if (args or kwargs) and target is None else None
+        if call and any(not isinstance(x, jax.Array | np.ndarray | np.generic | float | int) for x in call.leaves):
+            call = None
+        loaded = None if call is None else self.compile().loaded
+        compiled = loaded.functions if isinstance(loaded, InProcessProgram) else None
+        collectives = check_collectives(self.plan, self.program, devices=devices, target=target, compiled=compiled)
+        numbers = None if call is None or loaded is None else self._compare_numbers(call, loaded)
         return VerificationReport(collectives=collectives, numbers=numbers)
 
-    def _compare_numbers(self, call: Call) -> NumberCheck:
+    def _compare_numbers(self, call: Call, loaded: LoadedProgram) -> NumberCheck:
         # From the host, so that arrays may come from anywhere and the step may name devices of its own.
         anywhere = [
             leaf if jnp.issubdtype(dtype, jax.dtypes.prng_key) else np.asarray(leaf, dtype)
             for leaf, dtype in ((leaf, jnp.asarray(leaf).dtype) for leaf in call.leaves)
         ]
         plain = jax.jit(self.source.arguments.call_flat(call))
-        loaded = self.compile().loaded
         on_cpu = all(device.platform == "cpu" for device in self.source.target.live_devices())
         avals = [v.aval for eqn in jc.all_equations(self.trace.jaxpr) for v in (*eqn.invars, *eqn.outvars)]
         return verify_numbers(

@@ -16,7 +16,7 @@ it is another function, or lost digits on its way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,6 +41,9 @@ _PER_ROOT = 1.0
 
 _ELSEWHERE = (1.0, 2.0, 4.0)
 """How many times as large as the given arguments the others are."""
+
+_BLOCK = 2**16
+"""Entries of a leaf that are compared at a time."""
 
 Leaves = Sequence[Any]
 
@@ -107,24 +110,25 @@ def verify_numbers(
     - `compressed`: the rounding error of the type in which gradients are sent; 0 for their own.
     """
 
-    def point(arguments: Leaves) -> Point:
+    def point(arguments: Leaves, expected: Leaves) -> Point:
         moved = rounded_arguments(arguments, compressed)
         return Point(
             before=[arguments[replaced[n]] if n in replaced else None for n in range(len(names))],
-            expected=plain(arguments),
+            expected=expected,
             results=planned(arguments),
             rounded=lambda: plain(moved),
             moved_before=[moved[replaced[n]] if n in replaced else None for n in range(len(names))],
         )
 
-    points = [point(leaves)]
+    points = [point(leaves, plain(leaves))]
     check = compare_numbers(names, points, rounding=rounding)
     if not check:
         return check
     for seed, times in enumerate(_ELSEWHERE, 1):
         elsewhere = arguments_away_from_zero(leaves, times=times, seed=seed)
-        if _all_finite(plain(elsewhere)):  # The step may not be defined there.
-            points.append(point(elsewhere))
+        expected = plain(elsewhere)
+        if _all_finite(expected):  # The step may not be defined there.
+            points.append(point(elsewhere, expected))
     return max(check, compare_numbers(names, points, rounding=rounding), key=_excess)
 
 
@@ -146,6 +150,66 @@ class Point:
         """The results of the step for `rounded_arguments`, made once."""
         return self.rounded()
 
+    @cached_property
+    def distances(self) -> Sequence[_Distances]:
+        """What the checks read of each leaf, measured once: a leaf may be large."""
+        return [_distances(self, n) for n in range(len(self.expected))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Distances:
+    """Of a leaf of a step's result, computed in 64 bits: its own size, its change, and the plan's difference.
+
+    Largest entries, and roots of the sum of squares.
+    """
+
+    eps: float | None
+    """Rounding error of its type; None for whole numbers."""
+    largest: float
+    largest_change: float
+    largest_difference: float
+    size: float
+    change: float
+    difference: float
+    moved: float
+    """Of the results for `rounded_arguments` from those for the arguments."""
+    noise: float
+    """The same without what their arguments differ by."""
+
+
+def _distances(point: Point, n: int) -> _Distances:
+    expected = point.expected[n]
+    is_new = point.before[n] is None
+    leaves = [expected, point.results[n], point.moved[n], *([] if is_new else [point.before[n], point.moved_before[n]])]
+    largest, squares = np.zeros(3), np.zeros(5)
+    for x, y, moved, *replaced in _in_blocks(leaves):
+        difference, by = x - y, moved - x
+        change, noise = (x, by) if is_new else (x - replaced[0], by - (replaced[1] - replaced[0]))
+        largest = np.maximum(largest, [np.max(np.abs(each), initial=0.0) for each in (x, change, difference)])
+        squares += [np.sum(np.abs(each) ** 2) for each in (x, change, difference, by, noise)]
+    size, *norms = map(float, np.sqrt(squares))
+    return _Distances(
+        eps=float(jnp.finfo(expected.dtype).eps) if jnp.issubdtype(expected.dtype, np.inexact) else None,
+        largest=float(largest[0]),
+        largest_change=float(largest[1]),
+        largest_difference=float(largest[2]),
+        size=size,
+        change=norms[0],
+        difference=norms[1],
+        moved=norms[2],
+        noise=norms[3],
+    )
+
+
+def _in_blocks(leaves: Leaves) -> Iterator[list[Any]]:
+    """Yield the entries of arrays of one size in 64 bits, in blocks: whole ones would take the memory several times."""
+    flat = [_numbers(leaf).reshape(-1) for leaf in leaves]
+    for start in range(0, flat[0].size, _BLOCK):
+        yield [
+            part.astype(np.complex128 if jnp.issubdtype(part.dtype, jnp.complexfloating) else np.float64)
+            for part in (each[start : start + _BLOCK] for each in flat)
+        ]
+
 
 def compare_numbers(names: Sequence[str], points: Sequence[Point], *, rounding: float) -> NumberCheck:
     """Return the leaf that differs most from plain `jax.jit`'s: at some point wrong, or at two imprecise.
@@ -154,12 +218,12 @@ def compare_numbers(names: Sequence[str], points: Sequence[Point], *, rounding: 
     that is zero but for rounding, which keeps half of the digits, or none: Adam's first step is the sign of the
     gradient. So a leaf may also differ by what moves it for `rounded_arguments`; few entries in a leaf of many, then.
     """
-    checks = [_wrong(name, point, n) for point in points for n, name in enumerate(names)]
+    checks = [_wrong(name, point.distances[n]) for point in points for n, name in enumerate(names)]
     worst = max(checks, key=_excess)
     if not worst:
         return worst
     precise = [
-        sorted((_imprecise(name, point, n, rounding) for point in points), key=_excess)[-2:][0]
+        sorted((_imprecise(name, point.distances[n], rounding) for point in points), key=_excess)[-2:][0]
         for n, name in enumerate(names)
     ]
     return max((worst, *(check for check in precise if not check)), key=_excess)
@@ -204,7 +268,7 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _all_finite(leaves: Leaves) -> bool:
-    return all(bool(np.all(np.isfinite(_wide(leaf)))) for leaf in leaves)
+    return all(bool(np.all(np.isfinite(np.asarray(leaf)))) for leaf in leaves if jnp.issubdtype(leaf.dtype, np.inexact))
 
 
 def _rounded(leaf: Any, rng: np.random.Generator, compressed: float) -> Any:
@@ -217,48 +281,34 @@ def _excess(check: NumberCheck) -> float:
     return check.difference / check.tolerance
 
 
-def _wrong(name: str, point: Point, n: int) -> NumberCheck:
+def _wrong(name: str, leaf: _Distances) -> NumberCheck:
     """Return the largest difference in a leaf relative to its largest entry, or in the norm if rounding decides it."""
-    expected, result = point.expected[n], point.results[n]
-    x, y = _wide(expected), _wide(result)
-    size = max(float(np.max(np.abs(x), initial=0.0)), 1e-3)
-    tolerance, difference = 1e-30, float(np.max(np.abs(x - y), initial=0.0)) / size
-    if jnp.issubdtype(expected.dtype, np.inexact):
-        eps = float(jnp.finfo(expected.dtype).eps)
-        change = x if point.before[n] is None else x - _wide(point.before[n])
-        share = max(float(np.max(np.abs(change), initial=0.0)) / size, 1e-30)
-        tolerance = 10 * eps**0.5 * min(share, 1.0) + _MOVED_BY * eps
+    size = max(leaf.largest, 1e-3)
+    tolerance, difference = 1e-30, leaf.largest_difference / size
+    if leaf.eps is not None:
+        share = max(leaf.largest_change / size, 1e-30)
+        tolerance = 10 * leaf.eps**0.5 * min(share, 1.0) + _MOVED_BY * leaf.eps
     check = NumberCheck(leaf=name, difference=float("inf") if np.isnan(difference) else difference, tolerance=tolerance)
-    return check if check else _wrong_as_a_whole(check, x, y, _wide(point.moved[n]))
+    return check if check else _wrong_as_a_whole(check, leaf)
 
 
-def _wrong_as_a_whole(check: NumberCheck, x: Any, y: Any, moved: Any) -> NumberCheck:
+def _wrong_as_a_whole(check: NumberCheck, leaf: _Distances) -> NumberCheck:
     """Return the check of a leaf beside what rounding does to it; the one before, if it differs by more."""
-    size = max(float(np.linalg.norm(x)), 1e-30)
-    difference, allowed = (float(np.linalg.norm(x - other)) / size for other in (y, moved))
-    whole = NumberCheck(leaf=check.leaf, difference=difference, tolerance=max(_TIMES_ROUNDING * allowed, 1e-30))
+    size = max(leaf.size, 1e-30)
+    whole = NumberCheck(
+        leaf=check.leaf, difference=leaf.difference / size, tolerance=max(_TIMES_ROUNDING * leaf.moved / size, 1e-30)
+    )
     return whole if whole else check
 
 
-def _imprecise(name: str, point: Point, n: int, rounding: float) -> NumberCheck:
+def _imprecise(name: str, leaf: _Distances, rounding: float) -> NumberCheck:
     """Return the difference in the root of a leaf's squares, beside that of rounded arguments and of long sums."""
-    expected = point.expected[n]
-    if not jnp.issubdtype(expected.dtype, np.inexact):
+    if leaf.eps is None:
         return NumberCheck(leaf=name, difference=0.0, tolerance=1.0)  # `_wrong` has asked for the same
-    x, y, moved = (_wide(leaves[n]) for leaves in (point.expected, point.results, point.moved))
-    eps = float(jnp.finfo(expected.dtype).eps)
-    size = max(float(np.linalg.norm(x)), 1e-30)
-    noise, change = moved - x, x
-    if point.before[n] is not None:
-        before = _wide(point.before[n])
-        noise, change = noise - (_wide(point.moved_before[n]) - before), x - before
-    allowed = _IMPRECISE * float(np.linalg.norm(noise)) + _PER_ROOT * max(rounding, eps) * float(np.linalg.norm(change))
-    return NumberCheck(
-        leaf=name, difference=float(np.linalg.norm(x - y)) / size, tolerance=allowed / size + _PER_ROOT * eps
-    )
+    size = max(leaf.size, 1e-30)
+    allowed = _IMPRECISE * leaf.noise + _PER_ROOT * max(rounding, leaf.eps) * leaf.change
+    return NumberCheck(leaf=name, difference=leaf.difference / size, tolerance=allowed / size + _PER_ROOT * leaf.eps)
 
 
-def _wide(leaf: Any) -> Any:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf).astype(np.complex128 if jnp.issubdtype(leaf.dtype, jnp.complexfloating) else np.float64)
+def _numbers(leaf: Any) -> Any:
+    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)

@@ -6,7 +6,9 @@
 The CPU compiler compiles for eight devices of this machine, where one step of 32 bits is taken, too, and held against
 plain `jax.jit`; "h100:8" and "h100:64" compile ahead of time for GPUs that are not here (needs autopar[gpu-aot]), the
 models in sizes of `benchmarks.models.LARGE`. `Auto` is tried on every mesh, the methods that restrict it on one mesh of
-two axes. Every model, mesh and compiler has a process of its own, so that memory stays small.
+two axes. Every model, mesh and compiler has a process of its own, so that memory stays small; there the model is traced
+once, and what several of them compile alike, the plain step above all, is compiled once. Cases of which the file of
+`--json` holds a result already are not checked again, so that a run that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,19 +118,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--meshes", nargs="+", metavar="2x4", help="those of each compiler's number of devices")
     parser.add_argument("--compilers", nargs="+", choices=COMPILERS, default=list(COMPILERS))
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="only these, like Auto or ZeRO-3")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every process")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every process; its results stand")
     parser.add_argument("--here", metavar="CASES", help="check these cases in this process, and print rows as JSON")
     args = parser.parse_args(argv)
     if args.here:
         for entry in json.loads(args.here):
             print(json.dumps(asdict(check(Case(**entry)))), flush=True)
         return
+    rows = read_rows(args.json)
+    known = {row.case for row in rows}
     groups = [
-        [case for case in group if args.methods is None or case.method in args.methods]
+        [case for case in group if case not in known and (args.methods is None or case.method in args.methods)]
         for group in case_groups(args.models, args.meshes, args.compilers)
     ]
-    rows: list[Row] = []
-    with Progress(console=Console(stderr=True)) as progress:
+    with Progress(console=Console(stderr=True)) as progress, compile_cache():
         task = progress.add_task("", total=sum(map(len, groups)))
         for group in filter(None, groups):
             progress.update(task, description=str(group[0]))
@@ -139,6 +144,30 @@ def main(argv: Sequence[str] | None = None) -> None:
                 result = {"machine": describe_machine(), "tolerance": TOLERANCE, "rows": [asdict(row) for row in rows]}
                 args.json.write_text(json.dumps(result, indent=1) + "\n")
     print_table(rows)
+
+
+def read_rows(path: Path | None) -> list[Row]:
+    """Return the results of an earlier run, without the cases that had none."""
+    if path is None or not path.exists():
+        return []
+    rows = [Row(**entry | {"case": Case(**entry["case"])}) for entry in json.loads(path.read_text())["rows"]]
+    return [row for row in rows if not row.message]
+
+
+@contextmanager
+def compile_cache() -> Iterator[None]:
+    """Have the processes that are started share what they compile; a directory that the user named stays."""
+    with tempfile.TemporaryDirectory() as directory:
+        settings = {
+            "JAX_COMPILATION_CACHE_DIR": directory,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+        }
+        before = dict(os.environ)
+        os.environ.update(settings | before)
+        yield
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def case_groups(models: Sequence[str], meshes: Sequence[str] | None, compilers: Sequence[str]) -> Iterator[list[Case]]:
@@ -180,10 +209,10 @@ def method_of(case: Case, peak_bytes: float = math.inf) -> Method:
             return autopar.Zero(mesh_shape=shape, memory="off", stage=int(zero.removeprefix("ZeRO-")))
 
 
-def model_of(case: Case) -> Model:
-    name, sizes = VARIANTS[case.model]
-    chosen = {**FEW_LAYERS.get(name, {}), **(ON_CPU if case.compiler == "cpu" else LARGE)[name], **sizes}
-    if case.compiler == "h100:64":
+def model_of(variant: str, compiler: str) -> Model:
+    name, sizes = VARIANTS[variant]
+    chosen = {**FEW_LAYERS.get(name, {}), **(ON_CPU if compiler == "cpu" else LARGE)[name], **sizes}
+    if compiler == "h100:64":
         chosen["batch"] = max(chosen.get("batch", 64), 64)
     return MODELS[name](**chosen)
 
@@ -213,29 +242,38 @@ def check_apart(group: Sequence[Case]) -> Iterator[Row]:
 
 def check(case: Case) -> Row:
     """Plan, compile, and compare, in this process."""
-    model = model_of(case)
     on_cpu = case.compiler == "cpu"
     start = time.perf_counter()
     try:
         if not on_cpu:
             gpu_devices("h100", num_devices_of(case.compiler))
-        step = autopar.parallelize(
-            model.step,
-            donate_argnums=0,
-            cluster=None if on_cpu else autopar.Cluster(num_devices=num_devices_of(case.compiler), kind="h100"),
-        )
-        traced = step.trace(model.abstract_state, model.abstract_batch)
+        traced = traced_model(case.model, case.compiler)
         planned = plan_case(traced, case)
         planned_at = time.perf_counter()
         # In 16 bits rounding decides the signs of small gradients, which are Adam's first step: nothing to compare.
         runs = on_cpu and VARIANTS[case.model][1].get("dtype", jnp.float32) == jnp.float32
-        arguments = (model.create_state(), model.create_batch()) if runs else ()
-        report = planned.verify(*arguments, target=None if on_cpu else "h100")
+        report = planned.verify(*(arguments_of(case.model) if runs else ()), target=None if on_cpu else "h100")
     except Exception as error:  # The other cases shall be checked.
         return failed(case, f"{type(error).__name__}: {error}", time.perf_counter() - start)
     verified_at = time.perf_counter()
     jax.clear_caches()
     return row_of(case, report, plan_s=planned_at - start, verify_s=verified_at - planned_at)
+
+
+@cache
+def traced_model(name: str, compiler: str) -> Traced:
+    """Return the step of a model for the devices of a compiler."""
+    model = model_of(name, compiler)
+    cluster = None if compiler == "cpu" else autopar.Cluster(num_devices=num_devices_of(compiler), kind="h100")
+    step = autopar.parallelize(model.step, donate_argnums=0, cluster=cluster)
+    return step.trace(model.abstract_state, model.abstract_batch)
+
+
+@cache
+def arguments_of(name: str) -> tuple[Any, Any]:
+    """Return the state and the batch that the CPU's plans of a model run on."""
+    model = model_of(name, "cpu")
+    return model.create_state(), model.create_batch()
 
 
 def plan_case(traced: Traced, case: Case) -> Planned:

@@ -101,6 +101,7 @@ class InProcess:
             steps=steps,
             slots=slots,
             results=collection(program, slots, layouts),
+            functions=functions,
             whole=None if whole is None else functions[whole],
             context=errors or nullcontext(),
             progress=progress,
@@ -119,6 +120,8 @@ class InProcessProgram:
     steps: Sequence[ResolvedInstruction]
     slots: Mapping[tuple[int, str], int]
     results: Sequence[ReadResult]
+    functions: Mapping[str, Callable[..., Any]]
+    """The executables by name, as JAX compiled them unless that waits for the first call."""
     whole: Callable[..., list[Any]] | None
     """The one executable that takes the arguments and returns the results as they are, if there is one."""
     context: AbstractContextManager[None]

@@ -349,9 +349,17 @@ class CollectiveCheck:
 
 
 def check_collectives(
-    plan: Plan, program: Program, *, devices: Sequence[Any] | None, target: str | None
+    plan: Plan,
+    program: Program,
+    *,
+    devices: Sequence[Any] | None,
+    target: str | None,
+    compiled: Mapping[str, Any] | None = None,
 ) -> CollectiveCheck:
-    """Compile the program for these devices, or ahead of time for a GPU target, and compare."""
+    """Compile the program for these devices, or ahead of time for a GPU target, and compare.
+
+    `compiled` are its executables by name, where they have been compiled for these devices.
+    """
     if target is not None:
         devices = gpu_devices(target, 1 + max(max(mesh.devices) for mesh in plan.meshes))
     assert devices is not None
@@ -360,10 +368,13 @@ def check_collectives(
     measured: list[CompiledCollective] = []
     peak_bytes = 0.0
     for executable in program.executables.values():
-        compiled = _lowered(executable, _mesh(plan.meshes[executable.mesh], devices)).compile(options)
-        peak_bytes = max(peak_bytes, _peak(compiled))
+        if compiled is None:
+            made = _lowered(executable, _mesh(plan.meshes[executable.mesh], devices)).compile(options)
+        else:
+            made = compiled[executable.name]
+        peak_bytes = max(peak_bytes, _peak(made))
         measured += [
-            replace(each, count=each.count * runs[executable.name]) for each in compiled_collectives(compiled.as_text())
+            replace(each, count=each.count * runs[executable.name]) for each in compiled_collectives(made.as_text())
         ]
     on_cpu = target is None and devices[0].platform == "cpu"
     return CollectiveCheck(
