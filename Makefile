@@ -25,7 +25,7 @@ docs: $(INSTALLED) ## build the manual in docs/_build; warnings are errors
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 test: $(INSTALLED) ## the whole suite, or what PYTEST_ARGS names
-	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-newest: ## the quick part of the suite on Python 3.12 with the newest jax
 	.ci/test-newest

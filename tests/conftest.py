@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -34,16 +35,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-goldens", action="store_true", help="write the texts in tests/golden anew")
 
 
+FIRST = (
+    "tests/training/test_elastic.py",
+    "tests/test_examples.py",
+    "tests/compiler/intra_op/test_memory_budget.py",
+    "tests/runtime/distributed/test_ray.py",
+    "tests/training/test_checkpoints.py",
+    "tests/benchmarks/test_weak_scaling.py",
+    "tests/compiler/pipeline/test_rematerialize.py",
+)
+"""Files of few and long tests. Begun last, they would keep one process busy when the other has ended."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of a file run in one process, as do those of one model of the zoo: what one of them made, others find."""
+    """Tests of a file run in one process, as do those of one model of the zoo: what one of them made, others find.
+
+    Long groups come first: those of `FIRST`, then those of many tests.
+    """
     if not config.pluginmanager.hasplugin("xdist"):
         return
-    for item in items:
-        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        file = item.nodeid.partition("::")[0]
-        model = f" {params['name']}" if {"name", "configuration"} <= params.keys() else ""
-        item.add_marker(pytest.mark.xdist_group(file + model))
+    if missing := [file for file in FIRST if not (config.rootpath / file).is_file()]:
+        raise pytest.UsageError(f"FIRST in tests/conftest.py names {missing}, which are not there. Name what is.")
+    groups = {item: _group_of(item) for item in items}
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    sizes = Counter(groups.values())
+    places = {file: place for place, file in enumerate(FIRST)}
+    items.sort(key=lambda item: (places.get(groups[item], len(FIRST)), -sizes[groups[item]]))
+
+
+def _group_of(item: pytest.Item) -> str:
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    model = f" {params['name']}" if {"name", "configuration"} <= params.keys() else ""
+    return item.nodeid.partition("::")[0] + model
 
 
 def pytest_collection_finish() -> None:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.errors import CannotSerialize, InvalidArgument, Unsupported
+from tests.compile_counts import compiled_by_xla
 
 RNG = np.random.default_rng(0)
 W, X = (jnp.asarray(RNG.normal(size=shape), jnp.float32) for shape in ((4, 4), (16, 4)))
@@ -145,21 +146,6 @@ def test_compiled_steps_are_listed_and_dropped():
 
 def on_one_device(step=train_step, **options):
     return autopar.parallelize(step, devices=jax.devices()[1:2], **options)
-
-
-def compiled_by_xla(function):
-    """Return how many programs XLA compiled meanwhile."""
-    compiled = []
-
-    def listen(event, duration, **_):
-        compiled.append(event.endswith("backend_compile_duration"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        function()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    return sum(compiled)
 
 
 def test_step_on_one_device_is_compiled_once_however_its_arrays_lie():

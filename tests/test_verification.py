@@ -9,6 +9,7 @@ import pytest
 
 import autopar
 from autopar.verification import Point, arguments_away_from_zero, compare_numbers, rounded_arguments, verify_numbers
+from tests.compile_counts import compiled_by_xla
 
 NAMES = ("loss", "params")
 
@@ -99,6 +100,21 @@ def test_moments_in_each_others_place_are_seen_though_both_begin_as_zeros():
     first, mu, nu, *rest = lowered.program.inputs
     swapped = (first, replace(mu, leaf=nu.leaf), replace(nu, leaf=mu.leaf), *rest)
     assert not replace(lowered, program=replace(lowered.program, inputs=swapped)).verify(state, x)
+
+
+def test_program_that_is_verified_is_compiled_once():
+    def step(params, x):
+        loss, grads = jax.value_and_grad(lambda ws: jnp.mean(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) ** 2))(params)
+        return [w - 0.1 * g for w, g in zip(params, grads)], loss
+
+    arguments = [jnp.eye(8)] * 2, jnp.ones((8, 8))
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
+    lowered = autopar.parallelize(step, method=method).trace(*arguments).plan().lower()
+    programs = len(lowered.program.executables)
+    first, second = (compiled_by_xla(lambda: lowered.verify(*arguments)) for _ in range(2))
+    assert programs > 4
+    assert second == programs + 1, "those of the plan and the plain step"
+    assert first < 2 * programs + 1
 
 
 def test_factor_before_a_tanh_is_seen_though_the_weights_are_small():
