@@ -385,34 +385,38 @@ class Planned:
         """Return what else a layout or a decision could be, with the price of each, or what causes a collective.
 
         `question` is an input, by its name (`state.params.h_3.mlp.kernel`), the end of it or a regular expression; one
-        of "stages", "schedule", "num_microbatches", "remat" and "mesh_shape"; or a part of the line or the scope of a
+        of "stages", "schedule", "num_microbatches", "remat", "mesh_shape" and "shares" (of lanes); or a part of the line or the scope of a
         collective, or its kind. Every price is that of a whole plan as `simulate` gives it, the layouts chosen anew.
+        What the user asked for by scopes, pins and options stays, and is named.
 
-        Raises `InvalidArgument` for a question that finds nothing, and for an input that is too small to be split, and
-        `Unsupported` for lanes.
+        Raises `InvalidArgument` for a question that finds nothing, and for an input that is too small to be split.
         """
-        if self.plan.shares:
-            raise Unsupported(
-                f"explain has no answers for lanes yet, and the plan of {self.trace.name} has {len(self.plan.shares)}. "
-                "what_if(cluster=...) plans it anew, for one machine or others."
-            )
-        cluster, known = self.source.target.devices_planned_for(), dict[int, tuple[Plan, Price]]()
+        cluster, known = self.source.target.devices_planned_for(), dict[int, tuple[Plan, SimulationReport]]()
 
-        def price(plan: Plan) -> Price:
+        def report(plan: Plan) -> SimulationReport:
             if id(plan) not in known:
-                report = replace(self, plan=plan).simulate(cluster)
-                known[id(plan)] = plan, Price(step_time_s=report.step_time_s, peak_bytes=report.peak_bytes)
+                known[id(plan)] = plan, replace(self, plan=plan).simulate(cluster)
             return known[id(plan)][1]
 
-        limit = max(memory_limit("adaptive", cluster.machine), price(self.plan).peak_bytes)
+        limits: dict[str, float] = {}  # by machine, and what its devices hold in this plan
+        for planned, mesh in zip(self.plan.meshes, report(self.plan).meshes, strict=True):
+            limit = limits.get(mesh.machine) or memory_limit("adaptive", cluster.machine_of(planned.devices))
+            limits[mesh.machine] = max(limit, mesh.peak_bytes)
         planning = Planning(
             trace=self.trace,
             plan=self.plan,
+            method=self.method if isinstance(self.method, Method) else None,
             cluster=cluster,
             cut=lambda plan: passes.cut_step(self.trace, plan),
-            fits=lambda plan: price(plan).peak_bytes <= limit,
-            memory_bytes=limit,
+            fits=lambda plan: all(mesh.peak_bytes <= limits[mesh.machine] for mesh in report(plan).meshes),
+            memory_bytes=limits[report(self.plan).meshes[0].machine],
         )
+
+        def price(plan: Plan) -> Price:
+            made = report(plan)
+            limit = made.memory_limit_bytes
+            return Price(step_time_s=made.step_time_s, peak_bytes=made.peak_bytes, memory_limit_bytes=limit)
+
         return explain(planning, question, price)
 
     def simulate(self, cluster: Cluster | None = None) -> SimulationReport:

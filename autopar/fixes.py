@@ -24,7 +24,7 @@ from rich.text import Text
 from autopar.description import PlanDescription
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, ReplicatedWarning
 from autopar.ir.schedules import SCHEDULES
-from autopar.methods import Auto, DataParallel, Method, SearchMethod, Zero
+from autopar.methods import Auto, DataParallel, Method, SearchMethod, Zero, default_of, method_words
 from autopar.plain_text import as_text
 
 _GAIN = 1e-3
@@ -168,7 +168,7 @@ def _opened(method: Auto, now: PlanDescription | None) -> Iterator[Method]:
 
     An option that is open already has been searched, so that fixing it finds nothing better.
     """
-    opened = {name: _default(each) for name, each in _OPTIONS.items() if name in _OPEN} | {"axis_names": None}
+    opened = {name: default_of(each) for name, each in _OPTIONS.items() if name in _OPEN} | {"axis_names": None}
     everything = replace(method, **opened)
     yield everything
     if now is None:
@@ -191,7 +191,7 @@ def _leaves_open(wide: Auto, method: Method) -> bool:
         return False
     narrow = method if isinstance(method, Auto) else method.search()
     return all(
-        getattr(wide, name) == getattr(narrow, name) or (name in _OPEN and getattr(wide, name) == _default(each))
+        getattr(wide, name) == getattr(narrow, name) or (name in _OPEN and getattr(wide, name) == default_of(each))
         for name, each in _OPTIONS.items()
         if name not in ("effort", "time_limit_s", "axis_names")
     )
@@ -216,20 +216,6 @@ def _changed(method: Method, now: PlanDescription | None, rows: int | None) -> I
     for name, value in changes:
         with suppress(InvalidArgument):  # such as a ZeRO stage without replicas
             yield replace(method, **{name: value})
-
-
-def method_words(method: Method) -> str:
-    """Return a method as it is written, without what is the default."""
-    given = (
-        f"{each.name}={getattr(method, each.name)!r}"
-        for each in fields(method)
-        if getattr(method, each.name) != _default(each)
-    )
-    return f"{type(method).__name__}({', '.join(given)})"
-
-
-def _default(field: Any) -> Any:
-    return field.default_factory() if callable(field.default_factory) else field.default
 
 
 def _figures(described: PlanDescription) -> dict[str, Any]:

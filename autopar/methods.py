@@ -462,6 +462,29 @@ SearchMethod = Auto | Zero | TensorParallel | ExpertParallel
 Method = HandMethod | Megatron | SearchMethod
 
 
+def method_words(method: Method) -> str:
+    """Return a method as it is written, without what is the default.
+
+    >>> method_words(Megatron(tensor=8))
+    'Megatron(tensor=8)'
+    """
+    return f"{type(method).__name__}({', '.join(given_options(method).values())})"
+
+
+def given_options(method: Method) -> dict[str, str]:
+    """Return the options of a method that are not the default, by name, each as it is written."""
+    return {
+        each.name: f"{each.name}={getattr(method, each.name)!r}"
+        for each in fields(method)
+        if getattr(method, each.name) != default_of(each)
+    }
+
+
+def default_of(field: Any) -> Any:
+    """Return the default of a field of a method."""
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
 def _check_fields(method: Method | _RestrictedSearch) -> None:
     """Raise `InvalidArgument` for a field that cannot be used whatever the others are.
 

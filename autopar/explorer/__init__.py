@@ -128,14 +128,14 @@ def _answer(answer: Answer) -> dict[str, Any]:
             rows = [
                 [
                     each.choice,
-                    each.refused if each.price is None else f"{1e3 * each.price.step_time_s:.4g} ms",
+                    "" if each.price is None else f"{1e3 * each.price.step_time_s:.4g} ms",
                     "" if each.price is None else f"{each.price.peak_bytes / 1e6:.4g} MB",
-                    "as planned" if each is answer.chosen else "",
+                    ", ".join(["as planned"] * (each is answer.chosen) + each.remarks()),
                 ]
                 for each in answer.alternatives
             ]
-            return _table("Why", f"{answer.subject}: {answer.chosen.choice}", ["choice", "step", "peak", ""], rows)
-
+            words = f"{answer.subject}: {answer.chosen.choice}. {answer.why()}".rstrip()
+            return _table("Why", words, ["choice", "step", "peak", ""], rows)
         case CollectiveCauses():
             rows = [
                 [each.line, each.kind, each.what, str(mesh), f"{each.times:g}", f"{1e3 * each.seconds:.3g} ms"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich import box
@@ -20,9 +20,11 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
+from autopar.compiler.analysis.asked import asked_of_decision, asked_of_input
 from autopar.compiler.analysis.revise_program import program_decisions, program_layouts, remat_words
-from autopar.compiler.analysis.revise_stages import stage_decisions, stage_layouts
+from autopar.compiler.analysis.revise_stages import shares_words, stage_decisions, stage_layouts
 from autopar.compiler.analysis.revision import DECISIONS, Planning, Revision, given_spec
+from autopar.compiler.frontend.scopes import as_written, scopes_in
 from autopar.compiler.frontend.trace import Trace
 from autopar.errors import InvalidArgument
 from autopar.ir.plan import Plan
@@ -39,17 +41,28 @@ class Price:
 
     step_time_s: float
     peak_bytes: float
+    memory_limit_bytes: float
+    """The memory of that device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A choice, and the plan with it; `plan` and `price` are None if there is none, for the reason in `refused`."""
+    """A choice, and the plan with it; `plan` and `price` are None if there is none, for the reason in `refused`.
+
+    `against` names what the user asked for that it does not keep.
+    """
 
     choice: str
     plan: Plan | None
     price: Price | None
     fits: bool
     refused: str = ""
+    against: str = ""
+
+    def remarks(self) -> list[str]:
+        """Return in words what is to be said of it beside its price."""
+        unfit = ["does not fit"] * (self.price is not None and not self.fits)
+        return [words for words in (self.refused, self.against) if words] + unfit
 
     @property
     def step_time_s(self) -> float:
@@ -65,7 +78,13 @@ class Explanation:
     chosen: Alternative
     others: tuple[Alternative, ...]
     memory_limit_bytes: float
-    """The memory of one device."""
+    """The memory of one device; of the plan's device that has the least left, where they differ."""
+    asked: tuple[str, ...] = ()
+    """What the user asked for that decides it, as `the scope autopar.split(name='head')`; a search was free without."""
+
+    def why(self) -> str:
+        """Return in a sentence what the user asked for that decides it; "" where a search was free."""
+        return f"Because you asked for it by {', by '.join(self.asked)}." if self.asked else ""
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
@@ -77,9 +96,10 @@ class Explanation:
         return {
             "subject": self.subject,
             "chosen": self.chosen.choice,
+            "asked": self.asked,
             "memory_limit_bytes": self.memory_limit_bytes,
             "alternatives": [
-                {"choice": each.choice, "fits": each.fits, "refused": each.refused}
+                {"choice": each.choice, "fits": each.fits, "refused": each.refused, "against": each.against}
                 | ({} if each.price is None else asdict(each.price))
                 for each in self.alternatives
             ],
@@ -97,10 +117,12 @@ class Explanation:
         here = self.chosen.price
         assert here is not None
         yield Text(f"{self.subject}: {self.chosen.choice}, {1e3 * here.step_time_s:.4g} ms per step as modelled")
+        if self.asked:
+            yield Text(self.why())
         table = Table("choice", "ms", "Δ ms", "Δ %", "peak MB", "Δ MB", "", box=box.SIMPLE_HEAD)
         for each in self.alternatives:
             if each.price is None:
-                table.add_row(Text(each.choice), "", "", "", "", "", Text(each.refused))
+                table.add_row(Text(each.choice), "", "", "", "", "", Text(", ".join(each.remarks())))
                 continue
             slower, more = each.price.step_time_s - here.step_time_s, each.price.peak_bytes - here.peak_bytes
             table.add_row(
@@ -110,7 +132,7 @@ class Explanation:
                 f"{100 * slower / here.step_time_s:+.3g}",
                 f"{each.price.peak_bytes / 1e6:.4g}",
                 f"{more / 1e6:+.3g}",
-                ", ".join(["as planned"] * (each is self.chosen) + ["does not fit"] * (not each.fits)),
+                Text(", ".join(["as planned"] * (each is self.chosen) + each.remarks())),
             )
         yield table
         if not self.others:
@@ -133,9 +155,18 @@ class CollectiveCauses:
             by_mesh[mesh] = by_mesh.get(mesh, 0.0) + each.seconds
         return max(by_mesh.values())
 
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The scopes in the model that they stand in, as the user wrote them."""
+        return tuple(str(scope) for scope in scopes_in("".join(each.scope for _, each in self.collectives)))
+
     def to_data(self) -> dict[str, Any]:
         """Return the collectives as JSON values."""
-        return {"question": self.question, "collectives": [{"mesh": n, **asdict(each)} for n, each in self.collectives]}
+        return {
+            "question": self.question,
+            "asked": self.asked,
+            "collectives": [{"mesh": n, **asdict(each)} for n, each in self.collectives],
+        }
 
     def to_json(self) -> str:
         """Return the same as JSON."""
@@ -151,12 +182,15 @@ class CollectiveCauses:
             f"{self.question}: {sum(each.times for _, each in self.collectives):g} collectives per step of "
             f"{moved / 1e6:.4g} MB, {1e3 * self.seconds:.4g} ms on the mesh with most"
         )
+        for scope in self.asked:
+            inside = sum(each.times for _, each in self.collectives if scope in as_written(each.scope))
+            yield Text(f"Because you asked for it by the scope {scope}: {inside:g} of them.")
         table = Table(box=box.SIMPLE_HEAD)
         for column in ("line", "scope", "kind", "axes", "value", "mesh", "times", "MB", "ms"):
             table.add_column(column, overflow="fold")
         rows: dict[tuple[str, ...], list[tuple[int, PlannedCollective]]] = {}
         for mesh, each in self.collectives:
-            scope = re.sub(r"\d+", "*", each.scope)
+            scope = re.sub(r"\d+", "*", as_written(each.scope))
             key = (each.line or "no line of the model", scope, each.kind, "*".join(each.axes), each.what)
             rows.setdefault(key, []).append((mesh, each))
         for key, alike in sorted(rows.items(), key=lambda row: -sum(each.seconds for _, each in row[1])):
@@ -181,11 +215,13 @@ def explain(planning: Planning, question: str, price: Callable[[Plan], Price]) -
     trace, plan = planning.trace, planning.plan
     leaf = _input_by_name(trace, question)
     if leaf is None and question in DECISIONS:
-        return _explained(planning, _decision_words(plan, question), _decisions(planning, question), price)
+        asked = asked_of_decision(planning, question)
+        return _explained(planning, _decision_words(plan, question), _decisions(planning, question), price, asked)
     if leaf is None:
         leaf = _input_by_pattern(trace, question)
     if leaf is not None:
-        return _explained(planning, _layout_words(planning, leaf), _layouts(planning, leaf), price)
+        asked = asked_of_input(planning, leaf)
+        return _explained(planning, _layout_words(planning, leaf), _layouts(planning, leaf), price, asked)
     found = tuple((mesh, each) for mesh, each in plan.collectives_by_mesh() if _is_meant(each, question))
     if found:
         return CollectiveCauses(question=question, collectives=found)
@@ -212,27 +248,37 @@ def _layouts(planning: Planning, leaf: int) -> Iterator[Revision]:
 
 
 def _explained(
-    planning: Planning, words: tuple[str, str], revisions: Iterator[Revision], price: Callable[[Plan], Price]
+    planning: Planning,
+    words: tuple[str, str],
+    revisions: Iterator[Revision],
+    price: Callable[[Plan], Price],
+    asked: tuple[str, ...],
 ) -> Explanation:
     subject, choice = words
 
-    def alternative(choice: str, plan: Plan | None, refused: str = "") -> Alternative:
+    def alternative(each: Revision) -> Alternative:
+        plan = each.plan
         found = None if plan is None else price(plan)
         fits = plan is not None and planning.fits(plan)
-        return Alternative(choice=choice, plan=plan, price=found, fits=fits, refused=refused)
+        return Alternative(
+            choice=each.choice, plan=plan, price=found, fits=fits, refused=each.refused, against=each.against
+        )
 
-    chosen = alternative(choice, planning.plan)
+    chosen = alternative(Revision(choice=choice, plan=planning.plan))
     shown = track(list(revisions), f"pricing {subject}", console=Console(stderr=True), transient=True)
-    others = [alternative(each.choice, each.plan, each.refused) for each in shown]
+    others = [alternative(each) for each in shown]
     same = [each for each in others if each.choice == choice]
     others = [each for each in others if each.choice != choice]
     for each in same:
         if each.price is not None and abs(each.step_time_s / chosen.step_time_s - 1) > _SAME_TIME:
-            others.append(Alternative(choice=f"{choice}, the rest anew", plan=each.plan, price=each.price,
-                                      fits=each.fits))  # fmt: skip
-    limit = planning.cluster.machine.memory_bytes
+            others.append(replace(each, choice=f"{choice}, the rest anew"))
+    assert chosen.price is not None
     return Explanation(
-        subject=subject, chosen=chosen, others=tuple(sorted(others, key=_order)), memory_limit_bytes=limit
+        subject=subject,
+        chosen=chosen,
+        others=tuple(sorted(others, key=_order)),
+        memory_limit_bytes=chosen.price.memory_limit_bytes,
+        asked=asked,
     )
 
 
@@ -254,6 +300,8 @@ def _decision_words(plan: Plan, decision: str) -> tuple[str, str]:
             return "schedule", plan.schedule
         case "num_microbatches":
             return "num_microbatches", str(plan.num_microbatches)
+        case "shares":
+            return "shares of the lanes", shares_words(plan.shares)
         case "remat":
             if plan.sharding is not None:
                 return "remat", remat_words(len(plan.sharding.recomputed_layers), plan.sharding.num_layers)
@@ -276,4 +324,4 @@ def _input_by_pattern(trace: Trace, pattern: str) -> int | None:
 
 
 def _is_meant(each: PlannedCollective, question: str) -> bool:
-    return question == each.kind or question in each.line or question in each.scope
+    return question == each.kind or question in each.line or question in as_written(each.scope)

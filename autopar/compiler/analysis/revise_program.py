@@ -15,20 +15,24 @@ from typing import Any
 
 import numpy as np
 
+from autopar.compiler.analysis.asked import contradicted
 from autopar.compiler.analysis.revision import Planning, Revision, given_spec
 from autopar.compiler.intra_op.choice_graph import block_plan_of
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers
-from autopar.compiler.planning.one_mesh import MeshSearchResult, mesh_choices, plan_of, search_on
-from autopar.compiler.sharding.layout import LogicalMesh, to_spec
+from autopar.compiler.planning.constraints import pins_of_inputs
+from autopar.compiler.planning.kinds import allowed_splits
+from autopar.compiler.planning.one_mesh import MeshSearchResult, mesh_choices, plan_of, search_of, search_on
+from autopar.compiler.sharding.layout import LogicalMesh, even_layouts, to_spec
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.solver.problem import MRF, Infeasible
 from autopar.compiler.solver.solve import solve
 from autopar.compiler.spmd.local_program import local_block
-from autopar.errors import AutoparError, MemoryTooSmall
+from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall
+from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
-from autopar.methods import Auto
+from autopar.methods import Auto, ExpertParallel, SearchMethod, TensorParallel, Zero
 
 
 def program_layouts(planning: Planning, leaf: int) -> Iterator[Revision]:
@@ -39,18 +43,22 @@ def program_layouts(planning: Planning, leaf: int) -> Iterator[Revision]:
     choice = searched.intra_op.choices.arguments[leaf]
     assert choice is not None, "an input that can be split has layouts"
     problem = searched.intra_op.table.problem()
-    for state, layout in enumerate(choice.layouts):
+    for layout in even_layouts(tuple(planning.trace.inputs[leaf].aval.shape), searched.mesh):
         spec = to_spec(layout, searched.mesh)
+        against = contradicted(planning, leaf, layout, searched.mesh)
+        pinned = replace(auto, pins={**auto.pins, f"^{re.escape(name)}$": spec})
         try:
-            optimum = solve(with_option(problem, choice.number, state))
-        except Infeasible:
-            yield Revision(choice=str(spec), refused="no layouts of the rest go with it")
+            if layout in choice.layouts:
+                optimum = solve(with_option(problem, choice.number, choice.layouts.index(layout)))
+                plan = _as_plan(planning, auto, _with_optimum(planning, searched, optimum))
+            else:  # the user's scopes leave it out
+                plan = _as_plan(planning, pinned, _searched(planning, pinned))
+        except (Infeasible, InvalidArgument):
+            yield Revision(choice=str(spec), refused="no layouts of the rest go with it", against=against)
             continue
-        plan = _as_plan(planning, auto, _with_optimum(planning, searched, optimum))
         if not planning.fits(plan):
-            pinned = {**auto.pins, f"^{re.escape(name)}$": spec}
-            plan = _within_memory(planning, replace(auto, pins=pinned)) or plan
-        yield Revision(choice=str(spec), plan=plan)
+            plan = _within_memory(planning, pinned) or plan
+        yield Revision(choice=str(spec), plan=plan, against=against)
 
 
 def program_decisions(planning: Planning, decision: str) -> Iterator[Revision]:
@@ -90,25 +98,31 @@ def with_option(problem: MRF, node: int, option: int) -> MRF:
 
 
 def _revision(planning: Planning, words: str, *, recompute: Offer | None = None, **fields: Any) -> Revision:
-    auto = _search_as_planned(planning, **fields)
+    search = _search_as_planned(planning, **fields)
+    if isinstance(planning.method, Zero | TensorParallel | ExpertParallel):
+        restricted = {"mesh_shape": search.mesh_shape, "axis_names": search.axis_names, "memory": "off"}
+        search = replace(planning.method, **restricted, num_microbatches=search.num_microbatches or 1)
     try:
-        plan = _as_plan(planning, auto, _searched(planning, auto, recompute), recompute)
+        plan = _as_plan(planning, search, _searched(planning, search, recompute), recompute)
         if not planning.fits(plan):
-            plan = _within_memory(planning, auto, recompute) or plan
+            plan = _within_memory(planning, search, recompute) or plan
         return Revision(choice=words, plan=plan)
     except AutoparError as error:
         return Revision(choice=words, refused=str(error))
 
 
 def _search_as_planned(planning: Planning, but: int | None = None, **fields: Any) -> Auto:
-    """Return the search for the plan's mesh, with the inputs that were laid out by hand as they are, but for one."""
+    """Return the search for the plan's mesh, with the inputs that the user laid out as they are, but for one."""
     plan, mesh = planning.plan, planning.plan.meshes[0]
+    pinned = pins_of_inputs(planning.trace, planning.search.pins)
     given = {
         f"^{re.escape(leaf.name)}$": given_spec(plan, leaf.name)
         for number, leaf in enumerate(planning.trace.inputs)
-        if not planning.is_searched and number != but and not below_split_size(leaf.aval)
+        if number != but and (number in pinned or not (planning.is_searched or below_split_size(leaf.aval)))
     }
     planned: dict[str, Any] = {
+        "kinds": planning.search.kinds,
+        "ignore_user_shardings": planning.search.ignore_user_shardings,
         "num_stages": 1,
         "mesh_shape": mesh.shape,
         "axis_names": mesh.axis_names,
@@ -121,18 +135,28 @@ def _search_as_planned(planning: Planning, but: int | None = None, **fields: Any
     return Auto(**(planned | fields))
 
 
-def _searched(planning: Planning, auto: Auto, recompute: Offer | None = None) -> MeshSearchResult:
-    recompute = recompute or _recomputed(planning.plan)
+def _searched(planning: Planning, method: SearchMethod, recompute: Offer | None = None) -> MeshSearchResult:
+    recompute, auto = recompute or _recomputed(planning.plan), search_of(method)
     assert auto.mesh_shape is not None
-    return search_on(
-        planning.trace,
-        auto,
-        LogicalMesh(shape=auto.mesh_shape, axis_names=auto.mesh_axes),
-        machine=planning.cluster.machine,
-        recomputed_layers=recompute.layers,
-        num_layers=recompute.num_layers if recompute.layers else 1,
-        checked=True,
+    mesh = LogicalMesh(shape=auto.mesh_shape, axis_names=auto.mesh_axes)
+    every = (
+        search_on(
+            planning.trace,
+            method,
+            mesh,
+            machine=_machine(planning),
+            allowed=allowed,
+            recomputed_layers=recompute.layers,
+            num_layers=recompute.num_layers if recompute.layers else 1,
+            checked=True,
+        )
+        for allowed in allowed_splits(auto.kinds, mesh)
     )
+    return min(every, key=lambda searched: searched.intra_op.optimum.value)
+
+
+def _machine(planning: Planning) -> Machine:
+    return planning.cluster.machine_of(planning.plan.meshes[0].devices)
 
 
 def _recomputed(plan: Plan) -> Offer:
@@ -148,24 +172,25 @@ def _with_optimum(planning: Planning, searched: MeshSearchResult, optimum: Any) 
     """Return the result of a search with another solution of its problem."""
     blocks = block_plan_of(searched.intra_op.choices, optimum.assignment)
     block = local_block(jc.open_jaxpr(searched.closed)[0], blocks, searched.mesh)
-    machine = planning.cluster.machine
-    memory = peak_memory(block, searched.mesh, planning.trace.donated_inputs, machine=machine)
+    memory = peak_memory(block, searched.mesh, planning.trace.donated_inputs, machine=_machine(planning))
     intra_op = replace(searched.intra_op, plan=blocks, optimum=optimum)
     return replace(searched, intra_op=intra_op, block=block, peak_bytes=memory.peak_bytes)
 
 
-def _within_memory(planning: Planning, auto: Auto, recompute: Offer | None = None) -> Plan | None:
+def _within_memory(planning: Planning, method: SearchMethod, recompute: Offer | None = None) -> Plan | None:
     """Return the best plan that keeps within memory; None if there is none."""
-    within = replace(auto, memory=max(planning.memory_bytes, 1.5))  # 1 and less would be a share
+    within = replace(method, memory=max(planning.memory_bytes, 1.5))  # 1 and less would be a share
     try:
         return _as_plan(planning, within, _searched(planning, within, recompute), recompute)
     except MemoryTooSmall:
         return None
 
 
-def _as_plan(planning: Planning, auto: Auto, searched: MeshSearchResult, recompute: Offer | None = None) -> Plan:
+def _as_plan(
+    planning: Planning, method: SearchMethod, searched: MeshSearchResult, recompute: Offer | None = None
+) -> Plan:
     """Return the result of a search on the devices of the plan."""
     plan = planning.plan
-    found = plan_of(planning.trace, auto, searched, lambda: recompute or _recomputed(plan))
-    meshes = (replace(found.meshes[0], devices=plan.meshes[0].devices),)
-    return replace(found, meshes=meshes, method=plan.method, schedule=plan.schedule)
+    found = plan_of(planning.trace, method, searched, lambda: recompute or _recomputed(plan))
+    mesh = replace(found.meshes[0], devices=plan.meshes[0].devices, machine=plan.meshes[0].machine)
+    return replace(found, meshes=(mesh,), method=plan.method, schedule=plan.schedule)

@@ -2,6 +2,7 @@
 
     an input           each of its other layouts, with all layouts anew on the meshes that read it
     stages             a layer more or less on either side of each border between stages
+    shares             a microbatch of one lane to another
     schedule           every other order of the same tasks
     num_microbatches   the next smaller and the next larger number that the batch divides into
     remat              every stage computed again, or none
@@ -13,10 +14,13 @@ chosen once more with a cost of memory, as in a search.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
+from autopar.compiler.analysis.asked import contradicted
 from autopar.compiler.analysis.revise_program import with_option
 from autopar.compiler.analysis.revision import Planning, Revision
 from autopar.compiler.costs.mesh_costs import MeshCosts
@@ -27,9 +31,8 @@ from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.planning.constraints import equation_constraints
 from autopar.compiler.planning.layer_classes import layer_class
-from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, memory_charges
+from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, layer_constraints, memory_charges
 from autopar.compiler.planning.mesh_sharding import mesh_sharding
 from autopar.compiler.planning.one_mesh import mesh_choices
 from autopar.compiler.planning.stage_layouts import ConstrainedStage, received_seconds, shard_stages, with_input_specs
@@ -38,7 +41,7 @@ from autopar.compiler.solver.problem import Infeasible
 from autopar.compiler.solver.solve import solve
 from autopar.compiler.spmd.block_plan import layout_from_text
 from autopar.errors import AutoparError
-from autopar.ir.plan import MeshPlan, Plan
+from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import MeshSharding
 from autopar.ir.schedules import SCHEDULES
 from autopar.methods import Auto
@@ -66,10 +69,11 @@ def stage_layouts(planning: Planning, leaf: int) -> Iterator[Revision]:
             number: {value: layout for value, where in read if where == number} if mesh.mesh == first.mesh else {}
             for number, mesh in meshes.items()
         }
+        against = contradicted(planning, leaf, layout, first.mesh)
         try:
-            yield Revision(choice=words, plan=_with_layouts(planning, graph, meshes, asked))
+            yield Revision(choice=words, plan=_with_layouts(planning, graph, meshes, asked), against=against)
         except Infeasible:
-            yield Revision(choice=words, refused="no layouts of the rest go with it")
+            yield Revision(choice=words, refused="no layouts of the rest go with it", against=against)
 
 
 def _with_layouts(
@@ -104,16 +108,19 @@ class _Stage:
     @classmethod
     def of(cls, planning: Planning, graph: StageGraph, plan: Plan, number: int, but: int | None = None) -> _Stage:
         """Return it for a mesh of a plan like the planned one; inputs that a search laid out are free, and `but`."""
-        mesh = logical_mesh(plan.meshes[number])
+        mesh, asked = logical_mesh(plan.meshes[number]), planning.search
         tasks = tasks_of_stages(graph, plan.stages_on(number), planning.trace.donated_inputs)
-        layer = layer_class(graph, tasks)
-        allowed = {} if planning.is_searched else _layouts_as_planned(planning, graph, mesh, but)
+        layer = layer_class(graph, tasks, asked.pins)
+        constraints = layer_constraints(layer, mesh, asked, None)
         read = {name for task in tasks for name in task.inputs}
-        constraints = replace(
-            layer.constraints,
-            allowed={value: (layout,) for value, layout in allowed.items() if value in read},
-            equations=equation_constraints(mesh, ignore_user_shardings=False),
-        )
+        allowed = dict(constraints.allowed)
+        if not planning.is_searched:
+            known = _layouts_as_planned(planning, graph, mesh)
+            allowed = {value: (layout,) for value, layout in known.items() if value in read}
+        for given in graph.inputs:
+            if given.leaf is not None and given.leaf == but:
+                allowed.pop(given.value, None)
+        constraints = replace(constraints, allowed=allowed)
         received = received_seconds(graph, plan, number, planning.cluster)
         return cls(constrained=ConstrainedStage(tasks=tasks, layer=layer, constraints=constraints, received=received))
 
@@ -142,7 +149,8 @@ class _Mesh:
         """Return a mesh of the plan on which an input is free."""
         mesh = logical_mesh(planning.plan.meshes[number])
         stage = _Stage.of(planning, graph, planning.plan, number, leaf)
-        return cls(stage=stage, mesh=mesh, mesh_costs=MeshCosts(machine=planning.cluster.machine, mesh=mesh))
+        machine = planning.cluster.machine_of(planning.plan.meshes[number].devices)
+        return cls(stage=stage, mesh=mesh, mesh_costs=MeshCosts(machine=machine, mesh=mesh))
 
     @cached_property
     def choices(self) -> TaskGraph:
@@ -163,10 +171,10 @@ class _Mesh:
         return mesh_sharding(stage.tasks, solution, self.mesh, self.mesh_costs)
 
 
-def _layouts_as_planned(planning: Planning, graph: StageGraph, mesh: LogicalMesh, but: int | None) -> dict[str, Layout]:
+def _layouts_as_planned(planning: Planning, graph: StageGraph, mesh: LogicalMesh) -> dict[str, Layout]:
     """Return the layouts that the plan's inputs have on its meshes of this shape, by value."""
     known: dict[str, Layout] = {}
-    inputs = {given.value for given in graph.inputs if given.leaf is not None and given.leaf != but}
+    inputs = {given.value for given in graph.inputs if given.leaf is not None}
     for planned in planning.plan.meshes:
         if planned.sharding is not None and logical_mesh(planned) == mesh:
             for value, text in planned.sharding.layouts["values"].items():
@@ -180,6 +188,9 @@ def stage_decisions(planning: Planning, decision: str) -> Iterator[Revision]:
     """Yield the nearest other choices for a decision, with all layouts anew."""
     plan = planning.plan
     match decision:
+        case "stages" | "schedule" | "shares" if plan.shares:
+            if decision == "shares":
+                yield from _moved_microbatches(planning)
         case "stages":
             for border in range(1, plan.num_stages):
                 for move in (-1, 1):
@@ -188,16 +199,16 @@ def stage_decisions(planning: Planning, decision: str) -> Iterator[Revision]:
             several = plan.num_stages > len(plan.meshes)
             for name, schedule in SCHEDULES.items() if plan.num_stages > 1 else ():
                 if name != plan.schedule and (schedule.virtual_stages != (1,)) == several:
-                    yield _revision(planning, name, replace(plan, schedule=name))
+                    yield _revision(planning, name, plan, schedule=name)
         case "num_microbatches":
             for count in planning.other_counts():
-                yield _revision(planning, str(count), replace(plan, num_microbatches=count))
+                yield _revision(planning, str(count), plan, num_microbatches=count, stages=_shared(plan, count))
         case "remat" if not _recomputes(planning):
             for again in (False, True):
                 if any(stage.remat != again for stage in plan.stages):
                     stages = tuple(replace(stage, remat=again) for stage in plan.stages)
                     words = "every stage computed again" if again else "nothing computed again"
-                    yield _revision(planning, words, replace(plan, stages=stages))
+                    yield _revision(planning, words, plan, stages=stages)
         case "mesh_shape" if planning.is_searched:
             yield from _other_shapes(planning)
         case _:
@@ -213,7 +224,35 @@ def _moved_border(planning: Planning, border: int, move: int) -> Iterator[Revisi
         stages[border - 1] = replace(before, layers=(before.layers[0], at))
         stages[border] = replace(after, layers=(at, after.layers[1]))
         words = f"stage {border} from layer {at}, not {after.layers[0]}"
-        yield _revision(planning, words, replace(planning.plan, stages=tuple(stages)))
+        yield _revision(planning, words, planning.plan, stages=tuple(stages))
+
+
+def _moved_microbatches(planning: Planning) -> Iterator[Revision]:
+    """Yield the plan with a microbatch of one lane given to another, if it keeps one."""
+    plan = planning.plan
+    for giver, receiver in itertools.permutations(range(len(plan.stages)), 2):
+        if plan.shares[giver] > 1:
+            shares = list(plan.shares)
+            shares[giver] -= 1
+            shares[receiver] += 1
+            lanes = (replace(stage, microbatches=share) for stage, share in zip(plan.stages, shares, strict=True))
+            yield _revision(planning, shares_words(shares), plan, stages=tuple(lanes))
+
+
+def _shared(plan: Plan, count: int) -> tuple[StagePlan, ...]:
+    """Return the stages of a plan for another number of microbatches, of which lanes have shares like now."""
+    if not plan.shares:
+        return plan.stages
+    exact = [share * count / plan.num_microbatches for share in plan.shares]
+    shares = [int(each) for each in exact]
+    for lane in sorted(range(len(exact)), key=lambda lane: shares[lane] - exact[lane])[: count - sum(shares)]:
+        shares[lane] += 1
+    return tuple(replace(stage, microbatches=share) for stage, share in zip(plan.stages, shares, strict=True))
+
+
+def shares_words(shares: Sequence[int]) -> str:
+    """Return the microbatches of the lanes of a plan as `3 + 1`."""
+    return " + ".join(map(str, shares)) or "no lanes"
 
 
 def _other_shapes(planning: Planning) -> Iterator[Revision]:
@@ -225,7 +264,7 @@ def _other_shapes(planning: Planning) -> Iterator[Revision]:
             if all(_same_shape(old, new) for old, new in zip(plan.meshes, changed, strict=True)):
                 continue
             words = f"{'x'.join(map(str, shape))} for meshes of {size} devices"
-            yield _revision(planning, words, replace(plan, meshes=changed))
+            yield _revision(planning, words, plan, meshes=changed)
 
 
 def _reshaped(mesh: MeshPlan, shape: tuple[int, ...]) -> MeshPlan:
@@ -250,10 +289,10 @@ def _recomputes(planning: Planning) -> bool:
     ).recomputes
 
 
-def _revision(planning: Planning, words: str, bare: Plan) -> Revision:
-    """Return the plan with all layouts anew."""
+def _revision(planning: Planning, words: str, plan: Plan, **changes: Any) -> Revision:
+    """Return the plan with some fields changed, and all layouts anew."""
     try:
-        return Revision(choice=words, plan=_laid_out(planning, bare))
+        return Revision(choice=words, plan=_laid_out(planning, replace(plan, **changes)))
     except AutoparError as error:
         return Revision(choice=words, refused=str(error))
 

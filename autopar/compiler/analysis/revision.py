@@ -1,6 +1,7 @@
 """A plan with one decision changed: what else could have been planned, each a plan to be simulated.
 
-Layouts that a search chose are chosen anew with it. Those of the inputs of other plans were asked for, and stay.
+Layouts that a search chose are chosen anew with it, as the user's pins, scopes and options allow. Those of the inputs of
+other plans were asked for, and stay.
 """
 
 from __future__ import annotations
@@ -17,35 +18,53 @@ from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
-from autopar.methods import SearchMethod
+from autopar.methods import Auto, Method, SearchMethod
 
-DECISIONS = ("stages", "schedule", "num_microbatches", "remat", "mesh_shape")
+DECISIONS = ("stages", "schedule", "num_microbatches", "remat", "mesh_shape", "shares")
 """The decisions of a plan that can be asked about, beside the layout of each input."""
 _SEARCHES = frozenset(method.__name__ for method in get_args(SearchMethod))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Revision:
-    """Another choice for a decision, and the plan with it; where there is none, `refused` says why."""
+    """Another choice for a decision, and the plan with it; where there is none, `refused` says why.
+
+    `against` names what the user asked for that it does not keep.
+    """
 
     choice: str
     plan: Plan | None = None
     refused: str = ""
+    against: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Planning:
-    """A plan and what it was made from.
+    """A plan and what it was made from; `method` is None for a stored plan.
 
-    `cut` makes the stages of a plan, and `fits` says whether one keeps within `memory_bytes` of a device.
+    `cut` makes the stages of a plan, and `fits` says whether its devices hold at most their memory, or what they hold
+    in this plan. `memory_bytes` is that limit for the devices of its first mesh.
     """
 
     trace: Trace
     plan: Plan
+    method: Method | None
     cluster: Cluster
     cut: Callable[[Plan], StageGraph]
     fits: Callable[[Plan], bool]
     memory_bytes: float
+
+    @property
+    def search(self) -> Auto:
+        """Return the search whose pins, kinds and scopes hold; one that asks for nothing if there was none."""
+        if isinstance(self.method, Auto):
+            return self.method
+        return Auto(ignore_user_shardings=not self.keeps_scopes)
+
+    @property
+    def keeps_scopes(self) -> bool:
+        """True if the scopes and sharding constraints in the model hold."""
+        return not (self.method is not None and self.method.ignore_user_shardings)
 
     @property
     def is_searched(self) -> bool:

@@ -175,11 +175,23 @@ def scopes_of(eqn: jc.JaxprEqn) -> tuple[ModelScope, ...]:
     return tuple(scope for name in jc.scope_names(eqn) if (scope := _parsed(name)) is not None)
 
 
+def as_written(text: str) -> str:
+    """Return a text of JAX's scope names with ours as the user wrote them."""
+    return _SCOPE.sub(lambda found: str(_scope_of(found)), text)
+
+
+def scopes_in(text: str) -> tuple[ModelScope, ...]:
+    """Return the scopes of ours that a text of JAX's scope names has, in their order."""
+    return tuple(dict.fromkeys(map(_scope_of, _SCOPE.finditer(text))))
+
+
 @lru_cache(maxsize=4096)
 def _parsed(name: str) -> ModelScope | None:
     found = _SCOPE.fullmatch(name)
-    if found is None:
-        return None
+    return None if found is None else _scope_of(found)
+
+
+def _scope_of(found: re.Match[str]) -> ModelScope:
     kind, axis, devices, own = found.groups()
     return ModelScope(
         kind=cast(_Kind, kind), name=own or None, devices=int(devices) if devices else None, axis=axis or None

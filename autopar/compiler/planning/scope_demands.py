@@ -140,21 +140,25 @@ def named_stages(trace: Trace, method: Auto, cluster: Cluster) -> tuple[ModelSco
 
 def parameters_in_parts(closed: Any) -> dict[int, Demand]:
     """Return by number the inputs that a product inside of a `split` reads as its parameters, and what that asks."""
+    return {number: demand for number, demand in parameter_demands(closed) if demand.parts is not None}
+
+
+def parameter_demands(closed: Any) -> list[tuple[int, Demand]]:
+    """Return the number of an input and what is asked, for each product inside of a scope that has it as parameters."""
     jaxpr, _ = jc.open_jaxpr(closed)
-    source: dict[jc.Var, jc.Var] = {v: v for v in jaxpr.invars}
-    found: dict[jc.Var, Demand] = {}
+    source: dict[jc.Var, int] = {v: number for number, v in enumerate(jaxpr.invars)}
+    found: list[tuple[int, Demand]] = []
     for eqn in jaxpr.eqns:
         demand, name = demand_of(eqn), eqn.primitive.name
         if name in _UNCHANGED and isinstance(eqn.invars[0], jc.Var) and eqn.invars[0] in source:
             source[eqn.outvars[0]] = source[eqn.invars[0]]
         elif name in REMAT | {"scan"}:
-            inside = parameters_in_parts(jp.bodies_of(eqn)[0])
-            read = ((eqn.invars[number], each) for number, each in inside.items())
-            found |= {source[v]: each for v, each in read if isinstance(v, jc.Var) and v in source}
-        elif demand is not None and demand.parts is not None and _has_parameters(eqn, demand):
-            read = (v for v, examples in zip(eqn.invars, demand.examples) if not examples and isinstance(v, jc.Var))
-            found |= {source[v]: demand for v in read if v in source}
-    return {number: found[v] for number, v in enumerate(jaxpr.invars) if v in found}
+            read = ((eqn.invars[number], each) for number, each in parameter_demands(jp.bodies_of(eqn)[0]))
+            found += [(source[v], each) for v, each in read if isinstance(v, jc.Var) and v in source]
+        elif demand is not None and _has_parameters(eqn, demand):
+            whole = (v for v, examples in zip(eqn.invars, demand.examples) if not examples and isinstance(v, jc.Var))
+            found += [(source[v], demand) for v in whole if v in source]
+    return found
 
 
 def layouts_in_parts(aval: Any, demand: Demand, mesh: LogicalMesh) -> tuple[Layout, ...] | None:

@@ -1,13 +1,16 @@
 """Every answer is a plan: it takes what is printed, keeps the memory that is printed, and computes the same."""
 
 import json
+from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.compiler.analysis.revision import DECISIONS
 from autopar.errors import InvalidArgument
+from tests.compiler.planning.test_groups import cluster
 from tests.small_steps import draw, sgd
 
 METHODS = {
@@ -128,3 +131,103 @@ def test_a_question_that_finds_nothing_says_what_there_is(plans):
         plans("zero").explain("no_such(")
     with pytest.raises(InvalidArgument, match="too small to be split"):
         plans("megatron").explain("count")
+
+
+def scoped_loss(params, batch):
+    with autopar.replicate(name="body"):
+        h = jnp.tanh(batch @ params["body"])
+    with autopar.split(devices=2, name="head"):
+        return jnp.mean((h @ params["head"]) ** 2)
+
+
+def explained(method, question, loss=scoped_loss, cluster=None):
+    params = {"body": draw(0, 16, 32), "head": draw(1, 32, 16)}
+    cluster = cluster or autopar.Cluster(num_devices=4, kind="cpu")
+    traced = autopar.parallelize(sgd(loss), method=method, cluster=cluster).trace(params, draw(2, 8, 16))
+    planned = traced.plan()
+    return planned, planned.explain(question)
+
+
+HEAD = "the scope autopar.split(devices=2, name='head')"
+
+
+@pytest.mark.parametrize("options", [{"mesh_shape": (2, 2)}, {"num_stages": 2, "mesh_shape": (1, 2), "layers": 2}])
+def test_a_layout_in_a_scope_is_as_it_is_because_the_user_asked_for_it(options):
+    planned, answer = explained(autopar.Auto(**options), "head")
+    assert answer.asked == (HEAD,) and f"Because you asked for it by {HEAD}." in str(answer)
+    assert not answer.chosen.against and answer.to_data()["asked"] == answer.asked
+    whole = next(each for each in answer.others if each.choice == "P()")
+    assert whole.against == f"against {HEAD}" and whole.price is not None
+    assert planned.explain("body").asked == ("the scope autopar.replicate(name='body')",)
+    shape = planned.explain("mesh_shape")
+    assert HEAD in shape.asked and f"the option mesh_shape={options['mesh_shape']} of Auto" in shape.asked
+
+
+def test_the_collectives_of_a_scope_say_that_the_user_asked_for_it():
+    _, answer = explained(autopar.Auto(mesh_shape=(2, 2)), "name='head'")
+    assert answer.asked == ("autopar.split(devices=2, name='head')",)
+    assert "Because you asked for it by the scope autopar.split(devices=2, name='head')" in str(answer)
+
+
+def test_named_stages_are_where_they_are_because_the_user_asked_for_it():
+    def loss(params, batch):
+        with autopar.stage("encoder"):
+            h = jnp.tanh(batch @ params["body"])
+        with autopar.stage("decoder"):
+            return jnp.mean((h @ params["head"]) ** 2)
+
+    planned, answer = explained(autopar.Auto(), "stages", loss)
+    assert answer.asked == ("the scope autopar.stage(name='encoder')", "the scope autopar.stage(name='decoder')")
+    assert planned.explain("head").asked == ("the scope autopar.stage(name='decoder')",)
+
+
+@pytest.mark.parametrize("options", [{"num_stages": 1, "mesh_shape": (2, 2)}, {"num_stages": 2, "layers": 2}])
+def test_pins_stay_while_others_are_explained_and_are_named(options):
+    pinned = {"head": P(None, "model")}
+    method = autopar.Auto(**options, pins=pinned, ignore_user_shardings=True)
+    planned, answer = explained(method, "head")
+    assert answer.asked == ("the pin 'head'",) and not answer.chosen.against
+    assert all(each.against == "against the pin 'head'" for each in answer.others)
+    for each in planned.explain("body").others:
+        assert each.plan.input_specs["params.head"] == P(None, "model")
+    assert planned.explain("body").asked == ()
+
+
+@pytest.mark.parametrize(
+    ("method", "question", "asked"),
+    [
+        (autopar.Zero(stage=1, mesh_shape=(4,), ignore_user_shardings=True), "head", "the method Zero("),
+        (autopar.DataParallel(ignore_user_shardings=True), "head", "the method DataParallel("),
+        (autopar.Megatron(tensor=2, data=2, ignore_user_shardings=True), "mesh_shape", "the option tensor=2 of Megatron"),
+        (autopar.Auto(num_microbatches=2, ignore_user_shardings=True), "num_microbatches", "the option num_microbatches=2"),
+    ],
+)  # fmt: skip
+def test_what_a_method_decides_is_said(method, question, asked):
+    _, answer = explained(method, question)
+    assert any(each.startswith(asked) for each in answer.asked), answer.asked
+
+
+def test_a_restricted_search_is_explained_within_its_restriction():
+    method = autopar.Zero(mesh_shape=(4,), ignore_user_shardings=True)
+    planned, answer = explained(method, "num_microbatches")
+    (other,) = answer.others
+    assert other.step_time_s == planned.what_if(num_microbatches=2).after.simulated.step_time_s
+
+
+@pytest.mark.parametrize("name", ["stages by hand", "megatron"])
+def test_plans_on_devices_of_several_kinds_are_explained(name):
+    planned, answer = explained(METHODS[name], "head", plain_loss, cluster(memory_bytes=(1e9, 2e6)))
+    assert {mesh.machine for mesh in planned.plan.meshes} == {"fast", "slow"}
+    report = planned.simulate()
+    assert answer.memory_limit_bytes == report.memory_limit_bytes == 2e6 and len(answer.others) >= 2
+    for question in DECISIONS:
+        answers = planned.explain(question)
+        for each in answers.others:
+            if each.plan is not None:
+                again = replace(planned, plan=autopar.Plan.from_json(each.plan.to_json())).simulate()
+                assert (again.step_time_s, again.peak_bytes) == (each.step_time_s, each.price.peak_bytes)
+    assert planned.explain("num_microbatches").others
+
+
+def plain_loss(params, batch):
+    return jnp.mean((jnp.tanh(batch @ params["body"]) @ params["head"]) ** 2)

@@ -84,6 +84,20 @@ def test_lanes_that_do_not_fit_together_are_refused(stages, message):
         lanes(*(StagePlan(layers=(0, 1), **stage) for stage in stages))
 
 
+def test_other_shares_take_what_their_plans_take(planned):
+    shares = planned.explain("shares")
+    assert shares.chosen.choice == "3 + 1" and [each.choice for each in shares.others] == ["2 + 2"]
+    counts = planned.explain("num_microbatches")
+    assert {each.choice: each.plan.shares for each in counts.others} == {"3": (2, 1), "6": (5, 1)}
+    layouts = planned.explain("params.w")
+    assert len(layouts.others) == 8
+    for each in (*shares.others, *counts.others, *layouts.others[:3]):
+        again = Plan.from_json(each.plan.to_json())
+        there = autopar.parallelize(step, method=again, cluster=cluster(bandwidth=1e12)).trace(STATE, BATCH).plan()
+        assert there.simulate().step_time_s == each.step_time_s > planned.simulate().step_time_s * (1 - 1e-9)
+    assert planned.explain("all-reduce").collectives and "no other choice" in str(planned.explain("schedule"))
+
+
 def test_lanes_and_state_on_the_host_exclude_each_other():
     two = (StagePlan(layers=(0, 1), mesh=lane, microbatches=2) for lane in range(2))
     with pytest.raises(InvalidArgument, match="one lane only"):
@@ -91,8 +105,6 @@ def test_lanes_and_state_on_the_host_exclude_each_other():
 
 
 def test_what_lanes_have_no_answer_for_is_refused(planned):
-    with pytest.raises(autopar.Unsupported, match="no answers for lanes"):
-        planned.explain("schedule")
     two = (StagePlan(layers=(0, 1), mesh=lane, microbatches=2) for lane in range(2))
     train = autopar.parallelize(adam(mlp_loss), method=lanes(*two), devices=jax.devices()[:2])
     train(adam_state(mlp_params()), mlp_batch())
