@@ -385,9 +385,9 @@ class Planned:
         """Return what else a layout or a decision could be, with the price of each, or what causes a collective.
 
         `question` is an input, by its name (`state.params.h_3.mlp.kernel`), the end of it or a regular expression; one
-        of "stages", "schedule", "num_microbatches", "remat", "mesh_shape" and "shares" (of lanes); or a part of the line or the scope of a
-        collective, or its kind. Every price is that of a whole plan as `simulate` gives it, the layouts chosen anew.
-        What the user asked for by scopes, pins and options stays, and is named.
+        of "stages", "schedule", "num_microbatches", "remat", "mesh_shape" and "shares" (of lanes); or a part of the
+        line or the scope of a collective, or its kind. Every price is that of a whole plan as `simulate` gives it, the
+        layouts chosen anew. What the user asked for by scopes, pins and options stays, and is named.
 
         Raises `InvalidArgument` for a question that finds nothing, and for an input that is too small to be split.
         """

@@ -13,7 +13,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.scope_demands import layouts_in_parts, parameter_demands
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, from_spec
-from autopar.methods import Auto, Method, given_options, method_words
+from autopar.methods import Auto, given_options, method_words
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "stages": ("num_stages", "layers", "pipeline", "virtual_stages"),
@@ -43,7 +43,8 @@ def asked_of_decision(planning: Planning, decision: str) -> tuple[str, ...]:
 
 def asked_of_input(planning: Planning, leaf: int) -> tuple[str, ...]:
     """Return what the user wrote that decides where an input lies, in words; nothing where a search was free."""
-    found = [f"the method {method_words(method)}" for method in (planning.method,) if not _is_free(method)]
+    method = planning.method
+    found = [] if method is None or isinstance(method, Auto) else [f"the method {method_words(method)}"]
     pattern = _pins(planning).get(leaf)
     if pattern is not None:
         found.append(f"the pin {pattern!r}")
@@ -73,7 +74,3 @@ def contradicted(planning: Planning, leaf: int, layout: Layout, mesh: LogicalMes
 def _pins(planning: Planning) -> Mapping[int, str]:
     method = planning.method
     return pins_of_inputs(planning.trace, method.pins) if isinstance(method, Auto) else {}
-
-
-def _is_free(method: Method | None) -> bool:
-    return method is None or isinstance(method, Auto)

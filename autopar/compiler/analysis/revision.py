@@ -1,7 +1,7 @@
 """A plan with one decision changed: what else could have been planned, each a plan to be simulated.
 
-Layouts that a search chose are chosen anew with it, as the user's pins, scopes and options allow. Those of the inputs of
-other plans were asked for, and stay.
+Layouts that a search chose are chosen anew with it, as the user's pins, scopes and options allow. Those of the inputs
+of other plans were asked for, and stay.
 """
 
 from __future__ import annotations
