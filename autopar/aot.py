@@ -408,6 +408,7 @@ class Planned:
             method=self.method if isinstance(self.method, Method) else None,
             cluster=cluster,
             cut=lambda plan: passes.cut_step(self.trace, plan),
+            made=lambda method: Traced(trace=self.trace, source=self.source).plan(method).plan,
             fits=lambda plan: all(mesh.peak_bytes <= limits[mesh.machine] for mesh in report(plan).meshes),
             memory_bytes=limits[report(self.plan).meshes[0].machine],
         )

@@ -81,6 +81,12 @@ SWEEPS = (
         shows="random steps of every kind under six methods equal jax.jit, or are refused",
     ),
     Sweep(
+        name="answers",
+        words=("benchmarks.answers",),
+        minutes=30,
+        shows="what explain, what_if, diff and fixes print of twelve models by every method comes out so",
+    ),
+    Sweep(
         name="mutants",
         words=("benchmarks.mutants",),
         minutes=14,

@@ -3,15 +3,16 @@
     Planning, a question  ->  Explanation         of an input or a decision: every other choice as a plan of its own
                           ->  CollectiveCauses    of a collective, a scope or a line: when, where, how much, how long
 
-The prices are those of whole plans as simulated: a plan made so takes what is printed here.
+The prices are those of whole plans as simulated: a plan made so takes what is printed here. What a method has an option
+for, which decides the rest by itself, is planned by that option.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from rich import box
@@ -23,12 +24,14 @@ from rich.text import Text
 from autopar.compiler.analysis.asked import asked_of_decision, asked_of_input
 from autopar.compiler.analysis.revise_program import program_decisions, program_layouts, remat_words
 from autopar.compiler.analysis.revise_stages import shares_words, stage_decisions, stage_layouts
-from autopar.compiler.analysis.revision import DECISIONS, Planning, Revision, given_spec
+from autopar.compiler.analysis.revision import DECISIONS, Planning, Revision, given_spec, other_schedules
 from autopar.compiler.frontend.scopes import as_written, scopes_in
 from autopar.compiler.frontend.trace import Trace
-from autopar.errors import InvalidArgument
+from autopar.compiler.planning.one_mesh import mesh_choices
+from autopar.errors import AutoparError, InvalidArgument
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import PlannedCollective
+from autopar.methods import Auto, Method, SearchMethod
 from autopar.plain_text import as_text
 
 _SAME_TIME = 1e-3
@@ -234,9 +237,33 @@ def explain(planning: Planning, question: str, price: Callable[[Plan], Price]) -
 
 
 def _decisions(planning: Planning, decision: str) -> Iterator[Revision]:
+    if planning.method is not None and not isinstance(planning.method, Auto) and not planning.plan.shares:
+        options = list(_options(planning, planning.method, decision))
+        if options:
+            return (_made(planning, planning.method, choice, changes) for choice, changes in options)
     if planning.plan.sharding is not None:
         return program_decisions(planning, decision)
     return stage_decisions(planning, decision)
+
+
+def _options(planning: Planning, method: Method, decision: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the neighbors of a decision for which a method that decides by itself has an option, and its new values."""
+    plan, names = planning.plan, {each.name for each in fields(method)}
+    if decision == "num_microbatches" and decision in names:
+        yield from ((str(count), {decision: count}) for count in planning.other_counts())
+    if decision == "schedule" and decision in names:
+        yield from ((name, {decision: name}) for name in other_schedules(plan))
+    if decision == "mesh_shape" and isinstance(method, SearchMethod):
+        for mesh in mesh_choices(Auto(), plan.num_devices):
+            if tuple(sorted(mesh.shape)) != tuple(sorted(plan.meshes[0].shape)):
+                yield "x".join(map(str, mesh.shape)), {decision: mesh.shape, "axis_names": mesh.axis_names}
+
+
+def _made(planning: Planning, method: Method, choice: str, changes: Mapping[str, Any]) -> Revision:
+    try:
+        return Revision(choice=choice, plan=planning.made(replace(method, **changes)))
+    except AutoparError as error:
+        return Revision(choice=choice, refused=str(error))
 
 
 def _layouts(planning: Planning, leaf: int) -> Iterator[Revision]:

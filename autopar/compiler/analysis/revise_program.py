@@ -23,7 +23,7 @@ from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.kinds import allowed_splits
-from autopar.compiler.planning.one_mesh import MeshSearchResult, mesh_choices, plan_of, search_of, search_on
+from autopar.compiler.planning.one_mesh import MeshSearchResult, mesh_choices, plan_of, search_on
 from autopar.compiler.sharding.layout import LogicalMesh, even_layouts, to_spec
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.solver.problem import MRF, Infeasible
@@ -32,7 +32,7 @@ from autopar.compiler.spmd.local_program import local_block
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
-from autopar.methods import Auto, ExpertParallel, SearchMethod, TensorParallel, Zero
+from autopar.methods import Auto
 
 
 def program_layouts(planning: Planning, leaf: int) -> Iterator[Revision]:
@@ -98,14 +98,11 @@ def with_option(problem: MRF, node: int, option: int) -> MRF:
 
 
 def _revision(planning: Planning, words: str, *, recompute: Offer | None = None, **fields: Any) -> Revision:
-    search = _search_as_planned(planning, **fields)
-    if isinstance(planning.method, Zero | TensorParallel | ExpertParallel):
-        restricted = {"mesh_shape": search.mesh_shape, "axis_names": search.axis_names, "memory": "off"}
-        search = replace(planning.method, **restricted, num_microbatches=search.num_microbatches or 1)
+    auto = _search_as_planned(planning, **fields)
     try:
-        plan = _as_plan(planning, search, _searched(planning, search, recompute), recompute)
+        plan = _as_plan(planning, auto, _searched(planning, auto, recompute), recompute)
         if not planning.fits(plan):
-            plan = _within_memory(planning, search, recompute) or plan
+            plan = _within_memory(planning, auto, recompute) or plan
         return Revision(choice=words, plan=plan)
     except AutoparError as error:
         return Revision(choice=words, refused=str(error))
@@ -135,14 +132,14 @@ def _search_as_planned(planning: Planning, but: int | None = None, **fields: Any
     return Auto(**(planned | fields))
 
 
-def _searched(planning: Planning, method: SearchMethod, recompute: Offer | None = None) -> MeshSearchResult:
-    recompute, auto = recompute or _recomputed(planning.plan), search_of(method)
+def _searched(planning: Planning, auto: Auto, recompute: Offer | None = None) -> MeshSearchResult:
+    recompute = recompute or _recomputed(planning.plan)
     assert auto.mesh_shape is not None
     mesh = LogicalMesh(shape=auto.mesh_shape, axis_names=auto.mesh_axes)
     every = (
         search_on(
             planning.trace,
-            method,
+            auto,
             mesh,
             machine=_machine(planning),
             allowed=allowed,
@@ -177,20 +174,18 @@ def _with_optimum(planning: Planning, searched: MeshSearchResult, optimum: Any) 
     return replace(searched, intra_op=intra_op, block=block, peak_bytes=memory.peak_bytes)
 
 
-def _within_memory(planning: Planning, method: SearchMethod, recompute: Offer | None = None) -> Plan | None:
+def _within_memory(planning: Planning, auto: Auto, recompute: Offer | None = None) -> Plan | None:
     """Return the best plan that keeps within memory; None if there is none."""
-    within = replace(method, memory=max(planning.memory_bytes, 1.5))  # 1 and less would be a share
+    within = replace(auto, memory=max(planning.memory_bytes, 1.5))  # 1 and less would be a share
     try:
         return _as_plan(planning, within, _searched(planning, within, recompute), recompute)
     except MemoryTooSmall:
         return None
 
 
-def _as_plan(
-    planning: Planning, method: SearchMethod, searched: MeshSearchResult, recompute: Offer | None = None
-) -> Plan:
+def _as_plan(planning: Planning, auto: Auto, searched: MeshSearchResult, recompute: Offer | None = None) -> Plan:
     """Return the result of a search on the devices of the plan."""
     plan = planning.plan
-    found = plan_of(planning.trace, method, searched, lambda: recompute or _recomputed(plan))
+    found = plan_of(planning.trace, auto, searched, lambda: recompute or _recomputed(plan))
     mesh = replace(found.meshes[0], devices=plan.meshes[0].devices, machine=plan.meshes[0].machine)
     return replace(found, meshes=(mesh,), method=plan.method, schedule=plan.schedule)

@@ -22,7 +22,7 @@ from typing import Any
 
 from autopar.compiler.analysis.asked import contradicted
 from autopar.compiler.analysis.revise_program import with_option
-from autopar.compiler.analysis.revision import Planning, Revision
+from autopar.compiler.analysis.revision import Planning, Revision, other_schedules
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.training_loops import unroll_training_loops
 from autopar.compiler.inter_op.stage_costs import StageCost
@@ -43,7 +43,6 @@ from autopar.compiler.spmd.block_plan import layout_from_text
 from autopar.errors import AutoparError
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import MeshSharding
-from autopar.ir.schedules import SCHEDULES
 from autopar.methods import Auto
 
 _TIME_LIMIT_S = 60.0
@@ -196,10 +195,8 @@ def stage_decisions(planning: Planning, decision: str) -> Iterator[Revision]:
                 for move in (-1, 1):
                     yield from _moved_border(planning, border, move)
         case "schedule":
-            several = plan.num_stages > len(plan.meshes)
-            for name, schedule in SCHEDULES.items() if plan.num_stages > 1 else ():
-                if name != plan.schedule and (schedule.virtual_stages != (1,)) == several:
-                    yield _revision(planning, name, plan, schedule=name)
+            for name in other_schedules(plan):
+                yield _revision(planning, name, plan, schedule=name)
         case "num_microbatches":
             for count in planning.other_counts():
                 yield _revision(planning, str(count), plan, num_microbatches=count, stages=_shared(plan, count))

@@ -18,6 +18,7 @@ from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import Plan
+from autopar.ir.schedules import SCHEDULES
 from autopar.methods import Auto, Method, SearchMethod
 
 DECISIONS = ("stages", "schedule", "num_microbatches", "remat", "mesh_shape", "shares")
@@ -42,8 +43,8 @@ class Revision:
 class Planning:
     """A plan and what it was made from; `method` is None for a stored plan.
 
-    `cut` makes the stages of a plan, and `fits` says whether its devices hold at most their memory, or what they hold
-    in this plan. `memory_bytes` is that limit for the devices of its first mesh.
+    `cut` makes the stages of a plan, `made` is the plan of another method, and `fits` says whether the devices of a
+    plan hold at most their memory, or what they hold in this one. `memory_bytes` is that limit for its first mesh.
     """
 
     trace: Trace
@@ -51,6 +52,7 @@ class Planning:
     method: Method | None
     cluster: Cluster
     cut: Callable[[Plan], StageGraph]
+    made: Callable[[Method], Plan]
     fits: Callable[[Plan], bool]
     memory_bytes: float
 
@@ -87,6 +89,16 @@ class Planning:
             raise InvalidArgument(
                 f"{given.name} has shape {given.aval.shape}, which is too small to be split: every device has it."
             )
+
+
+def other_schedules(plan: Plan) -> list[str]:
+    """Return the other schedules of as many stages on a mesh; none for a plan of one stage."""
+    several = plan.num_stages > len(plan.meshes)
+    return [
+        name
+        for name, schedule in SCHEDULES.items()
+        if plan.num_stages > 1 and name != plan.schedule and (schedule.virtual_stages != (1,)) == several
+    ]
 
 
 def given_spec(plan: Plan, name: str) -> PartitionSpec:
