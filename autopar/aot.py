@@ -182,9 +182,13 @@ class Compiled:
         Returns the step's result. Beside the measured lanes stand the predicted ones, unless the plan was made for
         another machine.
         """
-        result, times = self.timed(self.source.arguments.split(args, kwargs))
+        result, times = self.measure(*args, **kwargs)
         write_trace(path, times, self.predicted())
         return result
+
+    def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, list[InstructionTime]]:
+        """Run one step in which every instruction is waited for: its result, and when each ran, for `Planned.view`."""
+        return self.timed(self.source.arguments.split(args, kwargs))
 
     def timed(self, call: Call) -> tuple[Any, list[InstructionTime]]:
         """Run one step in which every instruction is waited for: its result, and when each ran."""
@@ -481,15 +485,16 @@ class Planned:
         cluster: Cluster | None = None,
         beside: Planned | None = None,
         answers: Sequence[Answer] = (),
+        measured: Sequence[InstructionTime] = (),
     ) -> Path:
         """Write what `describe` returns as a page for a browser, one file that fetches nothing; return its path.
 
         `beside` is another plan, with its timeline and all that differs; `answers` are what `what_if` and `explain`
-        returned.
+        returned, and `measured` the times of a step that ran, as `Compiled.measure` returns them.
         """
         page, other = Path(path), None if beside is None else beside.describe(cluster)
         values = planned_values(self.trace, self.plan, lambda: passes.cut_step(self.trace, self.plan))
-        text = plan_page(self.describe(cluster), values=values, beside=other, answers=answers)
+        text = plan_page(self.describe(cluster), values=values, beside=other, answers=answers, measured=measured)
         page.write_text(text, encoding="utf-8")
         return page
 

@@ -200,6 +200,73 @@ def test_another_plan_and_answers_stand_beside_it(browser, pipeline, tmp_path):
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
+def test_the_measured_step_stands_below_the_modelled_one(browser, pipeline, tmp_path):
+    result, times = pipeline.lower().compile().measure(*arguments())
+    assert jax.tree.leaves(result) and {each.mesh for each in times} == {0, 1}
+    path = pipeline.view(tmp_path / "measured.html", measured=times)
+    shown = json.loads(data_of(path.read_text()))["measured"]
+    tasks = [each.name for each in times if each.is_task]
+    assert [each[4] for each in shown["events"] if each[3] != "T"] == tasks and len(tasks) >= 16
+    assert shown["step_time_s"] == max(t.stop_s for t in times) - min(t.start_s for t in times)
+    browser.get(path.as_uri())
+    canvas = browser.find_element("css selector", "#measured canvas")
+    assert canvas.is_displayed() and "times the modelled step" in browser.find_element("id", "measured").text
+    empty = (
+        "const c = document.createElement('canvas'); [c.width, c.height] = [arguments[0].width, arguments[0].height];"
+    )
+    before = browser.execute_script(f"{empty} return [c.toDataURL(), arguments[0].toDataURL()]", canvas)
+    assert before[0] != before[1]
+    browser.find_element("id", "in").click()
+    assert browser.execute_script("return arguments[0].toDataURL()", canvas) != before[1]
+    browser.get(pipeline.view(tmp_path / "modelled.html").as_uri())
+    assert not browser.find_elements("css selector", "#measured *")
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+HOSTILE = (
+    "<script>window.hacked = 1</script>",
+    "</script><script>window.hacked = 1</script>",
+    '"><img src=x onerror="window.hacked = 1">',
+    "javascript:window.hacked=1//",
+    "\u202eevitaerc\u202c \u2066\u2069\u2028window.hacked = 1",
+    "<!--<script>window.hacked = 1",
+    "__DATA__',window.hacked=1,'",
+)
+
+
+@pytest.mark.parametrize("forged", HOSTILE)
+def test_nothing_of_a_forged_plan_runs_in_a_browser(browser, pipeline, tmp_path, forged):
+    data = json.loads(pipeline.plan.to_json())
+    data["method"] = forged
+    for mesh in data["meshes"]:
+        for each in mesh["sharding"]["collectives"]:
+            each["scope"] = each["line"] = each["what"] = forged
+    data["certificate"] = {"step_time_s": 1.0, "lower_bound_s": 1.0, "tried": [], "stopped": forged,
+                           "runners_up": [[forged, 1.0]]}  # fmt: skip
+    (tmp_path / "forged.json").write_text(json.dumps(data))
+
+    def loss(params, batch):
+        return deep_loss({"layers": [{"<up>": each[forged], "down": each["down"]} for each in params["layers"]]}, batch)
+
+    params, batch = arguments()
+    params = {"layers": [{forged: each["<up>"], "down": each["down"]} for each in params["layers"]]}
+    named = autopar.parallelize(sgd(loss), method=METHODS["two stages"]).trace(params, batch).plan()
+    read = autopar.parallelize(sgd(deep_loss), method=autopar.Plan.load(tmp_path / "forged.json")).trace(*arguments())
+    pages = read.plan().view(tmp_path / "plan.html"), named.view(tmp_path / "names.html", beside=named)
+    shown: list[str] = []
+    for path in pages:
+        browser.get(path.as_uri())
+        for part in ("#cluster", "#treemap", "#layers", "#layers", "#up"):
+            browser.execute_script(f"(document.querySelector('{part} button, button{part}') || document.body).click()")
+        assert browser.execute_script("return window.hacked") is None
+        marks = "return [document.scripts.length, document.images.length, document.links.length]"
+        assert browser.execute_script(marks) == [2, 0, 0]
+        assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+        assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+        shown.append(browser.execute_script("return document.body.textContent"))
+    assert (forged in shown[0] and "window.hacked" in shown[1]) or "javascript:" in shown[1]
+
+
 def named_loss(params, batch):
     for name, layer in params.items():
         with jax.named_scope(name):

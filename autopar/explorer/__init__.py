@@ -19,7 +19,7 @@ from autopar.compiler.analysis.explain import CollectiveCauses, Explanation
 from autopar.compiler.analysis.planned_values import PlannedValue
 from autopar.description import PlanDescription
 from autopar.plan_difference import PlanDifference, plan_difference
-from autopar.runtime.timeline import Event, Timeline
+from autopar.runtime.timeline import Event, InstructionTime, Timeline
 
 Answer = PlanDifference | Explanation | CollectiveCauses
 """Of a question about a plan, as `what_if`, `diff` and `explain` return it."""
@@ -32,6 +32,8 @@ _MOST_CAUSES = 40
 """Collectives of one answer, those that take longest."""
 _COLUMNS = 4_000
 """Parts of a step that a screen can tell apart."""
+_Row = tuple[int, float, float, str, str, float]
+"""What is drawn: mesh, start, stop, kind, label and collective seconds."""
 
 
 def plan_page(
@@ -40,10 +42,12 @@ def plan_page(
     values: Sequence[PlannedValue] = (),
     beside: PlanDescription | None = None,
     answers: Sequence[Answer] = (),
+    measured: Sequence[InstructionTime] = (),
 ) -> str:
     """Return the page of a plan as HTML, complete in itself, with another plan beside it and answers about it.
 
-    `values` are those of the forward pass, which the page shows by their scopes.
+    `values` are those of the forward pass, which the page shows by their scopes; `measured` are the times of a step
+    that ran.
     """
     timeline = description.simulated.timeline
     data = description.to_data() | {
@@ -51,6 +55,7 @@ def plan_page(
         "values": _values(values),
         "answers": [_answer(each) for each in answers],
         "beside": None if beside is None else _beside(description, beside),
+        "measured": _measured(measured),
     }
     # `<` could end the element that holds the data, or begin a comment.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -58,13 +63,16 @@ def plan_page(
     return page.replace("__DATA__", text)
 
 
-def shown_events(timeline: Timeline) -> list[tuple[int, float, float, str, str, float]]:
+def shown_events(timeline: Timeline) -> list[_Row]:
     """Return mesh, start, stop, kind, label and collective seconds of what is drawn; kind X is of several tasks."""
-    rows = [_row(event) for event in timeline.events]
+    return _few([_row(event) for event in timeline.events], timeline.makespan_s)
+
+
+def _few(rows: list[_Row], makespan_s: float) -> list[_Row]:
     if len(rows) <= _MOST_EVENTS:
         return rows
-    column_s = timeline.makespan_s / _COLUMNS
-    merged: list[tuple[int, float, float, str, str, float]] = []
+    column_s = makespan_s / _COLUMNS
+    merged: list[_Row] = []
     for row in sorted(rows, key=lambda row: row[:2]):
         mesh, start, stop, kind, _, collective = row
         last = merged[-1] if merged else None
@@ -87,6 +95,25 @@ def shown_memory(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]
         peak = max(same, key=lambda point: point[1])
         shown += [peak] if peak is same[-1] else [peak, same[-1]]
     return shown
+
+
+def _measured(times: Sequence[InstructionTime]) -> dict[str, Any] | None:
+    """Return when each instruction ran, from the first one on: a task by its kind, T for what moves values."""
+    if not times:
+        return None
+    start_s, stop_s = min(each.start_s for each in times), max(each.stop_s for each in times)
+    rows: list[_Row] = [
+        (
+            each.mesh,
+            each.start_s - start_s,
+            each.stop_s - start_s,
+            each.name[0] if each.is_task else "T",
+            each.name,
+            0.0,
+        )
+        for each in times
+    ]
+    return {"events": _few(rows, stop_s - start_s), "step_time_s": stop_s - start_s}
 
 
 def _beside(here: PlanDescription, other: PlanDescription) -> dict[str, Any]:
@@ -149,5 +176,5 @@ def _table(title: str, words: str, columns: list[str], rows: list[list[str]]) ->
     return {"title": title, "words": words, "columns": columns, "rows": rows}
 
 
-def _row(event: Event) -> tuple[int, float, float, str, str, float]:
+def _row(event: Event) -> _Row:
     return event.mesh, event.start_s, event.stop_s, event.task.kind, event.label, event.collective_s
