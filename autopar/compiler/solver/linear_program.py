@@ -42,6 +42,8 @@ LAST_RESORT = 5.0
 LEAST_S = 5.0
 LARGEST_COST = 1e4
 """The largest cost after scaling: far above the solver's tolerance of 1e-7, far below where doubles end."""
+COST_TOLERANCE = 1e-6
+"""Share of its terms by which the cost of a solution may differ from what the solver says."""
 
 
 def solve_in_whole_numbers(
@@ -232,12 +234,33 @@ def run_program(
     bound = info.mip_dual_bound if program.num_whole else info.objective_function_value if optimal else -np.inf
     has_solution = info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible)
     found = has_solution and bool(program.num_whole or optimal)
+    columns = np.asarray(solver.getSolution().col_value) if found else None
+    if columns is not None and not _costs(program, columns, info.objective_function_value / scale):
+        if start is None:
+            raise _contradiction(
+                solver.version(), float(program.costs @ columns), info.objective_function_value / scale
+            )
+        # It returned what it was given: without that there is nothing to mistake for the solution.
+        return run_program(program, most_nodes=most_nodes, last_resort_s=last_resort_s, gap=gap)
     return ProgramResult(
-        columns=np.asarray(solver.getSolution().col_value) if found else None,
+        columns=columns,
         bound=bound / scale,
         num_nodes=int(info.mip_node_count) if program.num_whole else 0,
         timed_out=status == statuses.kTimeLimit,
     )
+
+
+def _contradiction(version: str, cost: float, said: float) -> SolverFailed:
+    return SolverFailed(
+        f"HiGHS {version} returned a solution that costs {cost:.6g} and says that it costs {said:.6g}; both must "
+        "agree. Install another release."
+    )
+
+
+def _costs(program: LinearProgram, columns: FloatArray, value: float) -> bool:
+    """Return whether a solution costs what the solver says that it does."""
+    unit = float(np.abs(program.costs) @ np.abs(columns))
+    return abs(float(program.costs @ columns) - value) <= COST_TOLERANCE * unit
 
 
 def _as_model(program: LinearProgram, scale: float) -> Any:

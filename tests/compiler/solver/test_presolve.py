@@ -1,5 +1,6 @@
 """Reductions and dual bounds keep the optimum, and lead back to it."""
 
+import highspy
 import numpy as np
 import pytest
 
@@ -115,6 +116,41 @@ def test_program_without_an_optimum_is_an_error_that_says_what_the_solver_said()
         at_most=np.inf,
     )
     with pytest.raises(SolverFailed, match=r"HiGHS stopped with 'Unbounded'.*1 variables"):
+        run_program(program)
+
+
+def choice(monkeypatch, returned):
+    """Return a choice of the second of two options, and the values that the solver is made to return from a start."""
+    program = LinearProgram(
+        costs=np.array([2.0, 1.0]),
+        lower=np.ones(1),
+        upper=np.ones(1),
+        entry_rows=np.zeros(2, int),
+        entry_columns=np.arange(2),
+        entries=np.ones(2),
+        num_whole=2,
+    )
+    sound = highspy.Highs.getSolution
+
+    def solution(solver):
+        found = sound(solver)
+        found.col_value = returned(found.col_value)
+        return found
+
+    monkeypatch.setattr(highspy.Highs, "getSolution", solution)
+    return program
+
+
+def test_a_solver_that_returns_its_start_for_its_solution_runs_without_one(monkeypatch):
+    start, answers = np.array([1.0, 0.0]), iter([[1.0, 0.0], [0.0, 1.0]])
+    program = choice(monkeypatch, lambda values: next(answers))
+    assert run_program(program, start=start).columns.tolist() == [0.0, 1.0]
+    assert next(answers, None) is None
+
+
+def test_a_solution_that_costs_other_than_the_solver_says_is_an_error(monkeypatch):
+    program = choice(monkeypatch, lambda values: values[::-1])
+    with pytest.raises(SolverFailed, match=r"a solution that costs 2 and says that it costs 1; .*another release"):
         run_program(program)
 
 
