@@ -16,12 +16,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from autopar.checks import check_count, is_positive, is_text
-from autopar.errors import InvalidArgument
+from autopar.errors import AutoparError, InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.runtime.distributed.ray_cluster import ANSWER_TIMEOUT_S, START_TIMEOUT_S, RayOptions, start_hosts
 
 if TYPE_CHECKING:
     from autopar.runtime.distributed.many_controllers import JaxSession
+    from autopar.runtime.distributed.ray_cluster import RayHosts
     from autopar.runtime.distributed.session import RaySession
 
 _log = logging.getLogger("autopar")
@@ -198,20 +199,35 @@ def restart(num_hosts: int | None = None) -> RaySession:
     As many as before, or `num_hosts`. Raises `InvalidArgument` without a session, or without room for so many, and
     `ClusterFailed` if one of them is lost before they have met; the session stays the failed one then.
     """
-    from autopar.runtime.distributed.session import RaySession
-
     old = ray_session()
     old.abandon()
     old.hosts.release()
     old.end_coordinator()
-    hosts = old.hosts.again(len(old.hosts.actors) if num_hosts is None else num_hosts)
+    count = len(old.hosts.actors) if num_hosts is None else num_hosts
+    try:
+        session = _in_place_of(old, old.hosts.again(count))
+    except _SparesFailed as failed:
+        _log.warning("Spare processes could not take the place of those lost: %s Starting new ones.", failed.__cause__)
+        old.hosts.spares.end()
+        session = _in_place_of(old, old.hosts.again(count))
+    _current[:] = [session]
+    return session
+
+
+class _SparesFailed(Exception):
+    """Processes of which some were spare ones did not become a world."""
+
+
+def _in_place_of(old: RaySession, hosts: RayHosts) -> RaySession:
+    from autopar.runtime.distributed.session import RaySession
+
     described_by = old.described_by
     if described_by is not None:
         described_by = described_by.with_devices(len(hosts.actors) * hosts.devices_per_host)
     try:
-        session = RaySession(hosts, step_timeout_s=old.step_timeout_s, described_by=described_by)
-    except BaseException:
+        return RaySession(hosts, step_timeout_s=old.step_timeout_s, described_by=described_by)
+    except BaseException as error:
         hosts.release()
+        if hosts.has_spares and isinstance(error, AutoparError):
+            raise _SparesFailed from error
         raise
-    _current[:] = [session]
-    return session

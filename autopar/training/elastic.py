@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 2.0
 """So often new hosts are looked for."""
 NOT_USED_S = 60.0
-"""A host that could not be used, for there was no plan or others took its room, is tried again after so long."""
+"""Hosts that could not be used, for there was no plan or others took their room, are tried again after so long."""
 
 _log = logging.getLogger("autopar")
 
@@ -44,6 +44,8 @@ class ElasticHosts:
     _traced: Traced | None = None
     _plans: list[tuple[Cluster, Plan]] = field(default_factory=list)
     _look_at_s: float = 0.0
+    _not_used: tuple[frozenset[str], float] = (frozenset(), 0.0)
+    """The hosts that could not be used, and until when they are not tried."""
 
     def begin(self, session: RaySession, trace: Callable[[], Traced]) -> None:
         """Know the step. Raises `InvalidArgument` if there is no plan for the least number of hosts."""
@@ -80,12 +82,19 @@ class ElasticHosts:
             raise HostsChange("a host leaves")
         if session.num_processes < self.most and time.monotonic() >= self._look_at_s:
             self._look_at_s = time.monotonic() + LOOK_EVERY_S
-            beside = session.hosts.room_beside()
+            known, until_s = self._not_used
+            if known == session.hosts.there() and time.monotonic() < until_s:
+                return
+            beside = session.hosts.ready_beside()
             if not beside:
                 return
             if (self._usable(session, session.num_processes + beside) or 0) > session.num_processes:
                 raise HostsChange("a host has joined")
-            self._look_at_s = time.monotonic() + NOT_USED_S
+            self._leave_out(session)
+
+    def _leave_out(self, session: RaySession) -> None:
+        """Do not try the hosts that are there for a while, unless others come."""
+        self._not_used = session.hosts.there(), time.monotonic() + NOT_USED_S
 
     def restart(self) -> Plan | None:
         """Start new processes in place of the session's, on as many hosts as there are and a plan can use: that plan.
@@ -94,7 +103,7 @@ class ElasticHosts:
         """
         session = ray_session()
         deadline = time.monotonic() + session.hosts.options.start_timeout_s
-        bound = self.most if session.failure is not None else session.num_processes + session.hosts.room_beside()
+        bound = self.most if session.failure is not None else session.num_processes + session.hosts.ready_beside()
         while True:
             session = ray_session()
             count = self._usable(session, min(session.hosts.room(), bound))
@@ -110,7 +119,7 @@ class ElasticHosts:
                     raise
                 _log.warning("Training cannot go on with %d hosts: %s", count, error)
                 bound = max(count - 1, self.least)
-                self._look_at_s = time.monotonic() + NOT_USED_S
+                self._leave_out(session)
 
     def _usable(self, session: RaySession, there: int) -> int | None:
         """The largest number of hosts, up to so many, that there is a plan for; None if there is none."""

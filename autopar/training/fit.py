@@ -254,6 +254,8 @@ class _Run:
             self._compile(self.state, batch)
             self._save()
             self.checkpoints.wait()
+        if self.recovers and current_session() is not None:
+            ray_session().hosts.prepare_spares()
         while True:
             try:
                 while batch is not None:

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -89,6 +90,7 @@ def wait_for_death(actor: Any) -> None:
 def cluster() -> Iterator[Nodes]:
     pytest.importorskip("ray")
     autopar.shutdown()
+    os.environ.setdefault("RAY_worker_niceness", "0")  # or processes wait for whatever else runs here
     made = Nodes(2)
     yield made
     autopar.shutdown()
@@ -167,6 +169,7 @@ def test_state_that_is_lost_with_its_only_holder_comes_from_the_last_checkpoint(
         if number == 5 and ray_session().num_processes == 2:
             lost = ray_session().hosts.actors[1]
             nodes.remove(nodes.of(1))
+            assert ray_session().hosts.room() == 1  # though Ray itself takes the node for alive for some time
             wait_for_death(lost)  # a process outlives its node for a while, and could train to the end
 
     _, history = fit(

@@ -10,6 +10,7 @@ no process has one, nothing is gathered, and a checkpoint is needed.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -116,13 +117,19 @@ def gather(session: RaySession, values: Sequence[DistributedArray]) -> list[Hand
         return None
     ray, actors = session.hosts.ray, session.hosts.actors
     numbers = [value.identity for value in values]
-    asked = {actor.run_beside.remote(shards_here, numbers): process for process, actor in enumerate(actors)}
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_SAY_S)
+    lost = session.replies.lost_processes
+    asked = {a.run_beside.remote(shards_here, numbers): n for n, a in enumerate(actors) if n not in lost}
+    places = [value.placed for value in values]
     held: dict[int, list[list[ShardRequest]]] = {}
-    for ref in answered:
-        with suppress(ray.exceptions.RayError):  # it died
-            held[asked[ref]] = ray.get(ref)
-    chosen = holders([value.placed for value in values], held)
+    chosen, waiting, deadline = None, list(asked), time.monotonic() + _SAY_S
+    while chosen is None and waiting:
+        ready, waiting = ray.wait(waiting, timeout=max(deadline - time.monotonic(), 0.0))
+        if not ready:
+            break
+        for ref in ready:
+            with suppress(ray.exceptions.RayError):  # it died
+                held[asked[ref]] = ray.get(ref)
+        chosen = holders(places, held)
     if chosen is None:
         return None
     return [

@@ -49,6 +49,8 @@ from autopar.runtime.unfinished import UnfinishedTask, wait_until_ready, words_o
 
 # A process that hears nothing of the others for so long gives up; the driver is faster, if it lives.
 HEARTBEAT_TIMEOUT_S = 60
+END_S = 10.0
+"""A process that was killed is gone before; one that the system does not let end keeps nobody waiting longer."""
 
 
 class Host:
@@ -76,6 +78,7 @@ class Host:
     def join(self, spec: WorldSpec) -> HostReport:
         """Set up JAX as the driver has it, meet the others, and open the channel."""
         _quiet_standard_output()
+        _wait_for_end(spec.after)
         os.environ.update(spec.environment)
         sys.path.extend(path for path in spec.search_path if path not in sys.path)
         _set(spec.jax_settings)
@@ -288,6 +291,13 @@ def _set(settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if getattr(jax.config, name) != value:
             jax.config.update(name, value)
+
+
+def _wait_for_end(pids: Sequence[int]) -> None:
+    """Return when none of these processes is there any more, or after `END_S`."""
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline and any(os.path.exists(f"/proc/{pid}/exe") for pid in pids):
+        time.sleep(0.02)
 
 
 def _quiet_standard_output() -> None:

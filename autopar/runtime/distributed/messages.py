@@ -31,6 +31,8 @@ class WorldSpec:
     search_path: tuple[str, ...]
     start_timeout_s: float
     """How long the processes may take to meet."""
+    after: tuple[int, ...] = ()
+    """Processes of this host that have been told to end: their devices are free when they have."""
 
 
 @dataclass(frozen=True, kw_only=True)

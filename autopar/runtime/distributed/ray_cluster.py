@@ -1,7 +1,7 @@
 """The processes of a cluster, as actors of Ray: one per host, each with all of the host's devices that it is given.
 
     start_hosts    Ray is started or joined -> a placement group -> one actor per bundle, in the order of nodes
-    RayHosts       the actors; they are killed, replaced, and given back
+    RayHosts       the actors; they are killed, replaced, by spare ones where there are some, and given back
 
 Ray runs the processes and says when one dies. Nothing of a step goes through its object store but what the driver
 sends and fetches.
@@ -10,19 +10,24 @@ sends and fetches.
 from __future__ import annotations
 
 import os
+import socket
 import time
 import warnings
-from collections.abc import Generator, Mapping
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import HostLost, InvalidArgument, Unsupported
 from autopar.progress import search_progress, tell
+from autopar.runtime.distributed.spares import Spares, describe
 
 CONNECT_TIMEOUT_S = 20.0
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 30.0
+NODE_TIMEOUT_S = 1.0
 _KIND = "accelerator_type:"  # what Ray calls the kind of a node's devices
 _QUIET: dict[str, Any] = {"logging_level": "error", "log_to_driver": True}
 
@@ -62,6 +67,15 @@ class RayHosts:
     """Whether a loss leaves the other processes as they are, so that what they hold can be taken from them."""
     leaving: frozenset[str] = frozenset()
     """Ray's names for nodes that are about to go: no process is started there."""
+    spares: Spares
+    pids: tuple[int, ...] = ()
+    """The number of every process on its node, once they have met."""
+    before: tuple[tuple[str, int], ...] = ()
+    """The processes in whose place these are, as node and number there."""
+    reached: frozenset[str] = frozenset()
+    """Ray's names for nodes of these processes, and of those before, that have answered."""
+    has_spares: bool = False
+    """Whether some of these were spare processes."""
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -75,6 +89,7 @@ class RayHosts:
         """Kill the processes, remove the placement group and stop Ray, each if it was ours."""
         if not self.ray.is_initialized():
             return
+        self.spares.end()
         self.release()
         if self.owns_ray:
             self.ray.shutdown()
@@ -90,16 +105,63 @@ class RayHosts:
 
     def room(self) -> int:
         """Return for how many processes like these the nodes that are alive have room, these ones given back."""
-        needed = {"GPU": self.devices_per_host} if self.uses_gpus else {"CPU": 1}
-        alive = [node["Resources"] for node in self.ray.nodes() if node["Alive"] and node["NodeID"] not in self.leaving]
-        return sum(min(int(node.get(name, 0) // count) for name, count in needed.items()) for node in alive)
+        return sum(self._room_on().values())
+
+    def _room_on(self) -> Counter[str]:
+        """Return by node for how many processes it has room, these ones given back."""
+        avoided = self.leaving | self.silent()
+        alive = [node for node in self.ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
+        return Counter({node["NodeID"]: _times(node["Resources"], self._needed) for node in alive})
+
+    @property
+    def _needed(self) -> dict[str, int]:
+        return {"GPU": self.devices_per_host} if self.uses_gpus else {"CPU": 1}
 
     def room_beside(self) -> int:
         """Return for how many more processes there is room now, with these and those of others where they are."""
-        free = self.ray.available_resources()
-        needed = {"GPU": self.devices_per_host} if self.uses_gpus else {"CPU": 1}
-        beside = min(int(free.get(name, 0) // count) for name, count in needed.items())
-        return max(min(beside, self.room() - len(self.actors)), 0)
+        beside = _times(self.ray.available_resources(), self._needed)
+        return max(min(beside, self.room() - len(self.actors)), 0) if beside else 0
+
+    def there(self) -> frozenset[str]:
+        """Return Ray's names for the nodes that are alive."""
+        return frozenset(node["NodeID"] for node in self.ray.nodes() if node["Alive"]) - self.silent()
+
+    def silent(self) -> frozenset[str]:
+        """Return the nodes that Ray takes for alive, and that answered before and do so no more.
+
+        Ray itself says that a node is gone after 15 s, and until then would start processes there.
+        """
+        known = [node for node in self.ray.nodes() if node["Alive"] and node["NodeID"] in self.reached]
+        return frozenset(node["NodeID"] for node in known) - _answering(known)
+
+    def prepare_spares(self) -> None:
+        """Start one spare process beside each of these, and do not wait."""
+        self._prepare(self.node_names)
+
+    def ready_beside(self) -> int:
+        """Return for how many more processes there is room and a spare process; others are started meanwhile.
+
+        Where new processes get GPUs, for how many there is room: only a process that Ray gave GPUs may use them.
+        """
+        count = self.room_beside()
+        if not count or self.uses_gpus:
+            return count
+        beside = list((self._room_on() - Counter(self.node_names)).elements())
+        self._prepare([*self.node_names, *beside])
+        return min(len(self.spares.warm([*self.node_names, *beside])) - len(self.spares.warm(self.node_names)), count)
+
+    def _prepare(self, nodes: Sequence[str]) -> None:
+        actors = dict(zip(self.node_names, self.actors))
+        if self.uses_gpus:  # of a part of a node's GPUs, Ray might have given them to others meanwhile
+            counts = {node["NodeID"]: node["Resources"].get("GPU") for node in self.ray.nodes()}
+            nodes = [node for node in nodes if counts.get(node) == self.devices_per_host]
+        models: dict[str, Any] = {}
+
+        def model_of(node: str) -> Any:
+            actor = actors.get(node, self.actors[0])
+            return models.setdefault(node, actor.run_beside.remote(describe))
+
+        self.spares.prepare(model_of, nodes)
 
     def nodes_called(self, host: str) -> dict[str, str]:
         """Return the nodes with this address, host name or name of Ray's: Ray's names, each with its address.
@@ -119,7 +181,28 @@ class RayHosts:
     def again(self, num_hosts: int) -> RayHosts:
         """So many new processes in place of these, which were released."""
         options = replace(self.options, num_hosts=num_hosts)
-        return _make_actors(self.ray, options, self.owns_ray, self.survivors_stay, self.leaving)
+        return _make_actors(self.ray, options, self.owns_ray, replaced=self)
+
+
+def _times(there: Mapping[str, float], needed: Mapping[str, int]) -> int:
+    """Return how many times what is needed is there."""
+    return min(int(there.get(name, 0) // count) for name, count in needed.items())
+
+
+def _answering(nodes: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Return Ray's names for those of these nodes at which it listens."""
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        answers = list(pool.map(_listens, nodes))
+    return frozenset(node["NodeID"] for node, answer in zip(nodes, answers) if answer)
+
+
+def _listens(node: Mapping[str, Any]) -> bool:
+    try:
+        address = node["NodeManagerAddress"], node["NodeManagerPort"]
+        socket.create_connection(address, timeout=NODE_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def import_ray() -> Any:
@@ -218,8 +301,6 @@ def _forking() -> Generator[None]:
 
 def check_answers(address: str) -> None:
     """Raise `InvalidArgument` if nothing listens there; Ray itself waits much longer to find out."""
-    import socket
-
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise InvalidArgument(f"The address of the Ray cluster is {address!r}; it must be host:port, or 'auto'.")
@@ -232,18 +313,13 @@ def check_answers(address: str) -> None:
         ) from None
 
 
-def _make_actors(
-    ray: Any,
-    options: RayOptions,
-    owns_ray: bool,
-    survivors_stay: bool = False,
-    leaving: frozenset[str] = frozenset(),
-) -> RayHosts:
+def _make_actors(ray: Any, options: RayOptions, owns_ray: bool, replaced: RayHosts | None = None) -> RayHosts:
     num_hosts, devices, uses_gpus = _sizes(ray, options)
     bundle: dict[str, float] = {"CPU": 1, **({"GPU": devices} if uses_gpus else {})}
     owns_group = options.placement_group is None
     if owns_group:
         _check_resources(ray, bundle, num_hosts)
+    avoided = replaced.leaving | replaced.silent() if replaced is not None else frozenset[str]()
     hosts = RayHosts(
         ray=ray,
         actors=[],
@@ -251,13 +327,16 @@ def _make_actors(
         node_names=(),
         devices_per_host=devices,
         uses_gpus=uses_gpus,
-        group=_placement_group(ray, [bundle] * num_hosts, leaving) if owns_group else options.placement_group,
+        group=_placement_group(ray, [bundle] * num_hosts, avoided) if owns_group else options.placement_group,
         owns_group=owns_group,
         owns_ray=owns_ray,
         options=options,
-        survivors_stay=survivors_stay,
-        leaving=leaving,
+        spares=Spares(ray=ray, start=lambda node: _spare_actor(ray, options, node)),
     )
+    if replaced is not None:
+        hosts.survivors_stay, hosts.leaving = replaced.survivors_stay, replaced.leaving
+        hosts.spares, hosts.reached = replaced.spares, replaced.reached
+        hosts.before = tuple(zip(replaced.node_names, replaced.pids))
     try:
         _start_actors(hosts, bundle, num_hosts)
     except BaseException:
@@ -266,9 +345,9 @@ def _make_actors(
     return hosts
 
 
-def _placement_group(ray: Any, bundles: list[Mapping[str, float]], leaving: frozenset[str]) -> Any:
-    elsewhere = {"ray.io/node-id": f"!in({','.join(sorted(leaving))})"} if leaving else {}
-    options = {"bundle_label_selector": [elsewhere] * len(bundles)} if leaving else {}
+def _placement_group(ray: Any, bundles: list[Mapping[str, float]], avoided: frozenset[str]) -> Any:
+    elsewhere = {"ray.io/node-id": f"!in({','.join(sorted(avoided))})"} if avoided else {}
+    options = {"bundle_label_selector": [elsewhere] * len(bundles)} if avoided else {}
     return ray.util.placement_group(bundles, strategy="PACK", **options)
 
 
@@ -296,17 +375,22 @@ def _start_actors(hosts: RayHosts, bundle: Mapping[str, float], num_hosts: int) 
     deadline = time.monotonic() + hosts.options.start_timeout_s
     _wait_for_room(hosts, bundle, num_hosts, deadline)
     try:
-        for number in range(num_hosts):
-            hosts.actors.append(_actor(hosts, bundle, number))
+        nodes = hosts.ray.util.placement_group_table(hosts.group)["bundles_to_node_id"]
+        spares = hosts.spares.take([nodes[number] for number in range(num_hosts)])
+        hosts.has_spares = any(spare is not None for spare in spares)
+        for number, spare in enumerate(spares):
+            hosts.actors.append(_actor(hosts, bundle, number) if spare is None else spare)
     except ValueError as error:
         raise InvalidArgument(f"Ray refuses to start a process: {error}. Correct the runtime_env.") from error
     places = _places(hosts, deadline)
     # Neighbours in the world are neighbours in the machine room, and devices of a kind stand together.
-    kinds = {node["NodeID"]: sorted(r for r in node["Resources"] if r.startswith(_KIND)) for node in hosts.ray.nodes()}
+    nodes = hosts.ray.nodes()
+    kinds = {node["NodeID"]: sorted(r for r in node["Resources"] if r.startswith(_KIND)) for node in nodes}
     order = sorted(range(num_hosts), key=lambda n: (kinds.get(places[n][1], []), places[n], n))
     hosts.actors[:] = [hosts.actors[n] for n in order]
     hosts.nodes = tuple(places[n][0] for n in order)
     hosts.node_names = tuple(places[n][1] for n in order)
+    hosts.reached |= _answering([node for node in nodes if node["NodeID"] in hosts.node_names])
 
 
 def _wait_for_room(hosts: RayHosts, bundle: Mapping[str, float], num_hosts: int, deadline: float) -> None:
@@ -390,19 +474,29 @@ def _check_resources(ray: Any, bundle: Mapping[str, float], num_hosts: int) -> N
 def _actor(hosts: RayHosts, bundle: Mapping[str, float], number: int) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+    where = PlacementGroupSchedulingStrategy(placement_group=hosts.group, placement_group_bundle_index=number)
+    return _start_actor(hosts.ray, hosts.options, where, bundle["CPU"], bundle.get("GPU", 0))
+
+
+def _spare_actor(ray: Any, options: RayOptions, node: str) -> Any:
+    # It takes nothing that others could use, and works in the bundle of the process that it stands in for.
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return _start_actor(ray, options, NodeAffinitySchedulingStrategy(node, soft=False), 0, 0)
+
+
+def _start_actor(ray: Any, options: RayOptions, where: Any, cpus: float, gpus: float) -> Any:
     from autopar.runtime.distributed.ray_actor import HostActor
 
     return (
         # Steps in the order that they were sent; health is answered beside them.
-        hosts.ray.remote(concurrency_groups={"health": 3})(HostActor)
+        ray.remote(concurrency_groups={"health": 3})(HostActor)
         .options(
-            num_cpus=bundle["CPU"],
-            num_gpus=bundle.get("GPU", 0),
+            num_cpus=cpus,
+            num_gpus=gpus,
             max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=hosts.group, placement_group_bundle_index=number
-            ),
-            runtime_env=dict(hosts.options.runtime_env or {}),
+            scheduling_strategy=where,
+            runtime_env=dict(options.runtime_env or {}),
         )
         .remote()
     )

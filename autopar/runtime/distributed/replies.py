@@ -47,6 +47,8 @@ class Replies:
         self.failure: AutoparError | None = None
         self.meshes_of: Mapping[int, Sequence[int]] = {}
         """The meshes that each process works for, in the step that was loaded last: for messages."""
+        self.lost_processes: set[int] = set()
+        """Those that are known to have died."""
         self._ray = hosts.ray
         self._lock = threading.Lock()
         self._pending: deque[_Pending] = deque()
@@ -201,6 +203,8 @@ class Replies:
     def lost(self, number: int | None, doing: str, reason: str) -> HostLost:
         """The error for a process that died; `reason` is what Ray says."""
         first = next((line.strip() for line in reason.splitlines() if "cause" in line.lower() or "exit" in line), "")
+        if number is not None:
+            self.lost_processes.add(number)
         lost = f"Lost {self.describe(number)} during {doing}; it died. {first}"
         if self.hosts.survivors_stay:
             return HostLost(f"{lost} The others keep what they hold until it is taken from them.")

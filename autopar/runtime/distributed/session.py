@@ -223,6 +223,7 @@ class RaySession(Numbering):
         self._ray = hosts.ray
         self._coordinator: Any = None
         self.reports = self._join()
+        hosts.pids = tuple(report.pid for report in self.reports)
         self.process_of = self.reports[0].process_of
         self.described_by = described_by
         kinds = [self.reports[process].device_kind for process in self.process_of]
@@ -264,6 +265,7 @@ class RaySession(Numbering):
             jax_settings=jax_settings(),
             search_path=_search_path(),
             start_timeout_s=self.hosts.options.start_timeout_s,
+            after=tuple(pid for node, pid in self.hosts.before if node == self.hosts.node_names[number]),
         )
 
     @property

@@ -1,6 +1,7 @@
 """Processes by Ray: what keeps them from starting is said in Ray's own words, and what was taken is given back."""
 
 import os
+import signal
 
 import jax
 import numpy as np
@@ -27,6 +28,7 @@ def test_a_cluster_that_cannot_be_joined_is_refused_with_what_ray_says():
 
 @pytest.fixture(scope="module")
 def _joined_ray():
+    os.environ.setdefault("RAY_worker_niceness", "0")  # or processes wait for whatever else runs here
     ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="error")
     yield
     autopar.shutdown()
@@ -102,3 +104,56 @@ def test_a_restart_keeps_the_description_and_gives_back_processes_that_cannot_me
     autopar.shutdown()
     with pytest.raises(InvalidArgument, match="there are 0 now"):
         checkpoints.restore(like=lost)
+
+
+def double(*arguments):
+    step = autopar.parallelize(lambda state, batch: (state * 2, {}), method=autopar.DataParallel())
+    return jax.device_get(step(*arguments)[0])
+
+
+def use_devices(host):
+    jax.devices()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_joined_ray")
+def test_spare_processes_take_the_places_of_lost_ones_and_new_ones_those_of_spares_that_cannot(caplog):
+    arguments = np.ones(4, np.float32), np.ones((4, 1), np.float32)
+    autopar.init(cluster="ray", num_hosts=1, devices_per_host=2)
+    np.testing.assert_array_equal(double(*arguments), [2, 2, 2, 2])
+
+    def pids():
+        return {report.pid for report in session.ray_session().reports}
+
+    def prepared():
+        hosts = session.ray_session().hosts
+        hosts.prepare_spares()
+        hosts.prepare_spares()  # they are there already
+        spares = {ray.get(spare.warm): spare.actor for spare in hosts.spares.waiting}
+        assert len(spares) == 1
+        assert not pids() & spares.keys()
+        return spares
+
+    spares = prepared()
+    session.restart()
+    assert pids() == spares.keys()
+    np.testing.assert_array_equal(double(*arguments), [2, 2, 2, 2])
+
+    spares = prepared()
+    for dead in spares:
+        os.kill(dead, signal.SIGKILL)
+    session.restart()
+    assert not pids() & spares.keys()
+
+    spares = prepared()
+    ray.get([actor.run.remote(use_devices) for actor in spares.values()])  # as many as it sees now, and not 2
+    session.restart()
+    assert not pids() & spares.keys()
+    assert "Spare processes could not take the place of those lost" in caplog.text
+    np.testing.assert_array_equal(double(*arguments), [2, 2, 2, 2])
+
+    spares = prepared()
+    autopar.shutdown()
+    for actor in spares.values():
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(actor.answer_ping.remote(), timeout=30)
