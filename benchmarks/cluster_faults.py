@@ -12,7 +12,9 @@ steps. A fault breaks one process in one phase, and is right if
 
 and no process of ours and no file in shared memory is left. The tables say after how many seconds the driver knew,
 after how many there were new processes, and after how many it trained again. Faults follow each other on one cluster,
-but those of its start and its end. A run with `--json FILE` that was stopped goes on where it was.
+but those of its start and its end, each once the spare processes of the last recovery have started. "load again" is the
+load in the processes that take the place of others; `elastic` keeps the number of hosts here, and `benchmarks.elastic`
+changes it. A run with `--json FILE` that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -175,14 +177,15 @@ def faults() -> list[Fault]:
         tasks = _tasks_of(process, 2)
         on: Callable[..., Fault] = functools.partial(Fault, process=process)
         for act, phases in {
-            "kill": ("plan", "load", *tasks, "save", "between steps", "restore", "replan", "start", "shutdown"),
-            "raise": ("load", *tasks, "save", "restore", "replan"),
+            "kill": ("plan", "load", *tasks, "save", "between steps", "restore", "load again", "start", "shutdown"),
+            "raise": ("load", *tasks, "save", "restore", "load again"),
             "hang": tasks,
             "stop": ("plan", "backward", "save", "between steps", "restore", "shutdown"),
             "terminate": ("between steps",),
         }.items():
             found += [
-                on(phase=phase, act=act, on_failure="elastic" if phase == "replan" else "restart") for phase in phases
+                on(phase=phase, act=act, on_failure="elastic" if phase == "load again" else "restart")
+                for phase in phases
             ]
         found += [
             on(phase="update", act="kill", on_failure="elastic"),
@@ -194,14 +197,14 @@ def faults() -> list[Fault]:
         Fault(phase="forward", act="a loss that is not a number", process=0, error=NonFiniteLoss),
     ]
     for process in range(4):
-        phases = ("plan", "load", *_tasks_of(process, 4), "save", "between steps", "restore", "replan")
+        phases = ("plan", "load", *_tasks_of(process, 4), "save", "between steps", "restore", "load again")
         found += [
             Fault(
                 phase=phase,
                 act="kill",
                 process=process,
                 processes=4,
-                on_failure="elastic" if phase == "replan" else "restart",
+                on_failure="elastic" if phase == "load again" else "restart",
             )
             for phase in phases
         ]
@@ -332,6 +335,7 @@ class Trainings:
         def at(place: str) -> None:
             current: Any = session.current_session()
             if place == "step":
+                _spares()
                 seen.watch()
             if fault.phase in ("plan", "between steps"):
                 seen.broke_at(time.time())
@@ -339,14 +343,15 @@ class Trainings:
             elif fault.act == "fill the disk":
                 seen.broke_at(time.time())
                 current.run_everywhere(allow_files_of, 64)
-            elif place == "step" and fault.phase in ("restore", "replan"):  # the fault itself comes in the recovery
+            elif place == "step" and fault.phase in ("restore", "load again"):  # the fault itself comes in the recovery
                 os.kill(current.reports[0].pid, signal.SIGKILL)
             else:
-                phase = "load" if fault.phase == "replan" else fault.phase
+                phase = "load" if fault.phase == "load again" else fault.phase
                 current.run_everywhere(arm, fault.process, phase, fault.act, seen.file)
 
         def batches(number: int) -> Any:
             if number == 0 and fault.phase in ("plan", "load") and next(first_batches, False):
+                _spares()
                 seen.watch()
                 at("first batch")
             bad = fault.error is NonFiniteLoss and number > break_after + 2
@@ -366,14 +371,14 @@ class Trainings:
         def restarted(*arguments: Any) -> Any:
             result = restart(*arguments)
             seen.restarts.append(time.time())
-            if fault.phase in ("restore", "replan") and next(first_restarts, False):
+            if fault.phase in ("restore", "load again") and next(first_restarts, False):
                 at("restart")
             return result
 
         for module in recovering:
             module.restart = restarted
         checkpoints = folder / "checkpoints"
-        elastic = {"elastic": (1, fault.processes)} if fault.on_failure == "elastic" else None
+        elastic = {"elastic": (fault.processes, fault.processes)} if fault.on_failure == "elastic" else None
         options = {**(elastic or {"on_failure": fault.on_failure}), "on_step": on_step}
         try:
             losses = self.train(checkpoints, batches, **options)
@@ -402,7 +407,7 @@ class Trainings:
     def _strangers(self) -> set[str]:
         """Return processes of clusters before this one."""
         current: Any = session.current_session()
-        own = {report.pid for report in current.reports} if current is not None else set()
+        own = {report.pid for report in current.reports} | _spares() if current is not None else set[int]()
         return {f"process {pid} {words[:40]}" for pid, words in _marked() if "HostActor" in words and pid not in own}
 
 
@@ -446,6 +451,12 @@ class _Seen:
         began = self.broken_at
         known_s, restarted_s, again_s = (None if at is None or began is None else at - began for at in times)
         return known_s, restarted_s, again_s
+
+
+def _spares() -> set[int]:
+    """Return the numbers of the spare processes, when they have started."""
+    hosts = session.ray_session().hosts
+    return {hosts.ray.get(spare.warm) for spare in hosts.spares.waiting}
 
 
 def _next(times: Sequence[float], since: float | None) -> float | None:

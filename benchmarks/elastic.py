@@ -5,17 +5,19 @@
 
 A Ray cluster of nodes on this machine, with room for one process of two devices each, trains a small model by
 `autopar.fit(elastic=(1, 3))`. Between steps one thing after another happens to it, each once the run has done a step
-after the one before:
+after the one before and spare processes stand by:
 
     lost         a node ends without a word
+    lost twice   the same, and one of the processes that are to go on dies when they load the new plan
     leaves       a node says that it will go, and goes when training has left it
     joins        a node comes
     other kind   a node comes whose processor is of a kind that the others are not
 
 The run is right if every step was done once, in order, and losses and last state are those of an undisturbed run on one
 device, up to the rounding of sums that another plan takes in another order. The table says how many seconds passed from
-each event to the end of the next step with the new hosts, and how often a checkpoint was needed. Only what Ray itself
-says is known to the run: the benchmark tells it of no loss.
+each event to the end of the next step with the new hosts, for how many of them no step ended at all, and how often a
+checkpoint was needed: training goes on while the processes of a host that joins start. Only what Ray itself says is
+known to the run: the benchmark tells it of no loss.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import logging
 import os
 import platform
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -38,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("RAY_worker_niceness", "0")  # as hosts of their own would: Ray's processes wait for nothing else
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +97,7 @@ class Event:
     hosts_before: int
     hosts_after: int = 0
     to_next_step_s: float | None = None
+    pause_s: float = 0.0
     from_storage: bool = False
 
 
@@ -125,15 +130,18 @@ class Disturbances:
         self.events: list[Event] = []
         self.steps: list[int] = []
         self._draw = random.Random(seed)
-        self._began_s = 0.0
+        self._began_s = self._step_s = 0.0
         self._leaving: Any = None
         self._rest = 1
+        self._restart = importlib.import_module("autopar.training.elastic").restart
 
     def __call__(self, step: int, metrics: Any) -> None:
         """After a step."""
         self.steps.append(step)
+        since_s, self._step_s = max(self._step_s, self._began_s), time.monotonic()
         hosts = ray_session().num_processes
         if self.events and self.events[-1].to_next_step_s is None:
+            self.events[-1].pause_s = max(self.events[-1].pause_s, self._step_s - since_s)
             if not self._absorbed():
                 if time.monotonic() - self._began_s > PATIENCE_S:
                     raise RuntimeError(f"the run took no notice of {self.events[-1]} for {PATIENCE_S:g} s")
@@ -146,8 +154,9 @@ class Disturbances:
                 self.nodes.remove(self._leaving)
                 self._leaving = None
             self._rest = self._draw.randint(1, 3)
-        elif self._rest:
-            self._rest -= 1
+        elif self._rest or not self._spares_stand_by():
+            self._rest = max(self._rest - 1, 0)
+            time.sleep(0.05)
         elif len(self.events) < self.count:
             self._next(step, hosts)
 
@@ -156,12 +165,19 @@ class Disturbances:
         there = {node.node_id for node in self.nodes.there if node is not self._leaving}
         return set(ray_session().hosts.node_names) == there
 
+    def _spares_stand_by(self) -> bool:
+        hosts = ray_session().hosts
+        return len(hosts.spares.warm(hosts.node_names)) == len(hosts.node_names)
+
     def _next(self, step: int, hosts: int) -> None:
         fewer, more = ["lost", "lost", "leaves"], ["joins", "other kind"]
+        fewer += ["lost twice"] if hosts > LEAST + 1 else []
         what = self._draw.choice((fewer if hosts > LEAST else []) + (more if hosts < MOST else []))
         self.events.append(Event(what=what, step=step, hosts_before=hosts))
         node = self._draw.choice(self.nodes.there)
-        if what == "lost":
+        if what == "lost twice":
+            self._kill_after_restart()
+        if what.startswith("lost"):
             self._began_s = time.monotonic()
             self.nodes.remove(node)
             return
@@ -171,6 +187,18 @@ class Disturbances:
         else:
             self.nodes.add(other_kind=what == "other kind")
         self._began_s = time.monotonic()
+
+    def _kill_after_restart(self) -> None:
+        """Let the first of the next processes die before it loads anything."""
+        module = importlib.import_module("autopar.training.elastic")
+
+        def restart(count: int | None = None) -> RaySession:
+            started = self._restart(count)
+            module.restart = self._restart
+            os.kill(started.reports[0].pid, signal.SIGKILL)
+            return started
+
+        module.restart = restart
 
 
 def watch_storage(disturbances: Disturbances) -> None:
@@ -247,11 +275,12 @@ def run(count: int, method: str, seed: int, checkpoint_every: int) -> tuple[list
 
 def show(console: Console, events: Sequence[Event]) -> None:
     """Print a row for each sort of event."""
-    table = Table("event", "times", "to the next step s, median", "worst", "from a checkpoint")
+    columns = ("event", "times", "to the next step s", "without a step s", "from a checkpoint")
+    table = Table(*columns, caption="seconds: median, and the worst in brackets")
     for what in (*dict.fromkeys(event.what for event in events), None):
         rows = [event for event in events if what in (None, event.what)]
-        times = [event.to_next_step_s for event in rows if event.to_next_step_s is not None]
-        cells = [f"{statistics.median(times):.1f}", f"{max(times):.1f}"] if times else ["", ""]
+        times = [(event.to_next_step_s, event.pause_s) for event in rows if event.to_next_step_s is not None]
+        cells = [f"{statistics.median(each):.1f} ({max(each):.1f})" for each in zip(*times)] or ["", ""]
         table.add_row(what or "all", str(len(rows)), *cells, str(sum(event.from_storage for event in rows)))
     console.print(table)
 
