@@ -16,6 +16,7 @@ the same machine.
 
 import argparse
 import json
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -60,6 +61,7 @@ def main(arguments: argparse.Namespace) -> None:
             f"--calibrate is {arguments.calibrate:g}, it must be a fraction between 0 and 1, for the other rows are "
             "tested. Give one like 0.2."
         )
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
     measurements = sampled(read_measurements(arguments.measurements), arguments.sample)
     journal = Journal(arguments.json and arguments.json.with_suffix(".journal"))
     report = accuracy_report(
@@ -70,6 +72,8 @@ def main(arguments: argparse.Namespace) -> None:
         Console().print(f"{each['rows']:4} rows skipped of {each['source']}: {each['reason']}", highlight=False)
     for each in report["unreadable"]:
         Console().print(f"line {each['line']} cannot be read: it {each['reason']}", highlight=False)
+    took_s, took_cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
+    Console().print(f"{len(measurements.rows)} rows took {took_s:.0f} s, {took_cpu_s:.0f} of them of a processor")
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if not any(each["reason"] == _NOT_REACHED for each in report["skipped"]):
@@ -88,9 +92,9 @@ def accuracy_report(
     skipped: Counter[tuple[str, str]] = Counter()
     if measurements.columns is STEPS:
         _check_steps(fraction, leave_out)
-        sources, predictions = _read_steps(measurements, skipped, journal or Journal(None))
+        sources, predictions, plain = _read_steps(measurements, skipped, journal or Journal(None))
     else:
-        sources, predictions = _read_runs(measurements, fraction, leave_out, skipped)
+        sources, predictions, plain = _read_runs(measurements, fraction, leave_out, skipped)
     report: dict[str, Any] = {
         "calibrate": fraction,
         "leave_out": leave_out,
@@ -101,6 +105,8 @@ def accuracy_report(
         ],
         "unreadable": [{"line": line, "reason": reason} for line, reason in measurements.unreadable],
     }
+    if fraction:
+        report["all"]["uncalibrated"] = summary(plain)
     if rows:
         report["predictions"] = [_row_report(each, fitted) for each, fitted in predictions]
     return report
@@ -117,8 +123,8 @@ def sampled(measurements: Measurements, fraction: float) -> Measurements:
     return replace(measurements, rows=tuple(row for row in measurements.rows if place(row) < fraction))
 
 
-Read = tuple[dict[str, Any], list[tuple[Predicted, bool]]]
-"""The figures of every source; every prediction, with whether its row was fitted to."""
+Read = tuple[dict[str, Any], list[tuple[Predicted, bool]], list[Predicted]]
+"""The figures of every source; every prediction, with whether its row was fitted to; those of tested rows unfitted."""
 
 
 def _read_runs(
@@ -133,11 +139,14 @@ def _read_runs(
             skipped[row.source, str(why)] += 1
     sources: dict[str, Any] = {}
     predictions: list[tuple[Predicted, bool]] = []
+    plain: list[Predicted] = []
     for source in sorted(cases):
         others = [case for other in sorted(cases) if other != source for case in cases[other]]
-        sources[source], predicted = _source_report(cases[source], fraction, others if leave_out else cases[source])
+        known = others if leave_out else cases[source]
+        sources[source], predicted, unfitted = _source_report(cases[source], fraction, known)
         predictions += predicted
-    return sources, predictions
+        plain += unfitted
+    return sources, predictions, plain
 
 
 def without_source(row: Row) -> Row:
@@ -182,7 +191,7 @@ def _read_steps(measurements: Measurements, skipped: Counter[tuple[str, str]], j
         except KeyboardInterrupt:
             skipped.update((each.row.source, _NOT_REACHED) for each in cases[number - 1 :])
             break
-    return _by_source(found), [(each, False) for each in sorted(found, key=lambda each: each.case.row.line)]
+    return _by_source(found), [(each, False) for each in sorted(found, key=lambda each: each.case.row.line)], found
 
 
 def _by_source(predictions: Sequence[Predicted]) -> dict[str, Any]:
@@ -223,10 +232,10 @@ def _source_report(cases: Sequence[Case], fraction: float | None, known: Sequenc
             calibrated += _predictions(here, found)
     tested = [each for each in plain if each.case.row.line not in fitted]
     if not fraction:
-        return summary(tested), [(each, False) for each in plain]
+        return summary(tested), [(each, False) for each in plain], tested
     report = summary([each for each in calibrated if each.case.row.line not in fitted])
     report |= {"fitted_rows": len(fitted), "scalars": scalars, "uncalibrated": summary(tested)}
-    return report, [(each, each.case.row.line in fitted) for each in calibrated]
+    return report, [(each, each.case.row.line in fitted) for each in calibrated], tested
 
 
 def _predictions(cases: Sequence[Case], scalars: Scalars) -> list[Predicted]:

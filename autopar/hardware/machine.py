@@ -166,7 +166,8 @@ class Machine:
     convolution_share: float = 1.0
     """Of the rate of products within a step, the share that convolutions reach."""
     batched_share: float = 1.0
-    """Of the rate of products within a step, the share that products with batch dimensions reach."""
+    """Of the rate of products within a step, the share that products with batch dimensions reach: 1 where the compiler
+    tunes them. Those that it does not tune write their result once they have computed it."""
     hidden_share: float = 0.0
     """Share of the collectives of parameters and gradients that XLA runs behind compute, by its defaults."""
     schedules_for_latency: bool = False
@@ -244,6 +245,10 @@ class Machine:
         """Seconds of one matrix product that reads and writes `nbytes` altogether."""
         product_s = (flops + self.matmul_half_flops) / self.matmul_flops(dtype)
         return self.kernel_s + max(product_s, nbytes / self.memory_bandwidth)
+
+    def untuned_matmul_s(self, flops: float, read: float, written: float, dtype: str) -> float:
+        """Seconds of a product by a kernel that writes its result, `written` bytes, behind all else that it does."""
+        return self.matmul_s(flops, read, dtype) + written / self.memory_bandwidth
 
     @property
     def vector_flops(self) -> float:

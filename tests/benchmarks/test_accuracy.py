@@ -284,6 +284,7 @@ def test_the_command_writes_what_it_found(tmp_path, capsys):
     figures = report["sources"]["vTrain:data/ground_truth_single.csv"]
     assert (figures["rows"], figures["fitted_rows"], figures["cells"]) == (3, 1, 1)
     assert figures["uncalibrated"]["rows"] == 3
+    assert report["all"]["uncalibrated"] == figures["uncalibrated"]
     assert report["skipped"] == [
         {
             "source": "vTrain:data/ground_truth_single.csv",
@@ -293,7 +294,8 @@ def test_the_command_writes_what_it_found(tmp_path, capsys):
     ]
     assert [each["line"] for each in report["unreadable"]] == [7]
     assert len(report["predictions"]) == 4
-    assert "abacus" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "abacus" in printed and "5 rows took" in printed
 
 
 def test_rows_of_unknown_machines_models_and_sources_leave_the_others_evaluated(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Seconds that one device works on its part of an equation: the roofline of its FLOPs and of the bytes it moves.
 
 products          max((FLOPs + half) / matmul rate, bytes / memory bandwidth), and what a kernel takes to start
+untuned products  the same by the bytes read, and then the bytes written: of batches, where `batched_share` is below 1
 kernels of users  the same, by the products inside and the bytes of operands and results
 random bits       100 operations for every 4 bytes, at the vector rate
 all others        the bytes that go through memory once XLA has fused what it can, and the kernels that start
@@ -38,7 +39,7 @@ def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, traf
     operands = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True)]
     results = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True)]
     if (flops := _product_flops(eqn, mesh_costs.machine)) is not None:
-        compute_s = _product_s(eqn, flops, strategy, sum(operands) + sum(results), mesh_costs)
+        compute_s = _product_s(eqn, flops, strategy, sum(operands), sum(results), mesh_costs)
     else:
         compute_s = _compute_s(eqn, operands, results, mesh_costs.machine, traffic)
     return float(compute_s + _combine_s(strategy, sum(results), mesh_costs))
@@ -53,9 +54,9 @@ def seconds_by_strategy(
     results = [_parts(v.aval, [s.results[place] for s in strategies], mesh) for place, v in enumerate(eqn.outvars)]
     written: npt.NDArray[np.float64] = sum(results, np.zeros(len(strategies)))
     if (flops := _product_flops(eqn, mesh_costs.machine)) is not None:
-        moved = sum(operands, np.zeros(len(strategies))) + written
-        each = zip(strategies, moved.tolist(), strict=True)
-        total_s = np.array([_product_s(eqn, flops, strategy, nbytes, mesh_costs) for strategy, nbytes in each])
+        read: npt.NDArray[np.float64] = sum(operands, np.zeros(len(strategies)))
+        moved = zip(strategies, read.tolist(), written.tolist(), strict=True)
+        total_s = np.array([_product_s(eqn, flops, strategy, of, to, mesh_costs) for strategy, of, to in moved])
     else:
         total_s = np.zeros(len(strategies)) + _compute_s(eqn, operands, results, mesh_costs.machine, traffic)
     for number, strategy in enumerate(strategies):
@@ -79,13 +80,21 @@ def _share_of_rate(eqn: jc.JaxprEqn, machine: Machine) -> float:
     """Return the share that a product reaches of what single matrix products do."""
     if eqn.primitive.name not in MATRIX_PRODUCTS:
         return machine.convolution_share
-    is_batched = eqn.primitive.name == "dot_general" and any(jp.dot_dimensions(eqn)[1])
-    return machine.batched_share if is_batched else 1.0
+    return machine.batched_share if _is_batched(eqn) else 1.0
 
 
-def _product_s(eqn: jc.JaxprEqn, flops: float, strategy: Strategy, nbytes: float, mesh_costs: MeshCosts) -> float:
-    dtype = cast(Any, eqn.invars[0].aval).dtype
-    product_s = mesh_costs.machine.matmul_s(flops / strategy.devices, nbytes, dtype.name)
+def _is_batched(eqn: jc.JaxprEqn) -> bool:
+    return eqn.primitive.name == "dot_general" and any(jp.dot_dimensions(eqn)[1])
+
+
+def _product_s(
+    eqn: jc.JaxprEqn, flops: float, strategy: Strategy, read: float, written: float, mesh_costs: MeshCosts
+) -> float:
+    machine, dtype = mesh_costs.machine, cast(Any, eqn.invars[0].aval).dtype.name
+    if machine.batched_share < 1 and _is_batched(eqn):
+        product_s = machine.untuned_matmul_s(flops / strategy.devices, read, written, dtype)
+    else:
+        product_s = machine.matmul_s(flops / strategy.devices, read + written, dtype)
     return product_s + _mask_s(eqn, strategy, mesh_costs)
 
 
