@@ -25,6 +25,7 @@ from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import check_collectives
 from autopar.compiler.analysis.explain import CollectiveCauses, Explanation, Price, explain
 from autopar.compiler.analysis.finite_values import WatchedProgram, keeping_arguments, watched_program
+from autopar.compiler.analysis.inspect_executables import ExecutableReport, inspect_executables
 from autopar.compiler.analysis.planned_values import input_lines, planned_values
 from autopar.compiler.analysis.revision import Planning
 from autopar.compiler.analysis.step_work import input_parts, step_work
@@ -39,6 +40,7 @@ from autopar.compiler.planning.scope_demands import scopes_kept
 from autopar.compiler.planning.whole_inputs import note_whole_inputs
 from autopar.compiler.sharding.replication import one_warning
 from autopar.description import PlanDescription, describe_plan
+from autopar.dump import dump_name, write_dump
 from autopar.errors import AutoparError, InvalidArgument, StragglerWarning, Unsupported
 from autopar.explorer import Answer, plan_page
 from autopar.finite_guard import FiniteGuard
@@ -197,10 +199,7 @@ class Compiled:
 
     def predicted(self) -> Timeline | None:
         """Return the times that the plan expects; None if it was made for another machine."""
-        try:
-            return Planned(plan=self.plan, trace=self.trace, source=self.source).simulate().timeline
-        except AutoparError:
-            return None
+        return Planned(plan=self.plan, trace=self.trace, source=self.source).predicted()
 
     def warn_of_stragglers(self, times: Sequence[InstructionTime]) -> None:
         """Warn with `StragglerWarning` of stages that take longer than their share of a step."""
@@ -241,20 +240,59 @@ class Lowered:
     def compile(self, *, at_first_call: bool = False) -> Compiled:
         """Load the program on the devices of this process; XLA's part may wait until the first call."""
         target = self.source.target
+        if os.environ.get("AUTOPAR_DUMP"):
+            self.dump(Path(os.environ["AUTOPAR_DUMP"]) / dump_name(self.trace, self.plan))
         if target.session is not None:
             return self._on_cluster(target.session)
         devices = target.live_devices()
-        if self.plan.num_devices > len(devices):
-            raise InvalidArgument(
-                f"The plan needs {self.plan.num_devices} devices, this process has {len(devices)}. Plan for these "
-                "devices, or run where there are enough."
-            )
+        self._check_devices(len(devices))
         names = [leaf.name for leaf in self.trace.inputs]
         runtime = InProcess(devices, step_timeout_s=step_timeout_s())
         if target.check_finite:
             loaded = runtime.load(keeping_arguments(self.program), leaf_names=names, at_first_call=at_first_call)
             return self._guarded(loaded, kinds_of_values, lambda w: runtime.load(w.program, leaf_names=names))
         return self._compiled(runtime.load(self.program, leaf_names=names, at_first_call=at_first_call))
+
+    def inspect(self, target: str | None = None) -> tuple[ExecutableReport, ...]:
+        """Compile, and return the StableHLO, the HLO, and XLA's account of memory and work of every executable.
+
+        `target` and errors are those of `verify`.
+        """
+        devices = None if target is not None else self.source.target.live_devices()
+        self._check_devices(self.plan.num_devices if devices is None else len(devices))
+        return inspect_executables(self.plan, self.program, devices=devices, target=target)
+
+    def dump(self, folder: str | Path) -> Path:
+        """Write jaxpr, plan, program, modelled timeline and what `inspect` returns into a folder; return the folder.
+
+        Without the devices here, or on a cluster, the executables are left out. With `AUTOPAR_DUMP=folder` in the
+        environment, every step is written so into a folder of its own in that one when it is compiled. Raises
+        `InvalidArgument` for a folder that cannot be written to.
+        """
+        target = self.source.target
+        is_here = target.planned_for() is None and self.plan.num_devices <= len(target.live_devices())
+        predicted = Planned(plan=self.plan, trace=self.trace, source=self.source).predicted()
+        try:
+            return write_dump(
+                Path(folder),
+                trace=self.trace,
+                plan=self.plan,
+                program=self.program,
+                timeline=predicted,
+                executables=self.inspect() if is_here else (),
+            )
+        except OSError as error:
+            raise InvalidArgument(
+                f"The folder {folder} cannot be written to: {error.strerror}. Name another one, by AUTOPAR_DUMP or as "
+                "the argument of dump."
+            ) from error
+
+    def _check_devices(self, num_devices: int) -> None:
+        if self.plan.num_devices > num_devices:
+            raise InvalidArgument(
+                f"The plan needs {self.plan.num_devices} devices, this process has {num_devices}. Plan for these "
+                "devices, or run where there are enough."
+            )
 
     def verify(self, *args: Any, target: str | None = None, **kwargs: Any) -> VerificationReport:
         """Compile, and compare the collectives with the planned ones, the results with those of plain `jax.jit`.
@@ -445,6 +483,13 @@ class Planned:
             examples=work.examples,
             tokens=work.tokens,
         )
+
+    def predicted(self) -> Timeline | None:
+        """Return the times that the plan expects; None if it was made for another machine."""
+        try:
+            return self.simulate().timeline
+        except AutoparError:
+            return None
 
     def shardings(self, devices: Devices | None = None) -> JitShardings:
         """Return the layouts of a plan on one mesh for a plain `jax.jit`, on `devices`, by default the step's own.

@@ -37,6 +37,7 @@ PACKAGES = (
         "verification",
         "finite_guard",
         "jit_shardings",
+        "dump",
         "aot",
         "api",
         "training",

@@ -363,13 +363,14 @@ def check_collectives(
     if target is not None:
         devices = gpu_devices(target, 1 + max(max(mesh.devices) for mesh in plan.meshes))
     assert devices is not None
-    options = {"xla_gpu_enable_triton_gemm": False} if target is not None else None
     runs = Counter(i.executable for mesh in program.meshes for i in mesh.instructions if isinstance(i, Run))
     measured: list[CompiledCollective] = []
     peak_bytes = 0.0
     for executable in program.executables.values():
         if compiled is None:
-            made = _lowered(executable, _mesh(plan.meshes[executable.mesh], devices)).compile(options)
+            made = lowered_executable(executable, executable_mesh(plan.meshes[executable.mesh], devices)).compile(
+                options_for(target)
+            )
         else:
             made = compiled[executable.name]
         peak_bytes = max(peak_bytes, _peak(made))
@@ -388,17 +389,24 @@ def check_collectives(
 def compiled_peak_bytes(plan: Plan, program: Program, devices: Sequence[Any]) -> float:
     """The most that an executable of a plan needs on a device, as XLA compiles it for these devices."""
     return max(
-        _peak(_lowered(executable, _mesh(plan.meshes[executable.mesh], devices)).compile())
+        _peak(lowered_executable(executable, executable_mesh(plan.meshes[executable.mesh], devices)).compile())
         for executable in program.executables.values()
     )
 
 
-def _mesh(plan: MeshPlan, devices: Sequence[Any]) -> Mesh:
+def executable_mesh(plan: MeshPlan, devices: Sequence[Any]) -> Mesh:
+    """Return the mesh of a plan on devices."""
     grid = np.array([devices[ordinal] for ordinal in plan.devices]).reshape(plan.shape)
     return Mesh(grid, plan.axis_names, axis_types=(AxisType.Auto,) * len(plan.axis_names))
 
 
-def _lowered(executable: Executable, mesh: Mesh) -> Any:
+def options_for(target: str | None) -> dict[str, Any] | None:
+    """Return the options to compile with for a GPU target: what would have to be tried on a GPU is left out."""
+    return {"xla_gpu_enable_triton_gemm": False} if target is not None else None
+
+
+def lowered_executable(executable: Executable, mesh: Mesh) -> Any:
+    """Return an executable as `jax.stages.Lowered`, by itself."""
     avals: list[Any] = [v.aval for v in jc.open_jaxpr(executable.jaxpr)[0].invars]
     arguments = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, kind.spec))
