@@ -9,6 +9,7 @@ is not exact: `headroom`, which the compiled step may need beyond the modelled p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,14 +92,15 @@ def plan_intra_op(
     memory_headroom: float = HEADROOM,
     donated: Collection[int] = (),
     time_limit_s: float = 60.0,
+    below_s: float = math.inf,
     cache_directory: Path | None = None,
 ) -> IntraOpPlan:
     """Return the best layouts of a program's values. `state_outputs` maps results to the inputs that they replace.
 
     Where the inputs have names, the layers of a program of at least `fold_from` equations are planned as one.
     `memory_budget` are bytes that a device may use, the inputs `donated` being overwritten, of which `memory_headroom`
-    (a share of the modelled peak) is kept free; raises `MemoryTooSmall` if no plan is found that fits. Optima are kept
-    in `cache_directory`, if one is given.
+    (a share of the modelled peak) is kept free; raises `MemoryTooSmall` if no plan is found that fits, and `NoneBelow`
+    as soon as it is known that none takes less than `below_s`. Optima are kept in `cache_directory`, if one is given.
     """
     constraints = Constraints() if constraints is None else constraints
     jaxpr, _ = jc.open_jaxpr(closed)
@@ -131,11 +133,11 @@ def plan_intra_op(
 
     def best() -> Optimum:
         if memory_budget is None:
-            return solve(problem, time_limit_s=time_limit_s)
+            return solve(problem, time_limit_s=time_limit_s, below=below_s)
         search = MemorySearch(
             choices=choices, table=table, budget_bytes=memory_budget, donated=donated, headroom=memory_headroom
         )
-        return solve_within_memory(search, time_limit_s=time_limit_s)
+        return solve_within_memory(search, time_limit_s=time_limit_s, below_s=below_s)
 
     more = (str(memory_budget), str(memory_headroom), str(sorted(donated)), str(time_limit_s))
     optimum = cached(problem, cache_directory, best, *more)
@@ -213,8 +215,8 @@ class MemorySearch:
         return Measured(excess=excess, rows=memory.rows_above(min(self.limit_bytes, (1 - 1e-6) * memory.peak_bytes)))
 
 
-def solve_within_memory(search: MemorySearch, *, time_limit_s: float) -> Optimum:
-    """Return the best plan within the budget; raise `MemoryTooSmall` if none is found."""
+def solve_within_memory(search: MemorySearch, *, time_limit_s: float, below_s: float) -> Optimum:
+    """Return the best plan within the budget; raise `MemoryTooSmall` if none is found, `NoneBelow` if none is quick."""
     limit = search.limit_bytes
     try:
         return minimize_within_limits(
@@ -223,6 +225,7 @@ def solve_within_memory(search: MemorySearch, *, time_limit_s: float) -> Optimum
             time_limit_s=time_limit_s,
             max_gap=GAP_WITHIN_MEMORY,
             hopeless_excess=ROW_ERROR * limit,
+            below=below_s,
         )
     except NoneWithin as none:
         least = search.estimate(none.least.assignment)

@@ -106,13 +106,18 @@ class TaskGraph:
     table: NodeTable
 
     def best(
-        self, multipliers: Mapping[str, float], *, time_limit_s: float = 60.0, cache_directory: Path | None = None
+        self,
+        multipliers: Mapping[str, float],
+        *,
+        time_limit_s: float = 60.0,
+        max_gap: float = MAX_GAP,
+        cache_directory: Path | None = None,
     ) -> GroupPlan:
         """Return the best layouts at memory multipliers: seconds for every byte of a value that a device holds."""
         problem, charges = self.table.problem(), self.charges(multipliers)
         costs = tuple(cost + charges.get(node, 0.0) for node, cost in enumerate(problem.costs))
         return self.plan_of(
-            solve_or_recall(replace(problem, costs=costs), cache_directory, time_limit_s=time_limit_s, max_gap=MAX_GAP)
+            solve_or_recall(replace(problem, costs=costs), cache_directory, time_limit_s=time_limit_s, max_gap=max_gap)
         )
 
     def charges(self, multipliers: Mapping[str, float]) -> dict[int, np.ndarray]:
@@ -287,6 +292,8 @@ class PricedTaskGraph:
         cache_directory: Path | None = None,
     ) -> GroupPlan:
         """Return the best layouts, as `TaskGraph.best`, up to a gap: a share of their price and time."""
+        if not multipliers:  # the solver's own reductions leave nothing alone
+            return self.graph.best({}, time_limit_s=time_limit_s, max_gap=max_gap, cache_directory=cache_directory)
         problem = self._with_multipliers(multipliers)
         found = solve_or_recall(problem, cache_directory, time_limit_s=time_limit_s, max_gap=max_gap)
         return self.graph.plan_of(

@@ -158,12 +158,17 @@ def stage_candidates(
     # Between machines, links may take longer than stages.
     slow_links = [warmed_up([])] if problem.hardware.is_mixed else []
     tried = [*SCHEDULES.values(), *slow_links] if given is None else [given]
+    if given is None and num_microbatches == 1:
+        # With one microbatch, a stage has nothing to order but its weight gradient.
+        tried = [problem.first_schedule, *(each for each in tried if each.splits_weight_gradients)]
     by_split = [[each for each in tried if each.splits_weight_gradients == splits] for splits in (False, True)]
     schedules, splitting = by_split if by_split[0] else reversed(by_split)
 
     def best_of(schedules: Sequence[Schedule], remat: bool) -> list[PipelineCandidate]:
-        layers, costs = known(num_microbatches, remat, splits=schedules[0].splits_weight_gradients)
-        ranges = RangeCosts(problem, layers, costs)
+        splits = schedules[0].splits_weight_gradients
+        whole = RangeCosts(problem, *known(num_microbatches, remat, splits=False)) if splits and by_split[0] else None
+        ranges = RangeCosts(problem, *known(num_microbatches, remat, splits=splits), whole)
+        layers = ranges.layers
         found: list[PipelineCandidate] = []
         shortage: MemoryTooSmall | None = None
         for timing in _timings(problem, layers, schedules):
@@ -182,12 +187,18 @@ def stage_candidates(
         except MemoryTooSmall as error:
             shortage = error
             continue
-        if splitting and any(each.gain_from_splitting > _WORTH_SPLITTING for each in found):
+        if splitting and any(_is_worth_splitting(each, below_s) for each in found):
             with suppress(MemoryTooSmall):
                 found += best_of(splitting, remat)
         return found
     assert shortage is not None
     raise shortage
+
+
+def _is_worth_splitting(candidate: PipelineCandidate, below_s: float) -> bool:
+    """Return whether weight gradients as tasks of their own may gain much, and make such stages good enough."""
+    gain = candidate.gain_from_splitting
+    return gain > _WORTH_SPLITTING and _FORMULA_SHARE * (1 - gain) * candidate.step_time_s < below_s
 
 
 def _for_slow_links(

@@ -22,6 +22,7 @@ from autopar.compiler.planning.constraints import constraints_of
 from autopar.compiler.planning.kinds import AllowedSplits, allowed_splits
 from autopar.compiler.planning.mesh_sharding import priced_collectives
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
+from autopar.compiler.solver.problem import NoneBelow
 from autopar.compiler.spmd.block_plan import to_data
 from autopar.compiler.spmd.local_program import LocalBlock, local_block
 from autopar.errors import InvalidArgument, MemoryTooSmall
@@ -54,28 +55,33 @@ def plan_by_search(
     num_devices: int,
     machine: Machine,
     checked: bool = False,
+    below_s: float = math.inf,
     cache_directory: Path | None = None,
 ) -> Plan:
     """Return the best plan that a method allows, for devices of a machine.
 
     Solved problems are kept on disk. A plan that will be `checked` by compiling it may use all of its memory budget.
-    Raises `InvalidArgument` for a mesh that does not fill the devices, or constraints that contradict each other, and
-    `MemoryTooSmall` where no plan fits.
+    Raises `InvalidArgument` for a mesh that does not fill the devices, or constraints that contradict each other,
+    `MemoryTooSmall` where no plan fits, and `NoneBelow` where none takes less than `below_s`.
     """
     offered = cache(lambda: offered_layers(trace, search_of(method).layers))  # computed when it is first asked for
     fitting: list[MeshSearchResult] = []
     refused: list[MemoryTooSmall | InvalidArgument] = []
+    slow: list[NoneBelow] = []
     for mesh in mesh_choices(search_of(method), num_devices):
         for allowed in allowed_splits(search_of(method).kinds, mesh):
             options = {"machine": machine, "checked": checked, "cache_directory": cache_directory}
             search = partial(search_on, mesh=mesh, allowed=allowed, **options)
             budget = memory_limit(search_of(method).memory, machine) / (1 + _headroom(method, checked))
             try:
-                fitting.append(_search_layers(trace, method, search, offered, budget))
+                fitting.append(_search_layers(trace, method, search, offered, budget, below_s))
+                below_s = min(below_s, _step_time_s(fitting[-1]))
+            except NoneBelow as none:
+                slow.append(none)
             except (MemoryTooSmall, InvalidArgument) as error:  # another mesh may have the axes that the user asks for
                 refused.append(error)
     if not fitting:
-        raise refused[-1]
+        raise min(slow, key=lambda none: none.bound) if slow else refused[-1]
     return plan_of(trace, method, min(fitting, key=_step_time_s), offered)
 
 
@@ -85,13 +91,18 @@ def _search_layers(
     search_on_mesh: Callable[..., MeshSearchResult],
     offered: Callable[[], Offer],
     budget: float,
+    below_s: float,
 ) -> MeshSearchResult:
-    """Search on one mesh with the layers recomputed that the method asks for, or as few as make it fit into memory."""
+    """Search on one mesh with the layers recomputed that the method asks for, or as few as make it fit into memory.
+
+    Raises `NoneBelow` where no plan takes less than `below_s` even if nothing is recomputed.
+    """
 
     def search(count: int, within: SearchMethod | ShardParallel = method) -> MeshSearchResult:
-        recomputed = tuple(sorted(offered().layers[:count])) if count else ()
-        num_layers = offered().num_layers if count else 1
-        return search_on_mesh(trace, within, recomputed_layers=recomputed, num_layers=num_layers)
+        if not count:
+            return search_on_mesh(trace, within, below_s=below_s)
+        recomputed = tuple(sorted(offered().layers[:count]))
+        return search_on_mesh(trace, within, recomputed_layers=recomputed, num_layers=offered().num_layers)
 
     remat = search_of(method).remat
     if remat is True:
@@ -157,6 +168,7 @@ def search_on(
     recomputed_layers: tuple[int, ...] = (),
     num_layers: int = 1,
     checked: bool = False,
+    below_s: float = math.inf,
     cache_directory: Path | None = None,
 ) -> MeshSearchResult:
     """Search on one logical mesh, whose axes split what is `allowed`, with these of the step's layers recomputed."""
@@ -184,6 +196,7 @@ def search_on(
         memory_headroom=_headroom(method, checked),
         donated=trace.donated_inputs,
         time_limit_s=auto.time_limit_s,
+        below_s=below_s,
         cache_directory=cache_directory,
     )
     block = local_block(jc.open_jaxpr(closed)[0], intra_op.plan, mesh)

@@ -46,6 +46,7 @@ from autopar.compiler.planning.one_mesh import memory_limit, mesh_choices, plan_
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, submesh_mesh
 from autopar.compiler.planning.stage_layouts import stage_shardings, with_input_specs
 from autopar.compiler.planning.step_bounds import StepBounds, step_bounds
+from autopar.compiler.solver.problem import NoneBelow
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import TIME_LIMIT, Certificate
@@ -525,14 +526,20 @@ class _Search:
         method = replace(
             problem.method, num_stages=1, num_microbatches=region.num_microbatches, mesh_shape=region.shape
         )
-        plan = plan_by_search(
-            problem.trace,
-            method,
-            num_devices=region.num_devices,
-            machine=problem.hardware.groups[region.group].machine,
-            checked=problem.checked,
-            cache_directory=problem.cache_directory,
-        )
+        try:
+            plan = plan_by_search(
+                problem.trace,
+                method,
+                num_devices=region.num_devices,
+                machine=problem.hardware.groups[region.group].machine,
+                checked=problem.checked,
+                below_s=self.best_s,
+                cache_directory=problem.cache_directory,
+            )
+        except NoneBelow as none:
+            self.closed_s = min(self.closed_s, max(region.bound_s, none.bound))
+            self.tried.add(region.num_microbatches)
+            return
         sharding = plan.sharding
         assert sharding is not None
         first, (mesh,) = problem.hardware.first_devices[region.group], plan.meshes

@@ -246,8 +246,12 @@ class _Sums:
 class RangeCosts:
     """The costs of ranges of layers on submeshes: fronts of time against memory, by how their layouts are chosen."""
 
-    def __init__(self, problem: StageProblem, layers: Layers, costs: LayerCosts) -> None:
+    def __init__(
+        self, problem: StageProblem, layers: Layers, costs: LayerCosts, whole: RangeCosts | None = None
+    ) -> None:
+        """`whole` are those of the layers without weight gradients as tasks of their own, which take no longer."""
         self.problem, self.layers, self.costs = problem, layers, costs
+        self.whole = whole if whole is not None and whole.layers.class_of == layers.class_of else None
         self.sums: dict[tuple[Submesh, LayoutChoice], _Sums] = {}
         self.multipliers: dict[tuple[Submesh, LayoutChoice], Sequence[float]] = {}
         self.known: dict[tuple[int, int, Submesh], Sequence[StageCost]] = {}
@@ -329,7 +333,11 @@ class RangeCosts:
     def _of_classes(self, submesh: Submesh, choice: LayoutChoice) -> list[StageCost]:
         machine, numbers = self.problem.machine_of(submesh), range(len(self.layers.classes))
         if submesh not in self.solved:
-            return [self.costs.least(number, machine, submesh.num_devices) for number in numbers]
+            least = [self.costs.least(number, machine, submesh.num_devices) for number in numbers]
+            if self.whole is None or submesh not in self.whole.solved:
+                return least
+            known = self.whole._of_classes(submesh, choice)
+            return [_with_weight_gradient(each, like) for each, like in zip(known, least, strict=True)]
         tell(f"{self.layers.num_microbatches} microbatches: layers on {submesh}")
         mesh_costs = MeshCosts(machine=machine, mesh=submesh_mesh(self.problem, submesh))
         return [self.costs.cost(number, mesh_costs, choice) for number in numbers]
@@ -346,6 +354,12 @@ class RangeCosts:
         group = self.problem.hardware.groups[source.group]
         near = group.num_devices <= group.machine.domain if same_domain is None else same_domain
         return 2 * group.machine.transfer_s(nbytes, near)
+
+
+def _with_weight_gradient(cost: StageCost, like: StageCost) -> StageCost:
+    """Return a cost in which the weight gradient has the share of the backward pass that it has in another."""
+    share = like.weight_s / like.backward_s if like.backward_s else 0.0
+    return replace(cost, weight_s=share * cost.backward_s)
 
 
 def _sums(layers: Sequence[StageCost]) -> _Sums:

@@ -42,7 +42,7 @@ from autopar.compiler.solver.problem import (
     row_scale,
     row_weight,
 )
-from autopar.compiler.solver.solve import MAX_GAP, minimize, optimum_of
+from autopar.compiler.solver.solve import MAX_GAP, minimize, minimize_below, optimum_of
 
 SHARE_WITHOUT_LIMITS = 0.25
 """Share of the work that goes to the optimum without limits, unless that is what is asked for."""
@@ -79,12 +79,19 @@ class NoneWithin(Infeasible):
 
 
 def minimize_within_limits(
-    problem: MRF, measure: Measure, *, time_limit_s: float, max_gap: float, hopeless_excess: float
+    problem: MRF,
+    measure: Measure,
+    *,
+    time_limit_s: float,
+    max_gap: float,
+    hopeless_excess: float,
+    below: float = np.inf,
 ) -> Optimum:
     """Return the best assignment whose measured excess is not above zero.
 
-    A bound above `hopeless_excess` need not be looked at twice. Raises `Infeasible` if no assignment is possible, and
-    `NoneWithin` if none within the limits was found.
+    A bound above `hopeless_excess` need not be looked at twice. Raises `Infeasible` if no assignment is possible,
+    `NoneBelow` if even without limits none costs less than `below`, and `NoneWithin` if none within the limits was
+    found.
     """
     began, budget = time.monotonic(), WorkBudget.of_seconds(time_limit_s)
     known: dict[Assignment, Measured] = {}
@@ -94,7 +101,7 @@ def minimize_within_limits(
             known[assignment] = measure(assignment)
         return known[assignment]
 
-    fastest = _without_limits(problem, measured, budget, max_gap)
+    fastest = _without_limits(problem, measured, budget, max_gap, below)
     if fastest.assignment is None or measured(fastest.assignment).excess <= 0:
         return optimum_of(problem, fastest, began, time_limit_s)
     # An assignment that fits is worth all the work.
@@ -105,9 +112,9 @@ def minimize_within_limits(
     return optimum_of(problem, replace(best, how=how), began, time_limit_s)
 
 
-def _without_limits(problem: MRF, measure: Measure, budget: WorkBudget, max_gap: float) -> Incumbent:
+def _without_limits(problem: MRF, measure: Measure, budget: WorkBudget, max_gap: float, below: float) -> Incumbent:
     effort = SolveEffort(budget=budget.part(SHARE_WITHOUT_LIMITS), max_gap=min(max_gap, MAX_GAP))
-    found = minimize(problem, effort)
+    found = minimize_below(problem, effort, below)
     proven = found.assignment is None or effort.is_enough(found.value, found.bound)
     if not proven and measure(found.assignment or ()).excess <= 0:
         # Limits that leave so good an assignment are not likely to matter.

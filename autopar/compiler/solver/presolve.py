@@ -87,7 +87,9 @@ class ReducedMRF:
         return tuple(chosen)
 
 
-def reduce_problem(problem: MRF, protected: Collection[int] = (), without: Collection[str] = ()) -> ReducedMRF:
+def reduce_problem(
+    problem: MRF, protected: Collection[int] = (), without: Collection[str] = (), *, ordered: bool = False
+) -> ReducedMRF:
     """Apply every reduction until none applies; raise `Infeasible` when a node has no option left.
 
     `without` may name "dominated options" and "elimination", to leave them out.
@@ -98,7 +100,7 @@ def reduce_problem(problem: MRF, protected: Collection[int] = (), without: Colle
         work.eliminate_nodes(most_neighbours=0 if "elimination" in without else 2)
         if "dominated options" in without or not work.remove_dominated():
             break
-    return work.result()
+    return work.result(ordered)
 
 
 class Results:
@@ -153,11 +155,13 @@ class _Work:
             work.links[i][j], work.links[j][i] = matrix, results(_transposed, matrix)
         return work
 
-    def result(self) -> ReducedMRF:
+    def result(self, ordered: bool) -> ReducedMRF:
         left = [node for node, alive in enumerate(self.alive) if alive]
-        place = {node: index for index, node in enumerate(left)}
-        links = [{place[other] for other in self.links[node]} for node in left]
-        nodes = tuple(left[index] for index in frontier_order(links, [self.costs[node].size for node in left]))
+        nodes = tuple(left)
+        if not ordered:
+            place = {node: index for index, node in enumerate(left)}
+            links = [{place[other] for other in self.links[node]} for node in left]
+            nodes = tuple(left[index] for index in frontier_order(links, [self.costs[node].size for node in left]))
         place = {node: index for index, node in enumerate(nodes)}
         core = MRF(
             costs=tuple(self.costs[node] for node in nodes),
@@ -205,11 +209,11 @@ class _Work:
 
     def eliminate_nodes(self, most_neighbours: int) -> None:
         """Apply R0, R1 and R2, the fewest neighbours first, until no node has so few."""
-        queue = [(len(self.links[n]), self.costs[n].size, n) for n, alive in enumerate(self.alive) if alive]
+        queue = [self.rank(n) for n, alive in enumerate(self.alive) if alive]
         heapq.heapify(queue)
         while queue and queue[0][0] <= most_neighbours:
             degree, size, node = heapq.heappop(queue)
-            if not self.alive[node] or (degree, size) != (len(self.links[node]), self.costs[node].size):
+            if not self.alive[node] or (degree, size, node) != self.rank(node):
                 continue
             neighbours = sorted(self.links[node])
             if node in self.protected:
@@ -221,7 +225,12 @@ class _Work:
             else:
                 self.eliminate(node)
             for other in neighbours:
-                heapq.heappush(queue, (len(self.links[other]), self.costs[other].size, other))
+                heapq.heappush(queue, self.rank(other))
+
+    def rank(self, node: int) -> tuple[int, int, int]:
+        """Return what nodes are eliminated by: neighbours that it ties together, options."""
+        size = self.costs[node].size
+        return (0 if size == 1 else len(self.links[node])), size, node
 
     def table_is_small(self, node: int) -> bool:
         sizes = [self.costs[other].size for other in self.links[node]]
@@ -285,8 +294,11 @@ class _Work:
     def remove_dominated(self) -> bool:
         """Search every node that changed for dominated options; whether some were found."""
         found = False
-        while self.unexamined:
-            node = min(self.unexamined)
+        queue = sorted(self.unexamined)
+        while queue:
+            node = heapq.heappop(queue)
+            if node not in self.unexamined:
+                continue
             self.unexamined.remove(node)
             if node in self.protected or self.costs[node].size < 2:
                 continue
@@ -295,6 +307,8 @@ class _Work:
                 found = True
                 self.keep(node, kept)
                 self.unexamined.discard(node)
+                for other in self.links[node]:
+                    heapq.heappush(queue, other)
         return found
 
 

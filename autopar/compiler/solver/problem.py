@@ -155,6 +155,15 @@ class Infeasible(AutoparError):
         super().__init__(f"{found}; at least one must be possible. {todo}.")
 
 
+class NoneBelow(AutoparError):
+    """No assignment costs less than was asked for; each costs at least `bound`."""
+
+    def __init__(self, bound: float) -> None:
+        """Keep the bound."""
+        self.bound = bound
+        super().__init__(f"Every choice of options costs at least {bound:.4g}, and less was asked for. Ask for more.")
+
+
 def assignment_cost(problem: MRF, assignment: Sequence[int]) -> float:
     """Return the cost of an assignment."""
     nodes = sum(float(cost[option]) for cost, option in zip(problem.costs, assignment, strict=True))

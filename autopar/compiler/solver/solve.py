@@ -28,7 +28,7 @@ import numpy as np
 
 from autopar.compiler.solver.beam_search import MOST_WORK, beam_search
 from autopar.compiler.solver.contraction import contract
-from autopar.compiler.solver.dual_ascent import FEW_PAIRS, Ascent, ascend, within_gap
+from autopar.compiler.solver.dual_ascent import FEW_PAIRS, SUM_TOLERANCE, Ascent, ascend, within_gap
 from autopar.compiler.solver.linear_program import LARGEST_PROGRAM, solve_in_whole_numbers
 from autopar.compiler.solver.presolve import reduce_problem
 from autopar.compiler.solver.problem import (
@@ -37,6 +37,7 @@ from autopar.compiler.solver.problem import (
     BoolArray,
     Incumbent,
     Infeasible,
+    NoneBelow,
     Optimum,
     SolveEffort,
     WorkBudget,
@@ -49,8 +50,8 @@ MAX_GAP = 1e-3
 """Gap that is small enough where nothing else is said."""
 FEW_TO_CONTRACT = 60_000
 """Pairs up to which wide beams and branch and bound take less time than contracting."""
-SHARE_TO_GO_ON = 0.7
-"""Share of the pairs that a round may leave for another one to follow."""
+SHARE_TO_GO_ON, SHARE_TO_SPARE_SEARCH = 0.7, 0.3
+"""Share of the pairs that a round may leave for another one to follow; before its first search."""
 LIGHTEST, NARROW, WIDE = 30, 1_000, 10_000
 """Widths of a beam: with many pairs, of every round, and before branch and bound."""
 WIDER = (100_000, 1_000_000, 4_000_000)
@@ -61,7 +62,7 @@ PROVEN_TO_WIDEN = 0.5
 """Share of what is left to prove that a wide beam search must prove for a wider one to follow."""
 SWEEPS_TO_SEARCH = 24
 """Sweeps of a long ascent between one beam search and the next."""
-LIGHT_WORK = 30_000_000
+LIGHT_WORK = 1_000_000
 """Pairs times partial assignments of a search that first finds a good assignment."""
 
 STEPS = (
@@ -82,18 +83,33 @@ SolverStep = Callable[[MRF, SolveEffort, float], Incumbent]
 
 
 def solve(
-    problem: MRF, *, time_limit_s: float = 60, max_gap: float = MAX_GAP, without: Collection[str] = ()
+    problem: MRF,
+    *,
+    time_limit_s: float = 60,
+    max_gap: float = MAX_GAP,
+    below: float = np.inf,
+    without: Collection[str] = (),
 ) -> Optimum:
     """Return the assignment of least cost; once the gap is at most `max_gap`, what takes long is left out.
 
     It takes the work of about `time_limit_s` seconds, which is counted: equal problems have equal solutions on a busy
-    machine. `without` names steps to leave out. Raises `Infeasible` if no assignment is possible, and `SolverFailed` if
-    none was found with so much work.
+    machine. `without` names steps to leave out. Raises `Infeasible` if no assignment is possible, `NoneBelow` as soon
+    as it is known that none costs less than `below`, and `SolverFailed` if none was found with so much work.
     """
     began = time.monotonic()
     budget = WorkBudget.of_seconds(time_limit_s)
     effort = SolveEffort(budget=budget, max_gap=max_gap, without=frozenset(without))
-    return optimum_of(problem, minimize(problem, effort), began, time_limit_s)
+    return optimum_of(problem, minimize_below(problem, effort, below), began, time_limit_s)
+
+
+def minimize_below(problem: MRF, effort: SolveEffort, below: float) -> Incumbent:
+    """Return the best assignment; raise `NoneBelow` as soon as it is known that none costs less than `below`."""
+    found = minimize(problem, effort, below)
+    if found.value < below or below == np.inf:
+        return found
+    if found.bound >= below - SUM_TOLERANCE * abs(below) or effort.is_enough(below, found.bound):
+        raise NoneBelow(found.bound)
+    return minimize(problem, effort)  # the work ended before that was known
 
 
 def optimum_of(problem: MRF, found: Incumbent, began: float, time_limit_s: float) -> Optimum:
@@ -117,9 +133,20 @@ def minimize(problem: MRF, effort: SolveEffort, upper: float = np.inf) -> Incumb
     return _presolved(_bound_and_search, problem, effort, upper)
 
 
-def _presolved(step: SolverStep, problem: MRF, effort: SolveEffort, upper: float) -> Incumbent:
+def _minimize_rest(problem: MRF, effort: SolveEffort, upper: float = np.inf) -> Incumbent:
+    """Minimise what an ascent has left of a core, which is in order.
+
+    Dominated options are not searched for: the next ascent excludes them in less time.
+    """
+    quick = replace(effort, without=effort.without | {"dominated options"})
+    return _presolved(_bound_and_search, problem, quick, upper, ordered=True)
+
+
+def _presolved(
+    step: SolverStep, problem: MRF, effort: SolveEffort, upper: float, *, ordered: bool = False
+) -> Incumbent:
     """Reduce a problem, take a step on what is left of it, and return its result for the whole problem."""
-    reduced = reduce_problem(problem, without=effort.without)
+    reduced = reduce_problem(problem, without=effort.without, ordered=ordered)
     if not reduced.core.costs:
         assignment = reduced.expand(())
         value = assignment_cost(problem, assignment)
@@ -150,12 +177,14 @@ def _bound_and_search(core: MRF, effort: SolveEffort, upper: float) -> Incumbent
             return found.best()
         if step:
             step(effort)
-        rest, kept = within_gap(ascent)
-        if num_pairs(rest) < SHARE_TO_GO_ON * pairs and "pruning" not in effort.without:
-            found.go_on(minimize, rest, kept, effort)
+        rest, kept = found.rest()
+        # Before anything was searched for, the best assignment is often so bad that a search leaves much less.
+        share = SHARE_TO_GO_ON if step else SHARE_TO_SPARE_SEARCH
+        if num_pairs(rest) < share * pairs and "pruning" not in effort.without:
+            found.go_on(_minimize_rest, rest, kept, effort)
             return found.best()
     if not found.is_enough(effort):
-        found.go_on(partial(_presolved, _exhaust), *within_gap(ascent), effort)
+        found.go_on(partial(_presolved, _exhaust), *found.rest(), effort)
     return found.best()
 
 
@@ -166,6 +195,7 @@ class _Round:
     ascent: Ascent
     bound: float
     how: list[str]
+    _within: tuple[tuple[float, float], tuple[MRF, list[BoolArray]]] | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -175,6 +205,13 @@ class _Round:
     def is_enough(self, effort: SolveEffort) -> bool:
         """Return true if the best assignment needs no further proof."""
         return self.is_closed or effort.is_enough(self.ascent.value, self.bound)
+
+    def rest(self) -> tuple[MRF, list[BoolArray]]:
+        """Return what is within the gap, with the options kept."""
+        state = self.ascent.value, self.ascent.bound
+        if self._within is None or self._within[0] != state:
+            self._within = state, within_gap(self.ascent)
+        return self._within[1]
 
     def ascend_and_search(self, width: int, effort: SolveEffort) -> None:
         """Go on with the ascent where it stopped, as long as the bound rises at all.
@@ -198,11 +235,12 @@ class _Round:
         if "beam search" in effort.without:
             return
         ascent = self.ascent
-        rest, kept = within_gap(ascent)
+        rest, kept = self.rest()
         most = ascent.value - ascent.bound + ascent.round_off
         self.how.append("beam search")
         try:
-            reduced = reduce_problem(rest, without=effort.without)
+            # What is forbidden goes; the rest of the reductions takes longer than it saves.
+            reduced = reduce_problem(rest, without=("dominated options", "elimination"), ordered=True)
         except Infeasible:
             self.close()
             return
@@ -226,7 +264,7 @@ class _Round:
 
     def close(self) -> None:
         """Note that nothing is left within the gap: there is no better assignment, round-off aside, or none at all."""
-        if not self.ascent.assignment:
+        if np.isinf(self.ascent.value):
             raise Infeasible(())
         self.bound = self.ascent.value
 

@@ -1,16 +1,20 @@
 """What is searched freely is never behind what is fixed, by the simulator; and its bound is below all of them."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.compiler.planning import one_mesh
+from autopar.compiler.planning import one_mesh, search
+from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.step_bounds import Work, step_bounds
+from autopar.compiler.solver.problem import NoneBelow
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall
 from autopar.hardware.machine import Link, Machine
+from autopar.ir.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from autopar.methods import EFFORTS
 
 LAYERS = 3
@@ -165,9 +169,58 @@ def test_the_default_is_a_search_that_says_what_it_chose(capsys):
     line = f"train_step: {planned.plan.choice()}"
     assert line in capsys.readouterr().err and " ms per step as simulated" in line
     shape = "x".join(map(str, planned.plan.meshes[0].shape))
+    certificate = dataclasses.replace(planned.plan.certificate, runners_up=(("2 stages of some size", 1.0),))
+    compared = dataclasses.replace(planned.plan, certificate=certificate).choice()
+    assert compared.endswith("the least that was found; 2 stages of some size takes 1000 ms")
     others = [words for words, _ in planned.plan.certificate.runners_up]
-    assert line.endswith(" ms") and f"; {others[0]} takes " in line
     assert planned.plan.num_stages > 1 or f"one program on {shape}, 1 microbatch" not in others
+
+
+def plan_on(shape, below_s=math.inf):
+    there = CASES["a small model"][1]
+    traced = autopar.parallelize(train_step, cluster=there).trace(*arguments(64, 16))
+    method = autopar.Auto(num_stages=1, mesh_shape=shape)
+    return plan_by_search(traced.trace, method, num_devices=4, machine=there.machine, below_s=below_s)
+
+
+def test_one_program_that_is_not_quick_enough_ends_at_its_bound():
+    best = plan_on((2, 2)).sharding
+    with pytest.raises(NoneBelow) as none:
+        plan_on((2, 2), below_s=0.9 * best.step_time_s)
+    assert 0.9 * best.step_time_s <= none.value.bound <= best.step_time_s * (1 + 1e-9)
+    assert plan_on((2, 2), below_s=1.1 * best.step_time_s).sharding.step_time_s == pytest.approx(best.step_time_s)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_programs_that_end_at_their_bound_change_no_plan(case, monkeypatch, tmp_path):
+    sizes, there = CASES[case]
+    traced = autopar.parallelize(train_step, cluster=there).trace(*arguments(*sizes))
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path / "bounded"))
+    bounded, given = traced.plan(autopar.Auto()).plan, []
+
+    def unbounded(*args, below_s, **options):
+        given.append(below_s)
+        return plan_by_search(*args, **options)
+
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path / "unbounded"))
+    monkeypatch.setattr(search, "plan_by_search", unbounded)
+    plan = traced.plan(autopar.Auto()).plan
+    assert min(given) < math.inf
+    assert dataclasses.replace(plan, certificate=None) == dataclasses.replace(bounded, certificate=None)
+    assert plan.certificate.step_time_s == bounded.certificate.step_time_s
+
+
+def test_with_one_microbatch_schedules_differ_by_weight_gradients_alone():
+    (width, rows), there = CASES["slow links"]
+    traced = autopar.parallelize(train_step, cluster=there).trace(*arguments(width, rows))
+    fixed = {"num_stages": 2, "num_microbatches": 1}
+    times = {
+        name: traced.plan(autopar.Auto(schedule=name, **fixed)).simulate().step_time_s
+        for name, schedule in SCHEDULES.items()
+        if not schedule.splits_weight_gradients
+    }
+    assert len(times) > 2
+    assert min(times.values()) == pytest.approx(times[DEFAULT_SCHEDULE], rel=1e-9), times
 
 
 def test_on_one_device_nothing_is_searched(capsys, monkeypatch):

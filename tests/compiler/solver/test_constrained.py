@@ -12,6 +12,7 @@ from autopar.compiler.solver.feasibility import Measured, lower_excess
 from autopar.compiler.solver.problem import (
     MRF,
     Infeasible,
+    NoneBelow,
     Row,
     SolveEffort,
     WorkBudget,
@@ -53,6 +54,21 @@ def few(hundred: int) -> list[tuple[int, MRF, list[Row], float]]:
 
 def moved(rows: list[Row], by: float) -> list[Row]:
     return [replace(row, limit=row.limit + by) for row in rows]
+
+
+def test_what_is_too_slow_without_limits_is_not_searched_within_them():
+    seed, problem, rows, _ = next(each for each in few(0) if np.isfinite(each[3]))
+    best = enumerate_best(problem)
+    asked = []
+
+    def measure(assignment):
+        asked.append(assignment)
+        return worst_of(rows)(assignment)
+
+    limits = {"time_limit_s": 60, "max_gap": 0, "hopeless_excess": np.inf}
+    with pytest.raises(NoneBelow):
+        minimize_within_limits(problem, measure, below=best - 1e-3 * (abs(best) + 1), **limits)
+    assert not asked, seed
 
 
 def within(problem: MRF, rows: list[Row]):

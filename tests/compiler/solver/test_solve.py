@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.compiler.solver.problem import MRF, Incumbent, Infeasible, Optimum, assignment_cost
+from autopar.compiler.solver.problem import MRF, Incumbent, Infeasible, NoneBelow, Optimum, assignment_cost
 from autopar.compiler.solver.solve import STEPS, optimum_of, solve
 from autopar.errors import SolverFailed
 from tests.compiler.solver.random_problems import enumerate_best, small_problem, step_problem
@@ -44,6 +44,42 @@ def test_the_optimum_is_the_same_without_a_step(step):
             optimum = solve(problem, max_gap=0, without=[step])
             assert optimum.value == pytest.approx(best, rel=1e-9), seed
             assert optimum.lower_bound <= best * (1 + 1e-9), seed
+
+
+@pytest.mark.parametrize("hundred", range(2))
+def test_what_costs_too_much_is_known_by_a_bound_and_what_costs_less_is_found(hundred):
+    num_found = num_none = 0
+    for seed in range(100 * hundred, 100 * (hundred + 1)):
+        problem = small_problem(seed)
+        best = enumerate_best(problem)
+        if np.isinf(best):
+            with pytest.raises(Infeasible):
+                solve(problem, max_gap=0, below=1.0)
+            continue
+        slack = 1e-3 * (abs(best) + 1)
+        assert solve(problem, max_gap=0, below=best + slack).value == pytest.approx(best, rel=1e-9), seed
+        num_found += 1
+        with pytest.raises(NoneBelow, match="Every choice of options costs at least") as none:
+            solve(problem, max_gap=0, below=best - slack)
+        assert best - slack <= none.value.bound <= best + 1e-9 * (abs(best) + 1), seed
+        num_none += 1
+    assert num_found == num_none > 50
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_that_cannot_be_quick_enough_ends_at_its_bound(seed):
+    problem = step_problem(seed, num_nodes=120, factors=4)
+    best = solve(problem)
+    with pytest.raises(NoneBelow) as none:
+        solve(problem, below=0.9 * best.lower_bound)
+    assert 0.9 * best.lower_bound <= none.value.bound <= best.value * (1 + 1e-9)
+    assert solve(problem, below=1.1 * best.value).value == pytest.approx(best.value, rel=1e-3)
+
+
+def test_work_that_ends_before_the_bound_is_high_enough_still_ends_with_an_assignment():
+    problem = step_problem(1, num_nodes=100)
+    hurried = solve(problem, time_limit_s=0, below=solve(problem).lower_bound)
+    assert hurried.value == pytest.approx(assignment_cost(problem, hurried.assignment))
 
 
 def test_equal_problems_have_equal_optima():
