@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ _log = logging.getLogger("autopar")
 STEP_TIMEOUT_S = 600.0
 
 _current: list[RaySession | JaxSession] = []
+_restarting = threading.Lock()
 _timeouts_s: list[float] = []
 """The last one that `init` was given for this process; none without a call."""
 
@@ -193,25 +195,31 @@ def host_leaves(host: str, *, in_s: float) -> None:
     _log.warning("Host %s leaves in %g s.", host, in_s)
 
 
-def restart(num_hosts: int | None = None) -> RaySession:
+def restart(num_hosts: int | None = None, *, instead_of: RaySession | None = None) -> RaySession:
     """New processes in place of those of the current session, which has failed or is given up; its values are gone.
 
-    As many as before, or `num_hosts`. Raises `InvalidArgument` without a session, or without room for so many, and
-    `ClusterFailed` if one of them is lost before they have met; the session stays the failed one then.
+    As many as before, or `num_hosts`. If another thread has made new ones since `instead_of`, those are taken. Raises
+    `InvalidArgument` without a session, or without room for so many, and `ClusterFailed` if one of them is lost before
+    they have met; the session stays the failed one then.
     """
-    old = ray_session()
+    with _restarting:
+        old = ray_session()
+        if instead_of is None or old is instead_of:
+            _current[:] = [_restarted(old, num_hosts)]
+        return ray_session()
+
+
+def _restarted(old: RaySession, num_hosts: int | None) -> RaySession:
     old.abandon()
     old.hosts.release()
     old.end_coordinator()
     count = len(old.hosts.actors) if num_hosts is None else num_hosts
     try:
-        session = _in_place_of(old, old.hosts.again(count))
+        return _in_place_of(old, old.hosts.again(count))
     except _SparesFailed as failed:
         _log.warning("Spare processes could not take the place of those lost: %s Starting new ones.", failed.__cause__)
         old.hosts.spares.end()
-        session = _in_place_of(old, old.hosts.again(count))
-    _current[:] = [session]
-    return session
+        return _in_place_of(old, old.hosts.again(count))
 
 
 class _SparesFailed(Exception):

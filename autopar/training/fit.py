@@ -142,16 +142,15 @@ def _trained(run: _Run, resumed: bool, max_failures: int) -> tuple[Any, list[Any
             return run.state, run.history
         except HostsChange as change:
             reason = change
-        except ClusterFailed as error:
-            reason, failures = error, failures + 1
-            if not run.recovers or failures > max_failures or current_session() is None:
-                raise
-            _log.warning("%s Going on (%d of %d).", error, failures, max_failures)
-        except BaseException:
-            if run.checkpoints is not None:  # complete what is under way: it was good
+        except BaseException as error:
+            lost = error if isinstance(error, ClusterFailed) else run.lost_elsewhere(error)
+            if lost is None and run.checkpoints is not None:  # complete what is under way: it was good
                 with suppress(AutoparError):
                     run.checkpoints.wait()
-            raise
+            reason, failures = lost, failures + 1
+            if lost is None or not run.recovers or failures > max_failures or current_session() is None:
+                raise
+            _log.warning("%s Going on (%d of %d).", lost, failures, max_failures)
 
 
 def _check(
@@ -229,6 +228,8 @@ class _Run:
     history: list[Any] = field(default_factory=list)
     on_progress: Callable[[int], None] = lambda done: None
     watch: StepWatch | None = None
+    _session: Any = None
+    """Where the state of this run lies."""
     _plan: Plan | None = None
     _moving: list[Any] | None = None
     """The leaves of the state between two worlds."""
@@ -241,6 +242,7 @@ class _Run:
 
     def train(self, *, resumed: bool) -> None:
         """From the state, or, `resumed`, from what was moved or the last checkpoint, to the last step."""
+        self._session = current_session()
         batch = self._next_batch_or_none()
         if self._moving is not None and batch is not None:
             self._arrive(self._moving, batch)
@@ -317,6 +319,14 @@ class _Run:
         del self.history[self.done - self.start :]
         self.on_progress(self.done)
 
+    def lost_elsewhere(self, error: BaseException) -> ClusterFailed | None:
+        """Return why the state of this run is gone, if another thread's run has already made new processes."""
+        session: Any = self._session
+        if not isinstance(error, AutoparError) or session is None or current_session() is session:
+            return None
+        failure = session.failure if session.has_driver else None
+        return failure if isinstance(failure, ClusterFailed) else None
+
     def renew(self, reason: ClusterFailed | HostsChange) -> bool:
         """New processes, in place of those of the session; whether there is a state to go on from.
 
@@ -344,7 +354,7 @@ class _Run:
         if self._moving is not None or saved is not None:
             self.state = jax.tree.map(_abstract, self.state)
         if self.hosts is None:
-            restart()
+            restart(instead_of=self._session)
         else:
             self._plan = self.hosts.restart()
         return self._moving is not None or saved is not None

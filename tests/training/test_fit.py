@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -346,6 +347,25 @@ def test_processes_that_die_are_replaced_and_the_losses_are_those_of_an_undistur
     np.testing.assert_allclose(losses_of(history), plain_losses(10)[1], rtol=1e-5)
     assert told == list(range(10))
     assert Checkpoints(tmp_path).latest() == 10
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_trainings_on_several_threads_share_a_cluster_and_its_recovery(tmp_path):
+    _, undisturbed = fit(pipelined(), mlp_params(), draw, num_steps=10)
+    to_kill = iter([1])
+
+    def on_step(number: int, metrics: Any) -> None:
+        if number == 5 and (process := next(to_kill, None)) is not None:
+            kill(process)
+
+    def train(number: int) -> list[float]:
+        options = {"checkpoint_dir": tmp_path / str(number), "checkpoint_every": 1, "on_failure": "restart"}
+        return losses_of(fit(pipelined(), mlp_params(), draw, num_steps=10, on_step=on_step, **options)[1])
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(train, range(3)))
+    assert found == [losses_of(undisturbed)] * 3
 
 
 @pytest.mark.slow

@@ -221,6 +221,8 @@ class RaySession(Numbering):
         self.step_timeout_s = step_timeout_s
         self.replies = Replies(hosts)
         self._ray = hosts.ray
+        self._sending = threading.Lock()
+        """Held while one message is sent to every process: all get the messages of several threads in one order."""
         self._coordinator: Any = None
         self.reports = self._join()
         hosts.pids = tuple(report.pid for report in self.reports)
@@ -324,7 +326,8 @@ class RaySession(Numbering):
         number = next(self._programs)
         arguments = (program.fingerprint(), jax_settings())
         shared = self._ray.put(make_program)  # one copy per node, and not one per process
-        refs = {actor.load.remote(number, shared, *arguments): n for n, actor in enumerate(self.hosts.actors)}
+        with self._sending:
+            refs = {actor.load.remote(number, shared, *arguments): n for n, actor in enumerate(self.hosts.actors)}
         try:
             meshes = self.replies.get(refs, None, f"loading {program.name}")
         except BaseException:
@@ -353,7 +356,8 @@ class RaySession(Numbering):
         self.replies.check()
         self._unload_dropped()
         sent = [packed(message) for message in messages]  # all, before the first process begins
-        refs = {actor.step.remote(m): n for n, (actor, m) in enumerate(zip(self.hosts.actors, sent, strict=True))}
+        with self._sending:
+            refs = {actor.step.remote(m): n for n, (actor, m) in enumerate(zip(self.hosts.actors, sent, strict=True))}
         self.replies.expect(messages[0].step, refs)
 
     def settle(self) -> list[Any]:
@@ -428,14 +432,11 @@ class RaySession(Numbering):
     def run_each(
         self, function: Callable[..., Any], arguments: Sequence[Sequence[Any]], *, timeout_s: float | None = None
     ) -> list[Any]:
-        """The same with arguments for each process.
-
-        May be called on any thread if no process waits for another one in it: two threads may reach the processes in
-        different orders.
-        """
+        """The same with arguments for each process."""
         self.replies.check()
         calls = enumerate(zip(self.hosts.actors, arguments, strict=True))
-        refs = {actor.run.remote(function, *own): process for process, (actor, own) in calls}
+        with self._sending:
+            refs = {actor.run.remote(function, *own): process for process, (actor, own) in calls}
         return self.replies.get(refs, timeout_s, calling(function))
 
     def run_on(self, processes: Sequence[int], function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -77,17 +78,19 @@ class Spares:
     ray: Any
     start: Callable[[str], Any]
     waiting: list[Spare] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def prepare(self, model_of: Callable[[str], Any], nodes: Sequence[str]) -> None:
         """Start processes until each of these nodes has one for every time that it is named, and do not wait.
 
         `model_of(node)` is a reference to what one on this node needs.
         """
-        self._forget_dead()
-        missing = Counter(nodes) - Counter(spare.node for spare in self.waiting)
-        for node in missing.elements():
-            actor = self.start(node)
-            self.waiting.append(Spare(actor=actor, node=node, warm=actor.run.remote(warm_up, model_of(node))))
+        with self._lock:  # runs on several threads
+            self._forget_dead()
+            missing = Counter(nodes) - Counter(spare.node for spare in self.waiting)
+            for node in missing.elements():
+                actor = self.start(node)
+                self.waiting.append(Spare(actor=actor, node=node, warm=actor.run.remote(warm_up, model_of(node))))
 
     def warm(self, nodes: Sequence[str]) -> list[str]:
         """Return those of these nodes, as often as they are named, that have a spare process which has imported."""
