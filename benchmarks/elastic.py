@@ -26,6 +26,7 @@ import argparse
 import importlib
 import json
 import logging
+import math
 import os
 import platform
 import random
@@ -124,9 +125,10 @@ class Nodes:
 class Disturbances:
     """Called after each step: sees what came of the last event, and brings about the next."""
 
-    def __init__(self, nodes: Nodes, count: int, seed: int) -> None:
+    def __init__(self, nodes: Nodes, count: int, seed: int, until_s: float) -> None:
         self.nodes = nodes
         self.count = count
+        self.until_s = until_s
         self.events: list[Event] = []
         self.steps: list[int] = []
         self._draw = random.Random(seed)
@@ -138,15 +140,25 @@ class Disturbances:
     def __call__(self, step: int, metrics: Any) -> None:
         """After a step."""
         self.steps.append(step)
-        since_s, self._step_s = max(self._step_s, self._began_s), time.monotonic()
+        if not self._look(step, time.monotonic() - max(self._step_s, self._began_s)):
+            time.sleep(0.3)  # what starts beside the training gets the processor
+        self._step_s = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all events have been absorbed, or the last one for which there was time."""
+        ended = len(self.events) == self.count or time.monotonic() > self.until_s
+        return ended and (not self.events or self.events[-1].to_next_step_s is not None)
+
+    def _look(self, step: int, pause_s: float) -> bool:
+        """See what came of the last event, or bring about the next; False if there is nothing to do yet."""
         hosts = ray_session().num_processes
         if self.events and self.events[-1].to_next_step_s is None:
-            self.events[-1].pause_s = max(self.events[-1].pause_s, self._step_s - since_s)
+            self.events[-1].pause_s = max(self.events[-1].pause_s, pause_s)
             if not self._absorbed():
                 if time.monotonic() - self._began_s > PATIENCE_S:
                     raise RuntimeError(f"the run took no notice of {self.events[-1]} for {PATIENCE_S:g} s")
-                time.sleep(0.05)
-                return
+                return False
             event = self.events[-1]
             event.hosts_after, event.to_next_step_s = hosts, time.monotonic() - self._began_s
             print(f"event {len(self.events)}: {event}", flush=True)
@@ -156,9 +168,10 @@ class Disturbances:
             self._rest = self._draw.randint(1, 3)
         elif self._rest or not self._spares_stand_by():
             self._rest = max(self._rest - 1, 0)
-            time.sleep(0.05)
-        elif len(self.events) < self.count:
+            return False
+        elif not self.is_over:
             self._next(step, hosts)
+        return True
 
     def _absorbed(self) -> bool:
         """Whether training goes on with the processes that the last event left."""
@@ -239,17 +252,19 @@ def undisturbed(count: int) -> tuple[Any, list[float]]:
 def batches_until(disturbances: Disturbances) -> Any:
     """Batches, until all events have happened."""
     number = 0
-    while len(disturbances.events) < disturbances.count or disturbances.events[-1].to_next_step_s is None:
+    while not disturbances.is_over:
         yield batch_of(number)
         number += 1
 
 
-def run(count: int, method: str, seed: int, checkpoint_every: int) -> tuple[list[Event], int, float, bool]:
+def run(
+    count: int, minutes: float, method: str, seed: int, checkpoint_every: int
+) -> tuple[list[Event], int, float, bool]:
     """The events, the number of steps, the largest difference of losses and state, and whether steps were in order."""
     nodes = Nodes()
     try:
         autopar.init(cluster="ray", address=nodes.cluster.address, num_hosts=2, devices_per_host=DEVICES_PER_HOST)
-        disturbances = Disturbances(nodes, count, seed)
+        disturbances = Disturbances(nodes, count, seed, time.monotonic() + 60 * minutes)
         watch_storage(disturbances)
         with tempfile.TemporaryDirectory(prefix="autopar-elastic-") as folder:
             state, history = autopar.fit(
@@ -289,6 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the events; 1 if a step was lost, or done twice, or the state is another."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--events", type=int, default=200, metavar="N")
+    parser.add_argument("--minutes", type=float, default=math.inf, metavar="M", help="no event after so long")
     parser.add_argument("--method", choices=METHODS, default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-every", type=int, default=20, metavar="STEPS")
@@ -297,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore", GenericFiguresWarning)
     logging.getLogger("autopar").setLevel(logging.ERROR)
     tell_kinds_apart()
-    events, steps, difference, in_order = run(args.events, args.method, args.seed, args.checkpoint_every)
+    events, steps, difference, in_order = run(args.events, args.minutes, args.method, args.seed, args.checkpoint_every)
     console = Console(width=None if Console().is_terminal else 120)
     show(console, events)
     right = difference <= TOLERANCE and in_order
