@@ -45,6 +45,8 @@ def asked_of_input(planning: Planning, leaf: int) -> tuple[str, ...]:
     """Return what the user wrote that decides where an input lies, in words; nothing where a search was free."""
     method = planning.method
     found = [] if method is None or isinstance(method, Auto) else [f"the method {method_words(method)}"]
+    if isinstance(method, Auto) and method.kinds is not None:
+        found.append(f"the option kinds={method.kinds} of Auto")
     pattern = _pins(planning).get(leaf)
     if pattern is not None:
         found.append(f"the pin {pattern!r}")

@@ -26,12 +26,13 @@ from autopar.compiler.analysis.revision import Planning, Revision, other_schedul
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.training_loops import unroll_training_loops
 from autopar.compiler.inter_op.stage_costs import StageCost
-from autopar.compiler.intra_op.plan_tasks import TaskGraph, task_graph
+from autopar.compiler.intra_op.plan_tasks import GroupConstraints, TaskGraph, task_graph
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
-from autopar.compiler.planning.layer_classes import layer_class
+from autopar.compiler.planning.kinds import allowed_splits, graph_kinds
+from autopar.compiler.planning.layer_classes import LayerClass, layer_class
 from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, layer_constraints, memory_charges
 from autopar.compiler.planning.mesh_sharding import mesh_sharding
 from autopar.compiler.planning.one_mesh import mesh_choices
@@ -109,13 +110,14 @@ class _Stage:
         """Return it for a mesh of a plan like the planned one; inputs that a search laid out are free, and `but`."""
         mesh, asked = logical_mesh(plan.meshes[number]), planning.search
         tasks = tasks_of_stages(graph, plan.stages_on(number), planning.trace.donated_inputs)
-        layer = layer_class(graph, tasks, asked.pins)
-        constraints = layer_constraints(layer, mesh, asked, None)
+        kinds = None if asked.kinds is None else graph_kinds(graph, planning.trace.batch_inputs)
+        layer = layer_class(graph, tasks, asked.pins, kinds)
         read = {name for task in tasks for name in task.inputs}
+        known = {v: layout for v, layout in _layouts_as_planned(planning, graph, mesh).items() if v in read}
+        constraints = _search_constraints(asked, layer, mesh, known)
         allowed = dict(constraints.allowed)
         if not planning.is_searched:
-            known = _layouts_as_planned(planning, graph, mesh)
-            allowed = {value: (layout,) for value, layout in known.items() if value in read}
+            allowed = {value: (layout,) for value, layout in known.items()}
         for given in graph.inputs:
             if given.leaf is not None and given.leaf == but:
                 allowed.pop(given.value, None)
@@ -168,6 +170,17 @@ class _Mesh:
                 problem = with_option(problem, node.number, node.layouts.index(layout))
         solution = choices.plan_of(solve(problem, time_limit_s=_TIME_LIMIT_S))
         return mesh_sharding(stage.tasks, solution, self.mesh, self.mesh_costs)
+
+
+def _search_constraints(
+    search: Auto, layer: LayerClass, mesh: LogicalMesh, known: Mapping[str, Layout]
+) -> GroupConstraints:
+    """Return what a search asks for on a mesh; of the ways in which kinds allow to use its axes, that of the plan."""
+    every = [layer_constraints(layer, mesh, search, splits) for splits in allowed_splits(search.kinds, mesh)]
+    as_planned = (
+        each for each in every if all(layout in each.allowed.get(v, (layout,)) for v, layout in known.items())
+    )
+    return next(as_planned, every[0])
 
 
 def _layouts_as_planned(planning: Planning, graph: StageGraph, mesh: LogicalMesh) -> dict[str, Layout]:

@@ -231,3 +231,16 @@ def test_plans_on_devices_of_several_kinds_are_explained(name):
 
 def plain_loss(params, batch):
     return jnp.mean((jnp.tanh(batch @ params["body"]) @ params["head"]) ** 2)
+
+
+def test_kinds_of_parallelism_stay_while_stages_are_explained():
+    method = autopar.Auto(num_stages=2, num_microbatches=2, layers=2, kinds=("data", "pipeline"))
+    planned, answer = explained(method, "num_microbatches", plain_loss)
+    counts = [each for each in answer.others if each.plan is not None]
+    assert counts and all(
+        not spec or name == "batch" for each in counts for name, spec in each.plan.input_specs.items()
+    )
+    layouts = planned.explain("head")
+    assert layouts.asked == ("the option kinds=('data', 'pipeline') of Auto",)
+    for each in layouts.others:
+        assert each.plan is None or "params.body" not in each.plan.input_specs
