@@ -6,8 +6,8 @@ which computes the forward again from the region's inputs:
     forward    h_1 = block_1(w_1, x);  h_2 = block_2(w_2, h_1)
     backward   g_1, dw_2 = remat2[again block_2, then transposed](w_2, h_1, g_2)
 
-A region within one layer stays as it is, and cuts keep out of it (`cuts_outside_regions.py`). A region wider than a
-layer cannot stay one equation, for it would pull several layers to one stage. `inline_wide_regions` dissolves it: its
+A region within one layer stays as it is, and cuts keep out of it (`pipeline.layers:cut_allowed`). A region wider than a
+layer cannot stay one equation, for it would pull several layers to one stage. `inline_regions` dissolves it: its
 equations read the forward's values instead of computing them again, and stages that store their inputs only
 (`StagePlan.remat`) save the memory: the same promise, on several devices. What a policy saves is then recomputed too. A
 branch (`cond`) inside of a dissolved region, and what follows from it, is recomputed as before: correct, but not on the
@@ -36,12 +36,6 @@ a block. The whole loss is wide from two layers on, one of two blocks is not.
 
 Path = tuple[int, ...]
 """Of a region: the index of its equation in the step, then in the body of that region, and so on."""
-
-
-def inline_wide_regions(closed: jc.ClosedJaxpr, *, num_layers: int) -> tuple[jc.ClosedJaxpr, bool]:
-    """A normalised step without regions wider than a layer, and whether there were any."""
-    wide = find_wide_regions(closed, num_layers=num_layers)
-    return inline_regions(closed, wide), bool(wide)
 
 
 def find_wide_regions(closed: jc.ClosedJaxpr, *, num_layers: int) -> frozenset[Path]:

@@ -27,8 +27,6 @@ from autopar.compiler.microbatch.emit import Microbatch, emit
 from autopar.compiler.microbatch.states import AnalysisState, Batched, BatchSizes, MicrobatchBlock, batch_axes, shape_of
 from autopar.errors import InvalidArgument
 
-__all__ = ["MicrobatchedStep", "StepInput", "accumulate_p", "evaluate_microbatched", "split_batch"]
-
 _SMALL = 16
 """Integers of no more elements than this are keys or counters, not state."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, local_task, task_graph
@@ -48,17 +47,10 @@ def _same_type(graph: StageGraph, name: str, other: str) -> bool:
 
 
 def plan_mesh(
-    tasks: list[GroupTask],
-    constraints: GroupConstraints,
-    mesh: LogicalMesh,
-    mesh_costs: MeshCosts,
-    *,
-    time_limit_s: float = 60.0,
-    cache_directory: Path | None = None,
+    tasks: list[GroupTask], constraints: GroupConstraints, mesh: LogicalMesh, mesh_costs: MeshCosts
 ) -> MeshSharding:
     """Return the best layouts of the tasks of a mesh."""
-    choices = task_graph(tasks, mesh, mesh_costs, constraints)
-    solution = choices.best({}, time_limit_s=time_limit_s, cache_directory=cache_directory)
+    solution = task_graph(tasks, mesh, mesh_costs, constraints).best({})
     return mesh_sharding(tasks, solution, mesh, mesh_costs)
 
 

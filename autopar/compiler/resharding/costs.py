@@ -1,6 +1,6 @@
 """Take an array from one layout to another: by which steps, what they move, and how long that takes.
 
-    source, target, shape, mesh  ->  steps  ->  collectives, seconds, and the program (`resharding_emit.apply_steps`)
+    source, target, shape, mesh  ->  steps  ->  collectives and seconds; `resharding.emit` carries the steps out
 
 Mesh axes of size 1 and dimensions of size 1 take no part: nothing is ever done about them.
 """
@@ -16,7 +16,6 @@ from typing import assert_never
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
-from autopar.compiler.resharding.emit import apply_steps
 from autopar.compiler.resharding.paths import Graph, graph_of, last_edges, path
 from autopar.compiler.resharding.steps import (
     AllGather,
@@ -43,26 +42,6 @@ from autopar.compiler.sharding.layout import (
     split_like,
     without_ones,
 )
-
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Collective",
-    "PadToPartial",
-    "Permute",
-    "ReduceScatter",
-    "ReshardStep",
-    "Slice",
-    "ToPartial",
-    "apply_steps",
-    "reshard_lines",
-    "reshard_matrix",
-    "reshard_s",
-    "reshard_steps",
-    "split_alike",
-    "step_collectives",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.evaluate import bind_bodies
-from autopar.compiler.resharding.costs import apply_steps
+from autopar.compiler.resharding.emit import apply_steps
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated, to_spec
 from autopar.compiler.spmd.emit_equation import evaluate_locally
 from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, Reshard, RunBody, Value

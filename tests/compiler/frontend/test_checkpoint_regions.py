@@ -16,7 +16,6 @@ from jax import lax
 from autopar.compiler.frontend.checkpoint_regions import (
     find_wide_regions,
     inline_regions,
-    inline_wide_regions,
 )
 from autopar.compiler.frontend.layer_scans import LeafRows
 from autopar.compiler.jaxprs import compat as jc
@@ -24,8 +23,7 @@ from autopar.compiler.jaxprs.normalize import normalize
 from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.microbatch.unsplit import whole_batch
 from autopar.compiler.pipeline.build_stage_graph import build_stage_graph
-from autopar.compiler.pipeline.cuts_outside_regions import cut_allowed
-from autopar.compiler.pipeline.layers import cut_forward
+from autopar.compiler.pipeline.layers import cut_allowed, cut_forward
 from autopar.compiler.pipeline.phases import Phases, find_phases
 from autopar.compiler.pipeline.placement import layer_order, place_equations
 from autopar.compiler.pipeline.stage_graph import evaluate
@@ -36,6 +34,12 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 ROWS, SIZE, LAYERS = 5, 6, 4
 Loss = Callable[..., jax.Array]
+
+
+def dissolved(closed: jc.ClosedJaxpr, *, num_layers: int) -> tuple[jc.ClosedJaxpr, bool]:
+    """A normalised step without regions wider than a layer, and whether there were any."""
+    wide = find_wide_regions(closed, num_layers=num_layers)
+    return inline_regions(closed, wide), bool(wide)
 
 
 def draw(seed: int, *shape: int) -> jax.Array:
@@ -207,7 +211,7 @@ def top_level_regions(closed: jc.ClosedJaxpr) -> list[jc.JaxprEqn]:
 def test_dissolving_a_region_around_the_whole_loss_keeps_every_value(model: str, whole: str) -> None:
     loss, arguments = MODELS[model]()
     before = step_of(WHOLE[whole](loss), arguments)
-    after, found = inline_wide_regions(before, num_layers=2)
+    after, found = dissolved(before, num_layers=2)
     assert found
     for expected, result in zip(run(before, arguments), run(after, arguments), strict=True):
         np.testing.assert_allclose(result, expected, rtol=1e-11, atol=1e-13)
@@ -216,7 +220,7 @@ def test_dissolving_a_region_around_the_whole_loss_keeps_every_value(model: str,
 @over_wide
 def test_a_dissolved_region_recomputes_nothing(model: str, whole: str) -> None:
     loss, arguments = MODELS[model]()
-    after, _ = inline_wide_regions(step_of(WHOLE[whole](loss), arguments), num_layers=2)
+    after, _ = dissolved(step_of(WHOLE[whole](loss), arguments), num_layers=2)
     never = step_of(loss, arguments)
     for phase in ("forward", "backward"):
         for name in ("dot_general", "random_bits", "tanh", "erf", "gather", "scan"):
@@ -229,7 +233,7 @@ def test_the_zoo_step_that_checkpoints_its_loss_is_wide_for_two_layers() -> None
     step, *arguments = ZOO["remat_whole"].make()
     closed = normalize(jax.make_jaxpr(step)(*arguments))
     assert len(top_level_regions(closed)) == 1
-    after, found = inline_wide_regions(closed, num_layers=2)
+    after, found = dissolved(closed, num_layers=2)
     assert found and not top_level_regions(after)
 
 
@@ -252,14 +256,14 @@ def test_a_region_is_wide_if_it_is_more_than_a_layer(loss: Loss, num_layers: int
     closed = step_of(loss, mlp(loss)()[1])
     assert len(find_wide_regions(closed, num_layers=num_layers)) == expected
     if not expected:
-        assert inline_wide_regions(closed, num_layers=num_layers) == (closed, False)
+        assert dissolved(closed, num_layers=num_layers) == (closed, False)
 
 
 @pytest.mark.parametrize("num_layers", [2, 4])
 def test_rematerialised_blocks_stay_as_the_user_wrote_them(num_layers: int) -> None:
     loss, arguments = gpt(GPT())
     closed = step_of(loss, arguments)
-    assert inline_wide_regions(closed, num_layers=num_layers) == (closed, False)
+    assert dissolved(closed, num_layers=num_layers) == (closed, False)
     assert len(top_level_regions(closed)) == 4
 
 
@@ -277,7 +281,7 @@ def test_the_same_regions_are_dissolved_at_another_batch_size(model: str) -> Non
 
 
 def test_dissolved_equations_stay_backward_and_name_their_source() -> None:
-    closed, _ = inline_wide_regions(step_of(jax.checkpoint(plain), mlp(plain)()[1]), num_layers=2)
+    closed, _ = dissolved(step_of(jax.checkpoint(plain), mlp(plain)()[1]), num_layers=2)
     phases = [jc.ad_phase(eqn) for eqn in closed.jaxpr.eqns]
     first = phases.index("backward")
     assert None not in phases[: len(phases) - phases[::-1].index("backward")]
@@ -292,7 +296,7 @@ def test_what_a_region_prints_is_printed_again(capfd: pytest.CaptureFixture[str]
 
     arguments = mlp(loss)()[1]
     before = step_of(jax.checkpoint(loss), arguments)
-    after, found = inline_wide_regions(before, num_layers=2)
+    after, found = dissolved(before, num_layers=2)
     printed = []
     for closed in (before, after):
         run(closed, arguments)
@@ -305,9 +309,9 @@ def test_what_a_region_prints_is_printed_again(capfd: pytest.CaptureFixture[str]
 def test_stages_that_recompute_their_forward_give_the_dissolved_steps_values(model: str) -> None:
     loss, arguments = MODELS[model]()
     closed = step_of(jax.checkpoint(loss), arguments)
-    dissolved, found = inline_wide_regions(closed, num_layers=2)
+    after, found = dissolved(closed, num_layers=2)
     num_inputs, num_outputs = len(closed.jaxpr.invars), len(closed.jaxpr.outvars)
-    step = whole_batch(dissolved, batch_inputs=[num_inputs - 2])
+    step = whole_batch(after, batch_inputs=[num_inputs - 2])
     phases = find_phases(step)
     (cut,) = cut_forward(phases, 2)
     layer_stage = {i: int(p >= cut) for p, i in enumerate(layer_order(phases))}

@@ -13,23 +13,19 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from autopar.compiler.analysis.compiled_collectives import compiled_collectives
 from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.resharding.costs import (
+from autopar.compiler.resharding.costs import Collective, reshard_matrix, reshard_s, reshard_steps, step_collectives
+from autopar.compiler.resharding.emit import apply_steps
+from autopar.compiler.resharding.steps import (
     AllGather,
     AllReduce,
     AllToAll,
-    Collective,
     PadToPartial,
     Permute,
     ReduceScatter,
     Slice,
     ToPartial,
-    apply_steps,
-    reshard_matrix,
-    reshard_s,
-    reshard_steps,
-    step_collectives,
+    after,
 )
-from autopar.compiler.resharding.steps import after
 from autopar.compiler.sharding.layout import (
     Layout,
     LogicalMesh,

@@ -12,7 +12,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.resharding.costs import apply_steps, reshard_steps
+from autopar.compiler.resharding.costs import reshard_steps
+from autopar.compiler.resharding.emit import apply_steps
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.sharding.rule_lookup import sharding_rules
 from autopar.compiler.sharding.strategies import Strategy, strategies
