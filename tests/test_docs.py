@@ -267,6 +267,13 @@ def test_architecture_lists_every_package_in_the_order_of_imports():
     assert listed == sorted(listed, key=lambda name: PACKAGES.index(name.replace("/", ".")))
 
 
+def test_readme_names_the_releases_of_jax_that_are_admitted():
+    bounds = re.findall(r"jax(?:lib|\[.*?\])?>=([\d.]+),<(\d+)\.(\d+)", read(ROOT / "pyproject.toml"))
+    assert len(bounds) == 3
+    ((first, major, minor),) = set(bounds)
+    assert f"JAX {first}, up to JAX {major}.{int(minor) - 1}." in " ".join(read(ROOT / "README.md").split())
+
+
 def test_picture_is_the_one_that_the_script_draws():
     script = runpy.run_path(str(ROOT / "docs" / "draw_architecture.py"))
     assert script["OUT"].read_text(encoding="utf-8") == script["draw"](), "run `make pictures`"
