@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(ZOO), default=MODELS, metavar="NAME")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="NAME")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every model")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every plan")
     args = parser.parse_args(argv)
     before = jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", True)
@@ -264,9 +264,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore", autopar.ReplicatedWarning)
         for name in args.models:
             shown = track(args.methods, description=name, console=Console(stderr=True), transient=True)
-            rows += [measure(name, method) for method in shown]
-            if args.json:
-                args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+            for method in shown:
+                rows.append(measure(name, method))
+                if args.json:
+                    args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     jax.config.update("jax_enable_x64", before)
     Console(width=140).print(table_of(rows))
     return int(not all(row.holds for row in rows))

@@ -87,6 +87,12 @@ SWEEPS = (
         shows="what explain, what_if, diff and fixes print of twelve models by every method comes out so",
     ),
     Sweep(
+        name="printed_layouts",
+        words=("benchmarks.printed_layouts",),
+        minutes=None,
+        shows="the layouts that plans print are those of the arrays that run, for every model and method",
+    ),
+    Sweep(
         name="mutants",
         words=("benchmarks.mutants",),
         minutes=14,

@@ -101,11 +101,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     where = f"{args.hosts} Ray processes" if args.cluster == "ray" else f"{jax.devices()[0].platform} devices here"
     write(f"{len(text):,} bytes of Python source, {plan.num_devices} devices: {where}")
     write(str(planned))
-    if args.output:
-        explain_and_show(planned, args.output, write)
+    other = explain(planned, write) if args.output else None
 
     state, loss, seconds = train(step, create_state(), batches, console, "autopar")
-    params = jax.device_get(state.params)
+    params, local_loss = jax.device_get(state.params), loss
     if args.cluster == "ray":
         autopar.shutdown()
         here = autopar.parallelize(train_step, method=plan, devices=jax.devices()[: plan.num_devices])
@@ -132,26 +131,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         write(f"  loss       {result['max_loss_diff_in_process']:.1e} (relative, over all steps)")
         write(f"  parameters {result['max_param_diff_in_process']:.1e} (absolute, after the last step)")
     if args.output:
-        step.trace(state, batches[0]).plan().lower().compile().timeline(args.output / "trace.json", state, batches[0])
+        args.output.mkdir(parents=True, exist_ok=True)
+        compiled = step.trace(state, batches[0]).plan().lower().compile()
+        state, _ = compiled.timeline(args.output / "trace.json", state, batches[0])
         write(f"{args.output / 'trace.json'}: the step, measured beside predicted, for https://ui.perfetto.dev")
+        _, times = compiled.measure(state, batches[0])
+        page = planned.view(args.output / "plan.html", answers=[other] if other else [], measured=times)
+        write(f"{page}: the plan as a page for the browser, with the measured step")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def explain_and_show(planned: autopar.Planned, output: Path, write: Callable[[str], None]) -> None:
-    """Print why the plan is as it is, and write its page."""
-    output.mkdir(parents=True, exist_ok=True)
+def explain(planned: autopar.Planned, write: Callable[[str], None]) -> Any:
+    """Print why the plan is as it is, and how another one would differ; return that difference."""
     searched = planned.plan.certificate
-    for words, seconds in () if searched is None else searched.runners_up:
-        if seconds > searched.step_time_s:
+    if searched is not None:
+        for words, seconds in (each for each in searched.runners_up if each[1] > searched.step_time_s):
             write(f"not {words}: {1e3 * seconds:.4g} ms")
     traced_to = [each for each in planned.plan.planned_collectives if each.line]
     if traced_to:
         write(f"\nWhat communicates longest, and why:\n{planned.explain(max(traced_to, key=_seconds).line)}")
     other = planned.what_if(method=autopar.DataParallel())
     write(f"\nWith DataParallel() instead: {other.headline()}")
-    page = planned.view(output / "plan.html", answers=[other])
-    write(f"{page}: the plan as a page for the browser")
+    return other
 
 
 def _seconds(collective: Any) -> float:
@@ -159,7 +161,7 @@ def _seconds(collective: Any) -> float:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--stages", type=int, help="of a pipeline by hand, in place of a search")
     parser.add_argument("--microbatches", type=int, default=4)

@@ -4,9 +4,13 @@ import ast
 import importlib
 import importlib.util
 import json
+import os
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -232,6 +236,97 @@ def test_python_of_readme_and_guide_runs_as_it_stands(tmp_path: Path, monkeypatc
         for block in blocks(ROOT / "docs" / page, "python"):
             exec(block, names)
     assert names["asked"].after.plan.method == "DataParallel"
+
+
+RUN_BY: dict[str, str] = {
+    "make demo": "tests/test_examples.py",
+    "make test": "tests/test_docs.py",
+    "make docs": ".ci/run",
+    "make venv": ".ci/run",
+    "make hooks": "not here: it would change the checkout's own settings",
+    "git clone": "not here: CI has a clone, and nobody else's address",
+    "python3 -m venv": ".ci/run",
+    "pip install .": ".ci/run",
+    "python -m webbrowser": "tests/test_explorer.py",
+    "autopar doctor --ray": "tests/test_doctor.py",
+    "srun": "not here: needs Slurm",
+    "mpirun": "not here: needs Open MPI; tests/runtime/distributed starts such worlds by itself",
+    "export RAY_": "not here: needs certificates and a cluster of its own",
+    "python -m benchmarks": "test_benchmarks_of_the_pages_start",
+    "autopar": "test_shell_of_get_started_runs_as_it_stands",
+    "XLA_FLAGS=": "test_shell_of_get_started_runs_as_it_stands",
+}
+"""For what a command of the pages begins with, where it runs, or why it cannot; the first that fits counts."""
+
+
+def shell_lines(page: Path) -> list[str]:
+    """The commands of the shell blocks of a page, without their comments."""
+    text = "".join(blocks(page, "sh")).replace("\\\n", " ")
+    return [" ".join(line.partition(" #")[0].split()) for line in text.splitlines() if line.strip()]
+
+
+def runner(line: str) -> str:
+    return next((where for words, where in RUN_BY.items() if line.startswith(words)), "")
+
+
+def test_every_shell_command_of_the_pages_runs_somewhere_or_says_why_not():
+    lines = [line for page in PAGES for line in shell_lines(page)]
+    assert len(lines) > 30 and not [line for line in lines if not runner(line)]
+    assert {words for words in RUN_BY if not any(runner(line) == RUN_BY[words] for line in lines)} == set()
+    for where in RUN_BY.values():
+        assert where.startswith("not here: ") or where in globals() or (ROOT / where).exists(), where
+
+
+def test_no_block_of_the_pages_is_left_out():
+    kinds = {(kind, page.name) for page in PAGES for kind in re.findall(r"^ *```([\w{}-]+)", read(page), re.MULTILINE)}
+    # `make docs` fails by what Sphinx cannot make of those in braces; architecture.md has a test of its own.
+    others = {(kind, name) for kind, name in kinds if kind not in ("python", "sh", "json") and kind[0] != "{"}
+    assert others == {("text", "architecture.md")}
+    indented = [page.name for page in PAGES if re.search(r"^ +```", read(page), re.MULTILINE)]
+    assert not indented, "blocks() finds only those at the beginning of a line"
+    for block in (block for page in PAGES for block in blocks(page, "json")):
+        assert json.loads(block)
+
+
+@pytest.mark.slow
+def test_shell_of_get_started_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs" / "get-started.md"
+    mine = test_shell_of_get_started_runs_as_it_stands.__name__
+    lines = [line for line in shell_lines(page) if runner(line) == mine]
+    assert len(lines) == 6
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    model = tmp_path / "examples" / "plan_me.py"  # smaller, so that it is planned in seconds
+    sizes = "LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, BATCH = "
+    model.write_text(re.sub(rf"{sizes}.*", f"{sizes}2, 512, 8, 2_000, 128, 128", model.read_text()))
+    (tmp_path / "train.py").write_text(blocks(ROOT / "README.md", "python")[0] + "\nprint(metrics['loss'])\n")
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "autopar").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m autopar "$@"\n')
+    (bin_folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    for each in bin_folder.iterdir():
+        each.chmod(0o755)
+    paths = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    printed = {}
+    for line in lines:
+        ran = subprocess.run(
+            line, shell=True, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=600
+        )
+        # Only what is missing here, as a GPU, may be said by the doctor.
+        assert ran.returncode == 0 or "doctor" in line, (line, ran.stderr)
+        printed[line.split()[1]] = ran.stdout
+    assert "64 devices of dgx-h100" in printed["plan"] and (tmp_path / "plan.html").stat().st_size > 10_000
+    assert "as planned" in printed["explain"] and "per step instead of" in printed["what-if"]
+    assert 0 < float(printed["python"]) < 1
+
+
+@pytest.mark.parametrize(
+    "module", sorted({line.split()[2] for page in PAGES for line in shell_lines(page) if "-m benchmarks." in line})
+)
+def test_benchmarks_of_the_pages_start(module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(module).main()
+    assert ended.value.code == 0 and "usage:" in capsys.readouterr().out
 
 
 def test_the_reference_has_every_public_name_once():

@@ -21,7 +21,8 @@ def test_planned_gpt_on_real_text_equals_plain_jit(tmp_path: Path) -> None:
     assert result["max_loss_diff"] < 1e-5
     assert result["max_param_diff"] < 1e-4
     assert result["plan"]["method"] == "Auto"
-    assert "What if" in (tmp_path / "plan.html").read_text()
+    page = (tmp_path / "plan.html").read_text()
+    assert "What if" in page and '"measured":{"events"' in page
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 

@@ -64,8 +64,14 @@ def plan_page(
 
 
 def shown_events(timeline: Timeline) -> list[_Row]:
-    """Return mesh, start, stop, kind, label and collective seconds of what is drawn; kind X is of several tasks."""
-    return _few([_row(event) for event in timeline.events], timeline.makespan_s)
+    """Return mesh, start, stop, kind, label and collective seconds of what is drawn.
+
+    Kind X is of several tasks, and S of a step that is one program.
+    """
+    rows = [_row(event) for event in timeline.events]
+    if len(rows) == len(timeline.peak_bytes) == 1:  # forward and backward passes are in it, too
+        rows = [(*rows[0][:3], "S", "the whole step", rows[0][5])]
+    return _few(rows, timeline.makespan_s)
 
 
 def _few(rows: list[_Row], makespan_s: float) -> list[_Row]:

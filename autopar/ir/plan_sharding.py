@@ -77,8 +77,8 @@ class ShardingPlan:
         total = sum(each.nbytes * each.times for each in self.collectives)
         return (
             f"modelled for {self.figures}: {1e3 * self.step_time_s:.4g} ms per step, at most {100 * self.gap:.2g} % "
-            f"above the best plan; {self.peak_bytes / 1e6:.4g} MB per device; {len(self.collectives)} collectives of "
-            f"{total / 1e6:.4g} MB" + self._recomputed_words()
+            f"above the best layouts on this mesh; {self.peak_bytes / 1e6:.4g} MB per device; "
+            f"{len(self.collectives)} collectives of {total / 1e6:.4g} MB" + self._recomputed_words()
         )
 
     def _recomputed_words(self) -> str:
