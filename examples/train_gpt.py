@@ -94,23 +94,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     step = autopar.parallelize(train_step, method=method)
     text = read_standard_library()
     batches = draw_batches(text, num_batches=args.steps, batch_size=BATCH, length=LENGTH)
-    planned = step.trace(create_state(), batches[0]).plan()
+    first = create_state()
+    planned = step.trace(first, batches[0]).plan()
     plan = planned.plan
-    # The step that runs is the one that is shown.
-    step = autopar.parallelize(train_step, method=plan)
     where = f"{args.hosts} Ray processes" if args.cluster == "ray" else f"{jax.devices()[0].platform} devices here"
     write(f"{len(text):,} bytes of Python source, {plan.num_devices} devices: {where}")
     write(str(planned))
     other = explain(planned, write) if args.output else None
 
-    state, loss, seconds = train(step, create_state(), batches, console, "autopar")
+    compiled = planned.lower().compile()  # the step that runs is the one that is shown
+    state, loss, seconds = train(compiled, first, batches, console, "autopar")
     params, local_loss = jax.device_get(state.params), loss
     if args.cluster == "ray":
         autopar.shutdown()
         here = autopar.parallelize(train_step, method=plan, devices=jax.devices()[: plan.num_devices])
-        state, local_loss, _ = train(here, create_state(), batches, console, "in process")
+        compiled = here.trace(first, batches[0]).plan().lower().compile()
+        state, local_loss, _ = train(compiled, first, batches, console, "in process")
     plain_step = jax.jit(train_step, donate_argnums=0)
-    reference, reference_loss, _ = train(plain_step, create_state(), batches, console, "jax.jit")
+    reference, reference_loss, _ = train(plain_step, first, batches, console, "jax.jit")
     result = {
         "loss": loss,
         "reference_loss": reference_loss,
@@ -132,7 +133,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         write(f"  parameters {result['max_param_diff_in_process']:.1e} (absolute, after the last step)")
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
-        compiled = step.trace(state, batches[0]).plan().lower().compile()
         state, _ = compiled.timeline(args.output / "trace.json", state, batches[0])
         write(f"{args.output / 'trace.json'}: the step, measured beside predicted, for https://ui.perfetto.dev")
         _, times = compiled.measure(state, batches[0])
