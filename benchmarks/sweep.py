@@ -218,7 +218,7 @@ SWEEPS = (
     Sweep(
         name="explorer_pages",
         words=("benchmarks.explorer_pages", "--folder", str(OUT / "pages")),
-        minutes=None,
+        minutes=6,
         shows="pages of plans: size, first paint, interactions",
         needs="chromedriver",
     ),
