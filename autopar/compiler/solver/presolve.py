@@ -8,6 +8,7 @@ Until nothing changes (Scholz & Eckstein 2002, "Register allocation for irregula
     split       an edge M[a,b] = u[a] + v[b] goes, u and v to its ends                         → add_edge
     R0, R1, R2  a node of at most two neighbours goes: its best option is a function of        → eliminate_nodes
                 theirs, T[p,q] = min_a (A[a,p] + B[a,q])
+    one option  a node with no other goes, whatever its neighbours: its costs are theirs       → absorb
 
 Protected nodes keep all options that are not forbidden, and stay: something else, a row, depends on them.
 
@@ -92,7 +93,8 @@ def reduce_problem(
 ) -> ReducedMRF:
     """Apply every reduction until none applies; raise `Infeasible` when a node has no option left.
 
-    `without` may name "dominated options" and "elimination", to leave them out.
+    `without` may name "dominated options" and "elimination", to leave them out. Nodes that are `ordered` stay in their
+    order; others get one that suits sweeps and searches.
     """
     work = _Work.of(problem, frozenset(protected))
     work.remove_forbidden(range(len(problem.costs)))

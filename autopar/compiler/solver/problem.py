@@ -156,7 +156,7 @@ class Infeasible(AutoparError):
 
 
 class NoneBelow(AutoparError):
-    """No assignment costs less than was asked for; each costs at least `bound`."""
+    """No assignment costs less than was asked for, or less by no more than the gap; each costs at least `bound`."""
 
     def __init__(self, bound: float) -> None:
         """Keep the bound."""
