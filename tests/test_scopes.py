@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.planning.scope_demands import within_scopes
 from autopar.compiler.sharding.layout import LogicalMesh, replicated
 from autopar.compiler.sharding.strategies import Strategy
+from autopar.hardware.machine import Machine
 
 ROWS, WIDTH, CLASSES = 16, 32, 64
 
@@ -196,6 +199,78 @@ def test_named_stages_are_the_stages():
     assert_equal_to_jit(mlp(autopar.stage("body"), autopar.stage("head")), PipelineParallel(num_stages=2))
 
 
+def test_stages_without_a_name_are_told_apart_by_their_order():
+    def model(params, x):
+        for w in params["layers"]:
+            with autopar.stage(devices=4):
+                x = jnp.tanh(x @ w)
+        return x @ params["head"]
+
+    found, again = planned(model), planned(model)
+    assert [len(mesh.devices) for mesh in found.plan.meshes] == [4, 4]
+    assert "keeps autopar.stage(devices=4) #1, autopar.stage(devices=4) #2" in str(found.describe())
+    assert found.trace.fingerprint == again.trace.fingerprint
+    assert_equal_to_jit(model, Auto())
+
+
+def two_kinds(devices=(4, 4)):
+    """Devices that compute as the others do, with twice the memory and another name."""
+    cpu = Machine.named("cpu")
+    large = dataclasses.replace(cpu, name="large-host", kind="large", memory_bytes=2 * cpu.memory_bytes)
+    small = dataclasses.replace(cpu, name="small-host", kind="small")
+    pairs = zip(devices, (large, small), strict=True)
+    return autopar.Cluster.of_groups([autopar.Cluster(num_devices=n, machine=machine) for n, machine in pairs])
+
+
+@pytest.mark.parametrize("kinds", [("small", "large"), ("large-host", "small"), (None, "large")], ids=str)
+def test_a_stage_lies_on_devices_of_the_kind_that_it_names(kinds):
+    step = step_of(mlp(autopar.stage("body", kind=kinds[0]), autopar.stage("head", kind=kinds[1])))
+    parallel = autopar.parallelize(step, method=Auto(num_microbatches=2), cluster=two_kinds())
+    found = parallel.trace(params_of(), batch_of()).plan()
+    machines = [found.plan.meshes[stage.mesh].machine for stage in found.plan.stages]
+    assert all(kind is None or machine.startswith(kind[:5]) for kind, machine in zip(kinds, machines, strict=True))
+    assert f"kind={kinds[1]!r}, name='head'" in str(found.describe())
+    wanted, given = jax.jit(step)(params_of(), batch_of()), found.lower().compile()(params_of(), batch_of())
+    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(given), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            autopar.stage("body", kind="h100"),
+            autopar.stage("head"),
+            r"stage\(kind='h100', name='body'\) asks for devices of the kind 'h100', and the kinds of the cluster are "
+            "'large' or 'large-host', of 4 devices; 'small' or 'small-host', of 2 devices",
+        ),
+        (autopar.stage("body", devices=4, kind="small"), autopar.stage("head"), "asks for 4 devices. .* one of 1, 2"),
+        (
+            autopar.stage("body", devices=2, kind="small"),
+            autopar.stage("head", kind="small-host"),
+            r"name='body'\), .*name='head'\) ask for 3 devices or more of the kind 'small', and there are 2",
+        ),
+        (
+            autopar.stage("body", kind="small"),
+            autopar.stage("body", kind="large"),
+            r"stage\(kind='small', name='body'\) and .*\(kind='large', name='body'\) are one stage by their name",
+        ),
+    ],
+    ids=["unknown", "too few", "too few for two", "contradiction"],
+)
+def test_kinds_that_no_plan_can_keep_are_refused(first, second, message):
+    parallel = autopar.parallelize(step_of(mlp(first, second)), method=Auto(), cluster=two_kinds((4, 2)))
+    with pytest.raises(InvalidArgument, match=message):
+        parallel.trace(params_of(), batch_of()).plan()
+
+
+def test_stages_may_have_a_host_each():
+    step = step_of(mlp(autopar.stage("body", devices=8), autopar.stage("head", devices=8)))
+    parallel = autopar.parallelize(step, method=Auto(), cluster=autopar.Cluster.parse("2x p3.16xlarge"))
+    found = parallel.trace(params_of(), batch_of()).plan()
+    assert [mesh.devices for mesh in found.plan.meshes] == [tuple(range(8)), tuple(range(8, 16))]
+
+
 def test_stages_hold_scopes():
     def model(params, x):
         with autopar.stage("body"), autopar.replicate():
@@ -291,7 +366,7 @@ def test_a_product_that_nothing_divides_is_refused():
         (lambda: autopar.replicate(devices=True), "devices is True"),
         (lambda: autopar.split("two words"), "axis is 'two words'"),
         (lambda: autopar.replicate(name="a/b"), "name is 'a/b'"),
-        (lambda: autopar.stage(None), "The name of a stage is None"),
+        (lambda: autopar.stage("a", kind="a/b"), "kind is 'a/b'"),
     ],
 )
 def test_scopes_with_impossible_options_are_refused(make, message):

@@ -12,12 +12,13 @@ Scopes nest: `replicate` around `split` is both, over different devices. What a 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import TracebackType
 from typing import Any, Literal, cast
@@ -30,9 +31,13 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.errors import InvalidArgument
 from autopar.ir.instructions import listed
 
-_SCOPE = re.compile(r"autopar\.(replicate|split|stage)\[(?:axis=(\w+))?;?(?:devices=(\d+))?;?(?:name=([^\]]+))?\]")
+_SCOPE = re.compile(
+    r"autopar\.(replicate|split|stage)\[(?:axis=(\w+))?;?(?:devices=(\d+))?;?(?:kind=([^;\]]+))?;?(?:name=([^\]]+))?\]"
+)
 _DEMAND = re.compile(r"autopar\.demand\[([\w-]+)\|([\d,;]*)\|(\d*)\|(\d*)\|(\w*)\|([^\]|]*)\]")
 _NAME = re.compile(r"[\w.\- ]+")
+_NUMBERED = "#"
+"""Begins the name of a stage without one, which no user can give: by it two such stages are told apart."""
 
 
 _Kind = Literal["replicate", "split", "stage"]
@@ -47,17 +52,29 @@ class ModelScope:
     devices: int | None = None
     axis: str | None = None
     """The mesh axis over which work is divided."""
+    machine: str | None = None
+    """The kind of the devices, in a cluster of several."""
 
     def __str__(self) -> str:
-        """As the user wrote it: `autopar.split(devices=4, name='head')`."""
-        given = {"axis": self.axis, "devices": self.devices, "name": self.name}
-        return f"autopar.{self.kind}({', '.join(f'{k}={v!r}' for k, v in given.items() if v is not None)})"
+        """As the user wrote it: `autopar.split(devices=4, name='head')`; without a name `autopar.stage() #2`."""
+        given = self._given
+        number = f" {given.pop('name')}" if self.has_number else ""
+        return f"autopar.{self.kind}({', '.join(f'{k}={v!r}' for k, v in given.items())}){number}"
 
     @property
     def label(self) -> str:
         """The scope as a name of JAX: `autopar.split[devices=4;name=head]`."""
-        given = {"axis": self.axis, "devices": self.devices, "name": self.name}
-        return f"autopar.{self.kind}[{';'.join(f'{k}={v}' for k, v in given.items() if v is not None)}]"
+        return f"autopar.{self.kind}[{';'.join(f'{k}={v}' for k, v in self._given.items())}]"
+
+    @property
+    def has_number(self) -> bool:
+        """True for a stage that the user gave no name."""
+        return self.name is not None and self.name.startswith(_NUMBERED)
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        every = {"axis": self.axis, "devices": self.devices, "kind": self.machine, "name": self.name}
+        return {option: value for option, value in every.items() if value is not None}
 
 
 class _Entered(threading.local):
@@ -68,6 +85,7 @@ class _Entered(threading.local):
 
 
 _entered = _Entered()
+_numbers = itertools.count(1)
 
 
 class _EnteredScope:
@@ -77,8 +95,10 @@ class _EnteredScope:
         self.scope = scope
 
     def __enter__(self) -> None:
-        entered = ExitStack()
-        entered.enter_context(jax.named_scope(self.scope.label))
+        scope, entered = self.scope, ExitStack()
+        if scope.kind == "stage" and scope.name is None:
+            scope = replace(scope, name=f"{_NUMBERED}{next(_numbers)}")
+        entered.enter_context(jax.named_scope(scope.label))
         _entered.scopes.append(entered)
 
     def __exit__(
@@ -122,22 +142,24 @@ def split(axis: str | None = None, devices: int | None = None, name: str | None 
     return _EnteredScope(_scope("split", devices=devices, name=name, axis=axis))
 
 
-def stage(name: str, devices: int | None = None) -> _EnteredScope:
+def stage(name: str | None = None, devices: int | None = None, kind: str | None = None) -> _EnteredScope:
     """Return a scope that is a stage of a pipeline, on `devices` devices, or as many as the search finds best.
 
-    Every stage needs a name of its own; what stands between two stages belongs to the first of them, what stands before
-    all to the first one. With stages in the model, `Auto()` plans these and no others.
+    In a cluster of several machines, its devices are of the kind `kind`: "a100", or "p4d.24xlarge". A stage of one name
+    may be entered again before the next one begins; without a name, every `with` statement is a stage of its own. What
+    stands between two stages belongs to the first of them, what stands before all to the first one. With stages in the
+    model, `Auto()` plans these and no others.
 
         with autopar.stage("encoder"):
             h = encoder(params, x)
-        with autopar.stage("decoder"):
+        with autopar.stage("decoder", devices=8, kind="a100"):
             y = decoder(params, h)
 
     Raises as `replicate`.
     """
-    if not is_text(name):
-        raise InvalidArgument(f"The name of a stage is {name!r}. Give each its own: autopar.stage('encoder').")
-    return _EnteredScope(_scope("stage", devices=devices, name=name))
+    if kind is not None and not (is_text(kind) and _NAME.fullmatch(kind)):
+        raise InvalidArgument(f"kind is {kind!r}. Give a kind of machine as the cluster names it, such as 'a100'.")
+    return _EnteredScope(_scope("stage", devices=devices, name=name, machine=kind))
 
 
 _default: ModelScope | None = None
@@ -161,13 +183,13 @@ def default_strategy() -> ModelScope | None:
     return _default
 
 
-def _scope(kind: _Kind, *, devices: Any, name: Any, axis: str | None = None) -> ModelScope:
+def _scope(kind: _Kind, *, devices: Any, name: Any, axis: str | None = None, machine: str | None = None) -> ModelScope:
     devices = plain_value(devices)
     if devices is not None and not (is_whole(devices) and devices >= 1):
         raise InvalidArgument(f"devices is {devices!r}. Give a number of devices, at least 1, or leave it out.")
     if name is not None and not (is_text(name) and _NAME.fullmatch(name)):
         raise InvalidArgument(f"name is {name!r}. Give a name of letters, digits, spaces, '.', '-' and '_'.")
-    return ModelScope(kind=kind, name=name, devices=devices, axis=axis)
+    return ModelScope(kind=kind, name=name, devices=devices, axis=axis, machine=machine)
 
 
 def scopes_of(eqn: jc.JaxprEqn) -> tuple[ModelScope, ...]:
@@ -192,9 +214,13 @@ def _parsed(name: str) -> ModelScope | None:
 
 
 def _scope_of(found: re.Match[str]) -> ModelScope:
-    kind, axis, devices, own = found.groups()
+    kind, axis, devices, machine, own = found.groups()
     return ModelScope(
-        kind=cast(_Kind, kind), name=own or None, devices=int(devices) if devices else None, axis=axis or None
+        kind=cast(_Kind, kind),
+        name=own or None,
+        devices=int(devices) if devices else None,
+        axis=axis or None,
+        machine=machine or None,
     )
 
 
@@ -210,13 +236,38 @@ def scopes_text(closed: jc.ClosedJaxpr) -> str:
     return "".join(f"\n{number} {scopes} {demand}" for number, scopes, demand in each if scopes or demand)
 
 
+def number_stages(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
+    """Return a program whose stages without a name are numbered from 1 in their order, in every process alike."""
+    unnamed = [scope for scope in stages_of(closed) if scope.has_number]
+    labels = {
+        scope.label: replace(scope, name=f"{_NUMBERED}{number}").label for number, scope in enumerate(unnamed, start=1)
+    }
+
+    def renamed(inside: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
+        eqns = (jc.with_bodies(eqn, renamed) for eqn in jc.open_jaxpr(inside)[0].eqns)
+        return jc.with_equations(inside, [jc.with_scopes_renamed(eqn, labels) for eqn in eqns])
+
+    return renamed(closed) if labels else closed
+
+
 def stages_of(closed: jc.ClosedJaxpr) -> tuple[ModelScope, ...]:
     """Return the stages that a program names, in their order."""
     return tuple(scope for scope in all_scopes(closed) if scope.kind == "stage")
 
 
 def check_stages(closed: jc.ClosedJaxpr) -> None:
-    """Raise `InvalidArgument` for a stage inside of a loop or branch, of which every round would be one."""
+    """Raise `InvalidArgument` for stages that contradict each other, and one inside of a loop or branch.
+
+    Every round of a loop would be a stage.
+    """
+    named: dict[str | None, ModelScope] = {}
+    for scope in stages_of(closed):
+        first = named.setdefault(scope.name, scope)
+        if first != scope:
+            raise InvalidArgument(
+                f"{first} and {scope} are one stage by their name, and ask for different devices. Write both alike, "
+                "or give them names of their own."
+            )
     jaxpr, _ = jc.open_jaxpr(closed)
     inside = (inner for eqn in jaxpr.eqns for body in jc.subjaxprs(eqn) for inner in jc.all_equations(body))
     for eqn in inside:

@@ -29,6 +29,7 @@ from autopar.compiler.frontend.scopes import (
     check_stages,
     default_strategy,
     has_scopes,
+    number_stages,
     scopes_text,
     with_demands,
 )
@@ -185,7 +186,7 @@ def trace_step(
     given = [i for i in batch_inputs or () if i not in unbatched_inputs]
     _check_batch(leaves, given)
     closed, out_shape = jax.make_jaxpr(flat_step, return_shape=True)(*avals)
-    closed = normalize(closed)
+    closed = number_stages(normalize(closed))
     check_compressed(closed)
     returned = out_shape if isinstance(out_shape, Returned) else Returned(result=out_shape, replaced={}, further={})
     outputs, replaced = _outputs(returned, leaves)
@@ -277,7 +278,7 @@ def _trace_at(trace: Trace, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
         for i, a in enumerate(leaf.aval for leaf in trace.inputs)
     ]
     try:
-        twin = normalize(jax.make_jaxpr(trace.flat_step)(*avals))
+        twin = number_stages(normalize(jax.make_jaxpr(trace.flat_step)(*avals)))
     # Whatever the user's own code raises at another batch size; it matters only where the batch is split.
     except Exception as error:
         return None, f"tracing it with a batch of {rows} raised {type(error).__name__}: {str(error).rstrip('.')}"

@@ -293,6 +293,21 @@ def within_scope(eqn: JaxprEqn, name: str) -> JaxprEqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=eqn.source_info.name_stack.extend(name)))
 
 
+def with_scopes_renamed(eqn: JaxprEqn, names: Mapping[str, str]) -> JaxprEqn:
+    """The same equation with other names in its name stack, where there are such."""
+    entries = eqn.source_info.name_stack.stack
+    if not any(entry.name in names for entry in entries):
+        return eqn
+    renamed = (
+        source_info_util.Scope(names.get(entry.name, entry.name))
+        if isinstance(entry, source_info_util.Scope)
+        else entry
+        for entry in entries
+    )
+    stack = source_info_util.NameStack(tuple(renamed))
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
 def _closed(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:
     """A closed jaxpr; jax 0.12 has one type for open and closed ones, which keeps its constants."""
     one_type: Any = Jaxpr

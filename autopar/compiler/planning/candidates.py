@@ -21,6 +21,7 @@ from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_in_groups, submesh_choices
 from autopar.compiler.pipeline.prepare import waits_for_statistics
 from autopar.compiler.planning.layer_classes import Layers
+from autopar.compiler.planning.scope_demands import is_of_kind
 from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
 from autopar.compiler.planning.virtual_stages import VirtualStage, make_virtual_stages, simulate_schedule_s
 from autopar.errors import InvalidArgument, MemoryTooSmall
@@ -244,8 +245,9 @@ def _candidates(
             domain = problem.machine_of(whole).domain
             if whole.num_devices > domain or len(every) > 1:
                 # Few devices whose links are all fast may do better than many.
-                near = cluster_shape(min(domain, whole.num_devices), whole.devices_per_host)
-                asked.append((None, (replace(near, group=whole.group),)))
+                near = replace(cluster_shape(min(domain, whole.num_devices), whole.devices_per_host), group=whole.group)
+                if _can_hold_all(problem, near):
+                    asked.append((None, (near,)))
     found: dict[object, PipelineCandidate] = {}
     shortage: MemoryTooSmall | None = None
     for number, clusters in asked:
@@ -400,11 +402,19 @@ def _partitioned(
     )
 
 
+def _can_hold_all(problem: StageProblem, part: Submesh) -> bool:
+    """Return whether all stages that the model names can lie on a part of one group."""
+    named, group = problem.named_stages, problem.hardware.groups[part.group]
+    return all(is_of_kind(group, each) for each in named) and sum(s.devices or 1 for s in named) <= part.num_devices
+
+
 def _keeps_scopes(problem: StageProblem, layers: Layers, start: int, stop: int, submesh: Submesh) -> bool:
     """Return whether a run of layers on a submesh is a stage that the model names, if it names any, on its devices."""
     if problem.named_stages:
-        devices = problem.named_stages[start].devices
-        if stop - start > 1 or (devices is not None and devices != submesh.num_devices):
+        stage = problem.named_stages[start]
+        if stop - start > 1 or stage.devices not in (None, submesh.num_devices):
+            return False
+        if not is_of_kind(problem.hardware.groups[submesh.group], stage):
             return False
     return all(submesh.num_devices % layers.least_devices[number] == 0 for number in set(layers.class_of[start:stop]))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from autopar.compiler.frontend.scopes import Demand, ModelScope, all_scopes, demand_of, stages_of
@@ -76,7 +76,7 @@ def scopes_kept(trace: Trace, method: object) -> tuple[ModelScope, ...]:
         case DataParallel() | Zero():
             return tuple(scope for scope in scopes if scope.kind == "replicate" and scope.devices is None)
         case PipelineParallel():
-            return tuple(scope for scope in scopes if scope.kind != "split" and scope.devices is None)
+            return tuple(each for each in scopes if each.kind != "split" and each.devices is each.machine is None)
         case _:  # a search; or a plan, or one that follows a plan: its scopes held when it was made
             return scopes
 
@@ -120,14 +120,15 @@ def named_stages(trace: Trace, method: Auto, cluster: Cluster) -> tuple[ModelSco
                 "name as many stages."
             )
     num_devices = cluster.num_devices
-    choices = [submesh_choices(group.num_devices, group.machine.devices_per_host) for group in cluster.groups]
-    sizes = sorted({submesh.num_devices for each in choices for submesh in each})
     for stage in stages:
+        choices = [submesh_choices(each.num_devices, each.machine.devices_per_host) for each in _groups(cluster, stage)]
+        sizes = sorted({submesh.num_devices for each in choices for submesh in each})
         if stage.devices is not None and stage.devices not in sizes:
             raise InvalidArgument(
                 f"{stage} asks for {stage.devices} devices. A stage gets equal parts of a host, or whole hosts: give "
                 f"it one of {', '.join(map(str, sizes))}."
             )
+    _check_kinds_of_stages(stages, cluster)
     given = [stage.devices for stage in stages if stage.devices is not None]
     rest = len(stages) - len(given)
     if sum(given) + rest > num_devices or (not rest and sum(given) != num_devices):
@@ -136,6 +137,42 @@ def named_stages(trace: Trace, method: Auto, cluster: Cluster) -> tuple[ModelSco
             f"there are {num_devices}. Give other `devices` to them, or leave one open, which gets what is left."
         )
     return stages
+
+
+def is_of_kind(group: Cluster, stage: ModelScope) -> bool:
+    """Return whether the devices of a group are of the kind that a stage asks for, if it asks for one."""
+    return stage.machine is None or stage.machine.lower() in {name.lower() for name in _kinds(group)}
+
+
+def _kinds(group: Cluster) -> tuple[str, ...]:
+    """Return the names by which the devices of a group are known: of their kind and of their machine."""
+    return tuple(dict.fromkeys((group.kind, group.machine.kind, group.machine.name)))
+
+
+def _groups(cluster: Cluster, stage: ModelScope) -> list[Cluster]:
+    """Return the groups whose devices a stage may get."""
+    groups = [group for group in cluster.groups if is_of_kind(group, stage)]
+    if not groups:
+        there = "; ".join(f"{' or '.join(map(repr, _kinds(g)))}, of {g.num_devices} devices" for g in cluster.groups)
+        raise InvalidArgument(
+            f"{stage} asks for devices of the kind {stage.machine!r}, and the kinds of the cluster are {there}. Give "
+            "one of these, or leave the kind out."
+        )
+    return groups
+
+
+def _check_kinds_of_stages(stages: Sequence[ModelScope], cluster: Cluster) -> None:
+    """Raise `InvalidArgument` where stages ask for more devices of a kind than there are, each for one at least."""
+    for stage in stages:
+        groups = _groups(cluster, stage)
+        there = sum(group.num_devices for group in groups)
+        same = [each for each in stages if each.machine is not None and _groups(cluster, each) == groups]
+        asked = sum(each.devices or 1 for each in same)
+        if asked > there:
+            raise InvalidArgument(
+                f"{', '.join(map(str, same))} ask for {asked} devices or more of the kind {stage.machine!r}, and there "
+                f"are {there}. Give them fewer `devices`, or leave the kind of one out."
+            )
 
 
 def parameters_in_parts(closed: Any) -> dict[int, Demand]:

@@ -309,6 +309,8 @@ class _Search:
     def programs(self) -> Iterator[Region]:
         """Yield the regions of one program."""
         problem, method = self.problem, self.problem.method
+        if problem.named_stages:
+            return
         if problem.offloads:
             return  # only updates apart from the rest have their state brought in
         if problem.hardware.is_mixed:
@@ -316,7 +318,7 @@ class _Search:
             return
         every = problem.num_devices
         divides = method.mesh_shape is None or every % math.prod(method.mesh_shape) == 0
-        if problem.named_stages or (self.known is not None and divides and (problem.num_stages or 1) > 1):
+        if self.known is not None and divides and (problem.num_stages or 1) > 1:
             return
         if self.is_large and (problem.num_stages is None or method.num_microbatches is None):
             return  # as a stage: the whole step in one program takes too long to be planned within memory
