@@ -3,7 +3,7 @@
 from autopar.api import Compiled, Lowered, Planned, Step, Traced, parallelize
 from autopar.compiler.frontend.compressed_gradients import compress_gradients
 from autopar.compiler.frontend.layer_boundaries import layer_boundary
-from autopar.compiler.frontend.scopes import replicate, set_default_strategy, split, stage
+from autopar.compiler.frontend.scopes import colocate, replicate, set_default_strategy, split, stage
 from autopar.compiler.sharding.declared_rules import sharding_rule
 from autopar.compiler.sharding.rule_lookup import register_sharding_rule
 from autopar.errors import (
@@ -95,6 +95,7 @@ __all__ = [
     "Unsupported",
     "UntriedWarning",
     "Zero",
+    "colocate",
     "compress_gradients",
     "create_state",
     "fit",

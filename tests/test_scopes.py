@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar import Auto, DataParallel, InvalidArgument, Megatron, PipelineParallel, Unsupported
+from autopar import Auto, DataParallel, InvalidArgument, Megatron, MemoryTooSmall, PipelineParallel, Unsupported
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.planning.scope_demands import within_scopes
 from autopar.compiler.sharding.layout import LogicalMesh, replicated
@@ -271,6 +271,59 @@ def test_stages_may_have_a_host_each():
     assert [mesh.devices for mesh in found.plan.meshes] == [tuple(range(8)), tuple(range(8, 16))]
 
 
+def tied(params, x):
+    """A model whose first and last part share a parameter, and their devices."""
+    with autopar.stage("ends", devices=4):
+        x = jnp.tanh(x @ params["layers"][0])
+    with autopar.stage("middle"):
+        x = jnp.tanh(x @ params["layers"][1])
+    with autopar.colocate("ends"):
+        return (x @ params["layers"][0].T) @ params["head"]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [Auto(num_microbatches=1), *(Auto(num_microbatches=4, schedule=s) for s in ("gpipe", "zero-bubble", "1f1b"))],
+    ids=lambda method: str(method.schedule),
+)
+def test_colocated_stages_share_their_devices(method):
+    found = planned(tied, method)
+    assert [stage.mesh for stage in found.plan.stages] == [0, 1, 0]
+    assert len(found.plan.meshes[0].devices) == 4
+    assert "autopar.stage(name='middle'), autopar.colocate('ends') #1" in str(found.describe())
+    assert "asked for it by the scope" in str(found.explain("stages"))
+    assert autopar.Plan.from_json(found.plan.to_json()) == found.plan
+    assert found.simulate().step_time_s == pytest.approx(found.plan.certificate.step_time_s)
+    sent = {each.value for each in found.describe().crossings}
+    assert not any("layers" in name for name in sent)  # what both ends read is there once
+    assert_equal_to_jit(tied, method)
+
+
+def test_colocated_stages_without_a_place_or_without_memory_are_refused():
+    def model(params, x):
+        with autopar.split(devices=8):
+            return tied(params, x)
+
+    parallel = autopar.parallelize(step_of(model), method=Auto(num_microbatches=1), cluster=two_kinds())
+    with pytest.raises(InvalidArgument, match=r"colocate\('ends'\) #1 have no place on 4 devices of large-host"):
+        parallel.trace(params_of(), batch_of()).plan()
+    with pytest.raises(MemoryTooSmall, match=r"colocate\('ends'\) #1 do not fit on 8 devices of cpu"):
+        planned(tied, Auto(memory=3000.0))
+
+
+def test_what_is_colocated_behind_its_stage_is_a_part_of_it():
+    def model(params, x):
+        with autopar.stage("body"):
+            x = jnp.tanh(x @ params["layers"][0])
+        with autopar.colocate("body"):
+            x = jnp.tanh(x @ params["layers"][1])
+        with autopar.stage("head"):
+            return x @ params["head"]
+
+    assert planned(model).plan.num_stages == 2
+    assert_equal_to_jit(model, Auto())
+
+
 def test_stages_hold_scopes():
     def model(params, x):
         with autopar.stage("body"), autopar.replicate():
@@ -337,6 +390,19 @@ REFUSED = {
         r"names one stage, autopar.stage\(name='body'\)",
     ),
     "three devices": (mlp(autopar.stage("a", devices=3), autopar.stage("b")), Auto(), "give it one of 1, 2, 4, 8"),
+    "a stage that is none": (
+        mlp(autopar.stage("body"), autopar.colocate("tail")),
+        Auto(),
+        r"autopar.colocate\('tail'\) #1 asks for the devices of the stage 'tail', and the stages of step are 'body'",
+    ),
+    "all on one mesh": (mlp(autopar.stage("body"), autopar.colocate("body")), Auto(), "names one stage"),
+    "colocation and a number of stages": (
+        tied,
+        Auto(num_stages=3),
+        r"colocate\('ends'\) #1 shares the devices of autopar.stage\('ends'\), and num_stages=3",
+    ),
+    "a mesh of all devices": (tied, Auto(mesh_shape=(8,)), r"3 stages .* on 2 meshes, and 2 of the mesh_shape \(8,\)"),
+    "colocation by hand": (tied, PipelineParallel(num_stages=3), "which PipelineParallel cannot keep"),
     "another number of stages": (
         mlp(autopar.stage("body"), autopar.stage("head")),
         Auto(num_stages=4),
@@ -367,6 +433,8 @@ def test_a_product_that_nothing_divides_is_refused():
         (lambda: autopar.split("two words"), "axis is 'two words'"),
         (lambda: autopar.replicate(name="a/b"), "name is 'a/b'"),
         (lambda: autopar.stage("a", kind="a/b"), "kind is 'a/b'"),
+        (lambda: autopar.colocate(None), "name is None"),
+        (lambda: autopar.colocate("a#1"), "name is 'a#1'"),
     ],
 )
 def test_scopes_with_impossible_options_are_refused(make, message):

@@ -35,9 +35,9 @@ def asked_of_decision(planning: Planning, decision: str) -> tuple[str, ...]:
         return tuple(found)
     scopes = all_scopes(planning.trace.jaxpr)
     if decision == "stages":
-        found += [f"the scope {scope}" for scope in scopes if scope.kind == "stage"]
+        found += [f"the scope {scope}" for scope in scopes if scope.is_stage]
     if decision == "mesh_shape":
-        found += [f"the scope {scope}" for scope in scopes if scope.kind != "stage" and (scope.devices or scope.axis)]
+        found += [f"the scope {scope}" for scope in scopes if not scope.is_stage and (scope.devices or scope.axis)]
     return tuple(found)
 
 

@@ -6,6 +6,7 @@ without autopar it does nothing. Whale's scopes (Jia et al. 2022, section 3.1), 
     replicate    its devices work on examples of their own; parameters are whole where they are used
     split        its devices share the work on every example: products are divided along other dimensions
     stage        it is a stage of a pipeline, on devices of its own
+    colocate     it is a stage of a pipeline, on the devices of another one
 
 Scopes nest: `replicate` around `split` is both, over different devices. What a scope leaves open is searched.
 """
@@ -16,6 +17,7 @@ import itertools
 import math
 import re
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -32,15 +34,15 @@ from autopar.errors import InvalidArgument
 from autopar.ir.instructions import listed
 
 _SCOPE = re.compile(
-    r"autopar\.(replicate|split|stage)\[(?:axis=(\w+))?;?(?:devices=(\d+))?;?(?:kind=([^;\]]+))?;?(?:name=([^\]]+))?\]"
+    r"autopar\.(replicate|split|stage|colocate)\[(?:axis=(\w+))?;?(?:devices=(\d+))?;?(?:kind=([^;\]]+))?;?(?:name=([^\]]+))?\]"
 )
 _DEMAND = re.compile(r"autopar\.demand\[([\w-]+)\|([\d,;]*)\|(\d*)\|(\d*)\|(\w*)\|([^\]|]*)\]")
 _NAME = re.compile(r"[\w.\- ]+")
-_NUMBERED = "#"
-"""Begins the name of a stage without one, which no user can give: by it two such stages are told apart."""
+_NUMBER = "#"
+"""Stands before a number at the end of the names of scopes that are told apart by their order; no user can write it."""
 
 
-_Kind = Literal["replicate", "split", "stage"]
+_Kind = Literal["replicate", "split", "stage", "colocate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +59,12 @@ class ModelScope:
 
     def __str__(self) -> str:
         """As the user wrote it: `autopar.split(devices=4, name='head')`; without a name `autopar.stage() #2`."""
-        given = self._given
-        number = f" {given.pop('name')}" if self.has_number else ""
-        return f"autopar.{self.kind}({', '.join(f'{k}={v!r}' for k, v in given.items())}){number}"
+        given, number = self._given, ""
+        if self.is_numbered:
+            given.pop("name")
+            number = f" {_NUMBER}{str(self.name).rpartition(_NUMBER)[2]}"
+        words = [repr(self.place)] if self.kind == "colocate" else [f"{k}={v!r}" for k, v in given.items()]
+        return f"autopar.{self.kind}({', '.join(words)}){number}"
 
     @property
     def label(self) -> str:
@@ -67,9 +72,20 @@ class ModelScope:
         return f"autopar.{self.kind}[{';'.join(f'{k}={v}' for k, v in self._given.items())}]"
 
     @property
-    def has_number(self) -> bool:
-        """True for a stage that the user gave no name."""
-        return self.name is not None and self.name.startswith(_NUMBERED)
+    def is_stage(self) -> bool:
+        """True for what says on which devices a part of the model is."""
+        return self.kind in ("stage", "colocate")
+
+    @property
+    def is_numbered(self) -> bool:
+        """True for scopes that the user told apart by nothing but their order."""
+        return self.name is not None and _NUMBER in self.name
+
+    @property
+    def place(self) -> str:
+        """The name of the stage on whose devices a stage is: its own, or of that with which it is colocated."""
+        assert self.is_stage and self.name is not None
+        return self.name.partition(_NUMBER)[0] if self.kind == "colocate" else self.name
 
     @property
     def _given(self) -> dict[str, Any]:
@@ -96,8 +112,8 @@ class _EnteredScope:
 
     def __enter__(self) -> None:
         scope, entered = self.scope, ExitStack()
-        if scope.kind == "stage" and scope.name is None:
-            scope = replace(scope, name=f"{_NUMBERED}{next(_numbers)}")
+        if scope.kind == "colocate" or (scope.kind == "stage" and scope.name is None):
+            scope = replace(scope, name=f"{scope.name or ''}{_NUMBER}{next(_numbers)}")
         entered.enter_context(jax.named_scope(scope.label))
         _entered.scopes.append(entered)
 
@@ -162,6 +178,26 @@ def stage(name: str | None = None, devices: int | None = None, kind: str | None 
     return _EnteredScope(_scope("stage", devices=devices, name=name, machine=kind))
 
 
+def colocate(name: str) -> _EnteredScope:
+    """Return a scope that is a stage of a pipeline on the devices of the stage `name`, wherever it stands.
+
+    The devices hold the parameters of both, so that what both read (an embedding that is the head as well) is there
+    once. Behind its stage it is a part of it.
+
+        with autopar.stage("ends"):
+            h = embed(params, tokens)
+        with autopar.stage("layers"):
+            h = layers(params, h)
+        with autopar.colocate("ends"):
+            logits = h @ params["embedding"].T
+
+    Raises as `replicate`.
+    """
+    if not is_text(name):
+        raise InvalidArgument(f"name is {name!r}. Give the name of a stage of the model: autopar.colocate('encoder').")
+    return _EnteredScope(_scope("colocate", devices=None, name=name))
+
+
 _default: ModelScope | None = None
 
 
@@ -170,7 +206,7 @@ def set_default_strategy(strategy: Any) -> None:
 
     It holds for the steps that are planned from now on, in this process. Raises `InvalidArgument` for anything else.
     """
-    if strategy is not None and not (isinstance(strategy, _EnteredScope) and strategy.scope.kind != "stage"):
+    if strategy is not None and not (isinstance(strategy, _EnteredScope) and not strategy.scope.is_stage):
         raise InvalidArgument(
             f"The default strategy is {strategy!r}. Give autopar.replicate(...), autopar.split(...), or None."
         )
@@ -237,11 +273,14 @@ def scopes_text(closed: jc.ClosedJaxpr) -> str:
 
 
 def number_stages(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
-    """Return a program whose stages without a name are numbered from 1 in their order, in every process alike."""
-    unnamed = [scope for scope in stages_of(closed) if scope.has_number]
-    labels = {
-        scope.label: replace(scope, name=f"{_NUMBERED}{number}").label for number, scope in enumerate(unnamed, start=1)
-    }
+    """Return a program whose scopes of one name are numbered from 1 in their order, in every process alike."""
+    labels: dict[str, str] = {}
+    numbers: Counter[str] = Counter()
+    for scope in all_scopes(closed):
+        if scope.is_numbered:
+            own = str(scope.name).partition(_NUMBER)[0]
+            numbers[own] += 1
+            labels[scope.label] = replace(scope, name=f"{own}{_NUMBER}{numbers[own]}").label
 
     def renamed(inside: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
         eqns = (jc.with_bodies(eqn, renamed) for eqn in jc.open_jaxpr(inside)[0].eqns)
@@ -251,8 +290,18 @@ def number_stages(closed: jc.ClosedJaxpr) -> jc.ClosedJaxpr:
 
 
 def stages_of(closed: jc.ClosedJaxpr) -> tuple[ModelScope, ...]:
-    """Return the stages that a program names, in their order."""
-    return tuple(scope for scope in all_scopes(closed) if scope.kind == "stage")
+    """Return the stages that a program names, in their order; what is colocated behind its stage is a part of it."""
+    stages: list[ModelScope] = []
+    for scope in all_scopes(closed):
+        if scope.is_stage and not (stages and scope.kind == "colocate" and scope.place == stages[-1].place):
+            stages.append(scope)
+    return tuple(stages)
+
+
+def meshes_of(stages: Sequence[ModelScope]) -> tuple[int, ...]:
+    """Return the number of the mesh of every stage: those that are colocated share one."""
+    places = list(dict.fromkeys(stage.place for stage in stages))
+    return tuple(places.index(stage.place) for stage in stages)
 
 
 def check_stages(closed: jc.ClosedJaxpr) -> None:
@@ -358,7 +407,7 @@ def with_demands(closed: jc.ClosedJaxpr, examples: Mapping[int, BatchDims]) -> j
 
 
 def _demand(eqn: jc.JaxprEqn, scopes: Sequence[ModelScope], examples: BatchDims) -> Demand | None:
-    if _default is not None and jc.ad_phase(eqn) is not None and all(scope.kind == "stage" for scope in scopes):
+    if _default is not None and jc.ad_phase(eqn) is not None and all(scope.is_stage for scope in scopes):
         scopes = (_default,)
     replicating, splitting = ([s for s in scopes if s.kind == kind] for kind in ("replicate", "split"))
     if not replicating and not splitting:
@@ -369,7 +418,7 @@ def _demand(eqn: jc.JaxprEqn, scopes: Sequence[ModelScope], examples: BatchDims)
             f"{splitting[-1]} stands in {splitting[0]}, and the two name the axes {listed(tuple(sorted(axes)))}. "
             "Name one of them, or take the scopes apart."
         )
-    inner = [scope for scope in scopes if scope.kind != "stage"][-1]
+    inner = [scope for scope in scopes if not scope.is_stage][-1]
     return Demand(
         primitive=eqn.primitive.name,
         examples=examples,
@@ -387,4 +436,4 @@ def _degree(scopes: Sequence[ModelScope]) -> int | None:
 
 def stage_of(eqn: jc.JaxprEqn) -> ModelScope | None:
     """Return the stage that an equation stands in, the innermost."""
-    return next((scope for scope in reversed(scopes_of(eqn)) if scope.kind == "stage"), None)
+    return next((scope for scope in reversed(scopes_of(eqn)) if scope.is_stage), None)

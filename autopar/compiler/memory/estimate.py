@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from autopar.compiler.frontend.scopes import as_written
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.memory.allocation import MemoryProgram, Moment, alive, worst_moments
 from autopar.compiler.memory.listing import BlockValue, listed_step, value_bytes
@@ -153,11 +154,11 @@ def _label(action: Action) -> _Label:
     if isinstance(action, RunBody):  # a loop over microbatches has no phase of its own
         inside = (eqn for body in action.bodies for eqn in body.jaxpr.eqns)
         phase = "backward" if any(jc.ad_phase(eqn) == "backward" for eqn in inside) else phase
-    return _Label(f"{name} in {scope}" if scope else name, phase, _layer_of(scope))
+    return _Label(f"{name} in {as_written(scope)}" if scope else name, phase, _layer_of(scope))
 
 
 def _layer_of(scope: str) -> str:
     """Return the user's scopes up to the last numbered one, or the first one if none is numbered."""
     names = [name for name in _TRANSFORMS.sub("", scope).split("/") if name and name != "rematted_computation"]
     numbered = [place for place, name in enumerate(names) if _NUMBERED.search(name)]
-    return "/".join(names[: numbered[-1] + 1 if numbered else 1])
+    return as_written("/".join(names[: numbered[-1] + 1 if numbered else 1]))

@@ -123,14 +123,17 @@ def _stage_scopes(phases: Phases) -> list[tuple[str, int]]:
     What stands between two stages belongs to the first of them, what stands before all to the first one.
     """
     starts: list[tuple[str, int]] = []
+    place = ""
     for position, i in enumerate(layer_order(phases)):
         scope = stage_of(phases.equations[i])
-        if scope is None or (starts and starts[-1][0] == scope.name):
+        if scope is None or scope.place == place:
             continue
+        place = scope.place
         if scope.name in dict(starts):
             raise InvalidArgument(
                 f"{scope} is entered again after {starts[-1][0]!r}, at {jc.source_line(phases.equations[i])}. A stage "
-                "is one run of the forward pass: give the second part a name of its own."
+                "is one run of the forward pass: give the second part a name of its own, or write "
+                f"autopar.colocate({scope.place!r}) around it instead."
             )
         starts.append((str(scope.name), position if starts else 0))
     return starts

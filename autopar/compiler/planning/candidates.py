@@ -20,6 +20,7 @@ from autopar.compiler.inter_op.search import StageSearch, search_stages
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_in_groups, submesh_choices
 from autopar.compiler.pipeline.prepare import waits_for_statistics
+from autopar.compiler.planning.colocated import colocated_stages
 from autopar.compiler.planning.layer_classes import Layers
 from autopar.compiler.planning.scope_demands import is_of_kind
 from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
@@ -157,7 +158,7 @@ def stage_candidates(
     """
     given = problem.given_schedule
     # Between machines, links may take longer than stages.
-    slow_links = [warmed_up([])] if problem.hardware.is_mixed else []
+    slow_links = [warmed_up([])] if problem.hardware.is_mixed and not problem.stage_meshes else []
     tried = [*SCHEDULES.values(), *slow_links] if given is None else [given]
     if given is None and num_microbatches == 1:
         # With one microbatch, a stage has nothing to order but its weight gradient.
@@ -233,6 +234,8 @@ def _candidates(
     below_s: float,
 ) -> list[PipelineCandidate]:
     """Return the best stages of any sizes, and the best ones of one size for every number of these."""
+    if problem.stage_meshes:
+        return _colocated_candidates(problem, ranges, timing, remat)
     num_layers = len(ranges.layers.class_of)
     few, most = num_stages[0], min(num_stages[1], num_layers // timing.virtual_stages)
     every = problem.clusters
@@ -279,6 +282,29 @@ def _candidates(
     if not found and shortage is not None:
         raise shortage
     return list(found.values())
+
+
+def _colocated_candidates(
+    problem: StageProblem, ranges: RangeCosts, timing: Timing, remat: bool
+) -> list[PipelineCandidate]:
+    """Return the best stages where the model puts some of them on the devices of others."""
+    timed = colocated_stages(problem, ranges, timing)
+    candidates: list[PipelineCandidate] = []
+    for _, (stages, virtual_stages) in timed:
+        devices = place_in_groups([stage.submesh for stage in stages], problem.clusters)
+        assert devices is not None
+        candidates.append(
+            PipelineCandidate(
+                layers=ranges.layers,
+                timing=timing,
+                remat=remat,
+                bound_s=_FORMULA_SHARE * timed[0][0],
+                stages=stages,
+                virtual_stages=virtual_stages,
+                hosts=Hosts.of_devices(devices, problem.hardware),
+            )
+        )
+    return candidates
 
 
 def _solved_searches(
@@ -333,6 +359,9 @@ def _timings(problem: StageProblem, layers: Layers, schedules: Sequence[Schedule
     Where the number of stages is given, each has a mesh of its own unless the schedule is given as well.
     """
     given = problem.given_schedule is not None
+    if problem.stage_meshes:
+        yield from (Timing(schedule=each, num_microbatches=layers.num_microbatches) for each in schedules)
+        return
     meshes = problem.num_stages or len(problem.named_stages) or 2  # of which each needs a layer for every stage
     for schedule in schedules:
         counts = [count for count in schedule.virtual_stages if len(layers.class_of) >= meshes * count] or [1]

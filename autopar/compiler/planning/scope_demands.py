@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from autopar.compiler.frontend.scopes import Demand, ModelScope, all_scopes, demand_of, stages_of
+from autopar.compiler.frontend.scopes import Demand, ModelScope, all_scopes, demand_of, meshes_of, stages_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.submeshes import submesh_choices
 from autopar.compiler.jaxprs import compat as jc
@@ -76,7 +76,11 @@ def scopes_kept(trace: Trace, method: object) -> tuple[ModelScope, ...]:
         case DataParallel() | Zero():
             return tuple(scope for scope in scopes if scope.kind == "replicate" and scope.devices is None)
         case PipelineParallel():
-            return tuple(each for each in scopes if each.kind != "split" and each.devices is each.machine is None)
+            return tuple(
+                each
+                for each in scopes
+                if each.kind in ("replicate", "stage") and each.devices is None and each.machine is None
+            )
         case _:  # a search; or a plan, or one that follows a plan: its scopes held when it was made
             return scopes
 
@@ -107,7 +111,8 @@ def named_stages(trace: Trace, method: Auto, cluster: Cluster) -> tuple[ModelSco
     stages = () if method.ignore_user_shardings else stages_of(trace.jaxpr)
     if not stages:
         return ()
-    if len(stages) == 1:
+    _check_colocation(trace, method, stages)
+    if len(set(meshes_of(stages))) == 1:
         raise InvalidArgument(
             f"{trace.name} names one stage, {stages[0]}, and a pipeline has two or more. Name the other parts of the "
             "model as well, or leave the scope out."
@@ -119,8 +124,15 @@ def named_stages(trace: Trace, method: Auto, cluster: Cluster) -> tuple[ModelSco
                 f"{trace.name} names {len(stages)} stages ({names}), and {option} is {number}. Leave {option} out, or "
                 "name as many stages."
             )
-    num_devices = cluster.num_devices
-    for stage in stages:
+    num_devices, num_meshes = cluster.num_devices, len(set(meshes_of(stages)))
+    if method.mesh_shape is not None and num_devices != num_meshes * math.prod(method.mesh_shape):
+        raise InvalidArgument(
+            f"{trace.name} names {len(stages)} stages ({names}) on {num_meshes} meshes, and {num_meshes} of the "
+            f"mesh_shape {method.mesh_shape} are not {num_devices} devices. Leave mesh_shape out, or give that of a "
+            "stage."
+        )
+    stages_alone = [stage for stage in stages if stage.kind == "stage"]
+    for stage in stages_alone:
         choices = [submesh_choices(each.num_devices, each.machine.devices_per_host) for each in _groups(cluster, stage)]
         sizes = sorted({submesh.num_devices for each in choices for submesh in each})
         if stage.devices is not None and stage.devices not in sizes:
@@ -128,15 +140,33 @@ def named_stages(trace: Trace, method: Auto, cluster: Cluster) -> tuple[ModelSco
                 f"{stage} asks for {stage.devices} devices. A stage gets equal parts of a host, or whole hosts: give "
                 f"it one of {', '.join(map(str, sizes))}."
             )
-    _check_kinds_of_stages(stages, cluster)
+    _check_kinds_of_stages(stages_alone, cluster)
     given = [stage.devices for stage in stages if stage.devices is not None]
-    rest = len(stages) - len(given)
+    rest = len(stages_alone) - len(given)
     if sum(given) + rest > num_devices or (not rest and sum(given) != num_devices):
         raise InvalidArgument(
             f"The stages of {trace.name} ({names}) ask for {sum(given)} devices, and {rest} of them for any number; "
             f"there are {num_devices}. Give other `devices` to them, or leave one open, which gets what is left."
         )
     return stages
+
+
+def _check_colocation(trace: Trace, method: Auto, stages: Sequence[ModelScope]) -> None:
+    """Raise `InvalidArgument` where a part of the model is to be on the devices of a stage that is not there."""
+    named = [stage.name for stage in stages if stage.kind == "stage"]
+    for stage in stages:
+        if stage.kind == "stage":
+            continue
+        if stage.place not in named:
+            raise InvalidArgument(
+                f"{stage} asks for the devices of the stage {stage.place!r}, and the stages of {trace.name} are "
+                f"{', '.join(map(repr, named)) or 'none'}. Name one of them, or write autopar.stage({stage.place!r})."
+            )
+        if method.num_stages is not None:
+            raise InvalidArgument(
+                f"{stage} shares the devices of autopar.stage({stage.place!r}), and num_stages={method.num_stages} "
+                "asks for stages of equal devices of their own. Leave num_stages out, or take the scope away."
+            )
 
 
 def is_of_kind(group: Cluster, stage: ModelScope) -> bool:

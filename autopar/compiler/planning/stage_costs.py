@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
-from autopar.compiler.frontend.scopes import ModelScope, all_scopes
+from autopar.compiler.frontend.scopes import ModelScope, all_scopes, meshes_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, submesh_choices
@@ -104,6 +104,12 @@ class StageProblem:
     def least_layers(self) -> int:
         """The layers that are given, or one for every stage that is given; 1 if nothing is."""
         return self.method.layers or self.num_stages or len(self.named_stages) or 1
+
+    @property
+    def stage_meshes(self) -> tuple[int, ...]:
+        """The mesh of every stage that the model names, where some share one; empty where each has its own."""
+        meshes = meshes_of(self.named_stages)
+        return meshes if len(set(meshes)) < len(meshes) else ()
 
     @property
     def clusters(self) -> tuple[Submesh, ...]:

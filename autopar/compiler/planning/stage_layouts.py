@@ -193,6 +193,8 @@ def _stage_inputs(
     method = problem.method
     layer = layer_class(graph, tasks, method.pins, kinds, values_on_host(graph, plan))
     behind, count = (0, 1) if plan.shares else (len(plan.meshes) - 1 - number, len(plan.meshes))
+    if problem.stage_meshes:  # the first of the stages of a mesh holds the most
+        behind, count = len(plan.stages) - 1 - plan.stages_on(number)[0], len(plan.stages)
     num_layers = [each.layers[1] - each.layers[0] for each in plan.stages if each.mesh == number]
     # Those in flight may all be of the largest virtual stage.
     unevenness = len(num_layers) * max(num_layers) / sum(num_layers)
