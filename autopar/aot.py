@@ -101,6 +101,10 @@ class Target:
         """Return the cluster that plans are for; None: devices of this process."""
         return self.session.cluster if self.session is not None else self.cluster
 
+    def is_one_process(self) -> bool:
+        """Return True if one process holds all devices that plans are for."""
+        return self.session is None and (self.cluster is None or self.cluster.num_hosts == 1)
+
     def num_devices(self) -> int:
         """Return the number of devices that plans are for."""
         cluster = self.planned_for()
@@ -415,9 +419,18 @@ class Planned:
         It prints as tables, shows in a notebook, and gives JSON. `cluster` and errors are those of `simulate`.
         """
         names = [leaf.name for leaf in self.trace.inputs]
-        simulated = self.simulate(cluster)
-        lines = input_lines(self.trace)
-        return describe_plan(self.trace.name, self.plan, self._program, names, lines, simulated, self.scopes)
+        state = {output: names[leaf] for output, leaf in self.trace.state_outputs.items()}
+        return describe_plan(
+            self.trace.name,
+            self.plan,
+            self._program,
+            names,
+            input_lines(self.trace),
+            [(leaf.name, state.get(number, "")) for number, leaf in enumerate(self.trace.outputs)],
+            self.simulate(cluster),
+            self.scopes,
+            in_one_process=self.source.target.is_one_process(),
+        )
 
     def verify(self, *args: Any, target: str | None = None, **kwargs: Any) -> VerificationReport:
         """Hold the plan against what a compiler makes of it, and against plain `jax.jit`: see `Lowered.verify`."""

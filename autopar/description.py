@@ -10,8 +10,10 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 
 from rich import box
@@ -21,7 +23,8 @@ from rich.text import Text
 
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import collectives_table
-from autopar.ir.program import ArrayType, Program, Send
+from autopar.ir.program import ArrayType, Output, Program, Send
+from autopar.ir.results import result_parts
 from autopar.plain_text import as_text
 from autopar.simulation import SimulationReport
 
@@ -33,7 +36,8 @@ class PlacedInput:
     """An input on one mesh: the type of what lies there, and its bytes on each device.
 
     `parts` counts the microbatches, or the layers of a stacked parameter, that lie there one by one: then `type` is
-    that of one part, and the bytes those of all. `line` is the user's line that reads it first.
+    that of one part, and the bytes those of all. What lies there in microbatches and whole is two of these. `line` is
+    the user's line that reads it first.
     """
 
     name: str
@@ -42,6 +46,25 @@ class PlacedInput:
     parts: int
     bytes_per_device: int
     line: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedResult:
+    """A result on one mesh after the step: the type of what lies there, and its bytes on each device.
+
+    One result is on several meshes if it has rows of each. In one process those of a mesh are one array; on a cluster
+    they lie in `parts` pieces as the stages left them, and `type` is that of one. `replaces` names the input that is
+    given this result at the next call, none if it is no state, and `as_input` tells that the result lies where that
+    input does, in its type. Results that are constants are on no mesh, and not here.
+    """
+
+    name: str
+    replaces: str
+    as_input: bool
+    mesh: int
+    type: ArrayType
+    parts: int
+    bytes_per_device: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +91,7 @@ class PlanDescription:
     plan: Plan
     inputs: tuple[PlacedInput, ...]
     crossings: tuple[Crossing, ...]
+    results: tuple[PlacedResult, ...]
     simulated: SimulationReport
     scopes: tuple[str, ...] = ()
     """Those of the model that the plan keeps, as the user wrote them."""
@@ -113,6 +137,18 @@ class PlanDescription:
                 }
                 for each in self.crossings
             ],
+            "results": [
+                {
+                    "name": each.name,
+                    "replaces": each.replaces,
+                    "as_input": each.as_input,
+                    "mesh": each.mesh,
+                    **_type_data(each.type),
+                    "parts": each.parts,
+                    "bytes_per_device": each.bytes_per_device,
+                }
+                for each in self.results
+            ],
             "collectives": [{"mesh": mesh, **asdict(each)} for mesh, each in self.plan.collectives_by_mesh()],
             "simulated": self.simulated.to_data(),
         }
@@ -139,9 +175,9 @@ class PlanDescription:
         return "\n".join([self.plan.summary(), *kept, step])
 
     def tables(self) -> tuple[Table, ...]:
-        """Return the tables of stages, memory, inputs, crossing values and collectives."""
+        """Return the tables of stages, memory, inputs, crossing values, results and collectives."""
         collectives = collectives_table(self.plan.planned_collectives, title="collectives")
-        return self._stages(), self._memory(), self._inputs(), self._crossings(), collectives
+        return self._stages(), self._memory(), self._inputs(), self._crossings(), self._results(), collectives
 
     def to_html(self) -> str:
         """Return the tables as HTML; names are escaped."""
@@ -178,14 +214,15 @@ class PlanDescription:
 
     def _inputs(self) -> Table:
         table = _table("inputs", ("name", "count", "type and layout", "parts", "mesh", "MB per device"))
-        rows: dict[tuple[str, str, int], list[PlacedInput]] = {}
-        for each in self.inputs:
-            rows.setdefault((re.sub(r"\d+", "*", each.name), str(each.type), each.parts), []).append(each)
-        for (_, words, parts), alike in rows.items():
-            names = list(dict.fromkeys(each.name for each in alike))
-            meshes = _listed(sorted({each.mesh for each in alike}))
-            size = f"{alike[0].bytes_per_device / 1e6:.4g}"
-            _add_row(table, (_joined(names), len(names), words, parts if parts > 1 else "", meshes, size))
+        for words in _placed_rows([(each.name, each) for each in self.inputs]):
+            _add_row(table, words)
+        return table
+
+    def _results(self) -> Table:
+        title = "results (other state lies as its input does)"
+        table = _table(title, ("name", "count", "type and layout", "parts", "mesh", "MB per device"))
+        for words in _placed_rows([(each.replaces or each.name, each) for each in self.results if not each.as_input]):
+            _add_row(table, words)
         return table
 
     def _crossings(self) -> Table:
@@ -205,39 +242,80 @@ def describe_plan(
     program: Program,
     leaf_names: Sequence[str],
     leaf_lines: Sequence[str],
+    result_names: Sequence[tuple[str, str]],
     simulated: SimulationReport,
     scopes: tuple[str, ...] = (),
+    in_one_process: bool = True,
 ) -> PlanDescription:
     """Return the description of a plan by the program that it was lowered to.
 
-    Its leaf `i` is `leaf_names[i]`, and read first on the line `leaf_lines[i]` of the model.
+    Its leaf `i` is `leaf_names[i]`, and read first on the line `leaf_lines[i]` of the model. Its result `i` has the
+    first name of `result_names[i]`, and replaces the input of the second one.
     """
+    inputs = _placed_inputs(program, leaf_names, leaf_lines)
     return PlanDescription(
         step=step,
         plan=plan,
-        inputs=_placed_inputs(program, leaf_names, leaf_lines),
+        inputs=inputs,
         crossings=_crossings(program),
+        results=_placed_results(program, result_names, inputs, in_one_process),
         simulated=simulated,
         scopes=scopes,
     )
 
 
 def _placed_inputs(program: Program, leaf_names: Sequence[str], leaf_lines: Sequence[str]) -> tuple[PlacedInput, ...]:
-    parts: dict[tuple[int, int], list[ArrayType]] = {}
+    parts: dict[tuple[int, int], dict[tuple[ArrayType, bool], int]] = {}
     for given in program.inputs:
         if given.leaf is not None:
-            parts.setdefault((given.leaf, given.mesh), []).append(program.meshes[given.mesh].values[given.value])
+            kind = program.meshes[given.mesh].values[given.value], given.window is None
+            counts = parts.setdefault((given.leaf, given.mesh), {})
+            counts[kind] = counts.get(kind, 0) + 1
     return tuple(
         PlacedInput(
             name=leaf_names[leaf],
             mesh=mesh,
-            type=types[0],
-            parts=len(types),
-            bytes_per_device=sum(each.bytes_per_device(program.meshes[mesh]) for each in types),
+            type=kind,
+            parts=count,
+            bytes_per_device=count * kind.bytes_per_device(program.meshes[mesh]),
             line=leaf_lines[leaf],
         )
-        for (leaf, mesh), types in sorted(parts.items())
+        for (leaf, mesh), counts in sorted(parts.items(), key=itemgetter(0))
+        for (kind, _), count in counts.items()
     )
+
+
+def _placed_results(
+    program: Program, names: Sequence[tuple[str, str]], inputs: Sequence[PlacedInput], in_one_process: bool
+) -> tuple[PlacedResult, ...]:
+    places: dict[str, set[tuple[int, ArrayType, int]]] = {}
+    for each in inputs:
+        places.setdefault(each.name, set()).add((each.mesh, each.type, each.parts))
+    found: list[PlacedResult] = []
+    for output in sorted(program.outputs, key=lambda output: output.leaf):
+        name, replaces = names[output.leaf]
+        here = _result_types(program, output, in_one_process)
+        as_input = {(mesh, kind, count) for (mesh, kind), count in here.items()} == places.get(replaces)
+        found += [
+            PlacedResult(
+                name=name,
+                replaces=replaces,
+                as_input=as_input,
+                mesh=mesh,
+                type=kind,
+                parts=count,
+                bytes_per_device=count * kind.bytes_per_device(program.meshes[mesh]),
+            )
+            for (mesh, kind), count in here.items()
+        ]
+    return tuple(found)
+
+
+def _result_types(program: Program, output: Output, in_one_process: bool) -> Mapping[tuple[int, ArrayType], int]:
+    """Return by mesh and type how many arrays a result is there."""
+    if in_one_process:
+        return {(part.mesh, part.type): 1 for part in result_parts(program.meshes, output)}
+    return Counter((mesh, program.meshes[mesh].values[value]) for mesh, value in output.parts)
 
 
 def _crossings(program: Program) -> tuple[Crossing, ...]:
@@ -263,6 +341,18 @@ def _crossings(program: Program) -> tuple[Crossing, ...]:
 
 def _of_any_microbatch(value: str) -> str:
     return re.sub(r"@\d+$", "", value)
+
+
+def _placed_rows(placed: Iterable[tuple[str, PlacedInput | PlacedResult]]) -> Iterator[tuple[object, ...]]:
+    """Yield name, count, type, parts, meshes and MB per device; names that differ in numbers alone share a row."""
+    rows: dict[tuple[str, str, int], list[tuple[str, PlacedInput | PlacedResult]]] = {}
+    for name, each in placed:
+        rows.setdefault((re.sub(r"\d+", "*", name), str(each.type), each.parts), []).append((name, each))
+    for (_, words, parts), alike in rows.items():
+        names = list(dict.fromkeys(name for name, _ in alike))
+        meshes = _listed(sorted({each.mesh for _, each in alike}))
+        size = f"{alike[0][1].bytes_per_device / 1e6:.4g}"
+        yield _joined(names), len(names), words, parts if parts > 1 else "", meshes, size
 
 
 def _joined(names: Sequence[str]) -> str:

@@ -6,8 +6,9 @@ Of each model of the zoo, by each method: `explain` for the largest input, each 
 `what_if` for other options, `diff` with another plan, and `fixes`. Whatever has a price is made again, of a step traced
 anew and without what is kept on disk, and simulated: time and memory must be those that were printed. Another number of
 microbatches is planned by the method's own option as well: by hand or by a restricted search, that is the plan that
-`explain` has the price of, and `Auto`, which may choose all else anew, must find one as fast. Exits with 1 if an answer
-does not hold.
+`explain` has the price of, and `Auto`, which may choose all else anew, must find one as fast. Of the prices of a long
+answer four are made again: of the chosen, the fastest, the slowest and one between. Exits with 1 if an answer does not
+hold. Plans that the file of `--json` has already are not asked about again, so that a run that was stopped goes on.
 """
 
 import argparse
@@ -27,7 +28,6 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 import jax
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -40,27 +40,15 @@ from autopar.hardware.machine import Link, Machine
 from autopar.methods import Method
 from autopar.plan_difference import PlanDifference
 from autopar.simulation import SimulationReport
+from benchmarks.every_method import every_method
 from tests.zoo import HEAVY, ZOO, Case
 
 METHODS: dict[str, Method] = {
-    "data parallel": autopar.DataParallel(),
-    "microbatches": autopar.DataParallel(num_microbatches=2),
-    "by specs": autopar.ShardParallel(mesh_shape=(2, 2), specs={r"w$|kernel$": P(None, "model")}),
-    "two stages": autopar.PipelineParallel(num_stages=2, num_microbatches=2),
-    "interleaved": autopar.PipelineParallel(num_stages=2, virtual_stages=2, num_microbatches=2, schedule="interleaved"),
-    "megatron": autopar.Megatron(data=2, tensor=2),
-    "megatron stages": autopar.Megatron(data=2, pipeline=2, num_microbatches=2, zero=1),
-    "zero": autopar.Zero(),
-    "tensor": autopar.TensorParallel(),
-    "expert": autopar.ExpertParallel(),
-    "auto": autopar.Auto(),
-    "auto stages": autopar.Auto(num_stages=2, num_microbatches=2),
+    **every_method(4),
     "two kinds": autopar.PipelineParallel(num_stages=2, num_microbatches=2),
     "auto on two kinds": autopar.Auto(num_microbatches=2),
 }
 MODELS = [name for name in ZOO if name not in HEAVY]
-_FRESH_PLANS = 3
-"""Of one answer, how many of its prices are made again: the fastest, the slowest, and one between."""
 _SAME = 1e-9
 """Relative: a plan has one simulation."""
 _AS_FAST = 1e-3
@@ -255,15 +243,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(ZOO), default=MODELS, metavar="NAME")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="NAME")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every plan")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every plan; those that it has stand")
     args = parser.parse_args(argv)
     before = jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", True)
-    rows: list[Row] = []
+    rows = read_rows(args.json)
+    known = {(row.model, row.method) for row in rows}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", autopar.ReplicatedWarning)
         for name in args.models:
-            shown = track(args.methods, description=name, console=Console(stderr=True), transient=True)
+            missing = [method for method in args.methods if (name, method) not in known]
+            shown = track(missing, description=name, console=Console(stderr=True), transient=True)
             for method in shown:
                 rows.append(measure(name, method))
                 if args.json:
@@ -271,6 +261,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_enable_x64", before)
     Console(width=140).print(table_of(rows))
     return int(not all(row.holds for row in rows))
+
+
+def read_rows(path: Path | None) -> list[Row]:
+    """Return the rows of an earlier run."""
+    if path is None or not path.exists():
+        return []
+    return [Row(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def table_of(rows: Sequence[Row]) -> Table:

@@ -3,8 +3,9 @@
     python -m benchmarks.printed_layouts --models mlp gpt_linen --methods zero "two stages" --json printed_layouts.json
 
 Every model of the zoo runs a step by every method on eight virtual devices, in 64 bits. Of each input on each mesh, of
-each value that one mesh sends to another, on both sides, and of each result that is state for the next step, the
-devices and the part of the array that each of them has are those that `describe` prints. Exits with 1 if one is not.
+each value that one mesh sends to another, on both sides, and of each result, the devices, their memory and the part of
+the array that each of them has are those that `describe` prints; and as many arrays as it prints are there, and sent.
+Exits with 1 if one is not so.
 """
 
 import argparse
@@ -13,7 +14,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,33 +26,19 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import autopar
-from autopar.description import PlanDescription
+from autopar.description import PlacedInput, PlacedResult, PlanDescription
 from autopar.errors import AutoparError
-from autopar.ir.program import ArrayType, Recv, Send
-from autopar.methods import Method
+from autopar.ir.program import ArrayType, Program, Recv, Send
 from autopar.runtime.in_process import InProcess
+from benchmarks.every_method import every_method
 from tests.zoo import ZOO, Case
 
-METHODS: dict[str, Method] = {
-    "data parallel": autopar.DataParallel(),
-    "microbatches": autopar.DataParallel(num_microbatches=2),
-    "by specs": autopar.ShardParallel(mesh_shape=(2, 4), specs={r"w$|kernel$|embedding$": P(None, "model")}),
-    "two stages": autopar.PipelineParallel(num_stages=2, num_microbatches=2),
-    "interleaved": autopar.PipelineParallel(num_stages=2, virtual_stages=2, num_microbatches=2, schedule="interleaved"),
-    "megatron": autopar.Megatron(data=4, tensor=2),
-    "megatron stages": autopar.Megatron(data=2, tensor=2, pipeline=2, num_microbatches=2, zero=1),
-    "zero": autopar.Zero(),
-    "tensor": autopar.TensorParallel(),
-    "expert": autopar.ExpertParallel(),
-    "auto": autopar.Auto(),
-    "auto stages": autopar.Auto(num_stages=2, num_microbatches=2),
-}
+METHODS = every_method(8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +60,7 @@ def measure(model: str, method: str) -> Row:
     """Run a step of a model by a method, and compare; a step that the method refuses is a row as well."""
     start, case = time.perf_counter(), ZOO[model]
     step, *arguments = case.make()
-    counts, wrong, refused = [0, 0, 0], list[str](), ""
+    counts, wrong, refused = dict.fromkeys(("input", "crossing", "result"), 0), list[str](), ""
     try:
         parallel = autopar.parallelize(step, method=METHODS[method], batch_argnums=case.batch_argnums)
         planned = parallel.trace(*arguments, **case.kwargs).plan()
@@ -81,14 +69,14 @@ def measure(model: str, method: str) -> Row:
             wrong += [words] if words else []
     except AutoparError as error:
         refused = f"{type(error).__name__}: {error}"
-    inputs, crossings, results = counts
+    inputs, crossings, results = counts.values()
     seconds = time.perf_counter() - start
     return Row(model=model, method=method, refused=refused, inputs=inputs, crossings=crossings, results=results,
                wrong=tuple(wrong), seconds=seconds)  # fmt: skip
 
 
-def _compared(planned: autopar.Planned, case: Case, arguments: Sequence[Any]) -> Iterator[tuple[int, str]]:
-    """Yield for each array whether it is an input, a crossing value or a result, and how it differs; "" if it does not.
+def _compared(planned: autopar.Planned, case: Case, arguments: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """Yield for each array if it is an input, a crossing value or a result, and how it differs; "" if it does not.
 
     The instructions are carried out one by one as a call does it, and each array is looked at where it is made.
     """
@@ -97,73 +85,125 @@ def _compared(planned: autopar.Planned, case: Case, arguments: Sequence[Any]) ->
     leaves = planned.source.arguments.split(tuple(arguments), dict(case.kwargs)).leaves
     env = loaded.place(leaves) + loaded.unset
     loaded.progress.begin()
-    printed = {(each.name, each.mesh): each for each in described.inputs}
-    names, seen = [leaf.name for leaf in planned.trace.inputs], dict[tuple[str, int], int]()
-    for given, array in zip(program.inputs, env, strict=False):
-        if given.leaf is not None:
-            key = names[given.leaf], given.mesh
-            yield 0, _difference(f"input {key}", described, given.mesh, printed[key].type, array)
-            seen[key] = seen.get(key, 0) + _part_bytes(array)
-    for key, each in printed.items():
-        words = f"input {key}: {each.bytes_per_device} bytes per device are printed, {seen.get(key)} are there"
-        yield 0, "" if seen.get(key) == each.bytes_per_device else words
+    yield from _inputs(planned, described, program, env)
     crossings = {(each.source, each.destination, each.value): each for each in described.crossings}
+    times, sent = Counter[tuple[int, int, str]](), Counter[tuple[int, int, str]]()
     for (mesh, instruction, _), run in zip(loaded.order, loaded.steps, strict=True):
         sides = {name: env[loaded.slots[mesh, name]] for name in getattr(instruction, "values", ())}
         run(env)
         if isinstance(instruction, Send):
             for name, array in sides.items():
-                each = crossings[mesh, instruction.to, name.partition("@")[0]]
-                yield 1, _difference(f"sent {name}", described, mesh, each.sent, array)
+                key = mesh, instruction.to, name.partition("@")[0]
+                times[key], sent[key] = times[key] + 1, sent[key] + array.nbytes
+                yield "crossing", _difference(f"sent {name}", described, mesh, crossings[key].sent, array)
         if isinstance(instruction, Recv):
             for name in sides:
                 each = crossings[instruction.source, mesh, name.partition("@")[0]]
                 array = env[loaded.slots[mesh, name]]
-                yield 1, _difference(f"received {name}", described, mesh, each.received, array)
-    results = [read(env) for read in loaded.results]
-    for number, leaf in planned.trace.state_outputs.items():
-        name, array = names[leaf], results[number]
-        places = [each for each in described.inputs if each.name == name]
-        if places and isinstance(array, jax.Array) and all(each.parts == 1 for each in places):
-            first = places[0]
-            yield 2, _difference(f"result {name}", described, first.mesh, first.type, array)
+                yield "crossing", _difference(f"received {name}", described, mesh, each.received, array)
+    for key, each in crossings.items():
+        same = (each.times, each.nbytes) == (times[key], sent[key])
+        yield "crossing", "" if same else f"{key}: {each.times} sends are printed, and {times[key]} were seen"
+    yield from _results(planned, described, program, [read(env) for read in loaded.results])
 
 
-def _difference(what: str, described: PlanDescription, mesh: int, printed: ArrayType, array: jax.Array) -> str:
-    planned = described.plan.meshes[mesh]
-    devices = tuple(sorted(shard.device.id for shard in array.addressable_shards))
-    if devices != tuple(sorted(planned.devices)):
-        return f"{what}: on devices {devices}, and mesh {mesh} has {planned.devices}"
-    sizes = dict(zip(planned.axis_names, planned.shape, strict=True))
-    parts = [_size(entry, sizes) for entry in (*printed.spec, *[None] * (len(printed.shape) - len(printed.spec)))]
-    wanted = tuple(n // count for n, count in zip(printed.shape, parts, strict=True))
-    found = {shard.data.shape for shard in array.addressable_shards}
-    different = tuple(array.shape) != tuple(printed.shape) or found != {wanted}
-    # Which part of it, too: of an axis that is split, a device has that of its place on the mesh.
-    places = {shard.device.id: shard.index for shard in array.addressable_shards}
-    grid = jax.sharding.NamedSharding(
-        jax.sharding.Mesh(_devices(planned.devices, planned.shape), planned.axis_names), printed.spec
-    )
-    wanted_places = {device.id: index for device, index in grid.devices_indices_map(array.shape).items()}
-    if different or _plain(places, array.shape) != _plain(wanted_places, array.shape):
-        return f"{what}: printed as {printed}, and lies as {array.sharding} in parts of {sorted(found)}"
+def _inputs(
+    planned: autopar.Planned, described: PlanDescription, program: Program, env: Sequence[Any]
+) -> Iterator[tuple[str, str]]:
+    """Hold each array that a step begins with against one that is printed; each of these is taken once."""
+    left = [each for each in described.inputs for _ in range(each.parts)]
+    names = [leaf.name for leaf in planned.trace.inputs]
+    here: dict[tuple[str, int], int] = {}
+    for given, array in zip(program.inputs, env, strict=False):
+        if given.leaf is not None:
+            key = names[given.leaf], given.mesh
+            here[key] = here.get(key, 0) + _part_bytes(array)
+            yield "input", _taken(f"input {key}", described, left, *key, array)
+    for each in left:
+        yield "input", f"input {each.name}: printed as {each.type} on mesh {each.mesh}, and is not there"
+    for key, found in here.items():
+        most = sum(each.bytes_per_device for each in described.inputs if (each.name, each.mesh) == key)
+        words = f"input {key}: {most} bytes per device are printed, {found} are there"
+        yield "input", "" if found == most else words
+
+
+def _results(
+    planned: autopar.Planned, described: PlanDescription, program: Program, results: Sequence[jax.Array]
+) -> Iterator[tuple[str, str]]:
+    """Hold each result against what is printed of it, mesh by mesh; constants are in no program, and left out."""
+    names, replaced = planned.trace.outputs, planned.trace.state_outputs
+    inputs = [leaf.name for leaf in planned.trace.inputs]
+    constants = {output.leaf for output in program.outputs if not output.parts}
+    for number, array in enumerate(results):
+        if number in constants:
+            continue
+        key = names[number].name, inputs[replaced[number]] if number in replaced else ""
+        printed = [each for each in described.results if (each.name, each.replaces) == key]
+        yield "result", _spread(f"result {key[0]}", described, printed, array)
+
+
+def _taken(
+    what: str, described: PlanDescription, left: list[PlacedInput], name: str, mesh: int, array: jax.Array
+) -> str:
+    printed = [each for each in left if (each.name, each.mesh) == (name, mesh)]
+    differences = [_difference(what, described, mesh, each.type, array) for each in printed]
+    if "" in differences:
+        left.remove(printed[differences.index("")])
+        return ""
+    return next(iter(differences), f"{what}: an array in {array.sharding} is there, and none is printed")
+
+
+def _spread(what: str, described: PlanDescription, printed: Sequence[PlacedResult], array: jax.Array) -> str:
+    """Return how a result differs whose rows are on the printed meshes, one after the other; "" if it does not."""
+    wanted, first, memories = dict[int, list[tuple[int, int]]](), 0, set[str]()
+    for each in printed:
+        rows = each.type.shape[0] if each.type.shape else 0
+        memories.add(each.type.memory)
+        for device, place in _places(described, each.mesh, each.type).items():
+            shifted = [(start + first, stop + first) for start, stop in place[:1]]
+            wanted[device] = [*shifted, *place[1:]]
+        first += rows
+    shape = (first, *printed[0].type.shape[1:]) if printed and printed[0].type.shape else ()
+    same = array.shape == shape and memories == {_memory(array)} and str(array.dtype) == printed[0].type.dtype
+    if not same or _found(array) != wanted:
+        words = "; ".join(f"{each.type} on mesh {each.mesh}" for each in printed)
+        return f"{what}: printed as {words}, and lies as {array.sharding} of {array.shape}"
     return ""
 
 
-def _devices(ordinals: Sequence[int], shape: Sequence[int]) -> Any:
-    return np.array([jax.devices()[ordinal] for ordinal in ordinals]).reshape(shape)
+def _difference(what: str, described: PlanDescription, mesh: int, printed: ArrayType, array: jax.Array) -> str:
+    """Return how an array differs from what is printed: devices, memory, and which part of it each device has."""
+    devices, planned = sorted(_found(array)), sorted(described.plan.meshes[mesh].devices)
+    if devices != planned:
+        return f"{what}: on devices {devices}, and mesh {mesh} has {planned}"
+    same = (array.shape, str(array.dtype), _memory(array)) == (printed.shape, printed.dtype, printed.memory)
+    if not same or _found(array) != _places(described, mesh, printed):
+        parts = sorted({shard.data.shape for shard in array.addressable_shards})
+        return f"{what}: printed as {printed}, and lies as {array.sharding} in parts of {parts}"
+    return ""
 
 
-def _plain(places: dict[int, Any], shape: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-    return {device: [each.indices(n)[:2] for each, n in zip(index, shape)] for device, index in places.items()}
+def _places(described: PlanDescription, mesh: int, printed: ArrayType) -> dict[int, list[tuple[int, int]]]:
+    """By device: the range of each dimension that it has, by the printed layout."""
+    planned = described.plan.meshes[mesh]
+    grid = np.array([jax.devices()[ordinal] for ordinal in planned.devices]).reshape(planned.shape)
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(grid, planned.axis_names), printed.spec)
+    return _plain(sharding.devices_indices_map(printed.shape), printed.shape)
 
 
-def _size(entry: Any, sizes: dict[str, int]) -> int:
-    names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-    count = 1
-    for name in names:
-        count *= sizes[name]
-    return count
+def _found(array: jax.Array) -> dict[int, list[tuple[int, int]]]:
+    """The same by its shards, whose data must be of that size."""
+    assert all(shard.data.shape == array.sharding.shard_shape(array.shape) for shard in array.addressable_shards)
+    return _plain({shard.device: shard.index for shard in array.addressable_shards}, array.shape)
+
+
+def _plain(places: Mapping[Any, Any], shape: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+    return {device.id: [each.indices(n)[:2] for each, n in zip(index, shape)] for device, index in places.items()}
+
+
+def _memory(array: jax.Array) -> str:
+    kind = array.sharding.memory_kind
+    return "device" if kind in (None, "device") else "host"
 
 
 def _part_bytes(array: jax.Array) -> int:

@@ -76,6 +76,55 @@ def test_values_between_meshes_are_those_that_the_program_sends():
     assert forward.sent.spec == jax.sharding.PartitionSpec("data")
 
 
+def test_an_input_that_is_read_in_microbatches_and_whole_is_described_twice():
+    def step(w, batch):
+        def loss(w):
+            return jnp.sum(jnp.where(batch["kept"], batch["x"] @ w, 0.0))
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return w - 0.1 * grads / batch["kept"].sum(), value
+
+    given = draw(0, WIDTH, 1), {"x": draw(1, ROWS, WIDTH), "kept": jnp.arange(ROWS)[:, None] % 3 > 0}
+    plan = autopar.parallelize(step, method=autopar.DataParallel(num_microbatches=2)).trace(*given).plan()
+    described = plan.describe()
+    kept = [
+        (str(each.type), each.parts, each.bytes_per_device) for each in described.inputs if each.name[-4:] == "kept"
+    ]
+    # Half of the batch twice, of which a device has its part; and all of it, for the count.
+    assert sorted(kept) == [(f"bool[{ROWS // 2},1] (data)", 2, ROWS // 8), (f"bool[{ROWS},1]", 1, ROWS)]
+    arrays = [plan.lower().program.meshes[0].values[item.value] for item in plan.lower().program.inputs]
+    assert sorted(str(each) for each in arrays if each.dtype == "bool") == [kept[0][0], kept[0][0], kept[1][0]]
+    for text in (str(described), described.to_html()):
+        inputs = text[text.index("inputs") :]
+        assert inputs.count("batch.kept") == 2
+        assert inputs.index(kept[0][0]) < inputs.index(kept[1][0])
+
+
+def stacked_loss(layers, batch):
+    return jnp.mean(jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer), None), batch, layers)[0] ** 2)
+
+
+@pytest.mark.parametrize(("schedule", "virtual_stages"), [("1f1b", 1), ("interleaved", 2)])
+def test_a_result_stacked_over_stages_is_described_where_it_lies(schedule, virtual_stages):
+    method = autopar.PipelineParallel(
+        num_stages=2, virtual_stages=virtual_stages, num_microbatches=2, schedule=schedule
+    )
+    given = draw(0, 8, WIDTH, WIDTH), draw(1, ROWS, WIDTH)
+    plan = autopar.parallelize(sgd(stacked_loss), method=method).trace(*given).plan()
+    described = plan.describe()
+    layers, _ = plan.lower().compile()(*given)
+    places = [each for each in described.results if each.replaces == "params"]
+    # Stages of one mesh each: an array over both meshes. Virtual ones take turns, and the first mesh has all of it.
+    assert [each.mesh for each in places] == ([0, 1] if virtual_stages == 1 else [0])
+    assert [each.as_input for each in places] == [virtual_stages == 1] * len(places)
+    there = {device for each in places for device in plan.plan.meshes[each.mesh].devices}
+    shards = layers.addressable_shards
+    assert {shard.device.id for shard in shards} == there
+    assert {shard.data.nbytes for shard in shards} == {each.bytes_per_device for each in places}
+    shown = [line for line in str(described).partition("results (")[2].splitlines() if line.startswith("  params")]
+    assert len(shown) == virtual_stages - 1 and all(f"float32[8,{WIDTH},{WIDTH}]" in line for line in shown)
+
+
 def test_figures_are_those_of_the_simulation():
     plan = planned(METHODS["two stages"])
     data, report = json.loads(plan.describe().to_json()), plan.simulate()
@@ -87,7 +136,7 @@ def test_figures_are_those_of_the_simulation():
 def test_names_are_escaped_in_html():
     shown = planned(METHODS["data parallel"])._repr_html_()
     assert "&lt;up&gt;" in shown and "<up>" not in shown
-    assert shown.count("<table>") == shown.count("</table>") == 4  # stages, memory, inputs, collectives
+    assert shown.count("<table>") == shown.count("</table>") == 5  # stages, memory, inputs, results, collectives
 
 
 def test_reprs_are_short():

@@ -50,7 +50,10 @@ def plan_page(
     that ran.
     """
     timeline = description.simulated.timeline
-    data = description.to_data() | {
+    described = description.to_data()
+    data = described | {
+        # Other results lie as the inputs that they replace, which the page has.
+        "results": [each for each in described["results"] if not each["as_input"]],
         "timeline": {"events": shown_events(timeline), "memory": [shown_memory(points) for points in timeline.memory]},
         "values": _values(values),
         "answers": [_answer(each) for each in answers],

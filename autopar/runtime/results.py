@@ -9,7 +9,6 @@ one's mesh.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -20,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.ir.instructions import spec_axes
 from autopar.ir.program import Output, Program
+from autopar.ir.results import ResultPart, result_parts
 from autopar.runtime.interpreter import Environment
 
 ReadResult = Callable[[Environment], Any]
@@ -44,8 +44,8 @@ def _result(output: Output, places: list[int], program: Program, layouts: Layout
     if len(places) == 1:
         result: ReadResult = itemgetter(places[0])
     else:
-        shapes = [program.meshes[mesh].values[value].shape for mesh, value in output.parts]
-        result = _stacked(places, shapes, [layouts[part] for part in output.parts])
+        there = [layouts[part] for part in output.parts]
+        result = _stacked(places, result_parts(program.meshes, output), there)
     if again or output.copied:
         # As jit does: results never share a buffer with each other, nor with an argument that was not donated, or
         # donating one would destroy the other.
@@ -53,28 +53,26 @@ def _result(output: Output, places: list[int], program: Program, layouts: Layout
     return result
 
 
-def _stacked(places: list[int], shapes: list[tuple[int, ...]], layouts: list[NamedSharding]) -> ReadResult:
-    groups = [list(group) for _, group in groupby(range(len(places)), key=lambda i: layouts[i].mesh)]
-    concatenate = [_concatenate(layouts[group[0]]) for group in groups]
-    total = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    sharding = over_all([layouts[group[0]] for group in groups])
-    devices = [] if sharding is None else list(_grid(sharding).flat)
-    equal = len({sum(shapes[i][0] for i in group) for group in groups}) == 1
-
-    def gathered(env: Environment) -> jax.Array:
-        return concatenate[0](*[jax.device_put(env[place], layouts[0]) for place in places])
+def _stacked(places: list[int], parts: tuple[ResultPart, ...], layouts: list[NamedSharding]) -> ReadResult:
+    if len(parts) == 1:
+        concatenate = _concatenate(layouts[0])
+        return lambda env: concatenate(*[jax.device_put(env[place], layouts[0]) for place in places])
+    firsts = [layouts[part.parts[0]] for part in parts]
+    joins = [_concatenate(first) for first in firsts]
+    sharding = over_all(firsts)
+    assert sharding is not None
+    devices = list(_grid(sharding).flat)
+    total = (sum(part.type.shape[0] for part in parts), *parts[0].type.shape[1:])
 
     def assembled(env: Environment) -> jax.Array:
-        assert sharding is not None
         pieces = [
-            env[places[group[0]]] if len(group) == 1 else join(*[env[places[i]] for i in group])
-            for group, join in zip(groups, concatenate)
+            env[places[part.parts[0]]] if len(part.parts) == 1 else join(*[env[places[i]] for i in part.parts])
+            for part, join in zip(parts, joins)
         ]
         shards = {shard.device: shard.data for piece in pieces for shard in piece.addressable_shards}
-        own = [shards[device] for device in devices]
-        return jax.make_array_from_single_device_arrays(total, sharding, own)
+        return jax.make_array_from_single_device_arrays(total, sharding, [shards[device] for device in devices])
 
-    return assembled if sharding is not None and equal else gathered
+    return assembled
 
 
 def _concatenate(sharding: NamedSharding) -> Callable[..., jax.Array]:
