@@ -23,9 +23,9 @@ Nothing is decided here: the compiler works out the meaning of a value for a pro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from jax.sharding import PartitionSpec
 
@@ -58,6 +58,9 @@ OFFLOADS = ("off", "optimizer")
 """What may live in pinned memory of the hosts between steps."""
 SEARCHED_OFFLOADS = (*OFFLOADS, "auto")
 """The same, or whichever is faster."""
+
+PLACEMENTS = ("intra_node_model", "intra_node_replica")
+"""What is within a host: the devices that share the work on an example, or the replicas."""
 
 KINDS = ("data", "zero", "tensor", "sequence", "expert", "pipeline")
 """The kinds of parallelism to which a search can be restricted."""
@@ -238,6 +241,10 @@ class Megatron:
     `offload="optimizer"` keeps that same state in pinned memory of the hosts (Ren et al. 2021), and brings it to the
     devices part by part for the update. With `zero=1` or more each host holds and moves only its devices' share.
 
+    `placement` says which devices are neighbours: "intra_node_model" has those that share an example within a host (the
+    devices one by one, as without a placement), "intra_node_replica" the replicas that sum gradients, and a list for
+    every stage has its devices in the order of its mesh, row-major over data x tensor: `[[0, 2, 1, 3], [4, 6, 5, 7]]`.
+
     `random`, `batch_statistics` and `ignore_user_shardings` are those of `DataParallel`. After `time_limit_s` seconds
     for a stage the best layouts so far are taken.
 
@@ -261,6 +268,7 @@ class Megatron:
     zero: int = 0
     remat: bool = False
     offload: str = "off"
+    placement: str | Sequence[Sequence[int]] | None = None
     random: str = "full_batch"
     batch_statistics: str = "exact"
     ignore_user_shardings: bool = False
@@ -273,6 +281,8 @@ class Megatron:
         check_choice("offload", self.offload, OFFLOADS)
         if self.data is not None:
             self._check_replicas(self.data)
+        if self.placement is not None:
+            object.__setattr__(self, "placement", _placement(self.placement))
 
     @property
     def stages_per_mesh(self) -> int:
@@ -296,6 +306,27 @@ class Megatron:
             raise InvalidArgument(f"Megatron with {given_words}. Give {required}, or another number of devices.")
         self._check_replicas(data)
         return data, self.tensor, self.pipeline
+
+    def devices_of_stages(self, num_devices: int, devices_per_host: int) -> tuple[tuple[int, ...], ...]:
+        """Return for every stage its devices in the order of its mesh, row-major over data x tensor.
+
+        Raises `InvalidArgument` for a placement that the degrees or the hosts do not allow.
+        """
+        data, tensor, pipeline = self.degrees(num_devices)
+        each = data * tensor
+        if self.placement is not None and not isinstance(self.placement, str):
+            return _given_devices(self.placement, num_devices, (data, tensor, pipeline))
+        runs = tuple(tuple(range(stage * each, (stage + 1) * each)) for stage in range(pipeline))
+        replicas = self.placement == PLACEMENTS[1]
+        name, inside = ("data", data) if replicas else ("tensor", tensor)
+        if self.placement is not None and devices_per_host % inside:
+            raise InvalidArgument(
+                f'placement="{self.placement}" puts {name}={inside} devices into one host, and a host has '
+                f"{devices_per_host}. Give a degree that divides them, or another placement."
+            )
+        if not replicas:
+            return runs
+        return tuple(tuple(run[d + data * t] for d in range(data) for t in range(tensor)) for run in runs)
 
     def _check_replicas(self, data: int) -> None:
         if self.zero and data == 1:
@@ -502,6 +533,41 @@ def _check_fields(method: Method | _RestrictedSearch) -> None:
             raise InvalidArgument(f"{each.name} is {value!r}. Give True or False.")
         if each.name in _FIELD_CHECKS and not is_open:
             _FIELD_CHECKS[each.name](each.name, value)
+
+
+def _given_devices(
+    placement: Sequence[Sequence[int]], num_devices: int, degrees: tuple[int, int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the devices of every stage as they are given; `InvalidArgument` unless they are all, each once."""
+    data, tensor, pipeline = degrees
+    given = tuple(tuple(stage) for stage in placement)
+    if [len(stage) for stage in given] != [data * tensor] * pipeline:
+        sizes = " + ".join(str(len(stage)) for stage in given)
+        raise InvalidArgument(
+            f"placement has {sizes} devices in {len(given)} lists, and Megatron has {pipeline} stages of data={data} x "
+            f"tensor={tensor} devices. Give {pipeline} lists of {data * tensor}."
+        )
+    if sorted(device for stage in given for device in stage) != list(range(num_devices)):
+        raise InvalidArgument(
+            f"placement is {[list(stage) for stage in given]}, which has not each of the devices 0 to "
+            f"{num_devices - 1} once. Give every device one place."
+        )
+    return given
+
+
+def _placement(placement: Any) -> str | tuple[tuple[int, ...], ...]:
+    """Return a placement with tuples of Python's numbers; `InvalidArgument` for what is none."""
+    if is_text(placement):
+        check_choice("placement", placement, PLACEMENTS)
+        return placement
+    lists = cast(Sequence[Any], placement if isinstance(placement, list | tuple) else [None])
+    stages: list[Any] = [plain_value(stage) for stage in lists]
+    if not stages or not all(isinstance(each, list | tuple) and each and all(map(is_whole, each)) for each in stages):
+        raise InvalidArgument(
+            f"placement is {placement!r}. Give one of {', '.join(map(repr, PLACEMENTS))}, or for every stage a list of "
+            "its devices: [[0, 2, 1, 3]]."
+        )
+    return tuple(tuple(map(int, stage)) for stage in stages)
 
 
 def _check_layers(num_layers: int, num_stages: int) -> None:

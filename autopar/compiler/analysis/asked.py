@@ -20,7 +20,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "schedule": ("schedule",),
     "num_microbatches": ("num_microbatches",),
     "remat": ("remat",),
-    "mesh_shape": ("mesh_shape", "data", "tensor"),
+    "mesh_shape": ("mesh_shape", "data", "tensor", "placement"),
     "shares": (),
 }
 """The options of methods that fix a decision."""

@@ -1,8 +1,10 @@
-"""Price collectives along the axes of a mesh over consecutive devices of a machine, row-major.
+"""Price collectives along the axes of a mesh of a machine's devices, row-major.
 
 An axis of stride s and size k stays in a fast domain of D devices iff s k <= D. Else m of its devices are in each of
-k/m domains, m the largest divisor of k with s m <= D. All axes of a collective together are one level of the network
-inside the domains and one between them: `NetworkLevel`s, whose costs are in `hardware/collectives.py`.
+k/m domains, m the largest divisor of k with s m <= D; where devices do not follow each other, the largest such that
+blocks of m along every axis, those of the last axes first, lie in one domain. All axes of a collective together are one
+level of the network inside the domains and one between them: `NetworkLevel`s, whose costs are in
+`hardware/collectives.py`.
 
 A hierarchical all-reduce is a reduce-scatter inside the domains, an all-reduce across, an all-gather inside: over n
 devices, m in each domain, whose links have the bandwidths a inside and c across, b bytes take
@@ -23,6 +25,8 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from autopar.compiler.sharding.layout import Axes, LogicalMesh, Reach
 from autopar.hardware.collectives import CollectiveCost, NetworkLevel, collective_cost, collective_costs
@@ -108,7 +112,7 @@ class MeshCosts:
     def _sums_in_levels(self, axes: Axes, inside: int, across: int) -> bool:
         """Return whether large all-reduces along axes take less time in levels than along one ring."""
         # Of the devices along an axis, every `inside` are in one domain only where domains begin with them.
-        whole = all(
+        whole = self.mesh.order is not None or all(
             self.machine.domain % (math.prod(self.mesh.shape[axis + 1 :]) * size) == 0
             for axis in axes
             if (size := self._span(axis)[0]) > 1
@@ -130,8 +134,32 @@ class MeshCosts:
         """Return how many devices of a group are in one domain, and in how many domains the group is."""
         size, stride = self.mesh.shape[axis], math.prod(self.mesh.shape[axis + 1 :])
         domain = self.machine.domain
+        if self.mesh.order is not None:
+            inside = _inside_domains(self.mesh.shape, self.mesh.order, domain)[axis]
+            return inside, size // inside
         inside = max(part for part in range(1, size + 1) if size % part == 0 and (part == 1 or stride * part <= domain))
         return inside, size // inside
+
+
+@functools.lru_cache(maxsize=1024)
+def _inside_domains(shape: tuple[int, ...], order: tuple[int, ...], domain: int) -> tuple[int, ...]:
+    """Return by axis the devices next to each other in one domain, for devices in any order."""
+    domains = (np.array(order) // domain).reshape(shape)
+    inside = [1] * len(shape)
+    for axis in reversed(range(len(shape))):
+        parts = (part for part in range(shape[axis], 0, -1) if shape[axis] % part == 0)
+        inside[axis] = next(
+            part for part in parts if _blocks_are_inside(domains, [*inside[:axis], part, *inside[axis + 1 :]])
+        )
+    return tuple(inside)
+
+
+def _blocks_are_inside(domains: np.ndarray, block: list[int]) -> bool:
+    """Return whether every block of so many devices by axis is in one domain."""
+    rank = len(block)
+    split = domains.reshape([n for size, part in zip(domains.shape, block, strict=True) for n in (size // part, part)])
+    blocks = split.transpose([*range(0, 2 * rank, 2), *range(1, 2 * rank, 2)]).reshape(-1, math.prod(block))
+    return bool((blocks == blocks[:, :1]).all())
 
 
 def with_links(mesh: LogicalMesh, machine: Machine) -> LogicalMesh:

@@ -52,8 +52,10 @@ def one_jaxpr(
 
 
 def logical_mesh(mesh: MeshPlan) -> LogicalMesh:
-    """A planned mesh without its devices."""
-    return LogicalMesh(shape=mesh.shape, axis_names=mesh.axis_names, links=mesh.links)
+    """A planned mesh, without its devices where these follow each other."""
+    first = mesh.devices[0]
+    order = None if mesh.devices == tuple(range(first, first + len(mesh.devices))) else mesh.devices
+    return LogicalMesh(shape=mesh.shape, axis_names=mesh.axis_names, links=mesh.links, order=order)
 
 
 def planned_block(trace: Trace, plan: Plan) -> tuple[jc.ClosedJaxpr, LocalBlock]:

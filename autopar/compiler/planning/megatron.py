@@ -51,7 +51,8 @@ def plan_megatron(trace: Trace, method: Megatron, *, cluster: Cluster, cache_dir
     _check_step(trace, method, data, tensor)
     pieces = _pieces(trace, method)
     prepared = _prepared(trace, method, pieces, method.num_microbatches)
-    bare = _bare_plan(trace, method, prepared, pieces, (data, tensor, pipeline))
+    devices = method.devices_of_stages(cluster.num_devices, _devices_per_host(cluster, method))
+    bare = _bare_plan(trace, method, prepared, pieces, devices, (data, tensor, pipeline))
     cut = StageCut.of(bare)
     graph = cut_stages(prepared, cut)
     if method.offload == "optimizer":
@@ -182,8 +183,23 @@ def even_layers(prepared: PreparedStep, num_layers: int, num_stages: int) -> tup
     return cuts, [[0, *begins][stage * count // num_stages] for stage in range(num_stages)]
 
 
+def _devices_per_host(cluster: Cluster, method: Megatron) -> int:
+    """Return the devices of a fast domain; `InvalidArgument` for a placement on several machines."""
+    if cluster.is_mixed and method.placement is not None:
+        raise InvalidArgument(
+            f"placement={method.placement!r} orders the devices of hosts that are alike, and the cluster has "
+            f"{cluster}. Leave the placement out, or give the devices of one group."
+        )
+    return cluster.groups[0].machine.domain
+
+
 def _bare_plan(
-    trace: Trace, method: Megatron, prepared: PreparedStep, pieces: tuple[int, int], degrees: tuple[int, int, int]
+    trace: Trace,
+    method: Megatron,
+    prepared: PreparedStep,
+    pieces: tuple[int, int],
+    devices: tuple[tuple[int, ...], ...],
+    degrees: tuple[int, int, int],
 ) -> Plan:
     """Return the plan without layouts."""
     data, tensor, pipeline = degrees
@@ -196,14 +212,10 @@ def _bare_plan(
         cuts, starts = even_layers(prepared, pieces[0], num_stages)
     axes = [(size, name) for size, name in ((data, "data"), (tensor, "model")) if size > 1] or [(1, "data")]
     shape, axis_names = zip(*axes, strict=True)
-    each = data * tensor
     return Plan(
         fingerprint=trace.fingerprint,
         method=type(method).__name__,
-        meshes=tuple(
-            MeshPlan(devices=tuple(range(s * each, (s + 1) * each)), shape=shape, axis_names=axis_names)
-            for s in range(pipeline)
-        ),
+        meshes=tuple(MeshPlan(devices=own, shape=shape, axis_names=axis_names) for own in devices),
         stages=tuple(
             StagePlan(layers=(start, stop), mesh=s % pipeline, remat=method.remat or prepared.recomputes)
             for s, (start, stop) in enumerate(zip(starts, [*starts[1:], len(cuts) + 1], strict=True))

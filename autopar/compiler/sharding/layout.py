@@ -44,12 +44,14 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalMesh:
-    """Sizes and names of the mesh axes; the devices themselves do not matter here, but for the links between them."""
+    """Sizes and names of the mesh axes; the devices themselves matter here for nothing but the links between them."""
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
     links: AxisLinks | None = None
     """None: all are equal."""
+    order: Axes | None = None
+    """The devices in the order of the mesh, row-major, where they do not follow each other."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` unless every axis has a size and a name of its own."""
