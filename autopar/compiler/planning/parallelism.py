@@ -263,9 +263,12 @@ def stage_constraints(
                 every if zero else _allowed(every, lambda s: all(data not in used_axes(each) for each in _layouts(s)))
             )
         # Without examples it is a sum of gradients or a parameter that is no longer, or not yet, whole.
-        divided = not any(dims) and zero >= 2
+        adds_rows = eqn.primitive.name == "scatter-add" and not dims[0] and bool(dims[2])
+        divided = (not any(dims) or adds_rows) and zero >= 2
         own_data_axes = frozenset[int]() if divided else data_axes
         kept = _allowed(every, lambda s: _separates_axes(s, dims, own_data_axes, model_axes))
+        if adds_rows:  # to the gradient of an embedding, of which every replica may get all rows instead of the sum
+            return kept
         kept = _preferred(kept, lambda s: _splits_examples(s, dims, data))
         weights = [number for number, each in enumerate(dims) if not each]
         if eqn.primitive.name not in PRODUCTS or len(weights) in (0, len(dims)):

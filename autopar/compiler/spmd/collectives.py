@@ -24,7 +24,7 @@ from autopar.compiler.jaxprs.primitives import CONTROL_FLOW
 from autopar.compiler.jaxprs.trip_counts import trip_count
 from autopar.compiler.resharding.costs import Collective, step_collectives
 from autopar.compiler.resharding.steps import ReshardStep, collective_kind
-from autopar.compiler.sharding.layout import LogicalMesh, describe_layout, num_shards
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, describe_layout, num_shards
 from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value
 
 _OWN_LINES = str(Path(__file__).parents[2])
@@ -177,6 +177,7 @@ def _of_block(
             case Reshard(source=source, result=result, steps=steps):
                 aval: Any = action.aval
                 what = f"{aval.str_short()} {describe_layout(source, mesh)} -> {describe_layout(result.layout, mesh)}"
+                what += _for_scatter(result, source, readers.get(result))
                 shares = block.combined.share(result.variable, result.form)
                 moves = step_collectives(steps, source, tuple(aval.shape), aval.dtype.itemsize, mesh)
                 eqns = readers.get(result), makers.get(result)
@@ -197,6 +198,21 @@ def _of_block(
             case RunBody(eqn=eqn, bodies=bodies):
                 for body in bodies:
                     yield from _of_block(body, mesh, repeated, times * trips(eqn), invariant)
+
+
+def _for_scatter(value: Value, source: Layout, reader: jc.JaxprEqn | None) -> str:
+    """Return what a gathered value is to the equation that adds it to rows of an array, as of an embedding's gradient.
+
+    Its rows and their ids are gathered where that takes less time than a sum over the devices of the whole array.
+    """
+    if reader is None or reader.primitive.name != "scatter-add":
+        return ""
+    place = next((number for number, v in enumerate(reader.invars) if v is value.variable), 0)
+    windows = jp.scatter_of(reader).numbers.update_window_dims if place == 2 else ()
+    by_row = any(axes and not value.layout.dims[d] for d, axes in enumerate(source.dims) if d not in windows)
+    words = {1: "ids", 2: "rows"}.get(place)
+    array: Any = reader.outvars[0].aval
+    return f", {words} for {array.str_short()}" if words and by_row and not source.partial else ""
 
 
 def invariant_trips(block: LocalBlock, inputs: Mapping[Value, float], times: float) -> dict[Action, float]:
