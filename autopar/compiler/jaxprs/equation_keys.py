@@ -53,8 +53,16 @@ def literal_key(literal: Any) -> Hashable:
 
 
 def same_equations(closed: Any, twin: Any) -> bool:
-    """Return whether two programs have the same primitives in the same order, at every depth."""
-    return [eqn.primitive for eqn in jc.all_equations(closed)] == [eqn.primitive for eqn in jc.all_equations(twin)]
+    """Return whether two programs have the same primitives in the same order, at every depth, of values of equal ranks.
+
+    JAX leaves dimensions of one row out in places, as in the indices of `take_along_axis`.
+    """
+    one, other = ([(eqn.primitive, _ranks(eqn)) for eqn in jc.all_equations(each)] for each in (closed, twin))
+    return one == other
+
+
+def _ranks(eqn: jc.JaxprEqn) -> list[int]:
+    return [len(getattr(v.aval, "shape", ())) for v in eqn.outvars]
 
 
 def _avals(atoms: Iterable[Any]) -> list[Any]:
