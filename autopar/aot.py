@@ -341,9 +341,9 @@ class Lowered:
     def _on_cluster(self, session: Any) -> Compiled:
         from autopar.runtime.distributed.driver import ClusterProgram, kinds_of_distributed_values
 
-        if self.plan.host_state:
+        if self.plan.on_host:
             raise Unsupported(
-                f"The plan of {self.trace.name} keeps {self.plan.host_state[0][0]} on the host, and on clusters values "
+                f"The plan of {self.trace.name} keeps {self.plan.on_host[0]} on the host, and on clusters values "
                 "live on devices. Plan without offload there, or run in one process."
             )
         make_program: Callable[[], Program] = (

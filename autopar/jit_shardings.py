@@ -135,9 +135,9 @@ def jit_shardings(
             f"The plan of {trace.name} has stages on {len(plan.meshes)} meshes, and one jax.jit runs on one. Plan with "
             "Auto(num_stages=1), or run what autopar compiles."
         )
-    if plan.host_state:
+    if plan.on_host:
         raise Unsupported(
-            f"The plan of {trace.name} keeps {plan.host_state[0][0]} on the host and brings it in part by part, which "
+            f"The plan of {trace.name} keeps {plan.on_host[0]} on the host and brings it in part by part, which "
             'one jax.jit cannot. Plan with offload="off", or run what autopar compiles.'
         )
     _, named, graph = call.unflatten(call.leaves)

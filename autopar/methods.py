@@ -23,7 +23,7 @@ Nothing is decided here: the compiler works out the meaning of a value for a pro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, cast
 
@@ -54,10 +54,8 @@ EFFORTS = {"fast": 4, "normal": 32, "thorough": math.inf}
 ZERO_STAGES = (0, 1, 2, 3)
 """The stages of ZeRO: how much of the state replicas divide; 0: nothing."""
 
-OFFLOADS = ("off", "optimizer")
-"""What may live in pinned memory of the hosts between steps."""
-SEARCHED_OFFLOADS = (*OFFLOADS, "auto")
-"""The same, or whichever is faster."""
+OFFLOADS = ("optimizer", "parameters", "activations")
+"""What may live in pinned memory of the hosts while no task uses it."""
 
 PLACEMENTS = ("intra_node_model", "intra_node_replica")
 """What is within a host: the devices that share the work on an example, or the replicas."""
@@ -162,8 +160,8 @@ class PipelineParallel:
     "1f1b", "eager-1f1b", "interleaved", "zero-bubble", or one that `register_schedule` made known. With
     "interleaved" each mesh has `virtual_stages` stages, 2 by default, that lie apart in the model; the others have
     one per mesh. `remat=True` recomputes each stage's forward in its backward, so that only the inputs of a stage
-    stay in memory. `specs` are those of `ShardParallel`, over the axes of a stage's mesh, and the rest is that of
-    `DataParallel`.
+    stay in memory. `offload` is that of `Megatron`, `specs` are those of `ShardParallel`, over the axes of a stage's
+    mesh, and the rest is that of `DataParallel`.
 
     Raises `InvalidArgument` for a count below 1, an unknown word, fewer layers than stages, virtual stages
     without "interleaved", an invalid pattern, or a spec with axes that the mesh lacks.
@@ -181,6 +179,7 @@ class PipelineParallel:
     layers: int | None = None
     virtual_stages: int | None = None
     remat: bool = False
+    offload: str | tuple[str, ...] = "off"
     specs: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
     random: str = "full_batch"
     batch_statistics: str = "exact"
@@ -189,6 +188,7 @@ class PipelineParallel:
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for a count, word, mesh, pattern or spec that cannot be used."""
         _check_fields(self)
+        object.__setattr__(self, "offload", _as_offload(self.offload))
         check_virtual_stages(get_schedule(self.schedule), self.stages_per_mesh)
         _check_layers(self.num_layers, self.num_virtual_stages)
         if self.mesh_shape is not None or self.axis_names is not None:
@@ -238,8 +238,12 @@ class Megatron:
         2   and the sums of gradients, into which those of each microbatch are reduce-scattered
         3   and the parameters, which are gathered for each forward and backward pass
 
-    `offload="optimizer"` keeps that same state in pinned memory of the hosts (Ren et al. 2021), and brings it to the
-    devices part by part for the update. With `zero=1` or more each host holds and moves only its devices' share.
+    `offload` keeps in pinned memory of the hosts what no task uses, and brings it to the devices while the task before
+    runs: one word or several. With `zero=1` or more each host holds and moves only its devices' share of the state.
+
+        "optimizer"    that same state, part by part for the update (Ren et al. 2021)
+        "parameters"   and the parameters, a stage at a time, with the sums of their gradients: it takes virtual stages
+        "activations"  what the forward task of a microbatch leaves for its backward task
 
     `placement` says which devices are neighbours: "intra_node_model" has those that share an example within a host (the
     devices one by one, as without a placement), "intra_node_replica" the replicas that sum gradients, and a list for
@@ -267,7 +271,7 @@ class Megatron:
     virtual_stages: int | None = None
     zero: int = 0
     remat: bool = False
-    offload: str = "off"
+    offload: str | tuple[str, ...] = "off"
     placement: str | Sequence[Sequence[int]] | None = None
     random: str = "full_batch"
     batch_statistics: str = "exact"
@@ -278,7 +282,7 @@ class Megatron:
         """Raise `InvalidArgument` for a field that cannot be used."""
         _check_fields(self)
         check_virtual_stages(get_schedule(self.schedule), self.stages_per_mesh)
-        check_choice("offload", self.offload, OFFLOADS)
+        object.__setattr__(self, "offload", _as_offload(self.offload))
         if self.data is not None:
             self._check_replicas(self.data)
         if self.placement is not None:
@@ -351,8 +355,9 @@ class Auto:
     `remat` computes layers again in the backward pass instead of keeping what they made: as few as make the plan fit
     into memory ("auto"), all that can be (True), or none (False). The last one is never among them, as its backward
     pass follows at once. A scan over layers is not recomputed: put `jax.checkpoint` around its body.
-    `offload="optimizer"` keeps the state that only the update reads on the hosts, as `Megatron` does, and searches
-    among such plans; "auto" searches among the others, too, and takes the faster plan of both.
+    `offload` keeps values on the hosts as it does for `Megatron`, and searches among such plans; "auto" searches among
+    those without and with the optimizer's state there, and takes the faster plan of both. Searches count parameters and
+    activations as on the devices all the time, simulations count them as they are.
     `pins` maps regular expressions to specs: an input whose name (`state.params.h_0.kernel`) one of them finds is
     laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`. `effort` ("fast",
     "normal", "thorough") says how much of the space is looked at before the best plan so far is taken, with the gap
@@ -388,7 +393,7 @@ class Auto:
     schedule: str | Schedule | None = None
     memory: float | str = "adaptive"
     remat: bool | str = "auto"
-    offload: str = "off"
+    offload: str | tuple[str, ...] = "off"
     pins: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
     kinds: tuple[str, ...] | None = None
     ignore_user_shardings: bool = False
@@ -405,6 +410,7 @@ class Auto:
         if self.mesh_shape is not None:
             check_mesh_shape(self.mesh_shape, self.mesh_axes)
         object.__setattr__(self, "pins", dict(self.pins))
+        object.__setattr__(self, "offload", _as_offload(self.offload, searched=True))
         if self.kinds is not None:
             object.__setattr__(self, "kinds", tuple(kind for kind in KINDS if kind in self.kinds))
         if (self.num_stages or 1) > 1 and not self.allows_stages:
@@ -626,6 +632,31 @@ def _check_kinds(name: str, kinds: tuple[str, ...]) -> None:
         check_choice(name, kind, KINDS)
 
 
+def _check_offload(words: Any) -> None:
+    several = isinstance(words, tuple | list | set | frozenset)
+    for word in cast(Iterable[Any], words) if several else (words,):
+        check_choice("offload", word, OFFLOADS if several else ("off", *OFFLOADS, "auto"))
+    if several and not words:
+        raise InvalidArgument(f'offload is {words!r}, which names nothing. Use "off", or one or more of {OFFLOADS}.')
+
+
+def _as_offload(words: str | Iterable[str], *, searched: bool = False) -> str | tuple[str, ...]:
+    """Return one word as it is, several in the order in which they are listed; parameters imply the optimizer's."""
+    if words == "auto" and not searched:
+        raise InvalidArgument(f'offload="auto" is for Auto, which searches. Use "off", or one or more of {OFFLOADS}.')
+    if isinstance(words, str):
+        return words
+    given = set(words)
+    named = tuple(w for w in OFFLOADS if w in given and not (w == "optimizer" and "parameters" in given))
+    return named[0] if len(named) == 1 else named
+
+
+def offloaded(method: PipelineParallel | Megatron | Auto) -> frozenset[str]:
+    """Return what a method keeps on the hosts, in the words of `OFFLOADS`; none if that is to be searched."""
+    words = {method.offload} if isinstance(method.offload, str) else set(method.offload)
+    return frozenset(words - {"off", "auto"} | ({"optimizer"} if "parameters" in words else set()))
+
+
 def _check_patterns(name: str, patterns: Mapping[str, PartitionSpec]) -> None:
     if not isinstance(patterns, Mapping) or not all(isinstance(each, str) for each in patterns):  # pyright: ignore
         raise InvalidArgument(f"{name} is {patterns!r}. Give a dictionary from regular expressions to PartitionSpecs.")
@@ -649,7 +680,7 @@ _FIELD_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "memory": _check_memory,
     "remat": _check_remat,
     "zero": _check_zero,
-    "offload": lambda name, word: check_choice(name, word, SEARCHED_OFFLOADS),
+    "offload": lambda _, words: _check_offload(words),
     "time_limit_s": _check_seconds,
     "stage": _check_stage,
     "mesh_shape": _check_axis_sizes,

@@ -344,7 +344,7 @@ class _Namer:
             self.known[item.value] = ("other inputs", "constants") if item.leaf is None else inputs[item.leaf]
         for copy in (i for mesh in program.meshes for i in mesh.instructions if isinstance(i, Copy)):
             for value, result in zip(copy.values, copy.results, strict=True):
-                if copy.to == "device":
+                if copy.to == "device" and value in self.known:
                     self.known[result] = self.known[value]
 
     def parts(self, moment: PeakMoment) -> tuple[MemoryPart, ...]:

@@ -8,7 +8,7 @@ send      costs the sender's devices nothing, and occupies the link to another m
               made = clock of the source;  start = max(made, ready, link);  arrival = link = start + duration
 receive   a mesh waits for an arrival:
               clock = max(clock, arrival);  exposed = arrival - max(clock, made), where that is positive
-copy      as a send, on the mesh's own link to its hosts or the one back; it may have to wait for others to arrive
+copy      as a send, on the mesh's own link to its hosts or the one back
 
 The first dispatch of a host is free: while a step runs, the host starts the next one.
 """
@@ -70,22 +70,18 @@ class Clocks:
 
     def send(self, source: int, to: int, duration_s: float, num_values: int = 1) -> Delivery:
         """Return when values that a mesh has made by now reach another one."""
-        return self._carry((source, to), [source, to], duration_s, num_values, 0.0)
+        return self._carry((source, to), [source, to], duration_s, num_values)
 
-    def copy(
-        self, mesh: int, to: Memory, duration_s: float, num_values: int = 1, not_before_s: float = 0.0
-    ) -> Delivery:
+    def copy(self, mesh: int, to: Memory, duration_s: float, num_values: int = 1) -> Delivery:
         """Return when values that a mesh has by now are in its other memory.
 
         Memory of a device is there for them when the work that was given to the mesh before has ended.
         """
-        return self._carry((mesh, to), [mesh], duration_s, num_values, not_before_s)
+        return self._carry((mesh, to), [mesh], duration_s, num_values)
 
-    def _carry(
-        self, link: Hashable, meshes: Sequence[int], duration_s: float, num_values: int, not_before_s: float
-    ) -> Delivery:
+    def _carry(self, link: Hashable, meshes: Sequence[int], duration_s: float, num_values: int) -> Delivery:
         made_s = max(self.mesh_s[meshes[0]], self._dispatch(meshes, num_values))
-        start_s = max(made_s, not_before_s, self._link_s[link])
+        start_s = max(made_s, self._link_s[link])
         self._link_s[link] = start_s + duration_s
         return Delivery(made_s=made_s, start_s=start_s, arrival_s=start_s + duration_s)
 

@@ -120,11 +120,9 @@ class Copy:
     results: tuple[str, ...]
     to: Memory
     takes: bool = False  # the values are gone after it
-    after: tuple[str, ...] = ()  # results of copies that must have arrived before this one starts
 
     def __str__(self) -> str:
-        after = f", after {listed(self.after)}" if self.after else ""
-        return f"{'copy':8} {listed(self.results)} <- {listed(self.values)} to the {self.to}{after}"
+        return f"{'copy':8} {listed(self.results)} <- {listed(self.values)} to the {self.to}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +130,11 @@ class Free:
     """Forget values; their memory is free once the work that reads them is done."""
 
     values: tuple[str, ...]
+    after: tuple[str, ...] = ()  # results of copies that must have arrived before the mesh goes on
 
     def __str__(self) -> str:
-        return f"{'free':8} {listed(self.values)}"
+        after = f", after {listed(self.after)}" if self.after else ""
+        return f"{'free':8} {listed(self.values)}{after}"
 
 
 Instruction = Run | Send | Recv | Copy | Free

@@ -44,6 +44,9 @@ from autopar.plain_text import as_text, microbatches_in_words
 
 PLAN_FORMAT = 4
 
+HOST_VALUES = ("activations", "gradients")
+"""What a step makes that can be on the hosts while no task uses it."""
+
 T = TypeVar("T")
 
 
@@ -117,6 +120,8 @@ class Plan:
     """The quality of the stages, if a search decided them."""
     host_state: tuple[tuple[str, ...], ...] = ()
     """Inputs that live in pinned memory of the host between steps, in the parts in which an update brings them in."""
+    host_values: tuple[str, ...] = ()
+    """What the step makes and keeps there while no task uses it: "activations", "gradients" (their sums)."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` unless layers, stages, meshes and specs fit together."""
@@ -150,7 +155,12 @@ class Plan:
     def is_single_program(self) -> bool:
         """True if one executable on one mesh runs the whole step."""
         plain = self.num_stages == 1 and self.num_microbatches == 1 and self.meshes[0].sharding is None
-        return (plain and not self.host_state) or self.sharding is not None
+        return (plain and not self.on_host) or self.sharding is not None
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """What is in the memory of the hosts: names of inputs, and kinds of what the step makes."""
+        return (*(name for part in self.host_state for name in part), *self.host_values)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -187,8 +197,9 @@ class Plan:
                 del mesh["machine"]
             if mesh["links"] is None:
                 del mesh["links"]
-        if not self.host_state:
-            del fields["host_state"]
+        for name in ("host_state", "host_values"):
+            if not fields[name]:
+                del fields[name]
         for stage in fields["stages"]:
             if stage["microbatches"] is None:
                 del stage["microbatches"]
@@ -201,7 +212,7 @@ class Plan:
     def from_json(text: str) -> Plan:
         """The plan that `to_json` wrote; `PlanMismatch` if it is not JSON, or of another format or keys."""
         raw = json_of("The plan", text, error=PlanMismatch)
-        raw = {"host_state": []} | cast(dict[str, Any], raw) if isinstance(raw, dict) else raw
+        raw = {"host_state": [], "host_values": []} | cast(dict[str, Any], raw) if isinstance(raw, dict) else raw
         given = cast(dict[str, Any], raw).get("format") if isinstance(raw, dict) else None
         if given != PLAN_FORMAT:
             raise PlanMismatch(
@@ -228,6 +239,7 @@ class Plan:
                 _listed("a part of host_state", part, str)
                 for part in _typed("host_state", fields["host_state"], list[Any])
             ),
+            host_values=_listed("host_values", fields["host_values"], str),
         )
 
     def save(self, path: str | Path) -> None:
@@ -330,6 +342,9 @@ class Plan:
             parts = f"{len(self.host_state)} parts" if len(self.host_state) > 1 else "one part"
             yield Text(f"in pinned memory of the host between steps: {len(named)} inputs, brought in {parts}")
             yield _host_table(self.host_state)
+        if self.host_values:
+            what = " and ".join({"gradients": "sums of gradients"}.get(kind, kind) for kind in self.host_values)
+            yield Text(f"in pinned memory of the host while no task uses them: {what}")
 
 
 def _levels_in_words(meshes: Sequence[MeshPlan]) -> Iterator[str]:
@@ -357,14 +372,16 @@ def _check_cuts(cuts: tuple[int, ...]) -> None:
 
 
 def _check_host_state(plan: Plan) -> None:
-    named = Counter(name for part in plan.host_state for name in part)
+    named = Counter(plan.on_host)
     repeated = [name for name, count in named.items() if count > 1]
     if repeated or not all(plan.host_state):
         raise InvalidArgument(
             f"The parts of host_state have {repeated or 'an empty one'}. Each has inputs, and each input is in one "
             "part."
         )
-    if plan.host_state and plan.sharding is not None:
+    for kind in plan.host_values:
+        check_choice("a kind of host_values", kind, HOST_VALUES)
+    if named and plan.sharding is not None:
         raise InvalidArgument(
             f"The plan keeps {next(iter(named))} on the host, and its step is one program, which brings nothing in. "
             "Give the layouts by mesh, as a plan made with offload has them."
@@ -413,8 +430,10 @@ def _check_lanes(plan: Plan) -> None:
         )
     if len({stage.mesh for stage in stages}) < len(stages):
         raise InvalidArgument("Two lanes live on one mesh. Give each a mesh of its own.")
-    if plan.host_state:
-        raise InvalidArgument("State on the host has one lane only. Leave host_state empty, or give one stage.")
+    if plan.on_host:
+        raise InvalidArgument(
+            "What is on the host has one lane only. Leave host_state and host_values empty, or give one stage."
+        )
 
 
 def _check_devices_disjoint(meshes: tuple[MeshPlan, ...]) -> None:

@@ -382,9 +382,9 @@ def _reads(instruction: Instruction) -> tuple[str, ...]:
     match instruction:
         case Run():
             return instruction.inputs
-        case Send() | Free():
+        case Send() | Copy():
             return instruction.values
-        case Copy():
+        case Free():
             return (*instruction.values, *instruction.after)
         case Recv():
             return ()

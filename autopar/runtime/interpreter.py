@@ -81,14 +81,12 @@ def resolve(
             values = [slots[name] for name in instruction.values]
             return _receive(channel.receiver(instruction.values, instruction.source), values, extra)
         case Copy():
-            values, results, after = (
-                [slots[name] for name in names]
-                for names in (instruction.values, instruction.results, instruction.after)
-            )
+            values, results = ([slots[name] for name in names] for names in (instruction.values, instruction.results))
             shardings = [layouts[name] for name in instruction.results]
-            return _copy(shardings, values, results, after, instruction.takes)
+            return _copy(shardings, values, results, instruction.takes)
         case Free():
-            return _free([slots[name] for name in instruction.values])
+            values, after = ([slots[name] for name in names] for names in (instruction.values, instruction.after))
+            return _free(values, after)
         case _:
             assert_never(instruction)
 
@@ -126,11 +124,9 @@ def _receive(receiver: Receiver, slots: Sequence[int], message: int) -> Resolved
 
 
 def _copy(
-    shardings: list[NamedSharding], values: Sequence[int], results: Sequence[int], after: Sequence[int], takes: bool
+    shardings: list[NamedSharding], values: Sequence[int], results: Sequence[int], takes: bool
 ) -> ResolvedInstruction:
     def step(env: Environment) -> None:
-        # A copy takes its memory when it is dispatched: it is free only when what lay there has left.
-        jax.block_until_ready([env[slot] for slot in after])
         arrays = [env[slot] for slot in values]
         for slot, array in zip(results, jax.device_put(arrays, shardings)):
             env[slot] = array
@@ -142,8 +138,11 @@ def _copy(
     return step
 
 
-def _free(slots: Sequence[int]) -> ResolvedInstruction:
+def _free(slots: Sequence[int], after: Sequence[int]) -> ResolvedInstruction:
     def step(env: Environment) -> None:
+        # What is dispatched next takes its memory at once, and this is free only when what lay there has left.
+        if after:
+            jax.block_until_ready([env[slot] for slot in after])
         for slot in slots:
             env[slot] = None
 

@@ -9,7 +9,7 @@ its bytes are the most that one device of either side sends or receives,
     max(bytes that a receiver holds,  bytes that a receiver holds · receivers / senders)
 
 A Copy between the memories of a mesh takes the time of one device's bytes on its link to the host: all have one. A Run
-waits for the copies that it reads, and the step for all of them.
+waits for the copies that it reads, a Free for those that it names, and the step for all of them.
 """
 
 import math
@@ -157,7 +157,8 @@ def _advance(
         case Copy():
             _copy(times, mesh, instruction, sizes, costs)
         case Free():
-            pass
+            for value in instruction.after:
+                times.clocks.receive(mesh, times.arriving[mesh, value])
         case _:
             assert_never(instruction)
 
@@ -181,8 +182,7 @@ def _send(times: _Times, mesh: int, send: Send, sizes: "_Sizes", costs: Costs) -
 
 def _copy(times: _Times, mesh: int, copy: Copy, sizes: "_Sizes", costs: Costs) -> None:
     moved = sum(sizes.on_device(mesh, value) for value in copy.values)
-    not_before_s = max((times.arriving[mesh, value].arrival_s for value in copy.after), default=0.0)
-    delivery = times.clocks.copy(mesh, copy.to, costs.copy_time_s(moved, mesh), len(copy.values), not_before_s)
+    delivery = times.clocks.copy(mesh, copy.to, costs.copy_time_s(moved, mesh), len(copy.values))
     times.arriving.update(((mesh, value), delivery) for value in copy.results)
     times.copies.append(
         HostCopy(

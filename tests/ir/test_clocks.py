@@ -47,8 +47,7 @@ def test_a_copy_goes_beside_the_work_of_its_mesh_each_way_on_a_link_of_its_own()
     assert (clocks.mesh_s, clocks.exposed_s) == ([3.0], [1.0])
 
 
-def test_a_copy_waits_for_what_must_have_arrived_and_for_its_start():
-    assert Clocks(1).copy(0, "device", 1.0, not_before_s=5.0).arrival_s == 6.0
+def test_a_copy_waits_for_its_start():
     clocks = Clocks(1, ONE_HOST)
     clocks.run(0, 0.0)
     assert clocks.copy(0, "device", 1.0, num_values=2).start_s == 2.0

@@ -1,32 +1,38 @@
-"""Keep state in the memory of the hosts: bring each part of it to the devices for its update, and back.
+"""Keep values in the memory of the hosts: bring each to the devices for the tasks that read it, and back.
 
-Program, leaves on the host  ->  Program
+Program, leaves and values that may be on the host  ->  Program
 
-    on the link to the devices   part 0, part 1 |  part 2  |  part 3  |
-    on the devices                              | update 0 | update 1 | update 2 | ...
-    on the link to the hosts                               |  part 0  |  part 1  | ...
+    on the link to the devices  a |  b  |  c  |  d  |
+    on the devices                | use a | use b | use c | ...
+    on the link to the hosts              |  a  |  b  | ...
 
-A part comes in while the one before it is updated, and leaves while the one after it is: no more than three are on the
-devices. A copy takes its memory when it is started, so that the next part waits until the last but two has left.
+A value comes in while the task before the one that uses it runs, and leaves while the task behind it does: state with
+the tasks that read it, activations between the forward and the backward task of a microbatch, sums of gradients between
+the tasks that add to them. What is used again soon stays. What left is freed when it has arrived, which the task after
+the next waits for; what the host still has is only forgotten on the devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from autopar.ir.program import Copy, Free, Instruction, MeshProgram, Output, Program, Run
+from autopar.compiler.pipeline.host_state import SOON
+from autopar.ir.program import Copy, Free, Instruction, MeshProgram, Output, Program, Recv, Run, Send
 
 
-def keep_on_host(program: Program, leaves: Mapping[int, int], donated: Collection[int]) -> Program:
+def keep_on_host(
+    program: Program, leaves: Mapping[int, int], donated: Collection[int], waiting: Collection[str] = ()
+) -> Program:
     """Return the program whose inputs `leaves` are on the host, and the results that replace them.
 
-    `leaves` pairs leaves of the arguments with leaves of the results; `donated` ones are gone after the step.
+    `leaves` pairs leaves of the arguments with leaves of the results; `donated` ones are gone after the step. Values
+    named in `waiting`, of all microbatches, are on the host while no task uses them; inputs and results are not.
     """
     results = set(leaves.values())
     coming = {(i.mesh, i.value): i.leaf in donated for i in program.inputs if i.leaf in leaves}
     leaving = {part for output in program.outputs if output.leaf in results for part in output.parts}
-    shown = {part for output in program.outputs if output.leaf not in results for part in output.parts}
+    fixed = {(i.mesh, i.value) for i in program.inputs} | {part for out in program.outputs for part in out.parts}
     return replace(
         program,
         meshes=tuple(
@@ -34,7 +40,10 @@ def keep_on_host(program: Program, leaves: Mapping[int, int], donated: Collectio
                 mesh,
                 coming={value: taken for (m, value), taken in coming.items() if m == number},
                 leaving={value for m, value in leaving if m == number},
-                shown={value for m, value in shown if m == number},
+                waiting={
+                    name for name in mesh.values if name.partition("@")[0] in waiting and (number, name) not in fixed
+                },
+                shown={v for out in program.outputs if out.leaf not in results for m, v in out.parts if m == number},
             )
             for number, mesh in enumerate(program.meshes)
         ),
@@ -52,90 +61,171 @@ def _from_host(output: Output) -> Output:
     return replace(output, parts=tuple((mesh, on_host(value)) for mesh, value in output.parts), copied=False)
 
 
-@dataclass(kw_only=True, eq=False)
-class _Leaving:
-    """Values on their way to the host, since a part's update was started."""
+@dataclass(frozen=True, kw_only=True)
+class _Use:
+    """An instruction that reads or writes a value, and the task of the mesh that it belongs to."""
 
-    part: int
-    values: tuple[str, ...]
+    task: int
+    place: int
+    writes: bool
 
 
-@dataclass(kw_only=True, eq=False)
-class _Copies:
-    """The instructions of a mesh so far, and what is on its way to the host."""
+@dataclass(frozen=True, kw_only=True)
+class _Stay:
+    """Uses of a value between which it stays on the devices, and how it comes there and leaves."""
 
-    instructions: list[Instruction] = field(default_factory=list[Instruction])
-    leaving: list[_Leaving] = field(default_factory=list[_Leaving])
+    value: str
+    uses: tuple[_Use, ...]
+    comes: bool
+    """From the host; otherwise the first use makes it."""
+    takes: bool
+    """The host keeps no copy when it comes."""
+    leaves: bool
+    """To the host, from which it comes again, or where the step ends with it."""
+    ends: bool
+    """Nothing else forgets it on the devices."""
 
-    def bring(self, part: Sequence[str], taken: Mapping[str, bool], after: tuple[str, ...]) -> None:
-        """Copy a part to the devices; what the caller keeps is not taken from the host."""
-        for takes in (True, False):
-            mine = tuple(value for value in part if taken[value] is takes)
-            if mine:
-                self.instructions.append(
-                    Copy(values=tuple(map(on_host, mine)), results=mine, to="device", takes=takes, after=after)
-                )
-
-    def free_since(self, part: int, still_read: Collection[str]) -> tuple[str, ...]:
-        """Free on the devices what left with parts up to this one and is not read again; return its names there."""
-        gone = [(each.part, value) for each in self.leaving if each.part <= part for value in each.values]
-        self.leaving = [each for each in self.leaving if each.part > part]
-        self.leaving += [_Leaving(part=n, values=(value,)) for n, value in gone if value in still_read]
-        dead = tuple(value for _, value in gone if value not in still_read)
-        if dead:
-            self.instructions.append(Free(values=dead))
-        return tuple(map(on_host, dead))
+    @property
+    def written_at(self) -> int | None:
+        """The place of the instruction that writes it last, if one does."""
+        return max((use.place for use in self.uses if use.writes), default=None)
 
 
 def _with_copies(
-    mesh: MeshProgram, *, coming: Mapping[str, bool], leaving: Collection[str], shown: Collection[str]
+    mesh: MeshProgram,
+    *,
+    coming: Mapping[str, bool],
+    leaving: Collection[str],
+    waiting: Collection[str],
+    shown: Collection[str],
 ) -> MeshProgram:
-    parts = _parts(mesh.instructions, coming)
-    last = {name: place for place, i in enumerate(mesh.instructions) for name in _touched(i)}
-    order = list(parts)
-    copies = _Copies()
-    number = -1
+    task_at = _tasks_of(mesh.instructions)
+    uses = _uses(mesh.instructions, task_at, {*coming, *leaving, *waiting})
+    assert set(coming) <= uses.keys(), "a task reads all state that is kept on the host"
+    stays = [
+        stay
+        for value, its_uses in uses.items()
+        for stay in _stays(value, its_uses, taken=coming.get(value), result=value in leaving, shown=value in shown)
+    ]
+    instructions = _Instructions(stays)
     for place, instruction in enumerate(mesh.instructions):
-        if place in parts:
-            number += 1
-            if number == 0:
-                copies.bring(parts[place], coming, ())
-            still_read = {*shown, *(name for name, until in last.items() if until >= place)}
-            after = copies.free_since(number - 2, still_read)
-            if number + 1 < len(order):
-                copies.bring(parts[order[number + 1]], coming, after)
-        copies.instructions.append(instruction)
-        made = tuple(name for name in _made(instruction) if name in leaving)
-        if made:
-            copies.instructions.append(Copy(values=made, results=tuple(map(on_host, made)), to="host"))
-            copies.leaving.append(_Leaving(part=number, values=made))
-    copies.free_since(number, shown)
-    on_hosts = {on_host(name): replace(mesh.values[name], memory="host") for name in sorted({*coming, *leaving})}
-    return replace(mesh, values={**mesh.values, **on_hosts}, instructions=tuple(copies.instructions))
+        if place == 0:
+            instructions.bring(0)
+        if isinstance(instruction, Run):
+            instructions.before(task_at[place])
+        instructions.listed.append(instruction)
+        instructions.behind(place)
+    instructions.before(task_at[-1] + 1)
+    instructions.before(task_at[-1] + 2)
+    copied = sorted({stay.value for stay in stays if stay.comes or stay.leaves})
+    on_hosts = {on_host(name): replace(mesh.values[name], memory="host") for name in copied}
+    return replace(mesh, values={**mesh.values, **on_hosts}, instructions=tuple(instructions.listed))
 
 
-def _parts(instructions: Sequence[Instruction], coming: Collection[str]) -> dict[int, list[str]]:
-    """By the place of an instruction, the values on the host that it is the first to read."""
-    parts: dict[int, list[str]] = {}
-    seen = set[str]()
+def _tasks_of(instructions: Sequence[Instruction]) -> list[int]:
+    """Number the Runs; receives belong to the next one, sends to the one that they stand behind."""
+    tasks: list[int] = []
+    runs = 0
+    for instruction in instructions:
+        before = isinstance(instruction, Send | Free)
+        tasks.append(max(0, runs - 1) if before else runs)
+        runs += isinstance(instruction, Run)
+    return tasks
+
+
+def _uses(
+    instructions: Sequence[Instruction], task_at: Sequence[int], values: Collection[str]
+) -> dict[str, list[_Use]]:
+    uses: dict[str, list[_Use]] = {}
     for place, instruction in enumerate(instructions):
-        first = [name for name in _touched(instruction) if name in coming and name not in seen]
-        if first and isinstance(instruction, Run):
-            parts[place] = first
-        seen.update(first)
-    assert seen == set(coming), "an update reads all state that is kept on the host"
-    return parts
+        written = _written(instruction)
+        for name in dict.fromkeys((*_read(instruction), *written)):
+            if name in values:
+                uses.setdefault(name, []).append(_Use(task=task_at[place], place=place, writes=name in written))
+    return uses
 
 
-def _made(instruction: Instruction) -> tuple[str, ...]:
-    return instruction.outputs if isinstance(instruction, Run) else ()
+def _stays(value: str, uses: Sequence[_Use], *, taken: bool | None, result: bool, shown: bool) -> Iterator[_Stay]:
+    """Yield the stays of a value; `taken` says for one that is on the host at first that the step may take it."""
+    runs: list[list[_Use]] = []
+    for use in uses:
+        if runs and use.task - runs[-1][-1].task <= SOON:
+            runs[-1].append(use)
+        else:
+            runs.append([use])
+    for number, run in enumerate(runs):
+        last = number == len(runs) - 1
+        writes = any(use.writes for use in run)
+        stale = writes or (last and not result)
+        yield _Stay(
+            value=value,
+            uses=tuple(run),
+            comes=number > 0 or taken is not None,
+            takes=stale and taken is not False,
+            leaves=writes and (result or not last),
+            ends=(not last or result) and not (last and shown),
+        )
 
 
-def _touched(instruction: Instruction) -> tuple[str, ...]:
+class _Instructions:
+    """The instructions of a mesh so far; values come, leave and are forgotten as their stays say."""
+
+    def __init__(self, stays: Sequence[_Stay]) -> None:
+        self.listed: list[Instruction] = []
+        self._first: dict[int, list[_Stay]] = {}
+        self._written: dict[int, list[_Stay]] = {}
+        self._forgotten: dict[int, list[_Stay]] = {}
+        self._left: dict[int, list[_Stay]] = {}
+        for stay in stays:
+            if stay.comes:
+                self._first.setdefault(stay.uses[0].task, []).append(stay)
+            if stay.leaves:
+                assert stay.written_at is not None
+                self._written.setdefault(stay.written_at, []).append(stay)
+            if stay.ends and stay.leaves:
+                self._left.setdefault(stay.uses[-1].task, []).append(stay)
+            elif stay.ends:
+                self._forgotten.setdefault(stay.uses[-1].place, []).append(stay)
+
+    def before(self, task: int) -> None:
+        """Free what left while the last task ran, and start to bring what the next one reads."""
+        gone = tuple(stay.value for stay in self._left.get(task - 2, ()))
+        if gone:
+            self.listed.append(Free(values=gone, after=tuple(map(on_host, gone))))
+        self.bring(task + 1)
+
+    def bring(self, task: int) -> None:
+        """Copy to the devices what a task is the first to read; what the host is to keep is not taken from it."""
+        for takes in (True, False):
+            values = tuple(stay.value for stay in self._first.get(task, ()) if stay.takes is takes)
+            if values:
+                self.listed.append(Copy(values=tuple(map(on_host, values)), results=values, to="device", takes=takes))
+
+    def behind(self, place: int) -> None:
+        """Start to copy to the host what an instruction has made, and forget what the host has."""
+        made = tuple(stay.value for stay in self._written.get(place, ()))
+        if made:
+            self.listed.append(Copy(values=made, results=tuple(map(on_host, made)), to="host"))
+        read = tuple(stay.value for stay in self._forgotten.get(place, ()))
+        if read:
+            self.listed.append(Free(values=read))
+
+
+def _read(instruction: Instruction) -> tuple[str, ...]:
     match instruction:
         case Run():
-            return (*instruction.inputs, *instruction.outputs)
-        case Copy():
-            return (*instruction.values, *instruction.results)
-        case _:
+            return instruction.inputs
+        case Send():
             return instruction.values
+        case _:
+            return ()
+
+
+def _written(instruction: Instruction) -> tuple[str, ...]:
+    match instruction:
+        case Run():
+            return instruction.outputs
+        case Recv():
+            return instruction.values
+        case _:
+            return ()

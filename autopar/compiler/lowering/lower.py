@@ -25,7 +25,7 @@ from autopar.compiler.lowering.task_executables import (
     instance,
     task_of,
 )
-from autopar.compiler.pipeline.host_state import replaced_on_host
+from autopar.compiler.pipeline.host_state import replaced_on_host, waiting_values
 from autopar.compiler.pipeline.stage_graph import GraphInput, StageGraph
 from autopar.ir.plan import Plan
 from autopar.ir.program import (
@@ -64,7 +64,8 @@ def lower(graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donat
     given, host_leaves = set(donated_leaves), replaced_on_host(graph, plan)
     # What is brought to the devices is the step's own there.
     program = _lower(graph, plan, leaf_sizes, given | set(host_leaves))
-    return keep_on_host(program, host_leaves, given) if host_leaves else program
+    waiting = waiting_values(graph, plan.host_values)
+    return keep_on_host(program, host_leaves, given, waiting) if host_leaves or waiting else program
 
 
 def _lower(graph: StageGraph, plan: Plan, leaf_sizes: Mapping[int, int], donated_leaves: set[int]) -> Program:

@@ -195,16 +195,19 @@ class UpdateRounds:
         """Split the rounds by the parts of the state that equations read, themselves or through others.
 
         What an equation reads, its readers read as well, so that in the order above each finds what it needs. What
-        reads no part is computed along with the only one that reads it.
+        reads no part is computed along with the only one that reads it, and what does is computed in the same round.
         """
         every = frozenset(part_of.values())
         parts: dict[jc.Var, frozenset[int]] = {v: frozenset((part,)) for v, part in part_of.items()}
         order: dict[int, int] = {}
         for i, eqn in enumerate(self.eqns):
-            read = frozenset[int]().union(*(parts.get(v, frozenset()) for v in jc.operands(eqn)))
+            read = frozenset[int]()
+            if i in self.groups:  # what is computed for each microbatch from parameters is no part of them
+                read = read.union(*(parts.get(v, frozenset()) for v in jc.operands(eqn)))
             read = every if eqn.effects and self._runs_once(i) else read  # effects stay in order
             parts.update((v, read) for v in eqn.outvars if read)
             order[i] = 0 if not read else 1 + min(read) if len(read) == 1 else 2 + max(every)
+        self._delay([i for i in order if order[i]])
         task_of = {i: key for key, indices in self.roots.items() for i in indices}
         for i in sorted((i for i in task_of if order[i] == 0), reverse=True):
             readers = [r for v in self.eqns[i].outvars for r in self._readers_of_variables.get(v, ())]
@@ -223,6 +226,23 @@ class UpdateRounds:
                     mine = [i for i in self.roots[key] if order[i] == wanted]
                     roots[group, offsets.get(group, 0) + place, key[2]] = mine
             offsets[group] = offsets.get(group, 0) + longest
+        self.roots = roots
+
+    def _delay(self, equations: Sequence[int]) -> None:
+        """Move equations to the later round of their stage that has all their readers, so that state comes once."""
+        task_of = {i: key for key, indices in self.roots.items() for i in indices}
+        for i in sorted((i for i in equations if i in task_of), reverse=True):
+            outvars = self.eqns[i].outvars
+            readers = {task_of.get(r) for v in outvars for r in self._readers_of_variables.get(v, ())}
+            later = next(iter(readers)) if len(readers) == 1 else None
+            (group, update_round, stage) = task_of[i]
+            if later is None or self._shown.intersection(outvars) or self.eqns[i].effects:
+                continue
+            if (later[0], later[2]) == (group, stage) and later[1] > update_round:
+                task_of[i] = later
+        roots: dict[tuple[int, int, int], list[int]] = {}
+        for i in sorted(task_of):
+            roots.setdefault(task_of[i], []).append(i)
         self.roots = roots
 
     @property

@@ -25,6 +25,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
+from autopar.compiler.pipeline.host_state import check_waiting, with_offload
 from autopar.compiler.pipeline.layers import count_layers, count_marked_layers, cut_forward, group_layers, layer_cuts
 from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
@@ -45,7 +46,7 @@ from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.schedules import get_schedule
-from autopar.methods import DataParallel, HandMethod, PipelineParallel, ShardParallel
+from autopar.methods import DataParallel, HandMethod, PipelineParallel, ShardParallel, offloaded
 
 _TIME_LIMIT_S = 60.0
 """For the layouts of one stage."""
@@ -61,7 +62,8 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_di
     stages = _as_stages(unrolled, method, num_devices)
     shape = stages.mesh_shape
     assert shape is not None
-    if stages.num_virtual_stages == 1 and stages.num_microbatches == 1 and math.prod(shape) > 1:
+    offloads = offloaded(stages)
+    if stages.num_virtual_stages == 1 and stages.num_microbatches == 1 and math.prod(shape) > 1 and not offloads:
         on_one_mesh = ShardParallel(
             mesh_shape=shape,
             axis_names=stages.mesh_axes,
@@ -80,7 +82,7 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_di
         return replace(plan, method=type(method).__name__)
     specified_inputs(trace, stages.specs)  # also on one device every pattern must find an input
     several = stages.num_virtual_stages > 1
-    if not several and stages.num_microbatches == 1:
+    if not several and stages.num_microbatches == 1 and not offloads:
         return _bare_plan(trace, stages, type(method).__name__, cuts=(), layers=[(0, 1)])
     trace = unrolled
     num_layers = _count_layers(trace, stages) if several else 1
@@ -99,9 +101,13 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_di
     bare = _bare_plan(trace, stages, type(method).__name__, cuts=cuts, layers=layers, loop_pieces=pieces)
     if prepared.recomputes:
         bare = replace(bare, stages=tuple(replace(stage, remat=True) for stage in bare.stages))
-    if math.prod(shape) == 1:
+    graph = cut_stages(prepared, StageCut.of(bare)) if offloads or math.prod(shape) > 1 else None
+    if graph is not None and offloads:
+        bare = with_offload(bare, graph, offloads)
+        check_waiting(graph, bare)
+        graph = cut_stages(prepared, StageCut.of(bare))
+    if graph is None or math.prod(shape) == 1:
         return bare
-    graph = cut_stages(prepared, StageCut.of(bare))
     return shard_stages(
         bare,
         graph,

@@ -22,7 +22,7 @@ from autopar.compiler.frontend.training_loops import unroll_training_loops
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
-from autopar.compiler.pipeline.host_state import state_on_host
+from autopar.compiler.pipeline.host_state import check_waiting, with_offload
 from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_own_layers, layer_cuts, layer_names
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
@@ -37,14 +37,15 @@ from autopar.errors import InvalidArgument, Unsupported
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.schedules import get_schedule
-from autopar.methods import Megatron
+from autopar.methods import Megatron, offloaded
 
 
 def plan_megatron(trace: Trace, method: Megatron, *, cluster: Cluster, cache_directory: Path | None = None) -> Plan:
     """Return the plan of the degrees on the devices of a cluster; solved problems are kept on disk.
 
     Raises `InvalidArgument` for degrees that the devices, the batch, the layers or the weights do not divide into, and
-    `Unsupported` for a step without a gradient, one whose examples cannot be found, or one without state to offload.
+    `Unsupported` for a step without a gradient, one whose examples cannot be found, or one that has nothing to
+    offload.
     """
     trace = unroll_training_loops(trace)
     data, tensor, pipeline = method.degrees(cluster.num_devices)
@@ -55,8 +56,9 @@ def plan_megatron(trace: Trace, method: Megatron, *, cluster: Cluster, cache_dir
     bare = _bare_plan(trace, method, prepared, pieces, devices, (data, tensor, pipeline))
     cut = StageCut.of(bare)
     graph = cut_stages(prepared, cut)
-    if method.offload == "optimizer":
-        bare = replace(bare, host_state=state_on_host(graph))
+    if offloaded(method):
+        bare = with_offload(bare, graph, offloaded(method))
+        check_waiting(graph, bare)
         cut = StageCut.of(bare)
         graph = cut_stages(prepared, cut)
     other = graph if data * tensor == 1 else cut_stages(_other_step(trace, method, pieces), cut)

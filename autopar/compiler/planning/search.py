@@ -31,7 +31,7 @@ from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
-from autopar.compiler.pipeline.host_state import state_on_host
+from autopar.compiler.pipeline.host_state import with_offload
 from autopar.compiler.planning.candidates import (
     PipelineCandidate,
     likely_time_s,
@@ -51,7 +51,7 @@ from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSpl
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import TIME_LIMIT, Certificate
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
-from autopar.methods import EFFORTS, DataParallel
+from autopar.methods import EFFORTS, DataParallel, offloaded
 from autopar.plain_text import microbatches_in_words
 from autopar.progress import tell, tell_best
 
@@ -197,7 +197,7 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> Shar
     )
     graph = cut_stages(layers.prepared, StageCut.of(bare))
     if problem.offloads:
-        bare = replace(bare, host_state=state_on_host(graph))
+        bare = with_offload(bare, graph, offloaded(problem.method))
         graph = cut_stages(layers.prepared, StageCut.of(bare))
     shardings = stage_shardings(problem, layers, graph, bare, stages, candidate.timing)
 
@@ -299,8 +299,8 @@ class _Search:
         search.open += () if problem.offloads else search.lanes()
         if problem.offloads and not search.open:
             raise Unsupported(
-                f'offload="optimizer" brings state in for the update of a step, and {problem.trace.name} cannot be cut '
-                'into a gradient and an update. Use offload="off".'
+                f"offload={problem.method.offload!r} brings values in for the tasks of a step, and "
+                f'{problem.trace.name} cannot be cut into a gradient and an update. Use offload="off".'
             )
         return search
 

@@ -33,7 +33,7 @@ from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine
 from autopar.ir.schedules import DEFAULT_SCHEDULE, Schedule, get_schedule
-from autopar.methods import Auto
+from autopar.methods import Auto, offloaded
 from autopar.progress import tell
 
 _STAGE_AXES = ("data", "model")
@@ -66,8 +66,8 @@ class StageProblem:
 
     @property
     def offloads(self) -> bool:
-        """True if the state that only updates read is on the host."""
-        return self.method.offload == "optimizer"
+        """True if values are on the hosts while no task uses them."""
+        return bool(offloaded(self.method))
 
     @property
     def num_devices(self) -> int:
@@ -223,7 +223,7 @@ class KnownLayers:
                 pins=problem.method.pins,
                 by_kinds=problem.method.kinds is not None,
                 cut=problem.cut or partial(model_cuts, num_stages=problem.least_layers),
-                offload=problem.offloads,
+                offload="optimizer" in offloaded(problem.method),
                 **self.options,
             )
             problem.known[key] = layers, _costs_of(problem, layers)

@@ -23,7 +23,7 @@ from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, Gr
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
-from autopar.compiler.pipeline.host_state import values_on_host
+from autopar.compiler.pipeline.host_state import offered_state, values_on_host
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.kinds import graph_kinds
 from autopar.compiler.planning.layer_classes import LayerClass, Layers, class_key, layer_class, layer_value_numbers
@@ -191,7 +191,9 @@ def _stage_inputs(
     mesh = logical_mesh(plan.meshes[number])
     tasks = tasks_of_stages(graph, plan.stages_on(number), problem.trace.donated_inputs)
     method = problem.method
-    layer = layer_class(graph, tasks, method.pins, kinds, values_on_host(graph, plan))
+    # What the model reads as well counts as there all the time: that is the most it can take.
+    on_host = values_on_host(graph, plan).intersection(offered_state(graph))
+    layer = layer_class(graph, tasks, method.pins, kinds, on_host)
     behind, count = (0, 1) if plan.shares else (len(plan.meshes) - 1 - number, len(plan.meshes))
     if problem.stage_meshes:  # the first of the stages of a mesh holds the most
         behind, count = len(plan.stages) - 1 - plan.stages_on(number)[0], len(plan.stages)

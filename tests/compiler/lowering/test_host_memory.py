@@ -10,11 +10,12 @@ import optax
 import pytest
 
 import autopar
-from autopar.errors import NonFiniteValue, Unsupported
+from autopar.errors import InvalidArgument, NonFiniteValue, Unsupported
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Copy, Free, Program, Run
 from autopar.runtime.executables import sharding_of
+from autopar.runtime.simulator import ConstantCosts, simulate
 from autopar.simulation import SimulationReport
 from autopar.training.create_state import create_state
 
@@ -85,9 +86,11 @@ def test_a_part_is_on_its_way_while_the_one_before_it_is_updated_and_waits_for_t
     order = [i for i in mesh.instructions if isinstance(i, Copy) or (isinstance(i, Run) and i.task.update_round)]
     kinds = [i.to if isinstance(i, Copy) else "run" for i in order]
     assert kinds == ["device", *(["device", "run", "host"] * (LAYERS - 1)), "run", "host"]
-    coming = [i for i in order if isinstance(i, Copy) and i.to == "device"]
     leaving = [i for i in order if isinstance(i, Copy) and i.to == "host"]
-    assert [i.after for i in coming] == [(), (), (), *(i.results for i in leaving[: LAYERS - 3])]
+    waits = [i for i in mesh.instructions if isinstance(i, Free) and i.after]
+    assert [i.after for i in waits] == [i.results for i in leaving]
+    places = [mesh.instructions.index(i) for i in waits]
+    assert all(isinstance(mesh.instructions[place + 1], Copy) for place in places[: LAYERS - 3])
 
 
 @pytest.mark.parametrize("donate", [(0,), ()], ids=["donated", "kept"])
@@ -183,3 +186,176 @@ def test_devices_without_pinned_memory_are_refused():
     kind = ArrayType(shape=(4,), dtype="float32", memory="host")
     with pytest.raises(Unsupported, match=r"pinned_host memory, and abacus devices have beads here\. Plan without"):
         sharding_of(kind, mesh)
+
+
+# --- parameters, sums of gradients, activations -------------------------------------------------------------------
+
+DEEP = 12
+VIRTUAL = {"schedule": "interleaved", "virtual_stages": DEEP}
+EVERYTHING = ("parameters", "activations")
+
+
+def deep(num_devices: int = 1, donate: tuple[int, ...] = (0,), **fields: Any):
+    step = autopar.parallelize(train_step, devices=jax.devices()[:num_devices], donate_argnums=donate)
+    return step.trace(new_state(DEEP), BATCH).plan(autopar.Megatron(**VIRTUAL | fields))
+
+
+@pytest.mark.parametrize("donate", [(0,), ()], ids=["donated", "kept"])
+@pytest.mark.parametrize(
+    ("num_devices", "fields"),
+    [
+        (1, {}),
+        (2, {"zero": 3, "num_microbatches": 2, "virtual_stages": 6, "remat": True}),
+        (4, {"tensor": 2, "pipeline": 2, "num_microbatches": 4, "virtual_stages": 6}),
+        (8, {"data": 2, "tensor": 2, "pipeline": 2, "num_microbatches": 2, "virtual_stages": 6, "zero": 1}),
+    ],
+    ids=["one device", "zero", "stages", "all"],
+)
+@pytest.mark.parametrize("offload", ["parameters", EVERYTHING], ids=str)
+@pytest.mark.usefixtures("float64")
+def test_a_step_with_its_parameters_on_the_host_equals_the_plain_one(offload, num_devices, fields, donate):
+    step = deep(num_devices, donate, offload=offload, **fields).lower().compile()
+    plain = jax.jit(train_step)
+    state, expected = new_state(DEEP), new_state(DEEP)
+    for _ in range(3):
+        given = state
+        state, value = step(state, BATCH)
+        expected, expected_value = plain(expected, BATCH)
+        deleted = {leaf.is_deleted() for leaf in jax.tree.leaves((given[0], given[1][1][0].nu))}
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12),
+        (state, value),
+        (expected, expected_value),
+    )
+    assert deleted == {bool(donate)}
+    arrays = jax.tree.leaves((state[0], state[1][1][0].mu, state[1][1][0].nu))
+    assert {array.sharding.memory_kind for array in arrays} == {"pinned_host"}
+
+
+def on_devices(program: Program, name: str) -> set[str]:
+    """The most values with a name like this that are on the devices at once."""
+    (mesh,) = program.meshes
+    there, most = set[str](), set[str]()
+    for instruction in mesh.instructions:
+        match instruction:
+            case Copy(to="device", results=made) | Run(outputs=made):
+                there.update(value for value in made if value.startswith(name))
+            case Free(values=gone):
+                there.difference_update(gone)
+            case _:
+                pass
+        most = max(most, there, key=len)
+        if isinstance(instruction, Run):
+            donated = program.executables[instruction.executable].donated
+            there.difference_update(instruction.inputs[place] for place in donated)
+    return most
+
+
+def test_parameters_of_three_stages_are_on_the_devices_at_once_and_come_while_the_stage_before_is_computed():
+    made = deep(offload="parameters").lower().program
+    assert len(on_devices(made, "state.0.")) <= 3
+    (mesh,) = made.meshes
+    order = list(mesh.instructions)
+    come = next(n for n, i in enumerate(order) if isinstance(i, Copy) and "state.0.5" in i.results)
+    runs = [i.task.stage for i in order[come:] if isinstance(i, Run)]
+    assert runs[:2] == [4, 5]
+    forward = [i for i in order if isinstance(i, Copy) and i.results == ("state.0.5",)]
+    assert [copy.takes for copy in forward] == [False, False]  # the last time it comes with its moments
+
+
+def test_what_microbatches_leave_is_on_the_host_until_their_backward_pass():
+    made = deep(offload="activations").lower().program
+    (mesh,) = made.meshes
+    assert not any(name.startswith("state.") and kind.memory == "host" for name, kind in mesh.values.items())
+    copies = [i for i in mesh.instructions if isinstance(i, Copy)]
+    left = {name for i in copies if i.to == "host" for name in i.values}
+    assert len(left) >= DEEP
+    assert left == {name for i in copies if i.to == "device" for name in i.results}
+    assert all("@0" in name for name in left)
+
+
+@pytest.mark.parametrize("offload", ["off", "optimizer", "parameters", "activations", EVERYTHING], ids=str)
+def test_the_devices_hold_what_the_account_says(offload):
+    planned = deep(offload=offload)
+    step = planned.lower().compile()
+    expected = simulate(step.program, ConstantCosts(forward_s=1, backward_s=2)).peak_bytes[0]
+    leaves, loaded = jax.tree.leaves((new_state(DEEP), BATCH)), step.loaded
+    env = loaded.place(leaves) + loaded.unset
+    loaded.progress.begin()
+    held = []
+    for run in loaded.steps:
+        run(env)
+        arrays = {id(array): array for array in env if isinstance(array, jax.Array) and not array.is_deleted()}
+        held.append(sum(a.nbytes for a in arrays.values() if a.sharding.memory_kind == "device"))
+    # The account has the batch to the end, which the caller holds.
+    assert expected - BATCH.nbytes <= max(held) <= expected
+
+
+def test_each_thing_on_the_host_makes_the_peak_of_the_devices_smaller():
+    peaks = [deep(offload=each).simulate().peak_bytes for each in ("off", "optimizer", "parameters", EVERYTHING)]
+    assert sorted(peaks, reverse=True) == peaks
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(new_state(DEEP)))
+    assert peaks[0] > state > 1.5 * peaks[-1]
+
+
+def test_a_plan_says_what_is_on_the_host_while_no_task_uses_it():
+    made = deep(offload=EVERYTHING).plan
+    assert Plan.from_json(made.to_json()) == made
+    assert "in pinned memory of the host while no task uses them: activations and sums of gradients" in str(made)
+    assert f"between steps: {3 * DEEP} inputs, brought in {DEEP} parts" in str(made)
+    with pytest.raises(InvalidArgument, match="a kind of host_values"):
+        Plan(**{**vars(made), "host_values": ("weights",)})
+
+
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [
+        ("weights", "offload is 'weights'"),
+        ((), r"offload is \(\), which names nothing"),
+        (("optimizer", "off"), "offload is 'off'"),
+        ("auto", 'offload="auto" is for Auto, which searches'),
+    ],
+)
+def test_words_that_cannot_be_used_are_refused(offload, message):
+    with pytest.raises(InvalidArgument, match=message):
+        autopar.Megatron(offload=offload)
+
+
+def test_several_words_have_one_order_and_parameters_imply_the_optimizer():
+    for method in (autopar.Megatron, autopar.Auto, autopar.PipelineParallel):
+        assert method(offload={"activations", "parameters", "optimizer"}).offload == EVERYTHING
+        assert method(offload=["optimizer"]).offload == "optimizer"
+
+
+def test_activations_that_have_no_time_to_leave_are_refused():
+    with pytest.raises(Unsupported, match="what waits for the backward pass, and in train_step that is"):
+        planned(1, offload="activations")
+
+
+def test_a_scan_over_layers_has_no_parameters_for_the_host():
+    def scanned(params, batch):
+        def loss(params):
+            return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, params)[0] ** 2)
+
+        return params - 0.1 * jax.grad(loss)(params)
+
+    step = autopar.parallelize(scanned, devices=jax.devices()[:1], donate_argnums=0)
+    method = autopar.Megatron(schedule="interleaved", virtual_stages=4, offload="parameters")
+    with pytest.raises(Unsupported, match="Give layers parameters of their own in place of a scan"):
+        step.trace(jnp.ones((4, WIDTH, WIDTH)), BATCH).plan(method)
+
+
+@pytest.mark.usefixtures("float64")
+def test_a_pipeline_by_hand_keeps_its_parameters_on_the_hosts():
+    method = autopar.PipelineParallel(
+        num_stages=2, num_microbatches=2, schedule="interleaved", virtual_stages=6, offload=EVERYTHING
+    )
+    step = autopar.parallelize(train_step, method=method, devices=jax.devices()[:4], donate_argnums=0)
+    state, value = step(new_state(DEEP), BATCH)
+    expected, expected_value = jax.jit(train_step)(new_state(DEEP), BATCH)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12),
+        (state, value),
+        (expected, expected_value),
+    )
+    assert {array.sharding.memory_kind for array in state[0]} == {"pinned_host"}

@@ -106,7 +106,7 @@ def params_of_mlp():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("state.params.0", "keeps state.params.0 of .* no state that the updates of one stage alone read"),
+        ("state.count", "keeps state.count of .* no state that the updates of one stage replace"),
         ("state.9", "keeps state.9 of .* none of its inputs"),
     ],
 )

@@ -65,6 +65,26 @@ def test_a_gpt_whose_state_is_one_and_a_half_times_the_budget_trains_as_the_plai
 
 
 @pytest.mark.usefixtures("float64")
+def test_with_its_parameters_on_the_host_too_a_gpt_trains_in_about_half_of_its_state():
+    budget = sum(leaf.nbytes for leaf in jax.tree.leaves(new_state())) / 1.9
+    step = autopar.parallelize(train_step, devices=jax.devices()[:1], donate_argnums=0)
+    peaks = {}
+    for offload in ("off", "optimizer", "parameters"):
+        method = autopar.Megatron(schedule="interleaved", virtual_stages=2 * BLOCKS, offload=offload)
+        planned = step.trace(new_state(), batch()).plan(method)
+        peaks[offload] = planned.simulate().peak_bytes
+    assert peaks["off"] > peaks["optimizer"] > budget >= peaks["parameters"]
+    parallel, plain = planned.lower().compile(), jax.jit(train_step)
+    state, expected = new_state(), new_state()
+    for _ in range(3):
+        state, value = parallel(state, batch())
+        expected, expected_value = plain(expected, batch())
+    assert float(value) == pytest.approx(float(expected_value), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state, expected)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)} == {"pinned_host"}
+
+
+@pytest.mark.usefixtures("float64")
 def test_where_there_is_room_the_faster_plan_keeps_all_state_on_the_devices():
     step = autopar.parallelize(train_step, method=Auto(offload="auto"), devices=jax.devices()[:1])
     assert step.trace(new_state(), batch()).plan().plan.host_state == ()
