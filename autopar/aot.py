@@ -23,6 +23,7 @@ import numpy as np
 from autopar.arguments import Arguments, Call
 from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import check_collectives
+from autopar.compiler.analysis.executable_collectives import executable_collectives
 from autopar.compiler.analysis.explain import CollectiveCauses, Explanation, Price, explain
 from autopar.compiler.analysis.finite_values import WatchedProgram, keeping_arguments, watched_program
 from autopar.compiler.analysis.inspect_executables import ExecutableReport, inspect_executables
@@ -496,6 +497,29 @@ class Planned:
             examples=work.examples,
             tokens=work.tokens,
         )
+
+    def chakra(
+        self, folder: str | Path, *, devices: Sequence[int] | None = None, cluster: Cluster | None = None
+    ) -> Path:
+        """Write the simulated step as Chakra traces, for other simulators; return the folder.
+
+        `step.N.et` is what device N does, for each device of the plan or for `devices`: tasks and collectives with
+        their modelled durations, messages, and what waits for what. `comm_groups.json` has the devices of each group
+        of collectives. `cluster` and errors are those of `simulate`; `InvalidArgument` for a folder that cannot be
+        written to.
+        """
+        from autopar.chakra import write_chakra
+
+        timeline, planned_on = self.simulate(cluster).timeline, cluster or self.source.target.devices_planned_for()
+        priced = price_plan(self.trace, self.plan, self._program, cluster=planned_on)
+        cut = partial(passes.cut_step, self.trace, self.plan)
+        sent = executable_collectives(self.trace, priced, cut, planned_on)
+        try:
+            return write_chakra(Path(folder), self._program, timeline, sent, devices)
+        except OSError as error:
+            raise InvalidArgument(
+                f"The folder {folder} cannot be written to: {error.strerror}. Name another one for the traces."
+            ) from error
 
     def predicted(self) -> Timeline | None:
         """Return the times that the plan expects; None if it was made for another machine."""

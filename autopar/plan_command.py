@@ -57,13 +57,18 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `autopar simulate`."""
     _add_step(parser)
     parser.add_argument("--trace", type=Path, help="write the timeline, for https://ui.perfetto.dev")
+    parser.add_argument("--chakra", type=Path, metavar="DIR", help="write a Chakra trace of each device, for other "
+                        "simulators")  # fmt: skip
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Print time, memory and a timeline of one step of a plan; 0."""
-    report = _planned(arguments).simulate()
+    planned = _planned(arguments)
+    report = planned.simulate()
     if arguments.trace is not None:
         report.timeline.write(arguments.trace)
+    if arguments.chakra is not None:
+        planned.chakra(arguments.chakra)
     return _show(report, arguments)
 
 

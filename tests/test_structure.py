@@ -28,6 +28,7 @@ PACKAGES = (
         "nnx_objects",
         "arguments",
         "simulation",
+        "chakra",
         "description",
         "plan_difference",
         "fixes",
@@ -62,6 +63,7 @@ GATES = {
     ),
     "ray": ("runtime/distributed/ray_cluster.py", "runtime/distributed/ray_actor.py"),
     "cupy": ("runtime/transfer/nccl.py",),
+    "google": ("chakra.py",),
     "highspy": ("compiler/solver/linear_program.py",),
 }
 
