@@ -93,6 +93,12 @@ SWEEPS = (
         shows="the layouts that plans print are those of the arrays that run, for every model and method",
     ),
     Sweep(
+        name="scopes",
+        words=("benchmarks.scopes",),
+        minutes=None,
+        shows="scopes nested two and three deep, and every pair of bridges, equal jax.jit and are compiled as planned",
+    ),
+    Sweep(
         name="mutants",
         words=("benchmarks.mutants",),
         minutes=14,

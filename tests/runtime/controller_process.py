@@ -89,6 +89,8 @@ def found(process: int, folder: str) -> dict[str, Any]:
     reports["pipeline"] = trained(autopar.parallelize(train_step, method=pipeline))
     searched = autopar.parallelize(train_step, method=autopar.Auto(num_microbatches=1))
     reports["searched"] = trained(searched)
+    placed = autopar.Megatron(tensor=2, placement="intra_node_replica")
+    reports["placement"] = trained(autopar.parallelize(train_step, method=placed))
     step = autopar.parallelize(train_step)
     params = jax.tree.map(lambda a: over_all_devices(a, PartitionSpec()), mlp_params())
     history: list[Any] = []

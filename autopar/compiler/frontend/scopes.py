@@ -8,7 +8,8 @@ without autopar it does nothing. Whale's scopes (Jia et al. 2022, section 3.1), 
     stage        it is a stage of a pipeline, on devices of its own
     colocate     it is a stage of a pipeline, on the devices of another one
 
-Scopes nest: `replicate` around `split` is both, over different devices. What a scope leaves open is searched.
+Scopes nest: `replicate` around `split` is both, over different devices. What a scope leaves open is searched; one
+that leaves its devices open, inside of one of its kind that gives them or around it, adds none.
 """
 
 from __future__ import annotations
@@ -430,8 +431,12 @@ def _demand(eqn: jc.JaxprEqn, scopes: Sequence[ModelScope], examples: BatchDims)
 
 
 def _degree(scopes: Sequence[ModelScope]) -> int | None:
-    """Return the devices of scopes in each other: their product, 0 if one leaves it open; None if there are none."""
-    return math.prod(scope.devices or 0 for scope in scopes) if scopes else None
+    """Return the devices of scopes in each other: the product of those given, 0 if none is; None without scopes.
+
+    A scope that leaves them open inside of one that gives them, or around it, adds none.
+    """
+    given = [scope.devices for scope in scopes if scope.devices is not None]
+    return math.prod(given) if given else 0 if scopes else None
 
 
 def stage_of(eqn: jc.JaxprEqn) -> ModelScope | None:

@@ -50,7 +50,9 @@ def reports(tmp_path_factory):
     return [json.loads(line.removeprefix(MARK)) for line in lines]
 
 
-@pytest.mark.parametrize("how", ["one mesh", "pipeline", "searched", "global arrays", "restored", "goes on"])
+@pytest.mark.parametrize(
+    "how", ["one mesh", "pipeline", "searched", "placement", "global arrays", "restored", "goes on"]
+)
 def test_step_of_two_processes_equals_the_plain_step(reports, how):
     assert [report["devices"] for report in reports] == [PROCESSES * DEVICES] * PROCESSES
     assert all(report[how] < 1e-6 for report in reports), [report[how] for report in reports]
