@@ -258,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows.append(measure(name, method))
                 if args.json:
                     args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+            jax.clear_caches()  # executables of a model are not used by the next
     jax.config.update("jax_enable_x64", before)
     Console(width=140).print(table_of(rows))
     return int(not all(row.holds for row in rows))
