@@ -59,7 +59,7 @@ from autopar.runtime.interfaces import LoadedProgram
 from autopar.runtime.stragglers import find_stragglers
 from autopar.runtime.timeline import InstructionTime, Timeline, write_trace
 from autopar.session import current_session, step_timeout_s
-from autopar.simulation import SimulationReport, check_devices, simulate_plan
+from autopar.simulation import SimulationReport, check_devices, check_hosts, simulate_plan
 from autopar.step_serialization import ChangedProgram, serialize_step
 from autopar.verification import NumberCheck, VerificationReport, rounding_of_sums, verify_numbers
 
@@ -615,7 +615,9 @@ class Traced:
         asked = target.method if method is None else method
 
         def simulated_s(plan: Plan) -> float:
-            return Planned(plan=plan, trace=self.trace, source=self.source).simulate(cluster).step_time_s
+            report = Planned(plan=plan, trace=self.trace, source=self.source).simulate(cluster)
+            check_hosts(report, self.trace.name)
+            return report.step_time_s
 
         with search_progress(f"planning {self.trace.name}"), one_warning(self.trace.name):
             plan = self._agreed(

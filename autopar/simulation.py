@@ -15,6 +15,7 @@ with exposed transfers the wait for what is made already, and idle the wait for 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
@@ -24,7 +25,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from autopar.errors import PlanMismatch
+from autopar.errors import MemoryTooSmall, PlanMismatch
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine
 from autopar.ir.clocks import Hosts
@@ -79,6 +80,10 @@ class SimulationReport:
     examples: int | None
     tokens: int | None
     timeline: Timeline = field(repr=False)
+    all_on_host_bytes: int = 0
+    """The most that values take in the memory of one host, for all of its devices."""
+    host_memory_bytes: float = 0.0
+    """The memory of that host; 0 where its machine does not say."""
 
     @property
     def num_devices(self) -> int:
@@ -122,8 +127,13 @@ class SimulationReport:
 
     @property
     def fits(self) -> bool:
-        """True if every device has that much memory."""
-        return all(mesh.peak_bytes <= mesh.memory_limit_bytes for mesh in self.meshes)
+        """True if every device has that much memory, and every host of which it is known."""
+        return self.fits_on_hosts and all(mesh.peak_bytes <= mesh.memory_limit_bytes for mesh in self.meshes)
+
+    @property
+    def fits_on_hosts(self) -> bool:
+        """True unless a host is known to have less memory than values take there."""
+        return not 0 < self.host_memory_bytes < self.all_on_host_bytes
 
     @property
     def examples_per_s(self) -> float | None:
@@ -184,6 +194,8 @@ class SimulationReport:
         verdict = "fits" if self.fits else "DOES NOT FIT"
         extra = "" if self.counts_temporaries else "; what tasks need while they run is not counted"
         on_host = f"; {_gb(self.host_bytes)} GB of the host for each device" if self.host_bytes else ""
+        if self.host_bytes and self.host_memory_bytes:
+            on_host += f", {_gb(self.all_on_host_bytes)} of {_gb(self.host_memory_bytes)} GB of a host"
         yield Text(f"memory: {verdict}, {_gb(self.peak_bytes)} of {_gb(self.memory_limit_bytes)} GB{on_host}{extra}")
         yield self._table()
         yield self.memory_table()
@@ -290,6 +302,7 @@ def simulate_plan(
         temporary_bytes=temporary_bytes,
     )
     meshes = _mesh_reports(program, timeline, _Namer(program, inputs, temporary_parts), machines)
+    all_on_host_bytes, host_memory_bytes = _fullest_host(meshes, cluster)
     peaks = [
         (len(mesh.devices), machine.peak_flops[machine.computed_in(dtype)])
         for mesh, machine in zip(plan.meshes, machines, strict=True)
@@ -307,7 +320,31 @@ def simulate_plan(
         examples=examples,
         tokens=tokens,
         timeline=timeline,
+        all_on_host_bytes=all_on_host_bytes,
+        host_memory_bytes=host_memory_bytes,
     )
+
+
+def check_hosts(report: SimulationReport, name: str) -> None:
+    """Raise `MemoryTooSmall` for a plan of a step that keeps more on a host than it has memory."""
+    if not report.fits_on_hosts:
+        raise MemoryTooSmall(
+            f"The plan keeps {_gb(report.all_on_host_bytes)} GB of {name} in the memory of one host, which has "
+            f"{_gb(report.host_memory_bytes)} GB. Keep less there (offload), or use hosts with more memory."
+        )
+
+
+def _fullest_host(meshes: Sequence[MeshReport], cluster: Cluster) -> tuple[int, float]:
+    """Return what values take in the memory of the host that has the least left, and its memory; 0 if not known."""
+    taken: dict[int, int] = {}
+    memory: dict[int, float] = {}
+    for mesh in (mesh for mesh in meshes if mesh.host_bytes):
+        machine = cluster.machine_of(mesh.devices)
+        for host in (host for device in mesh.devices for host in cluster.hosts_of([device])):
+            taken[host] = taken.get(host, 0) + mesh.host_bytes
+            memory[host] = machine.host_memory_bytes
+    fullest = max(taken, key=lambda host: taken[host] / (memory[host] or math.inf), default=None)
+    return (0, 0.0) if fullest is None else (taken[fullest], memory[fullest])
 
 
 def _plan_words(plan: Plan) -> str:

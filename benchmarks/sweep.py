@@ -162,6 +162,12 @@ SWEEPS = (
         shows="seconds to plan GPT-39B in stages for 64 GPUs",
     ),
     Sweep(
+        name="very_large",
+        words=("benchmarks.very_large",),
+        minutes=None,
+        shows="models of 1T and 10T parameters on 480 and 512 V100s, measure by measure, and that they fit",
+    ),
+    Sweep(
         name="schedules",
         words=("benchmarks.schedules",),
         minutes=9,

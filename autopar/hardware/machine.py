@@ -176,6 +176,8 @@ class Machine:
     """Seconds of a host to start one executable on its devices, or to send or take one value."""
     host_bandwidth: float = 1.1e10
     """Bytes/s between one device and pinned memory of its host, each way, all devices copying; as of PCIe 3.0 x16."""
+    host_memory_bytes: float = 0.0
+    """Memory of a host, which values there share with all else that it does; 0: not known."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no machine has."""
@@ -191,6 +193,7 @@ class Machine:
             "hidden_share",
             "dispatch_s",
             "host_bandwidth",
+            "host_memory_bytes",
         ):
             zero = not name.startswith("memory") and name != "host_bandwidth"
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
@@ -302,6 +305,7 @@ class Machine:
     @staticmethod
     def from_data(raw: Any) -> Machine:
         """The machine that `to_data` made; `InvalidArgument` names the field that is missing, unknown or mistyped."""
+        raw = {"host_memory_bytes": 0.0, **cast(dict[str, Any], raw)} if isinstance(raw, dict) else raw
         fields = fields_of("The machine", raw, [each.name for each in dataclasses.fields(Machine)])
         what = f"machine {fields['name']!r}"
         for name in ("name", "kind"):

@@ -1,5 +1,6 @@
 """State on the host comes to the devices in parts for its update and goes back, and the step is the plain one."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.errors import InvalidArgument, NonFiniteValue, Unsupported
+from autopar.errors import InvalidArgument, MemoryTooSmall, NonFiniteValue, Unsupported
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Copy, Free, Program, Run
@@ -359,3 +360,22 @@ def test_a_pipeline_by_hand_keeps_its_parameters_on_the_hosts():
         (expected, expected_value),
     )
     assert {array.sharding.memory_kind for array in state[0]} == {"pinned_host"}
+
+
+def hosts_of(num_bytes: float) -> autopar.Cluster:
+    return autopar.Cluster.of_hosts(replace(Machine.named("p3dn.24xlarge"), host_memory_bytes=num_bytes), 1)
+
+
+def test_a_plan_that_hosts_have_no_memory_for_does_not_fit_and_a_search_refuses_it():
+    moments = 2 * LAYERS * WIDTH * WIDTH * 4
+    traced = autopar.parallelize(train_step, cluster=hosts_of(8 * moments - 1), donate_argnums=0).trace(
+        new_state(), BATCH
+    )
+    report = traced.plan(autopar.Megatron(offload="optimizer")).simulate()
+    assert (report.all_on_host_bytes, report.fits) == (8 * moments, False)
+    assert "DOES NOT FIT" in str(report)
+    assert report.to_data()["host_memory_bytes"] == 8 * moments - 1
+    enough = traced.on_cluster(hosts_of(8 * moments))
+    assert enough.plan(autopar.Megatron(offload="optimizer")).simulate().fits
+    with pytest.raises(MemoryTooSmall, match="in the memory of one host, which has"):
+        traced.on_cluster(hosts_of(10)).plan(autopar.Auto(offload="optimizer", num_stages=1, num_microbatches=1))
