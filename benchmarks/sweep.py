@@ -95,7 +95,7 @@ SWEEPS = (
     Sweep(
         name="scopes",
         words=("benchmarks.scopes",),
-        minutes=None,
+        minutes=18,
         shows="scopes nested two and three deep, and every pair of bridges, equal jax.jit and are compiled as planned",
     ),
     Sweep(
