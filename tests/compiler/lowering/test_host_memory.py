@@ -19,6 +19,8 @@ from autopar.runtime.executables import sharding_of
 from autopar.runtime.simulator import ConstantCosts, simulate
 from autopar.simulation import SimulationReport
 from autopar.training.create_state import create_state
+from tests.equivalence import Configuration, compare
+from tests.zoo import ZOO
 
 TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3))
 LAYERS, WIDTH = 5, 16
@@ -344,6 +346,16 @@ def test_a_scan_over_layers_has_no_parameters_for_the_host():
     method = autopar.Megatron(schedule="interleaved", virtual_stages=4, offload="parameters")
     with pytest.raises(Unsupported, match="Give layers parameters of their own in place of a scan"):
         step.trace(jnp.ones((4, WIDTH, WIDTH)), BATCH).plan(method)
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied_embedding", "gpt_equinox", "moe", "dropout"])
+@pytest.mark.usefixtures("float64")
+def test_a_model_of_the_zoo_with_everything_on_the_hosts_equals_plain_jit(name):
+    configuration = Configuration(
+        num_stages=2, num_microbatches=4, schedule="interleaved", donate=True, options={"offload": EVERYTHING}
+    )
+    agreement = compare(ZOO[name], configuration)
+    assert agreement.holds, agreement
 
 
 @pytest.mark.usefixtures("float64")
