@@ -164,7 +164,7 @@ SWEEPS = (
     Sweep(
         name="very_large",
         words=("benchmarks.very_large",),
-        minutes=None,
+        minutes=7,
         shows="models of 1T and 10T parameters on 480 and 512 V100s, measure by measure, and that they fit",
     ),
     Sweep(
