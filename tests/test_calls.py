@@ -344,3 +344,35 @@ FIELDS = {
 def test_field_of_a_method_of_another_type_is_refused_by_name(method, options, expected):
     with pytest.raises(InvalidArgument, match=expected):
         method(**options)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 8])
+@pytest.mark.parametrize(
+    "method",
+    [
+        autopar.DataParallel(),
+        autopar.PipelineParallel(num_stages=2, num_microbatches=2),
+        autopar.Auto(num_stages=1, mesh_shape=(2, 4)),
+    ],
+    ids=["data", "pipeline", "auto"],
+)
+def test_mesh_that_the_user_has_set_is_none_of_what_runs(method, num_devices):
+    def step(state, x):
+        weights, momentum = state
+
+        def loss(weights):
+            h = jnp.tanh(x @ weights[0])
+            return jnp.mean((h @ weights[1]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradients)
+        return (jax.tree.map(lambda w, m: w - 0.1 * m, weights, momentum), momentum), value
+
+    state = ((W, W + 1), (0 * W, 0 * W))
+    wanted = jax.jit(step)(*[jax.jit(step)(state, X)[0], X])
+    mesh = jax.make_mesh((1, num_devices), ("replica", "data"), devices=jax.devices()[:num_devices])
+    parallel = autopar.parallelize(step, method=method)
+    with jax.set_mesh(mesh):
+        found = parallel(*[parallel(state, X)[0], X])
+        assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, wanted)

@@ -7,6 +7,7 @@ runtime imports nothing of the compiler, so that either can be replaced without 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -95,6 +96,11 @@ def compile_at_first_call(
     return {e.name: later(e) for e in executables}
 
 
+def without_mesh() -> AbstractContextManager[None]:
+    """Return a context in which no mesh is set: that of the user's is of the step as written, not of what runs."""
+    return nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(None)
+
+
 def has_effects(executable: Executable) -> bool:
     """Return True if the executable calls back to Python, prints, or has another effect that can fail."""
     return executable.guarded is not None or (executable.jaxpr is not None and bool(executable.jaxpr.effects))
@@ -105,7 +111,8 @@ def _lowered(executable: Executable, mesh: Mesh, marked: bool = False) -> Any:
         jax.ShapeDtypeStruct(kind.shape, jax_dtype(kind.dtype), sharding=sharding)
         for kind, sharding in zip(executable.inputs, _shardings(executable.inputs, mesh), strict=True)
     ]
-    return _jitted(executable, mesh, marked or has_effects(executable)).lower(*arguments)
+    with without_mesh():
+        return _jitted(executable, mesh, marked or has_effects(executable)).lower(*arguments)
 
 
 def _jitted(executable: Executable, mesh: Mesh, marked: bool) -> Any:

@@ -22,7 +22,14 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar.ir.program import Copy, Free, Instruction, Program, Recv, Run
-from autopar.runtime.executables import compile_all, compile_at_first_call, jaxpr_as_fun, mesh_of, sharding_of
+from autopar.runtime.executables import (
+    compile_all,
+    compile_at_first_call,
+    jaxpr_as_fun,
+    mesh_of,
+    sharding_of,
+    without_mesh,
+)
 from autopar.runtime.inputs import placement
 from autopar.runtime.interfaces import Device, LoadedProgram, Receiver, Sender
 from autopar.runtime.interpreter import Environment, ResolvedInstruction, numbered, resolve
@@ -142,7 +149,7 @@ class InProcessProgram:
             return self._step(leaves)
 
     def _step(self, leaves: Sequence[Any]) -> list[Any]:
-        with self.context:
+        with self.context, without_mesh():
             with _starting:
                 env = self.place(leaves) + self.unset
                 self.progress.begin()
@@ -168,7 +175,7 @@ class InProcessProgram:
     def timed(self, leaves: Sequence[Any]) -> tuple[list[Any], list[InstructionTime]]:
         """The same, waiting for every instruction: one mesh works at a time, and when each ran."""
         times: list[InstructionTime] = []
-        with self.context:
+        with self.context, without_mesh():
             with _starting:
                 env = self.place(leaves) + self.unset
                 self.progress.begin()

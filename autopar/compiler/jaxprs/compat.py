@@ -7,8 +7,8 @@ and `params.py`, the gate to the parameters of equations.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -56,6 +56,8 @@ __all__ = [
 NOTE = "autopar.demand["
 """The beginning of a name that is a note of ours and no scope of the user."""
 
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
 
 def settings() -> Hashable:
     """Return the settings of JAX by which `jax.jit` tells its traces apart, and the kind of keys."""
@@ -97,8 +99,14 @@ def jit_options(fun: Any) -> dict[str, tuple[Any, ...]] | None:
 
 
 def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
-    """The jaxpr of `fun` on abstract values: shapes and dtypes only, no device is touched."""
-    return jax.make_jaxpr(fun)(*[jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=_weak(a)) for a in avals])
+    """The jaxpr of `fun` on abstract values: shapes and dtypes only, no device is touched.
+
+    A mesh that the user has set has said what it had to say when the step was traced: only that of a shard_map counts.
+    """
+    around = jax.sharding.get_abstract_mesh()
+    mesh = nullcontext() if around.empty or around.manual_axes else jax.sharding.use_abstract_mesh(_NO_MESH)
+    with mesh:
+        return jax.make_jaxpr(fun)(*[jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=_weak(a)) for a in avals])
 
 
 def _weak(aval: Any) -> bool:
@@ -117,10 +125,17 @@ def bind_equation(eqn: JaxprEqn, args: Sequence[Any], changes: Mapping[str, Any]
     around = jax.sharding.get_abstract_mesh()
     # Inside of a shard_map its mesh counts, not the one that the equation was first traced under; outside of all, none.
     was_inside = bool(getattr(eqn.ctx.cur_abstract_mesh, "manual_axes", ()))
-    mesh = nullcontext() if around.empty and not was_inside else jax.sharding.use_abstract_mesh(around)
+    mesh = nullcontext() if around.empty and not was_inside else under_mesh(around)
     with source_info_util.user_context(_traceback_of(eqn), name_stack=name_stack), eqn.ctx.manager, mesh:
         out = eqn.primitive.bind(*args, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextmanager
+def under_mesh(mesh: jax.sharding.AbstractMesh) -> Generator[None]:
+    """A context in which this mesh counts and none around it: JAX changes the size of a mesh only by way of none."""
+    with jax.sharding.use_abstract_mesh(_NO_MESH), jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 def under_scope_of(eqn: JaxprEqn) -> Any:

@@ -61,7 +61,7 @@ def placed_results(
     name: str,
 ) -> Program:
     """The program of `function(*arguments) -> flat results`, each result in its parts; verified."""
-    traced = jc.trace(function, avals)
+    traced = jax.make_jaxpr(function)(*avals)  # under the mesh that the user has set, if any
     parts = [(leaf, number, part) for leaf, ps in enumerate(results) for number, part in enumerate(ps)]
     here = [[item for item in parts if item[2].mesh == mesh] for mesh in range(len(meshes))]
     executables: dict[str, Executable] = {}

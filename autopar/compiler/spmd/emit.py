@@ -78,9 +78,7 @@ def _localized(
         check_vma=False,  # which results are equal on which devices is the plan's to know
     )
     avals = [_border_aval(value, mesh) for value in block.inputs]
-    # The user's own mesh, if one is set, has said what it had to say when the step was traced.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return jc.trace(run, avals)
+    return jc.trace(run, avals)
 
 
 def _border_aval(value: Value, mesh: LogicalMesh) -> Any:
