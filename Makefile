@@ -11,6 +11,7 @@ EXTRAS ?= lint,test
 INSTALLED := $(VENV)/.installed
 
 WILD_VENV ?= .venv-wild
+WILD_NEWEST_VENV ?= .venv-wild-newest
 
 .PHONY: help wild demo docs test test-newest lint check format goldens pictures sweep hooks venv
 
@@ -52,8 +53,9 @@ sweep: $(INSTALLED) ## every long benchmark, before a release; SWEEP_ARGS=--list
 	$(VENV)/bin/python -m pip install --quiet --editable '.[gpu-aot]'
 	$(VENV)/bin/python -m benchmarks.sweep $(SWEEP_ARGS)
 
-wild: $(WILD_VENV)/.installed ## train steps of released packages beside their own jit; writes docs/wild.md
-	KERAS_BACKEND=jax $(WILD_VENV)/bin/python -m benchmarks.wild --markdown docs/wild.md
+wild: $(WILD_VENV)/.installed $(WILD_NEWEST_VENV)/.installed ## train steps of released packages beside their own jit; writes docs/wild.md
+	KERAS_BACKEND=jax $(WILD_VENV)/bin/python -m benchmarks.wild --json $(WILD_VENV)/rows.json --markdown docs/wild.md
+	$(WILD_NEWEST_VENV)/bin/python -m benchmarks.wild --json $(WILD_VENV)/rows.json --markdown docs/wild.md
 
 hooks: $(INSTALLED) ## have git run `make lint` before a commit and `make check` before a push
 	$(VENV)/bin/pre-commit install --hook-type pre-commit --hook-type pre-push
@@ -70,4 +72,9 @@ $(INSTALLED): pyproject.toml
 $(WILD_VENV)/.installed: pyproject.toml benchmarks/wild/requirements.txt
 	test -x $(WILD_VENV)/bin/python || $(PYTHON) -m venv $(WILD_VENV)
 	$(WILD_VENV)/bin/python -m pip install --quiet --editable . --requirement benchmarks/wild/requirements.txt
+	@touch $@
+
+$(WILD_NEWEST_VENV)/.installed: pyproject.toml benchmarks/wild/requirements-newest.txt
+	test -x $(WILD_NEWEST_VENV)/bin/python || $$(.ci/python312) -m venv $(WILD_NEWEST_VENV)
+	$(WILD_NEWEST_VENV)/bin/python -m pip install --quiet --editable . --requirement benchmarks/wild/requirements-newest.txt
 	@touch $@

@@ -1,7 +1,9 @@
 """M6's mixtures of experts: transformers of few, wide layers whose perceptrons are thousands of experts.
 
-Yang et al., M6-T, arXiv:2105.15082: 1T parameters; Lin et al., M6-10T, arXiv:2110.03888: 10T. The tokens of one device
-are a group; each goes to one expert, which has a fixed number of places for a group (GShard, Lepikhin et al. 2021).
+Yang et al., M6-T, arXiv:2105.15082: 1T parameters on 480 V100s; Lin et al., M6-10T, arXiv:2110.03888: 10T on 512. Those
+sums and devices are published; layers, widths, numbers of experts and the batch are ours, such that the sums come out.
+The tokens of one device are a group; each goes to one expert, which has a fixed number of places for a group (GShard,
+Lepikhin et al. 2021).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ SPARE = 1.25  # Places per expert, as a multiple of what an even share would nee
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A published model: its layers, widths and experts, and the devices that it was trained on."""
+    """A model of a published number of parameters, and the devices that it was trained on."""
 
     name: str
     num_devices: int

@@ -3,6 +3,9 @@
     make wild                                   installs the packages apart, runs all, writes docs/wild.md
     python -m benchmarks.wild [case ...] [--json F] [--markdown F] [--timeout SECONDS]
 
+Without cases, those are run whose packages are installed here: some need a newer Python and JAX than others. Rows of
+other cases that F holds stand, so that the table is of all.
+
 Each case and method is a process of its own, on 8 virtual CPU devices. Two calls are made on the arguments; what they
 returned, and what they changed in place, is held beside the same two calls under the package's own jit.
 
@@ -30,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 METHODS = ("data", "pipeline", "auto")
+_MISSING = "not installed"
 BAD = ("WRONG", "RAW", "SILENT", "TIMEOUT")
 TOLERANCE = 2e-4
 """Of the largest entry of a leaf: float32 sums in another order, two steps long."""
@@ -41,9 +45,9 @@ of a bias before a batch norm."""
 def main() -> None:
     """Run the cases that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="names of cases; all by default")
+    parser.add_argument("cases", nargs="*", help="names of cases; by default those whose packages are here")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the figures here; those of other cases stand")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for a case by one method")
     parser.add_argument("--one", nargs=2, metavar=("CASE", "METHOD"), help=argparse.SUPPRESS)
@@ -52,6 +56,9 @@ def main() -> None:
         print(json.dumps(run_one(*options.one)))
         return
     rows = run_all(options.cases, options.methods, options.timeout)
+    if options.json and options.json.exists():
+        run = {(row["case"], row["method"]) for row in rows}
+        rows = [row for row in json.loads(options.json.read_text()) if (row["case"], row["method"]) not in run] + rows
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     if options.markdown:
@@ -69,9 +76,11 @@ def run_all(names: list[str], methods: tuple[str, ...], timeout: float) -> list[
     if unknown:
         raise SystemExit(f"There is no case {', '.join(sorted(unknown))}. There are {', '.join(CASES)}.")
     rows = []
-    for name in names or CASES:
+    here = f"Python {sys.version.split()[0]}, jax {_version('jax')}"
+    for name in names or [name for name, (package, _) in CASES.items() if _version(package) != _MISSING]:
         package, build = CASES[name]
         about = {"case": name, "package": package, "version": _version(package), "what": (build.__doc__ or "").strip()}
+        about["here"] = here
         for method in methods:
             row = about | {"method": method} | _in_a_process(name, method, timeout)
             rows.append(row)
@@ -83,7 +92,7 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return _MISSING
 
 
 def _in_a_process(name: str, method: str, timeout: float) -> dict[str, Any]:
@@ -142,7 +151,8 @@ def _two_calls(step: Any, wild: Any) -> Any:
     import jax
 
     arguments, keywords = wild.arguments(), wild.keywords()
-    results = [step(*arguments, **keywords) for _ in range(2)]
+    with wild.around():
+        results = [step(*arguments, **keywords) for _ in range(2)]
     return jax.device_get(_arrays((results, arguments)))
 
 
@@ -196,13 +206,14 @@ def _divides(step: Any) -> bool:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Return the table of `docs/wild.md`."""
+    places = list(dict.fromkeys(row["here"] for row in rows))
     lines = [
         "# Train steps that other people wrote",
         "",
         "Models, losses and steps of released packages, each by three methods on 8 virtual CPU devices beside its own",
         "`jit`; two calls, results and what is changed in place compared. Made by `make wild`.",
         "",
-        f"Python {sys.version.split()[0]}, jax {_version('jax')}.",
+        *(f"{here}: {', '.join(dict.fromkeys(r['package'] for r in rows if r['here'] == here))}." for here in places),
         "",
         "| package | step | `DataParallel()` | `PipelineParallel` 2 x 2 | `Auto()` |",
         "|---|---|---|---|---|",

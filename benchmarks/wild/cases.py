@@ -6,8 +6,11 @@ only, the step is the one that its documentation shows: a gradient and an update
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,8 +26,8 @@ BATCH = 16
 class Wild:
     """A train step of a package.
 
-    `arguments()` are fresh ones for each run; `jit` is what its users put around it; `options` are those that
-    `autopar.parallelize` is told beside the method.
+    `arguments()` are fresh ones for each run; `jit` is what its users put around it, and `around` the context in which
+    they call it; `options` are those that `autopar.parallelize` is told beside the method.
     """
 
     step: Callable[..., Any]
@@ -32,6 +35,7 @@ class Wild:
     jit: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.jit
     options: dict[str, Any]
     keywords: Callable[[], dict[str, Any]]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 CASES: dict[str, tuple[str, Callable[[], Wild]]] = {}
@@ -51,9 +55,10 @@ def _wild(
     arguments: Callable[[], tuple[Any, ...]],
     jit: Callable[..., Any] = jax.jit,
     keywords: Callable[[], dict[str, Any]] = dict,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     **options: Any,
 ) -> Wild:
-    return Wild(step=step, arguments=arguments, jit=jit, options=options, keywords=keywords)
+    return Wild(step=step, arguments=arguments, jit=jit, options=options, keywords=keywords, around=around)
 
 
 def _normal(*shape: int, seed: int = SEED) -> jax.Array:
@@ -718,3 +723,104 @@ def penzai_trainer() -> Wild:
     step = StatefulTrainer.build(jax.random.key(1), MLP.from_config(jax.random.key(SEED), [8, 5]), optax.sgd(0.1),
                                  loss_fn).step_fn  # fmt: skip
     return _wild(step, tuple, lambda step: step, keywords)
+
+
+# tunix ----------------------------------------------------------------------------------------------------------------
+
+
+def _tunix_step(adapted: bool) -> Wild:
+    from flax import nnx
+    from tunix.models.llama3 import model as llama
+    from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
+
+    config = llama.ModelConfig(num_layers=2, vocab_size=64, embed_dim=32, hidden_dim=64, num_heads=4, head_dim=8,
+                               num_kv_heads=2, rope_theta=10_000, norm_eps=1e-5)  # fmt: skip
+
+    def trainer() -> Any:
+        model = llama.Llama3(config, rngs=nnx.Rngs(SEED))
+        if adapted:
+            import qwix
+
+            provider = qwix.LoraProvider(module_path=".*q_proj|.*kv_proj|.*gate_proj", rank=4, alpha=2.0)
+            model = qwix.apply_lora_to_model(model, provider, **model.get_model_input())
+        return PeftTrainer(model, optax.adamw(1e-3), TrainingConfig(eval_every_n_steps=100, max_steps=10))
+
+    def arguments() -> tuple[Any, ...]:
+        mine, length = trainer(), 12
+        batch = {
+            "input_tokens": _ints(64, BATCH, length),
+            "input_mask": jnp.ones((BATCH, length), bool),
+            "positions": jnp.tile(jnp.arange(length), (BATCH, 1)),
+            "attention_mask": jnp.tile(jnp.tril(jnp.ones((length, length), bool)), (BATCH, 1, 1)),
+        }
+        return mine.model, mine.optimizer, batch
+
+    return _wild(trainer().create_train_step_fn(), arguments, nnx.jit)
+
+
+@_case("google-tunix")
+def tunix_llama() -> Wild:
+    """The step of Tunix's `PeftTrainer` on its Llama 3, every parameter trained."""
+    return _tunix_step(adapted=False)
+
+
+@_case("google-tunix")
+def tunix_llama_lora() -> Wild:
+    """The same with low-rank adapters by Qwix, which alone are trained."""
+    return _tunix_step(adapted=True)
+
+
+# maxtext --------------------------------------------------------------------------------------------------------------
+
+
+def _maxtext_step(**options: Any) -> Wild:
+    import maxtext
+    from flax import nnx
+    from flax.core.spmd import logical_axis_rules
+    from maxtext.configs import pyconfig
+    from maxtext.trainers.pre_train.train import train_step
+    from maxtext.utils import sharding, train_utils
+
+    base = Path(maxtext.__file__).parent / "configs" / "base.yml"
+    given = {
+        "run_name": "wild", "base_output_directory": "", "dataset_type": "synthetic", "enable_checkpointing": False,
+        "enable_goodput_recording": False, "skip_jax_distributed_system": True, "log_config": False, "steps": 5,
+        "base_num_decoder_layers": 2, "base_emb_dim": 32, "base_mlp_dim": 64, "base_num_query_heads": 4,
+        "base_num_kv_heads": 2, "head_dim": 8, "vocab_size": 64, "max_target_length": 16, "per_device_batch_size": 2,
+        "attention": "dot_product", "dtype": "float32", "decoder_block": "llama2", "gradient_clipping_threshold": 1.0,
+    }  # fmt: skip
+    config = pyconfig.initialize(["wild", str(base)], **given, **options)
+
+    def prepared() -> tuple[Any, ...]:
+        _, _, shardings, _, mesh, *_, state = train_utils.setup_train_loop(config, None)
+        return *nnx.split(state), mesh, *sharding.maybe_update_params_sharding_with_opt(config, shardings)
+
+    graph, _, mesh, params_shardings, shardings = prepared()
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
+            yield
+
+    def arguments() -> tuple[Any, ...]:
+        batch: dict[str, jax.Array] = {}
+        for number, name in enumerate(("inputs", "targets")):
+            batch[name] = 1 + _ints(63, BATCH, 16, seed=number)
+            batch[f"{name}_position"] = jnp.tile(jnp.arange(16, dtype=jnp.int32), (BATCH, 1))
+            batch[f"{name}_segmentation"] = jnp.ones((BATCH, 16), jnp.int32)
+        return prepared()[1], batch
+
+    step = partial(train_step, graph, config, shardings, params_shardings)
+    return _wild(lambda state, data: step(state, data), arguments, around=around)
+
+
+@_case("maxtext")
+def maxtext_llama() -> Wild:
+    """MaxText's `train_step` on its Llama 2 decoder, called under its mesh and its logical axis rules."""
+    return _maxtext_step(scan_layers=False)
+
+
+@_case("maxtext")
+def maxtext_llama_scanned() -> Wild:
+    """The same with its layers in a scan and computed again."""
+    return _maxtext_step(scan_layers=True, remat_policy="full")

@@ -9,11 +9,12 @@ import pytest
 from benchmarks.wild import __main__ as wild
 from benchmarks.wild.cases import CASES
 
-REQUIREMENTS = Path(wild.__file__).with_name("requirements.txt")
+REQUIREMENTS = Path(wild.__file__).parent.glob("requirements*.txt")
 
 
 def test_every_case_says_what_it_is_and_its_package_is_installed():
-    needed = {re.split(r"[<>=]", line)[0] for line in REQUIREMENTS.read_text().splitlines() if line[0] != "#"}
+    lines = [line for path in REQUIREMENTS for line in path.read_text().splitlines()]
+    needed = {re.split(r"[<>=]", line)[0] for line in lines if line[0] != "#"}
     for package, build in CASES.values():
         assert package in needed | {"flax"}  # autopar itself needs flax
         assert build.__doc__
@@ -37,3 +38,14 @@ def test_a_step_that_is_installed_here_is_right(method):
 def test_an_unknown_case_is_refused():
     with pytest.raises(SystemExit, match="There is no case nothing"):
         wild.run_all(["nothing"], ("data",), 1.0)
+
+
+def test_a_table_is_of_the_rows_of_several_environments():
+    rows = [
+        {"case": name, "package": name, "version": "1", "what": name, "here": here, "method": "data", "status": "right",
+         "said": ""}
+        for name, here in (("old", "Python 3.11.7, jax 0.10.2"), ("new", "Python 3.12.1, jax 0.12.0"))
+    ]  # fmt: skip
+    table = wild.markdown(rows)
+    assert "Python 3.11.7, jax 0.10.2: old.\nPython 3.12.1, jax 0.12.0: new.\n" in table
+    assert "| old 1 | old | right |  |  |" in table
