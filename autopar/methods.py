@@ -632,18 +632,25 @@ def _check_kinds(name: str, kinds: tuple[str, ...]) -> None:
         check_choice(name, kind, KINDS)
 
 
+_OFFLOAD_WORDS = ", ".join(f'"{word}"' for word in OFFLOADS)
+
+
 def _check_offload(words: Any) -> None:
     several = isinstance(words, tuple | list | set | frozenset)
     for word in cast(Iterable[Any], words) if several else (words,):
         check_choice("offload", word, OFFLOADS if several else ("off", *OFFLOADS, "auto"))
     if several and not words:
-        raise InvalidArgument(f'offload is {words!r}, which names nothing. Use "off", or one or more of {OFFLOADS}.')
+        raise InvalidArgument(
+            f'offload is {words!r}, which names nothing. Use "off", or one or more of {_OFFLOAD_WORDS}.'
+        )
 
 
 def _as_offload(words: str | Iterable[str], *, searched: bool = False) -> str | tuple[str, ...]:
     """Return one word as it is, several in the order in which they are listed; parameters imply the optimizer's."""
     if words == "auto" and not searched:
-        raise InvalidArgument(f'offload="auto" is for Auto, which searches. Use "off", or one or more of {OFFLOADS}.')
+        raise InvalidArgument(
+            f'offload="auto" is for Auto, which searches. Use "off", or one or more of {_OFFLOAD_WORDS}.'
+        )
     if isinstance(words, str):
         return words
     given = set(words)

@@ -394,9 +394,9 @@ BROKEN |= {
         kept(replace(COPY, takes=True)),
         r"Result 'w'' is not on mesh 0 at the end: it was taken over by instruction 8",
     ),
-    "copy after what is gone": (
-        kept(Free(values=("g",)), replace(COPY, after=("g",))),
-        r"instruction 9 .*reads 'g', which was freed by instruction 8",
+    "free after what is gone": (
+        kept(COPY, Free(values=("g",)), Free(values=("kept",), after=("g",))),
+        r"instruction 10 .*reads 'g', which was freed by instruction 9",
     ),
     "read on the host": (
         values(0, w=ON_HOST),
@@ -415,13 +415,12 @@ def test_a_broken_program_is_refused_with_place_and_reason(change, message) -> N
         change(program()).verify()
 
 
-def test_copies_print_the_memory_and_what_they_wait_for() -> None:
-    changed = kept(COPY, replace(COPY, results=("kept_too",), after=("kept",)), kept_too=ON_HOST)(program())
-    outputs(*(Output(leaf=n, parts=((0, name),)) for n, name in enumerate(("w'", "kept", "kept_too"))))(
-        changed
-    ).verify()
+def test_copies_print_the_memory_and_frees_what_they_wait_for() -> None:
+    copies = COPY, replace(COPY, results=("kept_too",)), Free(values=("kept_too",), after=("kept",))
+    changed = kept(*copies, kept_too=ON_HOST)(program())
+    outputs(*(Output(leaf=n, parts=((0, name),)) for n, name in enumerate(("w'", "kept"))))(changed).verify()
     assert str(changed).count("copy     kept <- w' to the host\n") == 1
-    assert "copy     kept_too <- w' to the host, after kept\n" in str(changed)
+    assert "free     kept_too, after kept\n" in str(changed)
     assert "in  kept = leaf 2: float32[8,8] (-, d) on the host" in str(inputs(ON_HOST_INPUT)(changed))
 
 
