@@ -65,13 +65,13 @@ SWEEPS = (
     Sweep(
         name="equivalence",
         words=("benchmarks.equivalence",),
-        minutes=120,
+        minutes=76,
         shows="models x stages x schedules x microbatches equal jax.jit",
     ),
     Sweep(
         name="equivalence_searched",
         words=("benchmarks.equivalence", "--searched"),
-        minutes=15,
+        minutes=6,
         shows="searched plans equal jax.jit",
     ),
     Sweep(
@@ -107,7 +107,7 @@ SWEEPS = (
     Sweep(
         name="planned_vs_compiled",
         words=("benchmarks.planned_vs_compiled", "--compilers", "cpu"),
-        minutes=45,
+        minutes=31,
         shows="the compiled collectives are the planned ones, to the byte",
     ),
     Sweep(
