@@ -4,7 +4,7 @@
     python -m benchmarks.wild [case ...] [--json F] [--markdown F] [--timeout SECONDS]
 
 Without cases, those are run whose packages are installed here: some need a newer Python and JAX than others. Rows of
-other cases that F holds stand, so that the table is of all.
+another environment that F holds stand, so that the table is of all.
 
 Each case and method is a process of its own, on 8 virtual CPU devices. Two calls are made on the arguments; what they
 returned, and what they changed in place, is held beside the same two calls under the package's own jit.
@@ -29,6 +29,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="names of cases; by default those whose packages are here")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--json", type=Path, help="write the figures here; those of other cases stand")
+    parser.add_argument("--json", type=Path, help="write the figures here; what it holds of others stands")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for a case by one method")
     parser.add_argument("--one", nargs=2, metavar=("CASE", "METHOD"), help=argparse.SUPPRESS)
@@ -55,10 +56,13 @@ def main() -> None:
     if options.one:
         print(json.dumps(run_one(*options.one)))
         return
-    rows = run_all(options.cases, options.methods, options.timeout)
+    known: list[dict[str, Any]] = []
     if options.json and options.json.exists():
-        run = {(row["case"], row["method"]) for row in rows}
-        rows = [row for row in json.loads(options.json.read_text()) if (row["case"], row["method"]) not in run] + rows
+        known = json.loads(options.json.read_text())
+    elsewhere = {row["case"] for row in known if row["here"] != environment()}
+    rows = run_all(options.cases or installed(elsewhere), options.methods, options.timeout)
+    run = {(row["case"], row["method"]) for row in rows}
+    rows = [row for row in known if (row["case"], row["method"]) not in run] + rows
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     if options.markdown:
@@ -66,6 +70,18 @@ def main() -> None:
     counts = {status: sum(row["status"] == status for row in rows) for status in ("right", "refused", *BAD)}
     print(", ".join(f"{number} {status}" for status, number in counts.items()))
     sys.exit(any(counts[status] for status in BAD))
+
+
+def environment() -> str:
+    """Return the Python and the JAX that run here, in words."""
+    return f"Python {sys.version.split()[0]}, jax {_version('jax')}"
+
+
+def installed(without: Collection[str]) -> list[str]:
+    """Return the cases whose packages are installed here, without those that have been run elsewhere."""
+    from benchmarks.wild.cases import CASES
+
+    return [name for name, (package, _) in CASES.items() if name not in without and _version(package) != _MISSING]
 
 
 def run_all(names: list[str], methods: tuple[str, ...], timeout: float) -> list[dict[str, Any]]:
@@ -76,11 +92,10 @@ def run_all(names: list[str], methods: tuple[str, ...], timeout: float) -> list[
     if unknown:
         raise SystemExit(f"There is no case {', '.join(sorted(unknown))}. There are {', '.join(CASES)}.")
     rows = []
-    here = f"Python {sys.version.split()[0]}, jax {_version('jax')}"
-    for name in names or [name for name, (package, _) in CASES.items() if _version(package) != _MISSING]:
+    for name in names:
         package, build = CASES[name]
         about = {"case": name, "package": package, "version": _version(package), "what": (build.__doc__ or "").strip()}
-        about["here"] = here
+        about["here"] = environment()
         for method in methods:
             row = about | {"method": method} | _in_a_process(name, method, timeout)
             rows.append(row)

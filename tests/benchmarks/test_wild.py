@@ -49,3 +49,10 @@ def test_a_table_is_of_the_rows_of_several_environments():
     table = wild.markdown(rows)
     assert "Python 3.11.7, jax 0.10.2: old.\nPython 3.12.1, jax 0.12.0: new.\n" in table
     assert "| old 1 | old | right |  |  |" in table
+
+
+def test_cases_whose_packages_are_here_are_run_once_in_all_environments():
+    here = wild.installed(())
+    assert "optax_accumulation" in here
+    assert "maxtext_llama" not in here
+    assert wild.installed({"optax_accumulation"}) == [name for name in here if name != "optax_accumulation"]
