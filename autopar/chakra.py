@@ -68,7 +68,7 @@ _FIELDS: Mapping[str, Sequence[tuple[str, int, str, bool]]] = {
 """By message: name, number and type of each field that is written, and whether it repeats. An enum is an int32."""
 
 
-class RunCollective(Protocol):
+class TracedCollective(Protocol):
     """A collective of one run of an executable, and the ordinals of those that exchange."""
 
     @property
@@ -140,7 +140,7 @@ def write_chakra(
     folder: Path,
     program: Program,
     timeline: Timeline,
-    collectives: Mapping[str, Sequence[RunCollective]],
+    collectives: Mapping[str, Sequence[TracedCollective]],
     devices: Sequence[int] | None = None,
 ) -> Path:
     """Write the trace of each device, or of `devices`, and the groups of collectives; return the folder.
@@ -168,7 +168,7 @@ class _Builder:
 
     program: Program
     timeline: Timeline
-    collectives: Mapping[str, Sequence[RunCollective]]
+    collectives: Mapping[str, Sequence[TracedCollective]]
     groups: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
     tag: int = 0
     sent: dict[tuple[int, int], list[_Messages]] = field(default_factory=lambda: defaultdict(list))
@@ -219,7 +219,7 @@ class _Builder:
                 yield self._exchange(each, run, event.label, middle_s, middle_s + seconds)
                 middle_s += seconds
 
-    def _exchange(self, each: RunCollective, run: Run, label: str, start_s: float, stop_s: float) -> _Exchange:
+    def _exchange(self, each: TracedCollective, run: Run, label: str, start_s: float, stop_s: float) -> _Exchange:
         numbers = {group: self.groups.setdefault(group, len(self.groups) + 1) for group in each.groups}
         self.tag += bool(each.pairs)
         return _Exchange(

@@ -12,7 +12,7 @@ from autopar.ir.instructions import ArrayType, MeshProgram, Output
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResultPart:
+class PlacedRows:
     """The rows of a result that lie on one mesh, as one array: from which of its parts, and of which type."""
 
     mesh: int
@@ -21,7 +21,7 @@ class ResultPart:
     type: ArrayType
 
 
-def result_parts(meshes: Sequence[MeshProgram], output: Output) -> tuple[ResultPart, ...]:
+def result_parts(meshes: Sequence[MeshProgram], output: Output) -> tuple[PlacedRows, ...]:
     """Return where a result lies, in the order of its rows; nothing for a constant."""
     types = [meshes[mesh].values[value] for mesh, value in output.parts]
     groups = [
@@ -33,14 +33,14 @@ def result_parts(meshes: Sequence[MeshProgram], output: Output) -> tuple[ResultP
     return (_joined(groups[0].mesh, range(len(types)), types),)
 
 
-def _joined(mesh: int, numbers: Sequence[int], types: Sequence[ArrayType]) -> ResultPart:
+def _joined(mesh: int, numbers: Sequence[int], types: Sequence[ArrayType]) -> PlacedRows:
     first = types[numbers[0]]
     if len(numbers) > 1:
         first = replace(first, shape=(sum(types[number].shape[0] for number in numbers), *first.shape[1:]))
-    return ResultPart(mesh=mesh, parts=tuple(numbers), type=first)
+    return PlacedRows(mesh=mesh, parts=tuple(numbers), type=first)
 
 
-def _are_shards(meshes: Sequence[MeshProgram], groups: Sequence[ResultPart]) -> bool:
+def _are_shards(meshes: Sequence[MeshProgram], groups: Sequence[PlacedRows]) -> bool:
     """True if the parts are equally large and laid out alike, on different meshes of one shape."""
     kinds = {(meshes[each.mesh].shape, meshes[each.mesh].axis_names, each.type) for each in groups}
     is_named = "stage" in meshes[groups[0].mesh].axis_names  # the axis over the meshes would have its name

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.ir.instructions import spec_axes
 from autopar.ir.program import Output, Program
-from autopar.ir.results import ResultPart, result_parts
+from autopar.ir.results import PlacedRows, result_parts
 from autopar.runtime.interpreter import Environment
 
 ReadResult = Callable[[Environment], Any]
@@ -53,7 +53,7 @@ def _result(output: Output, places: list[int], program: Program, layouts: Layout
     return result
 
 
-def _stacked(places: list[int], parts: tuple[ResultPart, ...], layouts: list[NamedSharding]) -> ReadResult:
+def _stacked(places: list[int], parts: tuple[PlacedRows, ...], layouts: list[NamedSharding]) -> ReadResult:
     if len(parts) == 1:
         concatenate = _concatenate(layouts[0])
         return lambda env: concatenate(*[jax.device_put(env[place], layouts[0]) for place in places])
