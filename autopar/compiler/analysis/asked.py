@@ -1,4 +1,4 @@
-"""Find what the user wrote that fixes a layout or a decision: a scope, a pin, an option, a method that decides by itself.
+"""Find what the user wrote that fixes a layout or a decision: a scope, a pin, an option, a method that decides itself.
 
 Planning, an input or a decision  ->  "the scope autopar.split(devices=4, name='head')", ...
 """
