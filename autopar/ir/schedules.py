@@ -89,6 +89,10 @@ class Schedule(ABC):
         """Return the seconds that the other microbatches take if this stage is the slowest and transfers are free."""
         return (num_microbatches - 1) * (forward_s + backward_s)
 
+    def link_s(self, transfer_s: Seconds) -> Seconds:
+        """Return the seconds per microbatch of a cut that is crossed there and back in `transfer_s`."""
+        return transfer_s
+
     def num_in_flight(
         self, *, stages_behind: int, num_stages: int, num_microbatches: int, virtual_stages: int = 1
     ) -> float:
@@ -188,6 +192,10 @@ class WarmedUp(Schedule):
     def stage_tasks(self, stage: int, num_stages: int, num_microbatches: int) -> Sequence[Task]:
         """Return S-s and `extra` times F, then B and F by turns."""
         return _alternate(stage, num_microbatches, num_in_flight=num_stages - stage + self._extra_of(stage))
+
+    def link_s(self, transfer_s: Seconds) -> Seconds:
+        """Return half: while one microbatch goes there, another one comes back."""
+        return transfer_s / 2
 
     def num_in_flight(
         self, *, stages_behind: int, num_stages: int, num_microbatches: int, virtual_stages: int = 1

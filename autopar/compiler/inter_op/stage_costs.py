@@ -139,7 +139,7 @@ class Timing:
 
     def with_transfer_s(self, steady_s: Seconds, transfer_s: Seconds) -> Seconds:
         """Return `steady_s` of a stage together with the cut behind it, which each microbatch crosses V times."""
-        link_s = (self.num_microbatches - 1) * self.virtual_stages * transfer_s
+        link_s = (self.num_microbatches - 1) * self.virtual_stages * self._forms.link_s(transfer_s)
         return np.maximum(steady_s, link_s) if self._forms.hides_transfers else steady_s + link_s
 
     def num_in_flight(self, *, stages_behind: int, num_stages: int) -> float:

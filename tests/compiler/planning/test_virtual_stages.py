@@ -1,5 +1,6 @@
 """Virtual stages share the layers of a mesh, and their schedule takes as long as its program."""
 
+import math
 import random
 
 import pytest
@@ -9,7 +10,7 @@ from autopar.compiler.planning.virtual_stages import VirtualStage, assign_layers
 from autopar.errors import InvalidArgument
 from autopar.ir.clocks import Hosts
 from autopar.ir.program import Executable, Task
-from autopar.ir.schedules import SCHEDULES, get_schedule, peak_in_flight, schedule_tasks
+from autopar.ir.schedules import SCHEDULES, get_schedule, peak_in_flight, schedule_tasks, warmed_up
 from autopar.runtime.simulator import simulate
 from tests.schedule_programs import program_of
 
@@ -74,6 +75,23 @@ def test_more_forward_tasks_ahead_hide_a_slow_link(name, expected_s):
     held = peak_in_flight(schedule_tasks(name, stage_mesh=range(4), num_microbatches=32))
     assert held == tuple(timing.num_in_flight(stages_behind=3 - n, num_stages=4) for n in range(4))
     assert max(held) == {"1f1b": 4, "1f1b+1+1": 5, "1f1b+2+2+0+0": 6}[name]
+
+
+@pytest.mark.parametrize(("slowest_s", "below", "above"), [(1.5, 0.85, 1.0), (3.0, 0.85, 1.09)])
+def test_slow_links_of_500_pipelines_are_hidden_as_the_closed_form_says(slowest_s, below, above):
+    """With 2c / t forward tasks ahead for every link; longer than half of t, the first of them queue on a link."""
+    draw, ratios = random.Random(2), list[float]()
+    for _ in range(500):
+        num_stages, num_microbatches = draw.choice([2, 3, 4, 5, 6]), draw.choice([16, 32, 64])
+        forward_s = [draw.uniform(0.6, 1.2) for _ in range(num_stages)]
+        links_s = [slowest_s * draw.choice([0, 0, 0.1, 1 / 3, 1]) for _ in range(num_stages - 1)]
+        extra = [sum(math.ceil(2 * c / (3 * max(forward_s))) for c in links_s[n:]) for n in range(num_stages)]
+        timing = Timing(schedule=warmed_up(extra), num_microbatches=num_microbatches)
+        stages = [VirtualStage(mesh=n, layers=(n, n + 1), share=1.0, link_s=c) for n, c in enumerate([*links_s, 0.0])]
+        costs = [StageCost(forward_s=each, backward_s=2 * each) for each in forward_s]
+        form_s = timing.step_time_s(costs, [2 * c for c in links_s])
+        ratios.append(simulate_schedule_s(timing, stages, costs) / form_s)
+    assert below <= min(ratios) and max(ratios) <= above * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["1f1b+", "1f1b+-1", "1f1b+2+x", "gpipe+2"])
