@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from autopar.compiler.jaxprs.compat import (
     ClosedJaxpr,
@@ -169,11 +169,18 @@ def called_function(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def jit_shardings(eqn: JaxprEqn) -> tuple[list[NamedSharding | None], list[NamedSharding | None]]:
-    """The shardings that a call of `jax.jit` asks for, by operand and by result; None where it leaves them open."""
+    """The shardings that a call of `jax.jit` asks for, by operand and by result; None where it leaves them open.
+
+    Their axes are Auto, as those of a constraint must be: what a caller asks of an Explicit mesh is asked all the same.
+    """
 
     def named(key: str, count: int) -> list[NamedSharding | None]:
         given = eqn.params.get(key) or (None,) * count
-        return [s if isinstance(s, NamedSharding) else None for s in given]
+        return [over_auto_axes(s) if isinstance(s, NamedSharding) else None for s in given]
+
+    def over_auto_axes(sharding: NamedSharding) -> NamedSharding:
+        mesh = sharding.mesh.update(axis_types=(AxisType.Auto,) * len(sharding.mesh.axis_names))
+        return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
     return named("in_shardings", len(eqn.invars)), named("out_shardings", len(eqn.outvars))
 

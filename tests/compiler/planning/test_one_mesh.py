@@ -143,8 +143,9 @@ def test_sharding_constraints_of_the_user_are_obeyed_unless_dropped():
     assert obeyed.sharding.step_time_s > dropped.sharding.step_time_s
 
 
-def test_shardings_of_a_jitted_step_are_obeyed():
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_shardings_of_a_jitted_step_are_obeyed(axis_type):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
     (state, batch), model = arguments(), NamedSharding(mesh, P("model"))
     jitted = jax.jit(
         lambda params, batch: jax.tree.map(lambda p, g: p - g, params, jax.grad(loss_of)(params, batch)),
