@@ -15,10 +15,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, assert_never
+from typing import Any, BinaryIO, assert_never
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from autopar.compiler.analysis.executable_collectives import RunCollective
 from autopar.ir.instructions import item_bytes
 from autopar.ir.plan_sharding import PlannedCollective
 from autopar.ir.program import ArrayType, Copy, Free, Program, Recv, Run, Send
@@ -66,25 +67,6 @@ _FIELDS: Mapping[str, Sequence[tuple[str, int, str, bool]]] = {
     ),
 }
 """By message: name, number and type of each field that is written, and whether it repeats. An enum is an int32."""
-
-
-class TracedCollective(Protocol):
-    """A collective of one run of an executable, and the ordinals of those that exchange."""
-
-    @property
-    def planned(self) -> PlannedCollective:
-        """What is sent; times and seconds are those of one run."""
-        ...
-
-    @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The devices that exchange with each other."""
-        ...
-
-    @property
-    def pairs(self) -> tuple[tuple[int, int], ...]:
-        """For a permute: from which device to which."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +122,7 @@ def write_chakra(
     folder: Path,
     program: Program,
     timeline: Timeline,
-    collectives: Mapping[str, Sequence[TracedCollective]],
+    collectives: Mapping[str, Sequence[RunCollective]],
     devices: Sequence[int] | None = None,
 ) -> Path:
     """Write the trace of each device, or of `devices`, and the groups of collectives; return the folder.
@@ -168,7 +150,7 @@ class _Builder:
 
     program: Program
     timeline: Timeline
-    collectives: Mapping[str, Sequence[TracedCollective]]
+    collectives: Mapping[str, Sequence[RunCollective]]
     groups: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
     tag: int = 0
     sent: dict[tuple[int, int], list[_Messages]] = field(default_factory=lambda: defaultdict(list))
@@ -219,7 +201,7 @@ class _Builder:
                 yield self._exchange(each, run, event.label, middle_s, middle_s + seconds)
                 middle_s += seconds
 
-    def _exchange(self, each: TracedCollective, run: Run, label: str, start_s: float, stop_s: float) -> _Exchange:
+    def _exchange(self, each: RunCollective, run: Run, label: str, start_s: float, stop_s: float) -> _Exchange:
         numbers = {group: self.groups.setdefault(group, len(self.groups) + 1) for group in each.groups}
         self.tag += bool(each.pairs)
         return _Exchange(

@@ -160,8 +160,8 @@ def _short(words: str, most: int = 160) -> str:
 
 
 def _layouts(before: PlanDescription | Plan, after: PlanDescription | Plan) -> Iterator[Change]:
-    """Yield the inputs that are laid out otherwise, those alike but for numbers in one row."""
-    old, new = _input_words(before), _input_words(after)
+    """Yield the inputs and results that are laid out otherwise, those alike but for numbers in one row."""
+    old, new = _layout_words(before), _layout_words(after)
     rows: dict[tuple[str, str, str], int] = {}
     for name in sorted({*old, *new}):
         was, becomes = (side.get(name, "replicated") for side in (old, new))
@@ -172,16 +172,21 @@ def _layouts(before: PlanDescription | Plan, after: PlanDescription | Plan) -> I
         yield Change(subject=f"layout of {name}" + (f" ({count})" if count > 1 else ""), before=was, after=becomes)
 
 
-def _input_words(side: PlanDescription | Plan) -> dict[str, str]:
-    """Return the layout of every input that is split, with the sizes of the axes that split it."""
+def _layout_words(side: PlanDescription | Plan) -> dict[str, str]:
+    """Return layouts by name, with the sizes of the axes that split: of inputs, and of results that lie otherwise.
+
+    A plan alone says them of the inputs that are split.
+    """
     if isinstance(side, Plan):
         sizes = {name: size for mesh in side.meshes for name, size in zip(mesh.axis_names, mesh.shape, strict=True)}
         return {name: _spec_words(spec, sizes) for name, spec in side.input_specs.items() if any(spec)}
+    placed = [(each.name, each) for each in side.inputs]
+    placed += [(f"result {each.name}", each) for each in side.results if not each.as_input]
     found: dict[str, list[str]] = {}
-    for each in side.inputs:
+    for name, each in placed:
         mesh = side.plan.meshes[each.mesh]
         words = _spec_words(each.type.spec, dict(zip(mesh.axis_names, mesh.shape, strict=True)))
-        found.setdefault(each.name, []).append(words)
+        found.setdefault(name, []).append(words)
     return {name: "; ".join(dict.fromkeys(words)) for name, words in found.items()}
 
 

@@ -1,7 +1,10 @@
 """What another choice would give is what it gives: each answer is compared with a plan made anew."""
 
 import json
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -42,6 +45,20 @@ def test_another_method_changes_layouts_by_their_names(stages):
     asked = stages.what_if(method=autopar.ShardParallel(mesh_shape=(8,), specs={"down": P("data"), "batch": P("data")}))
     layouts = {each.subject: (each.before, each.after) for each in asked.changes if each.subject.startswith("layout")}
     assert layouts["layout of params.layers.*.down (4)"] == ("replicated", "(data=8)")
+
+
+def test_results_that_lie_otherwise_are_named():
+    rows = jax.sharding.NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
+
+    @partial(jax.jit, out_shardings=rows)
+    def predict(weights, batch):
+        return {"logits": batch["x"] @ weights}
+
+    shapes = jax.ShapeDtypeStruct((16, 8), jnp.float32), {"x": jax.ShapeDtypeStruct((8, 16), jnp.float32)}
+    traced = autopar.parallelize(predict, cluster=autopar.Cluster(num_devices=8, kind="cpu")).trace(*shapes)
+    ours, theirs = (traced.plan(autopar.DataParallel(ignore_user_shardings=ignored)) for ignored in (True, False))
+    layouts = {each.subject: (each.before, each.after) for each in ours.diff(theirs).changes}
+    assert layouts["layout of result logits"] == ("replicated", "(data=8)")
 
 
 def test_another_cluster_is_planned_for(stages):
