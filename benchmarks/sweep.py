@@ -150,6 +150,13 @@ SWEEPS = (
         needs=GPU_COMPILER,
     ),
     Sweep(
+        name="compiled_offload",
+        words=("benchmarks.compiled_offload",),
+        minutes=None,
+        shows="XLA's GPU compiler has the transfers of offloaded plans, and the memory of devices and hosts",
+        needs=GPU_COMPILER,
+    ),
+    Sweep(
         name="plan_time",
         words=("benchmarks.plan_time",),
         minutes=2,
