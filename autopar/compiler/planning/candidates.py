@@ -121,11 +121,12 @@ def worth_splitting(problem: StageProblem) -> bool:
 def likely_time_s(problem: StageProblem, known: KnownLayers, num_microbatches: int, like: int) -> float:
     """Return the likely seconds of a step with equal stages, by the layers of another number of microbatches.
 
-    That takes much less work than a search. Infinity where no equal stages are likely to fit.
+    That takes much less work than a search. Infinity where no equal stages are likely to fit. On several machines the
+    stages are those of one search, as these are not equal.
     """
     rows, best_s = like / num_microbatches, math.inf
     if problem.hardware.is_mixed:
-        return 0.0  # stages of different machines are not equal
+        return _likely_on_machines_s(problem, known, num_microbatches, like)
     cluster = problem.cluster
     for remat in _remats(problem):
         layers, costs = known(like, remat, splits=problem.first_schedule.splits_weight_gradients)
@@ -145,6 +146,30 @@ def likely_time_s(problem: StageProblem, known: KnownLayers, num_microbatches: i
         if math.isfinite(best_s):
             break
     return best_s
+
+
+def _likely_on_machines_s(problem: StageProblem, known: KnownLayers, num_microbatches: int, like: int) -> float:
+    """Return the likely seconds of a step whose links are hidden, by layers whose layouts are solved for."""
+    rows, timing = like / num_microbatches, Timing(schedule=warmed_up([]), num_microbatches=num_microbatches)
+    choices = [
+        choice
+        for each in problem.clusters
+        for choice in submesh_choices(each.num_devices, each.devices_per_host, any_host_count=False, group=each.group)
+    ]
+    for remat in _remats(problem):
+        ranges = RangeCosts(problem, *known(like, remat, splits=False))
+        num_layers = len(ranges.layers.class_of)
+        with suppress(MemoryTooSmall, InvalidArgument):
+            return search_stages(
+                num_layers,
+                [each.num_devices for each in problem.clusters],
+                [choice for choice in choices if choice in ranges.solved],
+                lambda start, stop, submesh: [each.with_rows(rows) for each in ranges(start, stop, submesh)],  # noqa: B023
+                lambda cut, source, target: rows * ranges.transfer_s(cut, source, target),  # noqa: B023
+                timing=timing,
+                memory_bytes=problem.expected_bytes,
+            ).step_time_s
+    return math.inf
 
 
 def stage_candidates(

@@ -284,6 +284,10 @@ class _Search:
     tried: set[int] = field(default_factory=set[int])
     shares: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
     """By the sizes of stages, the least share of their time by their layers that they were simulated to take."""
+    lanes_share: float = 0.0
+    """The least multiple of its bound that a plan of lanes was simulated to take; 0 for none yet."""
+    likely_by: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    """By numbers of microbatches and those whose layers' costs were taken, the likely time."""
     simulated_share: float = 0.0
     """The least share of the time by their stages as a whole that plans were simulated to take; 0 for none yet."""
     errors: list[AutoparError] = field(default_factory=list[AutoparError])
@@ -314,7 +318,7 @@ class _Search:
         if problem.offloads:
             return  # only updates apart from the rest have their state brought in
         if problem.hardware.is_mixed:
-            yield from self.programs_of_groups()
+            yield from () if self.is_large else self.programs_of_groups()
             return
         every = problem.num_devices
         divides = method.mesh_shape is None or every % math.prod(method.mesh_shape) == 0
@@ -470,23 +474,36 @@ class _Search:
     def order(self, region: Region) -> tuple[float, ...]:
         """Return by what regions are sorted: the time that is likely, then how usual they are.
 
-        One program on one mesh is the first plan of all, against which the others are held.
+        One program on one mesh is the first plan of all, against which the others are held; or on several machines,
+        where that takes too long to be planned, the best stages of a usual number of microbatches.
         """
-        likely_s = self.likely_s(region)
+        likely_s, first = self.likely_s(region), self.best is None
+        on_machines = self.problem.hardware.is_mixed and self.is_large
         match region:
             case Completion():
-                return likely_s, 0.0
+                return (-1.0, likely_s) if first and on_machines else (likely_s, 0.0)
             case OneProgram():
-                return (0.0 if self.best is None else likely_s), -1.0
-            case Lanes():
-                return likely_s, 0.0
+                return (0.0 if first else likely_s), -1.0
+            case Lanes(num_microbatches=count):
+                if not self.lanes_share:  # nothing tells them apart yet
+                    likely_s = min(each.bound_s for each in self.open if isinstance(each, Lanes))
+                return likely_s, self.unusual(count)
+            case Stages(num_microbatches=count, num_stages=(few, _), attempt=0) if on_machines:
+                usual = min(microbatch_counts(self.cuttable), key=self.unusual)
+                return (-2.0, float(few)) if count == usual else (likely_s, self.unusual(count))
             case Stages(num_microbatches=count):
-                num_layers = 1 if self.known is None else self.known.num_layers
-                usual = _MICROBATCHES_PER_STAGE * max(1, min(self.num_hosts, num_layers // 2))
-                return likely_s, abs(math.log2(count / usual))
+                return likely_s, self.unusual(count)
+
+    def unusual(self, num_microbatches: int) -> float:
+        """Return how far a number of microbatches is from a usual one."""
+        num_layers = 1 if self.known is None else self.known.num_layers
+        usual = _MICROBATCHES_PER_STAGE * max(1, min(self.num_hosts, num_layers // 2))
+        return abs(math.log2(num_microbatches / usual))
 
     def likely_s(self, region: Region) -> float:
         """Return the time that the best plan of a region is taken to need at least."""
+        if isinstance(region, Lanes):
+            return max(region.bound_s, _LIKELY_SHARE * self.lanes_share * region.bound_s)
         if not isinstance(region, Completion):
             return region.likely_s
         candidate = region.candidate
@@ -559,9 +576,17 @@ class _Search:
         layers, _ = self.known(region.num_microbatches, remat=False, splits=False)
         self.tried.add(region.num_microbatches)
         self.closed_s = min(self.closed_s, region.bound_s)
-        plan = plan_lanes(self.cuttable, layers)
+        try:
+            plan = plan_lanes(self.cuttable, layers)
+        except MemoryTooSmall:
+            few = region.num_microbatches  # with fewer, each is larger
+            self.open = [r for r in self.open if not (isinstance(r, Lanes) and r.num_microbatches < few)]
+            raise
         if plan is not None:
-            self.add(plan, str(region), self.simulated_s(plan))
+            step_time_s = self.simulated_s(plan)
+            self.add(plan, str(region), step_time_s)
+            share = step_time_s / region.bound_s
+            self.lanes_share = min(self.lanes_share, share) if self.lanes_share else share
 
     def with_more_microbatches(self, region: OneProgram) -> list[Region]:
         """Return the region of the next number of microbatches, if that is not given."""
@@ -604,7 +629,9 @@ class _Search:
             return region.likely_s
         assert self.known is not None
         like = min(self.solved, key=lambda other: (abs(math.log2(other / count)), other))
-        return max(region.likely_s, _LIKELY_SHARE * likely_time_s(self.cuttable, self.known, count, like))
+        if (count, like) not in self.likely_by:
+            self.likely_by[count, like] = likely_time_s(self.cuttable, self.known, count, like)
+        return max(region.likely_s, _LIKELY_SHARE * self.likely_by[count, like])
 
     def complete(self, region: Completion) -> None:
         """Choose the layouts of all stages of a candidate, and simulate its plan."""

@@ -14,6 +14,8 @@ for M microbatches. Collectives and transfers are counted as nothing. Stages add
               T >= t(p) / (1 - (1 - 1/M)^S)           p the most devices that one stage can have
     work      some stage has as much to do as all have on average:  T >= (M k + w) / D  and  T >= M t(p) / S
     lanes     every machine g runs a share of the microbatches:  T >= 1 / sum over g of D_g / (M k_g + w_g)
+    machines  an equation e is run by one machine or several: with any weights m_g, sum over g of D_g m_g = 1,
+              T >= sum over e of min over g of m_g (M k_eg + w_eg)      m_g as what is to be done takes on g, inverse
     starting  a host starts one piece of work after another: 2 S M tasks, 2 (S-1) M transfers and S updates
 """
 
@@ -22,6 +24,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
@@ -51,6 +56,21 @@ class Work:
         return self.fixed_s + self.divisible_s / parts
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupWork:
+    """The work of a step's equations on the devices of one machine, one after another."""
+
+    num_devices: int
+    fixed_s: NDArray[np.float64]
+    divisible_s: NDArray[np.float64]
+    repeats: NDArray[np.bool_]
+    """Whether an equation is run for every microbatch."""
+
+    def seconds(self, num_microbatches: int) -> NDArray[np.float64]:
+        """Return the seconds of one device, by equation."""
+        return np.where(self.repeats, num_microbatches, 1) * self.fixed_s + self.divisible_s
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepBounds:
     """The work of a step, and the bytes that it has to hold from step to step."""
@@ -58,8 +78,8 @@ class StepBounds:
     per_batch: Work
     """Forward and backward; `fixed_s` is that of every microbatch."""
     per_step: Work
-    per_batch_of_groups: tuple[tuple[int, Work], ...]
-    """By group of the cluster, its devices and what the batch is on one of them."""
+    of_groups: tuple[GroupWork, ...]
+    """By group of the cluster."""
     state_bytes: float
     whole_bytes: float
     """All that a step is given and makes, at once."""
@@ -75,10 +95,16 @@ class StepBounds:
     def lanes_s(self, num_microbatches: int) -> float:
         """Return the least seconds of lanes, one on every machine, that end their microbatches together."""
         ended_per_s = sum(
-            num_devices / (num_microbatches * work.fixed_s + work.divisible_s)
-            for num_devices, work in self.per_batch_of_groups
+            group.num_devices / float(group.seconds(num_microbatches)[group.repeats].sum()) for group in self.of_groups
         )
         return 1 / ended_per_s + self.per_step.on(self.num_devices)
+
+    def divided_s(self, num_microbatches: int) -> float:
+        """Return the least seconds in which all devices together end a step, whichever runs what."""
+        each_s = np.stack([group.seconds(num_microbatches) for group in self.of_groups])
+        weights = 1 / each_s.sum(axis=1)
+        weights /= sum(group.num_devices * weight for group, weight in zip(self.of_groups, weights, strict=True))
+        return float((weights[:, None] * each_s).min(axis=0).sum())
 
     def stages_s(self, num_microbatches: int, fewest: int, most: int, sizes: Sequence[int]) -> float:
         """Return the least seconds of `fewest` to `most` stages, each on one of these numbers of devices."""
@@ -94,11 +120,9 @@ class StepBounds:
         )
         chain_s = micro_s / (1 - (1 - 1 / num_microbatches) ** num_stages)
         by_stage_s = (num_microbatches * micro_s + self.per_step.on(largest)) / num_stages
-        repeated_s = (num_microbatches - 1) * self.per_batch.fixed_s
-        every_s = self.per_batch.on(1) + repeated_s + self.per_step.on(1)
         started = 2 * num_stages * num_microbatches + 2 * (num_stages - 1) * num_microbatches + num_stages
         starting_s = self.dispatch_s * (math.ceil(started / min(num_stages, self.num_hosts)) - 1)
-        return max(chain_s, by_stage_s, every_s / self.num_devices, starting_s)
+        return max(chain_s, by_stage_s, self.divided_s(num_microbatches), starting_s)
 
 
 def step_bounds(trace: Trace, cluster: Cluster, *, batch_statistics: str, random: str) -> StepBounds:
@@ -115,8 +139,13 @@ def step_bounds(trace: Trace, cluster: Cluster, *, batch_statistics: str, random
     return StepBounds(
         per_batch=total_work([work for i, work in enumerate(each) if i not in once]),
         per_step=total_work([work for i, work in enumerate(each) if i in once]),
-        per_batch_of_groups=tuple(
-            (group.num_devices, total_work([work for i, work in enumerate(own) if i not in once]))
+        of_groups=tuple(
+            GroupWork(
+                num_devices=group.num_devices,
+                fixed_s=np.array([work.fixed_s for work in own]),
+                divisible_s=np.array([work.divisible_s for work in own]),
+                repeats=np.array([i not in once for i in range(len(own))]),
+            )
             for group, own in zip(cluster.groups, of_groups, strict=True)
         ),
         state_bytes=sum(map(aval_bytes, state)),
