@@ -205,6 +205,18 @@ SWEEPS = (
         shows="seconds of the search over stages of two kinds",
     ),
     Sweep(
+        name="published_clusters",
+        words=("benchmarks.published_clusters",),
+        minutes=None,
+        shows="plans for published mixed clusters beside those that were published",
+    ),
+    Sweep(
+        name="unequal_processes",
+        words=("benchmarks.unequal_processes",),
+        minutes=None,
+        shows="planned against even shares of two processes of unequal speed",
+    ),
+    Sweep(
         name="overhead",
         words=("benchmarks.overhead",),
         minutes=2,

@@ -73,6 +73,8 @@ _MUCH_MEMORY = 0.8
 """Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer."""
 _MICROBATCHES_PER_STAGE = 8
 """A usual number, where nothing else tells numbers apart."""
+_STAGES_PER_MACHINE = 2
+"""A usual number in a cluster of several, each of which has many hosts for a stage."""
 _NUM_RUNNERS_UP = 5
 _FEW_SIZES = 2
 """Fewer sizes of stages that were simulated say nothing of other sizes."""
@@ -496,8 +498,9 @@ class _Search:
 
     def unusual(self, num_microbatches: int) -> float:
         """Return how far a number of microbatches is from a usual one."""
-        num_layers = 1 if self.known is None else self.known.num_layers
-        usual = _MICROBATCHES_PER_STAGE * max(1, min(self.num_hosts, num_layers // 2))
+        hardware, num_layers = self.problem.hardware, 1 if self.known is None else self.known.num_layers
+        most = _STAGES_PER_MACHINE * len(hardware.groups) if hardware.is_mixed else self.num_hosts
+        usual = _MICROBATCHES_PER_STAGE * max(1, min(self.num_hosts, num_layers // 2, most))
         return abs(math.log2(num_microbatches / usual))
 
     def likely_s(self, region: Region) -> float:

@@ -1,0 +1,188 @@
+"""Two processes of unequal speed: what planned shares of the microbatches gain over even ones, and what was promised.
+
+    python -m benchmarks.unequal_processes --json unequal.json
+    nice -n -10 python -m benchmarks.unequal_processes        a busy machine: the processes take its priority
+
+One process of a Ray cluster has a core of its own, the other shares its core with as many endless loops as
+`--loops` says, so that it runs at about one part in loops + 1. `autopar calibrate` measures either place by itself; the
+two machines that it writes are the cluster, given to `autopar.init`. `Auto` divides the microbatches of a step between
+the two (lanes), and its plan runs in turns with the same plan with even shares: step by step, in one run.
+
+The promise is the simulated time of even shares over that of the planned ones; passed is a run whose measured ratio,
+the median of the pairs, is at least 0.9 of that. Needs two cores that have nothing else to do, and Linux for pinning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("RAY_worker_niceness", "0")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+import autopar
+from autopar.errors import GenericFiguresWarning
+from autopar.hardware.machine import Link
+
+ROWS, LENGTH, WIDTH, DEPTH, MICROBATCHES = 48, 32, 512, 96, 12
+BETWEEN = Link(latency_s=1e-3, bandwidth=5e8, ramp_bytes=0.0)
+"""Of two processes on one machine: an estimate. A step sends 2 MB, and computes for a second or two."""
+ENOUGH = 0.9
+"""Of the gain that the figures promise."""
+
+
+def train_step(weight: Any, batch: Any) -> tuple[Any, jax.Array]:
+    """One step of a perceptron whose layers share their weight."""
+
+    def loss_fn(weight: Any) -> jax.Array:
+        h = batch["x"]
+        for _ in range(DEPTH):
+            h = jnp.tanh(h @ weight)
+        return jnp.mean((h - batch["y"]) ** 2)
+
+    loss, gradient = jax.value_and_grad(loss_fn)(weight)
+    return weight - 0.1 * gradient, loss
+
+
+def arguments() -> tuple[Any, dict[str, Any]]:
+    """The first weight, and a batch."""
+    draw = np.random.default_rng(0)
+    batch = {name: draw.normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32) for name in "xy"}
+    return jnp.asarray(draw.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32), batch
+
+
+@contextmanager
+def busy_core(core: int, loops: int) -> Iterator[None]:
+    """Run endless loops on a core."""
+    command = [sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"]
+    running = [subprocess.Popen(command) for _ in range(loops)]
+    try:
+        yield
+    finally:
+        for each in running:
+            each.kill()
+
+
+def calibrated(core: int, name: str, folder: Path) -> autopar.Cluster:
+    """Return one device as `autopar calibrate` measures it on a core."""
+    path = folder / f"{name}.json"
+    code = f"import os, runpy, sys; os.sched_setaffinity(0, [{core}]); sys.argv = ['autopar', 'calibrate', '--json', "
+    code += f"{str(path)!r}]; runpy.run_module('autopar', run_name='__main__')"
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, stdout=subprocess.DEVNULL)
+    machine = autopar.Cluster.load(path).machine
+    return autopar.Cluster.of_hosts(replace(machine, name=name), 1)
+
+
+@contextmanager
+def pinned_to(core: int) -> Iterator[None]:
+    """Let what is started meanwhile, and all that it starts, run on one core."""
+    every = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, [core])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, every)
+
+
+def measured_s(runs: dict[str, Any], pairs: int) -> dict[str, list[float]]:
+    """Return the seconds of steps by plan, taken in turns."""
+    state, batch = arguments()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(pairs + 2):
+        for name, run in runs.items():
+            began_s = time.perf_counter()
+            _, loss = run(state, batch)
+            float(loss)
+            if number >= 2:  # the first ones compile, and fill caches
+                seconds[name].append(time.perf_counter() - began_s)
+    return seconds
+
+
+def compare(loops: int, pairs: int, cores: tuple[int, int]) -> dict[str, Any]:
+    """Return the shares, and the gain of planned over even ones as promised and as measured."""
+    from ray.cluster_utils import Cluster as Nodes
+
+    fast_core, slow_core = cores
+    with tempfile.TemporaryDirectory(prefix="autopar-unequal-") as folder, busy_core(slow_core, loops):
+        machines = {
+            name: calibrated(core, name, Path(folder)) for core, name in ((fast_core, "own"), (slow_core, "shared"))
+        }
+        nodes, places = Nodes(initialize_head=True, head_node_args={"num_cpus": 0}), dict[str, str]()
+        try:
+            for name, core in zip(machines, cores, strict=True):
+                with pinned_to(core):
+                    places[nodes.add_node(num_cpus=1).node_id] = name
+            groups = [machines[places[node]] for node in sorted(places)]  # in the order of processes
+            cluster = autopar.Cluster.of_groups(groups, BETWEEN)
+            autopar.init(cluster, address=nodes.address, num_hosts=2, devices_per_host=1)
+            method = autopar.Auto(num_microbatches=MICROBATCHES, layers=1)
+            planned = autopar.parallelize(train_step, method=method).trace(*arguments()).plan()
+            plan = planned.plan
+            if not plan.shares:
+                raise RuntimeError(f"no lanes were planned, but {plan.choice()}")
+            stages = tuple(replace(stage, microbatches=MICROBATCHES // 2) for stage in plan.stages)
+            even = replace(plan, stages=stages, certificate=None)
+            runs = {
+                name: autopar.parallelize(train_step, method=each) for name, each in (("planned", plan), ("even", even))
+            }
+            promised = {name: run.trace(*arguments()).plan().simulate().step_time_s for name, run in runs.items()}
+            seconds = measured_s(runs, pairs)
+        finally:
+            autopar.shutdown()
+            nodes.shutdown()
+    rates = [each.machine.peak_flops["float32"] for each in machines.values()]
+    gains = [even_s / planned_s for even_s, planned_s in zip(seconds["even"], seconds["planned"], strict=True)]
+    return {
+        "shares": plan.shares,
+        "rates": rates,
+        "promised": promised["even"] / promised["planned"],
+        "measured": statistics.median(gains),
+        "simulated_s": promised,
+        "measured_s": {name: statistics.median(each) for name, each in seconds.items()},
+        "pairs": gains,
+    }
+
+
+def main() -> int:
+    """Print what came of it; 1 if less than nine tenths of the promise was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loops", type=int, default=1, help="endless loops beside the slower process")
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), metavar=("FAST", "SLOW"))
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", GenericFiguresWarning)
+    found = compare(options.loops, options.pairs, tuple(options.cores))
+    share = found["measured"] / found["promised"]
+    lanes = " + ".join(map(str, found["shares"]))
+    Console().print(
+        f"{found['rates'][0] / found['rates'][1]:.2f} times the rate; shares {lanes} of {MICROBATCHES}. Even ones take "
+        f"{found['measured']:.3f} times as long, promised {found['promised']:.3f}: {share:.2f} of the promise.\n"
+        f"simulated {found['simulated_s']}\nmeasured {found['measured_s']}",
+        soft_wrap=True,
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return int(share < ENOUGH)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
