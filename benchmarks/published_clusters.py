@@ -15,8 +15,9 @@ multizone_bandwidths_het.json, the last figures of us-central1-a). All is simula
     Sailor      what the planner of Sailor prints first
 
 A published plan is the model with its stages named, on as many devices of their kinds; layouts within a stage are the
-best ones and not its own, and its number of microbatches is the better of the two powers of two around its own. Where
-one stage of it mixes kinds, three A100s beside 24 hosts of V100s, these count as the hosts that they stand for.
+best ones and not its own, and its number of microbatches is the better of the powers of two around its own. That of
+Sailor for 32 + 96 has a stage of 24 hosts of V100s and three A100s, and one of 27 A100s: its 27 replicas divide no
+batch of ours, so that it gets 32 of each, on 128 V100s and 32 A100s, which is more than there are.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ CASES = {
                 stages=((8, A100, 16), (7, A100, 16), (4, V100, 32), (7, V100, 64)),
                 microbatches=(32, 64),
             ),
-            Published(planner="Sailor", stages=((13, V100, 108), (13, A100, 28)), microbatches=(16, 32)),
+            Published(planner="Sailor", stages=((13, V100, 128), (13, A100, 32)), microbatches=(16, 32)),
         ),
     ),
     "80+240": Case(
