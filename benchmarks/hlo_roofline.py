@@ -25,6 +25,7 @@ from autopar.hardware.machine import Machine
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_ON_CHIP = re.compile(r"[a-z]\w*\[[\d,]*\]\{[^}]*S\(1\)[^}]*\}")
 _NAME = re.compile(r"%([\w.\-]+)")
 _RUN = re.compile(r"(?:body|condition|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|\S+)")
 _DTYPES = {
@@ -262,9 +263,12 @@ def _dims(type: str) -> tuple[int, ...]:
 
 
 def _bytes(type: str) -> float:
-    """The bytes of an array or of all in a tuple; the first number in a dtype's name is its width in bits."""
+    """The bytes of an array or of all in a tuple that are in a device's memory, not in its fast one on the chip.
+
+    The first number in a dtype's name is its width in bits.
+    """
     total = 0.0
-    for dtype, dims in _ARRAY.findall(type):
+    for dtype, dims in _ARRAY.findall(_ON_CHIP.sub("", type)):
         bits = re.search(r"\d+", dtype)
         total += math.prod(int(size) for size in dims.split(",") if size) * (int(bits[0]) if bits else 8) / 8
     return total

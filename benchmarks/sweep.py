@@ -146,7 +146,7 @@ SWEEPS = (
         name="memory_model",
         words=("benchmarks.memory_model",),
         minutes=None,
-        shows="modelled beside compiled peak memory",
+        shows="modelled beside compiled peak memory and bytes moved",
         needs=GPU_COMPILER,
     ),
     Sweep(

@@ -190,6 +190,17 @@ def test_collectives_are_no_kernels(ends):
     assert work_of(f"{hlo}{lines}\n}}\n").kernels == ()
 
 
+def test_what_is_kept_on_the_chip_is_not_read_from_memory():
+    hlo = """
+ENTRY %main (p: f32[8,32]) -> f32[8,32] {
+  %p = f32[8,32]{1,0:T(8,128)} parameter(0)
+  %near = f32[8,32]{1,0:T(8,128)S(1)} exponential(%p)
+  ROOT %far = f32[8,32]{1,0:T(8,128)} negate(%near)
+}
+"""
+    assert work_of(hlo).memory_bytes == 2 * 4 * 8 * 32
+
+
 def test_kernel_that_waits_for_memory_is_not_hidden_behind_one_that_computes():
     flops, nbytes = CPU.matmul_flops("float32"), CPU.memory_bandwidth
     work = Work(kernels=(Kernel(flops=3 * flops, nbytes=nbytes, times=1), Kernel(flops=0, nbytes=nbytes, times=2)))

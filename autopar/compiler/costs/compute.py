@@ -45,6 +45,15 @@ def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, traf
     return float(compute_s + _combine_s(strategy, sum(results), mesh_costs))
 
 
+def equation_bytes(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh, traffic: Traffic) -> float:
+    """Bytes of one equation that one device reads from its memory and writes there under a strategy."""
+    operands = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True)]
+    results = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True)]
+    if eqn.primitive.name in PRODUCTS or eqn.primitive.name == "declared_rule":
+        return sum(operands) + sum(results) + 2 * sum(_masked_parts(eqn, strategy, mesh))
+    return float(_moved(eqn, operands, results, traffic))
+
+
 def seconds_by_strategy(
     eqn: jc.JaxprEqn, strategies: Sequence[Strategy], mesh_costs: MeshCosts, traffic: Traffic
 ) -> npt.NDArray[np.float64]:
@@ -125,11 +134,15 @@ def _moved(eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], traffic: T
 
 def _mask_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts) -> float:
     """Seconds to read operands of a product and write them with zeros for padding; other equations fuse with that."""
+    return sum(mesh_costs.machine.memory_s(2 * part) for part in _masked_parts(eqn, strategy, mesh_costs.mesh))
+
+
+def _masked_parts(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> list[float]:
+    """Return the bytes of the operands of a product whose padding must be zero."""
     if eqn.primitive.name not in PRODUCTS:
-        return 0.0
-    mesh = mesh_costs.mesh
+        return []
     masked = zip(eqn.invars, strategy.operands, masked_dims(eqn, strategy, mesh), strict=True)
-    return sum(mesh_costs.machine.memory_s(2 * _part(v.aval, layout, mesh)) for v, layout, dims in masked if dims)
+    return [_part(v.aval, layout, mesh) for v, layout, dims in masked if dims]
 
 
 def _combine_s(strategy: Strategy, written: float, mesh_costs: MeshCosts) -> float:

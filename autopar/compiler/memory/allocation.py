@@ -52,7 +52,7 @@ class MemoryProgram:
 
     def order_ops(self, *, for_latency: bool) -> MemoryProgram:
         """Return the program in the order of its compiler, which may schedule `for_latency`."""
-        found = order_ops(self.ops, [*self._replaced()], for_latency=for_latency)
+        found = order_ops(self.ops, self.nbytes, [*self._replaced()], for_latency=for_latency)
         places = {number: place for place, number in enumerate(found.order)}
         inner = {places[number]: programs for number, programs in self.inner.items()}
         actions = [self.actions[number] for number in found.order]

@@ -8,14 +8,17 @@ is around them: only their operands are held back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from autopar.compiler.costs.compute import equation_s
+from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs.equation_keys import literal_key
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.jaxprs.fusion import is_expensive, kind_of
-from autopar.compiler.jaxprs.primitives import REMAT
+from autopar.compiler.jaxprs.fusion import alone, is_expensive, kind_of
+from autopar.compiler.jaxprs.primitives import PRODUCTS, REMAT
 from autopar.compiler.memory.allocation import (
     Border,
     MemoryProgram,
@@ -25,6 +28,7 @@ from autopar.compiler.memory.allocation import (
     taken_places,
 )
 from autopar.compiler.memory.liveness import Op, workspace_bytes, writes_over
+from autopar.compiler.resharding.costs import reshard_s
 from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.layout import LogicalMesh, num_shards
 from autopar.compiler.sharding.replicated_values import below_split_size
@@ -42,7 +46,7 @@ class BlockValue(NamedTuple):
 def listed_step(block: LocalBlock, mesh: LogicalMesh, donated: Collection[int], machine: Machine) -> MemoryProgram:
     """Return the memory program of a whole step; `donated` are the numbers of the inputs that it may overwrite."""
     taken = taken_places([*map(_type, block.inputs)], [*map(_type, block.outputs)], donated)
-    return _listed(block, mesh, Border(taken=taken), machine)
+    return _listed(block, Border(taken=taken), MeshCosts(machine=machine, mesh=mesh))
 
 
 def value_bytes(value: Value, mesh: LogicalMesh) -> float:
@@ -57,8 +61,8 @@ def _type(value: Any) -> Hashable:
     return value.variable.aval.shape, value.variable.aval.dtype, value.layout
 
 
-def _listed(block: LocalBlock, mesh: LogicalMesh, border: Border, machine: Machine) -> MemoryProgram:
-    lister = _Lister(block=block, mesh=mesh, machine=machine)
+def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryProgram:
+    lister = _Lister(block=block, mesh_costs=mesh_costs)
     for value in block.inputs:
         lister.note(value)
     lister.run()
@@ -70,14 +74,13 @@ def _listed(block: LocalBlock, mesh: LogicalMesh, border: Border, machine: Machi
         inner=lister.inner,
         border=border,
         actions=lister.actions,
-    ).order_ops(for_latency=machine.schedules_for_latency)
+    ).order_ops(for_latency=mesh_costs.machine.schedules_for_latency)
 
 
 @dataclass(kw_only=True, eq=False)
 class _Lister:
     block: LocalBlock
-    mesh: LogicalMesh
-    machine: Machine
+    mesh_costs: MeshCosts
     ops: list[Op] = field(default_factory=list[Op])
     actions: list[Action] = field(default_factory=list[Action])
     """By op."""
@@ -85,6 +88,14 @@ class _Lister:
     nbytes: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
     names: dict[Value, Any] = field(default_factory=dict[Value, Any])
     """By operand of a region in line, or result of one, the value that it is outside or inside."""
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        return self.mesh_costs.mesh
+
+    @property
+    def machine(self) -> Machine:
+        return self.mesh_costs.machine
 
     def run(self) -> None:
         """List the ops of the block."""
@@ -113,8 +124,7 @@ class _Lister:
         (body,) = action.bodies
         region = _Lister(
             block=body,
-            mesh=self.mesh,
-            machine=self.machine,
+            mesh_costs=self.mesh_costs,
             ops=self.ops,
             actions=self.actions,
             inner=self.inner,
@@ -129,12 +139,7 @@ class _Lister:
     def _add(self, action: Action) -> None:
         if isinstance(action, RunBody):
             self.inner[len(self.ops)] = tuple(
-                _listed(
-                    body,
-                    self.mesh,
-                    border_of_body(action.eqn, number, len(body.inputs), len(body.outputs)),
-                    self.machine,
-                )
+                _listed(body, border_of_body(action.eqn, number, len(body.inputs), len(body.outputs)), self.mesh_costs)
                 for number, body in enumerate(action.bodies)
             )
         for value in (action.result,) if isinstance(action, Reshard) else action.results:
@@ -148,8 +153,15 @@ class _Lister:
                 reads, results, kind = self._keys(operand), self._keys(result), collective_of(steps)
                 if reads and action.source == result.layout:
                     return Op("form", reads, results)
-                return Op("apart" if kind else "fused", reads, results, collective=kind)
-            case Evaluate(eqn=eqn):
+                return Op(
+                    "apart" if kind else "fused",
+                    reads,
+                    results,
+                    collective=kind,
+                    seconds=self._reshard_s(action, kind),
+                    steps=steps,
+                )
+            case Evaluate(eqn=eqn, strategy=strategy):
                 reads, results, kind = self._keys(*action.operands), self._keys(*action.results), kind_of(eqn)
                 return Op(
                     "fused" if kind == "view" and not (reads and results) else kind,
@@ -158,6 +170,9 @@ class _Lister:
                     expensive=is_expensive(eqn),
                     over=writes_over(eqn),
                     workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes),
+                    seconds=equation_s(eqn, strategy._replace(combined=()), self.mesh_costs, alone(eqn))
+                    if eqn.primitive.name in PRODUCTS
+                    else 0.0,
                 )
             case RunBody(eqn=eqn):
                 return Op(
@@ -167,7 +182,14 @@ class _Lister:
                     over=writes_over(eqn),
                     late=joins_late(eqn),
                     stacks=self._keys(*action.results[stacked_from(eqn) :]),
+                    seconds=math.inf,
                 )
+
+    def _reshard_s(self, action: Reshard, kind: str) -> float:
+        if not kind:
+            return 0.0
+        aval: Any = action.aval
+        return reshard_s(action.source, action.result.layout, aval.shape, aval.dtype.itemsize, self.mesh_costs)
 
     def _keys(self, *values: Any) -> tuple[BlockValue, ...]:
         return tuple(key for value in values if (key := self.key(value)) is not None)

@@ -28,6 +28,8 @@ Key = Hashable
 Kind = FusionKind | Literal["form"]
 
 
+# The first op of a program, behind the slices that it may be given.
+_BEGIN = 1
 # XLA fuses no more arrays than that into one kernel.
 _MAX_SOURCES = 12
 
@@ -50,6 +52,10 @@ class Op(NamedTuple):
     """The results that a loop writes piece by piece."""
     workspace: float = 0.0
     """Bytes that it needs while it runs, besides operands and results."""
+    seconds: float = 0.0
+    """How long a product or a collective takes."""
+    steps: Hashable = ()
+    """Of a collective: what it does, equal for those that may be one."""
 
     @property
     def writes_over(self) -> bool:
@@ -183,7 +189,8 @@ class _Program:
             for place in sources:
                 self._read(place, time)
         for key in kept:
-            start = time + op.late
+            # Zeros that a loop writes pieces over need nothing: the compiler makes them as soon as a program begins.
+            start = min(time, _BEGIN) if key in op.stacks else time + op.late
             if op.kind == "fused" and not sources:
                 # What comes from nothing can wait until an op apart wants it.
                 start = min((t for t in self.readers.get(key, ()) if self._is_apart(t)), default=time)

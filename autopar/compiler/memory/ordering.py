@@ -3,18 +3,30 @@
     ops in the order of the program  ->  ops in the order of the compiler, with the number that each had
 
 Most keep their order. What only results depend on, the update, is done as soon as its operands are there. Results of
-its collectives wait for other work to end. Where the compiler schedules for latency, products that lead to results
-only, as those of weights' gradients, run while collectives do, and their operands are kept until then: XLA's estimate
-of latencies has it do so on GPUs of compute capability 9 and 10; on older ones they run where they stand.
+its collectives wait for other work to end. Sums of gradients are combined until their results have 30 MiB: they are one
+collective, and whole gradients are kept until the last of them is there.
+
+Where the compiler schedules for latency, products that lead to results only, as those of weights' gradients, run while
+collectives do, and their operands are kept until then: XLA's estimate of latencies has it do so on GPUs of compute
+capability 9 and 10; on older ones they run where they stand. It goes from the end of the program to its beginning, and
+puts behind a collective as many of these products, the last ones first, as take as long as that. Where only results
+take collectives there is nothing else to hide, and all of them stand at the end.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.compiler.memory.liveness import Key, Op
+
+# XLA's default for GPUs.
+_COMBINED_BYTES = 30 * 2**20
+_SUMS = ("reduce-scatter", "all-reduce")
+_AT_THE_END = math.inf
+"""Behind the collectives that only results take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +40,22 @@ class OpOrder:
     """The place of the first op that is deferred until everything else is done."""
 
 
-def order_ops(ops: Sequence[Op], replaced: Sequence[tuple[Key, Key]] = (), *, for_latency: bool) -> OpOrder:
+def order_ops(
+    ops: Sequence[Op], nbytes: Mapping[Key, float], replaced: Sequence[tuple[Key, Key]] = (), *, for_latency: bool
+) -> OpOrder:
     """Return the ops as the compiler orders them; `replaced` are results with the inputs that they take.
 
-    `for_latency`: it puts products behind the collectives that they can hide.
+    `nbytes` are those of all arrays. `for_latency`: it puts products behind the collectives that they can hide.
     """
     before = _predecessors(ops)
     tail = _tail(ops, before)
-    deferred = _deferred(ops, before, tail) if for_latency else frozenset[int]()
-    times = _times(ops, before, tail, _held(ops, tail, replaced), deferred)
+    deferred = _deferred(ops, before, tail) if for_latency else {}
+    held = _held(ops, tail, replaced)
+    times = _times(ops, before, tail, held, deferred)
+    for group in _combined(ops, before, tail, nbytes):
+        # One collective stands where the last of what it joins is there.
+        held.update(dict.fromkeys(group, max(times[number] for number in group)))
+    times = _times(ops, before, tail, held, deferred)
     waiting = [len(each) for each in before]
     after: list[list[int]] = [[] for _ in ops]
     for number, each in enumerate(before):
@@ -55,7 +74,7 @@ def order_ops(ops: Sequence[Op], replaced: Sequence[tuple[Key, Key]] = (), *, fo
     return OpOrder(
         ops=[ops[n] for n in order],
         order=order,
-        deferred=next((place for place, n in enumerate(order) if n in deferred), None),
+        deferred=next((place for place, n in enumerate(order) if deferred.get(n) == _AT_THE_END), None),
     )
 
 
@@ -87,17 +106,42 @@ def _held(ops: Sequence[Op], tail: Sequence[bool], replaced: Sequence[tuple[Key,
     return {maker: time for maker, time in pairs if maker is not None and time is not None}
 
 
+def _combined(
+    ops: Sequence[Op], before: Sequence[set[int]], tail: Sequence[bool], nbytes: Mapping[Key, float]
+) -> list[list[int]]:
+    """Return the sums that only results take and that are one collective each: equal ones, none of another's result."""
+    groups: list[list[int]] = []
+    open_groups: dict[Hashable, tuple[list[int], float]] = {}
+    behind: set[int] = set()
+    for number, op in enumerate(ops):
+        if not tail[number]:
+            continue
+        if any(other in behind or ops[other].collective for other in before[number] if tail[other]):
+            behind.add(number)
+        elif op.collective in _SUMS and op.results:
+            size = sum(nbytes[key] for key in op.results)
+            group, total = open_groups.get(op.steps, ([], 0.0))
+            if total + size > _COMBINED_BYTES:
+                group, total = [], 0.0
+            if not group:
+                groups.append(group)
+            group.append(number)
+            open_groups[op.steps] = group, total + size
+    return groups
+
+
 def _times(
     ops: Sequence[Op],
     before: Sequence[set[int]],
     tail: Sequence[bool],
     held: Mapping[int, float],
-    deferred: Collection[int],
+    deferred: Mapping[int, float],
 ) -> list[float]:
     """Return the time of each op: its number, or the time of the last op that it needs or waits for."""
     times: list[float] = []
     late: set[int] = set()
     end = max((n for n, op in enumerate(ops) if _is_heavy(op) and n not in deferred), default=0)
+    end = max(end, *(time for time in deferred.values() if time < _AT_THE_END), 0)
     for number in range(len(ops)):
         if tail[number]:
             # The results of collectives come while other work is going on, and wait for it.
@@ -105,7 +149,7 @@ def _times(
             if behind:
                 late.add(number)
         if number in deferred:
-            times.append(end + 0.25)
+            times.append(min(deferred[number], end) + 0.25)
         elif tail[number] and number not in late:
             times.append(max((times[other] for other in before[number]), default=-1))
             if number in held:
@@ -141,14 +185,26 @@ def _is_heavy(op: Op) -> bool:
     return op.kind == "apart" and not op.collective
 
 
-def _deferred(ops: Sequence[Op], before: Sequence[set[int]], tail: Sequence[bool]) -> frozenset[int]:
-    """Return the products that lead to results only, where results take collectives: they run while those do."""
-    if not any(tail[number] and op.collective for number, op in enumerate(ops)):
-        return frozenset()
+def _deferred(ops: Sequence[Op], before: Sequence[set[int]], tail: Sequence[bool]) -> dict[int, float]:
+    """Return, by product that leads to results only, the number of the collective behind which it stands."""
     leads = [False] * len(ops)
     for number in range(len(ops) - 1, -1, -1):
         heavy = _is_heavy(ops[number])
         for other in before[number]:
             leads[other] = leads[other] or heavy or leads[number]
-    products = [n for n, op in enumerate(ops) if _is_heavy(op) and not op.stacks and not op.late]
-    return frozenset(n for n in products if not leads[n])
+    waiting = [n for n, op in enumerate(ops) if _is_heavy(op) and not op.stacks and not op.late and not leads[n]]
+    late = [number for number, op in enumerate(ops) if op.collective and tail[number]]
+    early = [number for number, op in enumerate(ops) if op.collective and not tail[number]]
+    if not early:
+        return dict.fromkeys(waiting, _AT_THE_END) if late else {}
+    found: dict[int, float] = {}
+    hidden = [(_AT_THE_END, sum(ops[number].seconds for number in late))]
+    hidden += [(number, ops[number].seconds) for number in reversed(early)]
+    for place, left_s in hidden:
+        while waiting and waiting[-1] > place:
+            waiting.pop()
+        while waiting and left_s > 0:
+            number = waiting.pop()
+            found[number] = place
+            left_s -= ops[number].seconds
+    return found

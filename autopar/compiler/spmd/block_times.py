@@ -1,15 +1,17 @@
 """Add up what a planned program costs: the work of its equations, and its collectives.
 
-LocalBlock, MeshCosts  ->  BlockTimes
+LocalBlock, MeshCosts    ->  BlockTimes
+LocalBlock, LogicalMesh  ->  bytes read from memory and written there
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from autopar.compiler.costs.compute import equation_s
+from autopar.compiler.costs.compute import equation_bytes, equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs.fusion import fused_traffic
+from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.compiler.spmd.collectives import planned_collectives, trips
 from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, RunBody
 
@@ -30,6 +32,21 @@ def block_times(block: LocalBlock, mesh_costs: MeshCosts) -> BlockTimes:
     """The times of a program."""
     collective_s = sum(each.seconds(mesh_costs) for each in planned_collectives(block, mesh_costs.mesh))
     return BlockTimes(_equations_s(block, mesh_costs), collective_s)
+
+
+def block_bytes(block: LocalBlock, mesh: LogicalMesh) -> float:
+    """Bytes that one run of a program reads from a device's memory and writes there, those of collectives aside."""
+    total = 0.0
+    traffic = dict(zip(map(id, block.jaxpr.eqns), fused_traffic(block.jaxpr), strict=True))
+    for action in block.actions:
+        match action:
+            case Evaluate(eqn=eqn, strategy=strategy):
+                total += equation_bytes(eqn, strategy, mesh, traffic[id(eqn)])
+            case RunBody(eqn=eqn, bodies=bodies):
+                total += trips(eqn) * sum(block_bytes(body, mesh) for body in bodies)
+            case _:
+                pass
+    return total
 
 
 def _equations_s(block: LocalBlock, mesh_costs: MeshCosts) -> float:

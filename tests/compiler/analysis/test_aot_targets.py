@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.compiler.analysis.aot_targets import gpu_devices, gpu_targets
+from autopar.compiler.analysis.aot_targets import aot_devices, gpu_devices, gpu_targets, tpu_devices
 from autopar.compiler.analysis.compiled_collectives import compiled_collectives
 from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Machine
@@ -23,6 +23,7 @@ from autopar.hardware.machine import Machine
 INSTALLED = importlib.util.find_spec("jax_plugins") is not None and any(
     importlib.util.find_spec(f"jax_plugins.{name}") for name in ("xla_cuda12", "xla_cuda13")
 )
+TPU_INSTALLED = importlib.util.find_spec("libtpu") is not None
 needs_compiler = pytest.mark.skipif(not INSTALLED, reason="XLA's GPU compiler: pip install 'autopar[gpu-aot]'")
 
 
@@ -61,6 +62,31 @@ def test_unknown_target_is_an_error_that_names_the_known_ones():
 def test_hosts_must_be_full(number):
     with pytest.raises(InvalidArgument, match=rf"{number} devices were asked for; a host has 8, .* a multiple of 8"):
         gpu_devices("h100", number)
+
+
+def test_unknown_tpu_is_an_error_that_names_the_known_ones():
+    with pytest.raises(InvalidArgument, match=r"'tpu-v6' is not known; tpu-v5e, tpu-v5p, tpu-v6e are. Did you mean"):
+        tpu_devices("tpu-v6", 8)
+
+
+@pytest.mark.parametrize("number", [0, 2, 12])
+def test_slices_of_tpus_have_powers_of_two(number):
+    with pytest.raises(InvalidArgument, match=rf"{number} TPUs were asked for; a slice has 4, 8, .* Ask for one"):
+        aot_devices("tpu-v5p", number)
+
+
+@pytest.mark.skipif(TPU_INSTALLED, reason="XLA's TPU compiler is installed")
+def test_missing_tpu_compiler_is_an_error_that_says_how_to_install_it():
+    with pytest.raises(InvalidArgument, match=r"does not start: .* `pip install 'autopar\[tpu-aot\]'`"):
+        aot_devices("tpu-v5p", 8)
+
+
+@pytest.mark.skipif(not TPU_INSTALLED, reason="XLA's TPU compiler: pip install 'autopar[tpu-aot]'")
+@pytest.mark.parametrize(("target", "corner"), [("tpu-v5p", [1, 1, 1]), ("tpu-v6e", [1, 3, 0])])
+def test_slices_of_tpus_are_nearly_cubes_or_squares(target, corner):
+    devices = aot_devices(target, 8)
+    assert len(devices) == 8
+    assert devices[-1].coords == corner
 
 
 @pytest.mark.skipif(INSTALLED, reason="XLA's GPU compiler is installed")

@@ -64,3 +64,9 @@ def test_a_form_is_wanted_within_the_life_of_its_array():
     parts = {key: (life.start, life.stop) for key, life in found.parts.items() if key in "abd"}
     assert parts == {"a": (0, 2), "b": (1, 4), "d": (3, 5)}
     assert (found.whole["a"].start, found.whole["a"].stop) == (0, 5)
+
+
+def test_what_a_loop_writes_piece_by_piece_is_there_from_the_beginning():
+    loop = Op("apart", ("b",), ("c", "d"), over=True, stacks=("d",))
+    ops = [Op("view", ("y",), ("z",)), PRODUCT, Op("apart", ("a",), ("b",)), loop]
+    assert spans(ops, inputs="xwy", outputs="cd") == {"a": (1, 3), "b": (2, 3), "c": (3, 5), "d": (1, 5)}

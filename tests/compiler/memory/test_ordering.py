@@ -1,5 +1,7 @@
 """The order in which XLA runs ops: what only results need waits for collectives where it schedules for latency."""
 
+import pytest
+
 from autopar.compiler.memory.liveness import Op
 from autopar.compiler.memory.ordering import order_ops
 
@@ -11,19 +13,44 @@ LOSS = Op("apart", ("loss",), ("total",), collective="all-reduce")
 
 
 def test_products_stand_where_they_are_written_unless_the_compiler_schedules_for_latency():
-    found = order_ops([WEIGHTS, BEFORE, LAST, LOSS], for_latency=False)
+    found = order_ops([WEIGHTS, BEFORE, LAST, LOSS], {"total": 0}, for_latency=False)
     assert [op for op in found.ops if op != LOSS] == [WEIGHTS, BEFORE, LAST]
     assert found.deferred is None
 
 
 def test_gradients_of_weights_wait_for_the_end_where_they_hide_a_collective():
-    found = order_ops([WEIGHTS, BEFORE, LAST, LOSS], for_latency=True)
+    found = order_ops([WEIGHTS, BEFORE, LAST, LOSS], {"total": 0}, for_latency=True)
     assert found.ops.index(BEFORE) < found.ops.index(WEIGHTS)
     assert found.deferred is not None
     assert set(found.ops[found.deferred :]) >= {WEIGHTS, LAST}
 
 
 def test_without_a_collective_there_is_nothing_to_hide():
-    found = order_ops([WEIGHTS, BEFORE, LAST], for_latency=True)
+    found = order_ops([WEIGHTS, BEFORE, LAST], {}, for_latency=True)
     assert found.ops == [WEIGHTS, BEFORE, LAST]
     assert found.deferred is None
+
+
+def test_products_wait_for_no_more_than_the_next_collective_that_they_can_hide():
+    gather = Op("apart", ("b",), ("whole b",), collective="all-gather", seconds=1.5)
+    before = Op("apart", ("whole b",), ("c",))
+    more_weights, late_weights = (
+        Op("apart", ("whole b", name), (f"d{name}",), seconds=1.0) for name in ("more", "late")
+    )
+    weights = [Op("apart", ("a", name), (f"d{name}",), seconds=1.0) for name in ("x", "y", "z")]
+    loss = LOSS._replace(seconds=1.0)
+    written = [BEFORE, *weights, gather, more_weights, before, Op("apart", ("c",), ("end",), seconds=1.0), loss]
+    found = order_ops([*written, late_weights], {"total": 0}, for_latency=True)
+    place = found.ops.index
+    # The last one hides the loss; two of the first three hide the gathering.
+    assert place(weights[0]) < place(gather) < place(weights[1]) < place(weights[2]) < place(before)
+    assert found.deferred == place(late_weights)
+
+
+@pytest.mark.parametrize("mib, joined", [(15, True), (16, False)])
+def test_sums_of_gradients_are_one_collective_up_to_30_mib(mib, joined):
+    weights = [Op("apart", (name,), (f"d{name}",)) for name in ("x", "y")]
+    sums = [Op("apart", (f"d{name}",), (f"s{name}",), collective="reduce-scatter", steps="rows") for name in ("x", "y")]
+    written = [weights[0], sums[0], weights[1], sums[1]]
+    found = order_ops(written, dict.fromkeys(("sx", "sy"), mib * 2**20), for_latency=False)
+    assert found.ops == ([*weights, *sums] if joined else written)

@@ -8,7 +8,7 @@ from jax import lax
 from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.sharding.layout import Layout
-from autopar.compiler.spmd.block_times import block_times
+from autopar.compiler.spmd.block_times import block_bytes, block_times
 from autopar.compiler.spmd.combining import combined_in_body, combined_values
 from autopar.compiler.spmd.local_program import local_block
 from tests.compiler.equations import real
@@ -81,3 +81,10 @@ def test_a_program_costs_what_the_search_says():
     found = plan_step(closed, LINE, num_state=1, chosen=SLOW_TO_START)
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, LINE)
     assert block_times(block, SLOW_TO_START).total_s == pytest.approx(found.optimum.value)
+
+
+def test_a_device_moves_its_part_of_what_products_read_and_write():
+    closed = traced(lambda w, x: x @ w, W, X)
+    found = plan_step(closed, LINE, num_state=0, chosen=SLOW_TO_START, constraints=Constraints(inputs={1: (ROWS,)}))
+    block = local_block(jc.open_jaxpr(closed)[0], found.plan, LINE)
+    assert block_bytes(block, LINE) == 4 * (64 * 64 + 2 * 512 * 64 / LINE.num_devices)
