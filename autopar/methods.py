@@ -352,9 +352,9 @@ class Auto:
     default), "slight", "moderate" and "heavy" (0.75, 0.6 and 0.4), "off" (no limit).
     Stages are runs of layers: those between the marks of `autopar.layer_boundary`, or the numbered scopes of the model
     (`h_0`, `h_1`), or where it has neither, or fewer scopes than stages, parts of even FLOPs; `layers` says how many.
-    `remat` computes layers again in the backward pass instead of keeping what they made: as few as make the plan fit
-    into memory ("auto"), all that can be (True), or none (False). The last one is never among them, as its backward
-    pass follows at once. A scan over layers is not recomputed: put `jax.checkpoint` around its body.
+    `remat` computes layers, or stages as a whole, again in the backward pass instead of keeping what they made: as few
+    as make the plan fit into memory ("auto"), all that can be (True), or none (False). The last layer is never among
+    them, as its backward pass follows at once. A scan over layers is not: put `jax.checkpoint` around its body.
     `offload` keeps values on the hosts as it does for `Megatron`, and searches among such plans; "auto" searches among
     those without and with the optimizer's state there, and takes the faster plan of both. Searches count parameters and
     activations as on the devices all the time, simulations count them as they are.

@@ -129,6 +129,12 @@ SWEEPS = (
         shows="Auto() beside its own restrictions and plans by hand, simulated",
     ),
     Sweep(
+        name="enumerated_plans",
+        words=("benchmarks.enumerated_plans",),
+        minutes=80,
+        shows="Auto() beside all plans of 200 small steps, simulated",
+    ),
+    Sweep(
         name="planned_vs_compiled_gpu",
         words=("benchmarks.planned_vs_compiled", "--compilers", "h100:8", "h100:64"),
         minutes=45,

@@ -5,7 +5,7 @@
     shares             a microbatch of one lane to another
     schedule           every other order of the same tasks
     num_microbatches   the next smaller and the next larger number that the batch divides into
-    remat              every stage computed again, or none
+    remat              every stage computed again, none, one more or one less
     mesh_shape         the devices of every mesh in another shape
 
 All layouts are anew for the last five, by the same programs as when stages are planned. Layouts that do not fit are
@@ -219,10 +219,26 @@ def stage_decisions(planning: Planning, decision: str) -> Iterator[Revision]:
                     stages = tuple(replace(stage, remat=again) for stage in plan.stages)
                     words = "every stage computed again" if again else "nothing computed again"
                     yield _revision(planning, words, plan, stages=stages)
+            yield from _one_computed_again(planning)
         case "mesh_shape" if planning.is_searched:
             yield from _other_shapes(planning)
         case _:
             return
+
+
+def _one_computed_again(planning: Planning) -> Iterator[Revision]:
+    """Yield the plan with one stage more computed again, the first that is not, and with one less, the last that is."""
+    plan = planning.plan
+    ordered = list(enumerate(plan.stages))
+    more = next(((number, stage) for number, stage in ordered if not stage.remat), None)
+    less = next(((number, stage) for number, stage in reversed(ordered) if stage.remat), None)
+    for changed, words in ((more, "computed again as well"), (less, "no longer computed again")):
+        others = () if changed is None else [stage for number, stage in ordered if number != changed[0]]
+        if changed is not None and len({stage.remat for stage in others} - {not changed[1].remat}) > 0:
+            number, stage = changed
+            stages = [*plan.stages]
+            stages[number] = replace(stage, remat=not stage.remat)
+            yield _revision(planning, f"stage {number} {words}", plan, stages=tuple(stages))
 
 
 def _moved_border(planning: Planning, border: int, move: int) -> Iterator[Revision]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -34,6 +34,8 @@ _LIKELY_SHARE = 0.9
 """Of the memory: stages that need no more, judged by the layers of other microbatches, are likely to fit."""
 _WORTH_SPLITTING = 0.05
 """Of the step: less time than that is not worth looking at layers whose weight gradients are tasks of their own."""
+_WORTH_RECOMPUTING = 0.02
+"""Of the step: if want of memory costs no more, no stages are looked at that are computed again."""
 _HIDDEN_ANYWAY = 0.1
 """Of a stage's time: links that take no more there and back need no forward task ahead."""
 _FORMULA_SHARE = 0.95
@@ -47,7 +49,6 @@ class PipelineCandidate:
     layers: Layers
     timing: Timing
     """The schedule; the search has the layers of all virtual stages on a mesh as one stage."""
-    remat: bool
     bound_s: float
     """Seconds that no stages searched together with these are taken to undercut."""
     stages: tuple[Stage, ...]
@@ -68,13 +69,22 @@ class PipelineCandidate:
         """Equal for stages that differ in their schedule at most."""
         stages = tuple((stage.start, stage.stop, stage.submesh, stage.cost.choice) for stage in self.stages)
         splits = self.timing.schedule.splits_weight_gradients
-        return self.timing.virtual_stages, self.remat, splits, stages
+        return self.timing.virtual_stages, splits, stages
 
     @property
     def sizes(self) -> tuple[int, int]:
         """The devices of the smallest and of the largest stage."""
         devices = [stage.submesh.num_devices for stage in self.stages]
         return min(devices), max(devices)
+
+    def peak_share(self, problem: StageProblem) -> float:
+        """Return the largest share of its memory that a device needs, by the sums over layers."""
+        count = len(self.stages)
+        return max(
+            stage.cost.peak_bytes(self.timing.num_in_flight(stages_behind=count - 1 - number, num_stages=count))
+            / problem.memory_of(stage.submesh)
+            for number, stage in enumerate(self.stages)
+        )
 
     @property
     def gain_from_splitting(self) -> float:
@@ -177,49 +187,92 @@ def stage_candidates(
 ) -> list[PipelineCandidate]:
     """Return the best stages of every schedule, from the first to the second number of them.
 
-    None that by its formula takes much longer than `below_s` is searched to its end. Stages are recomputed where none
-    fit without. Raises `MemoryTooSmall` where none fit at all, `NotSplittable` and `Unsupported` for batches that
-    cannot be split so.
+    None that by its formula takes much longer than `below_s` is searched to its end. Any of the stages may be computed
+    again where none fit without, or where these take longer than if memory had no end. Raises `MemoryTooSmall` where
+    none fit at all, `NotSplittable` and `Unsupported` for batches that cannot be split so.
     """
-    given = problem.given_schedule
-    # Between machines, links may take longer than stages.
-    slow_links = [warmed_up([])] if problem.hardware.is_mixed and not problem.stage_meshes else []
-    tried = [*SCHEDULES.values(), *slow_links] if given is None else [given]
-    if given is None and num_microbatches == 1:
-        # With one microbatch, a stage has nothing to order but its weight gradient.
-        tried = [problem.first_schedule, *(each for each in tried if each.splits_weight_gradients)]
+    tried = _schedules(problem, num_microbatches)
     by_split = [[each for each in tried if each.splits_weight_gradients == splits] for splits in (False, True)]
     schedules, splitting = by_split if by_split[0] else reversed(by_split)
 
-    def best_of(schedules: Sequence[Schedule], remat: bool) -> list[PipelineCandidate]:
-        splits = schedules[0].splits_weight_gradients
-        whole = RangeCosts(problem, *known(num_microbatches, remat, splits=False)) if splits and by_split[0] else None
-        ranges = RangeCosts(problem, *known(num_microbatches, remat, splits=splits), whole)
-        layers = ranges.layers
+    def ranges_of(splits: bool, remats: Sequence[bool]) -> RangeCosts:
+        remat, *others = remats
+        return RangeCosts(
+            problem,
+            *known(num_microbatches, remat, splits=splits),
+            remat=remat,
+            whole=ranges_of(False, (remat,)) if splits and by_split[0] else None,
+            again=ranges_of(splits, others) if others else None,
+        )
+
+    def best_of(schedules: Sequence[Schedule], remats: Sequence[bool]) -> list[PipelineCandidate]:
+        ranges = ranges_of(schedules[0].splits_weight_gradients, remats)
         found: list[PipelineCandidate] = []
         shortage: MemoryTooSmall | None = None
-        for timing in _timings(problem, layers, schedules):
+        for timing in _timings(problem, ranges.layers, schedules):
             try:
-                found += _candidates(problem, ranges, timing, remat, num_stages, below_s)
+                found += _candidates(problem, ranges, timing, num_stages, below_s)
             except MemoryTooSmall as error:
                 shortage = error
         if not found and shortage is not None:
             raise shortage
         return found
 
-    shortage: MemoryTooSmall | None = None
-    for remat in _remats(problem):
-        try:
-            found = best_of(schedules, remat)
-        except MemoryTooSmall as error:
-            shortage = error
-            continue
+    def best_with(remats: Sequence[bool]) -> list[PipelineCandidate]:
+        found = best_of(schedules, remats)
         if splitting and any(_is_worth_splitting(each, below_s) for each in found):
             with suppress(MemoryTooSmall):
-                found += best_of(splitting, remat)
+                found += best_of(splitting, remats)
         return found
-    assert shortage is not None
-    raise shortage
+
+    remats = _remats(problem)
+    try:
+        found = best_with(remats[:1])
+    except MemoryTooSmall:
+        if len(remats) == 1:
+            raise
+        found = []
+    if len(remats) == 1 or (problem.stage_meshes and found):
+        return found
+    plain = ranges_of(schedules[0].splits_weight_gradients, remats[:1])
+    bound_s = _FORMULA_SHARE * _roomy_s(problem, plain, schedules, num_stages)
+    found_s = min((each.bound_s for each in found), default=math.inf)
+    if bound_s >= below_s or found_s <= (1 + _WORTH_RECOMPUTING) * bound_s:
+        return [replace(each, bound_s=min(each.bound_s, bound_s)) for each in found]
+    with suppress(MemoryTooSmall) if found else nullcontext():
+        found += best_with(remats)
+        found += best_with(remats[1:])  # which need the least memory
+    return found
+
+
+def _schedules(problem: StageProblem, num_microbatches: int) -> list[Schedule]:
+    """Return the schedules to try."""
+    given = problem.given_schedule
+    if given is not None:
+        return [given]
+    # Between machines, links may take longer than stages.
+    slow_links = [warmed_up([])] if problem.hardware.is_mixed and not problem.stage_meshes else []
+    tried = [*SCHEDULES.values(), *slow_links]
+    if num_microbatches > 1:
+        return tried
+    # With one microbatch, a stage has nothing to order but its weight gradient.
+    return [problem.first_schedule, *(each for each in tried if each.splits_weight_gradients)]
+
+
+def _roomy_s(
+    problem: StageProblem, ranges: RangeCosts, schedules: Sequence[Schedule], num_stages: tuple[int, int]
+) -> float:
+    """Return the seconds by formula that the best stages would take if memory had no end; 0 where that is not known."""
+    if problem.stage_meshes:
+        return 0.0
+    roomy = replace(problem, share=math.inf)
+    endless = RangeCosts(roomy, ranges.layers, ranges.costs)
+    bounds_s = [
+        _partitioned(roomy, endless, timing, number, clusters, few_to_most, updates=False).lower_bound_s
+        for timing in _timings(roomy, endless.layers, schedules)
+        for number, clusters, few_to_most in _sizes(roomy, endless, timing, num_stages)
+    ]
+    return min(bounds_s, default=math.inf)
 
 
 def _is_worth_splitting(candidate: PipelineCandidate, below_s: float) -> bool:
@@ -254,33 +307,17 @@ def _candidates(
     problem: StageProblem,
     ranges: RangeCosts,
     timing: Timing,
-    remat: bool,
     num_stages: tuple[int, int],
     below_s: float,
 ) -> list[PipelineCandidate]:
     """Return the best stages of any sizes, and the best ones of one size for every number of these."""
     if problem.stage_meshes:
-        return _colocated_candidates(problem, ranges, timing, remat)
-    num_layers = len(ranges.layers.class_of)
-    few, most = num_stages[0], min(num_stages[1], num_layers // timing.virtual_stages)
-    every = problem.clusters
-    asked: list[tuple[int | None, tuple[Submesh, ...]]] = [
-        (number, every) for number in _equal_counts(problem, num_layers // timing.virtual_stages, few, most)
-    ]
-    if problem.num_stages is None and few <= most:  # of any sizes
-        asked.insert(0, (None, every))
-        for whole in every:
-            domain = problem.machine_of(whole).domain
-            if whole.num_devices > domain or len(every) > 1:
-                # Few devices whose links are all fast may do better than many.
-                near = replace(cluster_shape(min(domain, whole.num_devices), whole.devices_per_host), group=whole.group)
-                if _can_hold_all(problem, near):
-                    asked.append((None, (near,)))
+        return _colocated_candidates(problem, ranges, timing)
     found: dict[object, PipelineCandidate] = {}
     shortage: MemoryTooSmall | None = None
-    for number, clusters in asked:
+    for number, clusters, few_to_most in _sizes(problem, ranges, timing, num_stages):
         try:
-            searches = _solved_searches(problem, ranges, timing, number, clusters, (few, most), below_s)
+            searches = _solved_searches(problem, ranges, timing, number, clusters, few_to_most, below_s)
         except MemoryTooSmall as error:
             shortage = error
             continue
@@ -298,7 +335,6 @@ def _candidates(
                 found[key] = PipelineCandidate(
                     layers=ranges.layers,
                     timing=_for_slow_links(problem, timing, stages, virtual_stages) if slow else timing,
-                    remat=remat,
                     bound_s=_FORMULA_SHARE * searches[0].lower_bound_s,
                     stages=stages,
                     virtual_stages=virtual_stages,
@@ -309,9 +345,29 @@ def _candidates(
     return list(found.values())
 
 
-def _colocated_candidates(
-    problem: StageProblem, ranges: RangeCosts, timing: Timing, remat: bool
-) -> list[PipelineCandidate]:
+def _sizes(
+    problem: StageProblem, ranges: RangeCosts, timing: Timing, num_stages: tuple[int, int]
+) -> Iterator[tuple[int | None, tuple[Submesh, ...], tuple[int, int]]]:
+    """Yield what stages to search: any on these devices, or so many equal ones; and their least and largest number."""
+    num_layers = len(ranges.layers.class_of) // timing.virtual_stages
+    few, most = num_stages[0], min(num_stages[1], num_layers)
+    every = problem.clusters
+    equal = [(number, every, (few, most)) for number in _equal_counts(problem, num_layers, few, most)]
+    if problem.num_stages is not None or few > most:
+        yield from equal
+        return
+    yield None, every, (few, most)
+    yield from equal
+    for whole in every:
+        domain = problem.machine_of(whole).domain
+        if whole.num_devices > domain or len(every) > 1:
+            # Few devices whose links are all fast may do better than many.
+            near = replace(cluster_shape(min(domain, whole.num_devices), whole.devices_per_host), group=whole.group)
+            if _can_hold_all(problem, near):
+                yield None, (near,), (few, most)
+
+
+def _colocated_candidates(problem: StageProblem, ranges: RangeCosts, timing: Timing) -> list[PipelineCandidate]:
     """Return the best stages where the model puts some of them on the devices of others."""
     timed = colocated_stages(problem, ranges, timing)
     candidates: list[PipelineCandidate] = []
@@ -322,7 +378,6 @@ def _colocated_candidates(
             PipelineCandidate(
                 layers=ranges.layers,
                 timing=timing,
-                remat=remat,
                 bound_s=_FORMULA_SHARE * timed[0][0],
                 stages=stages,
                 virtual_stages=virtual_stages,

@@ -57,10 +57,12 @@ _TYPICAL_IN_FLIGHT = 4
 
 
 class LayoutChoice(NamedTuple):
-    """How the layouts of a stage are chosen: what memory costs, and what the mesh axes may split."""
+    """How a stage is computed: what memory costs its layouts, what the mesh axes may split, and if it runs again."""
 
     memory_multiplier: float
     splits: AllowedSplits | None = None
+    remat: bool = False
+    """Its backward task computes the forward pass again."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -186,7 +186,11 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> Shar
         method="Auto",
         meshes=tuple(meshes),
         stages=tuple(
-            StagePlan(layers=stage.layers, mesh=stage.mesh, remat=candidate.remat or layers.prepared.recomputes)
+            StagePlan(
+                layers=stage.layers,
+                mesh=stage.mesh,
+                remat=stages[stage.mesh].cost.choice.remat or layers.prepared.recomputes,
+            )
             for stage in candidate.virtual_stages
         ),
         cuts=layers.cuts,
@@ -677,9 +681,16 @@ class _Search:
             )
         )
         if before.attempt + 1 < _ATTEMPTS:
-            self.open = [each for each in self.open if not (isinstance(each, Completion) and each.region is before)]
+            most = candidate.peak_share(problem)
+            self.open = [each for each in self.open if not self.is_as_large(each, before, most)]
             likely_s = max(before.likely_s, _WHOLE_SHARE * candidate.step_time_s)
             self.open.append(replace(before, share=share, attempt=before.attempt + 1, likely_s=likely_s))
+
+    def is_as_large(self, region: Region, before: Stages, share: float) -> bool:
+        """Return whether a region completes stages of another one that need as large a share of the memory."""
+        if not isinstance(region, Completion) or region.region is not before:
+            return False
+        return region.candidate.peak_share(self.cuttable) >= share
 
     def learn(self, candidate: PipelineCandidate, seconds: float) -> None:
         """Keep how much less than by their layers stages of such sizes take as a whole."""

@@ -253,10 +253,20 @@ class RangeCosts:
     """The costs of ranges of layers on submeshes: fronts of time against memory, by how their layouts are chosen."""
 
     def __init__(
-        self, problem: StageProblem, layers: Layers, costs: LayerCosts, whole: RangeCosts | None = None
+        self,
+        problem: StageProblem,
+        layers: Layers,
+        costs: LayerCosts,
+        *,
+        remat: bool = False,
+        whole: RangeCosts | None = None,
+        again: RangeCosts | None = None,
     ) -> None:
-        """`whole` are those of the layers without weight gradients as tasks of their own, which take no longer."""
-        self.problem, self.layers, self.costs = problem, layers, costs
+        """With `remat`, backward tasks compute these layers again, and `again` are those of which a stage may do so.
+
+        `whole` are those of the layers without weight gradients as tasks of their own, which take no longer.
+        """
+        self.problem, self.layers, self.costs, self.remat, self.again = problem, layers, costs, remat, again
         self.whole = whole if whole is not None and whole.layers.class_of == layers.class_of else None
         self.sums: dict[tuple[Submesh, LayoutChoice], _Sums] = {}
         self.multipliers: dict[tuple[Submesh, LayoutChoice], Sequence[float]] = {}
@@ -274,29 +284,36 @@ class RangeCosts:
         self.costs.solved.update(submeshes)
         self.known = {key: known for key, known in self.known.items() if key[2] not in submeshes}
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] not in submeshes}
+        if self.again is not None:
+            self.again.solve(submeshes)
 
     def __call__(self, start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
         key = (start, stop, submesh)
         if key not in self.known:
-            self.known[key] = [
-                cost for free in self._free_choices(submesh) for cost in self._front(start, stop, submesh, free)
-            ]
+            costs = [cost for free in self._free_choices(submesh) for cost in self._front(start, stop, submesh, free)]
+            if self.again is not None and not self._is_enough(costs[0], submesh):
+                costs += self.again(start, stop, submesh)
+            self.known[key] = costs
         return self.known[key]
 
     def _free_choices(self, submesh: Submesh) -> Iterator[LayoutChoice]:
         """Yield the choices in which memory costs nothing; one as long as only the work of layers counts."""
         method = self.problem.method
         every = allowed_splits(method.kinds, submesh_mesh(self.problem, submesh))
-        yield from (LayoutChoice(0.0, splits) for splits in (every if submesh in self.solved else every[:1]))
+        some = every if submesh in self.solved else every[:1]
+        yield from (LayoutChoice(0.0, splits, self.remat) for splits in some)
 
     def _front(self, start: int, stop: int, submesh: Submesh, free: LayoutChoice) -> Iterator[StageCost]:
         fastest = self.cost(start, stop, submesh, free)
         yield fastest
         # Memory costs nothing where there is enough of it in any case, nor where nothing can be divided.
-        enough = fastest.peak_bytes(self.most_in_flight) <= self.expected_bytes[submesh.group]
-        if not (enough or submesh.num_devices == 1 or submesh not in self.solved):
+        if not (self._is_enough(fastest, submesh) or submesh.num_devices == 1 or submesh not in self.solved):
             for multiplier in self._worthwhile_multipliers(submesh, free):
                 yield self.cost(start, stop, submesh, free._replace(memory_multiplier=multiplier))
+
+    def _is_enough(self, cost: StageCost, submesh: Submesh) -> bool:
+        """Return whether a stage of this cost fits, whatever its schedule has in flight."""
+        return cost.peak_bytes(self.most_in_flight) <= self.expected_bytes[submesh.group]
 
     def _worthwhile_multipliers(self, submesh: Submesh, choice: LayoutChoice) -> Sequence[float]:
         """Return the largest multiplier, and those in between only if saving memory takes much time."""
@@ -313,6 +330,9 @@ class RangeCosts:
 
     def cost(self, start: int, stop: int, submesh: Submesh, choice: LayoutChoice) -> StageCost:
         """Return the cost of a range whose layouts are chosen so."""
+        if choice.remat != self.remat:
+            assert self.again is not None
+            return self.again.cost(start, stop, submesh, choice)
         sums = self._sums(submesh, choice)
         added = (sums.added[stop] - sums.added[start]).tolist()
         forward_s, backward_s, weight_s, update_s, state, activation, deferred, update = added
