@@ -20,7 +20,12 @@ from autopar.compiler.frontend.training_loops import unroll_training_loops
 from autopar.compiler.lowering.guard_callbacks import guard_callbacks
 from autopar.compiler.lowering.lower import lower
 from autopar.compiler.lowering.single_program import single_program
-from autopar.compiler.lowering.user_constraints import check_callbacks, check_manual_meshes, check_results_on_host
+from autopar.compiler.lowering.user_constraints import (
+    check_callbacks,
+    check_manual_meshes,
+    check_results_on_host,
+    check_state_on_host,
+)
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
@@ -137,6 +142,7 @@ def cut_step(trace: Trace, plan: Plan) -> StageGraph:
 def lower_step(trace: Trace, plan: Plan) -> Program:
     """Return the program of a plan, verified. Raises `Unsupported` for callbacks that it could not keep in order."""
     check_callbacks(trace, plan)
+    check_state_on_host(trace, plan)
     if plan.is_single_program:
         program = single_program(trace, plan)
     else:

@@ -63,6 +63,8 @@ class Executable:
     donated: tuple[int, ...] = ()  # positions in `inputs`
     flops: float = 0.0
     bytes_accessed: float = 0.0
+    host_bytes: int = 0
+    """What it keeps on the host for each device while it runs, by transfers of its own."""
     # A ClosedJaxpr, which neither compares nor pickles.
     jaxpr: Any = field(default=None, compare=False, repr=False)
     # Its jaxpr with callbacks that keep what they raise, so that other devices do not wait in vain; None without any.

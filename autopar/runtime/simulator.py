@@ -234,9 +234,9 @@ class _Memories:
     def drop(self, value: str) -> None:
         (self.host if value in self.host.sizes else self.device).drop(value)
 
-    def note(self, executable: str = "", temporary_bytes: int = 0) -> None:
+    def note(self, executable: str = "", temporary_bytes: int = 0, host_bytes: int = 0) -> None:
         self.device.note(executable, temporary_bytes)
-        self.host.note()
+        self.host.note(executable, host_bytes)
 
 
 def _update_memory(
@@ -244,7 +244,9 @@ def _update_memory(
 ) -> None:
     match instruction:
         case Run():
-            memory.note(instruction.executable, math.ceil(temporary_bytes.get(instruction.executable, 0.0)))
+            needed = math.ceil(temporary_bytes.get(instruction.executable, 0.0))
+            own = sizes.program.executables[instruction.executable].host_bytes
+            memory.note(instruction.executable, needed, own)
             # A donated input's memory becomes an output's.
             for position in sizes.program.executables[instruction.executable].donated:
                 memory.drop(instruction.inputs[position])

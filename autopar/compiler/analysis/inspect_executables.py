@@ -26,7 +26,7 @@ class ExecutableReport:
     stablehlo: str
     hlo: str
     memory: Mapping[str, int]
-    """As `memory_analysis` of JAX: arguments, results, what results take the place of, and temporaries."""
+    """As `memory_analysis` of JAX: arguments, results, what results replace, temporaries, also on the host."""
     cost: Mapping[str, float]
     """As `cost_analysis` of JAX, such as "flops" and "bytes accessed"."""
 
@@ -70,4 +70,5 @@ _MEMORY = (
     "temp_size_in_bytes",
     "generated_code_size_in_bytes",
     "peak_memory_in_bytes",
+    "host_temp_size_in_bytes",
 )

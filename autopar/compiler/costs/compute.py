@@ -3,6 +3,7 @@
 products          max((FLOPs + half) / matmul rate, bytes / memory bandwidth), and what a kernel takes to start
 untuned products  the same by the bytes read, and then the bytes written: of batches, where `batched_share` is below 1
 kernels of users  the same, by the products inside and the bytes of operands and results
+copies to the host and back, the bytes over the link to it
 random bits       100 operations for every 4 bytes, at the vector rate
 all others        the bytes that go through memory once XLA has fused what it can, and the kernels that start
 
@@ -109,6 +110,8 @@ def _product_s(
 
 def _compute_s(eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], machine: Machine, traffic: Traffic) -> Any:
     """Seconds of what is no product, by bytes of operands and results on one device: of one strategy, or of each."""
+    if jc.moves_memory(eqn):
+        return machine.host_copy_s(sum(results))
     if eqn.primitive.name in DRAWS:
         return machine.vector_s(sum(results) / 4 * _FLOPS_PER_RANDOM_WORD)
     nbytes = _moved(eqn, operands, results, traffic)

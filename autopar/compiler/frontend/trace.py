@@ -23,6 +23,7 @@ import jax
 from autopar.compiler.frontend.batch_dimensions import equation_batch_dims
 from autopar.compiler.frontend.compressed_gradients import check_compressed
 from autopar.compiler.frontend.find_batch import FoundBatch, find_batch
+from autopar.compiler.frontend.host_transfers import results_on_devices, transfers_by_memory
 from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.compiler.frontend.scopes import (
     all_scopes,
@@ -83,6 +84,8 @@ class Trace:
     """Output number -> number of the input that it replaces in the next step."""
     kept_inputs: Mapping[int, int]
     """Place among the results -> number of the input that stands there as it is; these are no outputs."""
+    host_results: Mapping[int, str]
+    """Output number -> the line by which the step itself puts it into the memory of the host."""
 
     def result(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
         """Return the result of the step, of these outputs and what it keeps of the inputs."""
@@ -90,6 +93,11 @@ class Trace:
         for place, number in sorted(self.kept_inputs.items()):
             every.insert(place, inputs[number])
         return jax.tree.unflatten(self.out_tree, every)
+
+    @property
+    def host_state(self) -> tuple[str, ...]:
+        """The names of the inputs that the step replaces by results on the host, and that therefore live there."""
+        return tuple(self.inputs[self.state_outputs[o]].name for o in self.host_results if o in self.state_outputs)
 
     @property
     def batch_inputs(self) -> tuple[int, ...]:
@@ -148,7 +156,8 @@ class Trace:
         text = re.sub(r"0x[0-9a-f]+", "0x", str(self.jaxpr))  # addresses of callbacks differ between processes
         names = "\n".join(f"{leaf.name}: {leaf.aval.dtype}{list(leaf.aval.shape)}" for leaf in self.inputs)
         words = scopes_text(self.jaxpr)
-        return hashlib.sha256(f"{text}\n{names}{words}".encode()).hexdigest()[:16]
+        on_host = "".join(f"\non the host: {name}" for name in self.host_state)
+        return hashlib.sha256(f"{text}\n{names}{words}{on_host}".encode()).hexdigest()[:16]
 
     @property
     def differentiates(self) -> bool:
@@ -186,7 +195,8 @@ def trace_step(
     given = [i for i in batch_inputs or () if i not in unbatched_inputs]
     _check_batch(leaves, given)
     closed, out_shape = jax.make_jaxpr(flat_step, return_shape=True)(*avals)
-    closed = number_stages(normalize(closed))
+    closed, host_results = results_on_devices(transfers_by_memory(normalize(closed)))
+    closed = number_stages(closed)
     check_compressed(closed)
     returned = out_shape if isinstance(out_shape, Returned) else Returned(result=out_shape, replaced={}, further={})
     outputs, replaced = _outputs(returned, leaves)
@@ -195,6 +205,7 @@ def trace_step(
         rest = [place for place in range(len(outputs)) if place not in kept]
         closed, outputs = jc.with_outputs(closed, rest), tuple(outputs[place] for place in rest)
         replaced = {rest.index(place): number for place, number in replaced.items() if place not in kept}
+        host_results = {rest.index(place): line for place, line in host_results.items() if place not in kept}
     if batch_inputs is None:
         state = _whole_subtrees(leaves, outputs, replaced, ())
         batch = find_batch(
@@ -218,6 +229,7 @@ def trace_step(
         donated_inputs=tuple(i for i in donated_inputs if i not in {*returned.kept, *kept.values()}),
         state_outputs=_single_leaves(leaves, outputs, state, batch.inputs),
         kept_inputs=kept,
+        host_results=host_results,
     )
     return _with_scopes(trace) if has_scopes(closed) else trace
 
@@ -278,7 +290,8 @@ def _trace_at(trace: Trace, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
         for i, a in enumerate(leaf.aval for leaf in trace.inputs)
     ]
     try:
-        twin = number_stages(normalize(jax.make_jaxpr(trace.flat_step)(*avals)))
+        closed = transfers_by_memory(normalize(jax.make_jaxpr(trace.flat_step)(*avals)))
+        twin = number_stages(results_on_devices(closed)[0])
     # Whatever the user's own code raises at another batch size; it matters only where the batch is split.
     except Exception as error:
         return None, f"tracing it with a batch of {rows} raised {type(error).__name__}: {str(error).rstrip('.')}"

@@ -21,7 +21,7 @@ from jax._src import (
     source_info_util,  # name stacks and user frames have no public reader
 )
 from jax._src.interpreters import partial_eval  # dead code inside loops has no public remover
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.extend import random as jex_random
@@ -99,14 +99,22 @@ def jit_options(fun: Any) -> dict[str, tuple[Any, ...]] | None:
 
 
 def trace(fun: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
-    """The jaxpr of `fun` on abstract values: shapes and dtypes only, no device is touched.
+    """The jaxpr of `fun` on abstract values: shapes, dtypes and memories only, no device is touched.
 
     A mesh that the user has set has said what it had to say when the step was traced: only that of a shard_map counts.
     """
     around = jax.sharding.get_abstract_mesh()
     mesh = nullcontext() if around.empty or around.manual_axes else jax.sharding.use_abstract_mesh(_NO_MESH)
     with mesh:
-        return jax.make_jaxpr(fun)(*[jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=_weak(a)) for a in avals])
+        return jax.make_jaxpr(fun)(*map(_bare, avals))
+
+
+def _bare(aval: Any) -> Any:
+    bare = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=_weak(aval))
+    if getattr(aval, "memory_space", None) != jax.memory.Space.Host:
+        return bare
+    # A struct has no place for the memory that a value is in.
+    return ShapedArray(bare.shape, bare.dtype, weak_type=bare.weak_type, memory_space=jax.memory.Space.Host)
 
 
 def _weak(aval: Any) -> bool:
@@ -215,6 +223,13 @@ def describe(eqn: JaxprEqn) -> str:
 def is_on_host(v: Any) -> bool:
     """Return whether a value's type says that it is in the memory of the host."""
     return getattr(v.aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def moves_memory(eqn: JaxprEqn) -> bool:
+    """Return whether an equation copies values between the memories of devices and hosts, and does nothing else."""
+    return eqn.primitive.name == "device_put" and any(
+        is_on_host(given) != is_on_host(made) for given, made in zip(eqn.invars, eqn.outvars, strict=True)
+    )
 
 
 def explicit_sharding(v: Any) -> Any:
@@ -422,6 +437,12 @@ def with_outputs(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:
     if list(kept) == list(range(len(jaxpr.outvars))):
         return closed
     return _closed(jaxpr.replace(outvars=[jaxpr.outvars[i] for i in kept]), consts)
+
+
+def with_results(closed: ClosedJaxpr, results: Sequence[Any]) -> ClosedJaxpr:
+    """The same program with other values of it for results."""
+    jaxpr, consts = open_jaxpr(closed)
+    return _closed(jaxpr.replace(outvars=list(results)), consts)
 
 
 def consts_as_inputs(closed: ClosedJaxpr) -> tuple[Jaxpr, tuple[Any, ...]]:

@@ -57,7 +57,8 @@ def kind_of(eqn: jc.JaxprEqn) -> FusionKind:
         return "view"
     if name in _REDUCTIONS:
         return "reduction"
-    return "apart" if name in _APART or name in NESTED or name.startswith("scatter") else "fused"
+    apart = name in _APART or name in NESTED or name.startswith("scatter") or jc.moves_memory(eqn)
+    return "apart" if apart else "fused"
 
 
 def is_expensive(eqn: jc.JaxprEqn) -> bool:

@@ -106,6 +106,11 @@ def while_of(eqn: JaxprEqn) -> While:
     )
 
 
+def targets_of(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """Where a `device_put` equation puts each operand: a memory space, a sharding, a device, or None."""
+    return tuple(eqn.params["devices"])
+
+
 def branches_of(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
     """The branches of a `cond` equation, by the number that its first operand gives."""
     return tuple(eqn.params["branches"])

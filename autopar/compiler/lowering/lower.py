@@ -25,6 +25,7 @@ from autopar.compiler.lowering.task_executables import (
     instance,
     task_of,
 )
+from autopar.compiler.memory.host_bytes import host_bytes
 from autopar.compiler.pipeline.host_state import replaced_on_host, waiting_values
 from autopar.compiler.pipeline.stage_graph import GraphInput, StageGraph
 from autopar.ir.plan import Plan
@@ -353,7 +354,11 @@ def _executables(
     tasks = {executable_name(c.emitted): c.emitted for c in calls}
     by_name = {n: planned.types[n.partition("@")[0]] for e in tasks.values() for n in (*e.inputs, *e.outputs)}
     return {
-        name: replace(executable_of(e, mesh, by_name, donations[name]), jaxpr=planned.jaxprs[name])
+        name: replace(
+            executable_of(e, mesh, by_name, donations[name]),
+            jaxpr=planned.jaxprs[name],
+            host_bytes=host_bytes(planned.jaxprs[name]),
+        )
         for name, e in tasks.items()
     }
 

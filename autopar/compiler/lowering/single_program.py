@@ -11,6 +11,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import jaxpr_bytes, jaxpr_flops
 from autopar.compiler.lowering.sharded_step import sharded_step
 from autopar.compiler.lowering.user_constraints import without_constraints
+from autopar.compiler.memory.host_bytes import host_bytes
 from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Executable, Free, Input, Instruction, MeshProgram, Output, Program, Run, Task
 
@@ -41,6 +42,7 @@ def single_program(trace: Trace, plan: Plan) -> Program:
         donated=donated,
         flops=jaxpr_flops(trace.jaxpr),
         bytes_accessed=jaxpr_bytes(trace.jaxpr),
+        host_bytes=host_bytes(jaxpr),
         jaxpr=jaxpr,
     )
     run = Run(

@@ -12,6 +12,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.evaluate import rewrite
 from autopar.compiler.jaxprs.primitives import CONSTRAINTS, MANUAL
+from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.errors import Unsupported
 from autopar.ir.plan import Plan
 
@@ -47,14 +48,27 @@ def check_manual_meshes(trace: Trace) -> None:
 
 
 def check_results_on_host(trace: Trace) -> None:
-    """Raise `Unsupported` for a result that the step itself puts into the memory of the host."""
-    made_by = {v: eqn for eqn in trace.jaxpr.jaxpr.eqns for v in eqn.outvars}
-    for leaf, v in zip(trace.outputs, trace.jaxpr.jaxpr.outvars, strict=True):
-        if not isinstance(v, jc.Literal) and v in made_by and jc.is_on_host(v):
+    """Raise `Unsupported` for a result that the step itself puts on the host and that is no state of the next step."""
+    for place, line in trace.host_results.items():
+        if place not in trace.state_outputs:
             raise Unsupported(
-                f"{trace.name} puts its result {leaf.name or 'itself'} into the memory of the host, by "
-                f"{jc.describe(made_by[v])}. Where results lie is the plan's to decide: leave that line out, and use "
-                'offload="optimizer" of Megatron or Auto for state that only the update reads.'
+                f"{trace.name} puts its result {trace.outputs[place].name or 'itself'} into the memory of the host, by "
+                f"{line}, and only state that an input brings back can live there. Leave that line out, and fetch the "
+                "result with jax.device_get."
+            )
+
+
+def check_state_on_host(trace: Trace, plan: Plan) -> None:
+    """Raise `Unsupported` for a plan that keeps state on the devices which the step itself puts on the host."""
+    kept = {name for part in plan.host_state for name in part}
+    lines = {trace.inputs[trace.state_outputs[place]].name: line for place, line in trace.host_results.items()}
+    avals = {leaf.name: leaf.aval for leaf in trace.inputs}
+    for name in trace.host_state:
+        if name not in kept and not below_split_size(avals[name]):
+            raise Unsupported(
+                f"{trace.name} puts {name} into the memory of the host, by {lines[name]}, and {plan.method} keeps all "
+                "state on the devices. Plan with Auto, Megatron (zero=3 divides all state), PipelineParallel or "
+                "DataParallel, or leave that line out."
             )
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import literal_key
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.fusion import alone, is_expensive, kind_of
@@ -112,9 +113,11 @@ class _Lister:
         return self.names.get(value, BlockValue(self.block, value))
 
     def key(self, value: Any) -> BlockValue | None:
-        """Return the same, None if it is too small to count."""
+        """Return the same, None if it is too small to count, or on the host."""
         named = self.name(value)
-        return named if isinstance(named, BlockValue) and not below_split_size(named.value.variable.aval) else None
+        if not isinstance(named, BlockValue) or jc.is_on_host(named.value.variable):
+            return None
+        return None if below_split_size(named.value.variable.aval) else named
 
     def note(self, value: Value) -> None:
         """Note the size of a value."""

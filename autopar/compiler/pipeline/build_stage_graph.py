@@ -17,6 +17,7 @@ from typing import Any
 from autopar.compiler.frontend.layer_scans import LeafRows
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.microbatch.accumulate import accumulation_axis, accumulation_kind
+from autopar.compiler.pipeline.offloaded_values import handed_on_devices
 from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.placement import Placement
 from autopar.compiler.pipeline.stage_graph import (
@@ -132,6 +133,7 @@ class _Builder:
             updates.split_by_parts(read_by)
         micro = [self._microbatch_task(key) for key in self.task_equations.equations]
         once = [self._update_task(key, updates) for key in updates.tasks()]
+        micro, offloaded = handed_on_devices(micro)
         tasks = _in_order([*micro, *once], self.phases.num_rounds)
         return StageGraph(
             name=name,
@@ -142,6 +144,7 @@ class _Builder:
             inputs=tuple(self._graph_inputs(inputs, leaf_names, tasks)),
             outputs=tuple(self._graph_outputs(outputs, updates, state_outputs)),
             values=self.values,
+            offloaded=offloaded,
         )
 
     def _microbatch_task(self, key: TaskKey) -> StageTask:

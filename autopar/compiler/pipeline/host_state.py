@@ -30,15 +30,32 @@ SOON = PARTS_AT_ONCE
 """A value that is used again so many tasks later stays on the devices: it would come before it had left."""
 
 
-def with_offload(plan: Plan, graph: StageGraph, offloads: Collection[str]) -> Plan:
+def with_offload(plan: Plan, graph: StageGraph, offloads: Collection[str], own: Collection[str] = ()) -> Plan:
     """Return a plan that keeps on the host what is named: "optimizer", "parameters", "activations".
 
-    Raises `Unsupported` where the step has no such state.
+    So it does inputs of these names that the step puts there of its `own`; small ones stay on the devices. Raises
+    `Unsupported` where the step has no such state.
     """
     parameters = "parameters" in offloads
     state = state_on_host(graph, parameters=parameters) if parameters or "optimizer" in offloads else ()
+    state += _own_state(graph, set(own).difference(*state))
     values = ("activations",) * ("activations" in offloads) + ("gradients",) * parameters
     return replace(plan, host_state=state, host_values=values)
+
+
+def _own_state(graph: StageGraph, names: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    inputs = {i.name: i.value for i in graph.inputs if i.name in names}
+    large = {name for name, value in inputs.items() if not below_split_size(graph.values[value])}
+    if not large:
+        return ()
+    parts = [tuple(name for name in part if name in large) for part in state_on_host(graph, parameters=True)]
+    if missing := sorted(large.difference(*parts)):
+        raise Unsupported(
+            f"{graph.name} puts {missing[0]} into the memory of the host, where it can live if the updates of one "
+            "stage replace it, whole and in its own shape; here several stages do, or none. Use fewer stages, or keep "
+            "it on the devices: leave the transfers out."
+        )
+    return tuple(part for part in parts if part)
 
 
 def offered_state(graph: StageGraph, *, parameters: bool = False) -> dict[str, GraphOutput]:
@@ -157,13 +174,14 @@ def _join(group_of: dict[str, list[str]], one: str, other: str) -> None:
 def waiting_values(graph: StageGraph, kinds: Collection[str]) -> frozenset[str]:
     """Return the values that the step makes and that leave for the host between the tasks that use them.
 
-    `kinds` are "activations", all that a microbatch's tasks hand on, and "gradients", all else; small ones stay.
+    `kinds` are "activations", all that a microbatch's tasks hand on, and "gradients", all else; small ones stay. What
+    the step itself offloads is among them always.
     """
     given = {i.value for i in graph.inputs} | {out.value for out in graph.outputs}
     return frozenset(
         name
         for name, value in graph.values.items()
-        if ("activations" if value.per_microbatch else "gradients") in kinds
+        if (("activations" if value.per_microbatch else "gradients") in kinds or name in graph.offloaded)
         and name not in given
         and not below_split_size(value)
     )

@@ -108,6 +108,8 @@ class StageGraph:
     outputs: tuple[GraphOutput, ...]
     shares: tuple[int, ...] = ()
     """By stage, how many of the microbatches it runs, if the stages are lanes: one after another, they run all."""
+    offloaded: frozenset[str] = frozenset()
+    """Values that the step itself puts on the host between its forward and its backward pass."""
 
     def microbatches_of(self, stage: int) -> range:
         """Return the microbatches that a stage runs."""

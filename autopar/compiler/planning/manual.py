@@ -62,7 +62,7 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_di
     stages = _as_stages(unrolled, method, num_devices)
     shape = stages.mesh_shape
     assert shape is not None
-    offloads = offloaded(stages)
+    offloads = bool(offloaded(stages) or trace.host_state)
     if stages.num_virtual_stages == 1 and stages.num_microbatches == 1 and math.prod(shape) > 1 and not offloads:
         on_one_mesh = ShardParallel(
             mesh_shape=shape,
@@ -103,7 +103,7 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_di
         bare = replace(bare, stages=tuple(replace(stage, remat=True) for stage in bare.stages))
     graph = cut_stages(prepared, StageCut.of(bare)) if offloads or math.prod(shape) > 1 else None
     if graph is not None and offloads:
-        bare = with_offload(bare, graph, offloads)
+        bare = with_offload(bare, graph, offloaded(stages), trace.host_state)
         check_waiting(graph, bare)
         graph = cut_stages(prepared, StageCut.of(bare))
     if graph is None or math.prod(shape) == 1:

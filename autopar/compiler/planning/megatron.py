@@ -56,8 +56,8 @@ def plan_megatron(trace: Trace, method: Megatron, *, cluster: Cluster, cache_dir
     bare = _bare_plan(trace, method, prepared, pieces, devices, (data, tensor, pipeline))
     cut = StageCut.of(bare)
     graph = cut_stages(prepared, cut)
-    if offloaded(method):
-        bare = with_offload(bare, graph, offloaded(method))
+    if offloaded(method) or trace.host_state:
+        bare = with_offload(bare, graph, offloaded(method), trace.host_state)
         check_waiting(graph, bare)
         cut = StageCut.of(bare)
         graph = cut_stages(prepared, cut)

@@ -85,6 +85,7 @@ def plan_key(trace: Trace, method: Method, cluster: Cluster, *, checked: bool) -
         [(leaf.name, leaf.argument) for leaf in (*trace.inputs, *trace.outputs)],
         (trace.name, trace.batch, trace.donated_inputs, sorted(trace.state_outputs.items())),
         sorted(trace.kept_inputs.items()),
+        trace.host_state,
         (method, cluster, checked),
         # A kind may be that of a registered machine; to ask warns of one without figures, also where the plan is kept.
         [group.machine for group in cluster.groups],

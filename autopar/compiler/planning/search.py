@@ -203,7 +203,7 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> Shar
     )
     graph = cut_stages(layers.prepared, StageCut.of(bare))
     if problem.offloads:
-        bare = with_offload(bare, graph, offloaded(problem.method))
+        bare = with_offload(bare, graph, offloaded(problem.method), problem.trace.host_state)
         graph = cut_stages(layers.prepared, StageCut.of(bare))
     shardings = stage_shardings(problem, layers, graph, bare, stages, candidate.timing)
 
@@ -309,7 +309,8 @@ class _Search:
         search.open += () if problem.offloads else search.lanes()
         if problem.offloads and not search.open:
             raise Unsupported(
-                f"offload={problem.method.offload!r} brings values in for the tasks of a step, and "
+                f"offload={problem.method.offload!r} brings values in for the tasks of a step, as its own transfers to "
+                "the host do, and "
                 f'{problem.trace.name} cannot be cut into a gradient and an update. Use offload="off".'
             )
         return search

@@ -67,7 +67,7 @@ class StageProblem:
     @property
     def offloads(self) -> bool:
         """True if values are on the hosts while no task uses them."""
-        return bool(offloaded(self.method))
+        return bool(offloaded(self.method) or self.trace.host_state)
 
     @property
     def num_devices(self) -> int:
