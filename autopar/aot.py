@@ -36,6 +36,7 @@ from autopar.compiler.frontend.trace import Returned, Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.plan_within_memory import plan_that_fits
 from autopar.compiler.planning.follow import Followed
+from autopar.compiler.planning.offload import Simulated
 from autopar.compiler.planning.one_mesh import memory_limit
 from autopar.compiler.planning.scope_demands import scopes_kept
 from autopar.compiler.planning.whole_inputs import note_whole_inputs
@@ -614,10 +615,20 @@ class Traced:
         cluster = target.devices_planned_for()
         asked = target.method if method is None else method
 
-        def simulated_s(plan: Plan) -> float:
-            report = Planned(plan=plan, trace=self.trace, source=self.source).simulate(cluster)
-            check_hosts(report, self.trace.name)
-            return report.step_time_s
+        last: dict[int, tuple[Plan, SimulationReport]] = {}  # the one whose time and memory are asked for in turn
+
+        def report(plan: Plan) -> SimulationReport:
+            if id(plan) not in last:
+                last.clear()
+                last[id(plan)] = plan, Planned(plan=plan, trace=self.trace, source=self.source).simulate(cluster)
+            return last[id(plan)][1]
+
+        def step_s(plan: Plan) -> float:
+            check_hosts(report(plan), self.trace.name)
+            return report(plan).step_time_s
+
+        def peak_bytes(plan: Plan) -> list[int]:
+            return [mesh.peak_bytes for mesh in report(plan).meshes]
 
         with search_progress(f"planning {self.trace.name}"), one_warning(self.trace.name):
             plan = self._agreed(
@@ -625,7 +636,7 @@ class Traced:
                     self.trace,
                     asked,
                     cluster=cluster,
-                    simulated_s=simulated_s,
+                    simulated=Simulated(step_s=step_s, peak_bytes=peak_bytes),
                     devices=target.live_devices() if target.planned_for() is None else None,
                     cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
                 )

@@ -355,9 +355,11 @@ class Auto:
     `remat` computes layers, or stages as a whole, again in the backward pass instead of keeping what they made: as few
     as make the plan fit into memory ("auto"), all that can be (True), or none (False). The last layer is never among
     them, as its backward pass follows at once. A scan over layers is not: put `jax.checkpoint` around its body.
-    `offload` keeps values on the hosts as it does for `Megatron`, and searches among such plans; "auto" searches among
-    those without and with the optimizer's state there, and takes the faster plan of both. Searches count parameters and
-    activations as on the devices all the time, simulations count them as they are.
+    `offload` keeps values on the hosts as it does for `Megatron`, and searches among such plans; "auto" takes the
+    fastest that fits, of those with nothing there, the optimizer's state, activations, parameters, or both. A search
+    over layouts counts parameters and activations as on the devices all the time. So plans by degrees, with a layer or
+    a part of one to a virtual stage, are simulated beside it, which counts them as they are: where no pins, kinds,
+    scopes, `mesh_shape`, `layers` or `schedule` are given.
     `pins` maps regular expressions to specs: an input whose name (`state.params.h_0.kernel`) one of them finds is
     laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`. `effort` ("fast",
     "normal", "thorough") says how much of the space is looked at before the best plan so far is taken, with the gap

@@ -11,7 +11,6 @@ nothing to cut: `lower_step` takes the traced step as it is on one device, or wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.follow import Followed, plan_following
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.megatron import plan_megatron
-from autopar.compiler.planning.offload import search_with_offload
+from autopar.compiler.planning.offload import Simulated, search_with_offload
 from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.plan_cache import kept_plan
 from autopar.compiler.planning.plan_checks import check_machines, check_plan, with_machines
@@ -63,14 +62,14 @@ def make_plan(
     method: Method | Plan | Followed,
     *,
     cluster: Cluster,
-    simulated_s: Callable[[Plan], float] | None = None,
+    simulated: Simulated | None = None,
     checked: bool = False,
     cache_directory: Path | None = None,
 ) -> Plan:
     """Return the plan of a method for the devices of a cluster, or the given plan if it fits.
 
     `Auto` compares plans by the seconds that they are simulated to take. Plans, and what searches solved on the way,
-    are kept in `cache_directory`, if one is given: then `simulated_s` must be nothing but the simulation of a plan.
+    are kept in `cache_directory`, if one is given: then `simulated` must be nothing but the simulation of a plan.
     Searches use all of a memory budget if the plan is `checked` by compiling it.
     """
     check_manual_meshes(trace)
@@ -84,7 +83,7 @@ def make_plan(
         case Followed():
             return plan_following(trace, method, cluster=cluster, cache_directory=cache_directory)
         case _:
-            make = partial(_plan_of_method, trace, method, cluster, simulated_s, checked, cache_directory)
+            make = partial(_plan_of_method, trace, method, cluster, simulated, checked, cache_directory)
             return kept_plan(trace, method, cluster, checked=checked, directory=cache_directory, make=make)
 
 
@@ -92,7 +91,7 @@ def _plan_of_method(
     trace: Trace,
     method: Method,
     cluster: Cluster,
-    simulated_s: Callable[[Plan], float] | None,
+    simulated: Simulated | None,
     checked: bool,
     cache_directory: Path | None,
 ) -> Plan:
@@ -102,7 +101,7 @@ def _plan_of_method(
         case Megatron():
             plan = plan_megatron(trace, method, cluster=cluster, cache_directory=cache_directory)
         case Auto():
-            assert simulated_s is not None, "a search compares plans by their simulation"
+            assert simulated is not None, "a search compares plans by their simulation"
             problem = StageProblem(
                 trace=trace,
                 method=method,
@@ -112,7 +111,7 @@ def _plan_of_method(
                 named_stages=named_stages(trace, method, cluster),
             )
             check_kinds(problem)
-            plan = search_with_offload(problem, simulated_s)
+            plan = search_with_offload(problem, simulated)
         case Zero() | TensorParallel() | ExpertParallel():
             return plan_by_search(
                 trace,

@@ -7,7 +7,7 @@ takes time, but not twice where JAX's compilation cache is on: what is compiled 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import compiled_peak_bytes
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.planning.follow import Followed
+from autopar.compiler.planning.offload import Simulated
 from autopar.compiler.planning.one_mesh import memory_limit, search_of
 from autopar.errors import MemoryTooSmall
 from autopar.hardware.cluster import Cluster
@@ -34,7 +35,7 @@ def plan_that_fits(
     *,
     cluster: Cluster,
     devices: Sequence[Any] | None,
-    simulated_s: Callable[[Plan], float],
+    simulated: Simulated,
     cache_directory: Path | None = None,
 ) -> Plan:
     """The plan of a method, as `passes.make_plan`; with `devices` and a memory budget as a number, checked on them.
@@ -47,7 +48,7 @@ def plan_that_fits(
             trace,
             method,
             cluster=cluster,
-            simulated_s=simulated_s,
+            simulated=simulated,
             checked=checked,
             cache_directory=cache_directory,
         )

@@ -1,46 +1,101 @@
-"""Search with and without state on the host, and take the faster plan.
+"""Search with and without values on the hosts, and take the fastest plan that fits.
 
     StageProblem with offload="auto"  ->  Plan
 
-State on the host takes the time of its bytes over the links; where memory is short, the plans without take time as
-well: layers that are computed again, state that is gathered, more stages. Both are searched, and simulated.
+What is on the hosts takes the time of its bytes over the links; where memory is short, the plans without take time as
+well: layers that are computed again, state that is gathered, more stages. All are searched, and simulated: those with
+all state on the devices, or the optimizer's on the hosts, over all layouts; those with parameters or activations there
+by degrees, as what their devices hold is known of whole plans only (`planning.degree_plans`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+from autopar.compiler.memory.estimate import HEADROOM
+from autopar.compiler.planning.degree_plans import plans_by_degrees
 from autopar.compiler.planning.search import search_plan
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.errors import AutoparError, MemoryTooSmall
 from autopar.ir.plan import Plan
+from autopar.methods import offloaded
+
+_SEARCHED = ("off", "optimizer")
+_BY_DEGREES = ("activations", "parameters", ("parameters", "activations"))
 
 
-def search_with_offload(problem: StageProblem, simulated_s: Callable[[Plan], float]) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """What the simulation of a plan says."""
+
+    step_s: Callable[[Plan], float]
+    """Seconds of a step; `MemoryTooSmall` for what the hosts have no room for."""
+    peak_bytes: Callable[[Plan], Sequence[float]]
+    """By mesh, the bytes of a device."""
+
+
+def search_with_offload(problem: StageProblem, simulated: Simulated) -> Plan:
     """Return the best plan for what the method says of `offload`.
 
     Raises as `search_plan`; where nothing fits, the error is that of plans that keep all state on the devices.
     """
-    if problem.method.offload != "auto":
-        try:
-            return search_plan(problem, simulated_s)
-        except MemoryTooSmall as error:
-            if problem.offloads or not problem.trace.differentiates:
-                raise
+    asked = problem.method.offload
+    if asked == "auto":
+        return _fastest(problem, simulated)
+    found: list[Plan] = []
+    refused: AutoparError | None = None
+    try:
+        found.append(search_plan(problem, simulated.step_s))
+    except AutoparError as error:
+        if isinstance(error, MemoryTooSmall) and not problem.offloads and problem.trace.differentiates:
             raise MemoryTooSmall(
-                f'{error} Or let state that only the update reads live in the memory of the hosts: offload="auto".'
+                f'{error} Or let values that no task uses live in the memory of the hosts: offload="auto".'
             ) from None
+        refused = error
+    if not offloaded(problem.method).isdisjoint({"parameters", "activations"}):
+        found += _fitting(problem, asked, simulated)
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found, key=simulated.step_s)
+
+
+def _fastest(problem: StageProblem, simulated: Simulated) -> Plan:
     found: list[Plan] = []
     refused: list[AutoparError] = []
-    for offload in ("off", "optimizer"):
+    for offload in _SEARCHED:
         method = replace(problem.method, offload=offload)
         try:
-            found.append(search_plan(replace(problem, method=method, known={}, solved_stages={}), simulated_s))
+            found.append(search_plan(replace(problem, method=method, known={}, solved_stages={}), simulated.step_s))
         except AutoparError as error:
             if offload == "off" and not isinstance(error, MemoryTooSmall):
                 raise
             refused.append(error)
+    # Where nothing is computed again for want of room, there is nothing that more room could make faster.
+    if not found or all(map(_computes_again, found)):
+        for offload in _BY_DEGREES:
+            found += _fitting(problem, offload, simulated)
     if not found:
         raise refused[0]
-    return min(found, key=simulated_s)
+    return min(found, key=simulated.step_s)
+
+
+def _computes_again(plan: Plan) -> bool:
+    recomputed = plan.sharding is not None and bool(plan.sharding.recomputed_layers)
+    return recomputed or any(stage.remat for stage in plan.stages)
+
+
+def _fitting(problem: StageProblem, offload: str | tuple[str, ...], simulated: Simulated) -> list[Plan]:
+    """Return the fastest plan by degrees that fits, if one does: with the headroom of compilers, or else without."""
+    fitting: list[tuple[bool, float, int, Plan]] = []
+    for number, plan in enumerate(plans_by_degrees(problem, offload)):
+        try:
+            step_s = simulated.step_s(plan)
+        except MemoryTooSmall:  # of a host
+            continue
+        share = max(simulated.peak_bytes(plan)) / problem.memory_bytes
+        if share <= 1:
+            is_tight = not problem.checked and share * (1 + HEADROOM) > 1
+            fitting.append((is_tight, step_s, number, plan))
+    return [min(fitting)[-1]] if fitting else []

@@ -47,7 +47,7 @@ def test_a_gpt_whose_state_is_one_and_a_half_times_the_budget_trains_as_the_plai
     budget = sum(leaf.nbytes for leaf in jax.tree.leaves(new_state())) / 1.5
     options = {"devices": jax.devices()[:1], "donate_argnums": 0}
     without = autopar.parallelize(train_step, method=Auto(memory=budget), **options)
-    with pytest.raises(MemoryTooSmall, match=r'Or let state .* live in the memory of the hosts: offload="auto"'):
+    with pytest.raises(MemoryTooSmall, match=r'Or let values .* live in the memory of the hosts: offload="auto"'):
         without.trace(new_state(), batch()).plan()
     searched = autopar.parallelize(train_step, method=Auto(memory=budget, offload="auto"), **options)
     planned = searched.trace(new_state(), batch()).plan()
@@ -108,6 +108,32 @@ def test_devices_divide_what_is_on_the_host_because_copies_take_time():
     assert all(any(planned.plan.input_specs[name]) for name in kept if "blocks" in name)
     master = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state["master"]))
     assert planned.simulate().host_bytes == pytest.approx(3 * master / 2, rel=0.01)
+
+
+def on_one_gpu():
+    cluster = autopar.Cluster.parse("p3.16xlarge").with_devices(1)
+    return autopar.parallelize(train_step, cluster=cluster, donate_argnums=0).trace(new_state(), batch())
+
+
+@pytest.mark.parametrize("offload", ["activations", "parameters", ("parameters", "activations")], ids=str)
+@pytest.mark.usefixtures("float64")
+def test_a_search_refuses_nothing_that_degrees_fit_and_is_never_slower(offload):
+    traced, given = on_one_gpu(), {"num_microbatches": 1, "remat": False}
+    by_degrees = autopar.Megatron(schedule="interleaved", virtual_stages=2 * BLOCKS, offload=offload, **given)
+    asked = traced.plan(by_degrees).simulate()
+    searched = traced.plan(Auto(offload=offload, memory=float(asked.peak_bytes), **given)).simulate()
+    assert searched.peak_bytes <= asked.peak_bytes
+    assert searched.step_time_s <= asked.step_time_s
+
+
+@pytest.mark.usefixtures("float64")
+def test_where_the_optimizers_state_is_not_enough_the_parameters_go_to_the_host_as_well():
+    traced, given = on_one_gpu(), {"num_microbatches": 1, "remat": False}
+    least = traced.plan(autopar.Megatron(schedule="interleaved", virtual_stages=2 * BLOCKS, offload="parameters"))
+    budget = float(least.simulate().peak_bytes)
+    found = traced.plan(Auto(offload="auto", memory=budget, **given))
+    assert {name.split(".")[1] for part in found.plan.host_state for name in part} == {"params", "master", "mu", "nu"}
+    assert found.simulate().peak_bytes <= budget
 
 
 def mean_loss(params, batch):
