@@ -30,12 +30,12 @@ _REFUSED = (InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported)
 
 
 def plans_by_degrees(problem: StageProblem, offload: str | tuple[str, ...]) -> Iterator[Plan]:
-    """Yield the plans with this on the hosts that the method's options leave, until its time is up; one at least.
+    """Yield the plans with this on the hosts that the method's options leave, until its seconds of the processor are up; one at least.
 
     None where the user says more of layouts, meshes or orders than degrees can: by pins, kinds, scopes, `mesh_shape`,
     `layers` or `schedule`, and where devices differ.
     """
-    method, until_s = problem.method, time.monotonic() + problem.method.time_limit_s
+    method, until_s = problem.method, time.process_time() + problem.method.time_limit_s
     said = method.mesh_shape, method.layers, method.schedule, method.kinds, method.pins or None
     if any(each is not None for each in said) or problem.hardware.is_mixed or has_scopes(problem.trace.jaxpr):
         return
@@ -51,7 +51,7 @@ def plans_by_degrees(problem: StageProblem, offload: str | tuple[str, ...]) -> I
         except _REFUSED:
             continue
         yield replace(plan, method="Auto")
-        if time.monotonic() > until_s:
+        if time.process_time() > until_s:
             return
 
 
