@@ -30,10 +30,10 @@ _REFUSED = (InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported)
 
 
 def plans_by_degrees(problem: StageProblem, offload: str | tuple[str, ...]) -> Iterator[Plan]:
-    """Yield the plans with this on the hosts that the method's options leave, until its seconds of the processor are up; one at least.
+    """Yield the plans with this on the hosts that the method's options leave, one at least.
 
-    None where the user says more of layouts, meshes or orders than degrees can: by pins, kinds, scopes, `mesh_shape`,
-    `layers` or `schedule`, and where devices differ.
+    They end when the method's seconds of the processor are up. None where the user says more of layouts, meshes or
+    orders than degrees can: by pins, kinds, scopes, `mesh_shape`, `layers` or `schedule`, and where devices differ.
     """
     method, until_s = problem.method, time.process_time() + problem.method.time_limit_s
     said = method.mesh_shape, method.layers, method.schedule, method.kinds, method.pins or None
