@@ -267,11 +267,12 @@ def _roomy_s(
         return 0.0
     roomy = replace(problem, share=math.inf)
     endless = RangeCosts(roomy, ranges.layers, ranges.costs)
-    bounds_s = [
-        _partitioned(roomy, endless, timing, number, clusters, few_to_most, updates=False).lower_bound_s
-        for timing in _timings(roomy, endless.layers, schedules)
-        for number, clusters, few_to_most in _sizes(roomy, endless, timing, num_stages)
-    ]
+    bounds_s: list[float] = []
+    for timing in _timings(roomy, endless.layers, schedules):
+        for number, clusters, few_to_most in _sizes(roomy, endless, timing, num_stages):
+            with suppress(MemoryTooSmall):  # stages of these sizes are not allowed
+                search = _partitioned(roomy, endless, timing, number, clusters, few_to_most, updates=False)
+                bounds_s.append(search.lower_bound_s)
     return min(bounds_s, default=math.inf)
 
 
