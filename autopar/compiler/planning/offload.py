@@ -53,6 +53,8 @@ def search_with_offload(problem: StageProblem, simulated: Simulated) -> Plan:
                 f'{error} Or let values that no task uses live in the memory of the hosts: offload="auto".'
             ) from None
         refused = error
+    if not problem.offloads and found:
+        return found[0]  # nothing to be held against, nor a host that may be too small
     if not offloaded(problem.method).isdisjoint({"parameters", "activations"}):
         found += _fitting(problem, asked, simulated)
     if not found:
