@@ -372,20 +372,44 @@ def _undominated(cost: FloatArray, *matrices: FloatArray) -> BoolArray:
     best = cost + sum((np.minimum.reduce(matrix, 1) for matrix in matrices), np.zeros(size))
     # An option that is cheap at its best is the likeliest to dominate: with many options only such are tried.
     tried = np.argsort(best, kind="stable")[: max(1, COMPARISONS // max(1, size * width))]
+    # inf - inf would be NaN; taken as 0 it can only keep an option that could go.
+    matrices = tuple(np.minimum(matrix, STANDS_FOR_INFINITY) for matrix in matrices)
+    at_most = _largest_surplus(cost, matrices, tried)
+    at_most[np.arange(tried.size), tried] = -np.inf
+    places, others = np.nonzero(at_most >= 0)
+    surplus = cost[others] - cost[tried[places]]
+    for matrix in matrices:
+        surplus = surplus + _least_differences(matrix, others, tried[places])
+    dominated = np.zeros(at_most.shape, bool)
+    dominated[places, others] = surplus >= 0
+    kept = np.ones(size, bool)
+    for row, option in zip(dominated, tried):
+        if kept[option]:
+            kept &= ~row
+    return kept
+
+
+def _largest_surplus(cost: FloatArray, matrices: Sequence[FloatArray], tried: IndexArray) -> FloatArray:
+    """What every option costs more, at the most, than each of those tried, whatever the neighbours' options are.
+
+    A neighbour's option is the cheapest partner of the one, or the dearest of the other: what differs least over all
+    of them differs no more there.
+    """
     surplus = cost[None, :] - cost[tried][:, None]
     for matrix in matrices:
-        # inf - inf would be NaN; taken as 0 it can only keep an option that could go.
-        columns = np.minimum(matrix.T, STANDS_FOR_INFINITY)
-        least = np.full(surplus.shape, np.inf)
-        step = max(1, IN_CACHE // least.size)
-        for start in range(0, len(columns), step):
-            block = columns[start : start + step]
-            np.minimum(least, np.minimum.reduce(block[:, None, :] - block[:, tried][:, :, None]), out=least)
-        surplus = surplus + least
-    kept = np.ones(size, bool)
-    for row, option in zip(surplus, tried):
-        if kept[option]:
-            dominated = row >= 0
-            dominated[option] = False
-            kept &= ~dominated
-    return kept
+        rows = matrix[tried]
+        cheapest, dearest = matrix.argmin(1), rows.argmax(1)
+        at_cheapest = matrix[np.arange(cost.size), cheapest] - rows[:, cheapest]
+        at_dearest = matrix[:, dearest].T - rows[np.arange(tried.size), dearest][:, None]
+        surplus = surplus + np.minimum(at_cheapest, at_dearest)
+    return surplus
+
+
+def _least_differences(matrix: FloatArray, rows: IndexArray, less: IndexArray) -> FloatArray:
+    """The least of one row less another, for each pair of rows, a few pairs at a time."""
+    least = np.empty(rows.size)
+    step = max(1, IN_CACHE // matrix.shape[1])
+    for start in range(0, rows.size, step):
+        block = slice(start, start + step)
+        np.minimum.reduce(matrix[rows[block]] - matrix[less[block]], 1, out=least[block])
+    return least
