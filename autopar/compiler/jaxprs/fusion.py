@@ -8,7 +8,8 @@ apart, leaves the program, or is expensive (an exponential, say) and read by sev
 once, and hands what it makes to its own equations without memory.
 
 A kernel is what has one number of elements to go through, the same reductions and products behind it, and arrays in
-common: XLA fuses a producer with its consumer, and consumers of one array with each other, where shapes agree.
+common: XLA fuses a producer with its consumer, and consumers of one array with each other, where shapes agree. Scalars
+join nothing: an optimizer's updates, which share its counters, are a kernel for each parameter.
 """
 
 from __future__ import annotations
@@ -190,11 +191,14 @@ class _Fusion:
                         continue
                     maker = self.makers.get(v)
                     handed = maker is not None and self.kinds[maker] in ("fused", "constant")
+                    # A scalar in common is no reason to be computed in one kernel.
+                    joins = v.aval.size > 1 and (maker is None or self.kinds[maker] != "constant")
                     if handed and (maker not in self.stored or kernel in self.kernels[maker]):
-                        if maker is not None and kernel in self.kernels[maker]:
+                        if joins and maker is not None and kernel in self.kernels[maker]:
                             groups.join((number, kernel), (maker, kernel))
                         continue
-                    groups.join((number, kernel), (v, kernel))
+                    if joins:
+                        groups.join((number, kernel), (v, kernel))
                     if (v, kernel) not in seen:
                         seen.add((v, kernel))
                         reads[number][place] += 1

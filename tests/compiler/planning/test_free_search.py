@@ -74,6 +74,7 @@ METHODS = (
     autopar.Auto(mesh_shape=(2,)),
     autopar.DataParallel(),
     autopar.Zero(stage=3),
+    autopar.Megatron(),
     autopar.Megatron(tensor=2),
     autopar.Megatron(pipeline=2, num_microbatches=4),
     autopar.PipelineParallel(num_stages=2, num_microbatches=4),
