@@ -24,11 +24,11 @@ from autopar.arguments import Arguments, Call
 from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import check_collectives
 from autopar.compiler.analysis.executable_collectives import executable_collectives
-from autopar.compiler.analysis.explain import CollectiveCauses, Explanation, Price, explain
+from autopar.compiler.analysis.explain import CollectiveCauses, Explanation, explain
 from autopar.compiler.analysis.finite_values import WatchedProgram, keeping_arguments, watched_program
 from autopar.compiler.analysis.inspect_executables import ExecutableReport, inspect_executables
 from autopar.compiler.analysis.planned_values import input_lines, planned_values
-from autopar.compiler.analysis.revision import Planning
+from autopar.compiler.analysis.revision import Planning, Price
 from autopar.compiler.analysis.step_work import input_parts, step_work
 from autopar.compiler.analysis.task_times import price_plan
 from autopar.compiler.frontend.compressed_gradients import rounding_of_compressed
@@ -442,40 +442,44 @@ class Planned:
         """Return what else a layout or a decision could be, with the price of each, or what causes a collective.
 
         `question` is an input, by its name (`state.params.h_3.mlp.kernel`), the end of it or a regular expression; one
-        of "stages", "schedule", "num_microbatches", "remat", "mesh_shape" and "shares" (of lanes); or a part of the
-        line or the scope of a collective, or its kind. Every price is that of a whole plan as `simulate` gives it, the
-        layouts chosen anew. What the user asked for by scopes, pins and options stays, and is named.
+        of "stages", "schedule", "num_microbatches", "remat", "mesh_shape", "shares" (of lanes) and "machines" (of a
+        mixed cluster: each stage elsewhere, and the figure that it is worse for there); or a part of the line or the
+        scope of a collective, or its kind. Every price is that of a whole plan as `simulate` gives it, the layouts
+        chosen anew. What the user asked for by scopes, pins and options stays, and is named.
 
         Raises `InvalidArgument` for a question that finds nothing, and for an input that is too small to be split.
         """
-        cluster, known = self.source.target.devices_planned_for(), dict[int, tuple[Plan, SimulationReport]]()
+        return explain(self._planning(self.source.target.devices_planned_for()), question)
+
+    def _planning(self, cluster: Cluster) -> Planning:
+        """Return the plan and what it was made from, as on a cluster like its own."""
+        known: dict[int, tuple[Plan, SimulationReport]] = {}
 
         def report(plan: Plan) -> SimulationReport:
             if id(plan) not in known:
                 known[id(plan)] = plan, replace(self, plan=plan).simulate(cluster)
             return known[id(plan)][1]
 
-        limits: dict[str, float] = {}  # by machine, and what its devices hold in this plan
-        for planned, mesh in zip(self.plan.meshes, report(self.plan).meshes, strict=True):
-            limit = limits.get(mesh.machine) or memory_limit("adaptive", cluster.machine_of(planned.devices))
-            limits[mesh.machine] = max(limit, mesh.peak_bytes)
-        planning = Planning(
+        def price(plan: Plan) -> Price:
+            made = report(plan)
+            limit = made.memory_limit_bytes
+            return Price(step_time_s=made.step_time_s, peak_bytes=made.peak_bytes, memory_limit_bytes=limit)
+
+        limits = {group.machine.name: memory_limit("adaptive", group.machine) for group in cluster.groups}
+        for mesh in report(self.plan).meshes:
+            limits[mesh.machine] = max(limits[mesh.machine], mesh.peak_bytes)
+        return Planning(
             trace=self.trace,
             plan=self.plan,
             method=self.method if isinstance(self.method, Method) else None,
             cluster=cluster,
             cut=lambda plan: passes.cut_step(self.trace, plan),
             made=lambda method: Traced(trace=self.trace, source=self.source).plan(method).plan,
+            price=price,
             fits=lambda plan: all(mesh.peak_bytes <= limits[mesh.machine] for mesh in report(plan).meshes),
-            memory_bytes=limits[report(self.plan).meshes[0].machine],
+            limits=limits,
+            on=self._planning,
         )
-
-        def price(plan: Plan) -> Price:
-            made = report(plan)
-            limit = made.memory_limit_bytes
-            return Price(step_time_s=made.step_time_s, peak_bytes=made.peak_bytes, memory_limit_bytes=limit)
-
-        return explain(planning, question, price)
 
     def simulate(self, cluster: Cluster | None = None) -> SimulationReport:
         """Return time, idle time, memory and a timeline of a step on a cluster, by default the step's own.

@@ -143,6 +143,11 @@ class Asked:
             words = f"explain({question!r}): {each.choice}"
             self._same(words, each.step_time_s, report.step_time_s)
             self._same(words, each.price.peak_bytes, report.peak_bytes)
+        decided = [each.decides for each in answer.others if each.decides is not None]
+        for words, figure in ((f"explain({question!r}): {each}", each) for each in decided[:1]):
+            there = self.anew.on_cluster(figure.cluster)
+            for plan, printed in ((figure.plan, figure.step_time_s), (figure.instead_of, figure.planned_s)):
+                self._same(words, printed, self._report(autopar.Plan.from_json(plan.to_json()), there).step_time_s)
         if question == "num_microbatches" and "num_microbatches" in {each.name for each in fields(self.method)}:
             for each in answer.others[:1]:
                 found = self._report(replace(self.method, num_microbatches=int(each.choice))).step_time_s
@@ -178,14 +183,14 @@ class Asked:
         options = dict(options)
         return replace(options.pop("method", self.method), **options)
 
-    def _report(self, method: Method | autopar.Plan) -> SimulationReport:
+    def _report(self, method: Method | autopar.Plan, there: autopar.Traced | None = None) -> SimulationReport:
         """Return the simulation of a plan made now, by nothing that is known of other plans."""
         self.prices += 1
         kept = os.environ.get("AUTOPAR_CACHE_DIR")
         with tempfile.TemporaryDirectory() as empty:
             os.environ["AUTOPAR_CACHE_DIR"] = empty
             try:
-                return self.anew.plan(method).simulate()
+                return (there or self.anew).plan(method).simulate()
             finally:
                 os.environ.pop("AUTOPAR_CACHE_DIR")
                 if kept is not None:

@@ -22,6 +22,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "remat": ("remat",),
     "mesh_shape": ("mesh_shape", "data", "tensor", "placement"),
     "shares": (),
+    "machines": (),
 }
 """The options of methods that fix a decision."""
 
@@ -36,6 +37,8 @@ def asked_of_decision(planning: Planning, decision: str) -> tuple[str, ...]:
     scopes = all_scopes(planning.trace.jaxpr)
     if decision == "stages":
         found += [f"the scope {scope}" for scope in scopes if scope.is_stage]
+    if decision == "machines":
+        found += [f"the scope {scope}" for scope in scopes if scope.machine is not None]
     if decision == "mesh_shape":
         found += [f"the scope {scope}" for scope in scopes if not scope.is_stage and (scope.devices or scope.axis)]
     return tuple(found)

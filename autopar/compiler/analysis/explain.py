@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -22,9 +22,18 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.compiler.analysis.asked import asked_of_decision, asked_of_input
-from autopar.compiler.analysis.revise_program import program_decisions, program_layouts, remat_words
-from autopar.compiler.analysis.revise_stages import shares_words, stage_decisions, stage_layouts
-from autopar.compiler.analysis.revision import DECISIONS, Planning, Revision, given_spec, other_schedules
+from autopar.compiler.analysis.revise_machines import Deciding, deciding
+from autopar.compiler.analysis.revise_program import program_decisions, program_layouts, remat_words, searched_anew
+from autopar.compiler.analysis.revise_stages import laid_out_anew, shares_words, stage_decisions, stage_layouts
+from autopar.compiler.analysis.revision import (
+    DECISIONS,
+    Planning,
+    Price,
+    Revision,
+    given_spec,
+    other_schedules,
+    stages_words,
+)
 from autopar.compiler.frontend.scopes import as_written, scopes_in
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.planning.one_mesh import mesh_choices
@@ -39,20 +48,10 @@ _SAME_TIME = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Price:
-    """A step of a plan as simulated: seconds, and the most bytes that a device holds."""
-
-    step_time_s: float
-    peak_bytes: float
-    memory_limit_bytes: float
-    """The memory of that device."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Alternative:
     """A choice, and the plan with it; `plan` and `price` are None if there is none, for the reason in `refused`.
 
-    `against` names what the user asked for that it does not keep.
+    `against` names what the user asked for that it does not keep; `decides` of another machine what it is worse for.
     """
 
     choice: str
@@ -61,11 +60,13 @@ class Alternative:
     fits: bool
     refused: str = ""
     against: str = ""
+    decides: Deciding | None = None
 
     def remarks(self) -> list[str]:
         """Return in words what is to be said of it beside its price."""
         unfit = ["does not fit"] * (self.price is not None and not self.fits)
-        return [words for words in (self.refused, self.against) if words] + unfit
+        decides = [] if self.decides is None else [str(self.decides)]
+        return [words for words in (self.refused, self.against) if words] + unfit + decides
 
     @property
     def step_time_s(self) -> float:
@@ -104,6 +105,7 @@ class Explanation:
             "alternatives": [
                 {"choice": each.choice, "fits": each.fits, "refused": each.refused, "against": each.against}
                 | ({} if each.price is None else asdict(each.price))
+                | ({} if each.decides is None else {"decides": each.decides.to_data()})
                 for each in self.alternatives
             ],
         }
@@ -208,7 +210,7 @@ class CollectiveCauses:
         yield table
 
 
-def explain(planning: Planning, question: str, price: Callable[[Plan], Price]) -> Explanation | CollectiveCauses:
+def explain(planning: Planning, question: str) -> Explanation | CollectiveCauses:
     """Return what else an input's layout or a decision could be, or what causes the collectives that are meant.
 
     A question is the name of an input, its end, or a regular expression that finds one; a decision, one of
@@ -219,12 +221,13 @@ def explain(planning: Planning, question: str, price: Callable[[Plan], Price]) -
     leaf = _input_by_name(trace, question)
     if leaf is None and question in DECISIONS:
         asked = asked_of_decision(planning, question)
-        return _explained(planning, _decision_words(plan, question), _decisions(planning, question), price, asked)
+        found = _explained(planning, _decision_words(planning, question), _decisions(planning, question), asked)
+        return _with_deciding(planning, found) if question == "machines" else found
     if leaf is None:
         leaf = _input_by_pattern(trace, question)
     if leaf is not None:
         asked = asked_of_input(planning, leaf)
-        return _explained(planning, _layout_words(planning, leaf), _layouts(planning, leaf), price, asked)
+        return _explained(planning, _layout_words(planning, leaf), _layouts(planning, leaf), asked)
     found = tuple((mesh, each) for mesh, each in plan.collectives_by_mesh() if _is_meant(each, question))
     if found:
         return CollectiveCauses(question=question, collectives=found)
@@ -278,14 +281,13 @@ def _explained(
     planning: Planning,
     words: tuple[str, str],
     revisions: Iterator[Revision],
-    price: Callable[[Plan], Price],
     asked: tuple[str, ...],
 ) -> Explanation:
     subject, choice = words
 
     def alternative(each: Revision) -> Alternative:
         plan = each.plan
-        found = None if plan is None else price(plan)
+        found = None if plan is None else planning.price(plan)
         fits = plan is not None and planning.fits(plan)
         return Alternative(
             choice=each.choice, plan=plan, price=found, fits=fits, refused=each.refused, against=each.against
@@ -309,6 +311,19 @@ def _explained(
     )
 
 
+def _with_deciding(planning: Planning, found: Explanation) -> Explanation:
+    """Return the answer with the figure that each other machine is worse for."""
+
+    def anew(there: Planning, plan: Plan) -> Plan:
+        return laid_out_anew(there, plan) if plan.sharding is None else searched_anew(there, plan)
+
+    others = (
+        each if each.plan is None else replace(each, decides=deciding(planning, each.plan, anew))
+        for each in found.others
+    )
+    return replace(found, others=tuple(others))
+
+
 def _order(each: Alternative) -> tuple[bool, bool, float, str]:
     return each.price is None, not each.fits, each.step_time_s, each.choice
 
@@ -319,8 +334,12 @@ def _layout_words(planning: Planning, leaf: int) -> tuple[str, str]:
     return f"{given.name} of shape {given.aval.shape}", str(given_spec(plan, pieces[0] if pieces else given.name))
 
 
-def _decision_words(plan: Plan, decision: str) -> tuple[str, str]:
+def _decision_words(planning: Planning, decision: str) -> tuple[str, str]:
+    plan = planning.plan
     match decision:
+        case "machines":
+            lie = (planning.cluster.machine_of(mesh.devices).name for mesh in plan.meshes)
+            return decision, ", ".join(f"{stages_words(plan, number)} on {name}" for number, name in enumerate(lie))
         case "stages":
             return "stages", "layers " + ", ".join(f"[{a}, {b})" for a, b in (stage.layers for stage in plan.stages))
         case "schedule":

@@ -4,6 +4,7 @@ an input           each of its other layouts, by one more solution of the same i
 num_microbatches   the next smaller and the next larger number that the batch divides into
 remat              no layer computed again, or all that can be
 mesh_shape         the devices in every other shape of two axes
+machines           as many devices of another machine, or those that it has
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler.analysis.asked import contradicted
+from autopar.compiler.analysis.revise_machines import places
 from autopar.compiler.analysis.revision import Planning, Revision, given_spec
 from autopar.compiler.intra_op.choice_graph import block_plan_of
 from autopar.compiler.jaxprs import compat as jc
@@ -81,8 +83,23 @@ def program_decisions(planning: Planning, decision: str) -> Iterator[Revision]:
                 if tuple(sorted(mesh.shape)) != tuple(sorted(plan.meshes[0].shape)):
                     words = "x".join(map(str, mesh.shape))
                     yield _revision(planning, words, mesh_shape=mesh.shape, axis_names=mesh.axis_names)
+        case "machines":
+            for place in places(planning):
+                if place.meshes is None:
+                    yield Revision(choice=place.choice, refused=place.refused)
+                else:
+                    moved = replace(planning, plan=replace(plan, meshes=place.meshes))
+                    (mesh,) = place.meshes
+                    yield _revision(moved, place.choice, mesh_shape=mesh.shape, axis_names=mesh.axis_names)
         case _:
             return
+
+
+def searched_anew(planning: Planning, plan: Plan) -> Plan:
+    """Return a plan with all layouts chosen anew, within memory if that can be."""
+    moved = _revision(replace(planning, plan=plan), "")
+    assert moved.plan is not None, moved.refused
+    return moved.plan
 
 
 def remat_words(count: int, num_layers: int) -> str:

@@ -7,8 +7,9 @@
     num_microbatches   the next smaller and the next larger number that the batch divides into
     remat              every stage computed again, none, one more or one less
     mesh_shape         the devices of every mesh in another shape
+    machines           a mesh on devices of another machine
 
-All layouts are anew for the last five, by the same programs as when stages are planned. Layouts that do not fit are
+All layouts are anew for all but the first, by the same programs as when stages are planned. Layouts that do not fit are
 chosen once more with a cost of memory, as in a search.
 """
 
@@ -21,6 +22,7 @@ from functools import cached_property
 from typing import Any
 
 from autopar.compiler.analysis.asked import contradicted
+from autopar.compiler.analysis.revise_machines import places
 from autopar.compiler.analysis.revise_program import with_option
 from autopar.compiler.analysis.revision import Planning, Revision, other_schedules
 from autopar.compiler.costs.mesh_costs import MeshCosts
@@ -222,6 +224,12 @@ def stage_decisions(planning: Planning, decision: str) -> Iterator[Revision]:
             yield from _one_computed_again(planning)
         case "mesh_shape" if planning.is_searched:
             yield from _other_shapes(planning)
+        case "machines":
+            for place in places(planning):
+                if place.meshes is None:
+                    yield Revision(choice=place.choice, refused=place.refused)
+                else:
+                    yield _revision(planning, place.choice, plan, meshes=place.meshes)
         case _:
             return
 
@@ -318,12 +326,13 @@ def _recomputes(planning: Planning) -> bool:
 def _revision(planning: Planning, words: str, plan: Plan, **changes: Any) -> Revision:
     """Return the plan with some fields changed, and all layouts anew."""
     try:
-        return Revision(choice=words, plan=_laid_out(planning, replace(plan, **changes)))
+        return Revision(choice=words, plan=laid_out_anew(planning, replace(plan, **changes)))
     except AutoparError as error:
         return Revision(choice=words, refused=str(error))
 
 
-def _laid_out(planning: Planning, bare: Plan) -> Plan:
+def laid_out_anew(planning: Planning, bare: Plan) -> Plan:
+    """Return a plan with all layouts chosen anew, within memory if that can be."""
     bare = replace(bare, certificate=None, input_specs={})
     graph = planning.cut(bare)
     if all(len(mesh.devices) == 1 for mesh in bare.meshes):

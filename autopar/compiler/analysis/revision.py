@@ -6,7 +6,7 @@ of other plans were asked for, and stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
@@ -21,9 +21,19 @@ from autopar.ir.plan import Plan
 from autopar.ir.schedules import SCHEDULES
 from autopar.methods import Auto, Method, SearchMethod
 
-DECISIONS = ("stages", "schedule", "num_microbatches", "remat", "mesh_shape", "shares")
+DECISIONS = ("stages", "schedule", "num_microbatches", "remat", "mesh_shape", "shares", "machines")
 """The decisions of a plan that can be asked about, beside the layout of each input."""
 _SEARCHES = frozenset(method.__name__ for method in get_args(SearchMethod))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """A step of a plan as simulated: seconds, and the most bytes that a device holds."""
+
+    step_time_s: float
+    peak_bytes: float
+    memory_limit_bytes: float
+    """The memory of that device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +53,9 @@ class Revision:
 class Planning:
     """A plan and what it was made from; `method` is None for a stored plan.
 
-    `cut` makes the stages of a plan, `made` is the plan of another method, and `fits` says whether the devices of a
-    plan hold at most their memory, or what they hold in this one. `memory_bytes` is that limit for its first mesh.
+    `cut` makes the stages of a plan, `made` is the plan of another method, `price` that of a plan, and `on` all of this
+    on another cluster. `limits` are the bytes that a device may hold, by machine: its memory, or what it holds in this
+    plan; `fits` says whether those of another plan hold no more.
     """
 
     trace: Trace
@@ -53,8 +64,15 @@ class Planning:
     cluster: Cluster
     cut: Callable[[Plan], StageGraph]
     made: Callable[[Method], Plan]
+    price: Callable[[Plan], Price]
     fits: Callable[[Plan], bool]
-    memory_bytes: float
+    limits: Mapping[str, float]
+    on: Callable[[Cluster], Planning]
+
+    @property
+    def memory_bytes(self) -> float:
+        """Return the bytes that a device of the first mesh may hold."""
+        return self.limits[self.cluster.machine_of(self.plan.meshes[0].devices).name]
 
     @property
     def search(self) -> Auto:
@@ -89,6 +107,15 @@ class Planning:
             raise InvalidArgument(
                 f"{given.name} has shape {given.aval.shape}, which is too small to be split: every device has it."
             )
+
+
+def stages_words(plan: Plan, number: int) -> str:
+    """Return the stages on a mesh as `stages 0, 2`; of one program `the step`."""
+    if plan.num_stages == 1:
+        return "the step"
+    mine = [str(n) for n, stage in enumerate(plan.stages) if stage.mesh == number]
+    lane = "lane" if plan.shares else "stage"
+    return f"{lane}{'s' * (len(mine) > 1)} {', '.join(mine)}"
 
 
 def other_schedules(plan: Plan) -> list[str]:

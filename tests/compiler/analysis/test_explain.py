@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.compiler.analysis.revision import DECISIONS
 from autopar.errors import InvalidArgument
+from autopar.hardware.machine import Link
 from tests.compiler.planning.test_groups import cluster
 from tests.small_steps import draw, sgd
 
@@ -244,3 +245,89 @@ def test_kinds_of_parallelism_stay_while_stages_are_explained():
     assert layouts.asked == ("the option kinds=('data', 'pipeline') of Auto",)
     for each in layouts.others:
         assert each.plan is None or "params.body" not in each.plan.input_specs
+
+
+def of_groups(bandwidth=1e9, **slow):
+    """Two devices, and two of the same figures but those of `slow`."""
+    fast = cluster().groups[0].machine
+    machines = (fast, replace(fast, name="slow", kind="slow", **slow))
+    groups = [autopar.Cluster(num_devices=2, machine=each) for each in machines]
+    return autopar.Cluster.of_groups(groups, Link(latency_s=1e-6, bandwidth=bandwidth, ramp_bytes=0.0))
+
+
+def three_layers(method, there):
+    def loss(params, batch):
+        for weight in params:
+            batch = jnp.tanh(batch @ weight)
+        return jnp.mean(batch**2)
+
+    params = [draw(i, 64, 64) for i in range(3)]
+    traced = autopar.parallelize(sgd(loss), method=method, cluster=there).trace(params, draw(9, 512, 64))
+    return traced, traced.plan()
+
+
+UNEVEN = autopar.PipelineParallel(num_stages=2, layers=3, num_microbatches=4)
+SLOW_LINK = Link(latency_s=1e-4, bandwidth=1e6, ramp_bytes=0.0)
+
+
+@pytest.mark.parametrize(
+    ("figure", "slow"),
+    [
+        ("rate", {"peak_flops": {"float32": 1e9}, "matmul_share": {"float32": 1.0}, "memory_bandwidth": 1e8}),
+        ("links", {"intra": SLOW_LINK}),
+        ("memory", {"memory_bytes": 2.5e5}),
+    ],
+)
+def test_the_figure_that_decides_where_a_stage_lies_is_the_one_that_differs(figure, slow):
+    there, seen = of_groups(**slow), []
+    for turned in (there, autopar.Cluster.of_groups(there.groups[::-1], there.link_between(0, 1))):
+        traced, planned = three_layers(UNEVEN, turned)
+        answer = planned.explain("machines")
+        (other,) = answer.others
+        assert (
+            other.choice
+            != answer.chosen.choice
+            == ", ".join(f"stage {n} on {group.machine.name}" for n, group in enumerate(turned.groups))
+        )
+        worse = not other.fits or other.step_time_s > answer.chosen.step_time_s
+        assert (other.decides is not None) == worse
+        if other.decides is None:
+            continue
+        decides = other.decides
+        seen.append(decides.figure)
+        assert f"by its {figure}" in str(answer)
+        assert figure == "memory" or decides.step_time_s == pytest.approx(decides.planned_s, rel=0.05)
+        assert json.loads(answer.to_json())["alternatives"][-1]["decides"] == decides.to_data()
+        for plan, printed in ((decides.plan, decides.step_time_s), (decides.instead_of, decides.planned_s)):
+            again = traced.on_cluster(decides.cluster).plan(autopar.Plan.from_json(plan.to_json()))
+            assert again.simulate().step_time_s == printed
+    assert set(seen) == {figure}
+
+
+def test_a_step_on_one_machine_has_the_price_of_the_same_step_on_another():
+    slow = replace(cluster().groups[1].machine, devices_per_host=1)
+    small = autopar.Cluster.of_groups(
+        [cluster().groups[0], autopar.Cluster(num_devices=1, machine=slow)],
+        Link(latency_s=1e-3, bandwidth=1e4, ramp_bytes=0.0),
+    )
+    for there in (cluster(bandwidth=1e4), small):
+        traced, planned = three_layers(autopar.Auto(num_microbatches=1), there)
+        answer = planned.explain("machines")
+        assert planned.plan.sharding is not None and answer.chosen.choice == "the step on fast"
+        assert [each.choice for each in answer.others] == ["the step on slow"]
+        assert answer.others[0].decides.figure == "rate"
+        assert {mesh.machine for mesh in answer.others[0].plan.meshes} == {"slow"}
+        again = traced.plan(autopar.Plan.from_json(answer.others[0].plan.to_json())).simulate()
+        assert again.step_time_s == answer.others[0].step_time_s > answer.chosen.step_time_s
+
+
+def test_a_machine_with_too_few_devices_for_a_stage_is_an_answer():
+    fast = autopar.Cluster(num_devices=4, machine=replace(cluster().groups[0].machine, devices_per_host=4))
+    slow = autopar.Cluster(num_devices=1, machine=replace(cluster().groups[1].machine, devices_per_host=1))
+    there = autopar.Cluster.of_groups([fast, slow], Link(latency_s=1e-2, bandwidth=1e4, ramp_bytes=0.0))
+    stored = replace(three_layers(UNEVEN, fast)[1].plan, method="")
+    traced, _ = three_layers(autopar.Auto(num_microbatches=1), there)
+    answer = traced.plan(stored).explain("machines")
+    assert answer.chosen.choice == "stage 0 on fast, stage 1 on fast"
+    words = [(each.choice, each.refused) for each in answer.others]
+    assert words == [(f"stage {n} on slow", "of its 1 devices 1 are idle, and it needs 2") for n in (0, 1)]
