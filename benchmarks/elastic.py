@@ -14,10 +14,12 @@ after the one before and spare processes stand by:
     other kind   a node comes whose processor is of a kind that the others are not
 
 The run is right if every step was done once, in order, and losses and last state are those of an undisturbed run on one
-device, up to the rounding of sums that another plan takes in another order. The table says how many seconds passed from
-each event to the end of the next step with the new hosts, for how many of them no step ended at all, and how often a
-checkpoint was needed: training goes on while the processes of a host that joins start. Only what Ray itself says is
-known to the run: the benchmark tells it of no loss.
+device, up to the rounding of sums that another plan takes in another order, and if no checkpoint was read but where a
+shard of the state was on no host that is left. The table says how many seconds passed from each event to the end of the
+next step with the new hosts, for how many of them no step ended at all, how often a shard was lost, and how often a
+checkpoint was read: training goes on while the processes of a host that joins start. Only what Ray itself says is known
+to the run: the benchmark tells it of no loss. The JSON file is written after every event; SIGTERM ends the run after
+the event under way.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,7 @@ from rich.table import Table
 
 import autopar
 from autopar.errors import GenericFiguresWarning
+from autopar.runtime.distributed.array import DistributedArray
 from autopar.runtime.distributed.session import RaySession
 from autopar.session import ray_session
 
@@ -99,7 +102,12 @@ class Event:
     hosts_after: int = 0
     to_next_step_s: float | None = None
     pause_s: float = 0.0
+    shard_lost: bool = False
     from_storage: bool = False
+    at_s: float = 0.0
+    """Since the run began, as the event did."""
+    load: float = 0.0
+    """Of the machine, as the system says it for the last minute."""
 
 
 class Nodes:
@@ -125,14 +133,18 @@ class Nodes:
 class Disturbances:
     """Called after each step: sees what came of the last event, and brings about the next."""
 
-    def __init__(self, nodes: Nodes, count: int, seed: int, until_s: float) -> None:
+    def __init__(
+        self, nodes: Nodes, count: int, seed: int, until_s: float, on_event: Callable[[Sequence[Event]], None]
+    ) -> None:
         self.nodes = nodes
         self.count = count
         self.until_s = until_s
+        self.on_event = on_event
         self.events: list[Event] = []
         self.steps: list[int] = []
         self._draw = random.Random(seed)
         self._began_s = self._step_s = 0.0
+        self._start_s = time.monotonic()
         self._leaving: Any = None
         self._rest = 1
         self._restart = importlib.import_module("autopar.training.elastic").restart
@@ -161,7 +173,9 @@ class Disturbances:
                 return False
             event = self.events[-1]
             event.hosts_after, event.to_next_step_s = hosts, time.monotonic() - self._began_s
+            event.at_s, event.load = self._began_s - self._start_s, os.getloadavg()[0]
             print(f"event {len(self.events)}: {event}", flush=True)
+            self.on_event(self.events)
             if self._leaving is not None:
                 self.nodes.remove(self._leaving)
                 self._leaving = None
@@ -214,8 +228,30 @@ class Disturbances:
         module.restart = restart
 
 
+def is_whole(state: Any, nodes: Sequence[str]) -> bool:
+    """Whether every shard of a state lies on one of these nodes; of one that is not on the cluster nothing is lost."""
+    if not all(isinstance(leaf, DistributedArray) for leaf in jax.tree.leaves(state)):
+        return True
+    session = ray_session()
+    there = [name in nodes for name in session.hosts.node_names]
+    for piece in (piece for leaf in jax.tree.leaves(state) for piece in leaf.placed.pieces):
+        boxes = piece.device_boxes()
+        if set(boxes.values()) - {box for ordinal, box in boxes.items() if there[session.process_of[ordinal]]}:
+            return False
+    return True
+
+
 def watch_storage(disturbances: Disturbances) -> None:
-    """Note at the event under way that a checkpoint is read."""
+    """Note at the event under way that a shard is lost, and that a checkpoint is read."""
+    fit = importlib.import_module("autopar.training.fit")
+    moving = fit._moving
+
+    def looked_at(state: Any) -> Any:
+        there = [node.node_id for node in disturbances.nodes.there]
+        disturbances.events[-1].shard_lost |= not is_whole(state, there)
+        return moving(state)
+
+    fit._moving = looked_at
     checkpoints = importlib.import_module("autopar.training.checkpoints").Checkpoints
     restore = checkpoints.restore
 
@@ -257,24 +293,23 @@ def batches_until(disturbances: Disturbances) -> Any:
         number += 1
 
 
-def run(
-    count: int, minutes: float, method: str, seed: int, checkpoint_every: int
-) -> tuple[list[Event], int, float, bool]:
+def run(args: argparse.Namespace, on_event: Callable[[Sequence[Event]], None]) -> tuple[list[Event], int, float, bool]:
     """The events, the number of steps, the largest difference of losses and state, and whether steps were in order."""
     nodes = Nodes()
     try:
         autopar.init(cluster="ray", address=nodes.cluster.address, num_hosts=2, devices_per_host=DEVICES_PER_HOST)
-        disturbances = Disturbances(nodes, count, seed, time.monotonic() + 60 * minutes)
+        disturbances = Disturbances(nodes, args.events, args.seed, time.monotonic() + 60 * args.minutes, on_event)
         watch_storage(disturbances)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(disturbances, "until_s", 0.0))
         with tempfile.TemporaryDirectory(prefix="autopar-elastic-") as folder:
             state, history = autopar.fit(
-                autopar.parallelize(train_step, method=METHODS[method]()),
+                autopar.parallelize(train_step, method=METHODS[args.method]()),
                 first_state(),
                 batches_until(disturbances),
                 checkpoint_dir=folder,
-                checkpoint_every=checkpoint_every,
+                checkpoint_every=args.checkpoint_every,
                 elastic=(LEAST, MOST),
-                max_failures=10 * count,
+                max_failures=10 * args.events,
                 on_step=disturbances,
             )
         state = [np.asarray(leaf) for leaf in state]
@@ -290,13 +325,14 @@ def run(
 
 def show(console: Console, events: Sequence[Event]) -> None:
     """Print a row for each sort of event."""
-    columns = ("event", "times", "to the next step s", "without a step s", "from a checkpoint")
+    columns = ("event", "times", "to the next step s", "without a step s", "a shard lost", "from a checkpoint")
     table = Table(*columns, caption="seconds: median, and the worst in brackets")
     for what in (*dict.fromkeys(event.what for event in events), None):
         rows = [event for event in events if what in (None, event.what)]
         times = [(event.to_next_step_s, event.pause_s) for event in rows if event.to_next_step_s is not None]
         cells = [f"{statistics.median(each):.1f} ({max(each):.1f})" for each in zip(*times)] or ["", ""]
-        table.add_row(what or "all", str(len(rows)), *cells, str(sum(event.from_storage for event in rows)))
+        counts = [sum(event.shard_lost for event in rows), sum(event.from_storage for event in rows)]
+        table.add_row(what or "all", str(len(rows)), *cells, *map(str, counts))
     console.print(table)
 
 
@@ -313,18 +349,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore", GenericFiguresWarning)
     logging.getLogger("autopar").setLevel(logging.ERROR)
     tell_kinds_apart()
-    events, steps, difference, in_order = run(args.events, args.minutes, args.method, args.seed, args.checkpoint_every)
+    said = {"jax": jax.__version__, "python": platform.python_version(), "seed": args.seed, "method": args.method}
+
+    def write(events: Sequence[Event], **found: Any) -> None:
+        if args.json:
+            whole = {**said, **found, "events": [asdict(event) for event in events]}
+            args.json.write_text(json.dumps(whole, indent=1) + "\n")
+
+    events, steps, difference, in_order = run(args, write)
+    write(events, steps=steps, difference=difference, in_order=in_order)
     console = Console(width=None if Console().is_terminal else 120)
     show(console, events)
-    right = difference <= TOLERANCE and in_order
+    needless = sum(event.from_storage and not event.shard_lost for event in events)
+    right = difference <= TOLERANCE and in_order and not needless
     console.print(
         f"{len(events)} events in {steps} steps: {'right' if right else 'WRONG'}; every step once and in order: "
-        f"{in_order}; losses and state differ by {difference:.1e} of the largest number at most"
+        f"{in_order}; losses and state differ by {difference:.1e} of the largest number at most; "
+        f"checkpoints read though no shard was lost: {needless}"
     )
-    if args.json:
-        said = {"jax": jax.__version__, "python": platform.python_version(), "seed": args.seed, "method": args.method}
-        said |= {"steps": steps, "difference": difference, "in_order": in_order}
-        args.json.write_text(json.dumps({**said, "events": [asdict(event) for event in events]}, indent=1) + "\n")
     return int(not right)
 
 
