@@ -4,9 +4,11 @@
     python -m benchmarks.pipeline_plan_time --model 39B --gpus 64 --cluster p3.16xlarge
 
 Every row is a process of its own. The first one of a case finds an empty cache; the second finds what the first kept,
-and so does the third, which plans for a host less, where there are several. Times are of the wall clock, in seconds:
-`start` imports JAX and autopar, `trace` traces the step, `plan` is the search. `cpu` is the processor time of all that
-together, which tells more than `total` where other processes run as well, as `load` says; targets are of it.
+and so does the third, which plans for a host less, where there are several, or, of a cluster of two kinds, for the
+first kind alone: what elastic training plans when it loses hosts. The last row does so again. Times are of the wall
+clock, in seconds: `start` imports JAX and autopar, `trace` traces the step, `plan` is the search. `cpu` is the
+processor time of all that together, which tells more than `total` where other processes run as well, as `load` says;
+targets are of it.
 """
 
 from __future__ import annotations
@@ -65,8 +67,10 @@ CASES = (
     Case(family="wresnet", model="6.8B", gpus=32, target_s=15),
     Case(family="moe", model="70B", gpus=64, target_s=15),
     Case(model="76B", gpus=1024, target_s=30),
+    Case(model="1.3B", gpus=32, cluster="2x p4d.24xlarge + 2x p3.16xlarge", target_s=10),
     Case(model="llama-3-405b", gpus=10240, cluster="dgx-h100", remat=True, target_s=60),
 )
+_WHAT = ("cold", "again", "one host lost", "one kind lost", "one kind lost, again")
 _LAYERS_OF_SMALL = 4
 _PER_HOST = 8
 
@@ -79,7 +83,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=64)
     parser.add_argument("--remat", action="store_true", help="layers may be computed again")
     parser.add_argument("--cluster", default="p3.16xlarge")
-    parser.add_argument("--what", nargs="*", default=["cold", "again", "one host lost"])
+    parser.add_argument("--what", nargs="*", default=_WHAT, metavar="ROW")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--here", action="store_true", help="plan in this process, and print the row as JSON")
     options = parser.parse_args()
@@ -104,12 +108,24 @@ def rows_of(case: Case, what: Iterable[str]) -> Iterator[Row]:
     """The rows of a case, which share a cache."""
     with tempfile.TemporaryDirectory() as directory:
         for each in what:
-            lost = _PER_HOST if each == "one host lost" else 0
-            if lost >= case.gpus:
-                continue
-            target_s = case.target_s if each == "cold" else 2.0
-            asked = replace(case, what=each, gpus=case.gpus - lost, target_s=target_s)
-            yield measured_apart(asked, directory)
+            left = remaining(case, each)
+            if left is not None:
+                yield measured_apart(replace(left, what=each), directory)
+
+
+def remaining(case: Case, what: str) -> Case | None:
+    """Return a case with what is left of its cluster, a host or a kind less; None if that cannot be lost."""
+    first, *others = case.cluster.split(" + ")
+    again = replace(case, target_s=2.0)
+    match what:
+        case "cold":
+            return case
+        case "again":
+            return again
+        case "one host lost":
+            return None if others or case.gpus <= _PER_HOST else replace(again, gpus=case.gpus - _PER_HOST)
+        case _:  # the kinds have equally many devices
+            return replace(again, gpus=case.gpus // 2, cluster=first) if others else None
 
 
 def measured_apart(case: Case, cache_directory: str) -> Row:
@@ -137,7 +153,8 @@ def measured(case: Case) -> Row:
 
     family = FAMILIES[case.family]
     workload = family.scaled_down(_LAYERS_OF_SMALL // 2) if case.model == "small" else family.maker(case.model)()
-    cluster = autopar.Cluster.parse(case.cluster).with_devices(case.gpus)
+    cluster = autopar.Cluster.parse(case.cluster)
+    cluster = cluster if cluster.is_mixed else cluster.with_devices(case.gpus)
     step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=cluster)
     started = time.perf_counter()
     traced = step.trace(workload.abstract_state, workload.abstract_batch)

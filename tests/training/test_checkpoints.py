@@ -32,6 +32,7 @@ from autopar.runtime.digests import DIGESTS
 from autopar.session import current_session
 from autopar.training.checkpoints import Checkpoints
 from autopar.training.create_state import create_state
+from tests.compiler.planning.test_groups import cluster as mixed_cluster
 from tests.training.test_state import BATCH, METHODS, assert_close, assert_same, draw_batch, init_fn, train_step
 
 # Of the reads of a damaged checkpoint Orbax leaves the others under way when one fails: they end without a listener.
@@ -71,6 +72,34 @@ def test_a_checkpoint_is_read_by_plain_jax_and_by_other_plans_on_fewer_devices(t
     assert number == 7
     assert_same(found, state)
     assert found["params"]["in"].sharding.device_set == set(jax.devices()[:3])
+
+
+def test_a_state_over_two_kinds_of_devices_goes_on_without_one_of_them_bit_for_bit(tmp_path):
+    there = mixed_cluster(bandwidth=1e9)
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
+    on_both = autopar.parallelize(train_step, method=method, cluster=there)
+    plan = on_both.trace(plain(), BATCH).plan().plan
+    assert [mesh.machine for mesh in plan.meshes] == ["fast", "slow"]
+    both, state = created(plan, num_devices=4)
+    for _ in range(3):
+        state, _ = both(state, draw_batch(0))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, state)
+    checkpoints.wait()
+    without = autopar.parallelize(train_step, method=autopar.Auto(), cluster=there.groups[0])
+    planned = without.trace(plain(), BATCH).plan().plan
+    alone, _ = created(planned, num_devices=2, seed=0)
+    number, found = checkpoints.restore(like=alone)
+    assert number == 3 and {device for leaf in jax.tree.leaves(found) for device in leaf.sharding.device_set} == set(
+        jax.devices()[:2]
+    )
+    for got, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
+        assert bits(got) == bits(wanted)
+
+
+def bits(array: Any) -> bytes:
+    words = jax.random.key_data(array) if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+    return np.asarray(words).tobytes()
 
 
 def test_what_plain_jax_saved_is_restored_where_a_plan_wants_it(tmp_path):

@@ -55,6 +55,42 @@ def test_ten_steps_with_36_and_12_of_48_examples_are_those_of_one_device(planned
     assert_same((state, loss), (expected, wanted))
 
 
+def normalized(params, batch):
+    """A layer with statistics of the batch."""
+    h = batch[0] @ params["w"]
+    h = (h - jnp.mean(h, 0)) / jnp.sqrt(jnp.var(h, 0) + 1e-5) * params["scale"]
+    return jnp.mean((jnp.tanh(h) - batch[1]) ** 2)
+
+
+def norm_in_lanes(**options):
+    """A plan that trains 36 of 48 examples on one device and 12 on another."""
+    batch = draw(20, ROWS, WIDTH), draw(21, ROWS, WIDTH)
+    state = adam_state({"w": draw(0, WIDTH, WIDTH), "scale": draw(1, WIDTH)})
+    method = autopar.DataParallel(num_microbatches=4, **options)
+    bare = autopar.parallelize(adam(normalized), method=method, devices=jax.devices()[:1]).trace(state, batch).plan()
+    meshes = tuple(MeshPlan(devices=(device,), shape=(1,), axis_names=("data",)) for device in range(2))
+    shares = tuple(StagePlan(layers=(0, 1), mesh=lane, microbatches=share) for lane, share in enumerate((3, 1)))
+    plan = replace(bare.plan, meshes=meshes, sharding=None, stages=shares)
+    return autopar.parallelize(adam(normalized), method=plan, devices=jax.devices()[:2]), state, batch
+
+
+def test_batch_norm_over_uneven_lanes_is_that_of_the_whole_batch():
+    run, state, batch = norm_in_lanes()
+    expected, plain = state, jax.jit(adam(normalized))
+    for _ in range(10):
+        state, loss = run(state, batch)
+        expected, wanted = plain(expected, batch)
+    assert_same((state, loss), (expected, wanted))
+
+
+def test_batch_norm_over_uneven_lanes_is_that_of_each_microbatch_on_request_alone():
+    run, state, batch = norm_in_lanes(batch_statistics="per_microbatch")
+    parts = [jax.tree.map(lambda array, n=n: array[12 * n : 12 * n + 12], batch) for n in range(4)]
+    wanted = jnp.mean(jnp.array([normalized(state.params, part) for part in parts]))
+    assert_same(run(state, batch)[1], wanted)
+    assert abs(wanted - normalized(state.params, batch)) > 1e-3
+
+
 def test_over_a_slow_link_the_fast_machine_works_alone():
     method = autopar.Auto(num_microbatches=4)
     slow = autopar.parallelize(step, method=method, cluster=cluster(bandwidth=1e6)).trace(STATE, BATCH).plan()
