@@ -27,7 +27,7 @@ import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
-from autopar.compiler.jaxprs.equation_keys import equation_key, literal_key
+from autopar.compiler.jaxprs.equation_keys import equation_keys, literal_key
 from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.sharding.replicated_values import free_results
 
@@ -81,14 +81,14 @@ def unfolded(closed: jc.ClosedJaxpr) -> Fold:
 def _seen(jaxpr: jc.Jaxpr, free: set[jc.Var], mark: Callable[[jc.JaxprEqn], Hashable]) -> Iterator[Hashable]:
     """Return what tells every equation from others, without its surroundings."""
     scopes: dict[str, str] = {}
-    for eqn in jaxpr.eqns:
+    for key, eqn in zip(equation_keys(jaxpr), jaxpr.eqns, strict=True):
         known = tuple(isinstance(atom, jc.Literal) or atom in free for atom in eqn.invars)
         freed = tuple(free_results(eqn, known))
         free.update(v for v, is_free in zip(eqn.outvars, freed, strict=True) if is_free)
         scope = jc.scope_of(eqn)
         if scope not in scopes:
             scopes[scope] = _starred(scope)
-        yield (_key(eqn, mark), scopes[scope], jc.ad_phase(eqn), known, freed)
+        yield (_marked(key, eqn, mark), scopes[scope], jc.ad_phase(eqn), known, freed)
 
 
 def _numbered(seen: Iterable[Hashable]) -> np.ndarray:
@@ -101,10 +101,10 @@ def _starred(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def _key(eqn: jc.JaxprEqn, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hashable:
+def _marked(key: Hashable, eqn: jc.JaxprEqn, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hashable:
     """Return a key, equal for equations that compute the same under the same mark, those with bodies included."""
     if eqn.primitive.name not in NESTED:
-        return (equation_key(eqn), mark(eqn))
+        return (key, mark(eqn))
     bodies = tuple(_body_key(jc.open_jaxpr(body)[0], mark) for body in jc.subjaxprs(eqn))
     loop = jp.scan_of(eqn) if eqn.primitive.name == "scan" else None
     sizes = loop and (loop.num_consts, loop.num_carry, loop.length, loop.reverse)
@@ -132,8 +132,8 @@ def _body_key(jaxpr: jc.Jaxpr, mark: Callable[[jc.JaxprEqn], Hashable]) -> Hasha
         return literal_key(atom) if isinstance(atom, jc.Literal) else numbers[atom]
 
     lines: list[Hashable] = []
-    for eqn in jaxpr.eqns:
-        lines.append((_key(eqn, mark), tuple(map(number, eqn.invars))))
+    for key, eqn in zip(equation_keys(jaxpr), jaxpr.eqns, strict=True):
+        lines.append((_marked(key, eqn, mark), tuple(map(number, eqn.invars))))
         for v in eqn.outvars:
             numbers[v] = len(numbers)
     return (tuple(lines), tuple(map(number, jaxpr.outvars)))

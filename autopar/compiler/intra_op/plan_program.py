@@ -27,7 +27,7 @@ from autopar.compiler.intra_op.control_flow import enter
 from autopar.compiler.intra_op.fold_layers import fold, unfolded
 from autopar.compiler.intra_op.memory_rows import modelled_memory
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.equation_keys import equation_key
+from autopar.compiler.jaxprs.equation_keys import equation_key, equation_keys
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.primitives import NESTED
 from autopar.compiler.memory.estimate import HEADROOM, MemoryEstimate, peak_memory
@@ -171,15 +171,16 @@ def _layouts(aval: Any, mesh: LogicalMesh) -> tuple[Layout, ...] | None:
 
 def _rules_of(jaxprs: Sequence[jc.Jaxpr]) -> Callable[[jc.JaxprEqn], Rule]:
     """Return the rules of all equations of some programs at every depth, found together."""
-    eqns = [eqn for jaxpr in jaxprs for eqn in _equations(jaxpr)]
-    rules = dict(zip(map(equation_key, eqns), sharding_rules(eqns), strict=True))
+    different = {key: eqn for jaxpr in jaxprs for key, eqn in _equations(jaxpr)}
+    rules = dict(zip(different, sharding_rules(list(different.values())), strict=True))
     return lambda eqn: rules[equation_key(eqn)]
 
 
-def _equations(jaxpr: Any) -> Iterator[jc.JaxprEqn]:
-    for eqn in jc.open_jaxpr(jaxpr)[0].eqns:
+def _equations(jaxpr: Any) -> Iterator[tuple[Hashable, jc.JaxprEqn]]:
+    opened, _ = jc.open_jaxpr(jaxpr)
+    for key, eqn in zip(equation_keys(opened), opened.eqns, strict=True):
         if eqn.primitive.name not in NESTED:
-            yield eqn
+            yield key, eqn
         else:
             for body in jc.subjaxprs(eqn):
                 yield from _equations(body)

@@ -27,8 +27,18 @@ def equation_key(eqn: jc.JaxprEqn) -> Hashable:
     return (name, tuple(params), tuple(avals), bool(eqn.effects))
 
 
+_keys: weakref.WeakKeyDictionary[jc.Jaxpr, tuple[Hashable, ...]] = weakref.WeakKeyDictionary()
+
+
+def equation_keys(jaxpr: jc.Jaxpr) -> tuple[Hashable, ...]:
+    """Return the `equation_key` of each equation of a jaxpr, not of its bodies; found once."""
+    if jaxpr not in _keys:
+        _keys[jaxpr] = tuple(map(equation_key, jaxpr.eqns))
+    return _keys[jaxpr]
+
+
 _kept: dict[Hashable, Hashable] = {}
-_by_jaxpr: weakref.WeakKeyDictionary[jc.Jaxpr, tuple[Hashable, ...]] = weakref.WeakKeyDictionary()
+_classes: weakref.WeakKeyDictionary[jc.Jaxpr, tuple[Hashable, ...]] = weakref.WeakKeyDictionary()
 
 
 class _Key:
@@ -39,9 +49,9 @@ class _Key:
 
 def equation_classes(jaxpr: jc.Jaxpr) -> tuple[Hashable, ...]:
     """Return for each equation of a jaxpr, not of its bodies, what is equal for those of equal `equation_key` alone."""
-    if jaxpr not in _by_jaxpr:
-        _by_jaxpr[jaxpr] = tuple(_kept.setdefault(equation_key(eqn), _Key()) for eqn in jaxpr.eqns)
-    return _by_jaxpr[jaxpr]
+    if jaxpr not in _classes:
+        _classes[jaxpr] = tuple(_kept.setdefault(key, _Key()) for key in equation_keys(jaxpr))
+    return _classes[jaxpr]
 
 
 def literal_key(literal: Any) -> Hashable:

@@ -64,7 +64,7 @@ class LogicalMesh:
 
     def size(self, axes: Iterable[int]) -> int:
         """Number of devices along `axes` together."""
-        return math.prod(self.shape[axis] for axis in axes)
+        return _product(self.shape, tuple(axes))
 
     def reach(self, axes: Axes, reach: Reach) -> int:
         """Number of devices along `axes` that exchange with each other."""
@@ -74,6 +74,11 @@ class LogicalMesh:
     def names(self, axes: Iterable[int]) -> tuple[str, ...]:
         """The names of `axes`."""
         return tuple(self.axis_names[axis] for axis in axes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _product(shape: tuple[int, ...], axes: Axes) -> int:
+    return math.prod(shape[axis] for axis in axes)
 
 
 def replicated(rank: int) -> Layout:
