@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
+import autopar
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
 
@@ -107,6 +108,14 @@ GROUPED, DEPTHWISE = real(16, 4, 3, 3), real(8, 1, 3, 3)
 TABLE, MATRIX, ROWS = real(32, 8), real(8, 16), indices(8, size=32)
 SIZES = jnp.asarray([3, 0, 9, 4], jnp.int32)
 
+POWERS = 2.0 ** (whole(8, 16) % 8).astype(jnp.float32)
+"""Numbers that codes of 8 bits hold, with whatever numbers they share a scale."""
+
+
+def in_eight_bits(x: Any) -> Any:
+    return autopar.compress_gradients(x, "float8_e4m3fn")
+
+
 EQUATIONS: dict[str, Case] = {
     # Elements apart.
     "tanh": ("tanh", jnp.tanh, (MATRIX,)),
@@ -120,6 +129,7 @@ EQUATIONS: dict[str, Case] = {
     "quotient": ("div", jnp.divide, (MATRIX, real(8, 16) + 4)),
     "to sixteen bits": ("convert_element_type", lambda x: x.astype(jnp.bfloat16), (MATRIX,)),
     "to thirty-two bits": ("convert_element_type", lambda x: x.astype(jnp.float32), (MATRIX.astype(jnp.bfloat16),)),
+    "to eight bits in blocks": ("compress_gradient_in_blocks", in_eight_bits, (POWERS,)),
     "bits of elements": ("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, jnp.uint8), (MATRIX,)),
     "select": ("select_n", lax.select_n, (MATRIX > 0, MATRIX, real(8, 16))),
     "select by a scalar": ("select_n", lax.select_n, (jnp.asarray(True), MATRIX, MATRIX + 1)),

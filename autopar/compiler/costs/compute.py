@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.costs.own_collectives import own_collectives
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops, flops_where, runs_jaxprs
@@ -35,7 +36,7 @@ _FLOPS_PER_RANDOM_WORD = 100
 
 
 def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, traffic: Traffic) -> float:
-    """Seconds of one equation on one device under a strategy, the collectives of a split maximum included."""
+    """Seconds of one equation on one device under a strategy, its own collectives included."""
     mesh = mesh_costs.mesh
     operands = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True)]
     results = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True)]
@@ -43,7 +44,7 @@ def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, traf
         compute_s = _product_s(eqn, flops, strategy, sum(operands), sum(results), mesh_costs)
     else:
         compute_s = _compute_s(eqn, operands, results, mesh_costs.machine, traffic)
-    return float(compute_s + _combine_s(strategy, sum(results), mesh_costs))
+    return float(compute_s + _combine_s(eqn, strategy, mesh_costs))
 
 
 def equation_bytes(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh, traffic: Traffic) -> float:
@@ -71,7 +72,7 @@ def seconds_by_strategy(
         total_s = np.zeros(len(strategies)) + _compute_s(eqn, operands, results, mesh_costs.machine, traffic)
     for number, strategy in enumerate(strategies):
         if strategy.combined:
-            total_s[number] += _combine_s(strategy, float(written[number]), mesh_costs)
+            total_s[number] += _combine_s(eqn, strategy, mesh_costs)
     return total_s
 
 
@@ -148,8 +149,9 @@ def _masked_parts(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> li
     return [_part(v.aval, layout, mesh) for v, layout, dims in masked if dims]
 
 
-def _combine_s(strategy: Strategy, written: float, mesh_costs: MeshCosts) -> float:
-    return mesh_costs.collective_s("all-reduce", strategy.combined, written) if strategy.combined else 0.0
+def _combine_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts) -> float:
+    made = own_collectives(eqn, strategy, mesh_costs.mesh)
+    return sum(mesh_costs.collective_s(each.kind, each.axes, each.nbytes, each.reach) for each, _ in made)
 
 
 def _parts(aval: Any, layouts: Sequence[Layout], mesh: LogicalMesh) -> npt.NDArray[np.float64]:

@@ -1,9 +1,11 @@
 """Let users have gradients sent in fewer bits: `grads = autopar.compress_gradients(grads)`.
 
-    g  ->  compress_gradient  ->  g in 16 bits  ->  convert_element_type  ->  g in its own type
+    g  ->  compress_gradient            ->  g in 16 bits  ->  convert_element_type  ->  g in its own type
+    g  ->  compress_gradient_in_blocks  ->  g in its own type, rounded to 8 bits with a scale for every block
 
-The first of the two equations may be done on summands, so that the search finds the all-reduce of half the bytes
-between them. Nothing else rounds summands, and sums over microbatches are made before.
+The first equation of each line may be done on summands. Of 16 bits the search finds the all-reduce of half the bytes
+behind it. 8 bits are too few to add up in: there the equation is the sum, of codes that were sent (`spmd`'s
+`compressed_sums`). Nothing else rounds summands, and sums over microbatches are made before.
 """
 
 from __future__ import annotations
@@ -19,20 +21,30 @@ import jax.numpy as jnp
 from autopar.checks import check_choice
 from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM
+from autopar.compiler.sharding.scaled_blocks import CODE, rounded
 from autopar.errors import InvalidArgument
 
-_TYPES = ("bfloat16", "float16")
+_TYPES = ("bfloat16", "float16", CODE)
 _compress: Any = jc.calling_primitive("compress_gradient")
+_compress_in_blocks: Any = jc.calling_primitive(COMPRESSED_SUM)
 jc.leave_lines_to_callers(__file__)
 
 
 def compress_gradients(grads: Any, dtype: str = "bfloat16") -> Any:
-    """Return gradients rounded to 16 bits, in their own types, so that a plan may send them so: half of the bytes.
+    """Return gradients rounded to fewer bits, in their own types, so that a plan may send them so.
 
-    Call it on the gradients (any pytree of floating arrays) before the optimizer's update. Devices round their
-    summands, and add them up in `dtype`, "bfloat16" or "float16"; moments, master copies and the update keep their
-    types. Nothing is compressed that is not handed to it: losses and statistics stay exact. Arrays of 16 bits and fewer
-    stay as they are. The planned collectives show the type.
+    Call it on the gradients (any pytree of floating arrays) before the optimizer's update; moments, master copies and
+    the update keep their types. By `dtype`, of float32:
+
+    - "bfloat16", "float16": half of the bytes. Devices round their summands, and add them up in that type.
+    - "float8_e4m3fn": about a quarter. Every 128 numbers, at most, share a scale, their largest magnitude / 448. Each
+      device sends the codes and scales of its summands to the one that adds them up, in float32, and that one those of
+      the sum to all, unless each goes on with a part. Arrays whose sums take less time in their own type, as small ones
+      and those that fast links carry, are summed so, and rounded then.
+
+    Nothing is compressed that is not handed to it: losses and statistics stay exact. Arrays that have no more bits than
+    `dtype` stay as they are. The planned collectives show the type.
 
         grads = jax.grad(loss)(params, batch)
         updates, opt_state = optimizer.update(autopar.compress_gradients(grads), opt_state, params)
@@ -53,10 +65,12 @@ def _compressed(name: str, leaf: Any, dtype: str) -> Any:
             f"compress_gradients was given {name} of type {found}, which {dtype} does not hold exactly. Give it the "
             "gradients of floating parameters only, and leave integers, keys and complex numbers out."
         )
-    if found.itemsize <= 2:
+    if found.itemsize <= jnp.dtype(dtype).itemsize:
         return leaf
-    (rounded,) = _compress.bind(leaf, function=_rounding_to(dtype))
-    return rounded.astype(found)
+    if dtype == CODE:
+        return _compress_in_blocks.bind(leaf, function=_in_blocks)[0]
+    (short,) = _compress.bind(leaf, function=_rounding_to(dtype))
+    return short.astype(found)
 
 
 @functools.cache
@@ -65,12 +79,16 @@ def _rounding_to(dtype: str) -> Callable[..., list[Any]]:
     return lambda leaf: [jax.lax.convert_element_type(leaf, jnp.dtype(dtype))]
 
 
+def _in_blocks(leaf: Any) -> list[Any]:
+    return [rounded(leaf)]
+
+
 def check_compressed(closed: jc.ClosedJaxpr) -> None:
     """Raise `InvalidArgument` for something compressed that was not made by a backward pass."""
     jaxpr, _ = jc.open_jaxpr(closed)
     producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for eqn in jaxpr.eqns:
-        if eqn.primitive is _compress and not _is_gradient(eqn, producers):
+        if eqn.primitive in (_compress, _compress_in_blocks) and not _is_gradient(eqn, producers):
             aval: Any = eqn.invars[0].aval
             line = Path(jc.source_line(eqn)).name
             raise InvalidArgument(
@@ -99,5 +117,7 @@ def _is_gradient(eqn: jc.JaxprEqn, producers: dict[jc.Var, jc.JaxprEqn]) -> bool
 
 def rounding_of_compressed(closed: jc.ClosedJaxpr) -> float:
     """Return the relative rounding error of the type in which gradients are sent; 0 where none is compressed."""
-    every: list[Any] = [eqn.outvars[0].aval for eqn in jc.all_equations(closed) if eqn.primitive is _compress]
-    return max((float(jnp.finfo(aval.dtype).eps) for aval in every), default=0.0)
+    every: list[Any] = list(jc.all_equations(closed))
+    types = [eqn.outvars[0].aval.dtype for eqn in every if eqn.primitive is _compress]
+    types += [CODE for eqn in every if eqn.primitive is _compress_in_blocks]
+    return max((float(jnp.finfo(dtype).eps) for dtype in types), default=0.0)

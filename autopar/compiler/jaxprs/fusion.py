@@ -40,7 +40,7 @@ _APART = _names(
     "dot_general conv_general_dilated ragged_dot ragged_dot_general sort top_k cumsum cumprod cummax cummin "
     "cumlogsumexp reduce_window reduce_window_sum reduce_window_max select_and_scatter_add select_and_gather_add fft "
     "cholesky lu qr geqrf householder_product triangular_solve eigh svd custom_call pallas_call optimization_barrier "
-    "dynamic_update_slice pure_callback io_callback declared_rule"
+    "dynamic_update_slice pure_callback io_callback declared_rule compress_gradient_in_blocks"
 )
 _CHEAP = _names(
     "abs add add_any and broadcast_in_dim ceil clamp compress_gradient concatenate convert_element_type dynamic_slice "

@@ -34,9 +34,12 @@ REARRANGEMENTS = LABELS | COPIES | RESHAPES | REORDERINGS | SLICINGS | SPREADING
 # Element by element
 
 ADDITIONS = names("add add_any")
+COMPRESSED_SUM = "compress_gradient_in_blocks"
+"""The sum over devices of the summands that it is given, sent in 8 bits; of a sum that is made, its rounding."""
 ELEMENTWISE = ADDITIONS | names(
     """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz
+    compress_gradient_in_blocks
     complex compress_gradient conj convert_element_type copysign cos cosh digamma div eq eq_to erf erf_inv erfc exp
     exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2
     logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or polygamma polynomial

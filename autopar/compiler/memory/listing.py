@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.costs.own_collectives import own_collectives
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import literal_key
 from autopar.compiler.jaxprs.flops import aval_bytes
@@ -166,13 +167,14 @@ class _Lister:
                 )
             case Evaluate(eqn=eqn, strategy=strategy):
                 reads, results, kind = self._keys(*action.operands), self._keys(*action.results), kind_of(eqn)
+                exchanged = [each.nbytes for each, _ in own_collectives(eqn, strategy, self.mesh)]
                 return Op(
                     "fused" if kind == "view" and not (reads and results) else kind,
                     reads,
                     results,
                     expensive=is_expensive(eqn),
                     over=writes_over(eqn),
-                    workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes),
+                    workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes, exchanged),
                     seconds=equation_s(eqn, strategy._replace(combined=()), self.mesh_costs, alone(eqn))
                     if eqn.primitive.name in PRODUCTS
                     else 0.0,

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.fusion import FusionKind
+from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM
 
 Key = Hashable
 Kind = FusionKind | Literal["form"]
@@ -105,11 +106,14 @@ def writes_over(eqn: jc.JaxprEqn) -> bool:
     return name in ("dynamic_update_slice", "scan", "while") or name.startswith("scatter")
 
 
-def workspace_bytes(eqn: jc.JaxprEqn, product_workspace: float) -> float:
+def workspace_bytes(eqn: jc.JaxprEqn, product_workspace: float, exchanged: Sequence[float] = ()) -> float:
     """Return the bytes that the kernel of an equation needs while it runs, besides operands and results.
 
-    `product_workspace` is what the machine's kernels of matrix products need.
+    `product_workspace` is what the machine's kernels of matrix products need, `exchanged` what each of the equation's
+    own collectives moves on one device.
     """
+    if eqn.primitive.name == COMPRESSED_SUM:
+        return 2 * max(exchanged, default=0.0)  # what is sent, and what is received
     return product_workspace if eqn.primitive.name == "dot_general" else 0.0
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import assert_never
 
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.costs.own_collectives import Collective
 from autopar.compiler.resharding.paths import Graph, graph_of, last_edges, path
 from autopar.compiler.resharding.steps import (
     AllGather,
@@ -42,17 +43,6 @@ from autopar.compiler.sharding.layout import (
     split_like,
     without_ones,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collective:
-    """One exchange between the devices along `axes`."""
-
-    kind: str
-    axes: Axes
-    nbytes: float
-    """The larger of one device's operand and result, as in `wire_bytes`."""
-    reach: Reach = "all"
 
 
 @functools.cache

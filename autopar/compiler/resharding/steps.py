@@ -164,7 +164,7 @@ def exchanges(step: ReshardStep, mesh: LogicalMesh) -> tuple[StepCollective, ...
     kind = collective_kind(step)
     if kind is None:
         return ()
-    if isinstance(step, AllReduce) and mesh.links is not None and mesh.links.ring(step.axes).levels:
+    if isinstance(step, AllReduce) and mesh.sums_in_levels(step.axes):
         return (
             StepCollective("reduce-scatter", "inside"),
             StepCollective("all-reduce", "across", mesh.reach(step.axes, "inside")),

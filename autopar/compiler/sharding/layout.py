@@ -71,6 +71,10 @@ class LogicalMesh:
         inside = 1 if self.links is None else math.prod(self.links.inside[axis] for axis in axes)
         return {"all": self.size(axes), "inside": inside, "across": self.size(axes) // inside}[reach]
 
+    def sums_in_levels(self, axes: Axes) -> bool:
+        """Return whether sums along `axes` are taken inside of fast domains first."""
+        return self.links is not None and bool(self.links.ring(axes).levels)
+
     def names(self, axes: Iterable[int]) -> tuple[str, ...]:
         """The names of `axes`."""
         return tuple(self.axis_names[axis] for axis in axes)

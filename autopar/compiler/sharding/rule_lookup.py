@@ -34,7 +34,8 @@ _REDUCTIONS = {"dot_general": "sum", "reduce_sum": "sum", "reduce_max": "max", "
 # Primitives whose parameters hold numbers that are right for local parts too, or that are made local.
 _READ_APART = frozenset(
     {
-        "argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "compress_gradient", "convert_element_type",
+        "argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "compress_gradient",
+        "compress_gradient_in_blocks", "convert_element_type",
         "dot_general", "integer_pow", "reduce", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
         "reduce_precision", "reduce_prod", "reduce_sum", "reduce_xor", "squeeze", "stack", "transpose", "unstack",
     }

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.linearity import EXACT_IN_FIRST, linear_operands
-from autopar.compiler.jaxprs.primitives import ADDITIONS, MASKED, VISIBLE
+from autopar.compiler.jaxprs.primitives import ADDITIONS, COMPRESSED_SUM, MASKED, VISIBLE
 from autopar.compiler.sharding.layout import (
     Axes,
     Layout,
@@ -39,7 +39,7 @@ from autopar.compiler.sharding.rule import Dims, Rule, shapes_of
 
 
 class Strategy(NamedTuple):
-    """Layouts of operands (scalars too) and results; `combined` are axes over which a max or min is taken at once."""
+    """Layouts of operands (scalars too) and results; `combined` are axes over which results are combined at once."""
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
@@ -55,7 +55,7 @@ def strategies(
     # On the first device only, whose results are those of all.
     if eqn.primitive.name in VISIBLE:
         return (_on_one_device(eqn, mesh),)
-    return _strategies_of(
+    every = _strategies_of(
         tuple(_split_like(size, mesh) for size in rule.sizes),
         rule.operands,
         rule.results,
@@ -65,6 +65,7 @@ def strategies(
         eqn.primitive.name in MASKED,
         mesh,
     )
+    return _exchanging(eqn, every, mesh) if eqn.primitive.name == COMPRESSED_SUM else every
 
 
 def possible_sums(eqn: jc.JaxprEqn, maybe_partial: Collection[int]) -> tuple[tuple[int, ...], ...]:
@@ -142,6 +143,28 @@ def _on_one_device(eqn: jc.JaxprEqn, mesh: LogicalMesh) -> Strategy:
     return Strategy(tuple(whole), tuple(Layout(layout.dims, everything) for layout in results))
 
 
+def _exchanging(eqn: jc.JaxprEqn, every: Sequence[Strategy], mesh: LogicalMesh) -> tuple[Strategy, ...]:
+    """Return strategies whose results are no sums: all get the whole of it, or each its part of a dimension.
+
+    Blocks of numbers share a scale, so that no part may have padding.
+    """
+    (shape,) = shapes_of(eqn.outvars)
+    found: list[Strategy] = []
+    for strategy in every:
+        dims, partial = strategy.results[0]
+        axes = tuple(axis for axis in partial if mesh.shape[axis] > 1)
+        if padded_dims(shape, strategy.results[0], mesh):
+            continue
+        found.append(strategy._replace(results=(Layout(dims),), combined=axes))
+        if axes:
+            for d, size in enumerate(shape):
+                split = (*dims[d], *axes)
+                if size % mesh.size(split) == 0 and list(split) == sorted(split):
+                    result = Layout((*dims[:d], split, *dims[d + 1 :]))
+                    found.append(strategy._replace(results=(result,), combined=axes))
+    return tuple(found)
+
+
 def _strategy(
     rule: Rule,
     mesh: LogicalMesh,
@@ -209,7 +232,7 @@ def summands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in types if dtype is not None):
         return ()
     name, linear = eqn.primitive.name, linear_operands(eqn)
-    if name == "compress_gradient":
+    if name in ("compress_gradient", COMPRESSED_SUM):
         return ((0,),)  # the user's word: summands are rounded, so that they are sent in fewer bits
     # Additions are rounded in any order, and no more often in this one: gradients of microbatches are summed up so.
     exact = name in ADDITIONS or (name in EXACT_IN_FIRST and name != "gather") or _sums_nothing(eqn)

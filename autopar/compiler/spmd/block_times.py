@@ -55,7 +55,7 @@ def _equations_s(block: LocalBlock, mesh_costs: MeshCosts) -> float:
     for action in block.actions:
         match action:
             case Evaluate(eqn=eqn, strategy=strategy):
-                # The collective of a split maximum is counted with the others.
+                # The equation's own collectives are counted with the others.
                 total_s += equation_s(eqn, strategy._replace(combined=()), mesh_costs, traffic[id(eqn)])
             case RunBody(eqn=eqn, bodies=bodies):
                 total_s += trips(eqn) * sum(_equations_s(body, mesh_costs) for body in bodies)

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.costs.own_collectives import Collective, own_collectives
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_key, literal_key
 from autopar.compiler.jaxprs.primitives import CONTROL_FLOW
 from autopar.compiler.jaxprs.trip_counts import trip_count
-from autopar.compiler.resharding.costs import Collective, step_collectives
+from autopar.compiler.resharding.costs import step_collectives
 from autopar.compiler.resharding.steps import ReshardStep, collective_kind
-from autopar.compiler.sharding.layout import Layout, LogicalMesh, describe_layout, num_shards
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, describe_layout
 from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value
 
 _OWN_LINES = str(Path(__file__).parents[2])
@@ -186,15 +187,11 @@ def _of_block(
                         yield LocalCollective(
                             each, times, str(aval.dtype), what, *eqns, result.form, again, invariant[action], shares
                         )
-            case Evaluate(eqn=eqn, results=results, strategy=strategy):
-                for again in repeated[action]:
+            case Evaluate(eqn=eqn, strategy=strategy):
+                for own, dtype in own_collectives(eqn, strategy, mesh):
                     aval = eqn.outvars[0].aval
-                    nbytes = aval.size * aval.dtype.itemsize / num_shards(aval.shape, results[0].layout, mesh)
-                    combined = Collective(kind="all-reduce", axes=strategy.combined, nbytes=nbytes)
-                    what = f"{eqn.primitive.name} {aval.str_short()}"
-                    yield LocalCollective(
-                        combined, times, str(aval.dtype), what, eqn, eqn, "", again, invariant[action], False
-                    )
+                    what, again = f"{eqn.primitive.name} {aval.str_short()}", all(repeated[action])
+                    yield LocalCollective(own, times, dtype, what, eqn, eqn, "", again, invariant[action], False)
             case RunBody(eqn=eqn, bodies=bodies):
                 for body in bodies:
                     yield from _of_block(body, mesh, repeated, times * trips(eqn), invariant)

@@ -19,10 +19,11 @@ from jax import lax
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
-from autopar.compiler.jaxprs.primitives import CONSTRAINTS, VISIBLE
+from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM, CONSTRAINTS, VISIBLE
 from autopar.compiler.resharding.emit import padded
 from autopar.compiler.sharding.layout import Axes, Layout, LogicalMesh, local_shape, part_size
 from autopar.compiler.sharding.strategies import Strategy, masked_dims
+from autopar.compiler.spmd.compressed_sums import compressed_sum
 
 _lax: Any = lax
 _jnp: Any = jnp
@@ -189,6 +190,8 @@ def evaluate_locally(eqn: jc.JaxprEqn, args: Sequence[Any], strategy: Strategy, 
                 return [scatter_locally(eqn, args, strategy, mesh)]
             case "ragged_dot_general":
                 return jc.bind_equation(eqn, [*args[:2], _own_rows(eqn, args[2], strategy, mesh)])
+            case name if name == COMPRESSED_SUM and strategy.combined:
+                return [compressed_sum(args[0], strategy, mesh)]
             case name if name in VISIBLE:
                 return _on_one_device(eqn, args, mesh)
             case _:
