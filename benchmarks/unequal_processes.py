@@ -1,15 +1,16 @@
 """Two processes of unequal speed: what planned shares of the microbatches gain over even ones, and what was promised.
 
     python -m benchmarks.unequal_processes --json unequal.json
-    nice -n -10 python -m benchmarks.unequal_processes        a busy machine: the processes take its priority
 
-One process of a Ray cluster has a core of its own, the other shares its core with as many endless loops as
-`--loops` says, so that it runs at about one part in loops + 1. `autopar calibrate` measures either place by itself; the
-two machines that it writes are the cluster, given to `autopar.init`. `Auto` divides the microbatches of a step between
-the two (lanes), and its plan runs in turns with the same plan with even shares: step by step, in one run.
+One process of a Ray cluster has a core of its own, the other may use a part of the time of another core (`--quota`):
+beside other work on that core its part would be larger the more threads it has. `autopar calibrate` measures both
+places, at the same time, as they work; the two machines that it writes are the cluster, given to `autopar.init`. `Auto`
+divides the microbatches of a step between the two (lanes), and its plan runs in turns with the same plan with even
+shares: step by step, in one run.
 
 The promise is the simulated time of even shares over that of the planned ones; passed is a run whose measured ratio,
-the median of the pairs, is at least 0.9 of that. Needs two cores that have nothing else to do, and Linux for pinning.
+the median of the pairs, is at least 0.9 of that. Needs Linux, two cores with little else to do, and control groups
+that this user may write.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ from autopar.hardware.machine import Link
 ROWS, LENGTH, WIDTH, DEPTH, MICROBATCHES = 48, 32, 512, 96, 12
 BETWEEN = Link(latency_s=1e-3, bandwidth=5e8, ramp_bytes=0.0)
 """Of two processes on one machine: an estimate. A step sends 2 MB, and computes for a second or two."""
+PERIOD_US = 20_000
+"""So often a quota begins anew."""
 ENOUGH = 0.9
 """Of the gain that the figures promise."""
 
@@ -69,37 +72,61 @@ def arguments() -> tuple[Any, dict[str, Any]]:
 
 
 @contextmanager
-def busy_core(core: int, loops: int) -> Iterator[None]:
-    """Run endless loops on a core."""
-    command = [sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"]
-    running = [subprocess.Popen(command) for _ in range(loops)]
+def control_group(quota: float) -> Iterator[Path]:
+    """Make a group of processes that together may use so much of the time of one core."""
+    new = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    group = Path("/sys/fs/cgroup") / ("" if new else "cpu") / f"autopar-{os.getpid()}"
+    group.mkdir()
     try:
-        yield
+        limits = {"cpu.max": f"{quota * PERIOD_US:.0f} {PERIOD_US}"}
+        if not new:
+            limits = {"cpu.cfs_period_us": f"{PERIOD_US}", "cpu.cfs_quota_us": f"{quota * PERIOD_US:.0f}"}
+        for name, limit in limits.items():
+            (group / name).write_text(limit)
+        yield group
     finally:
-        for each in running:
-            each.kill()
+        for _ in range(100):
+            with suppress(OSError):  # the last processes may not have ended
+                group.rmdir()
+                break
+            time.sleep(0.1)
 
 
-def calibrated(core: int, name: str, folder: Path) -> autopar.Cluster:
-    """Return one device as `autopar calibrate` measures it on a core."""
-    path = folder / f"{name}.json"
-    code = f"import os, runpy, sys; os.sched_setaffinity(0, [{core}]); sys.argv = ['autopar', 'calibrate', '--json', "
-    code += f"{str(path)!r}]; runpy.run_module('autopar', run_name='__main__')"
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A core, and a control group or None."""
+
+    core: int
+    group: Path | None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let what is started meanwhile, and all that it starts, run here."""
+        every = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, [self.core])
+        if self.group is not None:
+            (self.group / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, every)
+            if self.group is not None:
+                (self.group.parent / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def calibrated(places: Mapping[str, Place], folder: Path) -> dict[str, autopar.Cluster]:
+    """Return one device for each place as `autopar calibrate` measures it there, all at the same time."""
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, stdout=subprocess.DEVNULL)
-    machine = autopar.Cluster.load(path).machine
-    return autopar.Cluster.of_hosts(replace(machine, name=name), 1)
-
-
-@contextmanager
-def pinned_to(core: int) -> Iterator[None]:
-    """Let what is started meanwhile, and all that it starts, run on one core."""
-    every = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, [core])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, every)
+    running: list[subprocess.Popen[bytes]] = []
+    for name, place in places.items():
+        command = [sys.executable, "-m", "autopar", "calibrate", "--json", str(folder / name)]
+        with place.entered():
+            running.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
+    failed = sum(each.wait() != 0 for each in running)
+    if failed:
+        raise RuntimeError("autopar calibrate failed, as it says above")
+    machines = {name: autopar.Cluster.load(folder / name).machine for name in places}
+    return {name: autopar.Cluster.of_hosts(replace(machine, name=name), 1) for name, machine in machines.items()}
 
 
 def measured_s(runs: dict[str, Any], pairs: int) -> dict[str, list[float]]:
@@ -116,21 +143,19 @@ def measured_s(runs: dict[str, Any], pairs: int) -> dict[str, list[float]]:
     return seconds
 
 
-def compare(loops: int, pairs: int, cores: tuple[int, int]) -> dict[str, Any]:
+def compare(quota: float, pairs: int, cores: tuple[int, int]) -> dict[str, Any]:
     """Return the shares, and the gain of planned over even ones as promised and as measured."""
     from ray.cluster_utils import Cluster as Nodes
 
-    fast_core, slow_core = cores
-    with tempfile.TemporaryDirectory(prefix="autopar-unequal-") as folder, busy_core(slow_core, loops):
-        machines = {
-            name: calibrated(core, name, Path(folder)) for core, name in ((fast_core, "own"), (slow_core, "shared"))
-        }
-        nodes, places = Nodes(initialize_head=True, head_node_args={"num_cpus": 0}), dict[str, str]()
+    with tempfile.TemporaryDirectory(prefix="autopar-unequal-") as folder, control_group(quota) as group:
+        places = {"whole": Place(core=cores[0], group=None), "part": Place(core=cores[1], group=group)}
+        machines = calibrated(places, Path(folder))
+        nodes, named = Nodes(initialize_head=True, head_node_args={"num_cpus": 0}), dict[str, str]()
         try:
-            for name, core in zip(machines, cores, strict=True):
-                with pinned_to(core):
-                    places[nodes.add_node(num_cpus=1).node_id] = name
-            groups = [machines[places[node]] for node in sorted(places)]  # in the order of processes
+            for name, place in places.items():
+                with place.entered():
+                    named[nodes.add_node(num_cpus=1).node_id] = name
+            groups = [machines[named[node]] for node in sorted(named)]  # in the order of processes
             cluster = autopar.Cluster.of_groups(groups, BETWEEN)
             autopar.init(cluster, address=nodes.address, num_hosts=2, devices_per_host=1)
             method = autopar.Auto(num_microbatches=MICROBATCHES, layers=1)
@@ -164,13 +189,13 @@ def compare(loops: int, pairs: int, cores: tuple[int, int]) -> dict[str, Any]:
 def main() -> int:
     """Print what came of it; 1 if less than nine tenths of the promise was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loops", type=int, default=1, help="endless loops beside the slower process")
+    parser.add_argument("--quota", type=float, default=0.5, help="of a core for the slower process")
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), metavar=("FAST", "SLOW"))
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     warnings.simplefilter("ignore", GenericFiguresWarning)
-    found = compare(options.loops, options.pairs, tuple(options.cores))
+    found = compare(options.quota, options.pairs, tuple(options.cores))
     share = found["measured"] / found["promised"]
     lanes = " + ".join(map(str, found["shares"]))
     Console().print(
