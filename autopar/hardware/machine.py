@@ -171,7 +171,7 @@ class Machine:
     hidden_share: float = 0.0
     """Share of the collectives of parameters and gradients that XLA runs behind compute, by its defaults."""
     schedules_for_latency: bool = False
-    """XLA puts work behind collectives by its defaults, and keeps until then what that work reads."""
+    """XLA puts work behind collectives by its defaults, and keeps until then what that work reads, fit or not."""
     dispatch_s: float = 1e-4
     """Seconds of a host to start one executable on its devices, or to send or take one value."""
     host_bandwidth: float = 1.1e10
