@@ -67,7 +67,7 @@ CASES = (
     Case(family="wresnet", model="6.8B", gpus=32, target_s=15),
     Case(family="moe", model="70B", gpus=64, target_s=15),
     Case(model="76B", gpus=1024, target_s=30),
-    Case(model="1.3B", gpus=32, cluster="2x p4d.24xlarge + 2x p3.16xlarge", target_s=10),
+    Case(model="small", gpus=32, cluster="2x p4d.24xlarge + 2x p3.16xlarge"),
     Case(model="llama-3-405b", gpus=10240, cluster="dgx-h100", remat=True, target_s=60),
 )
 _WHAT = ("cold", "again", "one host lost", "one kind lost", "one kind lost, again")
