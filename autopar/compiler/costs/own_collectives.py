@@ -49,9 +49,9 @@ def own_collectives(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> 
     Those of resharding its operands and results are not among them.
     """
     axes = strategy.combined
-    aval: Any = eqn.outvars[0].aval
-    if not axes:
+    if not axes:  # of equations without a result, too
         return ()
+    aval: Any = eqn.outvars[0].aval
     if eqn.primitive.name != COMPRESSED_SUM:
         nbytes = aval_bytes(aval) / num_shards(aval.shape, strategy.results[0], mesh)
         return ((Collective(kind="all-reduce", axes=axes, nbytes=nbytes), str(aval.dtype)),)
