@@ -3,21 +3,25 @@
     python -m benchmarks.published_clusters --json published.json
     python -m benchmarks.published_clusters --sizes 32+96
 
-The clusters are those of Sailor (SOSP 2025, arXiv 2504.17096, figure 8b; eth-easl/sailor, sailor/Planner/simulations/
-configs/gpu_trace_heterogeneous_imbalanced.csv): A100s of 40 GB and V100s of 16 GB, four to a host. The model is its
-OPT-350M with batches of 1024 sequences of 2048 tokens, or 1280 where 80 and 240 devices have to divide them; 16 bits
-with a master copy. Between hosts NCCL reaches 2.42 GB/s from A100s and 1.72 GB/s from V100s (sailor/providers/
-multizone_bandwidths_het.json, the last figures of us-central1-a). All is simulated by the costs of this library.
+Clusters of two kinds are those of Sailor (SOSP 2025, arXiv 2504.17096, figure 8b; eth-easl/sailor, sailor/Planner/
+simulations/configs/gpu_trace_heterogeneous_imbalanced.csv): A100s of 40 GB and V100s of 16 GB, four to a host. The
+model is its OPT-350M with batches of 1024 sequences of 2048 tokens, or 1280 where 80 and 240 devices have to divide
+them; 16 bits with a master copy. Between hosts NCCL reaches 2.42 GB/s from A100s and 1.72 GB/s from V100s (sailor/
+providers/multizone_bandwidths_het.json, the last figures of us-central1-a). Clusters of three kinds are made of the
+V100s, P100s and T4s of Metis (USENIX ATC 2024), four to a host, with 0.8 of 16 Gb/s between hosts; the model is
+GPT-350M with batches of 128 sequences of 1024 tokens. All is simulated by the costs of this library.
 
     Auto        the search, with no more than its default limits
     even        equal numbers of devices and layers: Megatron, the best of its degrees and numbers of microbatches
-    Metis       what the planner of Metis (USENIX ATC 2024) in Sailor's repository prints first for the cluster
+    Metis       what its planner, as it is in Sailor's repository, prints first for the cluster; for three kinds the one
+                in SamsungLabs/Metis, which is told what this library says of a layer at each batch and degree
     Sailor      what the planner of Sailor prints first
 
 A published plan is the model with its stages named, on as many devices of their kinds; layouts within a stage are the
 best ones and not its own, and its number of microbatches is the better of the powers of two around its own. That of
 Sailor for 32 + 96 has a stage of 24 hosts of V100s and three A100s, and one of 27 A100s: its 27 replicas divide no
-batch of ours, so that it gets 32 of each, on 128 V100s and 32 A100s, which is more than there are.
+batch of ours, so that it gets 32 of each, on 128 V100s and 32 A100s, which is more than there are. Metis' for three
+kinds is the first with one kind in each stage, its thirteenth: stages of two kinds are no meshes here.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -42,9 +46,11 @@ from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.models.model import Tree
 from benchmarks.models.workload import Workload
 
-A100, V100 = "a100-40", "v100-16"
+A100, V100, P100, T4 = "a100-40", "v100-16", "p100-16", "t4-16"
 BLOCKS, PER_HOST = 24, 4
-MACHINES = {A100: ("p4d.24xlarge", 2.42e9), V100: ("p3.16xlarge", 1.72e9)}
+MACHINES = {A100: "p4d.24xlarge", V100: "p3.16xlarge", P100: "nc24s-v2", T4: "g4dn.12xlarge"}
+SAILOR_CARDS = {A100: 2.42e9, V100: 1.72e9}
+METIS_CARDS = dict.fromkeys((V100, P100, T4), 0.8 * 16e9 / 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +69,10 @@ class Case:
     devices: dict[str, int]
     batch: int
     published: tuple[Published, ...]
+    cards: dict[str, float] = field(default_factory=lambda: SAILOR_CARDS)
+    """Bytes/s from a host of each kind."""
+    length: int = 2048
+    vocabulary: int = 50272
 
 
 CASES = {
@@ -118,6 +128,20 @@ CASES = {
             ),
         ),
     ),
+    "4+4+8": Case(
+        devices={V100: 4, P100: 4, T4: 8},
+        batch=128,
+        published=(
+            Published(
+                planner="Metis",
+                stages=((15, V100, 4), (3, P100, 4), (5, T4, 4), (3, T4, 4)),
+                microbatches=(8, 16, 32),
+            ),
+        ),
+        cards=METIS_CARDS,
+        length=1024,
+        vocabulary=51200,
+    ),
 }
 
 
@@ -133,12 +157,11 @@ class Row:
     plan_time_s: float
 
 
-def cluster_of(devices: dict[str, int]) -> autopar.Cluster:
+def cluster_of(devices: dict[str, int], cards: dict[str, float]) -> autopar.Cluster:
     """Return the hosts of four devices each."""
     groups: list[autopar.Cluster] = []
     for kind, count in devices.items():
-        name, card = MACHINES[kind]
-        found = Machine.named(name)
+        found = Machine.named(MACHINES[kind])
         near = tuple(pair for pair in found.intra.group_bandwidths if pair[0] <= PER_HOST)
         exchanged = tuple(pair for pair in found.intra.exchange_bandwidths if pair[0] <= PER_HOST)
         machine = replace(
@@ -147,16 +170,16 @@ def cluster_of(devices: dict[str, int]) -> autopar.Cluster:
             devices_per_host=PER_HOST,
             domain=PER_HOST,
             intra=replace(found.intra, group_bandwidths=near, exchange_bandwidths=exchanged),
-            inter=replace(found.inter, bandwidth=card / PER_HOST, group_bandwidths=(), exchange_bandwidths=()),
+            inter=replace(found.inter, bandwidth=cards[kind] / PER_HOST, group_bandwidths=(), exchange_bandwidths=()),
         )
         groups.append(autopar.Cluster.of_hosts(machine, count // PER_HOST))
     return autopar.Cluster.of_groups(groups)
 
 
-def model(batch: int, stages: Sequence[tuple[int, str, int]] = ()) -> Workload:
-    """Return OPT-350M as one model, or with its stages named."""
-    size = GPTSize(width=1024, layers=BLOCKS, heads=16, length=2048, vocabulary=50272, batch=batch, recomputed=False)
-    whole = alpa_gpt("OPT-350M", size)
+def model(case: Case, stages: Sequence[tuple[int, str, int]] = ()) -> Workload:
+    """Return the model of 350M parameters as one, or with its stages named."""
+    sizes = {"batch": case.batch, "length": case.length, "vocabulary": case.vocabulary}
+    whole = alpa_gpt("350M", GPTSize(width=1024, layers=BLOCKS, heads=16, recomputed=False, **sizes))
     if not stages:
         return whole
     owner = [number for number, (layers, _, _) in enumerate(stages) for _ in range(layers)]
@@ -202,22 +225,23 @@ def even(words: str, case: Case) -> Iterator[Row | None]:
     for pipeline in (4, 8, 16):
         for tensor, count in ((1, 4 * pipeline), (1, 8 * pipeline), (4, 8 * pipeline)):
             method = autopar.Megatron(pipeline=pipeline, tensor=tensor, num_microbatches=count)
-            yield planned(words, "even", model(case.batch), method, cluster_of(case.devices))
+            yield planned(words, "even", model(case), method, cluster_of(case.devices, case.cards))
 
 
 def published(words: str, case: Case) -> Iterator[Row | None]:
     """Yield the published plans."""
     for each in case.published:
-        wanted = {kind: sum(devices for _, mine, devices in each.stages if mine == kind) for kind in (A100, V100)}
+        wanted = {kind: sum(devices for _, mine, devices in each.stages if mine == kind) for kind in case.devices}
+        cluster = cluster_of({kind: count for kind, count in wanted.items() if count}, case.cards)
         for count in each.microbatches:
             method = autopar.Auto(num_microbatches=count)
-            yield planned(words, each.planner, model(case.batch, each.stages), method, cluster_of(wanted))
+            yield planned(words, each.planner, model(case, each.stages), method, cluster)
 
 
 def rows_of(words: str) -> Iterator[Row]:
     """Yield the plan of Auto, the best even one, and the best of each publication, one that fits if there is one."""
     case = CASES[words]
-    auto = planned(words, "Auto", model(case.batch), autopar.Auto(), cluster_of(case.devices))
+    auto = planned(words, "Auto", model(case), autopar.Auto(), cluster_of(case.devices, case.cards))
     others = [*published(words, case), *even(words, case)]
     for name in ("Auto", "even", *(each.planner for each in case.published)):
         mine = [row for row in (auto, *others) if row is not None and row.plan == name]
@@ -234,7 +258,7 @@ def main() -> None:
     for words in options.sizes:
         found = list(rows_of(words))
         rows += found
-        table = Table("A100s + V100s", "plan", "step s", "over Auto", "fits", "CPU s", "what")
+        table = Table("devices", "plan", "step s", "over Auto", "fits", "CPU s", "what")
         for row in found:
             over = f"{row.step_time_s / found[0].step_time_s:.2f}"
             cells = f"{row.step_time_s:.3f}", over, "yes" if row.fits else "no", f"{row.plan_time_s:.0f}"

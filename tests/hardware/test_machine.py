@@ -323,6 +323,7 @@ def test_collectives_take_about_what_was_measured(name, kind, group, hosts, meas
         ("TPU v6 lite", "tpu-v6e"),
         ("TPU7x", "tpu7x"),
         ("Tesla T4", "g4dn.12xlarge"),
+        ("Tesla P100-PCIE-16GB", "nc24s-v2"),
         ("NVIDIA A10G", "g5.48xlarge"),
         ("NVIDIA L4", "g6.48xlarge"),
         ("NVIDIA L40S", "g6e.48xlarge"),

@@ -13,12 +13,12 @@ of fewer numbers go across:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM
+from autopar.compiler.sharding.collective import Collective
 from autopar.compiler.sharding.layout import (
     Axes,
     LogicalMesh,
@@ -30,17 +30,6 @@ from autopar.compiler.sharding.layout import (
 )
 from autopar.compiler.sharding.scaled_blocks import CODE, encoded_bytes
 from autopar.compiler.sharding.strategies import Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collective:
-    """One exchange between the devices along `axes`."""
-
-    kind: str
-    axes: Axes
-    nbytes: float
-    """The larger of one device's operand and result, as in `wire_bytes`."""
-    reach: Reach = "all"
 
 
 def own_collectives(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> tuple[tuple[Collective, str], ...]:

@@ -16,7 +16,6 @@ from typing import assert_never
 import numpy as np
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
-from autopar.compiler.costs.own_collectives import Collective
 from autopar.compiler.resharding.paths import Graph, graph_of, last_edges, path
 from autopar.compiler.resharding.steps import (
     AllGather,
@@ -32,6 +31,7 @@ from autopar.compiler.resharding.steps import (
     exchanges,
     moved_share,
 )
+from autopar.compiler.sharding.collective import Collective
 from autopar.compiler.sharding.layout import (
     Axes,
     Layout,

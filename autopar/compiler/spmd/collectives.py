@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
-from autopar.compiler.costs.own_collectives import Collective, own_collectives
+from autopar.compiler.costs.own_collectives import own_collectives
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import equation_key, literal_key
@@ -25,6 +25,7 @@ from autopar.compiler.jaxprs.primitives import CONTROL_FLOW
 from autopar.compiler.jaxprs.trip_counts import trip_count
 from autopar.compiler.resharding.costs import step_collectives
 from autopar.compiler.resharding.steps import ReshardStep, collective_kind
+from autopar.compiler.sharding.collective import Collective
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, describe_layout
 from autopar.compiler.spmd.local_program import Action, Evaluate, LocalBlock, Reshard, RunBody, Value
 

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.compiler.analysis.compiled_collectives import compiled_collectives
 from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
-from autopar.compiler.costs.own_collectives import Collective
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.resharding.costs import reshard_matrix, reshard_s, reshard_steps, step_collectives
 from autopar.compiler.resharding.emit import apply_steps
@@ -27,6 +26,7 @@ from autopar.compiler.resharding.steps import (
     ToPartial,
     after,
 )
+from autopar.compiler.sharding.collective import Collective
 from autopar.compiler.sharding.layout import (
     Layout,
     LogicalMesh,
