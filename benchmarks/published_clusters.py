@@ -21,7 +21,8 @@ A published plan is the model with its stages named, on as many devices of their
 best ones and not its own, and its number of microbatches is the better of the powers of two around its own. That of
 Sailor for 32 + 96 has a stage of 24 hosts of V100s and three A100s, and one of 27 A100s: its 27 replicas divide no
 batch of ours, so that it gets 32 of each, on 128 V100s and 32 A100s, which is more than there are. Metis' for three
-kinds is the first with one kind in each stage, its thirteenth: stages of two kinds are no meshes here.
+kinds is the first with layers and one kind in each stage, its 13th of 4+4+8 V100s, P100s and T4s and its 87th of
+16+8+8: the others are of stages that are no meshes here.
 """
 
 from __future__ import annotations
@@ -136,6 +137,20 @@ CASES = {
                 planner="Metis",
                 stages=((15, V100, 4), (3, P100, 4), (5, T4, 4), (3, T4, 4)),
                 microbatches=(8, 16, 32),
+            ),
+        ),
+        cards=METIS_CARDS,
+        length=1024,
+        vocabulary=51200,
+    ),
+    "16+8+8": Case(
+        devices={V100: 16, P100: 8, T4: 8},
+        batch=128,
+        published=(
+            Published(
+                planner="Metis",
+                stages=((11, V100, 8), (11, V100, 8), (2, P100, 8), (2, T4, 8)),
+                microbatches=(4, 8, 16),
             ),
         ),
         cards=METIS_CARDS,
