@@ -191,9 +191,20 @@ def _gpt(row: Row, recomputed: bool) -> GPTSize:
         vocabulary=_whole(row, "vocab"),
         batch=_whole(row, "global_batch"),
         hidden=row.whole("ffn"),
+        head=_head(row),
         recomputed=recomputed,
         kernel=_in_a_kernel(row),
     )
+
+
+def _head(row: Row) -> int | None:
+    """The width of a head where all heads together are not as wide as the model."""
+    head = row.whole("head_dim")
+    if not head or head * _whole(row, "heads") == _whole(row, "hidden"):
+        return None
+    if not _in_a_kernel(row):
+        raise Unusable("has heads that are not as wide as the model together, with attention in no kernel")
+    return head
 
 
 def _in_a_kernel(row: Row) -> bool:

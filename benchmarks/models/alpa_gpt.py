@@ -6,6 +6,9 @@ with attention in a kernel they are decoders of today, with norms in front. FLOP
 where this has 72: B sequences of S tokens, width H, L layers, V words,
 
     72 B S H² L (1 + S / 6H) + 6 B S H V
+
+With heads A wide altogether and a perceptron F wide inside, which are H and 4 H there, a layer has 6 B S (4 H A + 2 H F
++ 2 S A) of them.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ class GPTSize:
     batch: int = 1024
     hidden: int | None = None
     """Width inside a perceptron; by default four times that of the model."""
+    head: int | None = None
+    """Width of a head; by default all heads together are as wide as the model."""
     recomputed: bool = True
     """Every layer is computed again in the backward pass."""
     kernel: bool = False
@@ -44,8 +49,9 @@ class GPTSize:
     def flops(self) -> float:
         """FLOPs of a step, as in the module's formula."""
         tokens, width = self.batch * self.length, self.width
-        layers = 72 * tokens * width**2 * self.layers * (1 + self.length / (6 * width))
-        return layers + 6 * tokens * width * self.vocabulary
+        heads = self.heads * (self.head or width // self.heads)
+        layer = 4 * width * heads + 2 * width * (self.hidden or 4 * width) + 2 * self.length * heads
+        return 6 * tokens * (self.layers * layer + width * self.vocabulary)
 
 
 GPT_SIZES: Mapping[str, GPTSize] = {
@@ -64,7 +70,7 @@ GPT_SIZES: Mapping[str, GPTSize] = {
 def alpa_gpt(name: str, size: GPTSize, dtype: Any = jnp.float16) -> Workload:
     """A train step of this size."""
     layer = partial(transformer.block, mark=unmarked, causal=True, kernel=True) if size.kernel else alpa_layers.layer
-    params_of = transformer.block_params if size.kernel else alpa_layers.layer_params
+    params_of = partial(transformer.block_params, head=size.head) if size.kernel else alpa_layers.layer_params
     cross_entropy = transformer.cross_entropy if size.kernel else alpa_layers.cross_entropy
 
     def loss(params: Tree, statistics: Tree, batch: Tree) -> tuple[jax.Array, Tree]:

@@ -31,8 +31,9 @@ def norm(params: Tree, x: jax.Array) -> jax.Array:
     return scaled.astype(x.dtype) * params["gain"] + params["bias"]
 
 
-def attention_params(width: int, heads: int, dtype: jnp.dtype) -> Tree:
-    head = width // heads
+def attention_params(width: int, heads: int, dtype: jnp.dtype, head: int | None = None) -> Tree:
+    """Projections to heads and back; a `head` is as wide as makes all of them as wide as the model, unless given."""
+    head = head or width // heads
     projections = {name: weights(dtype, embed=width, heads=heads, head=head) for name in ("query", "key", "value")}
     return {**projections, "out": weights(dtype, heads=heads, head=head, embed=width)}
 
@@ -105,10 +106,10 @@ def feed_forward(params: Tree, x: jax.Array, mark: Mark) -> jax.Array:
     return mark(hidden @ params["down"] + params["down_bias"], *OUTSIDE)
 
 
-def block_params(width: int, heads: int, hidden: int, dtype: jnp.dtype) -> Tree:
+def block_params(width: int, heads: int, hidden: int, dtype: jnp.dtype, head: int | None = None) -> Tree:
     return {
         "attention_norm": norm_params(width, dtype),
-        "attention": attention_params(width, heads, dtype),
+        "attention": attention_params(width, heads, dtype, head),
         "mlp_norm": norm_params(width, dtype),
         "mlp": feed_forward_params(width, hidden, dtype),
     }

@@ -3,6 +3,7 @@
 import csv
 from pathlib import Path
 
+import jax
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -99,6 +100,13 @@ def test_the_width_of_a_network_is_stated_or_follows_from_its_parameters(notes: 
     assert isinstance(size, ResNetSize) and size.widening == widening
 
 
+def test_heads_may_be_wider_than_the_model_together():
+    found = case(attention="flash", head_dim="64").model
+    shapes = {leaf.shape for leaf in jax.tree.leaves(workload_of(found).abstract_state.params)}
+    assert (128, 4, 64) in shapes and (4, 64, 128) in shapes
+    assert case(attention="flash", head_dim="32").model == case(attention="flash").model
+
+
 def test_experts_are_chosen_within_groups():
     size = case(**MOE).model.size
     assert isinstance(size, MoESize) and (size.group, size.experts, size.recomputed) == (64, 4, True)
@@ -116,6 +124,7 @@ def test_experts_are_chosen_within_groups():
         ({"layers": ""}, "does not say layers"),
         ({"step_s": ""}, "has no measured time"),
         ({"tensor": "4"}, "says degrees whose product is not its number of devices"),
+        ({"head_dim": "64", "attention": "dot"}, "has heads that are not as wide as the model together"),
         ({"sequence": "2"}, "divides the sequence among devices"),
         ({"notes": "stages: 0-1 on 1x1, 2-7 on 1x1"}, "stages on different numbers of devices"),
         ({**MOE, "top_k": "1"}, "no mixture of experts"),
