@@ -215,6 +215,8 @@ def trace_step(
             state=set(state.values()),
             unbatched=unbatched_inputs,
         )
+        if not batch.inputs and not batch.ambiguous:
+            batch = _batch_of_one(flat_step, leaves, {*state.values(), *unbatched_inputs}) or batch
     else:
         batch = FoundBatch(inputs=tuple(given))
         state = _whole_subtrees(leaves, outputs, replaced, batch.inputs)
@@ -267,6 +269,32 @@ def _kept(closed: jc.ClosedJaxpr) -> dict[int, int]:
     return {place: numbers[v] for place, v in enumerate(jaxpr.outvars) if isinstance(v, jc.Var) and v in numbers}
 
 
+def _batch_of_one(flat_step: Callable[..., Any], leaves: Sequence[Leaf], others: Collection[int]) -> FoundBatch | None:
+    """Return the batch of a step on one example, found on two: an axis of one shows nothing. None if there is none.
+
+    `others` are the inputs that are no batch.
+    """
+    of_one = {i for i, leaf in enumerate(leaves) if i not in others and leaf.aval.shape[:1] == (1,)}
+    if not of_one:
+        return None
+    try:
+        closed = normalize(jax.make_jaxpr(flat_step)(*_with_rows([leaf.aval for leaf in leaves], of_one, 2)))
+    # Whatever the user's own code raises where one of them is no batch, and has to stay as it is.
+    except Exception:
+        return None
+    names, arguments = [leaf.name for leaf in leaves], [leaf.argument for leaf in leaves]
+    found = find_batch(closed, names, arguments, state=others)
+    return found if found.inputs and of_one.issuperset(found.inputs) else None
+
+
+def _with_rows(avals: Sequence[Any], batch: Collection[int], rows: int) -> list[Any]:
+    """Return the types of the inputs of a step on so many rows."""
+    return [
+        jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype, weak_type=a.weak_type) if i in batch else a
+        for i, a in enumerate(avals)
+    ]
+
+
 def _check_batch(leaves: Sequence[Leaf], batch_inputs: Sequence[int]) -> None:
     sizes = {leaves[i].name: leaves[i].aval.shape[:1] for i in batch_inputs}
     for name, size in sizes.items():
@@ -284,11 +312,7 @@ def _check_batch(leaves: Sequence[Leaf], batch_inputs: Sequence[int]) -> None:
 
 
 def _trace_at(trace: Trace, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
-    batch = set(trace.batch_inputs)
-    avals = [
-        jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype, weak_type=a.weak_type) if i in batch else a
-        for i, a in enumerate(leaf.aval for leaf in trace.inputs)
-    ]
+    avals = _with_rows([leaf.aval for leaf in trace.inputs], trace.batch_inputs, rows)
     try:
         closed = transfers_by_memory(normalize(jax.make_jaxpr(trace.flat_step)(*avals)))
         twin = number_stages(results_on_devices(closed)[0])

@@ -52,7 +52,7 @@ def _note_batch(trace: Trace, plan: Plan, meshes: Sequence[MeshPlan], *, any_axi
         for name, size in zip(mesh.axis_names, mesh.shape, strict=True)
         if size > 1 and (name == DATA or any_axis)
     }
-    if not trace.batch_inputs or not sizes:
+    if not trace.batch_inputs or not sizes or (any_axis and trace.num_rows == 1):  # one example is divided inside
         return
     rows = trace.num_rows // plan.num_microbatches
     leaves = [trace.inputs[i] for i in trace.batch_inputs if trace.inputs[i].name not in plan.input_specs]

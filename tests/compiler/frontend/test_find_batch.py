@@ -308,3 +308,36 @@ def test_state_of_one_array_is_no_batch_where_the_data_are_left_out():
     with pytest.warns(ReplicatedWarning, match="Every device computes the whole of one_matrix"):
         planned = autopar.parallelize(one_matrix, method=autopar.DataParallel(), unbatched="^x$").trace(*args).plan()
     assert planned.trace.batch_inputs == ()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        autopar.Megatron(tensor=2),
+        autopar.Megatron(pipeline=2),
+        autopar.TensorParallel(),
+        autopar.PipelineParallel(num_stages=2, num_microbatches=1),
+        autopar.Auto(),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_a_batch_of_one_example_is_found_as_one_of_two(method):
+    def step(params, batch):
+        return updated(params, lambda p: loss(p, batch["x"], batch["y"]))
+
+    params = {"a": np.full((WIDTH, 16), 0.1, np.float32), "b": np.full((16, 4), 0.2, np.float32)}
+    batch = {"x": np.ones((1, 8, WIDTH), np.float32), "y": np.zeros((1, 8, 4), np.float32)}
+    traced = autopar.parallelize(step, method=method, devices=jax.devices()[:2]).trace(params, batch)
+    assert batch_of(traced.trace) == ["batch.x", "batch.y"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ReplicatedWarning)
+        found = autopar.parallelize(step, method=method, devices=jax.devices()[:2])(params, batch)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(params, batch)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_that_cannot_be_two_is_no_batch():
+    def step(params, bias):
+        return updated(params, lambda p: jnp.mean(predict(p, jnp.ones((3, WIDTH)) + bias.reshape(1, WIDTH)) ** 2))
+
+    assert batch_of(autopar.parallelize(step).trace(PARAMS, zeros(1, WIDTH)).trace) == []
