@@ -4,8 +4,15 @@
 
 A row with one kind of replicas, perhaps tensor parallelism and stages, is planned by its degrees (`Megatron`). Where
 the state is divided over one of several mesh axes, every parameter is pinned to where the row has it, and `Auto` finds
-the rest. Where the row leaves the layouts to a search, `Auto` has the row's mesh, stages and microbatches. What cannot
-be written so is `Unusable`, with the reason.
+the rest. Where the row leaves the layouts to a search, `Auto` has the row's mesh, stages and microbatches, if the mesh
+has one axis. On two, the search of such rows has the examples along the first always (alpa-projects/alpa,
+alpa/shard_parallel/auto_sharding.py, `force_batch_dim_to_mesh_dim`), which are degrees: replicas, weights divided along
+the second axis, and the state along the first, as all of them prefer (benchmark/alpa/exp_intra_only.py). What cannot be
+written so is `Unusable`, with the reason.
+
+ZeRO 2 over microbatches adds up whole gradients. Where the update is a program of its own, as in these rows, no
+compiler joins their sum with the division behind it: it is an all-reduce, and the parameters are gathered beside it
+(alpa-projects/tensorflow-alpa, auto_sharding.cc, `use_all_reduce_for_grad_acc`: "50% communication overhead").
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ from autopar.aot import Traced
 from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.errors import AutoparError
 from autopar.hardware.machine import Machine, machines
+from autopar.ir.plan import Plan
 from benchmarks.accuracy_cases import Unusable
 from benchmarks.accuracy_report import Predicted
 from benchmarks.accuracy_rows import Row
@@ -70,6 +78,11 @@ class Degrees:
     @property
     def devices(self) -> int:
         return self.data * self.fsdp * self.tensor * self.pipeline
+
+    @property
+    def sums_whole_gradients(self) -> bool:
+        """True if the sum of the gradients is an all-reduce although the state is divided."""
+        return self.zero == 2 and self.num_microbatches > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +150,28 @@ def _simulated(model: Model, degrees: Degrees, machine: str, devices: int) -> tu
     cluster = Cluster(num_devices=devices, machine=Machine.named(machine))
     try:
         workload, traced = _traced(model)
-        report = traced.on_cluster(cluster).plan(method_of(workload, degrees)).simulate(cluster)
+        planned = traced.on_cluster(cluster).plan(method_of(workload, degrees))
+        report = planned.simulate(cluster)
     except AutoparError as error:
         raise Unusable(f"{type(error).__name__}: {str(error).split('. ')[0]}") from error
-    return report.step_time_s, report.peak_bytes
+    more_s = _whole_sums_s(planned.plan) if degrees.sums_whole_gradients else 0.0
+    return report.step_time_s + more_s, report.peak_bytes
+
+
+def _whole_sums_s(plan: Plan) -> float:
+    """Seconds that all-reduces of the gradients take longer than the reduce-scatters of a plan, which are half of one.
+
+    All meshes do theirs at once, at the end of the step.
+    """
+    return max(
+        sum(
+            each.seconds
+            for each in mesh.sharding.collectives
+            if each.kind == "reduce-scatter" and "data" in each.axes and each.reach == "all"
+        )
+        for mesh in plan.meshes
+        if mesh.sharding is not None
+    )
 
 
 @lru_cache(maxsize=1)
@@ -321,6 +352,11 @@ def _degrees(row: Row, devices: int) -> Degrees:
         raise Unusable("has stages on different numbers of devices")
     degree = {name: row.whole(name) for name in ("data", "fsdp", "tensor", "pipeline")}
     pipeline = degree["pipeline"] or 1
+    mesh = _mesh(row, devices // pipeline, degree) if searched else _pinned_mesh(degree)
+    zero = row.whole("zero") or 0
+    if searched and mesh is not None and min(mesh) > 1:
+        degree |= {"data": mesh[0], "fsdp": 1, "tensor": mesh[1]}
+        searched, mesh, zero = False, None, 2
     found = Degrees(
         data=degree["data"] or 1,
         fsdp=degree["fsdp"] or 1,
@@ -328,8 +364,8 @@ def _degrees(row: Row, devices: int) -> Degrees:
         pipeline=pipeline,
         num_microbatches=row.whole("microbatches") or 1,
         schedule=row["schedule"] or "1f1b",
-        zero=row.whole("zero") or 0,
-        mesh=_mesh(row, devices // pipeline, degree) if searched else _pinned_mesh(degree),
+        zero=zero,
+        mesh=mesh,
         searched=searched,
     )
     if not searched and found.devices != devices:

@@ -88,8 +88,24 @@ def test_a_state_divided_over_one_of_several_axes_is_pinned():
 
 
 def test_what_was_searched_is_searched_on_the_mesh_of_the_row():
+    found = method(devices="8", data="", tensor="", complete="search", notes="auto_sharding, mesh 1x8")
+    assert isinstance(found, Auto) and (found.mesh_shape, found.num_stages) == ((1, 8), 1)
+
+
+def test_searches_on_two_axes_have_the_examples_along_the_first():
     found = method(devices="8", data="", tensor="", complete="search", notes="auto_sharding, mesh 2x4")
-    assert isinstance(found, Auto) and (found.mesh_shape, found.num_stages) == ((2, 4), 1)
+    assert isinstance(found, Megatron) and (found.degrees(8), found.zero) == ((2, 4, 1), 2)
+
+
+def test_whole_gradients_are_summed_by_an_all_reduce_before_they_are_divided():
+    cells = {"devices": "4", "data": "4", "microbatches": "2"}
+    divided, whole = (case(**cells, zero=zero) for zero in ("1", "2"))
+    more_s = predicted(whole).step_s - predicted(divided).step_s
+    # Beside the reduce-scatter and the all-gather of ZeRO 1, which an all-reduce and an all-gather are one more of.
+    nbytes = 2 * workload_of(whole.model).num_parameters
+    alone_s = 3 / 4 * nbytes / whole.machine.intra.bandwidth_of(4)
+    latencies_s = len(jax.tree.leaves(workload_of(whole.model).params)) * whole.machine.intra.ring_s("all-gather", 0, 4)
+    assert alone_s < more_s < alone_s + latencies_s
 
 
 @pytest.mark.parametrize(
