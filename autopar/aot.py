@@ -411,6 +411,11 @@ class Planned:
     def _program(self) -> Program:
         return passes.lower_step(self.trace, self.plan)
 
+    @cached_property
+    def _on_paper(self) -> Program:
+        """What is simulated: the program without what its executables compute, unless that is known."""
+        return vars(self).get("_program") or passes.lower_step(self.trace, self.plan, on_paper=True)
+
     def lower(self) -> Lowered:
         """Cut the step as planned, and write the instructions of every mesh."""
         return Lowered(plan=self.plan, program=self._program, trace=self.trace, source=self.source)
@@ -489,7 +494,7 @@ class Planned:
         """
         cluster = cluster or self.source.target.planned_for() or Cluster.from_devices(self.source.target.live_devices())
         check_devices(self.plan, cluster)
-        program = self._program
+        program = self._on_paper
         priced = price_plan(self.trace, self.plan, program, cluster=cluster)
         work = step_work(self.trace)
         return simulate_plan(

@@ -138,14 +138,18 @@ def cut_step(trace: Trace, plan: Plan) -> StageGraph:
 
 
 @collector_paused()
-def lower_step(trace: Trace, plan: Plan) -> Program:
-    """Return the program of a plan, verified. Raises `Unsupported` for callbacks that it could not keep in order."""
+def lower_step(trace: Trace, plan: Plan, *, on_paper: bool = False) -> Program:
+    """Return the program of a plan, verified. Raises `Unsupported` for callbacks that it could not keep in order.
+
+    `on_paper` it is for who simulates: what executables of several devices compute is not written down.
+    """
     check_callbacks(trace, plan)
     check_state_on_host(trace, plan)
     if plan.is_single_program:
-        program = single_program(trace, plan)
+        program = single_program(trace, plan, on_paper=on_paper)
     else:
         batch_sizes = {i: trace.inputs[i].aval.shape[0] for i in trace.batch_inputs}
-        program = lower(cut_step(trace, plan), plan, leaf_sizes=batch_sizes, donated_leaves=trace.donated_inputs)
+        graph, donated = cut_step(trace, plan), trace.donated_inputs
+        program = lower(graph, plan, leaf_sizes=batch_sizes, donated_leaves=donated, on_paper=on_paper)
     program.verify()
-    return guard_callbacks(program) if plan.num_devices > 1 else program
+    return program if on_paper or plan.num_devices == 1 else guard_callbacks(program)

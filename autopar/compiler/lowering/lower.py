@@ -57,19 +57,30 @@ class _Call:
     outputs: tuple[str, ...]
 
 
-def lower(graph: StageGraph, plan: Plan, *, leaf_sizes: Mapping[int, int], donated_leaves: Iterable[int]) -> Program:
+def lower(
+    graph: StageGraph,
+    plan: Plan,
+    *,
+    leaf_sizes: Mapping[int, int],
+    donated_leaves: Iterable[int],
+    on_paper: bool = False,
+) -> Program:
     """The program. `leaf_sizes` gives the first axis of each batch leaf; `donated_leaves` may be overwritten.
+
+    What executables of several devices compute is left out `on_paper`.
 
     Raises `PlanMismatch` for a plan that keeps on the host what cannot be there.
     """
     given, host_leaves = set(donated_leaves), replaced_on_host(graph, plan)
     # What is brought to the devices is the step's own there.
-    program = _lower(graph, plan, leaf_sizes, given | set(host_leaves))
+    program = _lower(graph, plan, leaf_sizes, given | set(host_leaves), on_paper)
     waiting = waiting_values(graph, plan.host_values)
     return keep_on_host(program, host_leaves, given, waiting) if host_leaves or waiting else program
 
 
-def _lower(graph: StageGraph, plan: Plan, leaf_sizes: Mapping[int, int], donated_leaves: set[int]) -> Program:
+def _lower(
+    graph: StageGraph, plan: Plan, leaf_sizes: Mapping[int, int], donated_leaves: set[int], on_paper: bool
+) -> Program:
     meshes = [plan.stages[s].mesh for s in range(graph.num_stages)]
     calls = _ordered_calls(graph, plan, meshes)
     inputs = list(_program_inputs(graph, meshes, leaf_sizes))
@@ -78,7 +89,7 @@ def _lower(graph: StageGraph, plan: Plan, leaf_sizes: Mapping[int, int], donated
     lent = {(i.mesh, i.value) for i in inputs} - overwritable
     outputs = [replace(out, copied=not lent.isdisjoint(out.parts)) for out in _program_outputs(graph, meshes)]
     sharded = [
-        mesh_on_one_device(graph, plan, n) if m.sharding is None else sharded_mesh(graph, plan, n)
+        mesh_on_one_device(graph, plan, n) if m.sharding is None else sharded_mesh(graph, plan, n, on_paper=on_paper)
         for n, m in enumerate(plan.meshes)
     ]
     instructions = _with_transfers(calls, inputs)
@@ -356,8 +367,8 @@ def _executables(
     return {
         name: replace(
             executable_of(e, mesh, by_name, donations[name]),
-            jaxpr=planned.jaxprs[name],
-            host_bytes=host_bytes(planned.jaxprs[name]),
+            jaxpr=planned.jaxprs.get(name),
+            host_bytes=host_bytes(planned.jaxprs[name]) if name in planned.jaxprs else 0,
         )
         for name, e in tasks.items()
     }

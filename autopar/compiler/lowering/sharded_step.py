@@ -8,7 +8,7 @@ that                      -> the jaxpr to compile
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from jax.sharding import PartitionSpec
 
@@ -27,12 +27,19 @@ from autopar.ir.plan import MeshPlan, Plan
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedStep:
-    """A step on one mesh: the jaxpr to compile, and the specs of its inputs and of its computed results."""
+    """A step on one mesh: what a device does, and the specs of its inputs and of its computed results."""
 
-    jaxpr: jc.ClosedJaxpr
+    whole: jc.ClosedJaxpr
+    """The step as it is planned, before its collectives are written down."""
+    mesh: LogicalMesh
     block: LocalBlock
     input_specs: tuple[PartitionSpec, ...]
     output_specs: tuple[PartitionSpec, ...]
+
+    @cached_property
+    def jaxpr(self) -> jc.ClosedJaxpr:
+        """The program to compile."""
+        return emit_spmd(self.whole, self.block, self.mesh)
 
 
 @lru_cache(maxsize=4)
@@ -78,7 +85,8 @@ def sharded_step(trace: Trace, plan: Plan) -> ShardedStep:
     closed, block = planned_block(trace, plan)
     mesh = logical_mesh(plan.meshes[0])
     return ShardedStep(
-        jaxpr=emit_spmd(closed, block, mesh),
+        whole=closed,
+        mesh=mesh,
         block=block,
         input_specs=tuple(to_spec(value.layout, mesh) for value in block.inputs),
         output_specs=tuple(to_spec(v.layout, mesh) for v in block.outputs if isinstance(v, Value)),

@@ -11,13 +11,13 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import jaxpr_bytes, jaxpr_flops
 from autopar.compiler.lowering.sharded_step import sharded_step
 from autopar.compiler.lowering.user_constraints import without_constraints
-from autopar.compiler.memory.host_bytes import host_bytes
+from autopar.compiler.memory.host_bytes import host_bytes, makes_host_values
 from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Executable, Free, Input, Instruction, MeshProgram, Output, Program, Run, Task
 
 
-def single_program(trace: Trace, plan: Plan) -> Program:
-    """Return the program: place the arguments, run the step."""
+def single_program(trace: Trace, plan: Plan, *, on_paper: bool = False) -> Program:
+    """Return the program: place the arguments, run the step; what that computes is left out `on_paper`."""
     (mesh,) = plan.meshes
     sharded = None if plan.sharding is None else sharded_step(trace, plan)
     inputs = [leaf.name.replace("@", "(at)") for leaf in trace.inputs]
@@ -28,7 +28,8 @@ def single_program(trace: Trace, plan: Plan) -> Program:
         input_specs, output_specs = ([PartitionSpec()] * len(each) for each in (trace.inputs, computed))
         jaxpr = without_constraints(jc.with_outputs(trace.jaxpr, computed))
     else:
-        input_specs, output_specs, jaxpr = sharded.input_specs, sharded.output_specs, sharded.jaxpr
+        input_specs, output_specs = sharded.input_specs, sharded.output_specs
+        jaxpr = None if on_paper and not makes_host_values(sharded.whole) else sharded.jaxpr
     types = {name: _type(leaf.aval, spec) for name, leaf, spec in zip(inputs, trace.inputs, input_specs, strict=True)}
     input_types = [types[name] for name in inputs]
     output_types = [_type(trace.outputs[i].aval, spec) for i, spec in zip(computed, output_specs, strict=True)]
@@ -42,7 +43,7 @@ def single_program(trace: Trace, plan: Plan) -> Program:
         donated=donated,
         flops=jaxpr_flops(trace.jaxpr),
         bytes_accessed=jaxpr_bytes(trace.jaxpr),
-        host_bytes=host_bytes(jaxpr),
+        host_bytes=0 if jaxpr is None else host_bytes(jaxpr),
         jaxpr=jaxpr,
     )
     run = Run(

@@ -23,9 +23,10 @@ from autopar.compiler.lowering.task_executables import (
     executable_name,
 )
 from autopar.compiler.lowering.user_constraints import without_constraints
+from autopar.compiler.memory.host_bytes import makes_host_values
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
-from autopar.compiler.spmd.block_plan import from_data, layout_from_text
+from autopar.compiler.spmd.block_plan import BlockPlan, from_data, layout_from_text
 from autopar.compiler.spmd.emit import border_shape, border_spec, emit_spmd_task
 from autopar.compiler.spmd.local_program import LocalBlock
 from autopar.errors import PlanMismatch
@@ -36,7 +37,10 @@ from autopar.ir.program import ArrayType
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedMesh:
-    """The program of every task of one mesh, and the type of every value that lies between tasks."""
+    """The program of every task of one mesh, and the type of every value that lies between tasks.
+
+    On paper there are no programs but those that say what the step keeps on the host.
+    """
 
     jaxprs: Mapping[str, jc.ClosedJaxpr]
     types: Mapping[str, ArrayType]
@@ -97,7 +101,7 @@ def mesh_on_one_device(graph: StageGraph, plan: Plan, number: int) -> ShardedMes
     return ShardedMesh(jaxprs=jaxprs | _zeros(graph, stages, types), types=types)
 
 
-def sharded_mesh(graph: StageGraph, plan: Plan, number: int) -> ShardedMesh:
+def sharded_mesh(graph: StageGraph, plan: Plan, number: int, *, on_paper: bool = False) -> ShardedMesh:
     """The programs of a mesh whose layouts the plan has; `PlanMismatch` if they are of another program."""
     planned = plan.meshes[number]
     assert planned.sharding is not None
@@ -106,8 +110,9 @@ def sharded_mesh(graph: StageGraph, plan: Plan, number: int) -> ShardedMesh:
     jaxprs: dict[str, jc.ClosedJaxpr] = {}
     types: dict[str, ArrayType] = {}
     for task in tasks_of_stages(graph, plan.stages_on(number)):
-        block = task_block(task, planned.sharding, mesh, number)
-        jaxprs[task.name] = emit_spmd_task(task.jaxpr, block, mesh)
+        layouts_of_task = task_layouts(task, planned.sharding, mesh, number)
+        if not on_paper or makes_host_values(task.jaxpr):
+            jaxprs[task.name] = emit_spmd_task(task.jaxpr, local_task(task, layouts_of_task, mesh), mesh)
         for name in (*task.inputs, *task.outputs):
             types[name] = _type(graph, name, layouts.get(name), mesh)
     for name in graph.values:
@@ -132,6 +137,11 @@ def _broadcast(zeros: EmittedTask, shapes: list[tuple[int, ...]]) -> jc.ClosedJa
 
 def task_block(task: GroupTask, sharding: MeshSharding, mesh: LogicalMesh, number: int) -> LocalBlock:
     """Return what one device of a mesh does of a task; `PlanMismatch` for layouts of another program."""
+    return local_task(task, task_layouts(task, sharding, mesh, number), mesh)
+
+
+def task_layouts(task: GroupTask, sharding: MeshSharding, mesh: LogicalMesh, number: int) -> BlockPlan:
+    """Return the planned layouts of a task; `PlanMismatch` for those of another program."""
     jaxpr = jc.open_jaxpr(task.jaxpr)[0]
     data = sharding.layouts["tasks"].get(task.name)
     plan = None if data is None else from_data(data, mesh)
@@ -141,7 +151,7 @@ def task_block(task: GroupTask, sharding: MeshSharding, mesh: LogicalMesh, numbe
             f"The plan has {found} for the task {task.name} of mesh {number}, which has {len(jaxpr.eqns)}. Make a new "
             "plan with step.trace(...).plan()."
         )
-    return local_task(task, plan, mesh)
+    return plan
 
 
 def _type(graph: StageGraph, name: str, layout: Layout | None, mesh: LogicalMesh) -> ArrayType:

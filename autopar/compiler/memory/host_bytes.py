@@ -11,6 +11,11 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 
 
+def makes_host_values(closed: Any) -> bool:
+    """Return whether a program puts any value on the host."""
+    return any(jc.is_on_host(v) for eqn in jc.all_equations(closed) for v in eqn.outvars)
+
+
 def host_bytes(closed: Any) -> int:
     """Return the most bytes on the host that a program has made there and still reads; 0 for most programs.
 
