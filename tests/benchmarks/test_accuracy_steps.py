@@ -1,6 +1,7 @@
 """Measured steps of JAX programs, as the compiler plans and simulates them."""
 
 import csv
+import math
 from pathlib import Path
 
 import jax
@@ -106,6 +107,17 @@ def test_whole_gradients_are_summed_by_an_all_reduce_before_they_are_divided():
     alone_s = 3 / 4 * nbytes / whole.machine.intra.bandwidth_of(4)
     latencies_s = len(jax.tree.leaves(workload_of(whole.model).params)) * whole.machine.intra.ring_s("all-gather", 0, 4)
     assert alone_s < more_s < alone_s + latencies_s
+
+
+def test_compilers_of_2021_gather_parameters_once_more_for_the_backward_pass():
+    cells = {"data": "1", "fsdp": "2", "zero": "3"}
+    kept = case(**cells, remat="none", stack="XLA of 2021-12")
+    before, since = (case(**cells, stack=f"XLA of {date}") for date in ("2021-12", "2023-12"))
+    assert (before.layout.gathers_apart, since.layout.gathers_apart, kept.layout.gathers_apart) == (True, False, False)
+    more_s = predicted(before).step_s - predicted(since).step_s
+    params = jax.tree.leaves(workload_of(before.model).params)
+    every_s = sum(before.machine.intra.ring_s("all-gather", 2 * math.prod(each.shape), 2) for each in params)
+    assert 0 < more_s < every_s
 
 
 @pytest.mark.parametrize(
