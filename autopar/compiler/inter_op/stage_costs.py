@@ -55,13 +55,23 @@ class StageCost:
         """Return the bytes that a device needs for the activations of so many microbatches and all else."""
         return self.state_bytes + max(self.temporary_bytes + num_in_flight * self.activation_bytes, self.update_bytes)
 
-    def with_rows(self, factor: float) -> "StageCost":
-        """Return the likely cost with `factor` times as many rows in a microbatch."""
+    def in_time(self, share: float) -> "StageCost":
+        """Return the cost if all took this share of its time."""
         return replace(
             self,
-            forward_s=factor * self.forward_s,
-            backward_s=factor * self.backward_s,
-            weight_s=factor * self.weight_s,
+            forward_s=share * self.forward_s,
+            backward_s=share * self.backward_s,
+            weight_s=share * self.weight_s,
+            update_s=share * self.update_s,
+        )
+
+    def with_rows(self, factor: float, forward_s: float, backward_s: float, weight_s: float) -> "StageCost":
+        """Return the cost with `factor` times as many rows in a microbatch, which takes these seconds."""
+        return replace(
+            self,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            weight_s=weight_s,
             activation_bytes=factor * self.activation_bytes,
             temporary_bytes=factor * self.temporary_bytes,
             deferred_bytes=factor * self.deferred_bytes,

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import NamedTuple
 
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
 from autopar.compiler.inter_op.search import StageSearch, search_stages
@@ -30,8 +31,6 @@ from autopar.ir.clocks import Hosts
 from autopar.ir.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule, WarmedUp, get_schedule, warmed_up
 from autopar.plain_text import microbatches_in_words
 
-_LIKELY_SHARE = 0.9
-"""Of the memory: stages that need no more, judged by the layers of other microbatches, are likely to fit."""
 _WORTH_SPLITTING = 0.05
 """Of the step: less time than that is not worth looking at layers whose weight gradients are tasks of their own."""
 _WORTH_RECOMPUTING = 0.02
@@ -40,6 +39,14 @@ _HIDDEN_ANYWAY = 0.1
 """Of a stage's time: links that take no more there and back need no forward task ahead."""
 _FORMULA_SHARE = 0.95
 """Of the time by a schedule's formula: unequal stages rarely take less when they are simulated."""
+
+
+class StagesKind(NamedTuple):
+    """The number of stages, and the devices of the smallest and of the largest."""
+
+    num_stages: int
+    fewest_devices: int
+    most_devices: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,10 +79,18 @@ class PipelineCandidate:
         return self.timing.virtual_stages, splits, stages
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """The devices of the smallest and of the largest stage."""
+    def stage_keys(self) -> tuple[object, ...]:
+        """Equal for stages, of candidates of the same layers, that take about the same time as a whole."""
+        return tuple(
+            (self.layers, self.timing.virtual_stages, stage.start, stage.stop, stage.submesh, stage.cost.choice)
+            for stage in self.stages
+        )
+
+    @property
+    def kind(self) -> StagesKind:
+        """What tells by how much stages as a whole take less than their layers."""
         devices = [stage.submesh.num_devices for stage in self.stages]
-        return min(devices), max(devices)
+        return StagesKind(len(devices), min(devices), max(devices))
 
     def peak_share(self, problem: StageProblem) -> float:
         """Return the largest share of its memory that a device needs, by the sums over layers."""
@@ -88,12 +103,8 @@ class PipelineCandidate:
 
     @property
     def gain_from_splitting(self) -> float:
-        """The share of the step that splitting off weight gradients can gain.
-
-        Where forward, input and weight gradients take equal times, that is two thirds of what fills the pipeline.
-        """
-        warmups_s = [stage.cost.forward_s + stage.cost.backward_s for stage in self.stages]
-        return 2 / 3 * (sum(warmups_s) - max(warmups_s)) / self.step_time_s
+        """The share of the step that splitting off weight gradients can gain."""
+        return _gain_from_splitting(self.stages) / self.step_time_s
 
     def __str__(self) -> str:
         timing, stages = self.timing, self.stages
@@ -128,16 +139,26 @@ def worth_splitting(problem: StageProblem) -> bool:
     return trace.num_rows % 2 != 0 or not waits_for_statistics(trace, 2, **options)
 
 
-def likely_time_s(problem: StageProblem, known: KnownLayers, num_microbatches: int, like: int) -> float:
-    """Return the likely seconds of a step with equal stages, by the layers of another number of microbatches.
+def _gain_from_splitting(stages: Sequence[Stage]) -> float:
+    """Return the seconds of a step that splitting off weight gradients can gain.
 
-    That takes much less work than a search. Infinity where no equal stages are likely to fit. On several machines the
-    stages are those of one search, as these are not equal.
+    Where forward, input and weight gradients take equal times, that is two thirds of what fills the pipeline.
+    """
+    warmups_s = [stage.cost.forward_s + stage.cost.backward_s for stage in stages]
+    return 2 / 3 * (sum(warmups_s) - max(warmups_s))
+
+
+def likely_time_s(problem: StageProblem, known: KnownLayers, num_microbatches: int, like: int) -> float:
+    """Return the least seconds of a step with equal stages, by the layers of another number of microbatches.
+
+    That takes much less work than a search. Infinity where no equal stages fit by these layers. On several machines
+    the stages are those of one search, as these are not equal.
     """
     rows, best_s = like / num_microbatches, math.inf
     if problem.hardware.is_mixed:
-        return _likely_on_machines_s(problem, known, num_microbatches, like)
+        return _least_on_machines_s(problem, known, num_microbatches, like)
     cluster = problem.cluster
+    splits = any(each.splits_weight_gradients for each in _schedules(problem, num_microbatches))
     for remat in _remats(problem):
         layers, costs = known(like, remat, splits=problem.first_schedule.splits_weight_gradients)
         ranges = RangeCosts(problem, layers, costs)
@@ -147,19 +168,20 @@ def likely_time_s(problem: StageProblem, known: KnownLayers, num_microbatches: i
                     len(layers.class_of),
                     count,
                     _equal_part(cluster, count),
-                    lambda start, stop, submesh: [cost.with_rows(rows) for cost in ranges(start, stop, submesh)],  # noqa: B023
+                    lambda start, stop, submesh: ranges.with_rows(start, stop, submesh, rows),  # noqa: B023
                     lambda cut, source, target: rows * ranges.transfer_s(cut, source, target),  # noqa: B023
                     timing=Timing(schedule=problem.first_schedule, num_microbatches=num_microbatches),
-                    memory_bytes=_LIKELY_SHARE * problem.expected_bytes[cluster.group],
+                    memory_bytes=problem.expected_bytes[cluster.group],
                 )
-                best_s = min(best_s, found.step_time_s)
+                gain_s = _gain_from_splitting(found.best.stages) if splits else 0.0
+                best_s = min(best_s, found.step_time_s - gain_s)
         if math.isfinite(best_s):
             break
     return best_s
 
 
-def _likely_on_machines_s(problem: StageProblem, known: KnownLayers, num_microbatches: int, like: int) -> float:
-    """Return the likely seconds of a step whose links are hidden, by layers whose layouts are solved for."""
+def _least_on_machines_s(problem: StageProblem, known: KnownLayers, num_microbatches: int, like: int) -> float:
+    """Return the least seconds of a step whose links are hidden, by layers whose layouts are solved for."""
     rows, timing = like / num_microbatches, Timing(schedule=warmed_up([]), num_microbatches=num_microbatches)
     choices = [
         choice
@@ -174,7 +196,7 @@ def _likely_on_machines_s(problem: StageProblem, known: KnownLayers, num_microba
                 num_layers,
                 [each.num_devices for each in problem.clusters],
                 [choice for choice in choices if choice in ranges.solved],
-                lambda start, stop, submesh: [each.with_rows(rows) for each in ranges(start, stop, submesh)],  # noqa: B023
+                lambda start, stop, submesh: ranges.with_rows(start, stop, submesh, rows),  # noqa: B023
                 lambda cut, source, target: rows * ranges.transfer_s(cut, source, target),  # noqa: B023
                 timing=timing,
                 memory_bytes=problem.expected_bytes,
@@ -194,6 +216,8 @@ def stage_candidates(
     tried = _schedules(problem, num_microbatches)
     by_split = [[each for each in tried if each.splits_weight_gradients == splits] for splits in (False, True)]
     schedules, splitting = by_split if by_split[0] else reversed(by_split)
+
+    most_gain = 2 / 3 * (num_stages[1] - 1) / (num_stages[1] - 1 + num_microbatches)
 
     def ranges_of(splits: bool, remats: Sequence[bool]) -> RangeCosts:
         remat, *others = remats
@@ -220,7 +244,9 @@ def stage_candidates(
 
     def best_with(remats: Sequence[bool]) -> list[PipelineCandidate]:
         found = best_of(schedules, remats)
-        if splitting and any(_is_worth_splitting(each, below_s) for each in found):
+        # Where none is found because they all take too long, those that split weight gradients off may still not.
+        worth = any(_is_worth_splitting(each, below_s) for each in found) if found else most_gain > _WORTH_SPLITTING
+        if splitting and worth:
             with suppress(MemoryTooSmall):
                 found += best_of(splitting, remats)
         return found
@@ -324,7 +350,7 @@ def _candidates(
             continue
         for partition in [each for search in searches for each in (search.best, *search.runners_up)]:
             key = tuple((stage.start, stage.stop, stage.submesh) for stage in partition.stages)
-            if key not in found and all(_is_priced(ranges, stage.submesh) for stage in partition.stages):
+            if key not in found and all(_is_estimated(ranges, stage.submesh) for stage in partition.stages):
                 stages = tuple(
                     replace(each, cost=ranges.cost(each.start, each.stop, each.submesh, each.cost.choice))
                     for each in partition.stages
@@ -417,6 +443,14 @@ def _solved_searches(
 def _is_priced(ranges: RangeCosts, submesh: Submesh) -> bool:
     """Return whether the layouts of layers are known; one device leaves nothing to choose."""
     return submesh.num_devices == 1 or submesh in ranges.solved
+
+
+def _is_estimated(ranges: RangeCosts, submesh: Submesh) -> bool:
+    """Return whether the layouts of layers are known, if only of those without weight gradients as tasks of their own.
+
+    Their seconds are close, and what stages take as a whole is found anew.
+    """
+    return _is_priced(ranges, submesh) or (ranges.whole is not None and submesh in ranges.whole.solved)
 
 
 def _equal_counts(problem: StageProblem, num_layers: int, few: int, most: int) -> list[int]:

@@ -111,7 +111,7 @@ class LayerCosts:
             self.known[key] = stage_cost(layer, solved, mesh, mesh_costs, part_share=PART_SHARE)
         return self.known[key]
 
-    def least(self, number: int, machine: Machine, num_devices: int) -> StageCost:
+    def least(self, number: int, machine: Machine, num_devices: float) -> StageCost:
         """Return what a layer needs at least on so many devices, however it is laid out there."""
         layer = self.classes[number]
         key = (number, machine)

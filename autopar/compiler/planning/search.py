@@ -26,6 +26,7 @@ from functools import cached_property
 
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops, without_gradient
+from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import place_in_groups
 from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
@@ -34,6 +35,7 @@ from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.host_state import with_offload
 from autopar.compiler.planning.candidates import (
     PipelineCandidate,
+    StagesKind,
     likely_time_s,
     microbatch_counts,
     stage_candidates,
@@ -63,8 +65,10 @@ _WHOLE_SHARE = 0.97
 """Of the time of stages by their layers: as a whole they rarely take less, unless plans of this step were seen to."""
 _UNSEEN_SHARE = 0.85
 """The same as long as no such stages of this step were simulated: small layers gain more by standing together."""
-_OTHER_SIZES_SHARE = 0.95
-"""Of the least share that stages of some sizes were simulated to take: those of other sizes rarely take less."""
+_OTHER_KINDS_SHARE = 0.95
+"""Of the least share that stages of some kinds were simulated to take: those of other kinds rarely take less."""
+_SLACK = 0.97
+"""Of the likely time of stages: what is likely is no bound, so that those that are nearly as good are looked at too."""
 _LIKELY_SHARE = 0.9
 """Of the time of equal stages by the layers of other microbatches: the best ones rarely take less."""
 _SIMULATED_SHARE = 0.98
@@ -76,8 +80,8 @@ _MICROBATCHES_PER_STAGE = 8
 _STAGES_PER_MACHINE = 2
 """A usual number in a cluster of several, each of which has many hosts for a stage."""
 _NUM_RUNNERS_UP = 5
-_FEW_SIZES = 2
-"""Fewer sizes of stages that were simulated say nothing of other sizes."""
+_FEW_KINDS = 2
+"""Fewer kinds of stages that were simulated say nothing of other kinds."""
 
 SimulatedTime = Callable[[Plan], float]
 
@@ -112,6 +116,10 @@ class Stages:
     num_stages: tuple[int, int]
     bound_s: float
     likely_s: float
+    even_s: float
+    """The time of equal stages that do nothing but their work: no bound, but it tells regions apart."""
+    by_others_s: float = 0.0
+    """The least time of equal stages by the layers of other microbatches; 0 as long as it is not known."""
     share: float = 1.0
     """Of the memory: as much as the sum over a stage's layers may reach."""
     attempt: int = 0
@@ -144,7 +152,7 @@ class Completion:
     candidate: PipelineCandidate
     region: Stages
     first: bool
-    """The fastest of its region with stages of such sizes: one of which the time as a whole is to be known."""
+    """The fastest of its region with stages of its kind: one of which the time as a whole is to be known."""
 
     def __str__(self) -> str:
         return str(self.candidate)
@@ -155,11 +163,12 @@ Region = OneProgram | Stages | Lanes | Completion
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedPlan:
-    """The plan of a candidate with its layouts, the seconds of its step, and the peak bytes of a device.
+    """The plan of a candidate with its layouts, the costs of its stages, its seconds, and the peak bytes of a device.
 
     That is one of the devices that use the largest share of the `memory_bytes` that they may use.
     """
 
+    costs: tuple[StageCost, ...]
     step_time_s: float
     peak_bytes: float
     memory_bytes: float
@@ -213,9 +222,11 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> Shar
 
     peaks = [(each.peak_bytes, problem.memory_of(stage.submesh)) for each, stage in zip(shardings, stages, strict=True)]
     peak_bytes, memory_bytes = max(peaks, key=lambda peak: peak[0] / peak[1])
+    costs = tuple(each.cost for each in shardings)
     return ShardedPlan(
         make_plan=make_plan,
-        step_time_s=candidate.simulate_s([each.cost for each in shardings]),
+        costs=costs,
+        step_time_s=candidate.simulate_s(costs),
         peak_bytes=peak_bytes,
         memory_bytes=memory_bytes,
     )
@@ -288,14 +299,20 @@ class _Search:
     found: set[object] = field(default_factory=set[object])
     """The stages that were found, each for a number of microbatches and a share of the memory."""
     tried: set[int] = field(default_factory=set[int])
-    shares: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
-    """By the sizes of stages, the least share of their time by their layers that they were simulated to take."""
+    shares: dict[StagesKind, float] = field(default_factory=dict[StagesKind, float])
+    """By the kind of stages, the least share of their time by their layers that they were simulated to take."""
     lanes_share: float = 0.0
     """The least multiple of its bound that a plan of lanes was simulated to take; 0 for none yet."""
-    likely_by: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
-    """By numbers of microbatches and those whose layers' costs were taken, the likely time."""
-    simulated_share: float = 0.0
-    """The least share of the time by their stages as a whole that plans were simulated to take; 0 for none yet."""
+    least_by: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    """By numbers of microbatches and those whose layers' costs were taken, the least time of equal stages."""
+    wholes: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
+    """The costs of stages as a whole that are known."""
+    expected: dict[tuple[PipelineCandidate, float, tuple[bool, ...]], float] = field(
+        default_factory=dict[tuple[PipelineCandidate, float, tuple[bool, ...]], float]
+    )
+    """The times of candidates of which some stages are known as a whole."""
+    simulated_shares: dict[int, float] = field(default_factory=dict[int, float])
+    """By the number of stages, the least share of the time by these as a whole that plans were simulated to take."""
     errors: list[AutoparError] = field(default_factory=list[AutoparError])
 
     @classmethod
@@ -365,7 +382,10 @@ class _Search:
         for count in microbatch_counts(self.cuttable):
             for few, most in self.numbers_of_stages():
                 bound_s = self.bounds.stages_s(count, few, most, self.sizes() if given is None else [self.part(given)])
-                yield Stages(num_microbatches=count, num_stages=(few, most), bound_s=bound_s, likely_s=bound_s)
+                even_s = min(self.bounds.even_stages_s(count, number) for number in range(few, most + 1))
+                yield Stages(
+                    num_microbatches=count, num_stages=(few, most), bound_s=bound_s, likely_s=bound_s, even_s=even_s
+                )
 
     def lanes(self) -> Iterator[Region]:
         """Yield the regions of lanes, of which every machine of a mixed cluster gets one."""
@@ -433,9 +453,10 @@ class _Search:
         most, deadline = EFFORTS[method.effort], time.process_time() + method.time_limit_s
         taken, stopped = 0, ""
         while self.open:
-            region = min(self.open, key=self.order)
-            if self.best is not None and self.likely_s(region) >= self.best_s:
+            promising = [each for each in self.open if self.best is None or self.likely_s(each) < self.best_s]
+            if not promising:
                 break
+            region = min(promising, key=self.order)
             if not self.is_there(region):
                 self.open = [each for each in self.open if self.is_there(each)]
                 continue
@@ -479,7 +500,7 @@ class _Search:
         return worth_splitting(self.cuttable)
 
     def order(self, region: Region) -> tuple[float, ...]:
-        """Return by what regions are sorted: the time that is likely, then how usual they are.
+        """Return by what regions are sorted: the time that is likely, of stages if even, then how usual they are.
 
         One program on one mesh is the first plan of all, against which the others are held; or on several machines,
         where that takes too long to be planned, the best stages of a usual number of microbatches.
@@ -499,7 +520,7 @@ class _Search:
                 usual = min(microbatch_counts(self.cuttable), key=self.unusual)
                 return (-2.0, float(few)) if count == usual else (likely_s, self.unusual(count))
             case Stages(num_microbatches=count):
-                return likely_s, self.unusual(count)
+                return max(likely_s, region.even_s), self.unusual(count)
 
     def unusual(self, num_microbatches: int) -> float:
         """Return how far a number of microbatches is from a usual one."""
@@ -512,21 +533,38 @@ class _Search:
         """Return the time that the best plan of a region is taken to need at least."""
         if isinstance(region, Lanes):
             return max(region.bound_s, _LIKELY_SHARE * self.lanes_share * region.bound_s)
-        if not isinstance(region, Completion):
+        if isinstance(region, Stages):
+            unknown = region.num_microbatches not in self.solved
+            return max(region.likely_s, _LIKELY_SHARE * self.unseen_share * region.by_others_s if unknown else 0.0)
+        if isinstance(region, OneProgram):
             return region.likely_s
         candidate = region.candidate
         if region.first:
-            share = min(_WHOLE_SHARE, self.shares.get(candidate.sizes, self.unseen_share))
+            share = min(_WHOLE_SHARE, self.shares.get(candidate.kind, self.unseen_share))
         else:
-            share = min(1.0, self.shares.get(candidate.sizes, 1.0))
-        return max(share * candidate.step_time_s, region.region.bound_s)
+            share = min(1.0, self.shares.get(candidate.kind, 1.0))
+        return max(self.expected_s(candidate, _SLACK * share), region.region.bound_s)
+
+    def expected_s(self, candidate: PipelineCandidate, share: float) -> float:
+        """Return the time of stages, those as a whole that are known, the others a share of that by their layers."""
+        wholes = [self.wholes.get(key) for key in candidate.stage_keys]
+        known = tuple(whole is not None for whole in wholes)
+        if not any(known):
+            return share * candidate.step_time_s
+        key = candidate, share, known
+        if key not in self.expected:
+            pairs = zip(candidate.stages, wholes, strict=True)
+            costs = [stage.cost.in_time(share) if whole is None else whole for stage, whole in pairs]
+            self.expected[key] = candidate.simulate_s(costs)
+        simulated_share = self.simulated_shares.get(len(known), 1.0) if all(known) else 1.0
+        return _SIMULATED_SHARE * simulated_share * self.expected[key]
 
     @property
     def unseen_share(self) -> float:
-        """The share of their time by their layers that stages of sizes without a simulated plan may take."""
-        if len(self.shares) < _FEW_SIZES:
+        """The share of their time by their layers that stages of kinds without a simulated plan may take."""
+        if len(self.shares) < _FEW_KINDS:
             return _UNSEEN_SHARE
-        return max(_UNSEEN_SHARE, _OTHER_SIZES_SHARE * min(self.shares.values()))
+        return max(_UNSEEN_SHARE, _OTHER_KINDS_SHARE * min(self.shares.values()))
 
     def take(self, region: Region) -> bool:
         """Solve or divide a region. Return whether that was work worth counting."""
@@ -608,38 +646,38 @@ class _Search:
         """Find the best stages of every schedule; return False if only another time is likely than was thought."""
         assert self.known is not None
         count = region.num_microbatches
-        likely_s = self.likely_by_others_s(region)
-        if likely_s > region.likely_s:
-            self.open.append(replace(region, likely_s=likely_s))
+        put_off = replace(region, by_others_s=self.by_others_s(region))
+        if self.likely_s(put_off) > self.likely_s(region):
+            self.open.append(put_off)
             return False
         problem = replace(self.cuttable, share=region.share)
         known = replace(self.known, problem=problem)
-        below_s = self.best_s / min(_WHOLE_SHARE, *self.shares.values(), _WHOLE_SHARE if self.shares else _UNSEEN_SHARE)
+        below_s = self.best_s / min(_WHOLE_SHARE, self.unseen_share, *self.shares.values())
         self.tried.add(count)
         found = stage_candidates(problem, known, count, region.num_stages, below_s)
         self.solved[count] = region.num_stages[0]
         lower_s = [(1 - known.gap) * each.bound_s for each in found]
         self.closed_s = min(self.closed_s, max(region.bound_s, min([below_s, *lower_s])))
-        sizes: set[tuple[int, int]] = set()
+        kinds: set[StagesKind] = set()
         for each in sorted(found, key=lambda each: each.step_time_s):
             self.note(str(each), each.step_time_s)
             key = count, region.share, each.stages_key  # of several schedules the fastest is completed
             if key not in self.found:
                 self.found.add(key)
-                self.open.append(Completion(candidate=each, region=region, first=each.sizes not in sizes))
-            sizes.add(each.sizes)
+                self.open.append(Completion(candidate=each, region=region, first=each.kind not in kinds))
+            kinds.add(each.kind)
         return True
 
-    def likely_by_others_s(self, region: Stages) -> float:
-        """Return the time that is likely by the layers of the nearest number of microbatches whose costs are known."""
+    def by_others_s(self, region: Stages) -> float:
+        """Return the time that is least by the layers of the nearest number of microbatches whose costs are known."""
         count = region.num_microbatches
         if not self.solved or count in self.solved or self.problem.method.effort == "thorough":
-            return region.likely_s
+            return region.by_others_s
         assert self.known is not None
         like = min(self.solved, key=lambda other: (abs(math.log2(other / count)), other))
-        if (count, like) not in self.likely_by:
-            self.likely_by[count, like] = likely_time_s(self.cuttable, self.known, count, like)
-        return max(region.likely_s, _LIKELY_SHARE * self.likely_by[count, like])
+        if (count, like) not in self.least_by:
+            self.least_by[count, like] = likely_time_s(self.cuttable, self.known, count, like)
+        return max(region.by_others_s, self.least_by[count, like])
 
     def complete(self, region: Completion) -> None:
         """Choose the layouts of all stages of a candidate, and simulate its plan."""
@@ -659,15 +697,16 @@ class _Search:
             )
             return
         sharded = shard_candidate(problem, candidate)
+        self.wholes.update(zip(candidate.stage_keys, sharded.costs, strict=True))
         if sharded.peak_bytes <= sharded.memory_bytes:
-            least_s = _SIMULATED_SHARE * self.simulated_share * sharded.step_time_s
+            least_s = _SIMULATED_SHARE * self.simulated_shares.get(len(stages), 1.0) * sharded.step_time_s
             if least_s >= self.best_s and problem.method.effort != "thorough":
                 self.learn(candidate, least_s)
                 self.note(str(candidate), max(least_s, candidate.step_time_s))
                 return
             simulated_s = self.simulated_s(sharded.plan)
             by_stages = simulated_s / sharded.step_time_s
-            self.simulated_share = min(by_stages, self.simulated_share or by_stages)
+            self.simulated_shares[len(stages)] = min(by_stages, self.simulated_shares.get(len(stages), by_stages))
             self.learn(candidate, simulated_s)
             self.add(sharded.plan, str(candidate), simulated_s)
             return
@@ -694,9 +733,9 @@ class _Search:
         return region.candidate.peak_share(self.cuttable) >= share
 
     def learn(self, candidate: PipelineCandidate, seconds: float) -> None:
-        """Keep how much less than by their layers stages of such sizes take as a whole."""
+        """Keep how much less than by their layers stages of such a kind take as a whole."""
         share = seconds / candidate.step_time_s
-        self.shares[candidate.sizes] = min(share, self.shares.get(candidate.sizes, share))
+        self.shares[candidate.kind] = min(share, self.shares.get(candidate.kind, share))
 
     def add(self, plan: Plan, words: str, step_time_s: float) -> None:
         """Keep the plan if it is the fastest so far."""

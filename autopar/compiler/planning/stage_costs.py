@@ -271,6 +271,7 @@ class RangeCosts:
         self.sums: dict[tuple[Submesh, LayoutChoice], _Sums] = {}
         self.multipliers: dict[tuple[Submesh, LayoutChoice], Sequence[float]] = {}
         self.known: dict[tuple[int, int, Submesh], Sequence[StageCost]] = {}
+        self.least_sums: dict[tuple[Machine, float], np.ndarray] = {}
         self.expected_bytes = problem.expected_bytes
         self.most_in_flight = min(layers.num_microbatches, 2 * len(layers.class_of))
 
@@ -291,7 +292,7 @@ class RangeCosts:
         key = (start, stop, submesh)
         if key not in self.known:
             costs = [cost for free in self._free_choices(submesh) for cost in self._front(start, stop, submesh, free)]
-            if self.again is not None and not self._is_enough(costs[0], submesh):
+            if self.again is not None and not self.is_enough(costs[0], submesh):
                 costs += self.again(start, stop, submesh)
             self.known[key] = costs
         return self.known[key]
@@ -307,11 +308,11 @@ class RangeCosts:
         fastest = self.cost(start, stop, submesh, free)
         yield fastest
         # Memory costs nothing where there is enough of it in any case, nor where nothing can be divided.
-        if not (self._is_enough(fastest, submesh) or submesh.num_devices == 1 or submesh not in self.solved):
+        if not (self.is_enough(fastest, submesh) or submesh.num_devices == 1 or submesh not in self.solved):
             for multiplier in self._worthwhile_multipliers(submesh, free):
                 yield self.cost(start, stop, submesh, free._replace(memory_multiplier=multiplier))
 
-    def _is_enough(self, cost: StageCost, submesh: Submesh) -> bool:
+    def is_enough(self, cost: StageCost, submesh: Submesh) -> bool:
         """Return whether a stage of this cost fits, whatever its schedule has in flight."""
         return cost.peak_bytes(self.most_in_flight) <= self.expected_bytes[submesh.group]
 
@@ -348,6 +349,34 @@ class RangeCosts:
             update_bytes=update,
             choice=choice,
         )
+
+    def with_rows(self, start: int, stop: int, submesh: Submesh, factor: float) -> list[StageCost]:
+        """Return what a range needs at least with `factor` times as many rows in a microbatch, by its costs and work.
+
+        Seconds of given layouts grow evenly with the rows, and so those of the best layouts ever more slowly: fewer
+        rows save what does not begin anew for each microbatch at most, and more rows take their work at least.
+        """
+        begins, work = self._least_sums(submesh, math.inf), self._least_sums(submesh, submesh.num_devices)
+        begins, work = begins[stop] - begins[start], work[stop] - work[start]
+        costs: list[StageCost] = []
+        for cost in self(start, stop, submesh):
+            whole = np.array((cost.forward_s, cost.backward_s, cost.weight_s))
+            by_rows = np.maximum(whole - begins, 0.0) if factor < 1 else np.minimum(work - begins, whole)
+            costs.append(cost.with_rows(factor, *(whole + (factor - 1) * by_rows).tolist()))
+        return costs
+
+    def _least_sums(self, submesh: Submesh, num_devices: float) -> np.ndarray:
+        """Return the least seconds forward, backward and of the weight gradient of all layers before a cut, together.
+
+        On endless devices these are the seconds in which they begin.
+        """
+        machine = self.problem.machine_of(submesh)
+        key = (machine, num_devices)
+        if key not in self.least_sums:
+            each = [self.costs.least(n, machine, num_devices) for n in range(len(self.layers.classes))]
+            rows = np.array([(each[n].forward_s, each[n].backward_s, each[n].weight_s) for n in self.layers.class_of])
+            self.least_sums[key] = np.concatenate([np.zeros((1, 3)), np.cumsum(rows, axis=0)])
+        return self.least_sums[key]
 
     def _sums(self, submesh: Submesh, choice: LayoutChoice) -> _Sums:
         key = (submesh, choice)

@@ -111,6 +111,12 @@ class StepBounds:
         counts = range(fewest, max(fewest, most) + 1)
         return min((self._stages_s(num_microbatches, count, sizes) for count in counts), default=math.inf)
 
+    def even_stages_s(self, num_microbatches: int, num_stages: int) -> float:
+        """Return the seconds of so many equal stages that do nothing but their work; unequal ones may take less."""
+        devices = self.num_devices / num_stages
+        each_s = self.per_batch.fixed_s + self.per_batch.divisible_s / num_microbatches / devices
+        return ((num_microbatches + num_stages - 1) * each_s + self.per_step.on(devices)) / num_stages
+
     def _stages_s(self, num_microbatches: int, num_stages: int, sizes: Sequence[int]) -> float:
         largest = max((n for n in sizes if n + (num_stages - 1) * min(sizes) <= self.num_devices), default=0)
         if not largest:

@@ -9,13 +9,16 @@ import pytest
 
 import autopar
 from autopar.compiler.planning import one_mesh, search
+from autopar.compiler.planning.candidates import likely_time_s, stage_candidates
 from autopar.compiler.planning.one_mesh import plan_by_search
+from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
 from autopar.compiler.planning.step_bounds import Work, step_bounds
 from autopar.compiler.solver.problem import NoneBelow
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall
 from autopar.hardware.machine import Link, Machine
 from autopar.ir.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from autopar.methods import EFFORTS
+from benchmarks.models import convnet
 
 LAYERS = 3
 
@@ -96,6 +99,35 @@ def test_freedom_costs_no_time(case):
             continue
         assert free_s <= 1.001 * seconds, method
         assert certificate.lower_bound_s <= seconds * (1 + 1e-9), method
+
+
+def problem_of(traced, cluster, **fixed):
+    return StageProblem(trace=traced.trace, method=autopar.Auto(**fixed), hardware=cluster, cache_directory=None)
+
+
+@pytest.mark.parametrize(("count", "other"), [(1, 2), (1, 4), (2, 1), (4, 1)])
+def test_layers_of_other_microbatches_tell_no_more_than_stages_take(count, other):
+    sizes, cluster = CASES["a small model"]
+    problem = problem_of(autopar.parallelize(train_step, cluster=cluster).trace(*arguments(*sizes)), cluster)
+    known = KnownLayers.of(problem)
+    stage_candidates(problem, known, other, (1, LAYERS), math.inf)
+    by_others_s = likely_time_s(problem, known, count, other)
+    found = stage_candidates(problem, known, count, (1, LAYERS), math.inf)
+    assert by_others_s <= min(each.step_time_s for each in found)
+
+
+def test_a_search_of_every_schedule_finds_the_stages_of_one():
+    made, cluster = convnet(), autopar.Cluster.parse("1x dgx-h100")
+    traced = autopar.parallelize(made.step, cluster=cluster).trace(made.abstract_state, made.abstract_batch)
+    found = []
+    for fixed in ({}, {"schedule": "zero-bubble"}):
+        problem = problem_of(traced, cluster, **fixed)
+        stages = stage_candidates(problem, KnownLayers.of(problem), 1, (2, 2), 1.7e-3)
+        split = [each for each in stages if each.timing.schedule.splits_weight_gradients]
+        in_order = sorted(split, key=lambda each: each.step_time_s)
+        found.append([tuple((stage.start, stage.stop, stage.submesh) for stage in each.stages) for each in in_order])
+    free, restricted = found
+    assert len(restricted) > 2 and set(restricted[:2]) <= set(free)
 
 
 def test_bounds_are_below_what_is_simulated_and_grow_with_stages_and_microbatches():
