@@ -172,6 +172,8 @@ class Machine:
     """Share of the collectives of parameters and gradients that XLA runs behind compute, by its defaults."""
     schedules_for_latency: bool = False
     """XLA puts work behind collectives by its defaults, and keeps until then what that work reads, fit or not."""
+    scatters_sums: bool = True
+    """XLA keeps a reduce-scatter as it is; else it adds up whole arrays on every device, which then takes its part."""
     dispatch_s: float = 1e-4
     """Seconds of a host to start one executable on its devices, or to send or take one value."""
     host_bandwidth: float = 1.1e10
@@ -199,11 +201,12 @@ class Machine:
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
         for name in ("in_step_share", "convolution_share", "batched_share"):
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name))
-        if not isinstance(cast(object, self.schedules_for_latency), bool):
-            raise InvalidArgument(
-                f"The figure schedules_for_latency of {self.name!r} is {self.schedules_for_latency!r}, it must be true "
-                "or false. Correct it."
-            )
+        for name in ("schedules_for_latency", "scatters_sums"):
+            if not isinstance(cast(object, getattr(self, name)), bool):
+                raise InvalidArgument(
+                    f"The figure {name} of {self.name!r} is {getattr(self, name)!r}, it must be true or false. Correct "
+                    "it."
+                )
         self._check_types()
         for name in ("matmul_share", "overlap", "in_step_share", "convolution_share", "batched_share", "hidden_share"):
             shares = self.matmul_share.values() if name == "matmul_share" else [getattr(self, name)]
@@ -305,7 +308,8 @@ class Machine:
     @staticmethod
     def from_data(raw: Any) -> Machine:
         """The machine that `to_data` made; `InvalidArgument` names the field that is missing, unknown or mistyped."""
-        raw = {"host_memory_bytes": 0.0, **cast(dict[str, Any], raw)} if isinstance(raw, dict) else raw
+        kept = {"host_memory_bytes": 0.0, "scatters_sums": True}
+        raw = {**kept, **cast(dict[str, Any], raw)} if isinstance(raw, dict) else raw
         fields = fields_of("The machine", raw, [each.name for each in dataclasses.fields(Machine)])
         what = f"machine {fields['name']!r}"
         for name in ("name", "kind"):

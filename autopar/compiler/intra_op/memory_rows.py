@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler.intra_op.choice_graph import BlockGraph, EquationNode, LayoutNode, NodeTable, block_plan_of
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.memory.allocation import Moment, alive, worst_moments
@@ -40,12 +41,14 @@ class Forms:
     """The value that a value is brought from, in the same block or around it."""
 
     def add(self, block: LocalBlock, graph: BlockGraph) -> None:
-        """Note the values of a block and of those inside."""
-        nodes = {id(eqn): node for eqn, node in zip(graph.jaxpr.eqns, graph.equations, strict=True)}
+        """Note the values of a block and of those inside; the graph may be that of a layer like it."""
+        nodes = {id(eqn): node for eqn, node in zip(block.jaxpr.eqns, graph.equations, strict=True)}
+        alike = dict(zip(_variables(block.jaxpr), _variables(graph.jaxpr), strict=True))
         self._note(block, block.inputs, graph.arguments)
         for action in block.actions:
             if isinstance(action, Reshard):
-                self._note(block, (action.result,), (_planned(graph, action.result),))
+                variable = alike.get(action.result.variable, action.result.variable)
+                self._note(block, (action.result,), (_planned(graph, variable, action.result.form),))
                 if isinstance(action.operand, Value):
                     self.origins[BlockValue(block, action.result)] = BlockValue(block, action.operand)
                 continue
@@ -78,10 +81,15 @@ class Forms:
                 self.nodes.setdefault(BlockValue(block, value), node)
 
 
-def _planned(graph: BlockGraph, value: Value) -> LayoutNode | None:
+def _variables(jaxpr: jc.Jaxpr) -> list[jc.Var]:
+    """Return all variables of a jaxpr in its own order, the same in jaxprs that are alike."""
+    return [*jaxpr.invars, *jaxpr.constvars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+
+
+def _planned(graph: BlockGraph, variable: Any, form: str) -> LayoutNode | None:
     """Return the node of a stored form, or of one for all readers of a phase."""
-    first: Any = graph.equivalent.get(value.variable, value.variable)
-    return graph.stored.get(first) if value.form == "stored" else graph.copies.get(first, {}).get(value.form)
+    first: Any = graph.equivalent.get(variable, variable)
+    return graph.stored.get(first) if form == "stored" else graph.copies.get(first, {}).get(form)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

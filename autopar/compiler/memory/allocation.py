@@ -20,6 +20,7 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.memory.liveness import Key, Lifetimes, Op, lifetimes
 from autopar.compiler.memory.ordering import order_ops
 from autopar.compiler.spmd.local_program import Action
+from autopar.hardware.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,15 @@ class MemoryProgram:
     deferred: int | None = None
     """The first op that waits until everything else is done, once the program is ordered."""
 
-    def order_ops(self, *, for_latency: bool) -> MemoryProgram:
-        """Return the program in the order of its compiler, which may schedule `for_latency`."""
-        found = order_ops(self.ops, self.nbytes, [*self._replaced()], for_latency=for_latency)
+    def order_ops(self, machine: Machine) -> MemoryProgram:
+        """Return the program in the order of the compiler for a machine."""
+        found = order_ops(
+            self.ops,
+            self.nbytes,
+            [*self._replaced()],
+            for_latency=machine.schedules_for_latency,
+            scatters_sums=machine.scatters_sums,
+        )
         places = {number: place for place, number in enumerate(found.order)}
         inner = {places[number]: programs for number, programs in self.inner.items()}
         actions = [self.actions[number] for number in found.order]

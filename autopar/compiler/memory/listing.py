@@ -3,7 +3,7 @@
     LocalBlock  ->  MemoryProgram over the values of its blocks
 
 Both the estimate of a program and the rows that bound a search are read off this. Remat regions stand in line with what
-is around them: only their operands are held back.
+is around them, behind a barrier that holds back their operands.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
         inner=lister.inner,
         border=border,
         actions=lister.actions,
-    ).order_ops(for_latency=mesh_costs.machine.schedules_for_latency)
+    ).order_ops(mesh_costs.machine)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -126,6 +126,8 @@ class _Lister:
 
     def _run_in_line(self, action: RunBody) -> None:
         (body,) = action.bodies
+        self.ops.append(Op("barrier", self._keys(*action.operands), ()))
+        self.actions.append(action)
         region = _Lister(
             block=body,
             mesh_costs=self.mesh_costs,

@@ -11,6 +11,9 @@ A `constant` is one number all over: whoever reads it fills it in.
 A `form` is what a reader may want in another layout, though it does not now: an array with a lifetime of its own
 within that of the array that it is a form of.
 
+A `barrier` holds its operands in memory as they are: behind it a recomputed region reads them, and nothing that they
+are computed from.
+
 Time is the number of an op; a lifetime [start, stop) contains the ops that make and read the array. A fused op
 may write over an operand of the same size that nobody reads any more: their lifetimes then only touch.
 """
@@ -26,9 +29,10 @@ from autopar.compiler.jaxprs.fusion import FusionKind
 from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM
 
 Key = Hashable
-Kind = FusionKind | Literal["form"]
+Kind = FusionKind | Literal["form", "barrier"]
 
 
+_APART = ("apart", "barrier")
 # The first op of a program, behind the slices that it may be given.
 _BEGIN = 1
 # XLA fuses no more arrays than that into one kernel.
@@ -214,7 +218,7 @@ class _Program:
     def _sources(self, op: Op) -> tuple[Key, ...]:
         """Return the places that an op reads from memory."""
         places = dict.fromkeys(map(self._place, op.reads))
-        if op.kind != "apart":
+        if op.kind not in _APART:
             places = dict.fromkeys(s for place in places for s in self.behind.get(self._root(place), (place,)))
         return tuple(place for place in places if self._root(place) in self.found)
 
@@ -234,7 +238,7 @@ class _Program:
         return True
 
     def _is_apart(self, time: int) -> bool:
-        return time >= len(self.ops) or self.ops[time].kind == "apart"
+        return time >= len(self.ops) or self.ops[time].kind in _APART
 
     def _hand_over(self) -> None:
         """Let fused ops write over what they read last."""

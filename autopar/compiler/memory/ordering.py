@@ -4,7 +4,8 @@
 
 Most keep their order. What only results depend on, the update, is done as soon as its operands are there. Results of
 its collectives wait for other work to end. Sums of gradients are combined until their results have 30 MiB: they are one
-collective, and whole gradients are kept until the last of them is there.
+collective, and whole gradients are kept until the last of them is there. The result of a reduce-scatter is the part of
+a device; where it is an all-reduce, of which every device takes its part, it is whole.
 
 Where the compiler schedules for latency, products that lead to results only, as those of weights' gradients, run while
 collectives do, and their operands are kept until then: XLA's estimate of latencies has it do so on GPUs of compute
@@ -41,18 +42,24 @@ class OpOrder:
 
 
 def order_ops(
-    ops: Sequence[Op], nbytes: Mapping[Key, float], replaced: Sequence[tuple[Key, Key]] = (), *, for_latency: bool
+    ops: Sequence[Op],
+    nbytes: Mapping[Key, float],
+    replaced: Sequence[tuple[Key, Key]] = (),
+    *,
+    for_latency: bool,
+    scatters_sums: bool,
 ) -> OpOrder:
     """Return the ops as the compiler orders them; `replaced` are results with the inputs that they take.
 
     `nbytes` are those of all arrays. `for_latency`: it puts products behind the collectives that they can hide.
+    `scatters_sums`: it has reduce-scatters.
     """
     before = _predecessors(ops)
     tail = _tail(ops, before)
     deferred = _deferred(ops, before, tail) if for_latency else {}
     held = _held(ops, tail, replaced)
     times = _times(ops, before, tail, held, deferred)
-    for group in _combined(ops, before, tail, nbytes):
+    for group in _combined(ops, before, tail, nbytes, scatters_sums):
         # One collective stands where the last of what it joins is there.
         held.update(dict.fromkeys(group, max(times[number] for number in group)))
     times = _times(ops, before, tail, held, deferred)
@@ -107,7 +114,11 @@ def _held(ops: Sequence[Op], tail: Sequence[bool], replaced: Sequence[tuple[Key,
 
 
 def _combined(
-    ops: Sequence[Op], before: Sequence[set[int]], tail: Sequence[bool], nbytes: Mapping[Key, float]
+    ops: Sequence[Op],
+    before: Sequence[set[int]],
+    tail: Sequence[bool],
+    nbytes: Mapping[Key, float],
+    scatters_sums: bool,
 ) -> list[list[int]]:
     """Return the sums that only results take and that are one collective each: equal ones, none of another's result."""
     groups: list[list[int]] = []
@@ -119,7 +130,7 @@ def _combined(
         if any(other in behind or ops[other].collective for other in before[number] if tail[other]):
             behind.add(number)
         elif op.collective in _SUMS and op.results:
-            size = sum(nbytes[key] for key in op.results)
+            size = sum(nbytes[key] for key in (op.results if scatters_sums else op.reads))
             group, total = open_groups.get(op.steps, ([], 0.0))
             if total + size > _COMBINED_BYTES:
                 group, total = [], 0.0
@@ -171,10 +182,10 @@ def _as_late(ops: Sequence[Op], before: Sequence[set[int]], times: list[float]) 
 
 
 def _tail(ops: Sequence[Op], before: Sequence[set[int]]) -> list[bool]:
-    """Return, by op, true if it leads to results only, with no product or loop in between."""
+    """Return, by op, true if it leads to results only, with no product, loop or barrier in between."""
     tail = [True] * len(ops)
     for number in range(len(ops) - 1, -1, -1):
-        if not tail[number] or _is_heavy(ops[number]):
+        if not tail[number] or _is_heavy(ops[number]) or ops[number].kind == "barrier":
             tail[number] = False
             for other in before[number]:
                 tail[other] = False

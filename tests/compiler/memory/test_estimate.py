@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import pytest
 
 from autopar.compiler.intra_op.memory_rows import modelled_memory
 from autopar.compiler.memory import estimate
 from autopar.compiler.solver.problem import row_weight
+from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.models.mlp import mlp
 from tests.compiler.planned_memory import (
     H100,
@@ -66,6 +68,19 @@ def test_rows_are_the_modelled_memory(name, shape):
     worst, *_ = memory.rows_above(limit)
     assert row_weight(worst, assignment) - worst.limit == pytest.approx(nbytes - limit, rel=1e-6)
     assert not memory.rows_above(1.01 * nbytes)
+
+
+def test_rows_of_recomputed_layers_that_are_planned_as_one_are_the_modelled_memory():
+    size = GPTSize(layers=6, width=64, heads=2, vocabulary=512, length=64, batch=64)
+    trace = traced_model(alpa_gpt("gpt", size, jnp.float32))
+    donated = state_inputs(trace)
+    mesh, found, block = planned(trace, (2, 4), input_names=[leaf.name for leaf in trace.inputs], fold_from=1)
+    assignment = found.optimum.assignment
+    memory = modelled_memory(found.choices, found.table, assignment, donated)
+    assert memory.peak_bytes == pytest.approx(peak_memory(block, mesh, donated).peak_bytes, rel=1e-12)
+    limit = 0.9 * memory.peak_bytes
+    worst, *_ = memory.rows_above(limit)
+    assert row_weight(worst, assignment) - worst.limit == pytest.approx(memory.peak_bytes - limit, rel=1e-6)
 
 
 def test_a_product_needs_what_its_kernel_gets_on_the_machine():

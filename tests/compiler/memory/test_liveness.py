@@ -36,6 +36,21 @@ def test_only_what_is_dear_is_kept_for_two_readers(expensive, kept):
     assert found["a"] == ((0, 1) if expensive else (0, 4))
 
 
+@pytest.mark.parametrize("recomputed, kept", [(False, {"a", "b"}), (True, {"c"})])
+def test_what_a_recomputed_region_is_given_is_kept_itself(recomputed, kept):
+    # A residual sum of two products, which is read again at the end.
+    ops = [
+        PRODUCT,
+        Op("apart", ("x", "y"), ("b",)),
+        Op("fused", ("a", "b"), ("c",)),
+        Op("reduction", ("c",), ("d",)),
+        *([Op("barrier", ("c",), ())] if recomputed else []),
+        Op("reduction", ("c",), ("e",)),
+    ]
+    found = spans(ops, inputs="wxy", outputs="de")
+    assert {key for key in "abc" if key in found and found[key][1] >= len(ops)} == kept
+
+
 def test_views_are_the_array_itself():
     ops = [PRODUCT, Op("view", ("a",), ("b",)), Op("apart", ("b", "w"), ("c",))]
     assert spans(ops, inputs="xw", outputs="c") == {"a": (0, 3), "c": (2, 4)}

@@ -13,20 +13,20 @@ LOSS = Op("apart", ("loss",), ("total",), collective="all-reduce")
 
 
 def test_products_stand_where_they_are_written_unless_the_compiler_schedules_for_latency():
-    found = order_ops([WEIGHTS, BEFORE, LAST, LOSS], {"total": 0}, for_latency=False)
+    found = order_ops([WEIGHTS, BEFORE, LAST, LOSS], {"total": 0}, for_latency=False, scatters_sums=True)
     assert [op for op in found.ops if op != LOSS] == [WEIGHTS, BEFORE, LAST]
     assert found.deferred is None
 
 
 def test_gradients_of_weights_wait_for_the_end_where_they_hide_a_collective():
-    found = order_ops([WEIGHTS, BEFORE, LAST, LOSS], {"total": 0}, for_latency=True)
+    found = order_ops([WEIGHTS, BEFORE, LAST, LOSS], {"total": 0}, for_latency=True, scatters_sums=True)
     assert found.ops.index(BEFORE) < found.ops.index(WEIGHTS)
     assert found.deferred is not None
     assert set(found.ops[found.deferred :]) >= {WEIGHTS, LAST}
 
 
 def test_without_a_collective_there_is_nothing_to_hide():
-    found = order_ops([WEIGHTS, BEFORE, LAST], {}, for_latency=True)
+    found = order_ops([WEIGHTS, BEFORE, LAST], {}, for_latency=True, scatters_sums=True)
     assert found.ops == [WEIGHTS, BEFORE, LAST]
     assert found.deferred is None
 
@@ -40,7 +40,7 @@ def test_products_wait_for_no_more_than_the_next_collective_that_they_can_hide()
     weights = [Op("apart", ("a", name), (f"d{name}",), seconds=1.0) for name in ("x", "y", "z")]
     loss = LOSS._replace(seconds=1.0)
     written = [BEFORE, *weights, gather, more_weights, before, Op("apart", ("c",), ("end",), seconds=1.0), loss]
-    found = order_ops([*written, late_weights], {"total": 0}, for_latency=True)
+    found = order_ops([*written, late_weights], {"total": 0}, for_latency=True, scatters_sums=True)
     place = found.ops.index
     # The last one hides the loss; two of the first three hide the gathering.
     assert place(weights[0]) < place(gather) < place(weights[1]) < place(weights[2]) < place(before)
@@ -52,5 +52,14 @@ def test_sums_of_gradients_are_one_collective_up_to_30_mib(mib, joined):
     weights = [Op("apart", (name,), (f"d{name}",)) for name in ("x", "y")]
     sums = [Op("apart", (f"d{name}",), (f"s{name}",), collective="reduce-scatter", steps="rows") for name in ("x", "y")]
     written = [weights[0], sums[0], weights[1], sums[1]]
-    found = order_ops(written, dict.fromkeys(("sx", "sy"), mib * 2**20), for_latency=False)
+    found = order_ops(written, dict.fromkeys(("sx", "sy"), mib * 2**20), for_latency=False, scatters_sums=True)
     assert found.ops == ([*weights, *sums] if joined else written)
+
+
+def test_sums_that_are_not_scattered_are_as_large_as_whole_gradients():
+    weights = [Op("apart", (name,), (f"d{name}",)) for name in ("x", "y")]
+    sums = [Op("apart", (f"d{name}",), (f"s{name}",), collective="reduce-scatter", steps="rows") for name in ("x", "y")]
+    written = [weights[0], sums[0], weights[1], sums[1]]
+    nbytes = {"dx": 16 * 2**20, "dy": 16 * 2**20, "sx": 2**20, "sy": 2**20}
+    assert order_ops(written, nbytes, for_latency=False, scatters_sums=True).ops == [*weights, *sums]
+    assert order_ops(written, nbytes, for_latency=False, scatters_sums=False).ops == written
