@@ -526,7 +526,10 @@ class _Search:
         """Return how far a number of microbatches is from a usual one."""
         hardware, num_layers = self.problem.hardware, 1 if self.known is None else self.known.num_layers
         most = _STAGES_PER_MACHINE * len(hardware.groups) if hardware.is_mixed else self.num_hosts
-        usual = _MICROBATCHES_PER_STAGE * max(1, min(self.num_hosts, num_layers // 2, most))
+        stages, trace = max(1, min(self.num_hosts, num_layers // 2, most)), self.problem.trace
+        rows = trace.num_rows if trace.batch_inputs else 1
+        # With fewer examples in a microbatch than a stage has devices, some would have none.
+        usual = min(_MICROBATCHES_PER_STAGE * stages, max(1, rows * stages // self.problem.num_devices))
         return abs(math.log2(num_microbatches / usual))
 
     def likely_s(self, region: Region) -> float:
