@@ -4,7 +4,8 @@
 
 A row with one kind of replicas, perhaps tensor parallelism and stages, is planned by its degrees (`Megatron`). Where
 the state is divided over one of several mesh axes, every parameter is pinned to where the row has it, and `Auto` finds
-the rest. Where the row leaves the layouts to a search, `Auto` has the row's mesh, stages and microbatches, if the mesh
+the rest: within the memory of the devices where it is divided among replicas alone, for gathered parameters are not
+kept then. Where the row leaves the layouts to a search, `Auto` has the row's mesh, stages and microbatches, if the mesh
 has one axis. On two, the search of such rows has the examples along the first always (alpa-projects/alpa,
 alpa/shard_parallel/auto_sharding.py, `force_batch_dim_to_mesh_dim`), which are degrees: replicas, weights divided along
 the second axis, and the state along the first, as all of them prefer (benchmark/alpa/exp_intra_only.py). What cannot be
@@ -317,12 +318,13 @@ def method_of(workload: Workload, degrees: Degrees) -> Megatron | Auto:
         )
     pins = {} if degrees.searched else _pins(workload)
     names = ("data", "fsdp", "tensor") if not degrees.searched else None
+    limited = not degrees.searched and degrees.tensor == 1
     return Auto(
         num_stages=degrees.pipeline,
         mesh_shape=degrees.mesh,
         axis_names=names,
         pins=pins,
-        memory="off",
+        memory="adaptive" if limited else "off",
         remat=False,
         **common,
     )

@@ -173,7 +173,8 @@ class Machine:
     schedules_for_latency: bool = False
     """XLA puts work behind collectives by its defaults, and keeps until then what that work reads, fit or not."""
     scatters_sums: bool = True
-    """XLA keeps a reduce-scatter as it is; else it adds up whole arrays on every device, which then takes its part."""
+    """XLA keeps a reduce-scatter as it is; else it adds up whole arrays on every device, each of which then takes its
+    part, and computes nothing meanwhile."""
     dispatch_s: float = 1e-4
     """Seconds of a host to start one executable on its devices, or to send or take one value."""
     host_bandwidth: float = 1.1e10

@@ -85,7 +85,12 @@ def test_replicas_that_divide_the_state_are_those_of_zero_3():
 def test_a_state_divided_over_one_of_several_axes_is_pinned():
     found = method(devices="8", data="2", fsdp="2", tensor="2", zero="3")
     assert isinstance(found, Auto) and (found.mesh_shape, found.axis_names) == ((2, 2, 2), ("data", "fsdp", "tensor"))
-    assert PartitionSpec("fsdp", "tensor") in found.pins.values()
+    assert PartitionSpec("fsdp", "tensor") in found.pins.values() and found.memory == "off"
+
+
+def test_parameters_divided_among_replicas_alone_are_gathered_within_the_memory():
+    found = method(devices="4", data="2", fsdp="2", tensor="1", zero="3")
+    assert isinstance(found, Auto) and (found.mesh_shape, found.memory) == ((2, 2, 1), "adaptive")
 
 
 def test_what_was_searched_is_searched_on_the_mesh_of_the_row():

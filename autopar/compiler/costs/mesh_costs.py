@@ -15,7 +15,8 @@ devices, m in each domain, whose links have the bandwidths a inside and c across
 so that the links decide for all arrays of a mesh (`MeshCosts.links`), and the plan says so.
 
 Collectives of parameters and gradients, which XLA combines with others of theirs, share their latency, and a share of
-their bytes is sent behind compute where XLA makes them asynchronous by itself (`Machine.hidden_share`).
+their bytes is sent behind compute where XLA makes them asynchronous by itself (`Machine.hidden_share`). Where it has no
+reduce-scatters (`Machine.scatters_sums`), sums are all-reduces that nothing runs beside.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from autopar.ir.axis_links import SLOWNESS_UNIT, AxisLinks, Ring
 
 # The kinds that XLA combines with others of theirs, where many stand together.
 _COMBINED = ("all-reduce", "all-gather", "reduce-scatter")
+_SUMS = ("all-reduce", "reduce-scatter")
 # Latency of a collective of the update: XLA combines many into one.
 _COMBINED_LATENCY_SHARE = 0.05
 # Of the time of one ring, that sums in levels may take: they are three collectives, and equal links make both equal.
@@ -63,10 +65,12 @@ class MeshCosts:
         levels = self._levels([axis for axis in axes if self.mesh.shape[axis] > 1], reach)
         if not levels:
             return 0.0
+        is_whole_sum = kind in _SUMS and not self.machine.scatters_sums
+        kind = "all-reduce" if is_whole_sum else kind
         time = (self._cost_of.get(kind) or collective_cost(kind))(levels, nbytes)
         if kind not in _COMBINED:
             return time.total_s
-        return time.latency_s * self.latency_share + time.transfer_s * self.transfer_share
+        return time.latency_s * self.latency_share + time.transfer_s * (1.0 if is_whole_sum else self.transfer_share)
 
     @functools.cached_property
     def _cost_of(self) -> dict[str, CollectiveCost]:

@@ -67,6 +67,18 @@ def test_collectives_of_parameters_and_gradients_are_hidden_where_the_compiler_m
     assert hidden.combined().collective_s("all-to-all", (1,), 40.0) == 3 + 30 / 10
 
 
+def test_sums_that_are_not_scattered_are_all_reduces_that_nothing_hides():
+    shown = mesh_costs(GRID, latency_s=1.0, bandwidth=10.0)
+    machine = dataclasses.replace(shown.machine, hidden_share=0.7, scatters_sums=False)
+    whole = dataclasses.replace(shown, machine=machine)
+    for kind in ("all-reduce", "reduce-scatter"):
+        assert whole.collective_s(kind, (1,), 40.0) == shown.collective_s("all-reduce", (1,), 40.0)
+        assert whole.combined().collective_s(kind, (1,), 40.0) == shown.combined().collective_s(
+            "all-reduce", (1,), 40.0
+        )
+    assert whole.collective_s("all-gather", (1,), 40.0) == shown.collective_s("all-gather", (1,), 40.0)
+
+
 def test_a_collective_without_a_cost_is_an_error_that_says_which_have_one():
     with pytest.raises(InvalidArgument, match=r"no cost of the collective 'gossip'; there is one of all-reduce, .*add"):
         mesh_costs(GRID).collective_s("gossip", (0,), 1.0)
