@@ -44,15 +44,12 @@ def loop_pieces_for(trace: Trace, num_layers: int) -> int:
     return num_layers if layer_scan_lengths(closed, batch_inputs=trace.batch_inputs) else 1
 
 
-@lru_cache(maxsize=6)
 def prepare(
     trace: Trace, *, num_layers: int, num_microbatches: int, loop_pieces: int, batch_statistics: str, random: str
 ) -> PreparedStep:
     """Dissolve rematerialised regions wider than a layer, and split loops and batch as asked for.
 
     A region that needs a statistic of the whole batch is dissolved, and all others with it.
-
-    The last few are remembered: a step is prepared alike to be planned, simulated and lowered.
     """
     prepared = partial(
         _prepare,
@@ -87,6 +84,7 @@ def waits_for_statistics(trace: Trace, num_microbatches: int, *, batch_statistic
     return several.phases.num_rounds > once.phases.num_rounds
 
 
+@lru_cache(maxsize=6)
 def _prepare(
     trace: Trace,
     wide: frozenset[Path],
@@ -96,6 +94,10 @@ def _prepare(
     batch_statistics: str,
     random: str,
 ) -> PreparedStep:
+    """Return the step without the `wide` regions; the last few are remembered.
+
+    A step is prepared alike to be planned, simulated and lowered, and for any layers that leave the same regions.
+    """
     closed, inputs, outputs, state_outputs = _split_loops(trace, inline_regions(trace.jaxpr, wide), loop_pieces)
     names = [_piece_name(trace, piece) for piece in inputs]
     batch = set(trace.batch_inputs)
