@@ -49,6 +49,7 @@ from autopar.training.batches import prefetch, shard_batch
 from autopar.training.checkpoints import Checkpoints
 from autopar.training.create_state import create_state
 from autopar.training.fit import fit
+from autopar.training.ray_train import ray_train_loop, ray_train_report
 
 __version__ = "0.1.0"
 
@@ -104,6 +105,8 @@ __all__ = [
     "layer_boundary",
     "parallelize",
     "prefetch",
+    "ray_train_loop",
+    "ray_train_report",
     "register_schedule",
     "register_sharding_rule",
     "replicate",

@@ -218,6 +218,19 @@ def import_ray() -> Any:
     return ray
 
 
+def import_ray_train() -> Any:
+    """The module `ray.train`; raises `Unsupported`, which says what to install."""
+    import_ray()
+    try:
+        import ray.train
+    except ImportError:
+        raise Unsupported(
+            "Ray Train is not installed whole, which autopar.ray_train_loop needs. Install it with: pip install "
+            "'autopar[ray-train]'"
+        ) from None
+    return ray.train
+
+
 def pickled(value: Any) -> bytes:
     """Return a value as Ray sends it: functions of the main script by value, those of modules by name."""
     return import_ray().cloudpickle.dumps(value)
