@@ -72,7 +72,7 @@ def main():
     folder = sys.argv[1]
     flags = "--xla_force_host_platform_device_count=2"
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": "16", "PYTHONPATH": os.getcwd()}
-    ray.init(num_cpus=8, num_gpus=2, runtime_env={"env_vars": environment}, include_dashboard=False)
+    ray.init("local", num_cpus=8, num_gpus=2, runtime_env={"env_vars": environment}, include_dashboard=False)
     trainer = JaxTrainer(
         autopar.ray_train_loop(train),
         train_loop_config={"folder": folder},
