@@ -24,7 +24,9 @@ from autopar.session import init, shutdown
 
 
 def ray_train_loop(train: Callable[..., None]) -> Callable[..., None]:
-    """Return `train` as the `train_loop_per_worker` of Ray Train's `JaxTrainer`::
+    """Return `train` as the `train_loop_per_worker` of Ray Train's `JaxTrainer`.
+
+    For example, on four hosts of eight GPUs:
 
         def train(config):
             step = autopar.parallelize(train_step)
