@@ -320,8 +320,14 @@ SCHEDULES: dict[str, Schedule] = {
 """The schedules by name, in the order in which a search tries them."""
 
 
-def warmed_up(extra: Sequence[int]) -> WarmedUp:
-    """Return the schedule "1f1b+2+0" of so many more forward tasks ahead by stage; none of them is registered."""
+def warmed_up(wanted: Sequence[int]) -> WarmedUp:
+    """Return the schedule "1f1b+2+0" of so many more forward tasks ahead by stage; none of them is registered.
+
+    A stage gets no more in flight than the one before it, for whose tasks it would wait before its first backward one.
+    """
+    extra = list(wanted)
+    for stage in range(1, len(extra)):
+        extra[stage] = min(extra[stage], extra[stage - 1] + 1)
     return WarmedUp(
         name="".join([DEFAULT_SCHEDULE, *(f"+{number}" for number in extra)]),
         extra=tuple(extra),
@@ -358,8 +364,15 @@ def get_schedule(schedule: str | Schedule) -> Schedule:
 
 def _warmed_up_by_name(name: str) -> Schedule | None:
     first, *extra = name.split("+")
-    fits = first == DEFAULT_SCHEDULE and extra and all(re.fullmatch("[0-9]{1,6}", each) for each in extra)
-    return warmed_up([int(each) for each in extra]) if fits else None
+    if first != DEFAULT_SCHEDULE or not extra or not all(re.fullmatch("[0-9]{1,6}", each) for each in extra):
+        return None
+    found = warmed_up([int(each) for each in extra])
+    if list(found.extra) != [int(each) for each in extra]:
+        raise InvalidArgument(
+            f"schedule is {name!r}, by which a stage has more microbatches in flight than the one before it: it would "
+            f"wait for them without end. Give each stage at most one more than the one before it: {found.name!r}."
+        )
+    return found
 
 
 def check_virtual_stages(schedule: Schedule, virtual_stages: int) -> None:

@@ -10,7 +10,7 @@ from autopar.compiler.planning.virtual_stages import VirtualStage, assign_layers
 from autopar.errors import InvalidArgument
 from autopar.ir.clocks import Hosts
 from autopar.ir.program import Executable, Task
-from autopar.ir.schedules import SCHEDULES, get_schedule, peak_in_flight, schedule_tasks, warmed_up
+from autopar.ir.schedules import SCHEDULES, get_schedule, linear_order, peak_in_flight, schedule_tasks, warmed_up
 from autopar.runtime.simulator import simulate
 from tests.schedule_programs import program_of
 
@@ -98,6 +98,20 @@ def test_slow_links_of_500_pipelines_are_hidden_as_the_closed_form_says(slowest_
 def test_what_is_no_number_of_tasks_ahead_is_refused(name):
     with pytest.raises(InvalidArgument, match="Choose one of '1f1b'"):
         get_schedule(name)
+
+
+def test_no_stage_runs_further_ahead_than_what_feeds_it():
+    assert warmed_up([0, 3, 1]).name == "1f1b+0+1+1"
+    draw = random.Random(0)
+    for _ in range(100):
+        extra = [draw.randrange(6) for _ in range(draw.randint(2, 6))]
+        order = schedule_tasks(warmed_up(extra), stage_mesh=range(len(extra)), num_microbatches=draw.choice([1, 4, 16]))
+        assert sum(1 for _ in linear_order(order, len(extra))) == sum(map(len, order)), extra
+
+
+def test_a_stage_that_would_wait_without_end_is_refused():
+    with pytest.raises(InvalidArgument, match=r"Give each stage at most one more than the one before it: '1f1b\+0\+1'"):
+        get_schedule("1f1b+0+3")
 
 
 @pytest.mark.parametrize("counts", [[1], [3, 2], [4, 5, 6]])
