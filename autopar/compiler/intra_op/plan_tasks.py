@@ -182,7 +182,12 @@ def _folded(task: GroupTask, body: jc.Jaxpr, constraints: GroupConstraints) -> F
             for name, v in zip(task.inputs, body.invars, strict=True)
         ],
         state_outputs=replaced,
-        input_marks={position[name]: constraints.allowed[name] for name in task.inputs if name in constraints.allowed},
+        # A sum that is made here may stay partial; one that is received may not, however like it the layers are.
+        input_marks={
+            number: (constraints.allowed.get(name), name in constraints.sums)
+            for name, number in position.items()
+            if name in constraints.allowed or name in constraints.sums
+        },
         equation_mark=constraints.equations.constraint_key,
     )
 

@@ -265,3 +265,27 @@ def test_a_batch_that_only_divides_into_the_given_microbatches_cannot_be_looked_
     with pytest.raises(Unsupported, match="a batch of 2 has only 2"):
         traced.plan(Megatron(tensor=2, num_microbatches=2))
     assert traced.plan(Megatron(tensor=2)).plan.meshes[0].shape == (2,)
+
+
+def test_a_bias_that_is_added_at_a_cut_is_summed_on_the_mesh_behind_it_and_updated_on_its_own():
+    """Like layers are planned as one; of their biases, some have sums that are received."""
+
+    def train_step(state, batch):
+        def loss(params):
+            x = batch
+            for layer in params:
+                x = x + jax.nn.gelu(x @ layer["in"] + layer["hidden"]) @ layer["out"] + layer["bias"]
+            return jnp.mean(x**2)
+
+        params, moments = state
+        updates, moments = optax.adamw(1e-3).update(jax.grad(loss)(params), moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    shapes = {"in": (128, 128), "hidden": (128,), "out": (128, 128), "bias": (128,)}
+    params = [{name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}] * 40
+    state = params, jax.eval_shape(optax.adamw(1e-3).init, params)
+    method = autopar.Megatron(data=4, pipeline=2, num_microbatches=4, schedule="interleaved")
+    step = autopar.parallelize(train_step, method=method, cluster=autopar.Cluster.parse("dgx-h100"))
+    planned = step.trace(state, jax.ShapeDtypeStruct((64, 128), jnp.float32)).plan()
+    planned.verify()
+    assert planned.simulate().step_time_s > 0
