@@ -131,7 +131,7 @@ def _decisions(before: Plan, after: Plan) -> Iterator[Change]:
         ("method", lambda plan: plan.method),
         ("stages", lambda plan: ", ".join(f"[{a}, {b})" for a, b in (stage.layers for stage in plan.stages))),
         ("meshes", _mesh_words),
-        ("microbatches", lambda plan: str(plan.num_microbatches)),
+        ("microbatches", lambda plan: " + ".join(map(str, plan.shares or (plan.num_microbatches,)))),
         ("schedule", lambda plan: plan.schedule),
         ("computed again", _remat_words),
     ):

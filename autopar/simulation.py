@@ -348,9 +348,8 @@ def _fullest_host(meshes: Sequence[MeshReport], cluster: Cluster) -> tuple[int, 
 
 
 def _plan_words(plan: Plan) -> str:
-    stages = "1 stage" if plan.num_stages == 1 else f"{plan.num_stages} stages"
     microbatches = microbatches_in_words(plan.num_microbatches)
-    return f"{plan.method}, {stages}, {microbatches}, schedule {plan.schedule}"
+    return f"{plan.method}, {plan.stages_in_words()}, {microbatches}, schedule {plan.schedule}"
 
 
 def _cluster_words(plan: Plan, cluster: Cluster) -> str:

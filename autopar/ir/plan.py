@@ -85,8 +85,9 @@ class MeshPlan:
 class StagePlan:
     """A run of layers `[start, stop)` and the mesh that it lives on.
 
-    Stages of the same layers are lanes: each is on a mesh of its own and runs as many `microbatches` of the step as it
-    says, one lane behind the other. The first one holds the state and updates it. None: the stage runs all.
+    Stages with `microbatches` form lanes, pipelines side by side: one begins at each stage that begins at layer 0, has
+    all layers, is on meshes of its own, and runs as many microbatches of the step as its stages say, one lane behind
+    the other. The first one holds the state and updates it. None: the stage runs all.
     """
 
     layers: tuple[int, int]
@@ -165,7 +166,14 @@ class Plan:
     @property
     def shares(self) -> tuple[int, ...]:
         """The numbers of microbatches of the lanes, in order; empty for a plan without lanes."""
-        return tuple(stage.microbatches for stage in self.stages if stage.microbatches is not None)
+        return tuple(
+            stage.microbatches for stage in self.stages if stage.microbatches is not None and stage.layers[0] == 0
+        )
+
+    @property
+    def lanes(self) -> tuple[range, ...]:
+        """The stages of each lane, in order; all of them for a plan without lanes."""
+        return lanes_of([stage.layers for stage in self.stages])
 
     def stages_on(self, mesh: int) -> tuple[int, ...]:
         """Return the numbers of the stages that live on a mesh."""
@@ -289,9 +297,16 @@ class Plan:
 
     def __repr__(self) -> str:
         """One line; `print` shows the whole plan."""
-        what = "lane" if self.shares else "stage"
-        stages = f"{self.num_stages} {what}{'s' * (self.num_stages > 1)} on {self.num_devices} devices"
+        stages = f"{self.stages_in_words()} on {self.num_devices} devices"
         return f"<Plan {self.method}: {stages}, {self._schedule_words()}>"
+
+    def stages_in_words(self) -> str:
+        """Return the number of stages, `3 stages`; of lanes, `2 lanes`, or `2 lanes of 2 + 1 stages`."""
+        if not self.shares:
+            return f"{self.num_stages} stage{'s' * (self.num_stages > 1)}"
+        each = " + ".join(str(len(lane)) for lane in self.lanes)
+        several = f" of {each} stages" if self.num_stages > len(self.lanes) else ""
+        return f"{len(self.lanes)} lane{'s' * (len(self.lanes) > 1)}{several}"
 
     def choice(self) -> str:
         """Return in a line what a search chose, and why: its simulated time, and that of the next best plan."""
@@ -300,7 +315,7 @@ class Plan:
             places = f"one program on {meshes[0]} devices"
         else:
             each = meshes[0] if len(set(meshes)) == 1 else " | ".join(meshes)
-            places = f"{self.num_stages} {'lanes' if self.shares else 'stages'} on {each} devices"
+            places = f"{self.stages_in_words()} on {each} devices"
         chosen = f"{places}, {self._schedule_words()}"
         if self.certificate is None:
             return chosen
@@ -364,6 +379,12 @@ def _levels_in_words(meshes: Sequence[MeshPlan]) -> Iterator[str]:
             )
 
 
+def lanes_of(layers: Sequence[tuple[int, int]]) -> tuple[range, ...]:
+    """Return the stages of each lane, of stages with these layers: a lane begins at each that begins at layer 0."""
+    starts = [number for number, (start, _) in enumerate(layers) if start == 0]
+    return tuple(itertools.starmap(range, itertools.pairwise([*starts, len(layers)])))
+
+
 def _check_cuts(cuts: tuple[int, ...]) -> None:
     if any(later <= earlier for earlier, later in itertools.pairwise((0, *cuts))):
         raise InvalidArgument(
@@ -394,8 +415,8 @@ def _check_stages(stages: tuple[StagePlan, ...], num_layers: int, num_meshes: in
     next_layer = 0
     for number, stage in enumerate(stages):
         start, stop = stage.layers
-        if number and stage.microbatches is not None and stage.layers == stages[number - 1].layers:
-            next_layer = start
+        if next_layer == num_layers and stage.microbatches is not None:
+            next_layer = 0  # of another lane
         if start != next_layer or stop <= start:
             raise InvalidArgument(
                 f"Stage {number} has the layers [{start}, {stop}), it must begin at layer {next_layer} and "
@@ -418,21 +439,27 @@ def _check_lanes(plan: Plan) -> None:
     shares = [stage.microbatches for stage in stages]
     if all(share is None for share in shares):
         return
-    if len({stage.layers for stage in stages}) > 1 or len({stage.remat for stage in stages}) > 1 or None in shares:
+    lanes = [[stages[number] for number in lane] for lane in plan.lanes]
+    if None in shares or any(len({stage.microbatches for stage in lane}) > 1 for lane in lanes):
         raise InvalidArgument(
-            f"The stages run {shares} microbatches of their own, as lanes do, and are of several layers, or some are "
-            "recomputed and others not. Give all lanes the same layers and remat, or give no stage microbatches."
+            f"The stages run {shares} microbatches of their own, as lanes do, and a lane begins with each that begins "
+            "at layer 0. Give all stages of a lane the same number of microbatches, or give no stage any."
         )
-    if sum(share or 0 for share in shares) != num_microbatches or min(share or 0 for share in shares) < 1:
+    if sum(plan.shares) != num_microbatches or min(plan.shares) < 1:
         raise InvalidArgument(
-            f"The lanes run {shares} microbatches, and the step has {num_microbatches}. Give each lane one or more, so "
-            "that they are all."
+            f"The lanes run {list(plan.shares)} microbatches, and the step has {num_microbatches}. Give each lane one "
+            "or more, so that they are all."
         )
-    if len({stage.mesh for stage in stages}) < len(stages):
-        raise InvalidArgument("Two lanes live on one mesh. Give each a mesh of its own.")
+    used = [mesh for lane in lanes for mesh in {stage.mesh for stage in lane}]
+    if sorted(used) != [*range(len(plan.meshes))]:
+        raise InvalidArgument(
+            f"The lanes live on the meshes {used}, of {len(plan.meshes)}. Give each lane meshes of its own, and each "
+            "mesh a lane."
+        )
     if plan.on_host:
         raise InvalidArgument(
-            "What is on the host has one lane only. Leave host_state and host_values empty, or give one stage."
+            "What is on the host has one lane only. Leave host_state and host_values empty, or give no stage "
+            "microbatches of its own."
         )
 
 

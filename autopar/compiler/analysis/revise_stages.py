@@ -202,11 +202,10 @@ def stage_decisions(planning: Planning, decision: str) -> Iterator[Revision]:
     """Yield the nearest other choices for a decision, with all layouts anew."""
     plan = planning.plan
     match decision:
-        case "stages" | "schedule" | "shares" if plan.shares:
-            if decision == "shares":
-                yield from _moved_microbatches(planning)
+        case "shares":
+            yield from _moved_microbatches(planning)
         case "stages":
-            for border in range(1, plan.num_stages):
+            for border in (stage for lane in plan.lanes for stage in lane[1:]):
                 for move in (-1, 1):
                     yield from _moved_border(planning, border, move)
         case "schedule":
@@ -264,13 +263,12 @@ def _moved_border(planning: Planning, border: int, move: int) -> Iterator[Revisi
 def _moved_microbatches(planning: Planning) -> Iterator[Revision]:
     """Yield the plan with a microbatch of one lane given to another, if it keeps one."""
     plan = planning.plan
-    for giver, receiver in itertools.permutations(range(len(plan.stages)), 2):
+    for giver, receiver in itertools.permutations(range(len(plan.shares)), 2):
         if plan.shares[giver] > 1:
             shares = list(plan.shares)
             shares[giver] -= 1
             shares[receiver] += 1
-            lanes = (replace(stage, microbatches=share) for stage, share in zip(plan.stages, shares, strict=True))
-            yield _revision(planning, shares_words(shares), plan, stages=tuple(lanes))
+            yield _revision(planning, shares_words(shares), plan, stages=_with_shares(plan, shares))
 
 
 def _shared(plan: Plan, count: int) -> tuple[StagePlan, ...]:
@@ -281,7 +279,13 @@ def _shared(plan: Plan, count: int) -> tuple[StagePlan, ...]:
     shares = [int(each) for each in exact]
     for lane in sorted(range(len(exact)), key=lambda lane: shares[lane] - exact[lane])[: count - sum(shares)]:
         shares[lane] += 1
-    return tuple(replace(stage, microbatches=share) for stage, share in zip(plan.stages, shares, strict=True))
+    return _with_shares(plan, shares)
+
+
+def _with_shares(plan: Plan, shares: Sequence[int]) -> tuple[StagePlan, ...]:
+    """Return the stages of a plan with these numbers of microbatches for its lanes."""
+    lanes = zip(plan.lanes, shares, strict=True)
+    return tuple(replace(plan.stages[stage], microbatches=share) for lane, share in lanes for stage in lane)
 
 
 def shares_words(shares: Sequence[int]) -> str:

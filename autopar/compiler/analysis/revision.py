@@ -110,12 +110,15 @@ class Planning:
 
 
 def stages_words(plan: Plan, number: int) -> str:
-    """Return the stages on a mesh as `stages 0, 2`; of one program `the step`."""
+    """Return the stages on a mesh as `stages 0, 2`; of a lane `lane 1` or `stage 2 of lane 1`; else `the step`."""
     if plan.num_stages == 1:
         return "the step"
-    mine = [str(n) for n, stage in enumerate(plan.stages) if stage.mesh == number]
-    lane = "lane" if plan.shares else "stage"
-    return f"{lane}{'s' * (len(mine) > 1)} {', '.join(mine)}"
+    mine = plan.stages_on(number)
+    lane_number, lane = next((n, lane) for n, lane in enumerate(plan.lanes) if mine[0] in lane)
+    if plan.shares and len(lane) == 1:
+        return f"lane {lane_number}"
+    words = f"stage{'s' * (len(mine) > 1)} {', '.join(map(str, mine))}"
+    return f"{words} of lane {lane_number}" if plan.shares else words
 
 
 def other_schedules(plan: Plan) -> list[str]:
@@ -124,7 +127,7 @@ def other_schedules(plan: Plan) -> list[str]:
     return [
         name
         for name, schedule in SCHEDULES.items()
-        if plan.num_stages > 1 and name != plan.schedule and (schedule.virtual_stages != (1,)) == several
+        if plan.num_stages > len(plan.lanes) and name != plan.schedule and (schedule.virtual_stages != (1,)) == several
     ]
 
 

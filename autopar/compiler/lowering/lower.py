@@ -155,7 +155,7 @@ def _ordered_calls(graph: StageGraph, plan: Plan, meshes: Sequence[int]) -> list
 
 
 def _scheduled(graph: StageGraph, plan: Plan, meshes: Sequence[int]) -> Iterable[Sequence[Task]]:
-    """Return the tasks of every mesh in the order of the schedule; those of a lane are a pipeline of their own.
+    """Return the tasks of every mesh in the order of the schedule; each lane is a pipeline of its own.
 
     Raises `InvalidProgram` for a schedule that forgets or repeats a task, or in which tasks wait for each other.
     """
@@ -165,14 +165,18 @@ def _scheduled(graph: StageGraph, plan: Plan, meshes: Sequence[int]) -> Iterable
         check_order(order, stage_mesh=stage_mesh, num_microbatches=num_microbatches)
         return order
 
-    if not graph.shares:
+    if not graph.microbatches:
         return tasks_of(meshes, graph.num_microbatches)
-    orders: dict[int, list[Task]] = {}
-    for stage, mesh in enumerate(meshes):
-        own = graph.microbatches_of(stage)
-        (order,) = tasks_of([0], len(own))
-        orders[mesh] = [replace(task, stage=stage, microbatch=own[task.microbatch or 0]) for task in order]
-    return [orders[mesh] for mesh in range(len(meshes))]
+    orders: dict[int, Sequence[Task]] = {}
+    for lane in plan.lanes:
+        used = sorted({meshes[stage] for stage in lane})
+        own = graph.microbatches_of(lane.start)
+        order = tasks_of([used.index(meshes[stage]) for stage in lane], len(own))
+        for mesh, tasks in zip(used, order, strict=True):
+            orders[mesh] = [
+                replace(task, stage=lane.start + task.stage, microbatch=own[task.microbatch or 0]) for task in tasks
+            ]
+    return [orders[mesh] for mesh in range(len(plan.meshes))]
 
 
 def _call(emitted: EmittedTask, microbatch: int | None) -> _Call:

@@ -1,20 +1,24 @@
 """Cut a prepared step into stages: place its equations on them, and gather these into tasks.
 
 PreparedStep, StageCut  ->  StageGraph
+
+The step is cut once for every lane, and the lanes are joined. Gradients of a parameter that is tied in one of them are
+summed apart in all, so that each has sums of the same values.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from autopar.compiler.pipeline.build_stage_graph import build_stage_graph
 from autopar.compiler.pipeline.lanes import with_lanes
-from autopar.compiler.pipeline.placement import layer_order, place_equations
+from autopar.compiler.pipeline.placement import Placement, layer_order, place_equations
 from autopar.compiler.pipeline.prepare import PreparedStep
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.errors import PlanMismatch
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, lanes_of
 from autopar.ir.schedules import get_schedule
 
 
@@ -25,7 +29,7 @@ class StageCut:
     cuts: tuple[int, ...]
     """The forward equations at which layers 1, 2, ... begin."""
     stages: tuple[tuple[int, int], ...]
-    """The layers `[start, stop)` of every stage."""
+    """The layers `[start, stop)` of every stage; each lane has all layers, and the lanes follow each other."""
     remat_stages: frozenset[int] = frozenset()
     """Stages whose backward task computes the forward again."""
     split_weight_gradients: bool = False
@@ -33,42 +37,59 @@ class StageCut:
     host_state: tuple[tuple[str, ...], ...] = ()
     """Parts of the state that are kept on the host, each of which has updates of its own."""
     shares: tuple[int, ...] = ()
-    """The microbatches of each lane, if the only stage is made lanes."""
+    """The number of microbatches of each lane; empty for one pipeline that runs all."""
 
     @staticmethod
     def of(plan: Plan) -> StageCut:
         """Return the cut that a plan has decided."""
-        layers = tuple(stage.layers for stage in plan.stages)
         return StageCut(
             cuts=plan.cuts,
-            stages=layers[:1] if plan.shares else layers,
+            stages=tuple(stage.layers for stage in plan.stages),
             shares=plan.shares,
             remat_stages=frozenset(s for s, stage in enumerate(plan.stages) if stage.remat),
             split_weight_gradients=get_schedule(plan.schedule).splits_weight_gradients,
             host_state=plan.host_state,
         )
 
+    def shape_of(self, lane: range) -> tuple[tuple[tuple[int, int], ...], frozenset[int]]:
+        """Return the layers of the stages of a lane, and those of its stages, counted from 0, that are recomputed."""
+        remat = frozenset(stage - lane.start for stage in self.remat_stages if stage in lane)
+        return self.stages[lane.start : lane.stop], remat
+
 
 def cut_stages(prepared: PreparedStep, cut: StageCut) -> StageGraph:
     """Return the stages as tasks. Raises `PlanMismatch` for a cut behind the last forward equation."""
-    stage_of_layer = [s for s, layers in enumerate(cut.stages) for _ in range(*layers)]
     order = layer_order(prepared.phases)
     if cut.cuts and cut.cuts[-1] >= len(order):
         raise PlanMismatch(
             f"The plan begins a layer at forward equation {cut.cuts[-1]}, {prepared.trace.name} has {len(order)} of "
             "them. Make a new plan with step.trace(...).plan(), or load the one that belongs to this program."
         )
-    layer_stage = {i: stage_of_layer[bisect_right(cut.cuts, p)] for p, i in enumerate(order)}
-    graph = build_stage_graph(
-        place_equations(prepared.phases, layer_stage=layer_stage, num_stages=len(cut.stages)),
+    layer_of = {i: bisect_right(cut.cuts, p) for p, i in enumerate(order)}
+
+    def place(stages: Sequence[tuple[int, int]], deferred: Collection[int] = ()) -> Placement:
+        stage_of_layer = [s for s, layers in enumerate(stages) for _ in range(*layers)]
+        layer_stage = {i: stage_of_layer[layer] for i, layer in layer_of.items()}
+        return place_equations(prepared.phases, layer_stage=layer_stage, num_stages=len(stages), deferred=deferred)
+
+    if not cut.shares:
+        return _graph(prepared, cut, place(cut.stages), cut.remat_stages)
+    shapes = [cut.shape_of(lane) for lane in lanes_of(cut.stages)]
+    deferred = frozenset[int]().union(*(place(stages).deferred for stages in {stages for stages, _ in shapes}))
+    graphs = {(stages, remat): _graph(prepared, cut, place(stages, deferred), remat) for stages, remat in set(shapes)}
+    return with_lanes([graphs[shape] for shape in shapes], cut.shares)
+
+
+def _graph(prepared: PreparedStep, cut: StageCut, placement: Placement, remat_stages: frozenset[int]) -> StageGraph:
+    return build_stage_graph(
+        placement,
         name=prepared.trace.name,
         inputs=prepared.inputs,
         outputs=prepared.outputs,
         input_names=prepared.input_names,
         leaf_names=[leaf.name for leaf in prepared.trace.inputs],
         state_outputs=prepared.state_outputs,
-        remat_stages=cut.remat_stages,
+        remat_stages=remat_stages,
         split_weight_gradients=cut.split_weight_gradients,
         host_state=cut.host_state,
     )
-    return with_lanes(graph, cut.shares) if cut.shares else graph

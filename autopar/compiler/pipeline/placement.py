@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,9 +93,14 @@ def _passes_again(phases: Phases, order: Sequence[int]) -> set[int]:
     return {i for i in again.values() if len(products.get(chains.find(i), ())) > 1}
 
 
-def place_equations(phases: Phases, *, layer_stage: Mapping[int, int], num_stages: int) -> Placement:
-    """Place every equation. `layer_stage` gives the stage of each equation of `layer_order`."""
-    placer = _Placer(phases, num_stages, dict(layer_stage))
+def place_equations(
+    phases: Phases, *, layer_stage: Mapping[int, int], num_stages: int, deferred: Collection[int] = ()
+) -> Placement:
+    """Place every equation. `layer_stage` gives the stage of each equation of `layer_order`.
+
+    Sums in `deferred`, which the placement of another lane has put off, are put off as well.
+    """
+    placer = _Placer(phases, num_stages, dict(layer_stage), deferred)
     for round_number in range(phases.num_rounds):
         placer.place_microbatch_equations(round_number)
         placer.find_parameter_homes()
@@ -113,7 +118,9 @@ def place_equations(phases: Phases, *, layer_stage: Mapping[int, int], num_stage
 class _Placer:
     """The sweeps of `place_equations`, over shared tables."""
 
-    def __init__(self, phases: Phases, num_stages: int, layer_stage: dict[int, int]) -> None:
+    def __init__(
+        self, phases: Phases, num_stages: int, layer_stage: dict[int, int], deferred_elsewhere: Collection[int]
+    ) -> None:
         self.phases = phases
         self.eqns = phases.equations
         self.num_stages = num_stages
@@ -122,6 +129,7 @@ class _Placer:
         self.homes: dict[jc.Var, int] = {}
         self.micro_stage: dict[jc.Var, int] = {}  # of activations and cotangents
         self.reach: dict[jc.Var, int] = {}  # the last stage that an activation is read on in the forward pass
+        self.deferred_elsewhere = deferred_elsewhere
         self.deferred: set[int] = set()
         self.producer = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         self.consumers: dict[jc.Var, list[int]] = {}
@@ -236,7 +244,7 @@ class _Placer:
             producers = [self.producer.get(v) for v in jc.operands(eqn)]
             stages = {self.micro_stage[v] for v in jc.operands(eqn) if v in self.micro_stage}
             joins = eqn.primitive.name == "add_any" and len(stages) > 1
-            if joins or any(p in self.deferred for p in producers):
+            if joins or i in self.deferred_elsewhere or any(p in self.deferred for p in producers):
                 self.deferred.add(i)
                 self.stages.pop(i, None)
         for i, eqn in enumerate(self.eqns):

@@ -106,17 +106,14 @@ class StageGraph:
     values: Mapping[str, GraphValue]
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
-    shares: tuple[int, ...] = ()
-    """By stage, how many of the microbatches it runs, if the stages are lanes: one after another, they run all."""
+    microbatches: tuple[range, ...] = ()
+    """By stage, the microbatches that it runs, if there are lanes; those of a lane run the same. Empty: all run all."""
     offloaded: frozenset[str] = frozenset()
     """Values that the step itself puts on the host between its forward and its backward pass."""
 
     def microbatches_of(self, stage: int) -> range:
         """Return the microbatches that a stage runs."""
-        if not self.shares:
-            return range(self.num_microbatches)
-        first = sum(self.shares[:stage])
-        return range(first, first + self.shares[stage])
+        return self.microbatches[stage] if self.microbatches else range(self.num_microbatches)
 
     @cached_property
     def read(self) -> frozenset[str]:
@@ -138,9 +135,7 @@ class StageGraph:
     @cached_property
     def crossing(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
         """Values made on one stage and read on others: name -> (stage that makes it, stages that read it)."""
-        # Lanes make values of the same names, each of its own microbatches, and read no other lane's.
-        own = self.per_microbatch if self.shares else frozenset[str]()
-        made = {name: task.stage for task in self.tasks for name in _made_by(task) if name not in own}
+        made = {name: task.stage for task in self.tasks for name in _made_by(task)}
         made |= {i.value: i.stages[0] for i in self.inputs if i.stages and i.owned and i.value in self.values}
         read: dict[str, set[int]] = {}
         for task in self.tasks:
@@ -154,16 +149,13 @@ class StageGraph:
         """Assert that tasks read what is there, in the types of the values, and that every result is made."""
         stages = range(self.num_stages)
         there = {i.value for i in self.inputs}
-        of_lanes: dict[int, set[str]] = {stage: set() for stage in stages}
         for task in self.tasks:
             assert task.stage in stages, f"{task.name} is on stage {task.stage} of {self.num_stages}"
-            own = of_lanes[task.stage] if self.shares else there
-            missing = [name for name in task.inputs if name not in there | own]
+            missing = [name for name in task.inputs if name not in there]
             assert not missing, f"{task.name} reads {missing}, which no task has made before it"
-            again = [name for name in _made_by(task) if name in there | own and name not in task.inputs]
+            again = [name for name in _made_by(task) if name in there and name not in task.inputs]
             assert not again, f"{task.name} makes {again}, which are there already"
-            for name in _made_by(task):
-                (own if name in self.per_microbatch else there).add(name)
+            there.update(_made_by(task))
             _check_types(task, self.values)
         for out in self.outputs:
             assert out.value is None or out.value in there, f"result {out.leaf} is {out.value}, which no task makes"
@@ -229,7 +221,7 @@ def evaluate(graph: StageGraph, leaves: Sequence[Any]) -> list[Any]:
                 own = graph.microbatches_of(task.stage)
                 for a in task.accumulations:
                     total = combine(a.kind, a.axis, [micro_values[m][a.operand] for m in own])
-                    whole = a.kind != "mean" or not graph.shares
+                    whole = a.kind != "mean" or len(own) == graph.num_microbatches
                     step_values[a.result] = total if whole else total * (len(own) / graph.num_microbatches)
     return _assemble(graph, step_values)
 

@@ -139,7 +139,7 @@ def graph_kinds(graph: StageGraph, batch_leaves: Collection[int]) -> Mapping[str
     # What the microbatches make of their examples stands behind each other.
     behind = {a.result: list(found.named[a.operand]) for a in added if a.kind == "concatenate"}
     for a in (a for a in added if a.kind == "concatenate"):
-        behind[a.result][a.axis] = ((graph.num_microbatches * graph.values[a.operand].shape[a.axis], "data"),)
+        behind[a.result][a.axis] = ((graph.values[a.result].shape[a.axis], "data"),)
     return {**found.named, **{name: tuple(value) for name, value in behind.items()}}
 
 

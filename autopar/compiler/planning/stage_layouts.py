@@ -194,7 +194,10 @@ def _stage_inputs(
     # What the model reads as well counts as there all the time: that is the most it can take.
     on_host = values_on_host(graph, plan).intersection(offered_state(graph))
     layer = layer_class(graph, tasks, method.pins, kinds, on_host)
-    behind, count = (0, 1) if plan.shares else (len(plan.meshes) - 1 - number, len(plan.meshes))
+    lane = next(lane for lane in plan.lanes if plan.stages_on(number)[0] in lane)
+    used = sorted({plan.stages[stage].mesh for stage in lane})
+    behind, count = len(used) - 1 - used.index(number), len(used)
+    timing = replace(timing, num_microbatches=plan.stages[lane.start].microbatches or timing.num_microbatches)
     if problem.stage_meshes:  # the first of the stages of a mesh holds the most
         behind, count = len(plan.stages) - 1 - plan.stages_on(number)[0], len(plan.stages)
     num_layers = [each.layers[1] - each.layers[0] for each in plan.stages if each.mesh == number]
@@ -312,7 +315,7 @@ def received_seconds(graph: StageGraph, plan: Plan, number: int, cluster: Cluste
     for name, (source, readers) in graph.crossing.items():
         meshes = {plan.stages[reader].mesh for reader in readers}
         if number in meshes and plan.stages[source].mesh != number:
-            times = graph.num_microbatches if graph.values[name].per_microbatch else 1
+            times = len(graph.microbatches_of(source)) if graph.values[name].per_microbatch else 1
             link = _link_between(plan, cluster, plan.stages[source].mesh, number)
             seconds[name] = times / link.bandwidth
     return seconds

@@ -111,13 +111,36 @@ def lanes(*stages, **changed):
     [
         ([{"mesh": 0, "microbatches": 3}, {"mesh": 1, "microbatches": 2}], r"run \[3, 2\] microbatches, and the step"),
         ([{"mesh": 0, "microbatches": 4}, {"mesh": 1, "microbatches": 0}], r"run \[4, 0\] microbatches"),
-        ([{"mesh": 0, "microbatches": 3}, {"mesh": 0, "microbatches": 1}], "Two lanes live on one mesh"),
-        ([{"mesh": 0, "microbatches": 3}, {"mesh": 1, "microbatches": 1, "remat": True}], "several layers, or some"),
+        ([{"mesh": 0, "microbatches": 3}, {"mesh": 0, "microbatches": 1}], r"lanes live on the meshes \[0, 0\], of 2"),
+        ([{"mesh": 0, "microbatches": 4}], r"lanes live on the meshes \[0\], of 2"),
+        ([{"mesh": 0, "microbatches": 3}, {"mesh": 1}], "must begin at layer 1 and"),
+        ([{"mesh": 0}, {"mesh": 1, "microbatches": 4}], r"run \[None, 4\] microbatches of their own"),
     ],
 )
 def test_lanes_that_do_not_fit_together_are_refused(stages, message):
     with pytest.raises(InvalidArgument, match=message):
         lanes(*(StagePlan(layers=(0, 1), **stage) for stage in stages))
+
+
+TWO_LAYERS = {"cuts": (1,), "num_microbatches": 4}
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([((0, 1), 3), ((1, 2), 2), ((0, 2), 1)], r"run \[3, 2, 1\] microbatches of their own"),
+        ([((0, 1), 3), ((0, 2), 1)], r"Stage 1 has the layers \[0, 2\), it must begin at layer 1"),
+        ([((0, 1), 3), ((1, 2), 3), ((1, 2), 1)], r"Stage 2 has the layers \[1, 2\), it must begin at layer 0"),
+        ([((0, 1), 3), ((1, 2), 3), ((0, 1), 1)], "have 1 layers together, the cuts make 2"),
+        ([((0, 1), 3), ((1, 2), 3), ((0, 2), 2)], r"run \[3, 2\] microbatches, and the step has 4"),
+    ],
+)
+def test_pipelines_side_by_side_that_do_not_fit_together_are_refused(stages, message):
+    meshes = tuple(MeshPlan(devices=(device,), shape=(1,), axis_names=("data",)) for device in range(len(stages)))
+    planned = (StagePlan(layers=layers, mesh=n, microbatches=share) for n, (layers, share) in enumerate(stages))
+    bare = lanes(StagePlan(layers=(0, 1), mesh=0))
+    with pytest.raises(InvalidArgument, match=message):
+        replace(bare, meshes=meshes, stages=tuple(planned), **TWO_LAYERS)
 
 
 def test_other_shares_take_what_their_plans_take(planned):
