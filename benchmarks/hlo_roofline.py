@@ -3,7 +3,9 @@
 XLA's own cost analysis counts the body of a loop once, and its GPU compiler gives none ahead of time. Here every
 product counts 2 x the elements of its result x those summed into each of them (of a convolution, the padding too), and
 every kernel (what the entry and the bodies of loops call) reads its operands and writes its result; of an array that it
-needs only a slice of, or updates a slice of, the slice: `slice(a + b)` fused into one reads a slice of each.
+needs only a slice of, or updates a slice of, the slice: `slice(a + b)` fused into one reads a slice of each. What a
+library call may work in is reserved for it and not counted: only some of its algorithms write there, and which one runs
+is not known before.
 
     time = sum over kernels of what one takes to start + max(FLOPs / rate of products, bytes / memory bandwidth)
 
@@ -27,6 +29,9 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _ON_CHIP = re.compile(r"[a-z]\w*\[[\d,]*\]\{[^}]*S\(1\)[^}]*\}")
 _NAME = re.compile(r"%([\w.\-]+)")
+# What cuBLAS and cuDNN may work in, as much as the largest of their kernels asks for: it stands last in what they make.
+_LIBRARY_CALL = re.compile(r'custom_call_target="__cu(?:blas|dnn)')
+_SCRATCH = re.compile(r", [su]8\[\d*\](?:\{[^}]*\})?\)$")
 _RUN = re.compile(r"(?:body|condition|to_apply|branch_computations|true_computation|false_computation)=(\{[^}]*\}|\S+)")
 _DTYPES = {
     "f64": "float64",
@@ -220,7 +225,8 @@ def _traffic(i: _Instruction, home: _Computation, computations: dict[str, _Compu
         return 2 * _bytes(home.types[i.operands[1]])
     if i.opcode == "fusion":
         return _fusion_traffic(i, home, computations[_called(i)[0]])
-    return _bytes(i.type) + sum(_bytes(home.types[name]) for name in i.operands)
+    made = _SCRATCH.sub(")", i.type) if _LIBRARY_CALL.search(i.rest) else i.type
+    return _bytes(made) + sum(_bytes(home.types[name]) for name in i.operands)
 
 
 def _fusion_traffic(i: _Instruction, home: _Computation, body: _Computation) -> float:

@@ -190,6 +190,19 @@ def test_collectives_are_no_kernels(ends):
     assert work_of(f"{hlo}{lines}\n}}\n").kernels == ()
 
 
+def test_what_a_library_call_may_work_in_is_not_moved():
+    hlo = """HloModule m, num_partitions=1
+
+ENTRY %main (a: f32[8,32], b: f32[32,8]) -> f32[8,8] {
+  %a = f32[8,32]{1,0} parameter(0)
+  %b = f32[32,8]{1,0} parameter(1)
+  %call = (f32[8,8]{1,0}, s8[4194304]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul"
+  ROOT %c = f32[8,8]{1,0} get-tuple-element(%call), index=0
+}
+"""
+    assert work_of(hlo).memory_bytes == 4 * (2 * 8 * 32 + 8 * 8)
+
+
 def test_what_is_kept_on_the_chip_is_not_read_from_memory():
     hlo = """
 ENTRY %main (p: f32[8,32]) -> f32[8,32] {

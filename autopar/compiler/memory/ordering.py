@@ -22,9 +22,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.compiler.memory.liveness import Key, Op
+from autopar.compiler.spmd.combining import COMBINED_BYTES
 
-# XLA's default for GPUs.
-_COMBINED_BYTES = 30 * 2**20
 _SUMS = ("reduce-scatter", "all-reduce")
 _AT_THE_END = math.inf
 """Behind the collectives that only results take."""
@@ -132,7 +131,7 @@ def _combined(
         elif op.collective in _SUMS and op.results:
             size = sum(nbytes[key] for key in (op.results if scatters_sums else op.reads))
             group, total = open_groups.get(op.steps, ([], 0.0))
-            if total + size > _COMBINED_BYTES:
+            if total + size > COMBINED_BYTES:
                 group, total = [], 0.0
             if not group:
                 groups.append(group)

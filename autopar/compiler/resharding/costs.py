@@ -28,6 +28,7 @@ from autopar.compiler.resharding.steps import (
     Slice,
     ToPartial,
     after,
+    copied_share,
     exchanges,
     moved_share,
 )
@@ -75,6 +76,17 @@ def step_collectives(
             )
         layout = after(layout, step)
     return tuple(found)
+
+
+def copied_bytes(
+    steps: Sequence[ReshardStep], source: Layout, shape: tuple[int, ...], itemsize: float, mesh: LogicalMesh
+) -> float:
+    """Return the bytes that `steps` read from a device's memory and write there besides their collectives."""
+    layout, share = without_ones(source, mesh), 0.0
+    for step in steps:
+        share += copied_share(step, layout, shape, mesh.shape)
+        layout = after(layout, step)
+    return share * math.prod(shape) * itemsize
 
 
 @functools.cache

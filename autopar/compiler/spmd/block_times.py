@@ -6,14 +6,18 @@ LocalBlock, LogicalMesh  ->  bytes read from memory and written there
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 from autopar.compiler.costs.compute import equation_bytes, equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs.fusion import fused_traffic
-from autopar.compiler.sharding.layout import LogicalMesh
+from autopar.compiler.resharding.costs import copied_bytes
+from autopar.compiler.resharding.steps import AllReduce
+from autopar.compiler.sharding.layout import LogicalMesh, local_shape
 from autopar.compiler.spmd.collectives import planned_collectives, trips
-from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, RunBody
+from autopar.compiler.spmd.combining import COMBINED_BYTES
+from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, Reshard, RunBody
 
 
 class BlockTimes(NamedTuple):
@@ -44,9 +48,20 @@ def block_bytes(block: LocalBlock, mesh: LogicalMesh) -> float:
                 total += equation_bytes(eqn, strategy, mesh, traffic[id(eqn)])
             case RunBody(eqn=eqn, bodies=bodies):
                 total += trips(eqn) * sum(block_bytes(body, mesh) for body in bodies)
-            case _:
-                pass
+            case Reshard(source=source, result=result, steps=steps):
+                aval: Any = action.aval
+                total += copied_bytes(steps, source, tuple(aval.shape), aval.dtype.itemsize, mesh)
+                if block.combined.share(result.variable, result.form):
+                    total += _joined_bytes(action, mesh)
     return total
+
+
+def _joined_bytes(action: Reshard, mesh: LogicalMesh) -> float:
+    """Return the bytes that an all-reduce copies which XLA joins with others: into one array, and out of it again."""
+    aval: Any = action.aval
+    whole = math.prod(local_shape(aval.shape, action.source, mesh)) * aval.dtype.itemsize
+    joined = whole <= COMBINED_BYTES and any(isinstance(step, AllReduce) for step in action.steps)
+    return 4.0 * whole if joined else 0.0
 
 
 def _equations_s(block: LocalBlock, mesh_costs: MeshCosts) -> float:

@@ -7,6 +7,8 @@ from jax import lax
 
 from autopar.compiler.intra_op.plan_program import Constraints
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.resharding.costs import copied_bytes, reshard_steps
+from autopar.compiler.resharding.steps import AllToAll
 from autopar.compiler.sharding.layout import Layout
 from autopar.compiler.spmd.block_times import block_bytes, block_times
 from autopar.compiler.spmd.combining import combined_in_body, combined_values
@@ -88,3 +90,25 @@ def test_a_device_moves_its_part_of_what_products_read_and_write():
     found = plan_step(closed, LINE, num_state=0, chosen=SLOW_TO_START, constraints=Constraints(inputs={1: (ROWS,)}))
     block = local_block(jc.open_jaxpr(closed)[0], found.plan, LINE)
     assert block_bytes(block, LINE) == 4 * (64 * 64 + 2 * 512 * 64 / LINE.num_devices)
+
+
+@pytest.mark.parametrize(("width", "copies"), [(256, 4), (4096, 0)], ids=["joined with others", "64 MiB, by itself"])
+def test_sums_that_the_compiler_joins_are_copied_into_one_array_and_out_of_it(width, copies):
+    x = jax.ShapeDtypeStruct((1 << 16, width), jnp.float32)
+    closed = traced(lambda x, y: x.T @ y, x, x)
+    split = Constraints(inputs={0: (ROWS,), 1: (ROWS,)}, results={0: (Layout(((), ()), ()),)})
+    found = plan_step(closed, LINE, constraints=split, chosen=SLOW_TO_START)
+    assert [each.collective.kind for each in collectives(closed, found, LINE)] == ["all-reduce"]
+    whole = 4 * width**2
+    product = 2 * 4 * x.size / LINE.num_devices + whole
+    assert block_bytes(local_block(jc.open_jaxpr(closed)[0], found.plan, LINE), LINE) == product + copies * whole
+
+
+def test_a_resharding_moves_what_it_copies():
+    columns = Layout(((), (0,)), ())
+    steps = reshard_steps(columns, ROWS, X.shape, LINE)
+    nbytes = 512 * 64 * 4 / LINE.num_devices
+    assert [type(step) for step in steps] == [AllToAll]
+    assert (
+        copied_bytes(steps, columns, X.shape, 4, LINE) == 2 * nbytes
+    )  # columns are laid together before they are sent
