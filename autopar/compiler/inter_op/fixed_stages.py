@@ -51,17 +51,18 @@ def search_fixed_stages(
     *,
     timing: Timing,
     memory_bytes: float,
+    below_s: float = math.inf,
 ) -> StageSearch:
     """Return the partition into exactly `num_stages` stages that takes the least time.
 
-    Raises `MemoryTooSmall` if none fits.
+    As soon as none takes less than `below_s`, it is any partition. Raises `MemoryTooSmall` if none fits.
     """
     ways = _ways(num_layers, submesh, stage_costs, transfer_s, timing)
     fits = [
         _fitting(ways, timing.num_in_flight(stages_behind=behind, num_stages=num_stages), memory_bytes)
         for behind in reversed(range(num_stages))
     ]
-    update_s = min((cost.update_s for costs in ways.costs.values() for cost in costs), default=0.0)
+    update_s = min((timing.update_s(cost) for costs in ways.costs.values() for cost in costs), default=0.0)
     caps = np.unique(ways.steady_s[np.isfinite(ways.steady_s) & np.logical_or.reduce(fits)])
     best: Partition | None = None
     tried: dict[int, float] = {}
@@ -83,9 +84,9 @@ def search_fixed_stages(
     lower_bound_s = math.inf
     while queue and best is not None:
         bound_s, low, high = heapq.heappop(queue)
-        if bound_s >= best.step_time_s or low == high:
+        if low == high or bound_s >= best.step_time_s or min(bound_s, best.step_time_s) >= below_s:
             lower_bound_s = min(lower_bound_s, bound_s)
-            if bound_s >= best.step_time_s:
+            if low < high:
                 break
             continue
         middle = (low + high) // 2

@@ -95,6 +95,7 @@ class _State:
     most_stages: int
     can_place: Placeable
     deadline: float | None
+    below_s: float  # if no partition takes less, the best of them is of no interest
     partitions: dict[tuple[tuple[int, int, int], ...], Partition] = field(default_factory=dict[Any, Partition])
     best_s: float = math.inf
     not_placed_s: float = math.inf  # the least that a partition takes which there is no place for
@@ -114,6 +115,7 @@ def search_stages(
     memory_bytes: float | Sequence[float],
     max_stages: int | None = None,
     time_limit_s: float | None = None,
+    below_s: float = math.inf,
     top: int = 5,
     can_place: Placeable = lambda submeshes: True,
 ) -> StageSearch:
@@ -122,7 +124,8 @@ def search_stages(
     In a cluster of several groups, `num_devices` and `memory_bytes` are by group, and every submesh is of one of them.
     `can_place` refuses submeshes that do not fit into the cluster although they have few enough devices; it is needed
     only where `submeshes.always_fits` is false, and what it refuses keeps the bound from rising above it.
-    `time_limit_s` does not end the search before there is a partition, as there is no answer without one.
+    `time_limit_s` does not end the search before there is a partition, as there is no answer without one. Nor does it
+    end before that once none takes less than `below_s`: then any is returned, and a bound that is no lower.
     """
     if num_layers < 1 or (max_stages is not None and max_stages < 1):
         raise InvalidArgument(
@@ -143,6 +146,7 @@ def search_stages(
         most_stages=min(num_layers, max_stages or num_layers, sum(available) // min(tables.devices, default=1)),
         can_place=can_place,
         deadline=deadline,
+        below_s=below_s,
     )
     lower_s = _run(state)
     if not state.partitions:
@@ -174,6 +178,8 @@ def _run(state: _State) -> float:
         if bound_s >= state.best_s * (1 - _CLOSED):
             return math.inf
         if state.partitions and state.deadline is not None and time.monotonic() > state.deadline:
+            return bound_s
+        if state.partitions and min(bound_s, state.best_s) >= state.below_s:
             return bound_s
         for rest in _close(state, interval):
             heapq.heappush(queue, (rest.bound_s, next(numbers), rest))

@@ -114,6 +114,8 @@ class Timing:
     schedule: Schedule
     num_microbatches: int
     virtual_stages: int = 1
+    counts_updates: bool = True
+    """False for a step that ends before its update."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for a count below 1, or several stages on a mesh where the schedule has one."""
@@ -132,6 +134,10 @@ class Timing:
     def memory_depends_on_num_stages(self) -> bool:
         """True if the memory of a stage depends on more than the number of stages behind it."""
         return self._forms.memory_depends_on_num_stages
+
+    def update_s(self, cost: StageCost) -> float:
+        """Return the seconds of a stage's update that belong to the step."""
+        return cost.update_s if self.counts_updates else 0.0
 
     def warmup_s(self, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds) -> Seconds:
         """Return the seconds that a stage adds to the way of the first microbatch there and back."""
@@ -169,7 +175,7 @@ class Timing:
             float(self.with_transfer_s(self.steady_s(c.forward_s, c.backward_s, c.weight_s), x))
             for c, x in zip(costs, behind_s)
         ]
-        update_s = max(c.update_s for c in costs)
+        update_s = max(self.update_s(c) for c in costs)
         return warmups_s + self.virtual_stages * sum(behind_s) + max(steadies_s) + update_s
 
 
@@ -255,7 +261,7 @@ def cost_tables(
         if (choices := stage_costs(start, stop, submesh))
     }
     places = np.array([(*key, n) for key, choices in costs.items() for n in range(len(choices))], dtype=np.int64)
-    rows = np.array([_row(cost) for choices in costs.values() for cost in choices], dtype=np.float64)
+    rows = np.array([_row(cost, timing.update_s(cost)) for choices in costs.values() for cost in choices], dtype=np.float64)
     at = tuple(places.reshape(-1, 4).T)
     forward_s, backward_s, weight_s, update_s, base_bytes, activation_bytes, update_bytes = rows.reshape(-1, 7).T
     shape = (len(usable), num_layers, num_layers + 1, max(map(len, costs.values()), default=1))
@@ -282,12 +288,12 @@ def cost_tables(
     )
 
 
-def _row(cost: StageCost) -> tuple[float, ...]:
+def _row(cost: StageCost, update_s: float) -> tuple[float, ...]:
     return (
         cost.forward_s,
         cost.backward_s,
         cost.weight_s,
-        cost.update_s,
+        update_s,
         cost.state_bytes + cost.temporary_bytes,
         cost.activation_bytes,
         cost.state_bytes + cost.update_bytes,

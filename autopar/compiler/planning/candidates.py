@@ -261,7 +261,7 @@ def stage_candidates(
     if len(remats) == 1 or (problem.stage_meshes and found):
         return found
     plain = ranges_of(schedules[0].splits_weight_gradients, remats[:1])
-    bound_s = _FORMULA_SHARE * _roomy_s(problem, plain, schedules, num_stages)
+    bound_s = _FORMULA_SHARE * _roomy_s(problem, plain, schedules, num_stages, below_s / _FORMULA_SHARE)
     found_s = min((each.bound_s for each in found), default=math.inf)
     if bound_s >= below_s or found_s <= (1 + _WORTH_RECOMPUTING) * bound_s:
         return [replace(each, bound_s=min(each.bound_s, bound_s)) for each in found]
@@ -286,9 +286,16 @@ def _schedules(problem: StageProblem, num_microbatches: int) -> list[Schedule]:
 
 
 def _roomy_s(
-    problem: StageProblem, ranges: RangeCosts, schedules: Sequence[Schedule], num_stages: tuple[int, int]
+    problem: StageProblem,
+    ranges: RangeCosts,
+    schedules: Sequence[Schedule],
+    num_stages: tuple[int, int],
+    below_s: float,
 ) -> float:
-    """Return the seconds by formula that the best stages would take if memory had no end; 0 where that is not known."""
+    """Return the seconds by formula that the best stages would take if memory had no end; 0 where that is not known.
+
+    Of stages that take no less than `below_s`, any number that is no less.
+    """
     if problem.stage_meshes:
         return 0.0
     roomy = replace(problem, share=math.inf)
@@ -297,7 +304,9 @@ def _roomy_s(
     for timing in _timings(roomy, endless.layers, schedules):
         for number, clusters, few_to_most in _sizes(roomy, endless, timing, num_stages):
             with suppress(MemoryTooSmall):  # stages of these sizes are not allowed
-                search = _partitioned(roomy, endless, timing, number, clusters, few_to_most, updates=False)
+                search = _partitioned(
+                    roomy, endless, timing, number, clusters, few_to_most, updates=False, below_s=below_s
+                )
                 bounds_s.append(search.lower_bound_s)
     return min(bounds_s, default=math.inf)
 
@@ -429,8 +438,9 @@ def _solved_searches(
     stage, so that what is best lies between the two, and only the one without updates gives a bound.
     """
     while True:
-        without = _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=False)
-        if _FORMULA_SHARE * without.best.step_time_s >= below_s:
+        limit_s = below_s / _FORMULA_SHARE
+        without = _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=False, below_s=limit_s)
+        if without.best.step_time_s >= limit_s:
             return []
         searches = [without, _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=True)]
         needed = {stage.submesh for search in searches for stage in search.best.stages}
@@ -494,25 +504,26 @@ def _partitioned(
     num_stages: tuple[int, int],
     *,
     updates: bool,
+    below_s: float = math.inf,
 ) -> StageSearch:
     """Return the best stages of any sizes on a part of every group, or so many of one size on all of the only one.
 
-    Updates take no time without `updates`.
+    Without `updates` the step ends before them. If no stages take less than `below_s`, it is any stages.
 
     With several stages on a mesh, the layers of each mesh are priced as one range.
     """
-    num_layers, virtual_stages = len(ranges.layers.class_of), timing.virtual_stages
+    num_layers = len(ranges.layers.class_of)
     near = len(clusters) == 1 and clusters[0].num_devices <= problem.machine_of(clusters[0]).domain
     transfer_s = partial(ranges.transfer_s, same_domain=True if near else None)
 
     def costs(start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
+        if stop - start < timing.virtual_stages or (stop - start == num_layers and num_stages[0] > 1):
+            return ()  # too few layers, or one stage, of which there are to be more
         allowed = problem.allows is None or problem.allows(start, stop, num_layers)
         allowed = allowed and _keeps_scopes(problem, ranges.layers, start, stop, submesh)
-        if stop - start == num_layers and num_stages[0] > 1:
-            return ()  # one stage, of which there are to be more
-        found = ranges(start, stop, submesh) if allowed and stop - start >= virtual_stages else ()
-        return found if updates else [replace(each, update_s=0.0) for each in found]
+        return ranges(start, stop, submesh) if allowed else ()
 
+    timing = replace(timing, counts_updates=updates)
     if number is not None:
         return search_fixed_stages(
             num_layers,
@@ -522,6 +533,7 @@ def _partitioned(
             transfer_s,
             timing=timing,
             memory_bytes=problem.expected_bytes[0],
+            below_s=below_s,
         )
     shapes = {cluster.group: cluster for cluster in clusters}
     choices = [
@@ -542,6 +554,7 @@ def _partitioned(
         max_stages=most,
         memory_bytes=problem.expected_bytes,
         time_limit_s=problem.method.time_limit_s,
+        below_s=below_s,
         can_place=lambda submeshes: place_in_groups(submeshes, places) is not None,
     )
 

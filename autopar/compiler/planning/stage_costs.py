@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -270,15 +270,16 @@ class RangeCosts:
         self.whole = whole if whole is not None and whole.layers.class_of == layers.class_of else None
         self.sums: dict[tuple[Submesh, LayoutChoice], _Sums] = {}
         self.multipliers: dict[tuple[Submesh, LayoutChoice], Sequence[float]] = {}
+        self.free_choices: dict[Submesh, list[LayoutChoice]] = {}
         self.known: dict[tuple[int, int, Submesh], Sequence[StageCost]] = {}
         self.least_sums: dict[tuple[Machine, float], np.ndarray] = {}
         self.expected_bytes = problem.expected_bytes
         self.most_in_flight = min(layers.num_microbatches, 2 * len(layers.class_of))
 
     @property
-    def solved(self) -> frozenset[Submesh]:
+    def solved(self) -> Set[Submesh]:
         """The submeshes on which the layouts of layers are solved for; on others, only their work counts."""
-        return frozenset(self.costs.solved)
+        return self.costs.solved
 
     def solve(self, submeshes: Collection[Submesh]) -> None:
         """Have the layouts of layers on these submeshes solved for from now on."""
@@ -297,12 +298,13 @@ class RangeCosts:
             self.known[key] = costs
         return self.known[key]
 
-    def _free_choices(self, submesh: Submesh) -> Iterator[LayoutChoice]:
-        """Yield the choices in which memory costs nothing; one as long as only the work of layers counts."""
-        method = self.problem.method
-        every = allowed_splits(method.kinds, submesh_mesh(self.problem, submesh))
-        some = every if submesh in self.solved else every[:1]
-        yield from (LayoutChoice(0.0, splits, self.remat) for splits in some)
+    def _free_choices(self, submesh: Submesh) -> list[LayoutChoice]:
+        """Return the choices in which memory costs nothing; one as long as only the work of layers counts."""
+        if submesh not in self.free_choices:
+            every = allowed_splits(self.problem.method.kinds, submesh_mesh(self.problem, submesh))
+            self.free_choices[submesh] = [LayoutChoice(0.0, splits, self.remat) for splits in every]
+        every = self.free_choices[submesh]
+        return every if submesh in self.solved else every[:1]
 
     def _front(self, start: int, stop: int, submesh: Submesh, free: LayoutChoice) -> Iterator[StageCost]:
         fastest = self.cost(start, stop, submesh, free)
