@@ -148,10 +148,13 @@ def _gain_from_splitting(stages: Sequence[Stage]) -> float:
     return 2 / 3 * (sum(warmups_s) - max(warmups_s))
 
 
-def likely_time_s(problem: StageProblem, known: KnownLayers, num_microbatches: int, like: int) -> float:
+def likely_time_s(
+    problem: StageProblem, known: KnownLayers, num_microbatches: int, num_stages: tuple[int, int], like: int
+) -> float:
     """Return the least seconds of a step with equal stages, by the layers of another number of microbatches.
 
-    That takes much less work than a search. Infinity where no equal stages fit by these layers. On several machines
+    That takes much less work than a search. Of equal stages there are as many as of those that are asked for, or the
+    next fewer and the next more that divide the devices. Infinity where none fit by these layers. On several machines
     the stages are those of one search, as these are not equal.
     """
     rows, best_s = like / num_microbatches, math.inf
@@ -162,7 +165,10 @@ def likely_time_s(problem: StageProblem, known: KnownLayers, num_microbatches: i
     for remat in _remats(problem):
         layers, costs = known(like, remat, splits=problem.first_schedule.splits_weight_gradients)
         ranges = RangeCosts(problem, layers, costs)
-        for count in _equal_counts(problem, len(layers.class_of), 1, len(layers.class_of)):
+        every = _equal_counts(problem, len(layers.class_of), 1, len(layers.class_of))
+        least = max((count for count in every if count <= num_stages[0]), default=1)
+        most = min((count for count in every if count >= num_stages[1]), default=len(layers.class_of))
+        for count in (count for count in every if least <= count <= most):
             with suppress(MemoryTooSmall):
                 found = search_fixed_stages(
                     len(layers.class_of),

@@ -292,8 +292,6 @@ class _Search:
     best_in_words: str = ""
     closed_s: float = math.inf
     """The least bound of the regions that are done."""
-    solved: dict[int, int] = field(default_factory=dict[int, int])
-    """The numbers of microbatches whose layers have costs, and how many stages these have at least."""
     others: dict[str, float] = field(default_factory=dict[str, float])
     """Other plans that were met, in words, and their times."""
     found: set[object] = field(default_factory=set[object])
@@ -303,8 +301,8 @@ class _Search:
     """By the kind of stages, the least share of their time by their layers that they were simulated to take."""
     lanes_share: float = 0.0
     """The least multiple of its bound that a plan of lanes was simulated to take; 0 for none yet."""
-    least_by: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
-    """By numbers of microbatches and those whose layers' costs were taken, the least time of equal stages."""
+    least_by: dict[object, float] = field(default_factory=dict[object, float])
+    """By numbers of microbatches, of stages, and those whose layers' costs were taken: the least time of equal stages."""
     wholes: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
     """The costs of stages as a whole that are known."""
     expected: dict[tuple[PipelineCandidate, float, tuple[bool, ...]], float] = field(
@@ -509,7 +507,7 @@ class _Search:
         on_machines = self.problem.hardware.is_mixed and self.is_large
         match region:
             case Completion():
-                return (-1.0, likely_s) if first and on_machines else (likely_s, 0.0)
+                return (-1.0, likely_s) if first else (likely_s, 0.0)
             case OneProgram():
                 return (0.0 if first else likely_s), -1.0
             case Lanes(num_microbatches=count):
@@ -537,7 +535,7 @@ class _Search:
         if isinstance(region, Lanes):
             return max(region.bound_s, _LIKELY_SHARE * self.lanes_share * region.bound_s)
         if isinstance(region, Stages):
-            unknown = region.num_microbatches not in self.solved
+            unknown = self.known is not None and region.num_microbatches not in self.known.solved
             return max(region.likely_s, _LIKELY_SHARE * self.unseen_share * region.by_others_s if unknown else 0.0)
         if isinstance(region, OneProgram):
             return region.likely_s
@@ -658,7 +656,6 @@ class _Search:
         below_s = self.best_s / min(_WHOLE_SHARE, self.unseen_share, *self.shares.values())
         self.tried.add(count)
         found = stage_candidates(problem, known, count, region.num_stages, below_s)
-        self.solved[count] = region.num_stages[0]
         lower_s = [(1 - known.gap) * each.bound_s for each in found]
         self.closed_s = min(self.closed_s, max(region.bound_s, min([below_s, *lower_s])))
         kinds: set[StagesKind] = set()
@@ -674,13 +671,16 @@ class _Search:
     def by_others_s(self, region: Stages) -> float:
         """Return the time that is least by the layers of the nearest number of microbatches whose costs are known."""
         count = region.num_microbatches
-        if not self.solved or count in self.solved or self.problem.method.effort == "thorough":
-            return region.by_others_s
         assert self.known is not None
-        like = min(self.solved, key=lambda other: (abs(math.log2(other / count)), other))
-        if (count, like) not in self.least_by:
-            self.least_by[count, like] = likely_time_s(self.cuttable, self.known, count, like)
-        return max(region.by_others_s, self.least_by[count, like])
+        solved = self.known.solved
+        if not solved or count in solved or self.problem.method.effort == "thorough":
+            return region.by_others_s
+        like = min(solved, key=lambda other: (abs(math.log2(other / count)), other))
+        # On several machines it is that of any stages.
+        key = (count, like) if self.problem.hardware.is_mixed else (count, like, region.num_stages)
+        if key not in self.least_by:
+            self.least_by[key] = likely_time_s(self.cuttable, self.known, count, region.num_stages, like)
+        return max(region.by_others_s, self.least_by[key])
 
     def complete(self, region: Completion) -> None:
         """Choose the layouts of all stages of a candidate, and simulate its plan."""

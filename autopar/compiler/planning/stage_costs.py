@@ -59,8 +59,10 @@ class StageProblem:
     """Tells for layers [start, stop) of so many that they may be a stage; all may, if it is not given."""
     named_stages: tuple[ModelScope, ...] = ()
     """The stages that the model names, if it names several: a layer each, on as many devices as it says."""
-    known: dict[Hashable, tuple[Layers, LayerCosts]] = field(default_factory=dict[Hashable, tuple[Layers, LayerCosts]])
-    """The layers so far and their costs, for the next search with another share."""
+    known: dict[tuple[int, bool, bool], tuple[Layers, LayerCosts]] = field(
+        default_factory=dict[tuple[int, bool, bool], tuple[Layers, LayerCosts]]
+    )
+    """By microbatches, `remat` and `splits`, the layers so far and their costs, for the next search of another share."""
     solved_stages: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     """The layouts of stages as a whole so far, which other candidates may have as well (see `stage_layouts`)."""
 
@@ -200,6 +202,11 @@ class KnownLayers:
         else:
             loop_pieces = loop_pieces_for(problem.trace, num_layers)
         return cls(problem=problem, num_layers=num_layers, loop_pieces=loop_pieces, options=options)
+
+    @property
+    def solved(self) -> set[int]:
+        """The numbers of microbatches for which the layouts of layers are solved on some submesh."""
+        return {count for (count, _, _), (_, costs) in self.problem.known.items() if costs.solved}
 
     @property
     def gap(self) -> float:
