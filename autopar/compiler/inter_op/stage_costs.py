@@ -261,7 +261,8 @@ def cost_tables(
         if (choices := stage_costs(start, stop, submesh))
     }
     places = np.array([(*key, n) for key, choices in costs.items() for n in range(len(choices))], dtype=np.int64)
-    rows = np.array([_row(cost, timing.update_s(cost)) for choices in costs.values() for cost in choices], dtype=np.float64)
+    every = [cost for choices in costs.values() for cost in choices]
+    rows = np.array([_row(cost, timing.update_s(cost)) for cost in every], dtype=np.float64)
     at = tuple(places.reshape(-1, 4).T)
     forward_s, backward_s, weight_s, update_s, base_bytes, activation_bytes, update_bytes = rows.reshape(-1, 7).T
     shape = (len(usable), num_layers, num_layers + 1, max(map(len, costs.values()), default=1))

@@ -148,27 +148,25 @@ def _gain_from_splitting(stages: Sequence[Stage]) -> float:
     return 2 / 3 * (sum(warmups_s) - max(warmups_s))
 
 
-def likely_time_s(
-    problem: StageProblem, known: KnownLayers, num_microbatches: int, num_stages: tuple[int, int], like: int
-) -> float:
-    """Return the least seconds of a step with equal stages, by the layers of another number of microbatches.
+def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: int, like: int) -> dict[int, float]:
+    """Return the seconds of a step by the number of equal stages, by the layers of another number of microbatches.
 
-    That takes much less work than a search. Of equal stages there are as many as of those that are asked for, or the
-    next fewer and the next more that divide the devices. Infinity where none fit by these layers. On several machines
-    the stages are those of one search, as these are not equal.
+    That takes much less work than a search. Infinity where these do not fit by these layers. On several machines the
+    stages are those of one search, as these are not equal, whatever their number.
     """
-    rows, best_s = like / num_microbatches, math.inf
+    rows, times_s = like / num_microbatches, dict[int, float]()
     if problem.hardware.is_mixed:
-        return _least_on_machines_s(problem, known, num_microbatches, like)
+        least_s = _least_on_machines_s(problem, known, num_microbatches, like)
+        return dict.fromkeys(range(1, known.num_layers + 1), least_s)
     cluster = problem.cluster
     splits = any(each.splits_weight_gradients for each in _schedules(problem, num_microbatches))
     for remat in _remats(problem):
         layers, costs = known(like, remat, splits=problem.first_schedule.splits_weight_gradients)
         ranges = RangeCosts(problem, layers, costs)
-        every = _equal_counts(problem, len(layers.class_of), 1, len(layers.class_of))
-        least = max((count for count in every if count <= num_stages[0]), default=1)
-        most = min((count for count in every if count >= num_stages[1]), default=len(layers.class_of))
-        for count in (count for count in every if least <= count <= most):
+        for count in _equal_counts(problem, len(layers.class_of), 1, len(layers.class_of)):
+            if math.isfinite(times_s.get(count, math.inf)):
+                continue
+            times_s[count] = math.inf
             with suppress(MemoryTooSmall):
                 found = search_fixed_stages(
                     len(layers.class_of),
@@ -180,10 +178,8 @@ def likely_time_s(
                     memory_bytes=problem.expected_bytes[cluster.group],
                 )
                 gain_s = _gain_from_splitting(found.best.stages) if splits else 0.0
-                best_s = min(best_s, found.step_time_s - gain_s)
-        if math.isfinite(best_s):
-            break
-    return best_s
+                times_s[count] = found.step_time_s - gain_s
+    return times_s
 
 
 def _least_on_machines_s(problem: StageProblem, known: KnownLayers, num_microbatches: int, like: int) -> float:

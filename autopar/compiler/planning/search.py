@@ -36,7 +36,7 @@ from autopar.compiler.pipeline.host_state import with_offload
 from autopar.compiler.planning.candidates import (
     PipelineCandidate,
     StagesKind,
-    likely_time_s,
+    likely_times_s,
     microbatch_counts,
     stage_candidates,
     worth_splitting,
@@ -301,8 +301,8 @@ class _Search:
     """By the kind of stages, the least share of their time by their layers that they were simulated to take."""
     lanes_share: float = 0.0
     """The least multiple of its bound that a plan of lanes was simulated to take; 0 for none yet."""
-    least_by: dict[object, float] = field(default_factory=dict[object, float])
-    """By numbers of microbatches, of stages, and those whose layers' costs were taken: the least time of equal stages."""
+    times_by: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict[tuple[int, int], dict[int, float]])
+    """By numbers of microbatches, and those whose layers' costs were taken: the times by the number of equal stages."""
     wholes: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
     """The costs of stages as a whole that are known."""
     expected: dict[tuple[PipelineCandidate, float, tuple[bool, ...]], float] = field(
@@ -669,18 +669,23 @@ class _Search:
         return True
 
     def by_others_s(self, region: Stages) -> float:
-        """Return the time that is least by the layers of the nearest number of microbatches whose costs are known."""
+        """Return the time that is least by the layers of the nearest number of microbatches whose costs are known.
+
+        Infinity where neither so many equal stages fit, nor the next fewer and more: those between need as much memory.
+        """
         count = region.num_microbatches
         assert self.known is not None
         solved = self.known.solved
         if not solved or count in solved or self.problem.method.effort == "thorough":
             return region.by_others_s
         like = min(solved, key=lambda other: (abs(math.log2(other / count)), other))
-        # On several machines it is that of any stages.
-        key = (count, like) if self.problem.hardware.is_mixed else (count, like, region.num_stages)
-        if key not in self.least_by:
-            self.least_by[key] = likely_time_s(self.cuttable, self.known, count, region.num_stages, like)
-        return max(region.by_others_s, self.least_by[key])
+        if (count, like) not in self.times_by:
+            self.times_by[count, like] = likely_times_s(self.cuttable, self.known, count, like)
+        times_s, (few, most) = self.times_by[count, like], region.num_stages
+        fewer, more = (n for n in times_s if n <= few), (n for n in times_s if n >= most)
+        near = range(max(fewer, default=few), min(more, default=most) + 1)
+        fits = any(math.isfinite(seconds) for number, seconds in times_s.items() if number in near)
+        return max(region.by_others_s, min(times_s.values(), default=0.0) if fits else math.inf)
 
     def complete(self, region: Completion) -> None:
         """Choose the layouts of all stages of a candidate, and simulate its plan."""

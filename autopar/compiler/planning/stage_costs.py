@@ -62,7 +62,7 @@ class StageProblem:
     known: dict[tuple[int, bool, bool], tuple[Layers, LayerCosts]] = field(
         default_factory=dict[tuple[int, bool, bool], tuple[Layers, LayerCosts]]
     )
-    """By microbatches, `remat` and `splits`, the layers so far and their costs, for the next search of another share."""
+    """By microbatches, `remat` and `splits`, the layers so far and their costs, for the next search."""
     solved_stages: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     """The layouts of stages as a whole so far, which other candidates may have as well (see `stage_layouts`)."""
 
