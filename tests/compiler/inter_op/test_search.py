@@ -3,10 +3,11 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
-from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.inter_op.stage_costs import StageCost, Timing
 from autopar.compiler.inter_op.submeshes import submesh_choices
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.ir.schedules import SCHEDULES
@@ -204,6 +205,27 @@ def test_a_search_that_is_out_of_time_has_a_valid_bound() -> None:
     assert optimum.gap <= 1e-9
     assert early.lower_bound_s <= optimum.step_time_s * (1 + 1e-9) <= early.step_time_s * (1 + 2e-9)
     assert early.gap > 0.0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_takes_longer_than_is_of_interest_is_only_bounded(seed) -> None:
+    problem = random_problem(seed)
+    try:
+        best = search(problem)
+    except (MemoryTooSmall, InvalidArgument):
+        return
+    above, below = (search(problem, below_s=share * best.step_time_s) for share in (1.1, 0.9))
+    assert (above.best, above.lower_bound_s) == (best.best, best.lower_bound_s)
+    assert (
+        below.step_time_s >= best.step_time_s >= below.lower_bound_s >= min(0.9 * best.step_time_s, best.lower_bound_s)
+    )
+
+
+def test_a_step_that_ends_before_its_update_takes_none() -> None:
+    cost = StageCost(forward_s=1.0, backward_s=2.0, update_s=5.0)
+    timing = Timing(schedule=SCHEDULES["1f1b"], num_microbatches=1)
+    assert timing.step_time_s([cost], []) == 8.0
+    assert replace(timing, counts_updates=False).step_time_s([cost], []) == 3.0
 
 
 def test_what_cannot_be_placed_is_not_chosen_and_keeps_the_bound() -> None:

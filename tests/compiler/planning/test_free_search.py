@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar.compiler.planning import one_mesh, search
-from autopar.compiler.planning.candidates import likely_time_s, stage_candidates
+from autopar.compiler.planning.candidates import likely_times_s, stage_candidates
 from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
 from autopar.compiler.planning.step_bounds import Work, step_bounds
@@ -111,9 +111,19 @@ def test_layers_of_other_microbatches_tell_no_more_than_stages_take(count, other
     problem = problem_of(autopar.parallelize(train_step, cluster=cluster).trace(*arguments(*sizes)), cluster)
     known = KnownLayers.of(problem)
     stage_candidates(problem, known, other, (1, LAYERS), math.inf)
-    by_others_s = likely_time_s(problem, known, count, other)
+    by_others_s = min(likely_times_s(problem, known, count, other).values())
     found = stage_candidates(problem, known, count, (1, LAYERS), math.inf)
     assert by_others_s <= min(each.step_time_s for each in found)
+
+
+def test_layers_of_other_microbatches_tell_which_numbers_of_stages_do_not_fit():
+    sizes, cluster = CASES["a small model"]
+    problem = problem_of(autopar.parallelize(train_step, cluster=cluster).trace(*arguments(*sizes)), cluster)
+    small = dataclasses.replace(problem, share=1e-9, known={})
+    roomy, none = (likely_times_s(each, KnownLayers.of(each), 2, 1) for each in (problem, small))
+    assert all(map(math.isfinite, roomy.values()))
+    assert none.keys() == roomy.keys()
+    assert set(none.values()) == {math.inf}
 
 
 def test_a_search_of_every_schedule_finds_the_stages_of_one():
