@@ -355,7 +355,7 @@ def _candidates(
     shortage: MemoryTooSmall | None = None
     for number, clusters, few_to_most in _sizes(problem, ranges, timing, num_stages):
         try:
-            searches = _solved_searches(problem, ranges, timing, number, clusters, few_to_most, below_s)
+            searches = solved_searches(problem, ranges, timing, number, clusters, few_to_most, below_s)
         except MemoryTooSmall as error:
             shortage = error
             continue
@@ -425,7 +425,7 @@ def _colocated_candidates(problem: StageProblem, ranges: RangeCosts, timing: Tim
     return candidates
 
 
-def _solved_searches(
+def solved_searches(
     problem: StageProblem,
     ranges: RangeCosts,
     timing: Timing,

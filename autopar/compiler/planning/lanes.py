@@ -1,16 +1,22 @@
 """Plan lanes: the devices of every machine of a mixed cluster run the whole step on a share of the microbatches.
 
-    StageProblem, layers for a number of microbatches  ->  Plan
+    StageProblem, Layers, LayerCosts  ->  Plan, ...    each machine one stage; each machine the best pipeline of its own
 
-The layouts of a lane are the best ones on its devices. With the seconds that they take for a microbatch, and those in
-which parameters come and gradients go, the shares are such that the slowest lane ends as early as can be. The fastest
-machine is the first lane, which holds the state.
+The layouts of a lane are the best ones on its devices. With the seconds t of its stages, those x of the links behind
+them, and those e in which parameters come and gradients go, n microbatches take a lane
+
+    e + sum (t + x) + (n - 1) max (t + x)
+
+and the shares are such that the slowest lane ends as early as can be. The fastest machine is the first lane, which
+holds the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, place_in_groups
@@ -18,101 +24,197 @@ from autopar.compiler.inter_op.uneven_shares import minmax_split
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.stage_graph import StageGraph
+from autopar.compiler.planning.candidates import solved_searches
 from autopar.compiler.planning.layer_classes import Layers
-from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, LayoutChoice
-from autopar.compiler.planning.stage_costs import StageProblem, submesh_mesh
+from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, LayerCosts, LayoutChoice
+from autopar.compiler.planning.stage_costs import RangeCosts, StageProblem, submesh_mesh
 from autopar.compiler.planning.stage_layouts import StageLayouts, received_seconds, stage_shardings, with_input_specs
 from autopar.errors import MemoryTooSmall
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 
+Lane = tuple[Stage, ...]
+"""The stages of a lane, each on a mesh of its own."""
 
-def plan_lanes(problem: StageProblem, layers: Layers) -> Plan | None:
-    """Return the plan of lanes, one for each machine; None where all microbatches are best left to one of them.
+_SHARES = (1.0, 0.85, 0.7)
+"""Of the memory of a device, for the layers of a stage in a pipeline: as a whole they may need more."""
 
-    Raises `MemoryTooSmall` if the step does not fit on the devices of a machine.
+
+def lanes_of_machines(
+    problem: StageProblem, layers: Layers, costs: LayerCosts, below_s: float
+) -> Iterator[ShardedLanes]:
+    """Yield one stage on all devices of each machine as lanes, and the best pipelines of each if they are others.
+
+    None are yielded where all microbatches are best left to one machine. Raises `MemoryTooSmall` where no lanes fit.
     """
-    submeshes, count = list(problem.clusters), layers.num_microbatches
-    even = [count // len(submeshes) + (lane < count % len(submeshes)) for lane in range(len(submeshes))]
-    first = _Lanes.of(problem, layers, submeshes, even)
-    order = sorted(range(len(submeshes)), key=lambda lane: first.seconds[lane])
+    whole, shortages = len(layers.class_of), list[MemoryTooSmall]()
+    cost = StageCost(forward_s=0.0, backward_s=0.0, choice=LayoutChoice(MEMORY_MULTIPLIERS[0]))
+    single = [(Stage(start=0, stop=whole, submesh=each, cost=cost),) for each in problem.clusters]
+    tried: list[list[Lane]] = []
+    for share in (1.0, *_SHARES):
+        ranges = RangeCosts(replace(problem, share=share), layers, costs)
+        lanes = _best_pipelines(ranges, below_s) if tried else single
+        if len(lanes) < 2 or any(_shapes(lanes) == _shapes(each) for each in tried):
+            continue
+        tried.append(lanes)
+        try:
+            found = _with_best_shares(ranges, lanes)
+        except MemoryTooSmall as error:
+            shortages.append(error)
+            continue
+        if found is not None:
+            yield found
+        if len(tried) > 1:
+            return
+    if len(shortages) == len(tried):
+        raise shortages[0]
+
+
+def _shapes(lanes: Sequence[Lane]) -> list[list[tuple[int, int, Submesh]]]:
+    return [[(stage.start, stage.stop, stage.submesh) for stage in lane] for lane in lanes]
+
+
+def _best_pipelines(ranges: RangeCosts, below_s: float) -> list[Lane]:
+    """Return the best stages on each machine, for the share of the microbatches that it is likely to get.
+
+    There is no lane on a machine that gets no share, on which nothing fits, or that takes `below_s` or longer.
+    """
+    problem, count, num_layers = ranges.problem, ranges.layers.num_microbatches, len(ranges.layers.class_of)
+    whole = [ranges(0, num_layers, group)[0] for group in problem.clusters]
+    each_s = [cost.forward_s + cost.backward_s for cost in whole]
+    shares = minmax_split([[n * seconds for n in range(count + 1)] for seconds in each_s], count)
+    lanes: list[Lane] = []
+    for group, share in ((group, share) for group, share in zip(problem.clusters, shares, strict=True) if share):
+        timing = Timing(schedule=get_schedule(DEFAULT_SCHEDULE), num_microbatches=share)
+        with suppress(MemoryTooSmall):
+            searches = solved_searches(problem, ranges, timing, None, (group,), (1, num_layers), below_s)
+            lanes += [search.best.stages for search in searches[-1:]]
+    return lanes
+
+
+def _with_best_shares(ranges: RangeCosts, lanes: Sequence[Lane]) -> ShardedLanes | None:
+    """Return these lanes with the best shares; None where all microbatches are best left to one of them.
+
+    Raises `MemoryTooSmall` if the step does not fit on the devices of a lane.
+    """
+    count = ranges.layers.num_microbatches
+    even = [count // len(lanes) + (lane < count % len(lanes)) for lane in range(len(lanes))]
+    first = ShardedLanes.of(ranges, lanes, even)
+    order = sorted(range(len(lanes)), key=first.pace_s)
     if order[0]:
-        submeshes = [submeshes[lane] for lane in order]
-        first = _Lanes.of(problem, layers, submeshes, even)
-    shares = minmax_split([first.table(lane) for lane in range(len(submeshes))], count)
+        lanes = [lanes[lane] for lane in order]
+        first = ShardedLanes.of(ranges, lanes, even)
+    shares = minmax_split([first.table(lane) for lane in range(len(lanes))], count)
     kept = [lane for lane, share in enumerate(shares) if share]
     if len(kept) < 2 or kept[0]:
         return None
-    return _Lanes.of(problem, layers, [submeshes[lane] for lane in kept], [shares[lane] for lane in kept]).plan()
+    return ShardedLanes.of(ranges, [lanes[lane] for lane in kept], [shares[lane] for lane in kept])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Lanes:
-    """Lanes with given shares, and their layouts."""
+class ShardedLanes:
+    """Lanes with given shares, and the layouts of their stages, of which each has the number of its mesh."""
 
+    ranges: RangeCosts
+    stages: Lane
+    """Those of all lanes."""
     bare: Plan
     graph: StageGraph
     layouts: Sequence[StageLayouts]
-    exchange_s: Sequence[float]
-    """By lane, the seconds in which parameters come and sums go, once a step."""
 
     @classmethod
-    def of(cls, problem: StageProblem, layers: Layers, submeshes: Sequence[Submesh], shares: Sequence[int]) -> _Lanes:
+    def of(cls, ranges: RangeCosts, lanes: Sequence[Lane], shares: Sequence[int]) -> ShardedLanes:
         """Return the best layouts of lanes with these shares. Raises `MemoryTooSmall` where one does not fit."""
-        devices, method = place_in_groups(submeshes, problem.clusters), problem.method
-        assert devices is not None
-        shapes = [submesh_mesh(problem, submesh) for submesh in submeshes]
-        whole = (0, len(layers.cuts) + 1)
-        bare = Plan(
-            fingerprint=problem.trace.fingerprint,
-            method="Auto",
-            meshes=tuple(
-                MeshPlan(devices=mine, shape=mesh.shape, axis_names=mesh.axis_names, links=mesh.links)
-                for mine, mesh in zip(devices, shapes, strict=True)
-            ),
-            stages=tuple(
-                StagePlan(layers=whole, mesh=lane, remat=layers.prepared.recomputes, microbatches=share)
-                for lane, share in enumerate(shares)
-            ),
-            cuts=layers.cuts,
-            loop_pieces=layers.loop_pieces,
-            num_microbatches=layers.num_microbatches,
-            schedule=DEFAULT_SCHEDULE,
-            input_specs={},
-            batch_statistics=method.batch_statistics,
-            random=method.random,
-        )
+        problem, layers = ranges.problem, ranges.layers
+        stages = tuple(stage for lane in lanes for stage in lane)
+        bare = _bare_plan(ranges, lanes, shares)
         graph = cut_stages(layers.prepared, StageCut.of(bare))
-        cost = StageCost(forward_s=0.0, backward_s=0.0, choice=LayoutChoice(MEMORY_MULTIPLIERS[0]))
-        stages = [Stage(start=0, stop=whole[1], submesh=submesh, cost=cost) for submesh in submeshes]
         timing = Timing(schedule=get_schedule(DEFAULT_SCHEDULE), num_microbatches=layers.num_microbatches)
         layouts = stage_shardings(problem, layers, graph, bare, stages, timing)
-        for submesh, each in zip(submeshes, layouts, strict=True):
-            if each.peak_bytes > problem.memory_of(submesh):
+        for stage, each in zip(stages, layouts, strict=True):
+            if each.peak_bytes > problem.memory_of(stage.submesh):
                 raise MemoryTooSmall(
-                    f"A lane on {submesh} needs {each.peak_bytes / 2**30:.3g} GiB of a device, and may use "
-                    f"{problem.memory_of(submesh) / 2**30:.3g} GiB. Use more and smaller microbatches, or stages."
+                    f"A lane on {stage.submesh} needs {each.peak_bytes / 2**30:.3g} GiB of a device, and may use "
+                    f"{problem.memory_of(stage.submesh) / 2**30:.3g} GiB. Use more and smaller microbatches, or stages."
                 )
-        exchange_s = [0.0] * len(submeshes)
-        for lane in range(len(submeshes)):
-            for name, seconds in received_seconds(graph, bare, lane, problem.hardware).items():
-                sender, _ = graph.crossing[name]
-                parts = min(submeshes[lane].num_devices, submeshes[sender].num_devices)  # each device sends one
-                exchange_s[lane or sender] += seconds * aval_bytes(graph.values[name]) / parts
-        return cls(bare=bare, graph=graph, layouts=layouts, exchange_s=exchange_s)
+        return cls(ranges=ranges, stages=stages, bare=bare, graph=graph, layouts=layouts)
 
-    @property
-    def seconds(self) -> list[float]:
-        """By lane, the seconds of a microbatch."""
-        return [each.cost.forward_s + each.cost.backward_s for each in self.layouts]
+    def seconds(self, lane: int) -> list[float]:
+        """Return, by stage of a lane, the seconds of a microbatch there and on the link behind it."""
+        costs = [self.layouts[number].cost for number in self.of_lane(lane)]
+        each = [cost.forward_s + cost.backward_s for cost in costs]
+        for place, number in enumerate(self.of_lane(lane)[:-1]):
+            here, there = self.stages[number], self.stages[number + 1]
+            each[place] += self.ranges.transfer_s(here.stop, here.submesh, there.submesh)
+        return each
+
+    def of_lane(self, lane: int) -> range:
+        """Return the numbers of the stages of a lane."""
+        return self.bare.lanes[lane]
+
+    def pace_s(self, lane: int) -> float:
+        """Return the seconds between two microbatches of a lane."""
+        return max(self.seconds(lane))
+
+    @cached_property
+    def exchange_s(self) -> Sequence[float]:
+        """By stage, the seconds in which parameters come from the first lane and sums go there, once a step."""
+        found, first = [0.0] * len(self.stages), self.of_lane(0)
+        for number, stage in enumerate(self.stages):
+            for name, seconds in received_seconds(self.graph, self.bare, number, self.ranges.problem.hardware).items():
+                sender, _ = self.graph.crossing[name]
+                if (number in first) != (sender in first):
+                    # Each device sends one part.
+                    parts = min(stage.submesh.num_devices, self.stages[sender].submesh.num_devices)
+                    other = sender if number in first else number
+                    found[other] += seconds * aval_bytes(self.graph.values[name]) / parts
+        return found
 
     def table(self, lane: int) -> list[float]:
         """Return the seconds of 0, 1, 2, ... microbatches; a lane with none exchanges nothing."""
-        counts = range(1, self.bare.num_microbatches + 1)
-        return [0.0, *(self.exchange_s[lane] + count * self.seconds[lane] for count in counts)]
+        begins_s = max(self.exchange_s[number] for number in self.of_lane(lane)) + sum(self.seconds(lane))
+        return [0.0, *(begins_s + more * self.pace_s(lane) for more in range(self.bare.num_microbatches))]
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds until the last lane has run its microbatches and handed on its sums."""
+        return max(self.table(lane)[share] for lane, share in enumerate(self.bare.shares))
 
     def plan(self) -> Plan:
         """Return the plan with its layouts."""
         meshes = zip(self.bare.meshes, self.layouts, strict=True)
         planned = tuple(replace(mesh, sharding=each.sharding) for mesh, each in meshes)
         return with_input_specs(replace(self.bare, meshes=planned), self.graph)
+
+
+def _bare_plan(ranges: RangeCosts, lanes: Sequence[Lane], shares: Sequence[int]) -> Plan:
+    """Return the plan of lanes without layouts."""
+    problem, layers = ranges.problem, ranges.layers
+    stages = [(stage, share) for lane, share in zip(lanes, shares, strict=True) for stage in lane]
+    devices = place_in_groups([stage.submesh for stage, _ in stages], problem.clusters)
+    assert devices is not None
+    meshes: list[MeshPlan] = []
+    for mine, (stage, _) in zip(devices, stages, strict=True):
+        mesh = submesh_mesh(problem, stage.submesh)
+        meshes.append(MeshPlan(devices=mine, shape=mesh.shape, axis_names=mesh.axis_names, links=mesh.links))
+    return Plan(
+        fingerprint=problem.trace.fingerprint,
+        method="Auto",
+        meshes=tuple(meshes),
+        stages=tuple(
+            StagePlan(
+                layers=(stage.start, stage.stop),
+                mesh=number,
+                remat=stage.cost.choice.remat or layers.prepared.recomputes,
+                microbatches=share,
+            )
+            for number, (stage, share) in enumerate(stages)
+        ),
+        cuts=layers.cuts,
+        loop_pieces=layers.loop_pieces,
+        num_microbatches=layers.num_microbatches,
+        schedule=DEFAULT_SCHEDULE,
+        input_specs={},
+        batch_statistics=problem.method.batch_statistics,
+        random=problem.method.random,
+    )

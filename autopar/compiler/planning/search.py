@@ -6,7 +6,7 @@ A *region* is a part of the space, with a time that no plan in it undercuts:
 
     OneProgram       one mesh shape, for a number of microbatches      its integer program     planning.one_mesh
     Stages           some numbers of stages, for one of microbatches   ranges of layers        planning.candidates
-    Lanes            one on every machine, for a number of them        shares of the batch     planning.lanes
+    Lanes            one on every machine, for a number of them        stages and shares       planning.lanes
     Completion       stages that were found there                      layouts of each stage   planning.stage_layouts
 
 The region with the lowest bound is next. It is solved for its best plan, or gives way to regions with higher bounds;
@@ -42,7 +42,7 @@ from autopar.compiler.planning.candidates import (
     worth_splitting,
 )
 from autopar.compiler.planning.constraints import pins_of_inputs
-from autopar.compiler.planning.lanes import plan_lanes
+from autopar.compiler.planning.lanes import lanes_of_machines
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import memory_limit, mesh_choices, plan_by_search
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, submesh_mesh
@@ -73,6 +73,8 @@ _LIKELY_SHARE = 0.9
 """Of the time of equal stages by the layers of other microbatches: the best ones rarely take less."""
 _SIMULATED_SHARE = 0.98
 """Of the least share that plans were simulated to take of the time by their stages: others rarely take less."""
+_LANES_SHARE = 0.95
+"""Of the time of lanes by their formula: they rarely take less when they are simulated."""
 _MUCH_MEMORY = 0.8
 """Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer."""
 _MICROBATCHES_PER_STAGE = 8
@@ -290,6 +292,8 @@ class _Search:
     best: Plan | None = None
     best_s: float = math.inf
     best_in_words: str = ""
+    beside: tuple[Plan, float, str] | None = None
+    """The best pipelines side by side, their time, and both in words: they never put off what else is looked at."""
     closed_s: float = math.inf
     """The least bound of the regions that are done."""
     others: dict[str, float] = field(default_factory=dict[str, float])
@@ -386,7 +390,7 @@ class _Search:
                 )
 
     def lanes(self) -> Iterator[Region]:
-        """Yield the regions of lanes, of which every machine of a mixed cluster gets one."""
+        """Yield the regions of lanes, of which every machine of a mixed cluster gets one, as stages or as one."""
         method = self.problem.method
         asked = self.problem.named_stages or method.remat is True or method.kinds is not None
         if self.known is None or not self.problem.hardware.is_mixed or asked:
@@ -458,7 +462,7 @@ class _Search:
             if not self.is_there(region):
                 self.open = [each for each in self.open if self.is_there(each)]
                 continue
-            if self.best is not None:
+            if self.best is not None or self.beside is not None:
                 if taken >= most:
                     stopped = f'effort="{method.effort}" ended the search'
                     break
@@ -467,6 +471,8 @@ class _Search:
                     break
             self.open.remove(region)
             taken += self.take(region)
+        if self.beside is not None and self.beside[1] < self.best_s:
+            self.best, self.best_s, self.best_in_words = self.beside
         if self.best is None:
             raise self.reason()
         bound_s = min(self.best_s, self.closed_s)
@@ -618,22 +624,26 @@ class _Search:
             self.open += self.with_more_microbatches(region)
 
     def solve_lanes(self, region: Lanes) -> None:
-        """Find the shares of the lanes, and the best layouts of each."""
+        """Find the stages of the lanes, one each or the best pipelines, their shares, and the best layouts of each."""
         assert self.known is not None
-        layers, _ = self.known(region.num_microbatches, remat=False, splits=False)
+        layers, costs = self.known(region.num_microbatches, remat=False, splits=False)
         self.tried.add(region.num_microbatches)
         self.closed_s = min(self.closed_s, region.bound_s)
         try:
-            plan = plan_lanes(self.cuttable, layers)
+            for lanes in lanes_of_machines(self.cuttable, layers, costs, self.best_s):
+                several = lanes.bare.num_stages > len(lanes.bare.lanes)
+                words, step_time_s = f"{region}{', pipelines' * several}", _LANES_SHARE * lanes.step_time_s
+                if step_time_s < min(self.best_s, self.beside[1] if self.beside else math.inf):
+                    plan = lanes.plan()
+                    step_time_s = self.simulated_s(plan)
+                    self.add(plan, words, step_time_s, beside=several)
+                self.note(words, step_time_s)
+                share = step_time_s / region.bound_s
+                self.lanes_share = min(self.lanes_share, share) if self.lanes_share else share
         except MemoryTooSmall:
             few = region.num_microbatches  # with fewer, each is larger
             self.open = [r for r in self.open if not (isinstance(r, Lanes) and r.num_microbatches < few)]
             raise
-        if plan is not None:
-            step_time_s = self.simulated_s(plan)
-            self.add(plan, str(region), step_time_s)
-            share = step_time_s / region.bound_s
-            self.lanes_share = min(self.lanes_share, share) if self.lanes_share else share
 
     def with_more_microbatches(self, region: OneProgram) -> list[Region]:
         """Return the region of the next number of microbatches, if that is not given."""
@@ -745,9 +755,11 @@ class _Search:
         share = seconds / candidate.step_time_s
         self.shares[candidate.kind] = min(share, self.shares.get(candidate.kind, share))
 
-    def add(self, plan: Plan, words: str, step_time_s: float) -> None:
-        """Keep the plan if it is the fastest so far."""
-        if step_time_s < self.best_s:
+    def add(self, plan: Plan, words: str, step_time_s: float, *, beside: bool = False) -> None:
+        """Keep the plan if it is the fastest so far; beside the others until they are all looked at, if it asks so."""
+        if beside and (self.beside is None or step_time_s < self.beside[1]):
+            self.beside = plan, step_time_s, words
+        elif step_time_s < self.best_s and not beside:
             self.best, self.best_s, self.best_in_words = plan, step_time_s, words
             tell_best(step_time_s)
         self.note(words, step_time_s)

@@ -13,7 +13,8 @@ for M microbatches. Collectives and transfers are counted as nothing. Stages add
     chain     stage s waits for those before it, and they for its last gradient:  T >= sum before s of t + M t_s, so
               T >= t(p) / (1 - (1 - 1/M)^S)           p the most devices that one stage can have
     work      some stage has as much to do as all have on average:  T >= (M k + w) / D  and  T >= M t(p) / S
-    lanes     every machine g runs a share of the microbatches:  T >= 1 / sum over g of D_g / (M k_g + w_g)
+    lanes     every machine g, as stages or as one, runs a share of the microbatches, and one of them, h, all updates,
+              which take its devices u_h together:  T >= (1 + u_h / (M k_h + w_h)) / sum over g of D_g / (M k_g + w_g)
     machines  an equation e is run by one machine or several: with any weights m_g, sum over g of D_g m_g = 1,
               T >= sum over e of min over g of m_g (M k_eg + w_eg)      m_g as what is to be done takes on g, inverse
     starting  a host starts one piece of work after another: 2 S M tasks, 2 (S-1) M transfers and S updates
@@ -94,10 +95,13 @@ class StepBounds:
 
     def lanes_s(self, num_microbatches: int) -> float:
         """Return the least seconds of lanes, one on every machine, that end their microbatches together."""
-        ended_per_s = sum(
-            group.num_devices / float(group.seconds(num_microbatches)[group.repeats].sum()) for group in self.of_groups
-        )
-        return 1 / ended_per_s + self.per_step.on(self.num_devices)
+        each_s = [
+            (float(seconds[group.repeats].sum()), float(seconds[~group.repeats].sum()), group.num_devices)
+            for group in self.of_groups
+            for seconds in [group.seconds(num_microbatches)]
+        ]
+        ended_per_s = sum(num_devices / batch_s for batch_s, _, num_devices in each_s)
+        return min(1 + update_s / batch_s for batch_s, update_s, _ in each_s) / ended_per_s
 
     def divided_s(self, num_microbatches: int) -> float:
         """Return the least seconds in which all devices together end a step, whichever runs what."""

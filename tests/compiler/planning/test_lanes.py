@@ -8,6 +8,9 @@ import pytest
 
 import autopar
 from autopar import InvalidArgument, MeshPlan, Plan, StagePlan
+from autopar.compiler.planning import lanes as planning_lanes
+from autopar.compiler.planning.step_bounds import step_bounds
+from autopar.hardware.machine import Link, Machine
 from tests.compiler.planning.test_groups import cluster
 from tests.small_steps import adam, adam_state, assert_same, draw, mlp_batch, mlp_loss, mlp_params
 
@@ -170,3 +173,104 @@ def test_what_lanes_have_no_answer_for_is_refused(planned):
     evaluate = autopar.parallelize(lambda state, batch: mlp_loss(state.params, batch), follow=train)
     with pytest.raises(autopar.Unsupported, match="runs in lanes, of which one holds the state"):
         evaluate(adam_state(mlp_params()), mlp_batch())
+
+
+# --- pipelines side by side -------------------------------------------------------------------------------------------
+
+
+def hosts(memory_bytes, *, inside, between, counts=(2, 2), per_host=1):
+    """Hosts of one or more devices, the second half of which computes at half the rate; links in bytes/s."""
+    cpu, link = Machine.named("cpu"), Link(latency_s=1e-6, bandwidth=inside, ramp_bytes=0.0)
+    groups = [
+        replace(
+            cpu,
+            name=name,
+            kind=name,
+            devices_per_host=per_host,
+            domain=per_host,
+            dispatch_s=1e-6,
+            kernel_s=1e-7,
+            matmul_half_flops=0.0,
+            memory_bytes=memory_bytes,
+            intra=link,
+            inter=link,
+            peak_flops={dtype: rate * faster for dtype, rate in cpu.peak_flops.items()},
+            memory_bandwidth=cpu.memory_bandwidth * faster,
+        )
+        for name, faster in (("fast", 10), ("slow", 5))
+    ]
+    each = [autopar.Cluster(num_devices=count, machine=group) for count, group in zip(counts, groups, strict=True)]
+    return autopar.Cluster.of_groups(each, replace(link, bandwidth=between))
+
+
+def four_layers(params, batch):
+    h = batch[0]
+    for weight in params:
+        h = jnp.tanh(h @ weight)
+    return jnp.mean((h - batch[1]) ** 2)
+
+
+DEEP = adam(four_layers)
+DEEP_STATE = adam_state([draw(n, 512, 512) / 512**0.5 for n in range(4)])
+DEEP_BATCH = draw(20, 2048, 512), draw(21, 2048, 512)
+
+
+def planned_deep(there):
+    method = autopar.Auto(num_microbatches=8, layers=4)
+    return autopar.parallelize(DEEP, method=method, cluster=there).trace(DEEP_STATE, DEEP_BATCH).plan()
+
+
+@pytest.fixture
+def without_pipelines(monkeypatch, tmp_path):
+    def plan(there):
+        with monkeypatch.context() as patched:
+            patched.setattr(planning_lanes, "_best_pipelines", lambda ranges, below_s: [])
+            patched.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))  # of plans that know of no pipelines
+            return planned_deep(there)
+
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("there", "shape"),
+    [
+        (hosts(24e6, inside=1e9, between=1e9), "2 lanes of 2 + 2 stages"),
+        (hosts(24e6, inside=3e8, between=1e9), "2 lanes of 2 + 1 stages"),
+        (hosts(16e6, inside=1e9, between=1e9, counts=(4, 2), per_host=2), "2 lanes of 2 + 2 stages"),
+    ],
+    ids=["2+2", "2+1", "sharded"],
+)
+def test_machines_run_the_pipelines_that_suit_them_side_by_side_where_that_is_fastest(there, shape, without_pipelines):
+    found = planned_deep(there)
+    assert found.plan.stages_in_words() == shape and shape in found.plan.choice()
+    assert Plan.from_json(found.plan.to_json()) == found.plan
+    bounds = step_bounds(found.trace, there, batch_statistics="exact", random="full_batch")
+    seconds = found.simulate().step_time_s
+    assert bounds.lanes_s(8) <= seconds < without_pipelines(there).simulate().step_time_s
+    run = autopar.parallelize(DEEP, method=found.plan, devices=jax.devices()[: there.num_devices])
+    state, expected, plain = DEEP_STATE, DEEP_STATE, jax.jit(DEEP)
+    for _ in range(3):
+        state, loss = run(state, DEEP_BATCH)
+        expected, wanted = plain(expected, DEEP_BATCH)
+    assert_same((state, loss), (expected, wanted))
+
+
+@pytest.mark.parametrize("inside", [3e8, 1e9])
+def test_pipelines_side_by_side_never_put_off_a_faster_plan(inside, without_pipelines):
+    there = hosts(16e6, inside=inside, between=1e9, counts=(4, 4), per_host=2)
+    found, other = planned_deep(there), without_pipelines(there)
+    assert found.simulate().step_time_s <= other.simulate().step_time_s
+    assert any("pipelines" in words for words, _ in found.plan.certificate.runners_up)
+
+
+def test_explanations_of_pipelines_side_by_side_keep_them_whole():
+    found = planned_deep(hosts(24e6, inside=1e9, between=1e9))
+    assert found.plan.shares == (6, 2)
+    assert {each.choice for each in found.explain("shares").others} == {"5 + 3", "7 + 1"}
+    borders = {each.choice for each in found.explain("stages").others}
+    assert borders == {f"stage {stage} from layer {layer}, not 2" for stage in (1, 3) for layer in (1, 3)}
+    machines = found.explain("machines").chosen.choice
+    assert machines.startswith("stage 0 of lane 0 on fast") and "stage 3 of lane 1 on slow" in machines
+    assert "2 lanes of 2 + 2 stages" in str(found.simulate())
+    counts = found.explain("num_microbatches").others
+    assert all(sum(each.plan.shares) == each.plan.num_microbatches for each in counts if each.plan is not None)

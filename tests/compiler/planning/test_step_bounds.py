@@ -42,3 +42,19 @@ def test_machines_that_differ_by_a_factor_end_together():
     bounds = bounds_of((8, 24), (none, none), (work, 2.5 * work), repeats)
     assert bounds.divided_s(4) == pytest.approx(work.sum() / (8 + 24 / 2.5))
     assert bounds.lanes_s(4) == pytest.approx(bounds.divided_s(4))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_pipelines_side_by_side_take_less_wherever_the_state_is_updated(seed):
+    draw = np.random.default_rng(seed)
+    devices, equations, microbatches = draw.integers(1, 9, size=3), 12, int(draw.integers(1, 17))
+    fixed_s, divisible_s = draw.uniform(0, 0.1, (3, equations)), draw.uniform(0.1, 4, (3, equations))
+    repeats = draw.random(equations) < 0.7
+    repeats[0] = True
+    bound_s = bounds_of(devices, fixed_s, divisible_s, repeats).lanes_s(microbatches)
+    each_s = (fixed_s + divisible_s / microbatches)[:, repeats].sum(axis=1)
+    update_s = (fixed_s + divisible_s)[:, ~repeats].sum(axis=1)
+    for _ in range(500):
+        shares, first = draw.multinomial(microbatches, draw.dirichlet(np.ones(3))), draw.integers(3)
+        busy_s = shares * each_s + np.where(np.arange(3) == first, update_s, 0)  # no device of a machine ever waits
+        assert bound_s <= (busy_s / devices).max() * (1 + 1e-12)
