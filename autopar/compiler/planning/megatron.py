@@ -61,7 +61,9 @@ def plan_megatron(trace: Trace, method: Megatron, *, cluster: Cluster, cache_dir
         check_waiting(graph, bare)
         cut = StageCut.of(bare)
         graph = cut_stages(prepared, cut)
-    other = graph if data * tensor == 1 else cut_stages(_other_step(trace, method, pieces), cut)
+    other = (
+        graph if data * tensor == 1 or _has_one_example(trace) else cut_stages(_other_step(trace, method, pieces), cut)
+    )
     problem = _Problem(
         trace=trace,
         method=method,
@@ -147,6 +149,11 @@ def _prepared(trace: Trace, method: Megatron, pieces: tuple[int, int], num_micro
         batch_statistics=method.batch_statistics,
         random=method.random,
     )
+
+
+def _has_one_example(trace: Trace) -> bool:
+    """Whether no value has examples to divide: a step of two examples may have other equations."""
+    return any(trace.inputs[i].aval.shape[:1] == (1,) for i in trace.batch_inputs)
 
 
 def _other_step(trace: Trace, method: Megatron, pieces: tuple[int, int]) -> PreparedStep:

@@ -154,6 +154,16 @@ def test_a_step_by_degrees_equals_the_plain_step():
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
 
+def test_a_batch_of_one_example_whose_equations_are_others_than_those_of_two_equals_the_plain_step():
+    size = GPTSize(width=32, layers=2, heads=4, length=8, vocabulary=128, batch=1)
+    one = dataclasses.replace(alpa_gpt("one", size, jnp.float32), optimizer=optax.adamw(1e-2, eps=1e-3))
+    state, batch = one.create_state(), one.create_batch()
+    expected = jax.tree.leaves(jax.jit(one.step)(state, batch))
+    found = jax.tree.leaves(autopar.parallelize(one.step, method=Megatron(tensor=4, pipeline=2))(state, batch))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
