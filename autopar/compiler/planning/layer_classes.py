@@ -69,6 +69,11 @@ class LayerClass:
     kinds: Mapping[str, ValueKinds]
     """The kinds of the dimensions of its values, for a search that is restricted to some; else none."""
 
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for layers that compute the same from values in the same places."""
+        return class_key(self)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layers:
@@ -166,9 +171,8 @@ def find_layers(
     kinds, on_host = graph_kinds(graph, trace.batch_inputs) if by_kinds else {}, offered_state(graph) if offload else ()
     for layer in every_layer:
         one = layer_class(graph, tasks_of_stages(graph, [layer], trace.donated_inputs), pins, kinds, on_host)
-        key = class_key(one)
-        classes.setdefault(key, one)
-        class_of.append(numbers.setdefault(key, len(numbers)))
+        classes.setdefault(one.key, one)
+        class_of.append(numbers.setdefault(one.key, len(numbers)))
     return Layers(
         cuts=cuts,
         loop_pieces=loop_pieces,

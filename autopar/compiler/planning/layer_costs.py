@@ -19,7 +19,7 @@ The memory of a device at the worst moment of a step is that of the simulator, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +65,14 @@ class LayoutChoice(NamedTuple):
     """Its backward task computes the forward pass again."""
 
 
+class LayerOptimum(NamedTuple):
+    """The cost of a layer with its best layouts, their gap, and those in which it hands on activations, by type."""
+
+    cost: StageCost
+    gap: float
+    border: Mapping[Any, Layout]
+
+
 @dataclass(kw_only=True, eq=False)
 class LayerCosts:
     """The costs of classes on meshes, each computed when it is first asked for.
@@ -77,9 +85,10 @@ class LayerCosts:
     method: Auto
     time_limit_s: float = 10.0
     cache_directory: Path | None = None
-    known: dict[Any, StageCost] = field(default_factory=dict[Any, StageCost])
+    optima: dict[Hashable, LayerOptimum] = field(default_factory=dict[Hashable, LayerOptimum])
+    """By all that they depend on: layers that others have as well are solved for once."""
+    known: dict[Any, LayerOptimum] = field(default_factory=dict[Any, LayerOptimum])
     choices: dict[Any, PricedTaskGraph] = field(default_factory=dict[Any, PricedTaskGraph])
-    borders: dict[Any, dict[Any, Layout]] = field(default_factory=dict[Any, dict[Any, Layout]])
     solved: set[Submesh] = field(default_factory=set[Submesh])
     """The submeshes on which the layouts of layers are asked for."""
     works: dict[tuple[int, Machine], dict[str, Work]] = field(
@@ -91,25 +100,39 @@ class LayerCosts:
 
     def cost(self, number: int, mesh_costs: MeshCosts, choice: LayoutChoice) -> StageCost:
         """Return the cost of a layer of class `number` on a mesh, whose layouts are chosen so."""
-        mesh, memory_multiplier = mesh_costs.mesh, choice.memory_multiplier
-        key = (number, mesh.shape, mesh_costs.machine, choice)
-        if key not in self.known:
-            layer, free = self.classes[number], choice._replace(memory_multiplier=0.0)
-            charged = host_charges(layer, mesh_costs.machine)
-            if memory_multiplier:
-                charged |= memory_charges(layer, self.cost(number, mesh_costs, free), memory_multiplier)
-            solved = self._choices_of(number, mesh_costs, free).best(
-                charged,
-                time_limit_s=self.time_limit_s,
-                max_gap=_GAP_WITH_MULTIPLIER if memory_multiplier else MAX_GAP,
-                cache_directory=self.cache_directory,
-            )
-            self.gap = max(self.gap, _gap(solved))
-            if number == self.most_common and not memory_multiplier:
-                self.borders[mesh.shape, mesh_costs.machine, free] = _border(layer, solved)
-            # A stage brings in its state part by part, where this layer's update reads all of its own.
-            self.known[key] = stage_cost(layer, solved, mesh, mesh_costs, part_share=PART_SHARE)
-        return self.known[key]
+        return self._optimum(number, mesh_costs, choice).cost
+
+    def _optimum(self, number: int, mesh_costs: MeshCosts, choice: LayoutChoice) -> LayerOptimum:
+        place = (mesh_costs.mesh.shape, mesh_costs.machine, choice)
+        if (number, *place) not in self.known:
+            border = self._border(number, mesh_costs, choice)
+            key = (self.classes[number].key, *place, tuple(border.items()))
+            if key not in self.optima:
+                self.optima[key] = self._solved(number, mesh_costs, choice)
+            self.known[number, *place] = self.optima[key]
+            self.gap = max(self.gap, self.optima[key].gap)
+        return self.known[number, *place]
+
+    def _border(self, number: int, mesh_costs: MeshCosts, choice: LayoutChoice) -> Mapping[Any, Layout]:
+        """Return by type the layouts in which the most common class hands on activations, as all others have to."""
+        if number == self.most_common:
+            return {}
+        return self._optimum(self.most_common, mesh_costs, choice._replace(memory_multiplier=0.0)).border
+
+    def _solved(self, number: int, mesh_costs: MeshCosts, choice: LayoutChoice) -> LayerOptimum:
+        layer, free = self.classes[number], choice._replace(memory_multiplier=0.0)
+        charged = host_charges(layer, mesh_costs.machine)
+        if choice.memory_multiplier:
+            charged |= memory_charges(layer, self.cost(number, mesh_costs, free), choice.memory_multiplier)
+        solved = self._choices_of(number, mesh_costs, free).best(
+            charged,
+            time_limit_s=self.time_limit_s,
+            max_gap=_GAP_WITH_MULTIPLIER if choice.memory_multiplier else MAX_GAP,
+            cache_directory=self.cache_directory,
+        )
+        # A stage brings in its state part by part, where this layer's update reads all of its own.
+        cost = stage_cost(layer, solved, mesh_costs.mesh, mesh_costs, part_share=PART_SHARE)
+        return LayerOptimum(cost=cost, gap=_gap(solved), border=_border(layer, solved))
 
     def least(self, number: int, machine: Machine, num_devices: float) -> StageCost:
         """Return what a layer needs at least on so many devices, however it is laid out there."""
@@ -139,11 +162,10 @@ class LayerCosts:
         mesh = mesh_costs.mesh
         key = (number, mesh.shape, mesh_costs.machine, free)
         if key not in self.choices:
-            if number != self.most_common:
-                self.cost(self.most_common, mesh_costs, free)
             layer = self.classes[number]
+            usual = self._at_borders(number, mesh_costs, free)
             constraints = replace(
-                layer_constraints(layer, mesh, self.method, free.splits, self._at_borders(layer, mesh_costs, free)),
+                layer_constraints(layer, mesh, self.method, free.splits, usual),
                 alike={**layer.constraints.alike, **_as_they_came(layer)},
             )
             choices = task_graph(layer.tasks, mesh, mesh_costs, constraints)
@@ -152,10 +174,8 @@ class LayerCosts:
             )
         return self.choices[key]
 
-    def _at_borders(
-        self, layer: LayerClass, mesh_costs: MeshCosts, free: LayoutChoice
-    ) -> dict[str, tuple[Layout, ...]]:
-        border = self.borders.get((mesh_costs.mesh.shape, mesh_costs.machine, free), {})
+    def _at_borders(self, number: int, mesh_costs: MeshCosts, free: LayoutChoice) -> dict[str, tuple[Layout, ...]]:
+        layer, border = self.classes[number], self._border(number, mesh_costs, free)
         types = task_value_types(layer)
         return {
             name: (border[_type(types[name])],)

@@ -69,7 +69,11 @@ def _fastest(problem: StageProblem, simulated: Simulated) -> Plan:
     for offload in _SEARCHED:
         method = replace(problem.method, offload=offload)
         try:
-            found.append(search_plan(replace(problem, method=method, known={}, solved_stages={}), simulated.step_s))
+            found.append(
+                search_plan(
+                    replace(problem, method=method, known={}, layer_optima={}, solved_stages={}), simulated.step_s
+                )
+            )
         except AutoparError as error:
             if offload == "off" and not isinstance(error, MemoryTooSmall):
                 raise

@@ -26,7 +26,7 @@ from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, submesh_
 from autopar.compiler.pipeline.prepare import loop_pieces_for
 from autopar.compiler.planning.kinds import allowed_splits
 from autopar.compiler.planning.layer_classes import LayerCutter, Layers, count_step_layers, find_layers, model_cuts
-from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, LayerCosts, LayoutChoice
+from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, LayerCosts, LayerOptimum, LayoutChoice
 from autopar.compiler.planning.one_mesh import memory_limit
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import InvalidArgument
@@ -63,6 +63,8 @@ class StageProblem:
         default_factory=dict[tuple[int, bool, bool], tuple[Layers, LayerCosts]]
     )
     """By microbatches, `remat` and `splits`, the layers so far and their costs, for the next search."""
+    layer_optima: dict[Hashable, LayerOptimum] = field(default_factory=dict[Hashable, LayerOptimum])
+    """The costs of layers so far, which other layers may have as well."""
     solved_stages: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     """The layouts of stages as a whole so far, which other candidates may have as well (see `stage_layouts`)."""
 
@@ -243,6 +245,7 @@ def _costs_of(problem: StageProblem, layers: Layers) -> LayerCosts:
         most_common=Counter(layers.class_of).most_common(1)[0][0],
         method=problem.method,
         cache_directory=problem.cache_directory,
+        optima=problem.layer_optima,
     )
 
 

@@ -230,6 +230,18 @@ def test_the_cost_of_a_range_is_that_of_its_layers():
     assert composed_s == pytest.approx(direct_s, rel=0.05)
 
 
+def test_equal_layers_are_solved_for_once():
+    mesh_costs = MeshCosts(machine=QUICK, mesh=LogicalMesh(shape=(2, 2), axis_names=("data", "model")))
+    optima, found = {}, []
+    for layers in (layers_of(), layers_of()):
+        common = layers.class_of[1]
+        costs = LayerCosts(classes=layers.classes, most_common=common, method=autopar.Auto(), optima=optima)
+        found.append([costs.cost(number, mesh_costs, LayoutChoice(0.0)) for number in layers.class_of])
+        assert len(optima) == len(layers.classes)
+    assert found[0] == found[1]
+    assert costs.choices == {}
+
+
 # --- jax.checkpoint -----------------------------------------------------------------------------------------------
 
 CHECKPOINTED = alpa_gpt("gpt", GPTSize(width=256, layers=2, heads=4, length=64, vocabulary=1024, batch=8), jnp.float32)
