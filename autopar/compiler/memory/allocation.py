@@ -58,6 +58,7 @@ class MemoryProgram:
             self.nbytes,
             [*self._replaced()],
             for_latency=machine.schedules_for_latency,
+            for_memory=machine.schedules_for_memory,
             scatters_sums=machine.scatters_sums,
         )
         places = {number: place for place, number in enumerate(found.order)}

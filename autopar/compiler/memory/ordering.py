@@ -7,11 +7,14 @@ its collectives wait for other work to end. Sums of gradients are combined until
 collective, and whole gradients are kept until the last of them is there. The result of a reduce-scatter is the part of
 a device; where it is an all-reduce, of which every device takes its part, it is whole.
 
-Where the compiler schedules for latency, products that lead to results only, as those of weights' gradients, run while
-collectives do, and their operands are kept until then: XLA's estimate of latencies has it do so on GPUs of compute
-capability 9 and 10; on older ones they run where they stand. It goes from the end of the program to its beginning, and
-puts behind a collective as many of these products, the last ones first, as take as long as that. Where only results
-take collectives there is nothing else to hide, and all of them stand at the end.
+Where the compiler schedules for latency, products and reductions that lead to results only, as gradients of weights,
+run while collectives do, and their operands are kept until then: XLA's estimate of latencies has it do so on GPUs of
+compute capability 9 and 10. It goes from the end of the program to its beginning, and puts behind a collective as many
+of these, the last ones first, as take as long as that. Where only results take collectives there is nothing else to
+hide, and all of them stand at the end.
+
+Elsewhere it schedules for memory: such a product runs where it stands if it reads more than it makes, for then it frees
+that; else it waits until everything else is done. Those that wait run one sum after the other, each with its update.
 """
 
 from __future__ import annotations
@@ -46,19 +49,24 @@ def order_ops(
     replaced: Sequence[tuple[Key, Key]] = (),
     *,
     for_latency: bool,
+    for_memory: bool = True,
     scatters_sums: bool,
 ) -> OpOrder:
     """Return the ops as the compiler orders them; `replaced` are results with the inputs that they take.
 
     `nbytes` are those of all arrays. `for_latency`: it puts products behind the collectives that they can hide.
+    `for_memory`: where not, large gradients wait for the end.
     `scatters_sums`: it has reduce-scatters.
     """
     before = _predecessors(ops)
     tail = _tail(ops, before)
     deferred = _deferred(ops, before, tail) if for_latency else {}
     held = _held(ops, tail, replaced)
+    groups = _combined(ops, before, tail, nbytes, scatters_sums)
+    if for_memory and not for_latency:
+        deferred = _large(ops, before, nbytes, groups)
     times = _times(ops, before, tail, held, deferred)
-    for group in _combined(ops, before, tail, nbytes, scatters_sums):
+    for group in groups:
         # One collective stands where the last of what it joins is there.
         held.update(dict.fromkeys(group, max(times[number] for number in group)))
     times = _times(ops, before, tail, held, deferred)
@@ -151,7 +159,7 @@ def _times(
     times: list[float] = []
     late: set[int] = set()
     end = max((n for n, op in enumerate(ops) if _is_heavy(op) and n not in deferred), default=0)
-    end = max(end, *(time for time in deferred.values() if time < _AT_THE_END), 0)
+    end = max(end, *(time for time in deferred.values() if time < len(ops)), 0)
     for number in range(len(ops)):
         if tail[number]:
             # The results of collectives come while other work is going on, and wait for it.
@@ -159,7 +167,8 @@ def _times(
             if behind:
                 late.add(number)
         if number in deferred:
-            times.append(min(deferred[number], end) + 0.25)
+            waits_for = deferred[number] if deferred[number] < _AT_THE_END else end
+            times.append(max((waits_for + 0.25, *(times[other] for other in before[number]))))
         elif tail[number] and number not in late:
             times.append(max((times[other] for other in before[number]), default=-1))
             if number in held:
@@ -195,6 +204,37 @@ def _is_heavy(op: Op) -> bool:
     return op.kind == "apart" and not op.collective
 
 
+def _large(
+    ops: Sequence[Op], before: Sequence[set[int]], nbytes: Mapping[Key, float], groups: Sequence[Sequence[int]]
+) -> dict[int, float]:
+    """Return, by product that makes more than it reads and leads to results only, a time behind all ops.
+
+    Products of one sum have the same, so that each sum and its update stand before the next products.
+    """
+    leads = [False] * len(ops)
+    found: dict[int, float] = {}
+    turns = {number: turn for turn, group in enumerate(groups) for number in group}
+    sums: dict[int, int] = {}
+    for number in range(len(ops) - 1, -1, -1):
+        op = ops[number]
+        turn = turns.get(number, sums.get(number))
+        waits = not leads[number] and not op.stacks and not op.late
+        if _is_heavy(op) and waits and (op.over or _made(op, nbytes) > 0):
+            found[number] = len(ops) + (len(groups) + number if turn is None else turn)
+        for other in before[number]:
+            leads[other] = leads[other] or leads[number] or (_is_heavy(op) and number not in found)
+            if turn is not None:
+                sums[other] = min(turn, sums.get(other, turn))
+    return found
+
+
+def _made(op: Op, nbytes: Mapping[Key, float]) -> float:
+    """Return how many bytes more an op makes than it reads."""
+    return sum(nbytes.get(key, 0.0) for key in op.results) - sum(
+        nbytes.get(key, 0.0) for key in dict.fromkeys(op.reads)
+    )
+
+
 def _deferred(ops: Sequence[Op], before: Sequence[set[int]], tail: Sequence[bool]) -> dict[int, float]:
     """Return, by product that leads to results only, the number of the collective behind which it stands."""
     leads = [False] * len(ops)
@@ -202,7 +242,11 @@ def _deferred(ops: Sequence[Op], before: Sequence[set[int]], tail: Sequence[bool
         heavy = _is_heavy(ops[number])
         for other in before[number]:
             leads[other] = leads[other] or heavy or leads[number]
-    waiting = [n for n, op in enumerate(ops) if _is_heavy(op) and not op.stacks and not op.late and not leads[n]]
+    waiting = [
+        n
+        for n, op in enumerate(ops)
+        if (_is_heavy(op) or (op.kind == "reduction" and op.results)) and not op.stacks and not op.late and not leads[n]
+    ]
     late = [number for number, op in enumerate(ops) if op.collective and tail[number]]
     early = [number for number, op in enumerate(ops) if op.collective and not tail[number]]
     if not early:

@@ -18,6 +18,44 @@ def test_products_stand_where_they_are_written_unless_the_compiler_schedules_for
     assert found.deferred is None
 
 
+def test_where_the_compiler_schedules_for_memory_products_that_make_more_than_they_read_wait_for_the_end():
+    nbytes = {"a": 2, "x": 1, "dw": 4, "b": 2, "sw": 4, "end": 1}
+    total = Op("apart", ("dw",), ("sw",), collective="all-reduce", steps="sum")
+    greedy = {"for_latency": False, "scatters_sums": True}
+    assert order_ops([WEIGHTS, BEFORE, LAST, total], nbytes, **greedy).ops == [BEFORE, LAST, WEIGHTS, total]
+    small = nbytes | {"dw": 3}
+    assert order_ops([WEIGHTS, BEFORE, LAST, total], small, **greedy).ops[0] == WEIGHTS
+    found = order_ops([WEIGHTS, BEFORE, LAST, total], nbytes, **greedy, for_memory=False)
+    assert found.ops[0] == WEIGHTS
+
+
+def test_gradients_that_wait_are_made_summed_and_used_one_sum_after_the_other():
+    mib = 2**20
+    makes = [Op("apart", (f"a{n}",), (f"d{n}",)) for n in range(2)]
+    sums = [Op("apart", (f"d{n}",), (f"s{n}",), collective="all-reduce", steps="sum") for n in range(2)]
+    updates = [Op("fused", (f"s{n}", f"w{n}"), (f"new{n}",)) for n in range(2)]
+    nbytes = {f"{kind}{n}": 20 * mib for kind in ("d", "s", "w", "new") for n in range(2)} | {"a0": mib, "a1": mib}
+    found = order_ops([*makes, *sums, BEFORE, LAST, *updates], nbytes, for_latency=False, scatters_sums=True)
+    assert found.ops == [BEFORE, LAST, makes[0], sums[0], updates[0], makes[1], sums[1], updates[1]]
+
+
+def test_gradients_without_a_sum_that_wait_are_made_and_used_one_after_the_other():
+    makes = [Op("apart", (f"a{n}",), (f"d{n}",)) for n in range(2)]
+    updates = [Op("fused", (f"d{n}", f"w{n}"), (f"new{n}",)) for n in range(2)]
+    nbytes = {f"{kind}{n}": 2 for kind in ("d", "w", "new") for n in range(2)} | {"a0": 1, "a1": 1}
+    found = order_ops([*makes, BEFORE, LAST, *updates], nbytes, for_latency=False, scatters_sums=True)
+    assert found.ops == [BEFORE, LAST, makes[0], updates[0], makes[1], updates[1]]
+
+
+def test_sums_over_rows_that_only_results_need_hide_collectives_too():
+    gain = Op("reduction", ("a",), ("dg",))
+    found = order_ops([gain, BEFORE, LAST, LOSS], {"total": 0}, for_latency=True, scatters_sums=True)
+    assert found.ops.index(BEFORE) < found.ops.index(gain)
+    scalar = gain._replace(results=())
+    found = order_ops([scalar, BEFORE, LAST, LOSS], {"total": 0}, for_latency=True, scatters_sums=True)
+    assert found.ops.index(scalar) < found.ops.index(BEFORE)
+
+
 def test_gradients_of_weights_wait_for_the_end_where_they_hide_a_collective():
     found = order_ops([WEIGHTS, BEFORE, LAST, LOSS], {"total": 0}, for_latency=True, scatters_sums=True)
     assert found.ops.index(BEFORE) < found.ops.index(WEIGHTS)
