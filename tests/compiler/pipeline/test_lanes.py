@@ -189,3 +189,25 @@ def test_every_lane_has_an_order_of_its_own_and_crossings_stay_inside_it():
     order = [task for task in runs[0] if task.startswith(("F0", "B0"))]
     assert order[:4] == ["F0.m0", "F0.m1", "F0.m2", "B0.m0"]
     assert [task for task in runs[3] if task.startswith(("F3", "B3"))] == ["F3.m6", "F3.m7"]
+
+
+def test_unequal_pipelines_are_verified_traced_and_compared(tmp_path):
+    step, state, batch = adam(gpt_loss), adam_state(gpt_params(3)), gpt_batch()
+    plan = in_lanes(step, state, batch, TWO_AND_THREE)
+
+    def planned(plan):
+        devices = jax.devices()[: len(plan.meshes)]
+        return autopar.parallelize(step, method=plan, devices=devices).trace(state, batch).plan()
+
+    there = planned(plan)
+    assert "numbers: agree" in str(there.verify(state, batch))
+    there.chakra(tmp_path)
+    assert {f"step.{device}.et" for device in range(5)} <= {path.name for path in tmp_path.iterdir()}
+    (changed,) = [
+        each
+        for each in there.diff(planned(in_lanes(step, state, batch, ONE_AND_TWO))).changes
+        if each.subject == "microbatches"
+    ]
+    assert (changed.before, changed.after) == ("6 + 2", "2 + 6")
+    _, times = there.lower().compile().measure(state, batch)
+    assert {each.name for each in times if each.name.startswith("B2")} == {"B2.m6", "B2.m7"}

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -110,6 +111,28 @@ def test_the_weak_scaling_benchmark_times_steps_on_a_cluster(cluster):
     row = timed(SMALL_GPT, cluster().cluster, "data", repetitions=1)
     assert (row.gpus, row.method) == (HOSTS * DEVICES_PER_HOST, "data, ray")
     assert row.step_time_s > 0 and row.plan == f"1 stage x 1 microbatch: data={row.gpus}"
+
+
+@pytest.mark.usefixtures("cluster")
+def test_pipelines_of_different_shape_run_side_by_side_on_the_hosts():
+    state, batch = made()
+    bare = pipelined().trace(state, batch).plan().plan
+    lanes = [(0, (0, 1), 3), (1, (1, 2), 3), (7, (0, 2), 1)]  # the other one is on the other host
+    plan = replace(
+        bare,
+        meshes=tuple(autopar.MeshPlan(devices=(n,), shape=(1,), axis_names=("data",)) for n, _, _ in lanes),
+        stages=tuple(
+            autopar.StagePlan(layers=layers, mesh=mesh, microbatches=share)
+            for mesh, (_, layers, share) in enumerate(lanes)
+        ),
+        input_specs={},
+    )
+    step = autopar.parallelize(train_step, method=plan)
+    for _ in range(3):
+        state, metrics = step(state, batch)
+    want_state, want = expected(3)
+    assert float(metrics["loss"]) == pytest.approx(float(want["loss"]), rel=1e-6)
+    assert_equal(jax.device_get(state), want_state)
 
 
 def test_results_stay_on_the_cluster_until_they_are_read(cluster):
