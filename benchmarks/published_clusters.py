@@ -30,7 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -172,11 +172,13 @@ class Row:
     plan_time_s: float
 
 
-def cluster_of(devices: dict[str, int], cards: dict[str, float]) -> autopar.Cluster:
-    """Return the hosts of four devices each."""
+def cluster_of(
+    devices: Mapping[str, int], cards: Mapping[str, float], machines: Mapping[str, Machine] | None = None
+) -> autopar.Cluster:
+    """Return the hosts of four devices each; of these machines, by default those that the library knows."""
     groups: list[autopar.Cluster] = []
     for kind, count in devices.items():
-        found = Machine.named(MACHINES[kind])
+        found = machines[kind] if machines is not None else Machine.named(MACHINES[kind])
         near = tuple(pair for pair in found.intra.group_bandwidths if pair[0] <= PER_HOST)
         exchanged = tuple(pair for pair in found.intra.exchange_bandwidths if pair[0] <= PER_HOST)
         machine = replace(
@@ -191,28 +193,32 @@ def cluster_of(devices: dict[str, int], cards: dict[str, float]) -> autopar.Clus
     return autopar.Cluster.of_groups(groups)
 
 
+def staged(whole: Workload, layers: Sequence[int], scope: Callable[[int], AbstractContextManager[None]]) -> Workload:
+    """Return a GPT with so many layers in each scope, the embedding and the head counted as one each."""
+    owner = [number for number, count in enumerate(layers) for _ in range(count)]
+
+    def loss(params: Tree, statistics: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        with scope(0):
+            x = transformer.norm(params["norm"], params["embedding"][batch["tokens"]] + params["positions"])
+        for number, at in enumerate(owner[1:-1]):
+            with scope(at):
+                x = alpa_layers.layer(params[f"h_{number}"], x)
+        with scope(owner[-1]):
+            return alpa_layers.cross_entropy(x @ params["head"] + params["head_bias"], batch["targets"]), statistics
+
+    return replace(whole, loss=loss)
+
+
 def model(case: Case, stages: Sequence[tuple[int, str, int]] = ()) -> Workload:
     """Return the model of 350M parameters as one, or with its stages named."""
     sizes = {"batch": case.batch, "length": case.length, "vocabulary": case.vocabulary}
     whole = alpa_gpt("350M", GPTSize(width=1024, layers=BLOCKS, heads=16, recomputed=False, **sizes))
-    if not stages:
-        return whole
-    owner = [number for number, (layers, _, _) in enumerate(stages) for _ in range(layers)]
 
-    def stage_of(layer: int) -> AbstractContextManager[None]:
-        _, kind, devices = stages[owner[layer]]
-        return autopar.stage(f"stage_{owner[layer]}", devices=devices, kind=kind)
+    def scope(number: int) -> AbstractContextManager[None]:
+        _, kind, devices = stages[number]
+        return autopar.stage(f"stage_{number}", devices=devices, kind=kind)
 
-    def loss(params: Tree, statistics: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
-        with stage_of(0):
-            x = transformer.norm(params["norm"], params["embedding"][batch["tokens"]] + params["positions"])
-        for number in range(BLOCKS):
-            with stage_of(number + 1):
-                x = alpa_layers.layer(params[f"h_{number}"], x)
-        with stage_of(BLOCKS + 1):
-            return alpa_layers.cross_entropy(x @ params["head"] + params["head_bias"], batch["targets"]), statistics
-
-    return replace(whole, loss=loss)
+    return staged(whole, [layers for layers, _, _ in stages], scope) if stages else whole
 
 
 def planned(words: str, name: str, workload: Workload, method: autopar.Method, cluster: autopar.Cluster) -> Row | None:
