@@ -23,6 +23,7 @@ OUT = Path(".cache") / "sweep"
 GPU_COMPILER = "jax_cuda12_plugin"
 """XLA's GPU compiler, which autopar[gpu-aot] brings."""
 NOT_SWEPT = {
+    "benchmarks.sailor_simulator": "needs a clone of eth-easl/sailor, and what its own script plans",
     "benchmarks.accuracy": "needs a file of measured steps",
     "benchmarks.single_device": "needs a GPU",
     "benchmarks.weak_scaling_local": "is the process in which `benchmarks` times one case on the devices here",
