@@ -63,8 +63,9 @@ class GroupTask:
 
     @cached_property
     def combined(self) -> CombinedValues:
-        """The values whose collectives are combined."""
-        return combined_values(jc.open_jaxpr(self.jaxpr)[0], self.phase, self.parameters, self.gradients)
+        """The values whose collectives are combined; all that an update brings in, as the sums of gradients, are."""
+        given = None if self.phase == "update" else self.parameters
+        return combined_values(jc.open_jaxpr(self.jaxpr)[0], self.phase, given, self.gradients)
 
 
 def local_task(task: GroupTask, plan: BlockPlan, mesh: LogicalMesh) -> LocalBlock:

@@ -86,6 +86,15 @@ def test_gradients_are_summed_over_the_replicas_once_per_step():
     assert over_data and {each.times for each in over_data} == {1}
 
 
+def test_sums_of_gradients_share_their_latency_wherever_they_are_made():
+    """With microbatches they are the update's, which XLA joins as it does those of one backward pass."""
+    for count in (1, 4):
+        mesh = planned(data=8, num_microbatches=count).plan.meshes[0]
+        latency_s = 2 * 7 * HOSTS.machine.intra.latency_s
+        sums = [each for each in mesh.sharding.collectives if each.kind == "all-reduce" and 1e3 < each.nbytes < 1e5]
+        assert len(sums) > 15 and all(each.seconds < latency_s for each in sums)
+
+
 @pytest.mark.parametrize(
     ("zero", "divided"),
     [
