@@ -195,7 +195,10 @@ def plan_of(cluster: autopar.Cluster, batch: int, microbatches: int | None = Non
 
 
 def stages_of(plan: Plan) -> list[Stage]:
-    """Return the stages in Sailor's words: the embedding, each block and the head are a layer each."""
+    """Return the stages in Sailor's words: the embedding, each block and the head are a layer each.
+
+    Examples are what an argument is divided by most; tensor parallelism divides weights among devices of one host.
+    """
     if plan.stages[-1].layers[1] != BLOCKS + 1:
         raise ValueError(f"The plan has {plan.stages[-1].layers[1]} layers; expected {BLOCKS + 1}, one for each block.")
     found: list[Stage] = []
@@ -209,6 +212,11 @@ def stages_of(plan: Plan) -> list[Stage]:
         replicas = max(math.prod(size[axis] for axis in row.split("*") if axis in size) for row in rows)
         layers = list(range(first + 1 if first else 0, stop + 1))
         tensor = len(mesh.devices) // replicas
+        if replicas <= PER_HOST or tensor > PER_HOST:  # a weight may be divided among as many as a host has
+            raise ValueError(
+                f"Stage {number} divides its arguments {replicas} ways on {len(mesh.devices)} devices; expected more "
+                f"than {PER_HOST} replicas, of {PER_HOST} devices or fewer each. Read its layouts by hand."
+            )
         found.append(Stage(layers=layers, kind=mesh.machine, replicas=replicas, tensor=tensor))
     return found
 
