@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar import Auto, Megatron
 from autopar.errors import InvalidArgument
+from autopar.hardware.machine import Machine
 from benchmarks.accuracy import accuracy_report
 from benchmarks.accuracy_cases import Unusable
 from benchmarks.accuracy_journal import Journal
@@ -123,6 +124,14 @@ def test_compilers_of_2021_gather_parameters_once_more_for_the_backward_pass():
     params = jax.tree.leaves(workload_of(before.model).params)
     every_s = sum(before.machine.intra.ring_s("all-gather", 2 * math.prod(each.shape), 2) for each in params)
     assert 0 < more_s < every_s
+
+
+def test_rows_are_predicted_by_the_rules_of_the_compiler_that_was_measured():
+    cells = {"machine": "p3.16xlarge"}
+    before, since = (case(**cells, stack=f"XLA of {date}").machine for date in ("2021-12", "2023-12"))
+    assert (before.schedules_for_memory, since.schedules_for_memory) == (False, True)
+    assert since == case(**cells, stack="").machine == Machine.named("p3.16xlarge")
+    assert not case(machine="tpu-v5p", stack="XLA of 2023-12").machine.schedules_for_memory
 
 
 @pytest.mark.parametrize(
