@@ -5,7 +5,9 @@ For every cap h on the largest steady_s (`stage_costs`), the cuts of the least s
     F_s[k] = min_j  F_(s-1)[j] + warmup(j, k) + V x(j)     over j < k with steady(j, k) <= h and memory of stage s
 
 Partitions whose largest steady_s is between a and b take at least F under the cap b, and a, and some stage's update_s:
-such intervals of caps are halved, the one with the lowest bound first, until no bound is below the best partition.
+such intervals of caps are halved, the one with the lowest bound first, until no bound is below the best partition. As
+stages as a whole may take less than the sum of their layers, the next best cuts are returned as well: the shortest
+paths under no cap, and under that of the best.
 """
 
 from __future__ import annotations
@@ -52,8 +54,9 @@ def search_fixed_stages(
     timing: Timing,
     memory_bytes: float,
     below_s: float = math.inf,
+    top: int = 5,
 ) -> StageSearch:
-    """Return the partition into exactly `num_stages` stages that takes the least time.
+    """Return the partition into exactly `num_stages` stages that takes the least time, and `top` runners-up.
 
     As soon as none takes less than `below_s`, it is any partition. Raises `MemoryTooSmall` if none fits.
     """
@@ -65,16 +68,18 @@ def search_fixed_stages(
     update_s = min((timing.update_s(cost) for costs in ways.costs.values() for cost in costs), default=0.0)
     caps = np.unique(ways.steady_s[np.isfinite(ways.steady_s) & np.logical_or.reduce(fits)])
     best: Partition | None = None
+    best_cap_s = math.inf
     tried: dict[int, float] = {}
 
     def least_sum(place: int) -> float:
         """F under a cap; notes the partition that attains it."""
-        nonlocal best
+        nonlocal best, best_cap_s
         if place not in tried:
-            tried[place], stages = _shortest(ways, fits, float(caps[place]))
-            if stages:
-                partition = _partition(stages, ways, submesh)
-                best = partition if best is None or partition.step_time_s < best.step_time_s else best
+            tried[place] = math.inf
+            for sum_s, stages in _shortest(ways, fits, float(caps[place]), 1):
+                tried[place], partition = sum_s, _partition(stages, ways, submesh)
+                if best is None or partition.step_time_s < best.step_time_s:
+                    best, best_cap_s = partition, float(caps[place])
         return tried[place]
 
     def bound(low: int, high: int) -> tuple[float, int, int]:
@@ -95,8 +100,14 @@ def search_fixed_stages(
                 heapq.heappush(queue, half)
     if best is None:
         raise _shortage(num_layers, num_stages, submesh, memory_bytes)
+    near = [stages for cap_s in (best_cap_s, math.inf) for _, stages in _shortest(ways, fits, cap_s, 1 + top)]
+    others = {tuple(each.stages): each for each in (_partition(stages, ways, submesh) for stages in near)}
+    others.pop(best.stages, None)
     return StageSearch(
-        best=best, lower_bound_s=min(lower_bound_s, best.step_time_s), runners_up=(), num_explored=len(tried)
+        best=best,
+        lower_bound_s=min(lower_bound_s, best.step_time_s),
+        runners_up=tuple(sorted(others.values(), key=lambda each: each.step_time_s)[:top]),
+        num_explored=len(tried),
     )
 
 
@@ -142,31 +153,41 @@ def _shortage(num_layers: int, num_stages: int, submesh: Submesh, memory_bytes: 
     )
 
 
-def _shortest(ways: _Ways, fits: Sequence[np.ndarray], cap: float) -> tuple[float, list[tuple[int, int, int]]]:
-    """Return the least sum under a cap on steady_s, with starts, stops and ways of its stages; infinity without any.
+def _shortest(
+    ways: _Ways, fits: Sequence[np.ndarray], cap: float, count: int
+) -> list[tuple[float, list[tuple[int, int, int]]]]:
+    """Return at most `count` least sums under a cap on steady_s, each with starts, stops and ways of its stages.
 
     Of several ways of one range the one of the least warm-up is in it.
     """
     crossing_s = ways.links_s * ways.timing.virtual_stages
-    sums = np.full(len(ways.links_s), np.inf)
-    sums[0] = 0.0
+    sums = np.full((len(ways.links_s), count), np.inf)  # [stop, rank]
+    sums[0, 0] = 0.0
     origins: list[np.ndarray] = []
     chosen: list[np.ndarray] = []
     for fit in fits:
         warmups = np.where(fit & (ways.steady_s <= cap), ways.warmup_s, np.inf)
         chosen.append(warmups.argmin(axis=-1))
-        reached = sums[:, None] + warmups.min(axis=-1) + crossing_s[None, :]
-        origins.append(reached.argmin(axis=0))
-        sums = reached.min(axis=0)
-    if not np.isfinite(sums[-1]):
-        return math.inf, []
+        reached = sums[:, :, None] + warmups.min(axis=-1)[:, None, :] + crossing_s  # [start, rank, stop]
+        reached = reached.reshape(-1, len(crossing_s))
+        origins.append(reached.argsort(axis=0, kind="stable")[:count])
+        sums = np.take_along_axis(reached, origins[-1], axis=0).T
+    found: list[tuple[float, list[tuple[int, int, int]]]] = []
+    for rank in range(count):
+        if math.isfinite(sums[-1, rank]):
+            found.append((float(sums[-1, rank]), _path(origins, chosen, rank)))
+    return found
+
+
+def _path(origins: Sequence[np.ndarray], chosen: Sequence[np.ndarray], rank: int) -> list[tuple[int, int, int]]:
+    """Return starts, stops and ways along the path of a rank at the last cut."""
     stages: list[tuple[int, int, int]] = []
-    stop = len(sums) - 1
+    stop, count = origins[-1].shape[1] - 1, len(origins[-1])
     for origin, way in zip(reversed(origins), reversed(chosen)):
-        start = int(origin[stop])
+        start, rank = divmod(int(origin[rank, stop]), count)
         stages.append((start, stop, int(way[start, stop])))
         stop = start
-    return float(sums[-1]), stages[::-1]
+    return stages[::-1]
 
 
 def _partition(stages: Sequence[tuple[int, int, int]], ways: _Ways, submesh: Submesh) -> Partition:

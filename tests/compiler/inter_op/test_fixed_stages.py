@@ -75,6 +75,29 @@ def test_the_cuts_are_those_of_brute_force(schedule):
     assert infeasible > 0
 
 
+def test_the_next_best_cuts_are_there_as_well():
+    rng = random.Random(0)
+    costs, timing = costs_of(rng, 5), Timing(schedule=get_schedule("1f1b"), num_microbatches=4)
+
+    def search(**given):
+        return search_fixed_stages(
+            5,
+            3,
+            SUBMESH,
+            lambda j, k, submesh: [costs[j, k]],
+            lambda cut, source, target: 0.0,
+            timing=timing,
+            memory_bytes=100.0,
+            **given,
+        )
+
+    cuts = [(0, *inner, 5) for inner in itertools.combinations(range(1, 5), 2)]
+    times = sorted(timing.step_time_s([costs[j, k] for j, k in itertools.pairwise(each)], [0.0] * 2) for each in cuts)
+    found = search(top=100)
+    assert [each.step_time_s for each in (found.best, *found.runners_up)] == pytest.approx(times)
+    assert len(search().runners_up) <= 5 and search(top=0).runners_up == ()
+
+
 def test_of_several_ways_the_best_is_near_and_the_bound_below():
     for seed in range(20):
         rng = random.Random(seed)
