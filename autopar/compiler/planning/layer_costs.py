@@ -42,7 +42,6 @@ from autopar.compiler.planning.scope_demands import layouts_in_parts
 from autopar.compiler.planning.step_bounds import Work, total_work, work_of_program
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, num_shards
 from autopar.compiler.sharding.replicated_values import below_split_size
-from autopar.compiler.solver.solve import MAX_GAP
 from autopar.compiler.spmd.block_times import block_times
 from autopar.compiler.spmd.local_program import LocalBlock
 from autopar.hardware.machine import Machine
@@ -50,8 +49,8 @@ from autopar.methods import Auto
 
 MEMORY_MULTIPLIERS = (0.0, 0.3, 10.0)
 """Seconds that keeping everything whole would cost, in multiples of the time without such a cost."""
-_GAP_WITH_MULTIPLIER = 0.002
-"""Of the best layouts for a multiplier, which are a sample of the front; those without one bound it."""
+ESTIMATE_GAP = 0.01
+"""Of the layouts of layers, which tell stages apart: to prove the best takes several times longer than to find it."""
 _TYPICAL_IN_FLIGHT = 4
 """Microbatches whose activations are in memory at once, for the memory multipliers only."""
 
@@ -127,12 +126,12 @@ class LayerCosts:
         solved = self._choices_of(number, mesh_costs, free).best(
             charged,
             time_limit_s=self.time_limit_s,
-            max_gap=_GAP_WITH_MULTIPLIER if choice.memory_multiplier else MAX_GAP,
+            max_gap=ESTIMATE_GAP,
             cache_directory=self.cache_directory,
         )
         # A stage brings in its state part by part, where this layer's update reads all of its own.
         cost = stage_cost(layer, solved, mesh_costs.mesh, mesh_costs, part_share=PART_SHARE)
-        return LayerOptimum(cost=cost, gap=_gap(solved), border=_border(layer, solved))
+        return LayerOptimum(cost=cost, gap=gap_of(solved), border=_border(layer, solved))
 
     def least(self, number: int, machine: Machine, num_devices: float) -> StageCost:
         """Return what a layer needs at least on so many devices, however it is laid out there."""
@@ -376,6 +375,7 @@ def _type(aval: Any) -> tuple[Any, ...]:
     return (tuple(aval.shape), str(aval.dtype))
 
 
-def _gap(solved: GroupPlan) -> float:
+def gap_of(solved: GroupPlan) -> float:
+    """Return the share of their cost by which the best layouts may at most cost less."""
     best, bound = solved.optimum.value, solved.optimum.lower_bound
     return 0.0 if best <= 0 else max(0.0, 1 - bound / best)

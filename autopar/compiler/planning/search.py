@@ -43,12 +43,14 @@ from autopar.compiler.planning.candidates import (
 )
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.lanes import lanes_of_machines
+from autopar.compiler.planning.layer_costs import ESTIMATE_GAP
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import memory_limit, mesh_choices, plan_by_search
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, submesh_mesh
 from autopar.compiler.planning.stage_layouts import stage_shardings, with_input_specs
 from autopar.compiler.planning.step_bounds import StepBounds, step_bounds
 from autopar.compiler.solver.problem import NoneBelow
+from autopar.compiler.solver.solve import MAX_GAP
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import TIME_LIMIT, Certificate
@@ -155,6 +157,8 @@ class Completion:
     region: Stages
     first: bool
     """The fastest of its region with stages of its kind: one of which the time as a whole is to be known."""
+    estimated_s: float = 0.0
+    """Seconds that its plan takes at least, by layouts up to a gap; 0 if there are none yet."""
 
     def __str__(self) -> str:
         return str(self.candidate)
@@ -174,6 +178,8 @@ class ShardedPlan:
     step_time_s: float
     peak_bytes: float
     memory_bytes: float
+    gap: float
+    """The share of its time that the best layouts of these stages may take less."""
     make_plan: Callable[[], Plan]
 
     @cached_property
@@ -182,8 +188,8 @@ class ShardedPlan:
         return self.make_plan()
 
 
-def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> ShardedPlan:
-    """Return the plan of a candidate, whose layouts are chosen anew for every stage as a whole."""
+def shard_candidate(problem: StageProblem, candidate: PipelineCandidate, max_gap: float = MAX_GAP) -> ShardedPlan:
+    """Return the plan of a candidate, whose layouts are chosen anew for every stage as a whole, up to a gap."""
     stages = candidate.stages
     devices = place_in_groups([stage.submesh for stage in stages], problem.clusters)
     assert devices is not None
@@ -216,7 +222,7 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> Shar
     if problem.offloads:
         bare = with_offload(bare, graph, offloaded(problem.method), problem.trace.host_state)
         graph = cut_stages(layers.prepared, StageCut.of(bare))
-    shardings = stage_shardings(problem, layers, graph, bare, stages, candidate.timing)
+    shardings = stage_shardings(problem, layers, graph, bare, stages, candidate.timing, max_gap)
 
     def make_plan() -> Plan:
         planned = (replace(mesh, sharding=each.sharding) for mesh, each in zip(meshes, shardings, strict=True))
@@ -231,6 +237,7 @@ def shard_candidate(problem: StageProblem, candidate: PipelineCandidate) -> Shar
         step_time_s=candidate.simulate_s(costs),
         peak_bytes=peak_bytes,
         memory_bytes=memory_bytes,
+        gap=max(each.gap for each in shardings),
     )
 
 
@@ -545,6 +552,8 @@ class _Search:
             return max(region.likely_s, _LIKELY_SHARE * self.unseen_share * region.by_others_s if unknown else 0.0)
         if isinstance(region, OneProgram):
             return region.likely_s
+        if region.estimated_s:
+            return region.estimated_s
         candidate = region.candidate
         if region.first:
             share = min(_WHOLE_SHARE, self.shares.get(candidate.kind, self.unseen_share))
@@ -714,15 +723,18 @@ class _Search:
                 )
             )
             return
-        sharded = shard_candidate(problem, candidate)
+        sharded = shard_candidate(problem, candidate, MAX_GAP if region.estimated_s else ESTIMATE_GAP)
         self.wholes.update(zip(candidate.stage_keys, sharded.costs, strict=True))
         if sharded.peak_bytes <= sharded.memory_bytes:
-            least_s = _SIMULATED_SHARE * self.simulated_shares.get(len(stages), 1.0) * sharded.step_time_s
+            best_share = (1 - sharded.gap) * self.simulated_shares.get(len(stages), 1.0)
+            least_s = _SIMULATED_SHARE * best_share * sharded.step_time_s
             if least_s >= self.best_s and problem.method.effort != "thorough":
                 self.learn(candidate, least_s)
                 self.note(str(candidate), max(least_s, candidate.step_time_s))
                 return
             simulated_s = self.simulated_s(sharded.plan)
+            if sharded.gap > MAX_GAP and not region.estimated_s:
+                self.open.append(replace(region, estimated_s=(1 - sharded.gap) * simulated_s))
             by_stages = simulated_s / sharded.step_time_s
             self.simulated_shares[len(stages)] = min(by_stages, self.simulated_shares.get(len(stages), by_stages))
             self.learn(candidate, simulated_s)

@@ -29,6 +29,7 @@ from autopar.compiler.planning.kinds import graph_kinds
 from autopar.compiler.planning.layer_classes import LayerClass, Layers, class_key, layer_class, layer_value_numbers
 from autopar.compiler.planning.layer_costs import (
     MEMORY_MULTIPLIERS,
+    gap_of,
     host_charges,
     layer_constraints,
     memory_charges,
@@ -37,6 +38,7 @@ from autopar.compiler.planning.layer_costs import (
 from autopar.compiler.planning.mesh_sharding import local_blocks, mesh_sharding, mesh_sharding_like
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
+from autopar.compiler.solver.solve import MAX_GAP
 from autopar.compiler.spmd.block_plan import layout_from_text
 from autopar.compiler.spmd.local_program import LocalBlock
 from autopar.hardware.cluster import Cluster
@@ -154,6 +156,8 @@ class StageLayouts:
 
     cost: StageCost
     peak_bytes: float
+    gap: float
+    """The share of their time that the best layouts may take less."""
     make_sharding: Callable[[], MeshSharding]
 
     @cached_property
@@ -163,9 +167,15 @@ class StageLayouts:
 
 
 def stage_shardings(
-    problem: StageProblem, layers: Layers, graph: StageGraph, plan: Plan, stages: Sequence[Stage], timing: Timing
+    problem: StageProblem,
+    layers: Layers,
+    graph: StageGraph,
+    plan: Plan,
+    stages: Sequence[Stage],
+    timing: Timing,
+    max_gap: float = MAX_GAP,
 ) -> list[StageLayouts]:
-    """Return the layouts of all stages, those of one mesh together."""
+    """Return the layouts of all stages, those of one mesh together, up to a gap if that is possible."""
     layouts: list[StageLayouts] = []
     kinds = None if problem.method.kinds is None else graph_kinds(graph, problem.trace.batch_inputs)
     for number, stage in enumerate(stages):
@@ -175,7 +185,7 @@ def stage_shardings(
         classes = tuple(layers.class_of[start:stop] for start, stop in ranges)
         key = (layers, classes, _key(inputs))
         equivalent: _EquivalentStages = problem.solved_stages.setdefault(key, _EquivalentStages(first=inputs))
-        layouts.append(_solve(problem, inputs, equivalent))
+        layouts.append(_solve(problem, inputs, equivalent, max_gap))
     return layouts
 
 
@@ -238,6 +248,13 @@ class _Solution:
     solved: SolvedStage
     blocks: Mapping[str, LocalBlock]
     cost: StageCost
+    asked_gap: float
+    """Up to which they were solved for."""
+
+    @property
+    def gap(self) -> float:
+        """The share of their cost by which the best layouts may at most cost less."""
+        return gap_of(self.solved.plan)
 
     @cached_property
     def sharding(self) -> MeshSharding:
@@ -253,20 +270,22 @@ class _EquivalentStages:
     first: _StageInputs
     choices: TaskGraph | None = None
     solutions: dict[float, _Solution] = field(default_factory=dict[float, _Solution])
-    """By memory multiplier."""
+    """By memory multiplier, those of the least gap that was asked for."""
 
-    def solution(self, memory_multiplier: float, problem: StageProblem) -> _Solution:
-        """Return the layouts of the first stage, computed when they are first asked for."""
+    def solution(self, memory_multiplier: float, problem: StageProblem, max_gap: float) -> _Solution:
+        """Return the layouts of the first stage up to a gap, computed when they are first asked for."""
         inputs = self.first
         if self.choices is None:
             self.choices = task_graph(inputs.tasks, inputs.mesh, inputs.mesh_costs, inputs.constraints)
-        if memory_multiplier not in self.solutions:
+        known = self.solutions.get(memory_multiplier)
+        if known is None or min(known.gap, known.asked_gap) > max_gap:
             charged = _added(inputs.received, host_charges(inputs.layer, inputs.mesh_costs.machine))
             if memory_multiplier:
                 charged = _added(charged, memory_charges(inputs.layer, inputs.stage.cost, memory_multiplier))
             solved = self.choices.best(
                 charged,
                 time_limit_s=_SHARE_OF_TIME * problem.method.time_limit_s,
+                max_gap=max_gap,
                 cache_directory=problem.cache_directory,
             )
             blocks = local_blocks(inputs.tasks, solved, inputs.mesh)
@@ -275,21 +294,24 @@ class _EquivalentStages:
                 solved=SolvedStage(layer=inputs.layer, plan=solved),
                 blocks=blocks,
                 cost=stage_cost(inputs.layer, solved, inputs.mesh, inputs.mesh_costs, blocks),
+                asked_gap=max_gap,
             )
         return self.solutions[memory_multiplier]
 
 
-def _solve(problem: StageProblem, inputs: _StageInputs, equivalent: _EquivalentStages) -> StageLayouts:
+def _solve(problem: StageProblem, inputs: _StageInputs, equivalent: _EquivalentStages, max_gap: float) -> StageLayouts:
     """Return the layouts for the memory multiplier that the search chose, or for a higher one until the stage fits."""
     least = inputs.stage.cost.choice.memory_multiplier
     for multiplier in (each for each in MEMORY_MULTIPLIERS if each >= least):
-        solution = equivalent.solution(multiplier, problem)
+        solution = equivalent.solution(multiplier, problem, max_gap)
         peak_bytes = solution.cost.peak_bytes(inputs.num_in_flight)
         if multiplier == MEMORY_MULTIPLIERS[-1] or peak_bytes <= problem.memory_of(inputs.stage.submesh):
             make_sharding = _handed_on(solution, inputs)
             if make_sharding is None:
-                return _solve(problem, inputs, _EquivalentStages(first=inputs))
-            return StageLayouts(cost=solution.cost, peak_bytes=peak_bytes, make_sharding=make_sharding)
+                return _solve(problem, inputs, _EquivalentStages(first=inputs), max_gap)
+            return StageLayouts(
+                cost=solution.cost, peak_bytes=peak_bytes, gap=solution.gap, make_sharding=make_sharding
+            )
     raise AssertionError(least)
 
 
