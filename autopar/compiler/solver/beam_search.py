@@ -97,18 +97,25 @@ def frontier_order(links: list[set[int]], sizes: list[int]) -> list[int]:
     """Return an order of nodes that keeps the frontier small: greedy, from a few starts."""
     weights = [math.log(size) for size in sizes]
     starts = sorted(range(len(sizes)), key=lambda n: (len(links[n]), weights[n], n))[:STARTS]
-    tried = [_greedy_order(links, weights, start) for start in starts]
-    return min(tried, key=lambda found: found[0])[1] if tried else []
+    least, best = math.inf, list[int]()
+    for start in starts:
+        size, order = _greedy_order(links, weights, start, least)
+        if size < least:
+            least, best = size, order
+    return best
 
 
-def _greedy_order(links: list[set[int]], weights: list[float], start: int) -> tuple[float, list[int]]:
-    """Return an order, and the logarithm of how many partial assignments it leads to."""
+def _greedy_order(links: list[set[int]], weights: list[float], start: int, most: float) -> tuple[float, list[int]]:
+    """Return an order, and the logarithm of how many partial assignments it leads to; above `most` it ends early."""
     undecided = [len(neighbours) for neighbours in links]
     left = dict.fromkeys(range(len(links)))
-    weight, sizes, order = 0.0, list[float](), list[int]()
+    weight, sizes, order, share_of_most = 0.0, list[float](), list[int](), 0.0
 
     def growth(node: int) -> float:
-        closed = sum(weights[n] for n in links[node] if n not in left and undecided[n] == 1)
+        closed = 0.0
+        for other in links[node]:
+            if undecided[other] == 1 and other not in left:
+                closed += weights[other]
         return (weights[node] if undecided[node] else 0.0) - closed
 
     grown: dict[int, tuple[float, int]] = {start: (growth(start), start)}
@@ -116,15 +123,21 @@ def _greedy_order(links: list[set[int]], weights: list[float], start: int) -> tu
         node = min(grown, key=grown.__getitem__) if grown else next(iter(left))
         size, _ = grown.pop(node, (growth(node), node))
         sizes.append(weight + weights[node])
+        share_of_most += math.exp(min(sizes[-1] - most, 1.0))
+        if share_of_most > 1 + 1e-9:  # by more than rounding
+            break
         weight += size
         order.append(node)
         del left[node]
         for other in links[node]:
             undecided[other] -= 1
         # What may grow otherwise now: the neighbours, and those that would close a decided one.
-        closing = (n for n in (node, *links[node]) if n not in left and undecided[n] <= 1)
-        touched = {n for other in closing for n in links[other]} & grown.keys() | links[node]
-        grown |= {n: (growth(n), n) for n in touched if n in left}
+        touched = links[node].intersection(left)
+        for other in (node, *links[node]):
+            if undecided[other] <= 1 and other not in left:
+                touched |= links[other] & grown.keys()
+        for other in touched:
+            grown[other] = growth(other), other
     return float(np.logaddexp.reduce(sizes)), order
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -41,8 +41,7 @@ CANCELLATION = 1e-13
 """Share of the costs taken out of a matrix up to which what remains is rounding error."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Eliminated:
+class Eliminated(NamedTuple):
     """A node that left: its best option is that of the least entry, given the neighbours' options."""
 
     node: int
@@ -70,11 +69,15 @@ class ReducedMRF:
         chosen = [-1] * self.num_nodes
         for node, domain, option in zip(self.nodes, self.options, core_assignment, strict=True):
             chosen[node] = int(domain[option])
-        for gone in reversed(self.eliminated):
-            total = gone.cost
-            for neighbour, domain, matrix in gone.neighbours:
-                total = total + matrix[:, np.searchsorted(domain, chosen[neighbour])]
-            chosen[gone.node] = int(gone.options[total.argmin()])
+        known: dict[Any, int] = {}  # layers repeat here, too
+        for node, options, cost, neighbours in reversed(self.eliminated):
+            key = id(options), id(cost), *((chosen[other], id(domain), id(matrix)) for other, domain, matrix in neighbours)
+            if key not in known:
+                total = cost
+                for other, domain, matrix in neighbours:
+                    total = total + matrix[:, domain.searchsorted(chosen[other])]
+                known[key] = int(options[total.argmin()])
+            chosen[node] = known[key]
         return tuple(chosen)
 
     def core_assignment(self, options: Sequence[int]) -> Assignment | None:
@@ -97,7 +100,6 @@ def reduce_problem(
     order; others get one that suits sweeps and searches.
     """
     work = _Work.of(problem, frozenset(protected))
-    work.remove_forbidden(range(len(problem.costs)))
     while True:
         work.eliminate_nodes(most_neighbours=0 if "elimination" in without else 2)
         if "dominated options" in without or not work.remove_dominated():
@@ -118,10 +120,15 @@ class Results:
 
     def __call__(self, function: Callable[..., T], *arrays: Any) -> T:
         key = (function, *map(id, arrays))
-        if key not in self._known:
+        found = self._known.get(key)
+        if found is None:
             # The arrays are kept with the result, so that their identities stay theirs.
-            self._known[key] = function(*arrays), arrays
-        return self._known[key][0]
+            found = self._known[key] = function(*arrays), arrays
+        return found[0]
+
+
+_Addend = tuple[FloatArray, bool]
+"""Costs that options get in addition, and whether some are infinite."""
 
 
 @dataclass(kw_only=True)
@@ -142,6 +149,7 @@ class _Work:
 
     @classmethod
     def of(cls, problem: MRF, protected: frozenset[int]) -> _Work:
+        """Begin with the options that are not forbidden."""
         num_nodes, results = len(problem.costs), Results()
         work = cls(
             costs=[results.same(cost) for cost in problem.costs],
@@ -152,9 +160,16 @@ class _Work:
             results=results,
             unexamined=set(range(num_nodes)),
         )
+        suspects = {node for node, cost in enumerate(work.costs) if results(_possible, cost) is not None}
         for (i, j), matrix in problem.edges.items():
             matrix = results(results.same, matrix)
-            work.links[i][j], work.links[j][i] = matrix, results(_transposed, matrix)
+            turned, rows_are_possible, columns_are_possible = results(_turned, matrix)
+            work.links[i][j], work.links[j][i] = matrix, turned
+            if not rows_are_possible:
+                suspects.add(i)
+            if not columns_are_possible:
+                suspects.add(j)
+        work.remove_forbidden(suspects)
         return work
 
     def result(self, ordered: bool) -> ReducedMRF:
@@ -193,20 +208,15 @@ class _Work:
                 self.keep(node, possible)
                 waiting.update(self.links[node])
 
-    def remove_forbidden_by_costs(self, nodes: Collection[int]) -> None:
-        """The same where all options have partners: only costs that became infinite forbid any."""
-        self.remove_forbidden([node for node in nodes if self.results(_possible, self.costs[node]) is not None])
-
     def keep(self, node: int, kept: BoolArray) -> None:
         """Restrict a node to some of its options."""
         if not kept.any():
             raise Infeasible(())
-        kept = self.results.same(kept)
-        self.costs[node] = self.results(_taken, self.costs[node], kept)
-        self.options[node] = self.results(_taken, self.options[node], kept)
+        results, kept = self.results, self.results.same(kept)
+        self.costs[node] = results(_taken, self.costs[node], kept)
+        self.options[node] = results(_taken, self.options[node], kept)
         for neighbour, matrix in self.links[node].items():
-            smaller = self.results(_taken, matrix, kept)
-            self.links[node][neighbour], self.links[neighbour][node] = smaller, self.results(_transposed, smaller)
+            self.links[node][neighbour], self.links[neighbour][node] = results(_taken_and_turned, matrix, kept)
         self.unexamined.update((node, *self.links[node]))
 
     def eliminate_nodes(self, most_neighbours: int) -> None:
@@ -214,12 +224,11 @@ class _Work:
         queue = [self.rank(n) for n, alive in enumerate(self.alive) if alive]
         heapq.heapify(queue)
         while queue and queue[0][0] <= most_neighbours:
-            degree, size, node = heapq.heappop(queue)
-            if not self.alive[node] or (degree, size, node) != self.rank(node):
+            entry = heapq.heappop(queue)
+            node = entry[2]
+            if not self.alive[node] or entry != self.rank(node) or node in self.protected:
                 continue
-            neighbours = sorted(self.links[node])
-            if node in self.protected:
-                continue
+            neighbours = list(self.links[node])
             if self.costs[node].size == 1:
                 self.absorb(node)
             elif not self.table_is_small(node):
@@ -240,58 +249,50 @@ class _Work:
 
     def eliminate(self, node: int) -> None:
         """Put the best option of a node, as a function of its neighbours' options, into their costs."""
-        cost, (*matrices,) = self.costs[node], sorted(self.links[node].items())
-        self.remember(node)
-        if not matrices:
+        cost, links = self.costs[node], self.remember(node)
+        if not links:
             self.constant += float(cost.min())
-        elif len(matrices) == 1:
-            ((other, matrix),) = matrices
-            least = self.results(_least, cost, matrix)
-            self.costs[other] = self.results(np.add, self.costs[other], least)
-            self.remove_forbidden_by_costs((other,))
+        elif len(links) == 1:
+            ((other, matrix),) = links
+            self.add_costs((other, self.results(_least, cost, matrix)))
         else:
-            (p, to_p), (q, to_q) = matrices
+            (p, to_p), (q, to_q) = links
             self.add_edge(p, q, self.results(_least_sums, cost, to_p, to_q))
 
     def absorb(self, node: int) -> None:
         """Put the costs of a node's only option into its neighbours'."""
         self.constant += float(self.costs[node][0])
-        neighbours = list(self.links[node].items())
-        self.remember(node)
-        for other, matrix in neighbours:
-            self.costs[other] = self.results(_plus_first, self.costs[other], matrix)
-        self.remove_forbidden_by_costs([other for other, _ in neighbours])
+        self.add_costs(*((other, self.results(_first, matrix)) for other, matrix in self.remember(node)))
 
-    def remember(self, node: int) -> None:
-        """Take a node out of the graph and keep what its option follows from."""
+    def remember(self, node: int) -> list[tuple[int, FloatArray]]:
+        """Take a node out of the graph and keep what its option follows from; return its links."""
         links = sorted(self.links[node].items())
         self.alive[node] = False
         self.unexamined.discard(node)
-        self.eliminated.append(
-            Eliminated(
-                node=node,
-                options=self.options[node],
-                cost=self.costs[node],
-                neighbours=tuple((other, self.options[other], matrix) for other, matrix in links),
-            )
-        )
+        neighbours = tuple([(other, self.options[other], matrix) for other, matrix in links])
+        self.eliminated.append(Eliminated(node, self.options[node], self.costs[node], neighbours))
         for other, _ in links:
             del self.links[other][node]
             self.unexamined.add(other)
         self.links[node] = {}
+        return links
+
+    def add_costs(self, *more: tuple[int, _Addend]) -> None:
+        """Add to the costs of nodes, all of whose options have partners; some may be forbidden from now on."""
+        for node, (costs, _) in more:
+            self.costs[node] = self.results(np.add, self.costs[node], costs)
+        self.remove_forbidden([node for node, (_, forbids) in more if forbids])
 
     def add_edge(self, i: int, j: int, matrix: FloatArray) -> None:
         """Add to the matrix between two nodes; what one option costs whatever the other goes to the nodes."""
         if j in self.links[i]:
             matrix = self.results(np.add, matrix, self.links[i].pop(j))
             del self.links[j][i]
-        for_i, for_j, rest, is_nothing = self.results(_split, matrix)
-        self.costs[i] = self.results(np.add, self.costs[i], for_i)
-        self.costs[j] = self.results(np.add, self.costs[j], for_j)
+        for_i, for_j, rest, turned, is_nothing = self.results(_split, matrix)
         if not is_nothing or {i, j} <= self.protected:
-            self.links[i][j], self.links[j][i] = rest, self.results(_transposed, rest)
+            self.links[i][j], self.links[j][i] = rest, turned
         self.unexamined.update((i, j))
-        self.remove_forbidden_by_costs((i, j))
+        self.add_costs((i, for_i), (j, for_j))
 
     def remove_dominated(self) -> bool:
         """Search every node that changed for dominated options; whether some were found."""
@@ -305,7 +306,7 @@ class _Work:
             if node in self.protected or self.costs[node].size < 2:
                 continue
             kept = self.results(_undominated, self.costs[node], *self.links[node].values())
-            if not kept.all():
+            if kept is not None:
                 found = True
                 self.keep(node, kept)
                 self.unexamined.discard(node)
@@ -314,12 +315,20 @@ class _Work:
         return found
 
 
-def _transposed(matrix: FloatArray) -> FloatArray:
-    return np.ascontiguousarray(matrix.T)
+def _turned(matrix: FloatArray) -> tuple[FloatArray, bool, bool]:
+    """Return a matrix by columns, and whether every row, and every column, has a pair that is possible."""
+    turned = np.ascontiguousarray(matrix.T)
+    by_row, by_column = np.minimum.reduce(turned), np.minimum.reduce(matrix)
+    return turned, bool(by_row.max() < np.inf), bool(by_column.max() < np.inf)
 
 
 def _taken(array: Any, kept: BoolArray) -> Any:
     return array[kept]
+
+
+def _taken_and_turned(matrix: FloatArray, kept: BoolArray) -> tuple[FloatArray, FloatArray]:
+    smaller = matrix[kept]
+    return smaller, np.ascontiguousarray(smaller.T)
 
 
 def _possible(cost: FloatArray, *matrices: FloatArray) -> BoolArray | None:
@@ -330,16 +339,23 @@ def _possible(cost: FloatArray, *matrices: FloatArray) -> BoolArray | None:
     return None if possible.all() else possible
 
 
-def _least(cost: FloatArray, matrix: FloatArray) -> FloatArray:
-    return np.minimum.reduce(cost[:, None] + matrix)
+def _least(cost: FloatArray, matrix: FloatArray) -> _Addend:
+    return _addend(np.minimum.reduce(cost[:, None] + matrix))
 
 
-def _plus_first(cost: FloatArray, matrix: FloatArray) -> FloatArray:
-    return cost + matrix[0]
+def _first(matrix: FloatArray) -> _Addend:
+    return _addend(matrix[0])
 
 
-def _split(matrix: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray, bool]:
-    """Return what a matrix costs by its rows and by its columns whatever the other is, the rest, and if that is 0."""
+def _addend(costs: FloatArray) -> _Addend:
+    return costs, bool(np.maximum.reduce(costs) == np.inf)
+
+
+def _split(matrix: FloatArray) -> tuple[_Addend, _Addend, FloatArray, FloatArray, bool]:
+    """Return what a matrix costs by its rows and by its columns whatever the other is, the rest, and if that is 0.
+
+    The rest is returned by rows and by columns.
+    """
     by_row = np.minimum.reduce(matrix, 1)
     finite_by_row = _finite(by_row)
     rest = matrix - finite_by_row[:, None]
@@ -347,7 +363,8 @@ def _split(matrix: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray, bool
     finite_by_column = _finite(by_column)
     rest = rest - finite_by_column
     largest = max(np.abs(finite_by_row).max(), np.abs(finite_by_column).max())
-    return by_row, by_column, rest, bool(rest.max() <= CANCELLATION * largest)
+    is_nothing = bool(rest.max() <= CANCELLATION * largest)
+    return _addend(by_row), _addend(by_column), rest, np.ascontiguousarray(rest.T), is_nothing
 
 
 def _finite(values: FloatArray) -> FloatArray:
@@ -365,15 +382,35 @@ def _least_sums(cost: FloatArray, to_left: FloatArray, right: FloatArray) -> Flo
     return table
 
 
-def _undominated(cost: FloatArray, *matrices: FloatArray) -> BoolArray:
-    """The options that no option dominates; of options that dominate each other the first stays."""
+def _undominated(cost: FloatArray, *matrices: FloatArray) -> BoolArray | None:
+    """The options that no option dominates, None for all; of options that dominate each other the first stays."""
     size = cost.size
-    width = sum(matrix.shape[1] for matrix in matrices)
-    best = cost + sum((np.minimum.reduce(matrix, 1) for matrix in matrices), np.zeros(size))
-    # An option that is cheap at its best is the likeliest to dominate: with many options only such are tried.
-    tried = np.argsort(best, kind="stable")[: max(1, COMPARISONS // max(1, size * width))]
     # inf - inf would be NaN; taken as 0 it can only keep an option that could go.
-    matrices = tuple(np.minimum(matrix, STANDS_FOR_INFINITY) for matrix in matrices)
+    whole = np.minimum(np.concatenate(matrices, 1), STANDS_FOR_INFINITY) if matrices else np.zeros((size, 0))
+    starts = np.cumsum([0, *(matrix.shape[1] for matrix in matrices)])[:-1]
+    best = cost + sum(np.minimum.reduceat(whole, starts, 1).T if matrices else (), np.zeros(size))
+    # An option that is cheap at its best is the likeliest to dominate: with many options only such are tried.
+    tried = np.argsort(best, kind="stable")[: max(1, COMPARISONS // max(1, whole.size))]
+    if tried.size * whole.size <= IN_CACHE:
+        surplus = cost - cost[tried][:, None]
+        if matrices:
+            for least in np.minimum.reduceat(whole - whole[tried][:, None], starts, 2).transpose(2, 0, 1):
+                surplus = surplus + least
+        dominated = surplus >= 0
+        dominated[np.arange(tried.size), tried] = False
+    else:
+        dominated = _dominated_of_many(cost, np.split(whole, starts[1:], 1) if matrices else (), tried)
+    if not dominated.any():
+        return None
+    kept = np.ones(size, bool)
+    for row, option in zip(dominated, tried):
+        if kept[option]:
+            kept &= ~row
+    return kept
+
+
+def _dominated_of_many(cost: FloatArray, matrices: Sequence[FloatArray], tried: IndexArray) -> BoolArray:
+    """Return for each option tried which others it dominates; a bound excludes most pairs before they are compared."""
     at_most = _largest_surplus(cost, matrices, tried)
     at_most[np.arange(tried.size), tried] = -np.inf
     places, others = np.nonzero(at_most >= 0)
@@ -382,11 +419,7 @@ def _undominated(cost: FloatArray, *matrices: FloatArray) -> BoolArray:
         surplus = surplus + _least_differences(matrix, others, tried[places])
     dominated = np.zeros(at_most.shape, bool)
     dominated[places, others] = surplus >= 0
-    kept = np.ones(size, bool)
-    for row, option in zip(dominated, tried):
-        if kept[option]:
-            kept &= ~row
-    return kept
+    return dominated
 
 
 def _largest_surplus(cost: FloatArray, matrices: Sequence[FloatArray], tried: IndexArray) -> FloatArray:
