@@ -2,6 +2,9 @@
 
 Shardy's rules say along which dimensions a partitioner may communicate; ours say which primitives need no
 communication. They differ wherever a primitive looks at positions: slices, scans along a dimension, windows, indices.
+
+The primitives that most equations have are here as well, with the rules that Shardy gives them: to lower hundreds of
+equations, of a step that is traced for the first time, takes longer than all else that is asked about them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.primitives import (
     COPIES,
     CUMULATIVE,
+    ELEMENTWISE,
     FACTORIZATIONS,
+    REDUCTIONS,
     SCATTERS,
     SELECTIONS,
     SORTS,
@@ -56,6 +61,61 @@ def rule_by_hand(eqn: jc.JaxprEqn) -> Rule | None:
     """The rule of an equation whose primitive has one registered; None for the others."""
     make = _RULES.get(eqn.primitive.name)
     return make(eqn) if make else None
+
+
+# The equations of which programs mostly consist: elements apart, dimensions rearranged, products and sums
+
+_SUMMANDS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
+
+
+@register_rule(
+    *ELEMENTWISE
+    - names(
+        "bessel_i0e bessel_i1e bitcast_convert_type compress_gradient compress_gradient_in_blocks digamma igamma "
+        "igammac igamma_grad_a lgamma polygamma regularized_incomplete_beta zeta"
+    ),
+    "stop_gradient",
+)
+def _at_each_place(eqn: jc.JaxprEqn) -> Rule:
+    """Dimensions of one place are one, or of size 1; scalars go with every element."""
+    operands, results = ([range(len(shape)) for shape in shapes_of(side)] for side in (eqn.invars, eqn.outvars))
+    return rule_of_labels(eqn, operands, results)
+
+
+@register_rule("transpose")
+def _transposed(eqn: jc.JaxprEqn) -> Rule:
+    order = jp.permutation_of(eqn)
+    return rule_of_labels(eqn, [range(len(order))], [order])
+
+
+@register_rule("broadcast_in_dim")
+def _spread(eqn: jc.JaxprEqn) -> Rule:
+    (result,) = shapes_of(eqn.outvars)
+    sizes = [jp.broadcast_dimensions(eqn), *[()] * (len(eqn.invars) - 1)]
+    return rule_of_labels(eqn, sizes, [range(len(result))], creates=True)
+
+
+@register_rule(*REDUCTIONS)
+def _reduced(eqn: jc.JaxprEqn) -> Rule:
+    """Of sums and of the greatest or least, parts can be combined; other reductions see the whole dimension."""
+    (shape,) = shapes_of(eqn.invars)
+    gone, kind = jp.dimensions_of(eqn), _SUMMANDS.get(eqn.primitive.name)
+    reductions: dict[Label, str] = dict.fromkeys(gone, kind) if kind and adds_up(eqn.outvars[0]) else {}
+    kept = [d for d in range(len(shape)) if d not in gone]
+    return rule_of_labels(eqn, [range(len(shape))], [kept], reductions=reductions)
+
+
+@register_rule("dot_general")
+def _product(eqn: jc.JaxprEqn) -> Rule:
+    """Batch, rows and columns stand in the result; the rest is summed over."""
+    (left_sum, right_sum), (left_batch, right_batch) = jp.dot_dimensions(eqn)
+    left, right = (len(shape) for shape in shapes_of(eqn.invars))
+    paired = dict(zip((*right_sum, *right_batch), (*left_sum, *left_batch), strict=True))
+    of_right = [paired[d] if d in paired else left + d for d in range(right)]
+    rows = [d for d in range(left) if d not in (*left_sum, *left_batch)]
+    columns = [label for label in of_right if label >= left]
+    reductions: dict[Label, str] = dict.fromkeys(left_sum, "sum") if adds_up(eqn.outvars[0]) else {}
+    return rule_of_labels(eqn, [range(left), of_right], [[*left_batch, *rows, *columns]], reductions=reductions)
 
 
 # Gather and scatter

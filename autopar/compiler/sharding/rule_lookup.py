@@ -1,8 +1,8 @@
 """The sharding rule of every equation of a step: by hand where positions matter, else from Shardy, else none.
 
     equation -> key -> known already, or
-                       by hand            positions, indices, windows, random numbers       (`rules_by_hand`)
-                       lowered, by Shardy everything else that has a lowering of known parts (`shardy`, `factors`)
+                       by hand            what is common; positions, indices, random numbers (`primitive_rules`)
+                       lowered, by Shardy everything else that has a lowering of known parts (`shardy`)
                        none               side effects, callbacks, kernels: every device computes the whole
 
 Equations that are equal but for their operands share one rule, so that a model of many layers asks once.
@@ -24,20 +24,17 @@ from autopar.compiler.jaxprs.primitives import CALLBACKS, FOREIGN, NESTED, VISIB
 from autopar.compiler.sharding.declared_rules import check_text, rule_of_text
 from autopar.compiler.sharding.primitive_rules import has_rule, register_rule, rule_by_hand
 from autopar.compiler.sharding.replication import note_replicated
-from autopar.compiler.sharding.rule import FactorRule, Rule, adds_up, blocked_rule, compose, rule_of_labels, shapes_of
+from autopar.compiler.sharding.rule import FactorRule, Rule, blocked_rule, compose, rule_of_labels, shapes_of
 from autopar.compiler.sharding.shardy import lowered_functions
 from autopar.errors import InvalidArgument
 
 __all__ = ["Rule", "register_sharding_rule", "rules_without_warning", "sharding_rules"]
 
-_REDUCTIONS = {"dot_general": "sum", "reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min"}
 # Primitives whose parameters hold numbers that are right for local parts too, or that are made local.
 _READ_APART = frozenset(
     {
-        "argmax", "argmin", "bitcast_convert_type", "broadcast_in_dim", "compress_gradient",
-        "compress_gradient_in_blocks", "convert_element_type",
-        "dot_general", "integer_pow", "reduce", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
-        "reduce_precision", "reduce_prod", "reduce_sum", "reduce_xor", "squeeze", "stack", "transpose", "unstack",
+        "argmax", "argmin", "bitcast_convert_type", "compress_gradient", "compress_gradient_in_blocks", "reduce",
+        "squeeze", "stack", "unstack",
     }
 )  # fmt: skip
 
@@ -97,7 +94,7 @@ def rules_without_warning(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
 def _rules_of(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
     rules = [_rule_without_lowering(eqn) for eqn in eqns]
     lowered = [eqn for eqn, rule in zip(eqns, rules, strict=True) if rule is None]
-    by_lowering = iter(_rules_by_lowering(lowered))
+    by_lowering = iter(rules_by_lowering(lowered))
     return [rule or next(by_lowering) for rule in rules]
 
 
@@ -134,7 +131,7 @@ def _is_program(value: Any) -> bool:
     return isinstance(value, (jc.Jaxpr, jc.ClosedJaxpr))
 
 
-def _rules_by_lowering(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
+def rules_by_lowering(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
     """Rules after Shardy. Where one equation cannot be lowered, the others still can."""
     if not eqns:
         return []
@@ -147,7 +144,7 @@ def _rules_by_lowering(eqns: Sequence[jc.JaxprEqn]) -> list[Rule]:
             # Why is not known here, only that this platform has no lowering: another may have one.
             return [blocked_rule(eqns[0], "none")]
         half = len(eqns) // 2
-        return _rules_by_lowering(eqns[:half]) + _rules_by_lowering(eqns[half:])
+        return rules_by_lowering(eqns[:half]) + rules_by_lowering(eqns[half:])
     known: dict[str, FactorRule | None] = {}
     factors = [compose(name, functions, known) for name in names]
     return [_rule_of_factors(eqn, own) for eqn, own in zip(eqns, factors, strict=True)]
@@ -163,8 +160,6 @@ def _function_of(eqn: jc.JaxprEqn) -> Callable[..., Any]:
 def _rule_of_factors(eqn: jc.JaxprEqn, factors: FactorRule | None) -> Rule:
     if factors is None:
         return blocked_rule(eqn, "none")
-    name = eqn.primitive.name
-    kind = _REDUCTIONS.get(name) if all(map(adds_up, eqn.outvars)) else None
     # What is lowered of a random key has one dimension more than the key: its words stay together.
     operands = [dims[: len(shape)] for dims, shape in zip(factors.operands, shapes_of(eqn.invars), strict=True)]
     results = [dims[: len(shape)] for dims, shape in zip(factors.results, shapes_of(eqn.outvars), strict=True)]
@@ -172,10 +167,8 @@ def _rule_of_factors(eqn: jc.JaxprEqn, factors: FactorRule | None) -> Rule:
         eqn,
         operands,
         results,
-        reductions=dict.fromkeys(factors.reduced, kind) if kind else {},
-        blocked=factors.blocked if kind else factors.blocked | factors.reduced,
+        blocked=factors.blocked | factors.reduced,
         sizes=dict(enumerate(factors.sizes)),
-        creates=name == "broadcast_in_dim",
         source="shardy",
     )
 

@@ -71,7 +71,11 @@ class ReducedMRF:
             chosen[node] = int(domain[option])
         known: dict[Any, int] = {}  # layers repeat here, too
         for node, options, cost, neighbours in reversed(self.eliminated):
-            key = id(options), id(cost), *((chosen[other], id(domain), id(matrix)) for other, domain, matrix in neighbours)
+            key = (
+                id(options),
+                id(cost),
+                *((chosen[other], id(domain), id(matrix)) for other, domain, matrix in neighbours),
+            )
             if key not in known:
                 total = cost
                 for other, domain, matrix in neighbours:

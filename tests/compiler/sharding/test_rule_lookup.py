@@ -15,8 +15,9 @@ from jax.extend.random import threefry2x32_p
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.normalize import normalize
+from autopar.compiler.jaxprs.primitives import ELEMENTWISE, REDUCTIONS
 from autopar.compiler.sharding.rule import JoinedFactors, Rule
-from autopar.compiler.sharding.rule_lookup import equation_key, sharding_rules
+from autopar.compiler.sharding.rule_lookup import equation_key, rules_by_lowering, sharding_rules
 from autopar.errors import ReplicatedWarning
 
 
@@ -336,6 +337,17 @@ def rules() -> dict[str, tuple[jc.JaxprEqn, Rule]]:
 def test_rule_of_an_equation_is(name):
     _, rule = rules()[name]
     assert str(rule) == TABLE[name][3]
+
+
+# Shardy has no rule for igamma.
+COMMON = (ELEMENTWISE - {"igamma"}) | REDUCTIONS | {"transpose", "broadcast_in_dim", "dot_general"}
+
+
+@pytest.mark.parametrize("name", [name for name, (primitive, *_) in TABLE.items() if primitive in COMMON])
+def test_rules_of_common_equations_have_the_factors_that_shardy_gives_them(name):
+    eqn, rule = rules()[name]
+    (lowered,) = rules_by_lowering([eqn])
+    assert (rule.sizes, rule.operands, rule.results) == (lowered.sizes, lowered.operands, lowered.results)
 
 
 @pytest.mark.parametrize("name", TABLE)
