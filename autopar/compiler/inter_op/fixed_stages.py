@@ -100,15 +100,22 @@ def search_fixed_stages(
                 heapq.heappush(queue, half)
     if best is None:
         raise _shortage(num_layers, num_stages, submesh, memory_bytes)
-    near = [stages for cap_s in (best_cap_s, math.inf) for _, stages in _shortest(ways, fits, cap_s, 1 + top)]
-    others = {tuple(each.stages): each for each in (_partition(stages, ways, submesh) for stages in near)}
-    others.pop(best.stages, None)
     return StageSearch(
         best=best,
         lower_bound_s=min(lower_bound_s, best.step_time_s),
-        runners_up=tuple(sorted(others.values(), key=lambda each: each.step_time_s)[:top]),
+        runners_up=_runners_up(ways, fits, submesh, best, best_cap_s, top),
         num_explored=len(tried),
     )
+
+
+def _runners_up(
+    ways: _Ways, fits: Sequence[np.ndarray], submesh: Submesh, best: Partition, best_cap_s: float, top: int
+) -> tuple[Partition, ...]:
+    """Return the fastest of the next shortest paths under no cap, and under that of the best partition."""
+    near = [stages for cap_s in (best_cap_s, math.inf) for _, stages in _shortest(ways, fits, cap_s, 1 + top)]
+    others = {each.stages: each for each in (_partition(stages, ways, submesh) for stages in near)}
+    others.pop(best.stages, None)
+    return tuple(sorted(others.values(), key=lambda each: each.step_time_s)[:top])
 
 
 def _ways(

@@ -7,11 +7,11 @@ A *region* is a part of the space, with a time that no plan in it undercuts:
     OneProgram       one mesh shape, for a number of microbatches      its integer program     planning.one_mesh
     Stages           some numbers of stages, for one of microbatches   ranges of layers        planning.candidates
     Lanes            one on every machine, for a number of them        stages and shares       planning.lanes
-    Completion       stages that were found there                      layouts of each stage   planning.stage_layouts
+    Completion       stages that were found there                      layouts of each stage   planning.sharded_plan
 
-The region with the lowest bound is next. It is solved for its best plan, or gives way to regions with higher bounds;
-when no bound is below the time of the best plan, that plan is the best. Plans are compared by what they are simulated
-to take. What the user fixes takes regions away, and adds none.
+All of them are the space (`planning.space`). The region with the lowest bound is next. It is solved for its best plan,
+or gives way to regions with higher bounds; when no bound is below the time of the best plan, that plan is the best.
+Plans are compared by what they are simulated to take.
 
 How much is looked at is counted in regions and not in seconds, so that a busy machine finds the same plan.
 """
@@ -20,43 +20,33 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
-from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops, without_gradient
 from autopar.compiler.inter_op.stage_costs import StageCost
-from autopar.compiler.inter_op.submeshes import place_in_groups
-from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
-from autopar.compiler.pipeline.host_state import with_offload
 from autopar.compiler.planning.candidates import (
     PipelineCandidate,
     StagesKind,
     likely_times_s,
     microbatch_counts,
     stage_candidates,
-    worth_splitting,
 )
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.lanes import lanes_of_machines
 from autopar.compiler.planning.layer_costs import ESTIMATE_GAP
 from autopar.compiler.planning.manual import plan_by_hand
-from autopar.compiler.planning.one_mesh import memory_limit, mesh_choices, plan_by_search
-from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, submesh_mesh
-from autopar.compiler.planning.stage_layouts import stage_shardings, with_input_specs
-from autopar.compiler.planning.step_bounds import StepBounds, step_bounds
+from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
+from autopar.compiler.planning.sharded_plan import shard_candidate
+from autopar.compiler.planning.space import Completion, Lanes, OneProgram, Region, Space, Stages
+from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.compiler.solver.problem import NoneBelow
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
-from autopar.ir.plan import MeshPlan, Plan, StagePlan
+from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import TIME_LIMIT, Certificate
-from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
-from autopar.methods import EFFORTS, DataParallel, offloaded
-from autopar.plain_text import microbatches_in_words
+from autopar.methods import EFFORTS, DataParallel
 from autopar.progress import tell, tell_best
 
 _ATTEMPTS = 4
@@ -79,166 +69,11 @@ _LANES_SHARE = 0.95
 """Of the time of lanes by their formula: they rarely take less when they are simulated."""
 _MUCH_MEMORY = 0.8
 """Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer."""
-_MICROBATCHES_PER_STAGE = 8
-"""A usual number, where nothing else tells numbers apart."""
-_STAGES_PER_MACHINE = 2
-"""A usual number in a cluster of several, each of which has many hosts for a stage."""
 _NUM_RUNNERS_UP = 5
 _FEW_KINDS = 2
 """Fewer kinds of stages that were simulated say nothing of other kinds."""
 
 SimulatedTime = Callable[[Plan], float]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class OneProgram:
-    """The plans of one program on one mesh of some devices; a shape of None: of the best of the usual shapes."""
-
-    num_devices: int
-    shape: tuple[int, ...] | None
-    num_microbatches: int
-    bound_s: float
-    group: int = 0
-    """That of the cluster whose devices these are."""
-
-    @property
-    def likely_s(self) -> float:
-        """The time that its best plan is taken to need at least."""
-        return self.bound_s
-
-    def __str__(self) -> str:
-        shape = f"{self.num_devices}" if self.shape is None else "x".join(map(str, self.shape))
-        of_group = f" of group {self.group}" if self.group else ""
-        return f"one program on {shape}{of_group}, {microbatches_in_words(self.num_microbatches)}"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Stages:
-    """The plans of `num_stages` stages, from the first to the second of these."""
-
-    num_microbatches: int
-    num_stages: tuple[int, int]
-    bound_s: float
-    likely_s: float
-    even_s: float
-    """The time of equal stages that do nothing but their work: no bound, but it tells regions apart."""
-    by_others_s: float = 0.0
-    """The least time of equal stages by the layers of other microbatches; 0 as long as it is not known."""
-    share: float = 1.0
-    """Of the memory: as much as the sum over a stage's layers may reach."""
-    attempt: int = 0
-
-    def __str__(self) -> str:
-        few, most = self.num_stages
-        return f"{few} to {most} stages, {microbatches_in_words(self.num_microbatches)}"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Lanes:
-    """The plan in which every machine runs the step on a share of the microbatches."""
-
-    num_microbatches: int
-    bound_s: float
-
-    @property
-    def likely_s(self) -> float:
-        """The time that it is taken to need at least."""
-        return self.bound_s
-
-    def __str__(self) -> str:
-        return f"a lane on every machine, {microbatches_in_words(self.num_microbatches)}"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Completion:
-    """The plans of one candidate, whose layouts are to be chosen."""
-
-    candidate: PipelineCandidate
-    region: Stages
-    first: bool
-    """The fastest of its region with stages of its kind: one of which the time as a whole is to be known."""
-    estimated_s: float = 0.0
-    """Seconds that its plan takes at least, by layouts up to a gap; 0 if there are none yet."""
-
-    def __str__(self) -> str:
-        return str(self.candidate)
-
-
-Region = OneProgram | Stages | Lanes | Completion
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ShardedPlan:
-    """The plan of a candidate with its layouts, the costs of its stages, its seconds, and the peak bytes of a device.
-
-    That is one of the devices that use the largest share of the `memory_bytes` that they may use.
-    """
-
-    costs: tuple[StageCost, ...]
-    step_time_s: float
-    peak_bytes: float
-    memory_bytes: float
-    gap: float
-    """The share of its time that the best layouts of these stages may take less."""
-    make_plan: Callable[[], Plan]
-
-    @cached_property
-    def plan(self) -> Plan:
-        """The plan, made when it is first asked for."""
-        return self.make_plan()
-
-
-def shard_candidate(problem: StageProblem, candidate: PipelineCandidate, max_gap: float = MAX_GAP) -> ShardedPlan:
-    """Return the plan of a candidate, whose layouts are chosen anew for every stage as a whole, up to a gap."""
-    stages = candidate.stages
-    devices = place_in_groups([stage.submesh for stage in stages], problem.clusters)
-    assert devices is not None
-    layers, trace, method = candidate.layers, problem.trace, problem.method
-    meshes: list[MeshPlan] = []
-    for stage, mine in zip(stages, devices, strict=True):
-        mesh = submesh_mesh(problem, stage.submesh)
-        meshes.append(MeshPlan(devices=mine, shape=mesh.shape, axis_names=mesh.axis_names, links=mesh.links))
-    bare = Plan(
-        fingerprint=trace.fingerprint,
-        method="Auto",
-        meshes=tuple(meshes),
-        stages=tuple(
-            StagePlan(
-                layers=stage.layers,
-                mesh=stage.mesh,
-                remat=stages[stage.mesh].cost.choice.remat or layers.prepared.recomputes,
-            )
-            for stage in candidate.virtual_stages
-        ),
-        cuts=layers.cuts,
-        loop_pieces=layers.loop_pieces,
-        num_microbatches=layers.num_microbatches,
-        schedule=candidate.timing.schedule.name,
-        input_specs={},
-        batch_statistics=method.batch_statistics,
-        random=method.random,
-    )
-    graph = cut_stages(layers.prepared, StageCut.of(bare))
-    if problem.offloads:
-        bare = with_offload(bare, graph, offloaded(problem.method), problem.trace.host_state)
-        graph = cut_stages(layers.prepared, StageCut.of(bare))
-    shardings = stage_shardings(problem, layers, graph, bare, stages, candidate.timing, max_gap)
-
-    def make_plan() -> Plan:
-        planned = (replace(mesh, sharding=each.sharding) for mesh, each in zip(meshes, shardings, strict=True))
-        return with_input_specs(replace(bare, meshes=tuple(planned)), graph)
-
-    peaks = [(each.peak_bytes, problem.memory_of(stage.submesh)) for each, stage in zip(shardings, stages, strict=True)]
-    peak_bytes, memory_bytes = max(peaks, key=lambda peak: peak[0] / peak[1])
-    costs = tuple(each.cost for each in shardings)
-    return ShardedPlan(
-        make_plan=make_plan,
-        costs=costs,
-        step_time_s=candidate.simulate_s(costs),
-        peak_bytes=peak_bytes,
-        memory_bytes=memory_bytes,
-        gap=max(each.gap for each in shardings),
-    )
 
 
 def search_plan(problem: StageProblem, simulated_s: SimulatedTime) -> Plan:
@@ -288,13 +123,8 @@ def _plan_on_one_device(problem: StageProblem, simulated_s: SimulatedTime) -> Pl
 class _Search:
     """The state of a search; only its own methods change it."""
 
-    problem: StageProblem
-    cuttable: StageProblem
-    """The same, with training loops unrolled, as stages need it."""
+    space: Space
     simulated_s: SimulatedTime
-    known: KnownLayers | None
-    """None where the step cannot be cut."""
-    bounds: StepBounds | None
     open: list[Region] = field(default_factory=list[Region])
     best: Plan | None = None
     best_s: float = math.inf
@@ -327,138 +157,12 @@ class _Search:
     @classmethod
     def of(cls, problem: StageProblem, simulated_s: SimulatedTime) -> _Search:
         """Return the search at its start: every region is open."""
-        cuttable = replace(problem, trace=unroll_training_loops(problem.trace))
-        known, bounds = _if_it_can_be_cut(cuttable)
-        search = cls(problem=problem, cuttable=cuttable, simulated_s=simulated_s, known=known, bounds=bounds)
-        search.open += search.programs()
-        search.open += search.stages()
-        search.open += () if problem.offloads else search.lanes()
-        if problem.offloads and not search.open:
-            raise Unsupported(
-                f"offload={problem.method.offload!r} brings values in for the tasks of a step, as its own transfers to "
-                "the host do, and "
-                f'{problem.trace.name} cannot be cut into a gradient and an update. Use offload="off".'
-            )
-        return search
-
-    # --- the space ----------------------------------------------------------------------------------------------------
-
-    def programs(self) -> Iterator[Region]:
-        """Yield the regions of one program."""
-        problem, method = self.problem, self.problem.method
-        if problem.named_stages:
-            return
-        if problem.offloads:
-            return  # only updates apart from the rest have their state brought in
-        if problem.hardware.is_mixed:
-            yield from () if self.is_large else self.programs_of_groups()
-            return
-        every = problem.num_devices
-        divides = method.mesh_shape is None or every % math.prod(method.mesh_shape) == 0
-        if self.known is not None and divides and (problem.num_stages or 1) > 1:
-            return
-        if self.is_large and (problem.num_stages is None or method.num_microbatches is None):
-            return  # as a stage: the whole step in one program takes too long to be planned within memory
-        sizes = self.sizes() if method.num_stages is None and method.mesh_shape is None else [every]
-        for num_devices in reversed(sizes):
-            # On few devices, the state alone may be too much; on all of them, the search says what is missing.
-            if num_devices == every or self.state_bytes <= num_devices * problem.memory_bytes:
-                for mesh in mesh_choices(method, num_devices):
-                    yield self.program(num_devices, mesh.shape, method.num_microbatches or 1)
-
-    def programs_of_groups(self) -> Iterator[Region]:
-        """Yield the regions of one program on all devices of one machine."""
-        method, hardware = self.problem.method, self.problem.hardware
-        for number, group in enumerate(hardware.groups):
-            for mesh in mesh_choices(method, group.num_devices):
-                yield self.program(group.num_devices, mesh.shape, method.num_microbatches or 1, group=number)
-
-    def program(self, num_devices: int, shape: tuple[int, ...], num_microbatches: int, *, group: int = 0) -> OneProgram:
-        """Return a region of one program with its bound."""
-        bound_s = 0.0 if self.bounds is None else self.bounds.one_program_s(num_devices, num_microbatches)
-        return OneProgram(
-            num_devices=num_devices, shape=shape, num_microbatches=num_microbatches, bound_s=bound_s, group=group
-        )
-
-    def stages(self) -> Iterator[Region]:
-        """Yield the regions of stages."""
-        if self.known is None:
-            return
-        assert self.bounds is not None
-        if self.state_bytes > self.problem.num_devices * self.problem.memory_bytes and self.open:
-            return  # nothing can fit: one program says what is missing
-        given = self.cuttable.num_stages
-        for count in microbatch_counts(self.cuttable):
-            for few, most in self.numbers_of_stages():
-                bound_s = self.bounds.stages_s(count, few, most, self.sizes() if given is None else [self.part(given)])
-                even_s = min(self.bounds.even_stages_s(count, number) for number in range(few, most + 1))
-                yield Stages(
-                    num_microbatches=count, num_stages=(few, most), bound_s=bound_s, likely_s=bound_s, even_s=even_s
-                )
-
-    def lanes(self) -> Iterator[Region]:
-        """Yield the regions of lanes, of which every machine of a mixed cluster gets one, as stages or as one."""
-        method = self.problem.method
-        asked = self.problem.named_stages or method.remat is True or method.kinds is not None
-        if self.known is None or not self.problem.hardware.is_mixed or asked:
-            return
-        if method.schedule is not None and get_schedule(method.schedule).name != DEFAULT_SCHEDULE:
-            return
-        assert self.bounds is not None
-        for count in microbatch_counts(self.cuttable):
-            if count >= len(self.problem.hardware.groups):
-                yield Lanes(num_microbatches=count, bound_s=self.bounds.lanes_s(count))
-
-    def numbers_of_stages(self) -> Iterator[tuple[int, int]]:
-        """Yield the numbers of stages, in ranges: 2, 3 to 4, 5 to 8, ..., or the one that is given."""
-        assert self.known is not None
-        given = self.cuttable.num_stages
-        if given is not None:
-            large = self.is_large and self.problem.method.num_microbatches is None
-            if given > 1 or large or self.problem.offloads:
-                yield given, given
-            return
-        if self.problem.named_stages:
-            yield len(self.problem.named_stages), len(self.problem.named_stages)
-            return
-        if self.is_large or self.problem.offloads:
-            yield 1, 1
-        if not self.problem.method.allows_stages:
-            return
-        most, few = min(self.known.num_layers, self.problem.num_devices), 2
-        while few <= most:
-            yield few, min(2 * (few - 1), most)
-            few = 2 * few - 1
-
-    def sizes(self) -> list[int]:
-        """Return the numbers of devices that a mesh can have, smallest first."""
-        return sorted({each.num_devices for each in self.cuttable.submeshes()})
-
-    def part(self, num_stages: int) -> int:
-        """Return the devices of one of so many equal stages."""
-        return max(1, self.problem.num_devices // num_stages)
-
-    @cached_property
-    def is_large(self) -> bool:
-        """True if the whole step in one program is too much to be planned within a memory that matters in seconds."""
-        jaxpr, bounds = jc.open_jaxpr(self.problem.trace.jaxpr)[0], self.bounds
-        return len(jaxpr.eqns) >= FOLD_FROM and bounds is not None and bounds.whole_bytes > self.problem.memory_bytes
-
-    @cached_property
-    def num_hosts(self) -> int:
-        """The hosts of all groups, or the parts of hosts that equal stages divide them into."""
-        return sum(cluster.num_hosts for cluster in self.cuttable.clusters)
-
-    @property
-    def state_bytes(self) -> float:
-        """The bytes that stay from step to step."""
-        return 0.0 if self.bounds is None else self.bounds.state_bytes
-
-    # --- the search ---------------------------------------------------------------------------------------------------
+        space = Space.of(problem)
+        return cls(space=space, simulated_s=simulated_s, open=list(space.regions))
 
     def run(self) -> Plan:
         """Solve regions, the most promising first, until none can hold a better plan."""
-        method = self.problem.method
+        method = self.space.problem.method
         most, deadline = EFFORTS[method.effort], time.process_time() + method.time_limit_s
         taken, stopped = 0, ""
         while self.open:
@@ -466,8 +170,8 @@ class _Search:
             if not promising:
                 break
             region = min(promising, key=self.order)
-            if not self.is_there(region):
-                self.open = [each for each in self.open if self.is_there(each)]
+            if not self.space.is_there(region):
+                self.open = [each for each in self.open if self.space.is_there(each)]
                 continue
             if self.best is not None or self.beside is not None:
                 if taken >= most:
@@ -484,7 +188,7 @@ class _Search:
             raise self.reason()
         bound_s = min(self.best_s, self.closed_s)
         for region in self.open:
-            if not isinstance(region, Completion) and region.bound_s < bound_s and self.is_there(region):
+            if not isinstance(region, Completion) and region.bound_s < bound_s and self.space.is_there(region):
                 bound_s = region.bound_s
         others = sorted(
             (seconds, words)
@@ -501,15 +205,6 @@ class _Search:
         )
         return replace(self.best, certificate=certificate)
 
-    def is_there(self, region: Region) -> bool:
-        """Return false for several microbatches where there is nothing in them."""
-        return isinstance(region, Completion) or region.num_microbatches == 1 or self.splits
-
-    @cached_property
-    def splits(self) -> bool:
-        """True if several microbatches may be better than one."""
-        return worth_splitting(self.cuttable)
-
     def order(self, region: Region) -> tuple[float, ...]:
         """Return by what regions are sorted: the time that is likely, of stages if even, then how usual they are.
 
@@ -517,7 +212,7 @@ class _Search:
         where that takes too long to be planned, the best stages of a usual number of microbatches.
         """
         likely_s, first = self.likely_s(region), self.best is None
-        on_machines = self.problem.hardware.is_mixed and self.is_large
+        on_machines = self.space.problem.hardware.is_mixed and self.space.is_large
         match region:
             case Completion():
                 return (-1.0, likely_s) if first else (likely_s, 0.0)
@@ -526,29 +221,19 @@ class _Search:
             case Lanes(num_microbatches=count):
                 if not self.lanes_share:  # nothing tells them apart yet
                     likely_s = min(each.bound_s for each in self.open if isinstance(each, Lanes))
-                return likely_s, self.unusual(count)
+                return likely_s, self.space.unusual(count)
             case Stages(num_microbatches=count, num_stages=(few, _), attempt=0) if on_machines:
-                usual = min(microbatch_counts(self.cuttable), key=self.unusual)
-                return (-2.0, float(few)) if count == usual else (likely_s, self.unusual(count))
+                usual = min(microbatch_counts(self.space.cuttable), key=self.space.unusual)
+                return (-2.0, float(few)) if count == usual else (likely_s, self.space.unusual(count))
             case Stages(num_microbatches=count):
-                return max(likely_s, region.even_s), self.unusual(count)
-
-    def unusual(self, num_microbatches: int) -> float:
-        """Return how far a number of microbatches is from a usual one."""
-        hardware, num_layers = self.problem.hardware, 1 if self.known is None else self.known.num_layers
-        most = _STAGES_PER_MACHINE * len(hardware.groups) if hardware.is_mixed else self.num_hosts
-        stages, trace = max(1, min(self.num_hosts, num_layers // 2, most)), self.problem.trace
-        rows = trace.num_rows if trace.batch_inputs else 1
-        # With fewer examples in a microbatch than a stage has devices, some would have none.
-        usual = min(_MICROBATCHES_PER_STAGE * stages, max(1, rows * stages // self.problem.num_devices))
-        return abs(math.log2(num_microbatches / usual))
+                return max(likely_s, region.even_s), self.space.unusual(count)
 
     def likely_s(self, region: Region) -> float:
         """Return the time that the best plan of a region is taken to need at least."""
         if isinstance(region, Lanes):
             return max(region.bound_s, _LIKELY_SHARE * self.lanes_share * region.bound_s)
         if isinstance(region, Stages):
-            unknown = self.known is not None and region.num_microbatches not in self.known.solved
+            unknown = self.space.known is not None and region.num_microbatches not in self.space.known.solved
             return max(region.likely_s, _LIKELY_SHARE * self.unseen_share * region.by_others_s if unknown else 0.0)
         if isinstance(region, OneProgram):
             return region.likely_s
@@ -598,12 +283,12 @@ class _Search:
         except (MemoryTooSmall, InvalidArgument, NotSplittable, Unsupported) as error:
             self.errors.append(error)
             if isinstance(region, OneProgram) and isinstance(error, MemoryTooSmall):
-                self.open += self.with_more_microbatches(region)
+                self.open += self.space.with_more_microbatches(region)
         return True
 
     def solve_program(self, region: OneProgram) -> None:
         """Find the best layouts of one program on one mesh."""
-        problem = self.problem
+        problem = self.space.problem
         method = replace(
             problem.method, num_stages=1, num_microbatches=region.num_microbatches, mesh_shape=region.shape
         )
@@ -630,16 +315,16 @@ class _Search:
         self.add(plan, str(region), sharding.step_time_s)
         memory = memory_limit(problem.method.memory, problem.hardware.groups[region.group].machine)
         if sharding.recomputed or sharding.peak_bytes > _MUCH_MEMORY * memory:
-            self.open += self.with_more_microbatches(region)
+            self.open += self.space.with_more_microbatches(region)
 
     def solve_lanes(self, region: Lanes) -> None:
         """Find the stages of the lanes, one each or the best pipelines, their shares, and the best layouts of each."""
-        assert self.known is not None
-        layers, costs = self.known(region.num_microbatches, remat=False, splits=False)
+        assert self.space.known is not None
+        layers, costs = self.space.known(region.num_microbatches, remat=False, splits=False)
         self.tried.add(region.num_microbatches)
         self.closed_s = min(self.closed_s, region.bound_s)
         try:
-            for lanes in lanes_of_machines(self.cuttable, layers, costs, self.best_s):
+            for lanes in lanes_of_machines(self.space.cuttable, layers, costs, self.best_s):
                 several = lanes.bare.num_stages > len(lanes.bare.lanes)
                 words, step_time_s = f"{region}{', pipelines' * several}", _LANES_SHARE * lanes.step_time_s
                 if step_time_s < min(self.best_s, self.beside[1] if self.beside else math.inf):
@@ -654,24 +339,16 @@ class _Search:
             self.open = [r for r in self.open if not (isinstance(r, Lanes) and r.num_microbatches < few)]
             raise
 
-    def with_more_microbatches(self, region: OneProgram) -> list[Region]:
-        """Return the region of the next number of microbatches, if that is not given."""
-        never = self.state_bytes > region.num_devices * self.problem.memory_bytes
-        if never or self.problem.method.num_microbatches is not None or self.known is None or region.shape is None:
-            return []
-        more = [n for n in microbatch_counts(self.cuttable) if n > region.num_microbatches]
-        return [self.program(region.num_devices, region.shape, more[0], group=region.group)] if more else []
-
     def search_stages(self, region: Stages) -> bool:
         """Find the best stages of every schedule; return False if only another time is likely than was thought."""
-        assert self.known is not None
+        assert self.space.known is not None
         count = region.num_microbatches
         put_off = replace(region, by_others_s=self.by_others_s(region))
         if self.likely_s(put_off) > self.likely_s(region):
             self.open.append(put_off)
             return False
-        problem = replace(self.cuttable, share=region.share)
-        known = replace(self.known, problem=problem)
+        problem = replace(self.space.cuttable, share=region.share)
+        known = replace(self.space.known, problem=problem)
         below_s = self.best_s / min(_WHOLE_SHARE, self.unseen_share, *self.shares.values())
         self.tried.add(count)
         found = stage_candidates(problem, known, count, region.num_stages, below_s)
@@ -693,13 +370,13 @@ class _Search:
         Infinity where neither so many equal stages fit, nor the next fewer and more: those between need as much memory.
         """
         count = region.num_microbatches
-        assert self.known is not None
-        solved = self.known.solved
-        if not solved or count in solved or self.problem.method.effort == "thorough":
+        assert self.space.known is not None
+        solved = self.space.known.solved
+        if not solved or count in solved or self.space.problem.method.effort == "thorough":
             return region.by_others_s
         like = min(solved, key=lambda other: (abs(math.log2(other / count)), other))
         if (count, like) not in self.times_by:
-            self.times_by[count, like] = likely_times_s(self.cuttable, self.known, count, like)
+            self.times_by[count, like] = likely_times_s(self.space.cuttable, self.space.known, count, like)
         times_s, (few, most) = self.times_by[count, like], region.num_stages
         fewer, more = (n for n in times_s if n <= few), (n for n in times_s if n >= most)
         near = range(max(fewer, default=few), min(more, default=most) + 1)
@@ -708,7 +385,7 @@ class _Search:
 
     def complete(self, region: Completion) -> None:
         """Choose the layouts of all stages of a candidate, and simulate its plan."""
-        candidate, problem = region.candidate, self.cuttable
+        candidate, problem = region.candidate, self.space.cuttable
         stages = candidate.stages
         alone = len(stages) == 1 and candidate.layers.num_microbatches == 1 and len(candidate.virtual_stages) == 1
         if alone and not problem.offloads:
@@ -760,7 +437,7 @@ class _Search:
         """Return whether a region completes stages of another one that need as large a share of the memory."""
         if not isinstance(region, Completion) or region.region is not before:
             return False
-        return region.candidate.peak_share(self.cuttable) >= share
+        return region.candidate.peak_share(self.space.cuttable) >= share
 
     def learn(self, candidate: PipelineCandidate, seconds: float) -> None:
         """Keep how much less than by their layers stages of such a kind take as a whole."""
@@ -784,29 +461,3 @@ class _Search:
         """Return the error that says best why there is no plan: memory before all, if that is what is missing."""
         shortages = [error for error in self.errors if isinstance(error, MemoryTooSmall)]
         return (shortages or self.errors)[-1]
-
-
-def _if_it_can_be_cut(problem: StageProblem) -> tuple[KnownLayers | None, StepBounds | None]:
-    """Return the layers of a step and its bounds; None where there is nothing but one program."""
-    trace, method = problem.trace, problem.method
-    if not _may_be_cut(trace, method.num_stages, 2 if problem.offloads else problem.num_devices):
-        return None, None
-    if (method.num_stages or 1) > 1 and not trace.differentiates:
-        refuse_long_training_loops(trace, f"{method.num_stages} stages")
-        raise without_gradient(trace, method.num_stages or 1)
-    if not trace.differentiates:
-        return None, None
-    try:
-        options = {"batch_statistics": method.batch_statistics, "random": method.random}
-        return KnownLayers.of(problem), step_bounds(trace, problem.hardware, **options)
-    except (NotSplittable, Unsupported):
-        if method.num_stages is not None or (method.num_microbatches or 1) > 1:
-            raise
-        return None, None
-
-
-def _may_be_cut(trace: Trace, num_stages: int | None, num_devices: int) -> bool:
-    """Return whether a step might be more than one program."""
-    if num_devices == 1 or (num_stages is None and not trace.batch_inputs):
-        return False
-    return not any(jc.keeps_order(eqn) for eqn in jc.all_equations(trace.jaxpr))

@@ -16,7 +16,7 @@ import autopar
 from autopar.compiler.analysis.aot_targets import gpu_devices
 from autopar.compiler.memory.estimate import bytes_with_headroom
 from autopar.compiler.planning.candidates import stage_candidates
-from autopar.compiler.planning.search import shard_candidate
+from autopar.compiler.planning.sharded_plan import shard_candidate
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
 from autopar.errors import MemoryTooSmall
 from autopar.hardware.machine import Link, Machine

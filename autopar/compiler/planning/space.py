@@ -1,0 +1,304 @@
+"""Divide all plans of a step into regions, each with a time that no plan in it undercuts.
+
+    StageProblem  ->  Space  ->  Region, ...
+
+What the user fixes takes regions away, and adds none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar.compiler.frontend.trace import Trace
+from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops, without_gradient
+from autopar.compiler.intra_op.plan_program import FOLD_FROM
+from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.planning.candidates import PipelineCandidate, microbatch_counts, worth_splitting
+from autopar.compiler.planning.one_mesh import mesh_choices
+from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
+from autopar.compiler.planning.step_bounds import StepBounds, step_bounds
+from autopar.errors import NotSplittable, Unsupported
+from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
+from autopar.plain_text import microbatches_in_words
+
+_MICROBATCHES_PER_STAGE = 8
+"""A usual number, where nothing else tells numbers apart."""
+_STAGES_PER_MACHINE = 2
+"""A usual number in a cluster of several, each of which has many hosts for a stage."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OneProgram:
+    """The plans of one program on one mesh of some devices; a shape of None: of the best of the usual shapes."""
+
+    num_devices: int
+    shape: tuple[int, ...] | None
+    num_microbatches: int
+    bound_s: float
+    group: int = 0
+    """That of the cluster whose devices these are."""
+
+    @property
+    def likely_s(self) -> float:
+        """The time that its best plan is taken to need at least."""
+        return self.bound_s
+
+    def __str__(self) -> str:
+        shape = f"{self.num_devices}" if self.shape is None else "x".join(map(str, self.shape))
+        of_group = f" of group {self.group}" if self.group else ""
+        return f"one program on {shape}{of_group}, {microbatches_in_words(self.num_microbatches)}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stages:
+    """The plans of `num_stages` stages, from the first to the second of these."""
+
+    num_microbatches: int
+    num_stages: tuple[int, int]
+    bound_s: float
+    likely_s: float
+    even_s: float
+    """The time of equal stages that do nothing but their work: no bound, but it tells regions apart."""
+    by_others_s: float = 0.0
+    """The least time of equal stages by the layers of other microbatches; 0 as long as it is not known."""
+    share: float = 1.0
+    """Of the memory: as much as the sum over a stage's layers may reach."""
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        few, most = self.num_stages
+        return f"{few} to {most} stages, {microbatches_in_words(self.num_microbatches)}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lanes:
+    """The plan in which every machine runs the step on a share of the microbatches."""
+
+    num_microbatches: int
+    bound_s: float
+
+    @property
+    def likely_s(self) -> float:
+        """The time that it is taken to need at least."""
+        return self.bound_s
+
+    def __str__(self) -> str:
+        return f"a lane on every machine, {microbatches_in_words(self.num_microbatches)}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """The plans of one candidate, whose layouts are to be chosen."""
+
+    candidate: PipelineCandidate
+    region: Stages
+    first: bool
+    """The fastest of its region with stages of its kind: one of which the time as a whole is to be known."""
+    estimated_s: float = 0.0
+    """Seconds that its plan takes at least, by layouts up to a gap; 0 if there are none yet."""
+
+    def __str__(self) -> str:
+        return str(self.candidate)
+
+
+Region = OneProgram | Stages | Lanes | Completion
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Space:
+    """All plans that a method allows for a step, in regions."""
+
+    problem: StageProblem
+    cuttable: StageProblem
+    """The same, with training loops unrolled, as stages need it."""
+    known: KnownLayers | None
+    """None where the step cannot be cut."""
+    bounds: StepBounds | None
+
+    @classmethod
+    def of(cls, problem: StageProblem) -> Space:
+        """Return the space of a problem."""
+        cuttable = replace(problem, trace=unroll_training_loops(problem.trace))
+        known, bounds = _if_it_can_be_cut(cuttable)
+        return cls(problem=problem, cuttable=cuttable, known=known, bounds=bounds)
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """All of it. Raises `Unsupported` where the offload that is asked for needs stages that there are not."""
+        programs = tuple(self.programs())
+        # Where nothing can fit, one program says what is missing.
+        hopeless = programs and self.state_bytes > self.problem.num_devices * self.problem.memory_bytes
+        stages = () if hopeless else tuple(self.stages())
+        found = (*programs, *stages, *(() if self.problem.offloads else self.lanes()))
+        if self.problem.offloads and not found:
+            raise Unsupported(
+                f"offload={self.problem.method.offload!r} brings values in for the tasks of a step, as its own "
+                "transfers to the host do, and "
+                f'{self.problem.trace.name} cannot be cut into a gradient and an update. Use offload="off".'
+            )
+        return found
+
+    def programs(self) -> Iterator[Region]:
+        """Yield the regions of one program."""
+        problem, method = self.problem, self.problem.method
+        if problem.named_stages:
+            return
+        if problem.offloads:
+            return  # only updates apart from the rest have their state brought in
+        if problem.hardware.is_mixed:
+            yield from () if self.is_large else self.programs_of_groups()
+            return
+        every = problem.num_devices
+        divides = method.mesh_shape is None or every % math.prod(method.mesh_shape) == 0
+        if self.known is not None and divides and (problem.num_stages or 1) > 1:
+            return
+        if self.is_large and (problem.num_stages is None or method.num_microbatches is None):
+            return  # as a stage: the whole step in one program takes too long to be planned within memory
+        sizes = self.sizes() if method.num_stages is None and method.mesh_shape is None else [every]
+        for num_devices in reversed(sizes):
+            # On few devices, the state alone may be too much; on all of them, the search says what is missing.
+            if num_devices == every or self.state_bytes <= num_devices * problem.memory_bytes:
+                for mesh in mesh_choices(method, num_devices):
+                    yield self.program(num_devices, mesh.shape, method.num_microbatches or 1)
+
+    def programs_of_groups(self) -> Iterator[Region]:
+        """Yield the regions of one program on all devices of one machine."""
+        method, hardware = self.problem.method, self.problem.hardware
+        for number, group in enumerate(hardware.groups):
+            for mesh in mesh_choices(method, group.num_devices):
+                yield self.program(group.num_devices, mesh.shape, method.num_microbatches or 1, group=number)
+
+    def program(self, num_devices: int, shape: tuple[int, ...], num_microbatches: int, *, group: int = 0) -> OneProgram:
+        """Return a region of one program with its bound."""
+        bound_s = 0.0 if self.bounds is None else self.bounds.one_program_s(num_devices, num_microbatches)
+        return OneProgram(
+            num_devices=num_devices, shape=shape, num_microbatches=num_microbatches, bound_s=bound_s, group=group
+        )
+
+    def stages(self) -> Iterator[Region]:
+        """Yield the regions of stages."""
+        if self.known is None:
+            return
+        assert self.bounds is not None
+        given = self.cuttable.num_stages
+        for count in microbatch_counts(self.cuttable):
+            for few, most in self.numbers_of_stages():
+                bound_s = self.bounds.stages_s(count, few, most, self.sizes() if given is None else [self.part(given)])
+                even_s = min(self.bounds.even_stages_s(count, number) for number in range(few, most + 1))
+                yield Stages(
+                    num_microbatches=count, num_stages=(few, most), bound_s=bound_s, likely_s=bound_s, even_s=even_s
+                )
+
+    def lanes(self) -> Iterator[Region]:
+        """Yield the regions of lanes, of which every machine of a mixed cluster gets one, as stages or as one."""
+        method = self.problem.method
+        asked = self.problem.named_stages or method.remat is True or method.kinds is not None
+        if self.known is None or not self.problem.hardware.is_mixed or asked:
+            return
+        if method.schedule is not None and get_schedule(method.schedule).name != DEFAULT_SCHEDULE:
+            return
+        assert self.bounds is not None
+        for count in microbatch_counts(self.cuttable):
+            if count >= len(self.problem.hardware.groups):
+                yield Lanes(num_microbatches=count, bound_s=self.bounds.lanes_s(count))
+
+    def numbers_of_stages(self) -> Iterator[tuple[int, int]]:
+        """Yield the numbers of stages, in ranges: 2, 3 to 4, 5 to 8, ..., or the one that is given."""
+        assert self.known is not None
+        given = self.cuttable.num_stages
+        if given is not None:
+            large = self.is_large and self.problem.method.num_microbatches is None
+            if given > 1 or large or self.problem.offloads:
+                yield given, given
+            return
+        if self.problem.named_stages:
+            yield len(self.problem.named_stages), len(self.problem.named_stages)
+            return
+        if self.is_large or self.problem.offloads:
+            yield 1, 1
+        if not self.problem.method.allows_stages:
+            return
+        most, few = min(self.known.num_layers, self.problem.num_devices), 2
+        while few <= most:
+            yield few, min(2 * (few - 1), most)
+            few = 2 * few - 1
+
+    def sizes(self) -> list[int]:
+        """Return the numbers of devices that a mesh can have, smallest first."""
+        return sorted({each.num_devices for each in self.cuttable.submeshes()})
+
+    def part(self, num_stages: int) -> int:
+        """Return the devices of one of so many equal stages."""
+        return max(1, self.problem.num_devices // num_stages)
+
+    @cached_property
+    def is_large(self) -> bool:
+        """True if the whole step in one program is too much to be planned within a memory that matters in seconds."""
+        jaxpr, bounds = jc.open_jaxpr(self.problem.trace.jaxpr)[0], self.bounds
+        return len(jaxpr.eqns) >= FOLD_FROM and bounds is not None and bounds.whole_bytes > self.problem.memory_bytes
+
+    @cached_property
+    def num_hosts(self) -> int:
+        """The hosts of all groups, or the parts of hosts that equal stages divide them into."""
+        return sum(cluster.num_hosts for cluster in self.cuttable.clusters)
+
+    @property
+    def state_bytes(self) -> float:
+        """The bytes that stay from step to step."""
+        return 0.0 if self.bounds is None else self.bounds.state_bytes
+
+    def with_more_microbatches(self, region: OneProgram) -> list[Region]:
+        """Return the region of the next number of microbatches, if that is not given."""
+        never = self.state_bytes > region.num_devices * self.problem.memory_bytes
+        if never or self.problem.method.num_microbatches is not None or self.known is None or region.shape is None:
+            return []
+        more = [n for n in microbatch_counts(self.cuttable) if n > region.num_microbatches]
+        return [self.program(region.num_devices, region.shape, more[0], group=region.group)] if more else []
+
+    def is_there(self, region: Region) -> bool:
+        """Return false for several microbatches where there is nothing in them."""
+        return isinstance(region, Completion) or region.num_microbatches == 1 or self.splits
+
+    @cached_property
+    def splits(self) -> bool:
+        """True if several microbatches may be better than one."""
+        return worth_splitting(self.cuttable)
+
+    def unusual(self, num_microbatches: int) -> float:
+        """Return how far a number of microbatches is from a usual one."""
+        hardware, num_layers = self.problem.hardware, 1 if self.known is None else self.known.num_layers
+        most = _STAGES_PER_MACHINE * len(hardware.groups) if hardware.is_mixed else self.num_hosts
+        stages, trace = max(1, min(self.num_hosts, num_layers // 2, most)), self.problem.trace
+        rows = trace.num_rows if trace.batch_inputs else 1
+        # With fewer examples in a microbatch than a stage has devices, some would have none.
+        usual = min(_MICROBATCHES_PER_STAGE * stages, max(1, rows * stages // self.problem.num_devices))
+        return abs(math.log2(num_microbatches / usual))
+
+
+def _if_it_can_be_cut(problem: StageProblem) -> tuple[KnownLayers | None, StepBounds | None]:
+    """Return the layers of a step and its bounds; None where there is nothing but one program."""
+    trace, method = problem.trace, problem.method
+    if not _may_be_cut(trace, method.num_stages, 2 if problem.offloads else problem.num_devices):
+        return None, None
+    if (method.num_stages or 1) > 1 and not trace.differentiates:
+        refuse_long_training_loops(trace, f"{method.num_stages} stages")
+        raise without_gradient(trace, method.num_stages or 1)
+    if not trace.differentiates:
+        return None, None
+    try:
+        options = {"batch_statistics": method.batch_statistics, "random": method.random}
+        return KnownLayers.of(problem), step_bounds(trace, problem.hardware, **options)
+    except (NotSplittable, Unsupported):
+        if method.num_stages is not None or (method.num_microbatches or 1) > 1:
+            raise
+        return None, None
+
+
+def _may_be_cut(trace: Trace, num_stages: int | None, num_devices: int) -> bool:
+    """Return whether a step might be more than one program."""
+    if num_devices == 1 or (num_stages is None and not trace.batch_inputs):
+        return False
+    return not any(jc.keeps_order(eqn) for eqn in jc.all_equations(trace.jaxpr))
