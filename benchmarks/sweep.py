@@ -130,6 +130,18 @@ SWEEPS = (
         shows="Auto() beside its own restrictions and plans by hand, simulated",
     ),
     Sweep(
+        name="published_plans",
+        words=("benchmarks.published_plans",),
+        minutes=None,
+        shows="Auto() beside the plans that Megatron-LM, Llama 3 and MaxText publish, simulated",
+    ),
+    Sweep(
+        name="chosen_here",
+        words=("benchmarks.chosen_here",),
+        minutes=None,
+        shows="the chosen plan beside simpler ones, run on eight devices of this CPU",
+    ),
+    Sweep(
         name="enumerated_plans",
         words=("benchmarks.enumerated_plans",),
         minutes=80,
