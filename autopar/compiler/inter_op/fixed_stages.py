@@ -61,10 +61,7 @@ def search_fixed_stages(
     As soon as none takes less than `below_s`, it is any partition. Raises `MemoryTooSmall` if none fits.
     """
     ways = _ways(num_layers, submesh, stage_costs, transfer_s, timing)
-    fits = [
-        _fitting(ways, timing.num_in_flight(stages_behind=behind, num_stages=num_stages), memory_bytes)
-        for behind in reversed(range(num_stages))
-    ]
+    fits = _fitting_stages(ways, num_stages, memory_bytes)
     update_s = min((timing.update_s(cost) for costs in ways.costs.values() for cost in costs), default=0.0)
     caps = np.unique(ways.steady_s[np.isfinite(ways.steady_s) & np.logical_or.reduce(fits)])
     best: Partition | None = None
@@ -136,6 +133,13 @@ def _ways(
         links_s=links_s,
         timing=timing,
     )
+
+
+def _fitting_stages(ways: _Ways, num_stages: int, memory_bytes: float) -> list[np.ndarray]:
+    """Return what has room as each of the stages, in their order."""
+    behind = reversed(range(num_stages))
+    live = [ways.timing.num_in_flight(stages_behind=each, num_stages=num_stages) for each in behind]
+    return [_fitting(ways, count, memory_bytes) for count in live]
 
 
 def _fitting(ways: _Ways, num_in_flight: float, memory_bytes: float) -> np.ndarray:
