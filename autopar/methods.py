@@ -23,47 +23,29 @@ Nothing is decided here: the compiler works out the meaning of a value for a pro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec
 
-from autopar.checks import (
-    BATCH_STATISTICS,
-    RANDOM,
-    check_choice,
-    check_count,
-    check_mesh_shape,
-    check_pattern,
-    check_spec,
-    is_number,
-    is_text,
-    is_whole,
-    plain_value,
-)
+from autopar.checks import check_mesh_shape, plain_value
 from autopar.errors import InvalidArgument
 from autopar.ir.schedules import DEFAULT_SCHEDULE, Schedule, check_virtual_stages, get_schedule
-
-MEMORY_LEVELS = {"off": math.inf, "adaptive": 0.9, "slight": 0.75, "moderate": 0.6, "heavy": 0.4}
-"""The share of a device's memory that a plan may use, a tenth being left to what is not modelled; "off": no limit."""
-
-EFFORTS = {"fast": 4, "normal": 32, "thorough": math.inf}
-"""The parts of the space of all plans that a search looks into, the most promising first."""
-
-ZERO_STAGES = (0, 1, 2, 3)
-"""The stages of ZeRO: how much of the state replicas divide; 0: nothing."""
-
-OFFLOADS = ("optimizer", "parameters", "activations")
-"""What may live in pinned memory of the hosts while no task uses it."""
-
-PLACEMENTS = ("intra_node_model", "intra_node_replica")
-"""What is within a host: the devices that share the work on an example, or the replicas."""
-
-KINDS = ("data", "zero", "tensor", "sequence", "expert", "pipeline")
-"""The kinds of parallelism to which a search can be restricted."""
-
-_USUAL_AXES = ("data", "model", "expert")
+from autopar.method_fields import (
+    FIELD_CHECKS,
+    KINDS,
+    PLACEMENTS,
+    as_offload,
+    axes_or_usual,
+    check_layers,
+    check_runs_of_layers,
+    check_specs,
+    given_devices,
+    one_for_each_stage,
+    placement_of,
+    virtual_stages_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,13 +109,13 @@ class ShardParallel:
         """Raise `InvalidArgument` for a mesh, pattern, spec, count or word that cannot be used."""
         _check_fields(self)
         check_mesh_shape(self.mesh_shape, self.mesh_axes)
-        _check_specs(self.specs, self.mesh_axes)
+        check_specs(self.specs, self.mesh_axes)
         object.__setattr__(self, "specs", dict(self.specs))
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
         """The names of the mesh axes; the usual ones if none were given."""
-        return _axes_or_usual(self.mesh_shape, self.axis_names)
+        return axes_or_usual(self.mesh_shape, self.axis_names)
 
     def search(self) -> Auto:
         """Return the search that this method restricts: the layouts of one program on this mesh."""
@@ -152,34 +134,55 @@ class ShardParallel:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineParallel:
-    """Cut the model into stages on equal groups of devices and feed them microbatches in turn.
+    """Cut the model into stages, each on devices of its own, and feed them microbatches in turn.
 
-    The devices are split into `num_stages` meshes. Each has the logical `mesh_shape` with `axis_names`;
-    `None` puts all devices of a mesh on one "data" axis. The forward is cut into `layers` layers, by default
-    those that the model marks by `autopar.layer_boundary`, or else one per stage. `schedule` is "gpipe",
+    The devices are split into `num_stages` meshes of equal size, 2 by default. Each has the logical `mesh_shape` with
+    `axis_names`; `None` puts all devices of a mesh on one "data" axis. The forward is cut into `layers` layers, by
+    default those that the model marks by `autopar.layer_boundary`, or else one per stage. `schedule` is "gpipe",
     "1f1b", "eager-1f1b", "interleaved", "zero-bubble", or one that `register_schedule` made known. With
     "interleaved" each mesh has `virtual_stages` stages, 2 by default, that lie apart in the model; the others have
     one per mesh. `remat=True` recomputes each stage's forward in its backward, so that only the inputs of a stage
     stay in memory. `offload` is that of `Megatron`, `specs` are those of `ShardParallel`, over the axes of a stage's
     mesh, and the rest is that of `DataParallel`.
 
+    Stages may be unequal; then each of these has an entry for every one of them:
+
+        layers        [[0, 5], [5, 12]]   the layers of the model that it has, the last one not among them
+        submeshes     [(1, 4), (1, 2)]    the hosts of its mesh, and the devices of each; what is left over is idle
+        mesh_shapes   [(2, 2), (2, 1)]    the logical shape of its mesh, by default all devices on one axis
+
+    Layers are those that the model says it has, by marks or numbered scopes, and what stands before the first and
+    after the last goes with these (or counts as a layer each, in ranges that end two later); of a model that says
+    nothing, as many parts of even FLOPs. With virtual stages, `layers` has an entry for each of them, stage 0 of every
+    mesh first, and the other two have one for each mesh.
+
+    `layouts="search"` has the solver lay out inputs as well: what `specs` name is as they say, everything else as it is
+    fastest, and within nine tenths of a device's memory if it can be. By default ("given") the other inputs are on
+    every device, or split along the batch.
+
     Raises `InvalidArgument` for a count below 1, an unknown word, fewer layers than stages, virtual stages
-    without "interleaved", an invalid pattern, or a spec with axes that the mesh lacks.
+    without "interleaved", an invalid pattern, a spec with axes that the mesh lacks, layers that leave one out or have
+    one twice, and entries for other numbers of stages, or of devices.
 
     >>> PipelineParallel(num_stages=4, num_microbatches=8, schedule="interleaved").num_virtual_stages
     8
+    >>> PipelineParallel(layers=[[0, 5], [5, 12]], submeshes=[(1, 4), (1, 2)]).num_layers
+    12
     """
 
     divides: ClassVar[tuple[str, ...]] = ("batch",)
-    num_stages: int = 2
+    num_stages: int | None = None
     num_microbatches: int = 1
     schedule: str | Schedule = DEFAULT_SCHEDULE
     mesh_shape: tuple[int, ...] | None = None
     axis_names: tuple[str, ...] | None = None
-    layers: int | None = None
+    layers: int | Sequence[Sequence[int]] | None = None
+    submeshes: Sequence[tuple[int, int]] | None = None
+    mesh_shapes: Sequence[tuple[int, ...]] | None = None
     virtual_stages: int | None = None
     remat: bool = False
     offload: str | tuple[str, ...] = "off"
+    layouts: str = "given"
     specs: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
     random: str = "full_batch"
     batch_statistics: str = "exact"
@@ -188,33 +191,63 @@ class PipelineParallel:
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for a count, word, mesh, pattern or spec that cannot be used."""
         _check_fields(self)
-        object.__setattr__(self, "offload", _as_offload(self.offload))
+        object.__setattr__(self, "offload", as_offload(self.offload))
         check_virtual_stages(get_schedule(self.schedule), self.stages_per_mesh)
-        _check_layers(self.num_layers, self.num_virtual_stages)
-        if self.mesh_shape is not None or self.axis_names is not None:
-            check_mesh_shape(self.mesh_shape or (1,), self.mesh_axes)
-        _check_specs(self.specs, self.mesh_axes)
+        one_for_each_stage(
+            self.num_stages,
+            self.stages_per_mesh,
+            {"layers": self.runs, "submeshes": self.submeshes, "mesh_shapes": self.mesh_shapes},
+        )
+        check_runs_of_layers(self.runs)
+        check_layers(self.num_layers, self.num_virtual_stages)
+        if self.mesh_shapes is not None and self.mesh_shape is not None:
+            raise InvalidArgument(
+                f"mesh_shape is {self.mesh_shape}, and mesh_shapes are {list(self.mesh_shapes)}. Give one of them: the "
+                "shape of all meshes, or that of each."
+            )
+        for shape in self.mesh_shapes or (self.mesh_shape,):
+            if shape is not None or self.axis_names is not None:
+                check_mesh_shape(shape or (1,), self.mesh_axes)
+        check_specs(self.specs, self.mesh_axes)
         object.__setattr__(self, "specs", dict(self.specs))
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...] | None:
+        """The layers `[start, stop)` of every stage, if they are given."""
+        if self.layers is None or isinstance(self.layers, int):
+            return None
+        return tuple((start, stop) for start, stop in self.layers)
+
+    @property
+    def num_meshes(self) -> int:
+        """Number of groups of devices: one for each stage, or for several virtual ones."""
+        for given, per_mesh in ((self.submeshes, 1), (self.mesh_shapes, 1), (self.runs, self.stages_per_mesh)):
+            if given is not None:
+                return len(given) // per_mesh
+        return 2 if self.num_stages is None else self.num_stages
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
         """The names of the axes of each stage's mesh; the usual ones if none were given."""
-        return _axes_or_usual(self.mesh_shape or (1,), self.axis_names)
+        first = self.mesh_shape if self.mesh_shapes is None else self.mesh_shapes[0]
+        return axes_or_usual(first or (1,), self.axis_names)
 
     @property
     def stages_per_mesh(self) -> int:
         """Number of stages on each mesh: `virtual_stages`, or the schedule's usual number."""
-        return _stages_per_mesh(self.schedule, self.virtual_stages)
+        return virtual_stages_of(self.schedule, self.virtual_stages)
 
     @property
     def num_virtual_stages(self) -> int:
         """Number of stages on all meshes together."""
-        return self.num_stages * self.stages_per_mesh
+        return self.num_meshes * self.stages_per_mesh
 
     @property
     def num_layers(self) -> int:
         """Number of layers that the forward is cut into: `layers`, or one per stage."""
-        return self.num_virtual_stages if self.layers is None else self.layers
+        if self.runs is not None:
+            return self.runs[-1][1]
+        return self.layers if isinstance(self.layers, int) else self.num_virtual_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,16 +315,16 @@ class Megatron:
         """Raise `InvalidArgument` for a field that cannot be used."""
         _check_fields(self)
         check_virtual_stages(get_schedule(self.schedule), self.stages_per_mesh)
-        object.__setattr__(self, "offload", _as_offload(self.offload))
+        object.__setattr__(self, "offload", as_offload(self.offload))
         if self.data is not None:
             self._check_replicas(self.data)
         if self.placement is not None:
-            object.__setattr__(self, "placement", _placement(self.placement))
+            object.__setattr__(self, "placement", placement_of(self.placement))
 
     @property
     def stages_per_mesh(self) -> int:
         """Number of stages on each mesh: `virtual_stages`, or the schedule's usual number."""
-        return _stages_per_mesh(self.schedule, self.virtual_stages)
+        return virtual_stages_of(self.schedule, self.virtual_stages)
 
     def degrees(self, num_devices: int) -> tuple[int, int, int]:
         """Return the numbers of replicas of the data, of shards of the weights, and of stages.
@@ -319,7 +352,7 @@ class Megatron:
         data, tensor, pipeline = self.degrees(num_devices)
         each = data * tensor
         if self.placement is not None and not isinstance(self.placement, str):
-            return _given_devices(self.placement, num_devices, (data, tensor, pipeline))
+            return given_devices(self.placement, num_devices, (data, tensor, pipeline))
         runs = tuple(tuple(range(stage * each, (stage + 1) * each)) for stage in range(pipeline))
         replicas = self.placement == PLACEMENTS[1]
         name, inside = ("data", data) if replicas else ("tensor", tensor)
@@ -408,11 +441,16 @@ class Auto:
         """Raise `InvalidArgument` for a field that cannot be used."""
         _check_fields(self)
         if self.layers is not None:
-            _check_layers(self.layers, self.num_stages or 1)
+            if not isinstance(self.layers, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InvalidArgument(
+                    f"layers is {self.layers!r}, the layers of stages that are given. Use "
+                    f'PipelineParallel(layers=..., layouts="search"), or give their number.'
+                )
+            check_layers(self.layers, self.num_stages or 1)
         if self.mesh_shape is not None:
             check_mesh_shape(self.mesh_shape, self.mesh_axes)
         object.__setattr__(self, "pins", dict(self.pins))
-        object.__setattr__(self, "offload", _as_offload(self.offload, searched=True))
+        object.__setattr__(self, "offload", as_offload(self.offload, searched=True))
         if self.kinds is not None:
             object.__setattr__(self, "kinds", tuple(kind for kind in KINDS if kind in self.kinds))
         if (self.num_stages or 1) > 1 and not self.allows_stages:
@@ -429,7 +467,7 @@ class Auto:
     @property
     def mesh_axes(self) -> tuple[str, ...]:
         """The names of the mesh axes; the usual ones if none were given."""
-        return _axes_or_usual(self.mesh_shape or (1, 1), self.axis_names)
+        return axes_or_usual(self.mesh_shape or (1, 1), self.axis_names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -539,182 +577,11 @@ def _check_fields(method: Method | _RestrictedSearch) -> None:
         is_open = value is None and each.default is None
         if each.type == "bool" and not isinstance(value, bool):
             raise InvalidArgument(f"{each.name} is {value!r}. Give True or False.")
-        if each.name in _FIELD_CHECKS and not is_open:
-            _FIELD_CHECKS[each.name](each.name, value)
-
-
-def _given_devices(
-    placement: Sequence[Sequence[int]], num_devices: int, degrees: tuple[int, int, int]
-) -> tuple[tuple[int, ...], ...]:
-    """Return the devices of every stage as they are given; `InvalidArgument` unless they are all, each once."""
-    data, tensor, pipeline = degrees
-    given = tuple(tuple(stage) for stage in placement)
-    if [len(stage) for stage in given] != [data * tensor] * pipeline:
-        sizes = " + ".join(str(len(stage)) for stage in given)
-        raise InvalidArgument(
-            f"placement has {sizes} devices in {len(given)} lists, and Megatron has {pipeline} stages of data={data} x "
-            f"tensor={tensor} devices. Give {pipeline} lists of {data * tensor}."
-        )
-    if sorted(device for stage in given for device in stage) != list(range(num_devices)):
-        raise InvalidArgument(
-            f"placement is {[list(stage) for stage in given]}, which has not each of the devices 0 to "
-            f"{num_devices - 1} once. Give every device one place."
-        )
-    return given
-
-
-def _placement(placement: Any) -> str | tuple[tuple[int, ...], ...]:
-    """Return a placement with tuples of Python's numbers; `InvalidArgument` for what is none."""
-    if is_text(placement):
-        check_choice("placement", placement, PLACEMENTS)
-        return placement
-    lists = cast(Sequence[Any], placement if isinstance(placement, list | tuple) else [None])
-    stages: list[Any] = [plain_value(stage) for stage in lists]
-    if not stages or not all(isinstance(each, list | tuple) and each and all(map(is_whole, each)) for each in stages):
-        raise InvalidArgument(
-            f"placement is {placement!r}. Give one of {', '.join(map(repr, PLACEMENTS))}, or for every stage a list of "
-            "its devices: [[0, 2, 1, 3]]."
-        )
-    return tuple(tuple(map(int, stage)) for stage in stages)
-
-
-def _check_layers(num_layers: int, num_stages: int) -> None:
-    if num_layers < num_stages:
-        raise InvalidArgument(
-            f"There are {num_layers} layers for {num_stages} stages, each needs one. Give layers={num_stages} or more, "
-            "or use fewer stages."
-        )
-
-
-def _check_memory(name: str, memory: float | str) -> None:
-    if isinstance(memory, str):
-        check_choice(name, memory, tuple(MEMORY_LEVELS))
-    elif not is_number(memory) or not memory > 0:
-        raise InvalidArgument(
-            f"{name} is {memory!r}; give bytes, a fraction of a device's memory above 0, or one of "
-            f"{', '.join(MEMORY_LEVELS)}."
-        )
-
-
-def _check_remat(name: str, remat: bool | str) -> None:
-    if not isinstance(remat, bool) and not (is_text(remat) and remat == "auto"):
-        raise InvalidArgument(f'{name} is {remat!r}; give True, False, or "auto".')
-
-
-def _check_seconds(name: str, seconds: float) -> None:
-    if not is_number(seconds) or not seconds > 0:
-        raise InvalidArgument(f"{name} is {seconds!r}; give a positive number of seconds.")
-
-
-def _check_zero(name: str, zero: int) -> None:
-    if not is_whole(zero) or zero not in ZERO_STAGES:
-        raise InvalidArgument(f"{name} is {zero!r}; ZeRO has the stages 1, 2 and 3. Give one of them, or 0.")
-
-
-def _check_stage(_: str, stage: int) -> None:
-    if not is_whole(stage) or stage not in ZERO_STAGES[1:]:
-        raise InvalidArgument(f"Zero has stage={stage!r}; there are the stages 1, 2 and 3. Give one of them.")
-
-
-def _check_axis_names(name: str, names: tuple[str, ...]) -> None:
-    if not isinstance(names, tuple) or not all(isinstance(each, str) for each in names):  # pyright: ignore
-        raise InvalidArgument(f"{name} is {names!r}. Give a tuple of strings, one for each axis of the mesh.")
-
-
-def _check_axis_sizes(name: str, sizes: tuple[int, ...]) -> None:
-    if not isinstance(sizes, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidArgument(f"{name} is {sizes!r}. Give a tuple of integers, one for each axis of the mesh.")
-
-
-def _check_kinds(name: str, kinds: tuple[str, ...]) -> None:
-    known = ", ".join(map(repr, KINDS))
-    if not isinstance(kinds, tuple) or not kinds:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InvalidArgument(f"{name} is {kinds!r}. Give one or more of {known}, or leave it out to allow all.")
-    for kind in kinds:
-        check_choice(name, kind, KINDS)
-
-
-_OFFLOAD_WORDS = ", ".join(f'"{word}"' for word in OFFLOADS)
-
-
-def _check_offload(words: Any) -> None:
-    several = isinstance(words, tuple | list | set | frozenset)
-    for word in cast(Iterable[Any], words) if several else (words,):
-        check_choice("offload", word, OFFLOADS if several else ("off", *OFFLOADS, "auto"))
-    if several and not words:
-        raise InvalidArgument(
-            f'offload is {words!r}, which names nothing. Use "off", or one or more of {_OFFLOAD_WORDS}.'
-        )
-
-
-def _as_offload(words: str | Iterable[str], *, searched: bool = False) -> str | tuple[str, ...]:
-    """Return one word as it is, several in the order in which they are listed; parameters imply the optimizer's."""
-    if words == "auto" and not searched:
-        raise InvalidArgument(
-            f'offload="auto" is for Auto, which searches. Use "off", or one or more of {_OFFLOAD_WORDS}.'
-        )
-    if isinstance(words, str):
-        return words
-    given = set(words)
-    named = tuple(w for w in OFFLOADS if w in given and not (w == "optimizer" and "parameters" in given))
-    return named[0] if len(named) == 1 else named
+        if each.name in FIELD_CHECKS and not is_open:
+            FIELD_CHECKS[each.name](each.name, value)
 
 
 def offloaded(method: PipelineParallel | Megatron | Auto) -> frozenset[str]:
     """Return what a method keeps on the hosts, in the words of `OFFLOADS`; none if that is to be searched."""
     words = {method.offload} if isinstance(method.offload, str) else set(method.offload)
     return frozenset(words - {"off", "auto"} | ({"optimizer"} if "parameters" in words else set()))
-
-
-def _check_patterns(name: str, patterns: Mapping[str, PartitionSpec]) -> None:
-    if not isinstance(patterns, Mapping) or not all(isinstance(each, str) for each in patterns):  # pyright: ignore
-        raise InvalidArgument(f"{name} is {patterns!r}. Give a dictionary from regular expressions to PartitionSpecs.")
-    for pattern in patterns:
-        check_pattern(name, pattern)
-
-
-# By the name of the field: methods that share a field share its check.
-_FIELD_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
-    "num_stages": check_count,
-    "num_microbatches": check_count,
-    "virtual_stages": check_count,
-    "layers": check_count,
-    "data": check_count,
-    "tensor": check_count,
-    "pipeline": check_count,
-    "schedule": lambda _, schedule: get_schedule(schedule),
-    "random": lambda name, word: check_choice(name, word, RANDOM),
-    "batch_statistics": lambda name, word: check_choice(name, word, BATCH_STATISTICS),
-    "effort": lambda name, word: check_choice(name, word, tuple(EFFORTS)),
-    "memory": _check_memory,
-    "remat": _check_remat,
-    "zero": _check_zero,
-    "offload": lambda _, words: _check_offload(words),
-    "time_limit_s": _check_seconds,
-    "stage": _check_stage,
-    "mesh_shape": _check_axis_sizes,
-    "axis_names": _check_axis_names,
-    "pins": _check_patterns,
-    "kinds": _check_kinds,
-    "specs": _check_patterns,
-}
-
-
-def _check_specs(specs: Mapping[str, PartitionSpec], axes: tuple[str, ...]) -> None:
-    for pattern, spec in specs.items():
-        check_spec(f"the inputs that match {pattern!r}", spec, (axes,))
-
-
-def _axes_or_usual(mesh_shape: tuple[int, ...], axis_names: tuple[str, ...] | None) -> tuple[str, ...]:
-    if axis_names is not None:
-        return axis_names
-    if len(mesh_shape) > len(_USUAL_AXES):
-        raise InvalidArgument(
-            f"The mesh shape {mesh_shape} has {len(mesh_shape)} axes, there are usual names for up to "
-            f"{len(_USUAL_AXES)} only. Give axis_names, one for each axis."
-        )
-    return _USUAL_AXES[: len(mesh_shape)]
-
-
-def _stages_per_mesh(schedule: str | Schedule, virtual_stages: int | None) -> int:
-    return get_schedule(schedule).virtual_stages[0] if virtual_stages is None else virtual_stages

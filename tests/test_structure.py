@@ -18,7 +18,18 @@ VAGUE_NAMES = {"utils", "core", "common", "helpers", "misc"}
 
 # Each may import only those before it. `compiler` and `runtime` do not know each other either, see below.
 PACKAGES = (
-    *("errors", "progress", "checks", "plain_text", "json_fields", "kept_files", "hardware", "ir", "methods"),
+    *(
+        "errors",
+        "progress",
+        "checks",
+        "plain_text",
+        "json_fields",
+        "kept_files",
+        "hardware",
+        "ir",
+        "method_fields",
+        "methods",
+    ),
     *("compiler.jaxprs", "compiler.sharding", "compiler.frontend", "compiler.microbatch", "compiler.pipeline"),
     *("compiler.costs", "compiler.resharding", "compiler.spmd", "compiler.memory"),
     *("compiler.solver", "compiler.inter_op", "compiler.intra_op", "compiler.lowering", "compiler.planning"),

@@ -98,6 +98,12 @@ def layer_cuts(phases: Phases, num_layers: int) -> tuple[int, ...]:
     return cut_forward(phases, num_layers)
 
 
+def numbered_layers(phases: Phases, num_layers: int) -> list[int]:
+    """Return the layers that begin one of the model's: what stands before the first and after the last goes with it."""
+    names = layer_names(phases, num_layers, {})
+    return [0, *(n for n in range(1, num_layers) if names[n - 1] != "start" and names[n] != "end")]
+
+
 def layer_names(phases: Phases, num_layers: int, parameters: Mapping[int, Sequence[str]]) -> tuple[str, ...]:
     """A name for every layer: its scope, the `parameters` that only it reads, or the line that it begins at."""
     own = _own_layers(phases)

@@ -6,27 +6,26 @@
     state        comes back as it came
     results      where the user gives no specs: on every device, or along "data" with a row for each example
 
+Where layouts are searched, only inputs with specs are fixed, and each stage keeps to the memory of a device if it can.
 One stage without microbatches is one program on one mesh, all other plans are tasks of stages. A mesh of one device has
 nothing to lay out.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from autopar.compiler.frontend.layer_boundaries import is_layer_boundary
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops, without_gradient
+from autopar.compiler.inter_op.stage_costs import Timing
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints
-from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.host_state import check_waiting, with_offload
-from autopar.compiler.pipeline.layers import count_layers, count_marked_layers, cut_forward, group_layers, layer_cuts
 from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.constraints import (
@@ -36,9 +35,10 @@ from autopar.compiler.planning.constraints import (
     specified_inputs,
     usual_result,
 )
+from autopar.compiler.planning.given_stages import count_given_layers, stage_layers, stage_meshes
 from autopar.compiler.planning.layer_classes import layer_class
-from autopar.compiler.planning.one_mesh import plan_by_search
-from autopar.compiler.planning.stage_layouts import ConstrainedStage, received_seconds, shard_stages
+from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
+from autopar.compiler.planning.stage_layouts import ConstrainedStage, most_in_flight, received_seconds, shard_stages
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, replicated
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.replication import note_replicated
@@ -46,10 +46,12 @@ from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.schedules import get_schedule
-from autopar.methods import DataParallel, HandMethod, PipelineParallel, ShardParallel, offloaded
+from autopar.methods import Auto, DataParallel, HandMethod, PipelineParallel, ShardParallel, offloaded
 
 _TIME_LIMIT_S = 60.0
 """For the layouts of one stage."""
+_MEMORY = "adaptive"
+"""What layouts that are searched may use of a device, in the words of `MEMORY_LEVELS`."""
 
 
 def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_directory: Path | None = None) -> Plan:
@@ -58,34 +60,22 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_di
     Raises `InvalidArgument` where it does not fit the program or the devices.
     """
     unrolled = unroll_training_loops(trace)
-    num_devices = cluster.num_devices
-    stages = _as_stages(unrolled, method, num_devices)
-    shape = stages.mesh_shape
-    assert shape is not None
+    stages = _as_stages(unrolled, method, cluster.num_devices)
+    meshes = stage_meshes(stages, cluster)
+    divided = any(len(mesh.devices) > 1 for mesh in meshes)
     offloads = bool(offloaded(stages) or trace.host_state)
-    if stages.num_virtual_stages == 1 and stages.num_microbatches == 1 and math.prod(shape) > 1 and not offloads:
-        on_one_mesh = ShardParallel(
-            mesh_shape=shape,
-            axis_names=stages.mesh_axes,
-            specs=stages.specs,
-            random=stages.random,
-            batch_statistics=stages.batch_statistics,
-            ignore_user_shardings=stages.ignore_user_shardings,
-        )
-        plan = plan_by_search(
-            trace,
-            on_one_mesh,
-            num_devices=num_devices,
-            machine=cluster.machine_of(range(num_devices)),
-            cache_directory=cache_directory,
-        )
+    several = stages.num_virtual_stages > 1
+    alone = not several and stages.num_microbatches == 1 and not offloads
+    if not several and stages.runs is not None and unrolled.differentiates:
+        count_given_layers(unrolled, stages)  # raises for more than the model has
+    if alone and divided:
+        plan = _on_one_mesh(trace, stages, meshes[0], cluster, cache_directory)
         return replace(plan, method=type(method).__name__)
     specified_inputs(trace, stages.specs)  # also on one device every pattern must find an input
-    several = stages.num_virtual_stages > 1
-    if not several and stages.num_microbatches == 1 and not offloads:
-        return _bare_plan(trace, stages, type(method).__name__, cuts=(), layers=[(0, 1)])
+    if alone:
+        return _bare_plan(trace, stages, meshes, type(method).__name__, cuts=(), layers=[(0, 1)])
     trace = unrolled
-    num_layers = _count_layers(trace, stages) if several else 1
+    num_layers = count_given_layers(trace, stages) if several else 1
     pieces = loop_pieces_for(trace, num_layers) if several else 1
     prepared = prepare(
         trace,
@@ -95,18 +85,16 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_di
         batch_statistics=stages.batch_statistics,
         random=stages.random,
     )
-    anywhere = stages.layers is None and not count_marked_layers(prepared.phases)
-    cuts = (cut_forward if anywhere else layer_cuts)(prepared.phases, num_layers) if several else ()
-    layers = group_layers(prepared.phases, cuts, stages.num_virtual_stages) if several else [(0, 1)]
-    bare = _bare_plan(trace, stages, type(method).__name__, cuts=cuts, layers=layers, loop_pieces=pieces)
+    cuts, layers = stage_layers(prepared.phases, stages, num_layers)
+    bare = _bare_plan(trace, stages, meshes, type(method).__name__, cuts=cuts, layers=layers, loop_pieces=pieces)
     if prepared.recomputes:
         bare = replace(bare, stages=tuple(replace(stage, remat=True) for stage in bare.stages))
-    graph = cut_stages(prepared, StageCut.of(bare)) if offloads or math.prod(shape) > 1 else None
+    graph = cut_stages(prepared, StageCut.of(bare)) if offloads or divided else None
     if graph is not None and offloads:
         bare = with_offload(bare, graph, offloaded(stages), trace.host_state)
         check_waiting(graph, bare)
         graph = cut_stages(prepared, StageCut.of(bare))
-    if graph is None or math.prod(shape) == 1:
+    if graph is None or not divided:
         return bare
     return shard_stages(
         bare,
@@ -118,8 +106,33 @@ def plan_by_hand(trace: Trace, method: HandMethod, *, cluster: Cluster, cache_di
     )
 
 
+def _on_one_mesh(
+    trace: Trace, stages: PipelineParallel, mesh: MeshPlan, cluster: Cluster, cache_directory: Path | None
+) -> Plan:
+    """Return the plan of one program on one mesh, some devices beside which may be idle."""
+    same: dict[str, Any] = {
+        "mesh_shape": mesh.shape,
+        "axis_names": mesh.axis_names,
+        "random": stages.random,
+        "batch_statistics": stages.batch_statistics,
+        "ignore_user_shardings": stages.ignore_user_shardings,
+    }
+    if stages.layouts == "search":
+        method = Auto(num_stages=1, num_microbatches=1, remat=stages.remat, pins=stages.specs, **same)
+    else:
+        method = ShardParallel(specs=stages.specs, **same)
+    plan = plan_by_search(
+        trace,
+        method,
+        num_devices=len(mesh.devices),
+        machine=cluster.machine_of(mesh.devices),
+        cache_directory=cache_directory,
+    )
+    return replace(plan, meshes=(replace(plan.meshes[0], devices=mesh.devices),))
+
+
 def _as_stages(trace: Trace, method: HandMethod, num_devices: int) -> PipelineParallel:
-    """Return the method as stages on meshes of a given shape. Raises `InvalidArgument` for what the devices lack."""
+    """Return the method as stages. Raises `InvalidArgument` for what the step has not."""
     match method:
         case DataParallel() | ShardParallel():
             if isinstance(method, DataParallel):
@@ -142,15 +155,7 @@ def _as_stages(trace: Trace, method: HandMethod, num_devices: int) -> PipelinePa
         refuse_long_training_loops(trace, several[0])
     if stages.num_virtual_stages > 1 and not trace.differentiates:
         raise without_gradient(trace, stages.num_virtual_stages)
-    if num_devices % stages.num_stages:
-        raise InvalidArgument(
-            f"{num_devices} devices do not divide into {stages.num_stages} stages of equal size. Use a number of "
-            f"stages that divides {num_devices}, or pass `devices=` with a multiple of {stages.num_stages}."
-        )
-    each = num_devices // stages.num_stages
-    shape = stages.mesh_shape or (each,)
-    _check_shape(shape, each, stages.num_stages)
-    return replace(stages, mesh_shape=shape)
+    return stages
 
 
 def _check_batch(trace: Trace, method: DataParallel, num_devices: int) -> None:
@@ -170,36 +175,10 @@ def _check_batch(trace: Trace, method: DataParallel, num_devices: int) -> None:
     )
 
 
-def _check_shape(shape: tuple[int, ...], each: int, num_stages: int) -> None:
-    size = math.prod(shape)
-    if size != each and num_stages == 1:
-        raise InvalidArgument(
-            f"mesh_shape {shape} needs {size} devices, there are {each}. Give a shape whose product is {each}, or pass "
-            f"`devices=` with {size} of them."
-        )
-    if size != each:
-        raise InvalidArgument(
-            f"mesh_shape {shape} needs {size} devices per stage, each of the {num_stages} stages has {each}. "
-            f"Give a shape whose product is {each}, or another number of stages."
-        )
-
-
-def _count_layers(trace: Trace, method: PipelineParallel) -> int:
-    """Return the number of layers that is given, or that the model marks, or else one for each stage.
-
-    Raises `InvalidArgument` if the model marks fewer layers than there are stages.
-    """
-    if method.layers is None and any(is_layer_boundary(eqn) for eqn in jc.all_equations(trace.jaxpr)):
-        options = {"batch_statistics": method.batch_statistics, "random": method.random}
-        phases = prepare(trace, num_layers=1, num_microbatches=1, loop_pieces=1, **options).phases
-        if count_marked_layers(phases):
-            return count_layers(phases, method.num_virtual_stages)
-    return method.num_layers
-
-
 def _bare_plan(
     trace: Trace,
     stages: PipelineParallel,
+    meshes: tuple[MeshPlan, ...],
     method: str,
     *,
     cuts: tuple[int, ...],
@@ -207,20 +186,11 @@ def _bare_plan(
     loop_pieces: int = 1,
 ) -> Plan:
     """Return the plan without layouts."""
-    assert stages.mesh_shape is not None
-    each = math.prod(stages.mesh_shape)
     return Plan(
         fingerprint=trace.fingerprint,
         method=method,
-        meshes=tuple(
-            MeshPlan(
-                devices=tuple(range(s * each, (s + 1) * each)), shape=stages.mesh_shape, axis_names=stages.mesh_axes
-            )
-            for s in range(stages.num_stages)
-        ),
-        stages=tuple(
-            StagePlan(layers=own, mesh=s % stages.num_stages, remat=stages.remat) for s, own in enumerate(layers)
-        ),
+        meshes=meshes,
+        stages=tuple(StagePlan(layers=own, mesh=s % len(meshes), remat=stages.remat) for s, own in enumerate(layers)),
         cuts=cuts,
         loop_pieces=loop_pieces,
         num_microbatches=stages.num_microbatches,
@@ -242,21 +212,37 @@ def _constrained_stage(
         allowed=_allowed(trace, graph, stages, mesh),
         equations=equation_constraints(mesh, ignore_user_shardings=stages.ignore_user_shardings),
     )
-    return ConstrainedStage(
+    stage = ConstrainedStage(
         tasks=tasks,
         layer=layer,
         constraints=constraints,
         received=received_seconds(graph, plan, number, cluster),
+    )
+    if stages.layouts == "given":
+        return stage
+    timing = Timing(
+        schedule=get_schedule(stages.schedule),
+        num_microbatches=stages.num_microbatches,
+        virtual_stages=stages.stages_per_mesh,
+    )
+    count = len(plan.meshes)
+    return replace(
+        stage,
+        memory_bytes=memory_limit(_MEMORY, cluster.machine_of(plan.meshes[number].devices)),
+        num_in_flight=most_in_flight(plan, number, timing, count - 1 - number, count),
     )
 
 
 def _allowed(
     trace: Trace, graph: StageGraph, stages: PipelineParallel, mesh: LogicalMesh
 ) -> dict[str, tuple[Layout, ...]]:
-    """Return the layouts of the inputs by name, and where there are no specs those of results that are no state."""
-    specs = specified_inputs(trace, stages.specs)
+    """Return the layouts of the inputs by name, and where there are no specs those of results that are no state.
+
+    Where layouts are searched, they are those of the inputs that have specs.
+    """
+    specs, searched = specified_inputs(trace, stages.specs), stages.layouts == "search"
     allowed: dict[str, tuple[Layout, ...]] = {}
-    if not specs:
+    if not specs and not searched:
         rows = trace.inputs[trace.batch_inputs[0]].aval.shape[0] if trace.batch_inputs else None
         for out in graph.outputs:
             if out.value is not None and out.replaces is None and not below_split_size(graph.values[out.value]):
@@ -267,6 +253,8 @@ def _allowed(
             continue
         if given.leaf in specs:
             layout = layout_from_user(given.name, specs[given.leaf], value.shape, mesh)
+        elif searched:
+            continue
         elif given.kind == "microbatch":
             layout = batch_layout(value.shape, given.axis, mesh)
         else:

@@ -23,7 +23,7 @@ from autopar.compiler.lowering.sharded_step import logical_mesh
 from autopar.compiler.lowering.stage_programs import tasks_of_stages
 from autopar.compiler.pipeline.cut_stages import StageCut, cut_stages
 from autopar.compiler.pipeline.host_state import check_waiting, with_offload
-from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_own_layers, layer_cuts, layer_names
+from autopar.compiler.pipeline.layers import count_layers, cut_forward, has_own_layers, layer_cuts, numbered_layers
 from autopar.compiler.pipeline.prepare import PreparedStep, loop_pieces_for, prepare
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.planning.constraints import constraints_within
@@ -181,15 +181,14 @@ def even_layers(prepared: PreparedStep, num_layers: int, num_stages: int) -> tup
     if has_own_layers(prepared.phases):
         num_layers = count_layers(prepared.phases)
     cuts = layer_cuts(prepared.phases, num_layers)
-    names = layer_names(prepared.phases, num_layers, {})
-    begins = [n for n in range(1, num_layers) if names[n - 1] != "start" and names[n] != "end"]
-    count = len(begins) + 1
+    begins = numbered_layers(prepared.phases, num_layers)
+    count = len(begins)
     if count < num_stages:
         raise InvalidArgument(
             f"{prepared.trace.name} has {count} layers for {num_stages} stages, each needs one. Use at most {count} "
             "stages (pipeline x virtual_stages)."
         )
-    return cuts, [[0, *begins][stage * count // num_stages] for stage in range(num_stages)]
+    return cuts, [begins[stage * count // num_stages] for stage in range(num_stages)]
 
 
 def _devices_per_host(cluster: Cluster, method: Megatron) -> int:

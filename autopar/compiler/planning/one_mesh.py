@@ -30,7 +30,8 @@ from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.plan_sharding import ShardingPlan
 from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
-from autopar.methods import MEMORY_LEVELS, Auto, SearchMethod, ShardParallel
+from autopar.method_fields import MEMORY_LEVELS
+from autopar.methods import Auto, SearchMethod, ShardParallel
 from autopar.progress import tell
 
 

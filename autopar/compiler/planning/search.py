@@ -46,7 +46,8 @@ from autopar.compiler.solver.solve import MAX_GAP
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import TIME_LIMIT, Certificate
-from autopar.methods import EFFORTS, DataParallel
+from autopar.method_fields import EFFORTS
+from autopar.methods import DataParallel
 from autopar.progress import tell, tell_best
 
 _ATTEMPTS = 4

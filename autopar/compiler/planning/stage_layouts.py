@@ -9,6 +9,7 @@ numbers of their values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -96,6 +97,10 @@ class ConstrainedStage:
     constraints: GroupConstraints
     received: Mapping[str, float]
     """Seconds for every byte of what comes from other meshes."""
+    memory_bytes: float = math.inf
+    """Of a device, which layouts keep to if any can."""
+    num_in_flight: float = 1.0
+    """Microbatches whose activations are in memory at once."""
 
 
 def shard_stages(
@@ -117,19 +122,40 @@ def shard_stages(
         key = (mesh.shape, cluster.group_of(planned.devices), _key_of_constrained(stage))
         best = solved[key].for_layer(stage.layer) if key in solved else None
         if best is None:
-            choices = task_graph(stage.tasks, mesh, mesh_costs, stage.constraints)
-            best = choices.best(stage.received, time_limit_s=time_limit_s, cache_directory=cache_directory)
+            best = _best_within(stage, mesh, mesh_costs, time_limit_s, cache_directory)
             solved[key] = SolvedStage(layer=stage.layer, plan=best)
         sharding = mesh_sharding(stage.tasks, best, mesh, mesh_costs)
         meshes.append(replace(planned, sharding=sharding, links=mesh.links))
     return with_input_specs(replace(plan, meshes=tuple(meshes)), graph)
 
 
+def _best_within(
+    stage: ConstrainedStage,
+    mesh: LogicalMesh,
+    mesh_costs: MeshCosts,
+    time_limit_s: float,
+    cache_directory: Path | None,
+) -> GroupPlan:
+    """Return the fastest layouts that fit into the memory of a stage; those that need the least if none are found."""
+    choices = task_graph(stage.tasks, mesh, mesh_costs, stage.constraints)
+    best = choices.best(stage.received, time_limit_s=time_limit_s, cache_directory=cache_directory)
+    if math.isinf(stage.memory_bytes):
+        return best
+    free = found = stage_cost(stage.layer, best, mesh, mesh_costs)
+    for multiplier in MEMORY_MULTIPLIERS[1:]:
+        if found.peak_bytes(stage.num_in_flight) <= stage.memory_bytes:
+            break
+        charged = _added(stage.received, memory_charges(stage.layer, free, multiplier))
+        best = choices.best(charged, time_limit_s=time_limit_s, cache_directory=cache_directory)
+        found = stage_cost(stage.layer, best, mesh, mesh_costs)
+    return best
+
+
 def _key_of_constrained(stage: ConstrainedStage) -> Hashable:
     """Equal for stages whose layouts are the same."""
     numbers, constraints = layer_value_numbers(stage.layer), stage.constraints
     return (
-        class_key(stage.layer),
+        (class_key(stage.layer), stage.memory_bytes, stage.num_in_flight),
         tuple(numbers.get(constraints.alike.get(name, name), -1) for name in numbers),
         tuple((constraints.allowed.get(name), stage.received.get(name)) for name in numbers),
         tuple(
@@ -210,9 +236,6 @@ def _stage_inputs(
     timing = replace(timing, num_microbatches=plan.stages[lane.start].microbatches or timing.num_microbatches)
     if problem.stage_meshes:  # the first of the stages of a mesh holds the most
         behind, count = len(plan.stages) - 1 - plan.stages_on(number)[0], len(plan.stages)
-    num_layers = [each.layers[1] - each.layers[0] for each in plan.stages if each.mesh == number]
-    # Those in flight may all be of the largest virtual stage.
-    unevenness = len(num_layers) * max(num_layers) / sum(num_layers)
     return _StageInputs(
         stage=stage,
         tasks=tasks,
@@ -220,9 +243,17 @@ def _stage_inputs(
         constraints=layer_constraints(layer, mesh, method, stage.cost.choice.splits),
         mesh=mesh,
         mesh_costs=MeshCosts(machine=problem.machine_of(stage.submesh), mesh=mesh),
-        num_in_flight=unevenness * timing.num_in_flight(stages_behind=behind, num_stages=count),
+        num_in_flight=most_in_flight(plan, number, timing, behind, count),
         received=received_seconds(graph, plan, number, problem.hardware),
     )
+
+
+def most_in_flight(plan: Plan, number: int, timing: Timing, stages_behind: int, num_stages: int) -> float:
+    """Return the microbatches whose activations a mesh holds at its fullest."""
+    num_layers = [each.layers[1] - each.layers[0] for each in plan.stages if each.mesh == number]
+    # Those in flight may all be of the largest virtual stage.
+    unevenness = len(num_layers) * max(num_layers) / sum(num_layers)
+    return unevenness * timing.num_in_flight(stages_behind=stages_behind, num_stages=num_stages)
 
 
 def _key(inputs: _StageInputs) -> Hashable:

@@ -17,7 +17,7 @@ from autopar.compiler.solver.problem import NoneBelow
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall
 from autopar.hardware.machine import Link, Machine
 from autopar.ir.schedules import DEFAULT_SCHEDULE, SCHEDULES
-from autopar.methods import EFFORTS
+from autopar.method_fields import EFFORTS
 from benchmarks.models import convnet
 
 LAYERS = 3
