@@ -96,9 +96,14 @@ class _Builder:
             self.names[key] = f"{text}_{self.producer[v]}" if taken else text
         name = self.names[key]
         if name not in self.values:
-            aval: Any = key[0].aval
+            v, tag = key
+            aval: Any = v.aval
             self.values[name] = GraphValue(
-                name=name, shape=tuple(aval.shape), dtype=aval.dtype, per_microbatch=per_microbatch
+                name=name,
+                shape=tuple(aval.shape),
+                dtype=aval.dtype,
+                per_microbatch=per_microbatch,
+                copy_of="" if per_microbatch or tag in (None, "sum") else self._made_name(v),
             )
         return name
 

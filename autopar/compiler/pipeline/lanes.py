@@ -75,18 +75,15 @@ def _renamed(lane: StageGraph, number: int, first: StageGraph) -> Callable[[str]
     given = {spec.value for spec in lane.inputs}
     once = {name for task in first.tasks for name in task.outputs if task.kind == "U"}
     # What is computed on every stage that reads it is taken from one stage of the first lane.
-    by_origin = {_origin(name): name for name in sorted(once, reverse=True)}
+    copies = {first.values[name].copy_of: name for name in sorted(once, reverse=True) if first.values[name].copy_of}
 
     def rename(name: str) -> str:
         if name in given | once:
             return name
-        return f"{name}.lane{number}" if lane.values[name].per_microbatch else by_origin.get(_origin(name), name)
+        value = lane.values[name]
+        return f"{name}.lane{number}" if value.per_microbatch else copies.get(value.copy_of, name)
 
     return rename
-
-
-def _origin(name: str) -> str:
-    return name.rpartition("/step")[0] or name
 
 
 def _of_lane(lane: StageGraph, number: int, offset: int, first: StageGraph) -> list[StageTask]:

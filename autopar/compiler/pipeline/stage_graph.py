@@ -32,6 +32,8 @@ class GraphValue:
     shape: tuple[int, ...]
     dtype: Any
     per_microbatch: bool
+    copy_of: str = ""
+    """What every stage that reads it computes for itself, once per step: the same for all of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
