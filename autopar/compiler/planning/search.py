@@ -66,8 +66,6 @@ _LIKELY_SHARE = 0.9
 """Of the time of equal stages by the layers of other microbatches: the best ones rarely take less."""
 _SIMULATED_SHARE = 0.98
 """Of the least share that plans were simulated to take of the time by their stages: others rarely take less."""
-_LANES_SHARE = 0.95
-"""Of the time of lanes by their formula: they rarely take less when they are simulated."""
 _MUCH_MEMORY = 0.8
 """Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer."""
 _NUM_RUNNERS_UP = 5
@@ -142,7 +140,7 @@ class _Search:
     shares: dict[StagesKind, float] = field(default_factory=dict[StagesKind, float])
     """By the kind of stages, the least share of their time by their layers that they were simulated to take."""
     lanes_share: float = 0.0
-    """The least multiple of its bound that a plan of lanes was simulated to take; 0 for none yet."""
+    """The least multiple of its bound that a plan of lanes was found to take; 0 for none yet."""
     times_by: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict[tuple[int, int], dict[int, float]])
     """By numbers of microbatches, and those whose layers' costs were taken: the times by the number of equal stages."""
     wholes: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
@@ -327,13 +325,13 @@ class _Search:
         try:
             for lanes in lanes_of_machines(self.space.cuttable, layers, costs, self.best_s):
                 several = lanes.bare.num_stages > len(lanes.bare.lanes)
-                words, step_time_s = f"{region}{', pipelines' * several}", _LANES_SHARE * lanes.step_time_s
-                if step_time_s < min(self.best_s, self.beside[1] if self.beside else math.inf):
+                words, least_s = f"{region}{', pipelines' * several}", lanes.least_s
+                if least_s < min(self.best_s, self.beside[1] if self.beside else math.inf):
                     plan = lanes.plan()
-                    step_time_s = self.simulated_s(plan)
-                    self.add(plan, words, step_time_s, beside=several)
-                self.note(words, step_time_s)
-                share = step_time_s / region.bound_s
+                    least_s = self.simulated_s(plan)
+                    self.add(plan, words, least_s, beside=several)
+                self.note(words, least_s)
+                share = least_s / region.bound_s
                 self.lanes_share = min(self.lanes_share, share) if self.lanes_share else share
         except MemoryTooSmall:
             few = region.num_microbatches  # with fewer, each is larger

@@ -12,19 +12,14 @@ from autopar.compiler.planning import lanes as planning_lanes
 from autopar.compiler.planning.step_bounds import step_bounds
 from autopar.hardware.machine import Link, Machine
 from tests.compiler.planning.test_groups import cluster
-from tests.small_steps import adam, adam_state, assert_same, draw, mlp_batch, mlp_loss, mlp_params
+from tests.small_steps import adam, adam_state, assert_same, draw, mlp_batch, mlp_loss, mlp_params, tanh_loss
 
 ROWS, LENGTH, WIDTH = 48, 40, 64
-STATE = adam_state({"w": draw(0, WIDTH, WIDTH)})
+STATE = adam_state([draw(0, WIDTH, WIDTH)])
 BATCH = draw(20, ROWS, LENGTH, WIDTH), draw(21, ROWS, LENGTH, WIDTH)
 
 
-def one_layer(params, batch):
-    """A model that no cut divides."""
-    return jnp.mean((jnp.tanh(batch[0] @ params["w"]) - batch[1]) ** 2)
-
-
-step = adam(one_layer)
+step = adam(tanh_loss)  # of one layer: a model that no cut divides
 
 
 @pytest.fixture(scope="module")
@@ -203,14 +198,7 @@ def hosts(memory_bytes, *, inside, between, counts=(2, 2), per_host=1):
     return autopar.Cluster.of_groups(each, replace(link, bandwidth=between))
 
 
-def four_layers(params, batch):
-    h = batch[0]
-    for weight in params:
-        h = jnp.tanh(h @ weight)
-    return jnp.mean((h - batch[1]) ** 2)
-
-
-DEEP = adam(four_layers)
+DEEP = adam(tanh_loss)
 DEEP_STATE = adam_state([draw(n, 512, 512) / 512**0.5 for n in range(4)])
 DEEP_BATCH = draw(20, 2048, 512), draw(21, 2048, 512)
 
@@ -261,6 +249,29 @@ def test_pipelines_side_by_side_never_put_off_a_faster_plan(inside, without_pipe
     found, other = planned_deep(there), without_pipelines(there)
     assert found.simulate().step_time_s <= other.simulate().step_time_s
     assert any("pipelines" in words for words, _ in found.plan.certificate.runners_up)
+
+
+@pytest.mark.parametrize(("memory_bytes", "inside"), [(24e6, 1e9), (24e6, 3e8), (1e9, 1e8)])
+def test_no_plan_of_lanes_is_simulated_to_take_less_than_the_bound_that_puts_others_off(
+    memory_bytes, inside, monkeypatch, tmp_path
+):
+    seen = []
+
+    def seen_lanes(*arguments):
+        for each in planning_lanes.lanes_of_machines(*arguments):
+            seen.append(each)
+            yield each
+
+    monkeypatch.setattr("autopar.compiler.planning.search.lanes_of_machines", seen_lanes)
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))  # no plan of another test
+    there = hosts(memory_bytes, inside=inside, between=1e9)
+    found = planned_deep(there)
+    assert seen
+    for each in seen:
+        step = autopar.parallelize(DEEP, method=each.plan(), cluster=there)
+        simulated_s = step.trace(DEEP_STATE, DEEP_BATCH).plan().simulate().step_time_s
+        assert 0.5 * simulated_s < each.least_s <= simulated_s
+        assert found.simulate().step_time_s <= simulated_s
 
 
 def test_explanations_of_pipelines_side_by_side_keep_them_whole():
