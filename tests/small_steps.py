@@ -34,6 +34,14 @@ def mlp_loss(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((h - y) ** 2)
 
 
+def tanh_loss(weights: Sequence[jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Layers of one weight each."""
+    h, y = batch
+    for weight in weights:
+        h = jnp.tanh(h @ weight)
+    return jnp.mean((h - y) ** 2)
+
+
 def sgd(loss: Callable[..., Any], learning_rate: float = 0.1) -> Callable[..., Any]:
     """The plain train step `(params, batch) -> (params, loss)`."""
 

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,11 +16,15 @@ import pytest
 import autopar
 from autopar.errors import InvalidArgument
 from autopar.runtime.distributed.handover import shards_here
+from autopar.runtime.distributed.session import RaySession
 from autopar.session import ray_session, restart
 from autopar.training.checkpoints import Checkpoints
 from autopar.training.fit import fit
-from tests.small_steps import mlp_params
+from tests import small_steps
+from tests.small_steps import mlp_params, sgd, tanh_loss
 from tests.training.test_fit import draw, losses_of, plain_losses, train_step
+
+KINDS = ("cpu", "another cpu")
 
 # Ray forks its processes beside JAX's threads; they become other programs at once.
 pytestmark = [
@@ -186,3 +191,62 @@ def test_state_that_is_lost_with_its_only_holder_comes_from_the_last_checkpoint(
     assert "with the state that they held" not in caplog.text
     assert "is gone; it goes on from a checkpoint" in caplog.text
     np.testing.assert_allclose(losses_of(history), plain_losses(8)[1], rtol=1e-5)
+
+
+@pytest.fixture
+def two_kinds(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    """Two hosts, of which the second says that its devices are of another kind."""
+    join = RaySession._join
+
+    def joined(session: RaySession) -> Any:
+        return [replace(each, device_kind=KINDS[number]) for number, each in enumerate(join(session))]
+
+    monkeypatch.setattr(RaySession, "_join", joined)
+    restart(2)
+    return nodes
+
+
+def large_batch(number: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """So many rows that a second host is worth its parameters."""
+    draw = np.random.default_rng(number)
+    return draw.normal(size=(4096, 64)).astype(np.float32), draw.normal(size=(4096, 64)).astype(np.float32)
+
+
+def in_lanes(params: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+    params, loss = sgd(tanh_loss)(params, batch)
+    return params, {"loss": loss}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "from_storage"), [(1, False), (0, True)], ids=["other lane", "lane with the state"])
+def test_training_in_lanes_goes_on_when_the_host_of_one_is_lost(two_kinds, tmp_path, caplog, lost, from_storage):
+    step = autopar.parallelize(in_lanes, method=autopar.Auto(num_microbatches=4))
+    params = [small_steps.draw(n, 64, 64) for n in range(4)]
+    shares: list[tuple[int, ...]] = []
+
+    def on_step(number: int, metrics: Any) -> None:
+        shares.append(step.all_compiled()[-1].plan.shares)
+        if number == 3 and len(shares) == 4:
+            actor = ray_session().hosts.actors[lost]
+            two_kinds.remove(two_kinds.of(lost))
+            wait_for_death(actor)
+
+    with caplog.at_level(logging.WARNING, logger="autopar"):
+        found, history = fit(
+            step,
+            params,
+            map(large_batch, range(8)),
+            checkpoint_dir=tmp_path,
+            checkpoint_every=100,
+            on_step=on_step,
+            elastic=(1, 2),
+        )
+    assert shares[:4] == [(2, 2)] * 4 and set(shares[4:]) == {()}
+    assert ("goes on from a checkpoint" in caplog.text) == from_storage
+    assert ("with the state that they held" in caplog.text) != from_storage
+    expected, losses, plain = params, [], jax.jit(in_lanes)
+    for number in range(8):
+        expected, metrics = plain(expected, large_batch(number))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses_of(history), losses, rtol=1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-4, atol=1e-6), found, expected)

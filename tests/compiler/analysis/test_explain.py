@@ -12,7 +12,7 @@ from autopar.compiler.analysis.revision import DECISIONS
 from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Link
 from tests.compiler.planning.test_groups import cluster
-from tests.small_steps import draw, sgd
+from tests.small_steps import draw, sgd, tanh_loss
 
 METHODS = {
     "one program": autopar.Auto(num_stages=1, mesh_shape=(4,)),
@@ -256,13 +256,8 @@ def of_groups(bandwidth=1e9, **slow):
 
 
 def three_layers(method, there):
-    def loss(params, batch):
-        for weight in params:
-            batch = jnp.tanh(batch @ weight)
-        return jnp.mean(batch**2)
-
-    params = [draw(i, 64, 64) for i in range(3)]
-    traced = autopar.parallelize(sgd(loss), method=method, cluster=there).trace(params, draw(9, 512, 64))
+    params, batch = [draw(i, 64, 64) for i in range(3)], (draw(9, 512, 64), jnp.zeros((512, 64)))
+    traced = autopar.parallelize(sgd(tanh_loss), method=method, cluster=there).trace(params, batch)
     return traced, traced.plan()
 
 

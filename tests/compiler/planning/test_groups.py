@@ -10,6 +10,7 @@ import pytest
 import autopar
 from autopar.errors import InvalidArgument, MemoryTooSmall, PlanMismatch
 from autopar.hardware.machine import Link, Machine
+from tests.small_steps import sgd, tanh_loss
 
 WIDTH, ROWS, LAYERS = 64, 512, 4
 
@@ -37,21 +38,13 @@ def cluster(memory_bytes=(1e9, 1e9), *, bandwidth=1e9):
     return autopar.Cluster.of_groups([autopar.Cluster(num_devices=2, machine=each) for each in groups], link)
 
 
-def train_step(params, batch):
-    def loss(params):
-        h = batch["x"]
-        for weight in params:
-            h = jnp.tanh(h @ weight)
-        return jnp.mean((h - batch["y"]) ** 2)
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+train_step = sgd(tanh_loss)
 
 
 def arguments():
     keys = jax.random.split(jax.random.key(0), LAYERS + 1)
     params = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys[1:]]
-    return params, {"x": jax.random.normal(keys[0], (ROWS, WIDTH)), "y": jnp.zeros((ROWS, WIDTH))}
+    return params, (jax.random.normal(keys[0], (ROWS, WIDTH)), jnp.zeros((ROWS, WIDTH)))
 
 
 def planned(method, there, **options):

@@ -146,7 +146,7 @@ def test_other_shares_take_what_their_plans_take(planned):
     assert shares.chosen.choice == "3 + 1" and [each.choice for each in shares.others] == ["2 + 2"]
     counts = planned.explain("num_microbatches")
     assert {each.choice: each.plan.shares for each in counts.others} == {"3": (2, 1), "6": (5, 1)}
-    layouts = planned.explain("params.w")
+    layouts = planned.explain("params.0")
     assert len(layouts.others) == 8
     for each in (*shares.others, *counts.others, *layouts.others[:3]):
         again = Plan.from_json(each.plan.to_json())
