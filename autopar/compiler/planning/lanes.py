@@ -134,7 +134,8 @@ class ShardedLanes:
         for stage, each in zip(stages, layouts, strict=True):
             if each.peak_bytes > problem.memory_of(stage.submesh):
                 raise MemoryTooSmall(
-                    f"A lane on {stage.submesh} needs {each.peak_bytes / 2**30:.3g} GiB of a device, and may use "
+                    f"A lane on {stage.submesh} devices of {problem.machine_of(stage.submesh).name} needs "
+                    f"{each.peak_bytes / 2**30:.3g} GiB of each, and may use "
                     f"{problem.memory_of(stage.submesh) / 2**30:.3g} GiB. Use more and smaller microbatches, or stages."
                 )
         return cls(ranges=ranges, stages=stages, bare=bare, graph=graph, layouts=layouts)

@@ -1,6 +1,7 @@
 """Plans for devices of several machines: stages of one machine each, with its own figures, and the results of jit."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -90,9 +91,11 @@ def test_a_plan_keeps_the_machines_of_its_meshes(searched):
         planned(plan, turned)
 
 
-def test_what_no_machine_holds_is_refused_with_what_is_missing():
-    with pytest.raises(MemoryTooSmall, match="GiB"):
-        planned(autopar.Auto(num_microbatches=8, layers=4), cluster((2e4, 2e4)))
+def test_what_no_machine_holds_is_refused_with_what_is_missing_and_the_memory_of_every_kind():
+    with pytest.raises(MemoryTooSmall, match=r"needs? .* GiB") as caught:
+        planned(autopar.Auto(num_microbatches=8, layers=4), cluster((2e4, 4e4)))
+    kinds = r"groups 0 has 2 devices of fast with .*e-05 GiB each, 1 has 2 devices of slow with .*e-05 GiB each"
+    assert re.search(kinds, str(caught.value))
 
 
 @pytest.mark.parametrize(
