@@ -459,10 +459,10 @@ class _Search:
     def reason(self) -> AutoparError:
         """Return the error that says best why there is no plan: memory before all, if that is what is missing."""
         shortages = [error for error in self.errors if isinstance(error, MemoryTooSmall)]
-        hardware = self.problem.hardware
+        hardware = self.space.problem.hardware
         if not shortages or not hardware.is_mixed:
             return (shortages or self.errors)[-1]
-        limits = (memory_limit(self.problem.method.memory, group.machine) / 2**30 for group in hardware.groups)
+        limits = (memory_limit(self.space.problem.method.memory, group.machine) / 2**30 for group in hardware.groups)
         groups = zip(hardware.groups, limits, strict=True)
         each = ", ".join(f"{n} has {group} with {limit:.3g} GiB each" for n, (group, limit) in enumerate(groups))
         return MemoryTooSmall(f"{shortages[-1]} Of the groups {each}; submeshes without a group lie in 0.")
