@@ -31,7 +31,7 @@ import numpy as np
 
 from autopar.compiler.sharding.layout import Axes, LogicalMesh, Reach
 from autopar.hardware.collectives import CollectiveCost, NetworkLevel, collective_cost, collective_costs
-from autopar.hardware.machine import Link, Machine
+from autopar.hardware.machine import Machine
 from autopar.ir.axis_links import SLOWNESS_UNIT, AxisLinks, Ring
 
 # The kinds that XLA combines with others of theirs, where many stand together.
@@ -132,7 +132,7 @@ class MeshCosts:
         spans = [self._span(axis) for axis in axes]
         inside, across = [size for size, _ in spans if size > 1], [size for _, size in spans if size > 1]
         pairs = ((self.machine.intra, inside, "inside"), (self.machine.inter, across, "across"))
-        return [_level(link, sizes) for link, sizes, level in pairs if sizes and reach in ("all", level)]
+        return [link.level(math.prod(sizes)) for link, sizes, level in pairs if sizes and reach in ("all", level)]
 
     def _span(self, axis: int) -> tuple[int, int]:
         """Return how many devices of a group are in one domain, and in how many domains the group is."""
@@ -169,9 +169,3 @@ def _blocks_are_inside(domains: np.ndarray, block: list[int]) -> bool:
 def with_links(mesh: LogicalMesh, machine: Machine) -> LogicalMesh:
     """Return a mesh of a machine's devices with its links, which decide the steps of reshardings on it."""
     return replace(mesh, links=MeshCosts(machine=machine, mesh=mesh).links())
-
-
-def _level(link: Link, sizes: list[int]) -> NetworkLevel:
-    """Return the ring over axes of these sizes; each starts it, at once."""
-    start_s = max(link.level(size).start_s for size in sizes)
-    return link.level(math.prod(sizes))._replace(start_s=start_s)
