@@ -32,7 +32,8 @@ from autopar.errors import (
 from autopar.hardware.cluster import Cluster
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
 from autopar.ir.program import Program
-from autopar.ir.schedules import Schedule, register_schedule
+from autopar.ir.schedule import Schedule
+from autopar.ir.schedules import register_schedule
 from autopar.methods import (
     Auto,
     DataParallel,

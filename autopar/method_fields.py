@@ -26,7 +26,8 @@ from autopar.checks import (
     plain_value,
 )
 from autopar.errors import InvalidArgument
-from autopar.ir.schedules import Schedule, get_schedule
+from autopar.ir.schedule import Schedule
+from autopar.ir.schedules import get_schedule
 
 MEMORY_LEVELS = {"off": math.inf, "adaptive": 0.9, "slight": 0.75, "moderate": 0.6, "heavy": 0.4}
 """The share of a device's memory that a plan may use, a tenth being left to what is not modelled; "off": no limit."""

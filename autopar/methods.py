@@ -31,7 +31,8 @@ from jax.sharding import PartitionSpec
 
 from autopar.checks import check_mesh_shape, plain_value
 from autopar.errors import InvalidArgument
-from autopar.ir.schedules import DEFAULT_SCHEDULE, Schedule, check_virtual_stages, get_schedule
+from autopar.ir.schedule import Schedule
+from autopar.ir.schedules import DEFAULT_SCHEDULE, check_virtual_stages, get_schedule
 from autopar.method_fields import (
     FIELD_CHECKS,
     KINDS,
@@ -139,8 +140,9 @@ class PipelineParallel:
     The devices are split into `num_stages` meshes of equal size, 2 by default. Each has the logical `mesh_shape` with
     `axis_names`; `None` puts all devices of a mesh on one "data" axis. The forward is cut into `layers` layers, by
     default those that the model marks by `autopar.layer_boundary`, or else one per stage. `schedule` is "gpipe",
-    "1f1b", "eager-1f1b", "interleaved", "zero-bubble", or one that `register_schedule` made known. With
-    "interleaved" each mesh has `virtual_stages` stages, 2 by default, that lie apart in the model; the others have
+    "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zero-bubble-h2", "interleaved-zero-bubble", "zero-bubble-v",
+    "dualpipe-v", or one that `register_schedule` made known. With an interleaved one, or one there and back ("-v"),
+    each mesh has `virtual_stages` stages, 2 by default, that lie apart in the model; the others have
     one per mesh. `remat=True` recomputes each stage's forward in its backward, so that only the inputs of a stage
     stay in memory. `offload` is that of `Megatron`, `specs` are those of `ShardParallel`, over the axes of a stage's
     mesh, and the rest is that of `DataParallel`.
@@ -261,8 +263,8 @@ class Megatron:
     `tensor` and `pipeline` leave of the devices.
 
     `num_microbatches` parts of the batch go through the stages in the order of the `schedule` ("gpipe", "1f1b",
-    "eager-1f1b", "interleaved", "zero-bubble"); with "interleaved" each device has `virtual_stages` stages, 2 by
-    default. `remat=True` recomputes a stage's forward pass in its backward pass.
+    "eager-1f1b", "interleaved", ..., those of `PipelineParallel`), of which some have `virtual_stages` stages on each
+    device, 2 by default. `remat=True` recomputes a stage's forward pass in its backward pass.
 
     `zero` is the ZeRO stage (Rajbhandari et al. 2020), what is divided over `data` beside the examples:
 

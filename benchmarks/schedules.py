@@ -22,7 +22,17 @@ from autopar.errors import AutoparError
 from benchmarks.models.sizes import FAMILIES
 from benchmarks.models.workload import Workload
 
-COMPARED = (("1f1b", 1), ("eager-1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4))
+COMPARED = (
+    ("1f1b", 1),
+    ("eager-1f1b", 1),
+    ("zero-bubble", 1),
+    ("zero-bubble-h2", 1),
+    ("interleaved", 2),
+    ("interleaved", 4),
+    ("interleaved-zero-bubble", 2),
+    ("zero-bubble-v", 2),
+    ("dualpipe-v", 2),
+)
 """Schedules and their numbers of stages on a mesh."""
 
 

@@ -15,7 +15,7 @@ from autopar.ir.program import (
     Send,
     Task,
 )
-from autopar.ir.schedules import TaskOrder
+from autopar.ir.task_order import TaskOrder
 
 EDGE = ArrayType(shape=(256,), dtype="float32")  # 1 KiB
 

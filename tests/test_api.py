@@ -114,7 +114,7 @@ def test_num_microbatches_goes_before_that_of_the_method():
     assert parallel(method=plan, num_microbatches=4).trace(mlp_params(), mlp_batch()).plan().plan == plan
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zero-bubble-v"])
 def test_tied_gpt_with_clipped_adam_is_the_plain_step_after_two_steps(schedule):
     plain = jax.jit(adam(gpt_loss, clip=0.1))
     step = parallel(adam(gpt_loss, clip=0.1), method=two_stages(schedule=schedule), donate_argnums=0)

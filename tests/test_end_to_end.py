@@ -60,8 +60,8 @@ HEAVY = {
     "gpt_scan": (one(2), four(1, "1f1b", donate=True)),
     "gpt_bfloat16": (one(4), four(2, "gpipe")),
     "gpt_nnx": (one(2), two(4, "gpipe", **REMAT)),
-    "gpt_equinox": (one(4), four(1, "zero-bubble")),
-    "moe": (one(2, **MESH_2_4, **EXPERTS), two(1, "interleaved")),
+    "gpt_equinox": (one(4), four(1, "zero-bubble-h2")),
+    "moe": (one(2, **MESH_2_4, **EXPERTS), two(4, "zero-bubble-v")),
     "convnet": (one(4), four(2, "1f1b", **REMAT)),
     "convnet_batch_norm": (one(1), two(2, "1f1b")),
     "vit": (one(2), two(4, "eager-1f1b")),
@@ -73,13 +73,13 @@ HEAVY = {
 }
 # Models that compile in seconds.
 LIGHT = {
-    "mlp": (one(4, **MESH_2_4, **COLUMNS), two(1, "gpipe"), four(2, "zero-bubble", layers=8)),
+    "mlp": (one(4, **MESH_2_4, **COLUMNS), two(1, "gpipe"), four(2, "dualpipe-v", layers=8)),
     "tied_embedding": (one(1, donate=True), two(4, "eager-1f1b", donate=True), four(2, "1f1b")),
     "sum_loss": (one(2), two(4, "interleaved", donate=True), four(1, "gpipe")),
     "arange_loss": (one(4), two(2, "zero-bubble", **REMAT), four(1, "eager-1f1b")),
     "regularized": (one(2), two(1, "1f1b", donate=True), four(4, "eager-1f1b", layers=6)),
     "remat_whole": (one(1), two(2, "gpipe", **REMAT), four(4, "interleaved")),
-    "several_arguments": (one(4), two(2, "1f1b", layers=5), four(1, "zero-bubble", donate=True)),
+    "several_arguments": (one(4), two(2, "1f1b", layers=5), two(4, "interleaved-zero-bubble", donate=True)),
     "dropout_legacy_key": (one(2), two(4, "1f1b", **REMAT), four(1, "zero-bubble")),
     "vae": (one(1), two(2, "gpipe"), four(4, "1f1b", donate=True)),
     "control_flow": (one(2), two(4, "gpipe"), four(1, "eager-1f1b")),

@@ -212,7 +212,7 @@ def test_only_the_schedules_go_by_their_names():
     assert not [
         (f"{place(path)}:{node.lineno}", node.value)
         for path in FILES
-        if place(path) != "ir/schedules.py"
+        if place(path) not in ("ir/schedules.py", "ir/zero_bubble_schedules.py")
         for node in nodes(path)
         if isinstance(node, ast.Constant) and node.value in SCHEDULES
     ]

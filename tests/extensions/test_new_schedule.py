@@ -9,7 +9,8 @@ import pytest
 import autopar
 from autopar.errors import InvalidArgument, InvalidProgram
 from autopar.ir.program import Run, Task
-from autopar.ir.schedules import SCHEDULES, backward_tasks, forward_tasks, peak_in_flight, schedule_tasks
+from autopar.ir.schedules import SCHEDULES, schedule_tasks
+from autopar.ir.task_order import backward_tasks, forward_tasks, peak_in_flight
 from tests.small_steps import assert_same, mlp_batch, mlp_params, mlp_step
 
 

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar import PipelineParallel
 from autopar.errors import InvalidArgument, InvalidProgram
-from autopar.ir.schedules import SCHEDULES, check_order, peak_in_flight, schedule_tasks
+from autopar.ir.schedules import SCHEDULES, schedule_tasks
+from autopar.ir.task_order import check_order, peak_in_flight
 from autopar.ir.tasks import Task
 from autopar.runtime.simulator import ConstantCosts, simulate
 from tests.schedule_programs import program_of
@@ -81,6 +83,7 @@ def test_interleaving_divides_the_bubble_by_the_stages_per_mesh(num_meshes, per_
         ("1f1b", lambda s, last, m: min(m, last + 1 - s)),
         ("eager-1f1b", lambda s, last, m: min(m, 2 * (last + 1 - s) - 1)),
         ("zero-bubble", lambda s, last, m: min(m, last + 1)),
+        ("zero-bubble-h2", lambda s, last, m: min(m, 2 * last + 1)),
     ],
 )
 def test_microbatches_in_flight_are_those_of_the_paper(name, bound, num_stages, num_microbatches) -> None:
@@ -102,6 +105,50 @@ def test_zero_bubble_order_delays_the_weight_gradient() -> None:
         "F0.m0 F0.m1 B0.m0 W0.m0 F0.m2 B0.m1 W0.m1 B0.m2 W0.m2",
         "F1.m0 B1.m0 F1.m1 B1.m1 W1.m0 F1.m2 B1.m2 W1.m1 W1.m2",
     ]
+
+
+def test_twice_as_much_ahead_fills_the_way_of_the_first_microbatch() -> None:
+    assert text(chain("zero-bubble-h2", 2, 4)) == [
+        "F0.m0 F0.m1 F0.m2 B0.m0 W0.m0 F0.m3 B0.m1 W0.m1 B0.m2 W0.m2 B0.m3 W0.m3",
+        "F1.m0 B1.m0 F1.m1 B1.m1 F1.m2 B1.m2 W1.m0 F1.m3 B1.m3 W1.m1 W1.m2 W1.m3",
+    ]
+
+
+@pytest.mark.parametrize("name", ["zero-bubble-v", "dualpipe-v"])
+@pytest.mark.parametrize(("num_meshes", "num_microbatches"), [(2, 1), (2, 4), (4, 3), (4, 8), (4, 17), (8, 16)])
+def test_two_stages_on_a_mesh_go_there_and_back(name, num_meshes, num_microbatches) -> None:
+    stage_mesh = SCHEDULES[name].meshes_of_stages(num_meshes, 2)
+    assert stage_mesh == [*range(num_meshes), *reversed(range(num_meshes))]
+    order = schedule_tasks(name, stage_mesh=stage_mesh, num_microbatches=num_microbatches)
+    check_order(order, stage_mesh=stage_mesh, num_microbatches=num_microbatches)
+    most = {"zero-bubble-v": 2 * num_meshes, "dualpipe-v": 2 * num_meshes + 1}[name]
+    assert max(peak_in_flight(order)) <= min(2 * num_microbatches, most)
+
+
+def test_weight_gradients_wait_at_the_end_of_the_order_there_and_back() -> None:
+    order = schedule_tasks("zero-bubble-v", num_microbatches=4, stage_mesh=[0, 1, 1, 0])
+    assert text(order)[1] == (
+        "F1.m0 F2.m0 F1.m1 F2.m1 B2.m0 W2.m0 F1.m2 B1.m0 W1.m0 F2.m2 B2.m1 W2.m1 F1.m3 B1.m1 W1.m1 F2.m3 B2.m2 W2.m2 "
+        "B1.m2 B2.m3 B1.m3 W1.m2 W1.m3 W2.m3"
+    )
+
+
+@pytest.mark.parametrize("num_meshes", [2, 4])
+@pytest.mark.parametrize("per_mesh", [2, 4])
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize(("f", "b", "w"), TIMES)
+def test_interleaving_divides_the_bubble_of_split_weight_gradients_too(num_meshes, per_mesh, rounds, f, b, w) -> None:
+    stage_mesh, m = list(range(num_meshes)) * per_mesh, rounds * num_meshes
+    order = schedule_tasks("interleaved-zero-bubble", num_microbatches=m, stage_mesh=stage_mesh)
+    idle = (num_meshes - 1) * max(f, b, f + b - w)
+    assert makespan(order, stage_mesh, m, f, b, w) == m * per_mesh * (f + b + w) + idle
+    assert peak_in_flight(order) == (num_meshes * per_mesh,) * num_meshes
+
+
+@pytest.mark.parametrize("name", ["zero-bubble-v", "dualpipe-v"])
+def test_more_stages_than_there_and_back_are_refused(name) -> None:
+    with pytest.raises(InvalidArgument, match=rf'3 with schedule="{name}", which has at most 2 stages per mesh.*use '):
+        PipelineParallel(num_stages=2, schedule=name, virtual_stages=3)
 
 
 def test_neighbouring_stages_of_one_mesh_act_as_one_stage() -> None:
@@ -134,7 +181,7 @@ def test_any_placement_of_stages_has_an_order_without_deadlock(name, stage_mesh,
     [
         (
             {"schedule": "2f2b"},
-            r"schedule is '2f2b'. Choose one of '1f1b', 'eager-1f1b', 'gpipe', 'interleaved', 'zero-bubble'",
+            r"schedule is '2f2b'. Choose one of '1f1b', 'eager-1f1b', 'gpipe', 'interleaved', 'zero-bubble', 'zero-b",
         ),
         ({"num_microbatches": 0}, r"at least 1 microbatch; it was given 0"),
         ({"stage_mesh": []}, r"0 stages were placed on meshes \[\]"),

@@ -33,7 +33,8 @@ from numpy.typing import NDArray
 
 from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.errors import InvalidArgument
-from autopar.ir.schedules import Schedule, Seconds, check_virtual_stages
+from autopar.ir.schedule import Schedule, Seconds
+from autopar.ir.schedules import check_virtual_stages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,8 @@ from autopar.ir.program import (
     Send,
     Window,
 )
-from autopar.ir.schedules import TaskOrder, check_order, schedule_tasks
+from autopar.ir.schedules import schedule_tasks
+from autopar.ir.task_order import TaskOrder, check_order
 from autopar.ir.tasks import Task
 
 

@@ -28,7 +28,8 @@ from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, Stage
 from autopar.compiler.planning.virtual_stages import VirtualStage, make_virtual_stages, simulate_schedule_s
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.ir.clocks import Hosts
-from autopar.ir.schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule, WarmedUp, get_schedule, warmed_up
+from autopar.ir.schedule import Schedule
+from autopar.ir.schedules import DEFAULT_SCHEDULE, SCHEDULES, WarmedUp, get_schedule, warmed_up
 from autopar.plain_text import microbatches_in_words
 
 _WORTH_SPLITTING = 0.05
@@ -76,14 +77,19 @@ class PipelineCandidate:
         """Equal for stages that differ in their schedule at most."""
         stages = tuple((stage.start, stage.stop, stage.submesh, stage.cost.choice) for stage in self.stages)
         splits = self.timing.schedule.splits_weight_gradients
-        return self.timing.virtual_stages, splits, stages
+        return tuple(stage.layers for stage in self.virtual_stages), splits, stages
 
     @property
     def stage_keys(self) -> tuple[object, ...]:
         """Equal for stages, of candidates of the same layers, that take about the same time as a whole."""
         return tuple(
-            (self.layers, self.timing.virtual_stages, stage.start, stage.stop, stage.submesh, stage.cost.choice)
-            for stage in self.stages
+            (
+                self.layers,
+                tuple(each.layers for each in self.virtual_stages if each.mesh == mesh),
+                stage.submesh,
+                stage.cost.choice,
+            )
+            for mesh, stage in enumerate(self.stages)
         )
 
     @property
@@ -284,7 +290,7 @@ def _schedules(problem: StageProblem, num_microbatches: int) -> list[Schedule]:
     if num_microbatches > 1:
         return tried
     # With one microbatch, a stage has nothing to order but its weight gradient.
-    return [problem.first_schedule, *(each for each in tried if each.splits_weight_gradients)]
+    return [problem.first_schedule, *[each for each in tried if each.splits_weight_gradients][:1]]
 
 
 def _roomy_s(
@@ -368,7 +374,7 @@ def _candidates(
                 )
                 devices = place_in_groups([stage.submesh for stage in stages], problem.clusters)
                 assert devices is not None
-                virtual_stages = make_virtual_stages(ranges, stages, devices, timing.virtual_stages)
+                virtual_stages = make_virtual_stages(ranges, stages, devices, timing)
                 slow = isinstance(timing.schedule, WarmedUp) and not timing.schedule.extra
                 found[key] = PipelineCandidate(
                     layers=ranges.layers,

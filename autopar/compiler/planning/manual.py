@@ -186,15 +186,19 @@ def _bare_plan(
     loop_pieces: int = 1,
 ) -> Plan:
     """Return the plan without layouts."""
+    schedule = get_schedule(stages.schedule)
+    stage_mesh = schedule.meshes_of_stages(len(meshes), stages.stages_per_mesh)
     return Plan(
         fingerprint=trace.fingerprint,
         method=method,
         meshes=meshes,
-        stages=tuple(StagePlan(layers=own, mesh=s % len(meshes), remat=stages.remat) for s, own in enumerate(layers)),
+        stages=tuple(
+            StagePlan(layers=own, mesh=mesh, remat=stages.remat) for own, mesh in zip(layers, stage_mesh, strict=True)
+        ),
         cuts=cuts,
         loop_pieces=loop_pieces,
         num_microbatches=stages.num_microbatches,
-        schedule=get_schedule(stages.schedule).name,
+        schedule=schedule.name,
         input_specs={},
         batch_statistics=stages.batch_statistics,
         random=stages.random,

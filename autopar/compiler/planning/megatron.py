@@ -211,7 +211,9 @@ def _bare_plan(
 ) -> Plan:
     """Return the plan without layouts."""
     data, tensor, pipeline = degrees
-    num_stages = pipeline * method.stages_per_mesh
+    schedule = get_schedule(method.schedule)
+    stage_mesh = schedule.meshes_of_stages(pipeline, method.stages_per_mesh)
+    num_stages = len(stage_mesh)
     if num_stages == 1:
         cuts, starts = (), [0]
     elif pieces[1] > 1:
@@ -225,13 +227,13 @@ def _bare_plan(
         method=type(method).__name__,
         meshes=tuple(MeshPlan(devices=own, shape=shape, axis_names=axis_names) for own in devices),
         stages=tuple(
-            StagePlan(layers=(start, stop), mesh=s % pipeline, remat=method.remat or prepared.recomputes)
-            for s, (start, stop) in enumerate(zip(starts, [*starts[1:], len(cuts) + 1], strict=True))
+            StagePlan(layers=(start, stop), mesh=mesh, remat=method.remat or prepared.recomputes)
+            for start, stop, mesh in zip(starts, [*starts[1:], len(cuts) + 1], stage_mesh, strict=True)
         ),
         cuts=cuts,
         loop_pieces=pieces[1],
         num_microbatches=method.num_microbatches,
-        schedule=get_schedule(method.schedule).name,
+        schedule=schedule.name,
         input_specs={},
         batch_statistics=method.batch_statistics,
         random=method.random,

@@ -32,7 +32,8 @@ from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import InvalidArgument
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine
-from autopar.ir.schedules import DEFAULT_SCHEDULE, Schedule, get_schedule
+from autopar.ir.schedule import Schedule
+from autopar.ir.schedules import DEFAULT_SCHEDULE, get_schedule
 from autopar.methods import Auto, offloaded
 from autopar.progress import tell
 

@@ -9,6 +9,7 @@ of unequal stages as they are: every task starts when its mesh is free and what 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,8 @@ from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.planning.stage_costs import RangeCosts
 from autopar.hardware.cluster import Cluster
 from autopar.ir.clocks import Clocks, Delivery, Hosts
-from autopar.ir.schedules import linear_order, schedule_tasks, task_needed
+from autopar.ir.schedules import schedule_tasks
+from autopar.ir.task_order import linear_order, task_needed
 from autopar.ir.tasks import Task
 
 
@@ -31,27 +33,29 @@ class VirtualStage:
     """Seconds that a microbatch takes from here to the next stage; the way back takes as long."""
 
 
-def assign_layers(num_layers: Sequence[int], virtual_stages: int) -> list[tuple[int, tuple[int, int]]]:
+def assign_layers(num_layers: Sequence[int], stage_mesh: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
     """Return the mesh and the layers of every virtual stage in order, for the number of layers of each mesh.
 
-    >>> assign_layers([3, 2], 2)
+    >>> assign_layers([3, 2], [0, 1, 0, 1])
     [(0, (0, 2)), (1, (2, 3)), (0, (3, 4)), (1, (4, 5))]
     """
     assigned: list[tuple[int, tuple[int, int]]] = []
-    start = 0
-    for number in range(virtual_stages):
-        for mesh, count in enumerate(num_layers):
-            stop = start + count // virtual_stages + (number < count % virtual_stages)
-            assigned.append((mesh, (start, stop)))
-            start = stop
+    every, before, start = Counter(stage_mesh), Counter[int](), 0
+    for mesh in stage_mesh:
+        each, rest = divmod(num_layers[mesh], every[mesh])
+        stop = start + each + (before[mesh] < rest)
+        assigned.append((mesh, (start, stop)))
+        before[mesh] += 1
+        start = stop
     return assigned
 
 
 def make_virtual_stages(
-    ranges: RangeCosts, stages: Sequence[Stage], devices: Sequence[Sequence[int]], virtual_stages: int
+    ranges: RangeCosts, stages: Sequence[Stage], devices: Sequence[Sequence[int]], timing: Timing
 ) -> tuple[VirtualStage, ...]:
     """Return the virtual stages of meshes of these devices, each with its share of the time by its layers' costs."""
-    assigned = assign_layers([stage.stop - stage.start for stage in stages], virtual_stages)
+    stage_mesh = timing.schedule.meshes_of_stages(len(stages), timing.virtual_stages)
+    assigned = assign_layers([stage.stop - stage.start for stage in stages], stage_mesh)
     times_s: list[float] = []
     for mesh, layers in assigned:
         cost = ranges.cost(*layers, stages[mesh].submesh, stages[mesh].cost.choice)
@@ -69,7 +73,7 @@ def make_virtual_stages(
         VirtualStage(
             mesh=mesh,
             layers=(start, stop),
-            share=times_s[number] / mesh_s[mesh] if mesh_s[mesh] else 1 / virtual_stages,
+            share=times_s[number] / mesh_s[mesh] if mesh_s[mesh] else 1 / timing.virtual_stages,
             link_s=link_s(number, stop),
         )
         for number, (mesh, (start, stop)) in enumerate(assigned)

@@ -15,6 +15,7 @@ from tests.compiler.inter_op.stage_problems import search
 
 CASES = 300
 NAMES = list(SCHEDULES)
+MOST_VIRTUAL = {"interleaved": 3, "interleaved-zero-bubble": 3, "zero-bubble-v": 2, "dualpipe-v": 2}
 
 
 def random_problem(seed: int) -> dict:
@@ -42,7 +43,7 @@ def random_problem(seed: int) -> dict:
         "transfers": transfers,
         "num_microbatches": draw.choice([1, 2, 3, 4, 8, 16]),
         "schedule": schedule,
-        "virtual_stages": draw.choice([1, 2, 3]) if schedule == "interleaved" else 1,
+        "virtual_stages": draw.choice(range(1, MOST_VIRTUAL.get(schedule, 1) + 1)),
         "memory_bytes": draw.choice([1, 2, 4, 6, 12, 1000]),
         "max_stages": draw.choice([None, None, 1, 2, 3]),
     }
@@ -83,6 +84,10 @@ def microbatches_held(problem: dict, stage: int, num_stages: int) -> float:
     m, v, behind = problem["num_microbatches"], problem["virtual_stages"], num_stages - 1 - stage
     if problem["schedule"] == "interleaved" and v > 1:
         return min(m, (2 * behind + (v - 1) * num_stages + 1) / v)
+    if problem["schedule"] == "dualpipe-v" and v > 1:
+        return min(m, num_stages + 0.5)
+    if problem["schedule"] == "zero-bubble-h2":
+        return min(m, 2 * num_stages - 1)
     held = {"gpipe": m, "1f1b": behind + 1, "interleaved": behind + 1, "eager-1f1b": 2 * behind + 1}
     return min(m, held.get(problem["schedule"], num_stages))
 
@@ -93,7 +98,18 @@ def time_of(problem: dict, costs, transfers) -> float:
     total, slowest = 0.0, 0.0
     for cost, x in zip(costs, [*transfers, 0.0]):
         f, b, w = cost.forward_s, cost.backward_s, cost.weight_s
-        if schedule == "zero-bubble":
+        t, split = f + b, schedule.startswith("zero-bubble") or schedule in ("interleaved-zero-bubble", "dualpipe-v")
+        if split and (v > 1 or schedule == "zero-bubble-h2"):
+            in_v_shape = schedule in ("zero-bubble-v", "dualpipe-v")
+            ways = {
+                "zero-bubble-h2": f + max(0, b - 3 * w),
+                "interleaved-zero-bubble": max(f, b - w, f + b - 2 * w) / v,
+            }
+            own = max(f, b - w) / v if in_v_shape else ways[schedule]
+            total += own + v * x
+            steady = m * t - own
+            slowest = max(slowest, steady + (m - 1) * x if v == 1 else max(steady, (m - 1) * v * x))
+        elif split:
             total += max(f, w) + b - 2 * w + x
             slowest = max(slowest, (m - 1) * (f + b + x) + w + min(f, w))
         elif schedule == "interleaved" and v > 1:

@@ -10,7 +10,8 @@ from autopar.compiler.planning.virtual_stages import VirtualStage, assign_layers
 from autopar.errors import InvalidArgument
 from autopar.ir.clocks import Hosts
 from autopar.ir.program import Executable, Task
-from autopar.ir.schedules import SCHEDULES, get_schedule, linear_order, peak_in_flight, schedule_tasks, warmed_up
+from autopar.ir.schedules import SCHEDULES, get_schedule, schedule_tasks, warmed_up
+from autopar.ir.task_order import linear_order, peak_in_flight
 from autopar.runtime.simulator import simulate
 from tests.schedule_programs import program_of
 
@@ -115,10 +116,13 @@ def test_a_stage_that_would_wait_without_end_is_refused():
 
 
 @pytest.mark.parametrize("counts", [[1], [3, 2], [4, 5, 6]])
-@pytest.mark.parametrize("virtual", [1, 2, 3])
-def test_every_layer_is_assigned_once_and_in_order(counts, virtual):
-    assigned = assign_layers(counts, virtual)
-    assert [mesh for mesh, _ in assigned] == list(range(len(counts))) * virtual
+@pytest.mark.parametrize(
+    ("name", "virtual"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble-v", 2)]
+)
+def test_every_layer_is_assigned_once_and_in_order(counts, name, virtual):
+    stage_mesh = get_schedule(name).meshes_of_stages(len(counts), virtual)
+    assigned = assign_layers(counts, stage_mesh)
+    assert [mesh for mesh, _ in assigned] == stage_mesh
     assert [layer for _, layers in assigned for layer in range(*layers)] == list(range(sum(counts)))
     for mesh, count in enumerate(counts):
         assert sum(stop - start for owner, (start, stop) in assigned if owner == mesh) == count
