@@ -132,7 +132,7 @@ def _greedy_order(links: list[set[int]], weights: list[float], start: int, most:
         for other in links[node]:
             undecided[other] -= 1
         # What may grow otherwise now: the neighbours, and those that would close a decided one.
-        touched = links[node].intersection(left)
+        touched = {other for other in links[node] if other in left}
         for other in (node, *links[node]):
             if undecided[other] <= 1 and other not in left:
                 touched |= links[other] & grown.keys()
@@ -195,8 +195,8 @@ def _best_of_each(chosen: Shorts, sizes: list[int], values: FloatArray) -> Index
         code, size = code * options + column, size * options
     order = np.argsort(code, kind="stable")
     ordered, values = code[order], values[order]
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-    lengths = np.diff(starts, append=values.size)
+    bounds = np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1, [values.size]])
+    starts, lengths = bounds[:-1], bounds[1:] - bounds[:-1]
     least = np.flatnonzero(values == np.repeat(np.minimum.reduceat(values, starts), lengths))
     return order[least[np.searchsorted(least, starts)]]
 

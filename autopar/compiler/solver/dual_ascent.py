@@ -162,18 +162,24 @@ def improved(problem: MRF, assignment: Sequence[int]) -> Assignment:
     """A assignment in which no single node can do better: node after node takes its best option."""
     links: list[list[tuple[int, FloatArray]]] = [[] for _ in problem.costs]
     for (i, j), matrix in problem.edges.items():
-        links[i].append((j, matrix))
-        links[j].append((i, matrix.T))
+        links[i].append((j, matrix.T))
+        links[j].append((i, matrix))
     chosen = list(assignment)
+    waiting = [True] * len(chosen)  # where a neighbour's option changed since a node's was chosen
     for _ in range(10):
-        before = list(chosen)
-        for node, cost in enumerate(problem.costs):
-            for other, matrix in links[node]:
-                cost = cost + matrix[:, chosen[other]]
-            if cost.min() < cost[chosen[node]]:
-                chosen[node] = int(cost.argmin())
-        if chosen == before:
+        if not any(waiting):
             break
+        for node, cost in enumerate(problem.costs):
+            if not waiting[node]:
+                continue
+            waiting[node] = False
+            for other, by_other in links[node]:
+                cost = cost + by_other[chosen[other]]
+            best = int(cost.argmin())
+            if cost[best] < cost[chosen[node]]:
+                chosen[node] = best
+                for other, _ in links[node]:
+                    waiting[other] = True
     return tuple(chosen)
 
 
@@ -184,9 +190,14 @@ def within_gap(ascent: Ascent) -> tuple[MRF, list[BoolArray]]:
     """
     kept, costs = ascent.kept(), ascent.swept.split(ascent.swept.costs)
     spare = ascent.value + ascent.round_off - ascent.bound
+    costs = [cost[keep] for cost, keep in zip(costs, kept)]
+    all_kept = [cost.size == keep.size for cost, keep in zip(costs, kept)]
     edges = dict[tuple[int, int], FloatArray]()
     for (i, j), before in sorted(ascent.problem.edges.items(), key=lambda item: item[0]):
-        matrix = np.maximum(ascent.swept.matrix((i, j), before)[kept[i]][:, kept[j]], 0.0)
-        total = matrix + costs[i][kept[i]][:, None] + costs[j][kept[j]]
-        edges[i, j] = np.where(total > spare, np.inf, matrix)
-    return MRF(costs=tuple(cost[keep] for cost, keep in zip(costs, kept)), edges=edges), kept
+        matrix = ascent.swept.matrix((i, j), before)
+        matrix = matrix if all_kept[i] else matrix[kept[i]]
+        matrix = matrix if all_kept[j] else matrix[:, kept[j]]
+        matrix = np.maximum(matrix, 0.0)
+        matrix[matrix + costs[i][:, None] + costs[j] > spare] = np.inf
+        edges[i, j] = matrix
+    return MRF(costs=tuple(costs), edges=edges), kept

@@ -16,7 +16,7 @@ from autopar.compiler.solver.problem import MRF, FloatArray, Optimum, assignment
 from autopar.compiler.solver.solve import solve
 from autopar.kept_files import keep_text, read_text
 
-CACHE_VERSION = 6
+CACHE_VERSION = 7
 """Changes whenever what is kept, or what an optimum is, changes."""
 COST_TOLERANCE = 1e-9
 """Share of the cost of an assignment by which the one that was kept may differ, as sums in another order do."""
@@ -58,19 +58,21 @@ def _holds(problem: MRF, kept: Optimum) -> bool:
 
 def problem_fingerprint(problem: MRF, *more: str) -> str:
     """Return a hash, equal for equal problems with equal `more` only: whatever else the optimum depends on, as text."""
-    digest = hashlib.sha256(f"{CACHE_VERSION} {more!r}".encode())
-    arrays: dict[int, bytes] = {}
+    contents: dict[tuple[tuple[int, ...], bytes], int] = {}
+    known: dict[int, int] = {}
 
-    def add(label: str, values: FloatArray) -> None:
-        # Many edges share a matrix: hash each once.
-        if id(values) not in arrays:
-            arrays[id(values)] = hashlib.sha256(np.ascontiguousarray(values, np.float64).tobytes()).digest()
-        digest.update(f"{label} {values.shape}".encode() + arrays[id(values)])
+    def number(values: FloatArray) -> int:
+        """Return the number of an array's content. Many edges share an array, and many arrays a content."""
+        if id(values) not in known:
+            content = values.shape, np.ascontiguousarray(values, np.float64).tobytes()
+            known[id(values)] = contents.setdefault(content, len(contents))
+        return known[id(values)]
 
-    for number, cost in enumerate(problem.costs):
-        add(f"node {number}", cost)
-    for ends, matrix in sorted(problem.edges.items(), key=lambda item: item[0]):
-        add(f"edge {ends}", matrix)
+    nodes = [number(cost) for cost in problem.costs]
+    edges = [(i, j, number(matrix)) for (i, j), matrix in sorted(problem.edges.items(), key=lambda item: item[0])]
+    digest = hashlib.sha256(f"{CACHE_VERSION} {more!r} {nodes} {edges} {[shape for shape, _ in contents]}".encode())
+    for _, values in contents:
+        digest.update(values)
     return digest.hexdigest()
 
 

@@ -207,9 +207,10 @@ class _Work:
         waiting = set(nodes)
         while waiting:
             node = waiting.pop()  # in any order: what is left in the end is the same
-            possible = self.results(_possible, self.costs[node], *self.links[node].values())
-            if possible is not None:
-                self.keep(node, possible)
+            arrays = self.costs[node], *self.links[node].values()
+            masks = [mask for array in arrays if (mask := self.results(_possible, array)) is not None]
+            if masks:
+                self.keep(node, np.logical_and.reduce(masks))
                 waiting.update(self.links[node])
 
     def keep(self, node: int, kept: BoolArray) -> None:
@@ -335,11 +336,9 @@ def _taken_and_turned(matrix: FloatArray, kept: BoolArray) -> tuple[FloatArray, 
     return smaller, np.ascontiguousarray(smaller.T)
 
 
-def _possible(cost: FloatArray, *matrices: FloatArray) -> BoolArray | None:
-    """Return the options that cost less than ∞, alone and with some partner along every matrix; None for all."""
-    possible = np.isfinite(cost)
-    for matrix in matrices:
-        possible &= np.minimum.reduce(matrix, 1) < np.inf
+def _possible(costs: FloatArray) -> BoolArray | None:
+    """Return the options that cost less than ∞, alone or, of a matrix, with some partner; None for all."""
+    possible = (costs if costs.ndim == 1 else np.minimum.reduce(costs, 1)) < np.inf
     return None if possible.all() else possible
 
 

@@ -42,7 +42,8 @@ class MRF:
             assert cost.ndim == 1 and cost.size and np.minimum.reduce(cost) > -np.inf
         for (i, j), matrix in self.edges.items():
             assert i < j and matrix.shape == (self.costs[i].size, self.costs[j].size), (i, j, matrix.shape)
-            assert np.minimum.reduce(matrix, axis=None) > -np.inf, (i, j)
+        for matrix in {id(matrix): matrix for matrix in self.edges.values()}.values():  # many edges share one
+            assert np.minimum.reduce(matrix, axis=None) > -np.inf, matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +167,8 @@ class NoneBelow(AutoparError):
 
 def assignment_cost(problem: MRF, assignment: Sequence[int]) -> float:
     """Return the cost of an assignment."""
-    nodes = sum(float(cost[option]) for cost, option in zip(problem.costs, assignment, strict=True))
-    return nodes + sum(float(matrix[assignment[i], assignment[j]]) for (i, j), matrix in problem.edges.items())
+    nodes = sum([cost.item(option) for cost, option in zip(problem.costs, assignment, strict=True)])
+    return nodes + sum([matrix.item(assignment[i], assignment[j]) for (i, j), matrix in problem.edges.items()])
 
 
 def row_weight(row: Row, assignment: Sequence[int]) -> float:
@@ -184,4 +185,4 @@ def row_scale(row: Row) -> float:
 
 def num_pairs(problem: MRF) -> int:
     """Return how many pairs of options the edges allow: the size of what is left to solve."""
-    return sum(int(np.isfinite(matrix).sum()) for matrix in problem.edges.values())
+    return sum(int(np.count_nonzero(np.isfinite(matrix))) for matrix in problem.edges.values())
