@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 import numpy as np
@@ -111,11 +111,18 @@ def reshard_lines(
     They are those of all shapes that are `split_alike`.
     """
     mesh = mesh_costs.mesh
-    assert all(may_have(shape, layout, mesh) for layout in {*sources, *targets}), (sources, targets, shape, mesh)
-    graph = _graph(shape, mesh)
-    starts, ends = ([graph.number[_short(layout, shape, mesh)] for layout in some] for some in (sources, targets))
-    lines = np.array([_seconds_from(graph, start, mesh_costs) for start in starts])
+    starts, ends = (_numbers(tuple(layouts), shape, mesh) for layouts in (sources, targets))
+    every = _lines(_graph(shape, mesh), mesh_costs)
+    lines = np.array([every.from_source(start) for start in starts])
     return lines[:, 0, ends], lines[:, 1, ends]
+
+
+@functools.lru_cache(maxsize=16_384)
+def _numbers(layouts: tuple[Layout, ...], shape: tuple[int, ...], mesh: LogicalMesh) -> list[int]:
+    """Return the numbers of layouts in the graph of an array."""
+    assert all(may_have(shape, layout, mesh) for layout in layouts), (layouts, shape, mesh)
+    number = _graph(shape, mesh).number
+    return [number[_short(layout, shape, mesh)] for layout in layouts]
 
 
 def split_alike(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[int, ...]:
@@ -123,22 +130,34 @@ def split_alike(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[int, ...]:
     return tuple(size if size == 1 else split_like(size, mesh.shape) for size in shape)
 
 
-@functools.lru_cache(maxsize=4096)
-def _seconds_from(graph: Graph, source: int, mesh_costs: MeshCosts) -> np.ndarray:
-    """From one layout to every one: [seconds for no bytes, and more seconds per byte of the array]."""
-    of_edges = _seconds_of_edges(graph, mesh_costs)
-    last = last_edges(graph, source)
-    here = np.arange(len(graph.layouts))
-    total = np.zeros((2, len(here)))
-    # Back along all paths at once; a path that has arrived at the source stays there, at no cost.
-    while (here != source).any():
-        edges = last[here]
-        total += of_edges[:, edges]
-        here = graph.source[edges]
-    return total
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Lines:
+    """The lines from layouts to each other, found from a layout when they are first asked for."""
+
+    graph: Graph
+    of_edges: np.ndarray
+    known: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])
+
+    def from_source(self, source: int) -> np.ndarray:
+        """From one layout to every one: [seconds for no bytes, and more seconds per byte of the array]."""
+        if source not in self.known:
+            last = last_edges(self.graph, source)
+            here = np.arange(len(self.graph.layouts))
+            total = np.zeros((2, len(here)))
+            # Back along all paths at once; a path that has arrived at the source stays there, at no cost.
+            while (here != source).any():
+                edges = last[here]
+                total += self.of_edges[:, edges]
+                here = self.graph.source[edges]
+            self.known[source] = total
+        return self.known[source]
 
 
 @functools.lru_cache(maxsize=64)
+def _lines(graph: Graph, mesh_costs: MeshCosts) -> _Lines:
+    return _Lines(graph=graph, of_edges=_seconds_of_edges(graph, mesh_costs))
+
+
 def _seconds_of_edges(graph: Graph, mesh_costs: MeshCosts) -> np.ndarray:
     """Of every step: [seconds for no bytes, and more seconds per byte of the array]."""
     line = functools.cache(lambda kind, axes, reach: _line(mesh_costs, kind, axes, reach))

@@ -201,6 +201,9 @@ def _split_dims(
     """The axes of every dimension; None if the parts would be no blocks, or their order not that of the mesh."""
     result: list[Axes] = []
     for dimension in dims:
+        if len(dimension) < 2:
+            result.append(factors.get(dimension[0], ()) if dimension else ())
+            continue
         axes: list[int] = []
         whole = True  # all factors so far are split completely
         for factor in dimension:
