@@ -92,7 +92,7 @@ def _input_allowed(
     is_expert: bool,
 ) -> bool:
     whole = layout == replicated(len(layout.dims))
-    everything = tuple(range(len(mesh.shape)))
+    everything = tuple(axis for axis, size in enumerate(mesh.shape) if size > 1)
     match method:
         case TensorParallel():
             return whole or not is_batch

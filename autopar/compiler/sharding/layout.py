@@ -164,9 +164,13 @@ def padded_dims(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> li
 
 @functools.cache
 def all_layouts(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[Layout, ...]:
-    """Every layout without partial sums, the axes of a dimension in mesh order; sorted."""
+    """Every layout without partial sums, the axes of a dimension in mesh order; sorted.
+
+    An axis of one device splits nothing: a layout that names it would be another one a second time.
+    """
     splits = set[Layout]()
-    for owners in itertools.product((None, *range(len(shape))), repeat=len(mesh.shape)):
+    dimensions = (None, *range(len(shape)))
+    for owners in itertools.product(*(dimensions if size > 1 else (None,) for size in mesh.shape)):
         dims = tuple(tuple(a for a, owner in enumerate(owners) if owner == d) for d in range(len(shape)))
         if may_have(shape, Layout(dims), mesh):
             splits.add(Layout(dims))
@@ -195,9 +199,9 @@ def to_spec(layout: Layout, mesh: LogicalMesh) -> PartitionSpec:
 
 
 def from_spec(spec: PartitionSpec, rank: int, mesh: LogicalMesh) -> Layout:
-    """The layout of an array of this rank under a spec whose axes the mesh has."""
+    """The layout of an array of this rank under a spec whose axes the mesh has; those of one device split nothing."""
     numbers = {name: number for number, name in enumerate(mesh.axis_names)}
-    dims = [tuple(numbers[name] for name in spec_axes(entry)) for entry in spec]
+    dims = [tuple(numbers[name] for name in spec_axes(entry) if mesh.shape[numbers[name]] > 1) for entry in spec]
     return Layout((*dims, *((),) * (rank - len(dims))))
 
 

@@ -3,8 +3,9 @@
     equation, Rule, mesh  ->  every Strategy: the layouts of its operands and of its results
 
 Each mesh axis is given to one factor of the equation's rule, or to none (all devices along it do the same), or to a
-set of operands that the equation is linear in, which then are partial sums along it. Splitting a factor that is summed
-away leaves the result a partial sum; one whose maximum or minimum is taken is combined at once.
+set of operands that the equation is linear in, which then are partial sums along it; an axis of one device is given to
+none. Splitting a factor that is summed away leaves the result a partial sum; one whose maximum or minimum is taken is
+combined at once.
 
 A factor that the axes do not divide is split into padded parts. Padding never reaches what is no padding: an equation
 computes every place of a factor by itself, and before one is summed away the padding is masked.
@@ -103,7 +104,8 @@ def _strategies_of(
     )
     free = [f for f in range(len(sizes)) if f not in blocked]
     feasible: dict[Strategy, None] = {}
-    for owners in itertools.product((None, *free, *linear), repeat=len(mesh.shape)):
+    choices = (None, *free, *linear)
+    for owners in itertools.product(*(choices if size > 1 else (None,) for size in mesh.shape)):
         factors = {f: tuple(a for a, o in enumerate(owners) if o == f) for f in owners if isinstance(f, int)}
         counts = {f: [mesh.shape[axis] for axis in axes] for f, axes in factors.items()}
         if not all(_can_split(rule, f, parts, masked) for f, parts in counts.items()):

@@ -85,6 +85,11 @@ def test_layouts_are_written(layout, spec, text):
     assert describe_layout(layout, GRID) == text
 
 
+def test_an_axis_of_one_device_in_a_spec_splits_nothing():
+    mesh = LogicalMesh(shape=(1, 4), axis_names=("x", "y"))
+    assert from_spec(PartitionSpec(("x", "y"), "x"), 2, mesh) == Layout(((1,), ()))
+
+
 def test_partial_sums_are_described_and_have_no_spec():
     layout = Layout(((0,), ()), (1,))
     assert describe_layout(layout, GRID) == "[x, -] + y"

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autopar.compiler.sharding.layout import LogicalMesh, describe_layout
+from autopar.compiler.sharding.layout import LogicalMesh, all_layouts, describe_layout
 from autopar.compiler.sharding.rule_lookup import sharding_rules
 from autopar.compiler.sharding.strategies import strategies
 from tests.compiler.equations import equation, real
@@ -80,6 +80,13 @@ def test_two_axes_may_split_one_factor_or_two():
     assert "[x, y] [y, -] -> [x, -] + y" in found
     assert "[x*y, -] [-, -] -> [x*y, -]" in found
     assert "[-, x*y] [x*y, -] -> [-, -] + x + y" in found
+
+
+def test_an_axis_of_one_device_splits_nothing():
+    beside_one = LogicalMesh(shape=(1, 8), axis_names=("x", "y"))
+    alone = LogicalMesh(shape=(8,), axis_names=("y",))
+    assert written(PRODUCT, beside_one) == written(PRODUCT, alone)
+    assert len(all_layouts((8, 16), beside_one)) == len(all_layouts((8, 16), alone)) == 3
 
 
 def test_a_merged_dimension_is_split_by_the_minor_factor_once_the_major_one_is_split_whole():
