@@ -25,6 +25,7 @@ from autopar import Auto, Cluster, Megatron
 from autopar.hardware.machine import Machine
 from autopar.methods import Method
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
+from benchmarks.models.alpa_moe import DeepSeekSize, deepseek_moe
 from benchmarks.models.llama import LLAMA_70B, LLAMA_405B, Llama, llama
 from benchmarks.models.workload import Workload
 
@@ -223,7 +224,32 @@ def _maxtext() -> list[Published]:
         ("Llama-405B", LLAMA_405B, "tpu-v5p", (256, 1), 256),
         ("Llama-405B", LLAMA_405B, "tpu-v5p", (32, 8), 128),
     )
-    return [_by_rules(*row) for row in rows]
+    return [*(_by_rules(*row) for row in rows), _deepseek()]
+
+
+def _deepseek() -> Published:
+    """DeepSeek-V3 by the same rules, as deep and as wide: the state divided over all chips."""
+    size = DeepSeekSize(
+        width=7168,
+        layers=61,
+        experts=256,
+        chosen=8,
+        shared=1,
+        expert_hidden=2048,
+        hidden=18432,
+        heads=128,
+        vocabulary=129280,
+        batch=512,
+    )
+    return Published(
+        name="DeepSeek-V3, fsdp 256",
+        source="MaxText",
+        workload=partial(deepseek_moe, "deepseek-v3", size),
+        machine="tpu-v5p",
+        devices=256,
+        methods=(Megatron(data=256, zero=3),),
+        note="every layer recomputed; heads as in other transformers, experts in all layers but the first",
+    )
 
 
 def _by_rules(name: str, model: Llama, machine: str, degrees: tuple[int, int], batch: int) -> Published:
