@@ -42,6 +42,7 @@ def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, traf
     results = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True)]
     if (flops := _product_flops(eqn, mesh_costs.machine)) is not None:
         compute_s = _product_s(eqn, flops, strategy, sum(operands), sum(results), mesh_costs)
+        compute_s += _copy_s(operands, results, mesh_costs.machine, traffic)
     else:
         compute_s = _compute_s(eqn, operands, results, mesh_costs.machine, traffic)
     return float(compute_s + _combine_s(eqn, strategy, mesh_costs))
@@ -52,7 +53,8 @@ def equation_bytes(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh, traf
     operands = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True)]
     results = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True)]
     if eqn.primitive.name in PRODUCTS or eqn.primitive.name == "declared_rule":
-        return sum(operands) + sum(results) + 2 * sum(_masked_parts(eqn, strategy, mesh))
+        masked = 2 * sum(_masked_parts(eqn, strategy, mesh))
+        return float(sum(operands) + sum(results) + masked + _copied(operands, results, traffic))
     return float(_moved(eqn, operands, results, traffic))
 
 
@@ -68,6 +70,7 @@ def seconds_by_strategy(
         read: npt.NDArray[np.float64] = sum(operands, np.zeros(len(strategies)))
         moved = zip(strategies, read.tolist(), written.tolist(), strict=True)
         total_s = np.array([_product_s(eqn, flops, strategy, of, to, mesh_costs) for strategy, of, to in moved])
+        total_s += _copy_s(operands, results, mesh_costs.machine, traffic)
     else:
         total_s = np.zeros(len(strategies)) + _compute_s(eqn, operands, results, mesh_costs.machine, traffic)
     for number, strategy in enumerate(strategies):
@@ -134,6 +137,18 @@ def _moved(eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], traffic: T
     if name in ("gather", "dynamic_slice", "slice"):
         read[0] = np.minimum(read[0], traffic.reads[0] * sum(results))
     return sum(read) + written
+
+
+def _copied(operands: list[Any], results: list[Any], traffic: Traffic) -> Any:
+    """Bytes that are moved to copy operands of a product out of stacks, and its results into them."""
+    times = [*traffic.reads, *traffic.writes]
+    return sum(max(count - 1, 0) * part for count, part in zip(times, [*operands, *results], strict=True))
+
+
+def _copy_s(operands: list[Any], results: list[Any], machine: Machine, traffic: Traffic) -> Any:
+    """Seconds of these copies, each a kernel."""
+    started_s = max(traffic.kernels - 1, 0.0) * machine.kernel_s
+    return started_s + _copied(operands, results, traffic) / machine.memory_bandwidth
 
 
 def _mask_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts) -> float:

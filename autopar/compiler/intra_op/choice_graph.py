@@ -246,6 +246,8 @@ class BlockBuilder:
     classes: Sequence[int]
     combined: CombinedValues
     """The values whose collectives share their latency."""
+    within: jc.JaxprEqn | None = None
+    """The equation that it is a body of."""
     only_phase: str | None = None
     """The phase of its equations, where that is known; otherwise the scopes tell."""
     sources: dict[jc.Var, LayoutNode] = field(default_factory=dict[jc.Var, LayoutNode])
@@ -260,7 +262,7 @@ class BlockBuilder:
 
     def collect(self) -> None:
         """Make the nodes of all equations, and note who reads what."""
-        self.kinds, self.traffic = equation_classes(self.jaxpr), fused_traffic(self.jaxpr)
+        self.kinds, self.traffic = equation_classes(self.jaxpr), fused_traffic(self.jaxpr, self.within)
         self.free.update(self.jaxpr.constvars)
         for v, node in zip(self.jaxpr.invars, self.arguments, strict=True):
             root = self.first(v)

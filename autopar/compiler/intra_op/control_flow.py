@@ -126,6 +126,7 @@ def _body(
         arguments=tuple(arguments),
         weight=weight,
         nested=True,
+        within=eqn,
         classes=range(len(jaxpr.eqns)),
         combined=combined_in_body(jaxpr, eqn, block.combined),
     )

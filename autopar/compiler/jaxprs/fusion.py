@@ -10,6 +10,9 @@ once, and hands what it makes to its own equations without memory.
 A kernel is what has one number of elements to go through, the same reductions and products behind it, and arrays in
 common: XLA fuses a producer with its consumer, and consumers of one array with each other, where shapes agree. Scalars
 join nothing: an optimizer's updates, which share its counters, are a kernel for each parameter.
+
+A loop over stacks begins with zeros for those that it makes. Each iteration writes its part of each in a kernel of its
+own, which elementwise equations are fused into, and copies the parts that something apart reads out of their stacks.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
 from autopar.compiler.jaxprs.primitives import DRAWS, NESTED
 
@@ -73,7 +77,7 @@ class Traffic(NamedTuple):
     reads: tuple[int, ...]
     """By operand, how often it is read from memory on the equation's behalf."""
     writes: tuple[int, ...]
-    """By result, whether it is written to memory."""
+    """By result, how often it is written to memory, or read there to be copied into a stack."""
     kernels: float
     """Kernels that start for its sake: a kernel of several results is shared among what makes them."""
     flops_per_byte: float
@@ -91,24 +95,44 @@ def alone(eqn: jc.JaxprEqn) -> Traffic:
     )
 
 
-_known: weakref.WeakKeyDictionary[jc.Jaxpr, tuple[Traffic, ...]] = weakref.WeakKeyDictionary()
+class Stacks(NamedTuple):
+    """The inputs of a body that are slices of stacks, and the results that are written into some: from a number on."""
+
+    inputs_from: int
+    results_from: int
 
 
-def fused_traffic(jaxpr: jc.Jaxpr) -> tuple[Traffic, ...]:
-    """Return the traffic of every equation of a jaxpr, found once; that of a loop or a branch is in its body."""
-    if jaxpr not in _known:
-        _known[jaxpr] = _Fusion(jaxpr=jaxpr).run()
-    return _known[jaxpr]
+def stacks_of(within: jc.JaxprEqn | None) -> Stacks | None:
+    """Return the stacks of the body of an equation; None for one that loops over none, and for a program."""
+    if within is None or within.primitive.name != "scan":
+        return None
+    loop = jp.scan_of(within)
+    return Stacks(loop.first_x, loop.num_carry)
+
+
+_known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[Stacks | None, tuple[Traffic, ...]]] = weakref.WeakKeyDictionary()
+
+
+def fused_traffic(jaxpr: jc.Jaxpr, within: jc.JaxprEqn | None = None) -> tuple[Traffic, ...]:
+    """Return the traffic of every equation of a jaxpr, found once; `within` is the equation that it is a body of.
+
+    That of a loop or a branch is in its body.
+    """
+    known, stacks = _known.setdefault(jaxpr, {}), stacks_of(within)
+    if stacks not in known:
+        known[stacks] = _Fusion(jaxpr=jaxpr, stacks=stacks).run()
+    return known[stacks]
 
 
 _END = -1
-"""Reads what leaves the program."""
+"""Reads what leaves the program; the readers below it write into stacks."""
 _Kernel = tuple[Hashable, ...]
 
 
 @dataclass(kw_only=True, eq=False)
 class _Fusion:
     jaxpr: jc.Jaxpr
+    stacks: Stacks | None = None
     roots: dict[Any, Any] = field(default_factory=dict[Any, Any])
     """By view, what it is a view of."""
     makers: dict[Any, int] = field(default_factory=dict[Any, int])
@@ -124,8 +148,12 @@ class _Fusion:
     def run(self) -> tuple[Traffic, ...]:
         for number, eqn in enumerate(self.jaxpr.eqns):
             self._note(number, eqn)
-        for atom in self.jaxpr.outvars:
-            self.readers[self._root(atom)].append(_END)
+        for place, atom in enumerate(self.jaxpr.outvars):
+            reader = _END
+            if self.stacks is not None and place >= self.stacks.results_from:
+                reader -= 1 + place
+                self.kernels[reader] = frozenset([("stack", place)])
+            self.readers[self._root(atom)].append(reader)
         for number in reversed(range(len(self.jaxpr.eqns))):
             self._place(number)
         return self._traffic()
@@ -166,7 +194,7 @@ class _Fusion:
             own = (self.levels[number], _extent(eqn.invars))
         else:
             inside = frozenset[_Kernel]().union(*(self.kernels[reader] for reader in readers if reader != _END))
-            wanted = any(reader == _END or self.kinds[reader] == "apart" for reader in readers)
+            wanted = any(reader == _END or (reader >= 0 and self.kinds[reader] == "apart") for reader in readers)
             grows = sum(_bytes(eqn.outvars)) > sum(_bytes(eqn.invars))
             if not wanted and (len(inside) <= 1 or not is_expensive(eqn) or grows):
                 self.kernels[number] = inside
@@ -182,7 +210,7 @@ class _Fusion:
         seen: set[tuple[Any, _Kernel]] = set()
         parts: dict[tuple[int, _Kernel], float] = {}
         for number, kernels in sorted(self.kernels.items()):
-            if self.kinds[number] == "constant" and number not in self.stored:
+            if number < 0 or (self.kinds[number] == "constant" and number not in self.stored):
                 continue
             for kernel in sorted(kernels, key=str):
                 moved = float(sum(_bytes(eqns[number].outvars))) if number in self.stored else 0.0
@@ -213,19 +241,48 @@ class _Fusion:
             work[group] += 0.0 if eqns[number].primitive.name in DRAWS else equation_flops(eqns[number])
             nbytes[group] += moved
             results[group] += number in self.stored
+        written = [[int(number in self.stored)] * len(eqn.outvars) for number, eqn in enumerate(eqns)]
+        more = self._count_stacks(reads, written)
         found: list[Traffic] = []
-        for number, eqn in enumerate(eqns):
+        for number in range(len(eqns)):
             mine = [groups.of((number, kernel)) for kernel in self.kernels.get(number, ()) if (number, kernel) in parts]
-            stored = number in self.stored
             found.append(
                 Traffic(
                     reads=tuple(reads[number]),
-                    writes=(int(stored),) * len(eqn.outvars),
-                    kernels=sum(1 / results[group] for group in mine) if stored else 0.0,
+                    writes=tuple(written[number]),
+                    kernels=more[number]
+                    + (sum(1 / results[group] for group in mine) if number in self.stored else 0.0),
                     flops_per_byte=max((work[group] / nbytes[group] for group in mine if nbytes[group]), default=0.0),
                 )
             )
         return tuple(found)
+
+    def _count_stacks(self, reads: list[list[int]], written: list[list[int]]) -> list[int]:
+        """Add what is read and written for the sake of stacks; return how many kernels of each equation do that."""
+        kernels = [0] * len(self.jaxpr.eqns)
+        if self.stacks is None:
+            return kernels
+        for v in dict.fromkeys(self.jaxpr.invars[self.stacks.inputs_from :]):
+            number = next((n for n in self.readers[v] if n >= 0 and self.kinds[n] == "apart"), None)
+            if number is not None:
+                reads[number][self._operands(number).index(v)] += 2
+                kernels[number] += 1
+        for v in (self._root(atom) for atom in self.jaxpr.outvars[self.stacks.results_from :]):
+            number = self.makers.get(v)
+            if number is None:
+                self._copy_input(v, reads, kernels)
+            elif self.kinds[number] != "constant":
+                # The zeros that a part is written over, and the part; what is in memory already is read there.
+                written[number][self.jaxpr.eqns[number].outvars.index(v)] += 2 + (number in self.stored)
+                kernels[number] += 1
+        return kernels
+
+    def _copy_input(self, v: Any, reads: list[list[int]], kernels: list[int]) -> None:
+        """Count what a stack of an input of the body takes with the first equation that reads it."""
+        number = next((n for n in self.readers[v] if n >= 0), None)
+        if number is not None:
+            reads[number][self._operands(number).index(v)] += 3
+            kernels[number] += 1
 
 
 class _Groups:

@@ -177,18 +177,17 @@ def work_of_program(jaxpr: jc.Jaxpr, machine: Machine) -> Work:
     return total_work(_work_of_equations(jaxpr, machine))
 
 
-def _work_of_equations(jaxpr: jc.Jaxpr, machine: Machine) -> list[Work]:
+def _work_of_equations(jaxpr: jc.Jaxpr, machine: Machine, within: jc.JaxprEqn | None = None) -> list[Work]:
     at_once = replace(machine, kernel_s=0.0, matmul_half_flops=0.0)
-    return [
-        _work(eqn, traffic, machine, at_once) for eqn, traffic in zip(jaxpr.eqns, fused_traffic(jaxpr), strict=True)
-    ]
+    each = zip(jaxpr.eqns, fused_traffic(jaxpr, within), strict=True)
+    return [_work(eqn, traffic, machine, at_once) for eqn, traffic in each]
 
 
 def _work(eqn: jc.JaxprEqn, traffic: Traffic, machine: Machine, at_once: Machine) -> Work:
     """Return the work of an equation; `at_once` is the machine if nothing took time to begin."""
     if eqn.primitive.name in NESTED:
-        bodies = [work_of_program(jc.open_jaxpr(body)[0], machine) for body in jc.subjaxprs(eqn)]
-        total, times = total_work(bodies), trips(eqn)
+        bodies = [_work_of_equations(jc.open_jaxpr(body)[0], machine, eqn) for body in jc.subjaxprs(eqn)]
+        total, times = total_work([total_work(each) for each in bodies]), trips(eqn)
         return Work(fixed_s=times * total.fixed_s, divisible_s=times * total.divisible_s)
     alone = Strategy(
         operands=tuple(replicated(len(getattr(v.aval, "shape", ()))) for v in eqn.invars),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from autopar.compiler.costs.compute import equation_bytes, equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
+from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.fusion import fused_traffic
 from autopar.compiler.resharding.costs import copied_bytes
 from autopar.compiler.resharding.steps import AllReduce
@@ -38,16 +39,19 @@ def block_times(block: LocalBlock, mesh_costs: MeshCosts) -> BlockTimes:
     return BlockTimes(_equations_s(block, mesh_costs), collective_s)
 
 
-def block_bytes(block: LocalBlock, mesh: LogicalMesh) -> float:
-    """Bytes that one run of a program reads from a device's memory and writes there, those of collectives aside."""
+def block_bytes(block: LocalBlock, mesh: LogicalMesh, within: jc.JaxprEqn | None = None) -> float:
+    """Bytes that one run of a program reads from a device's memory and writes there, those of collectives aside.
+
+    `within` is the equation that it is a body of.
+    """
     total = 0.0
-    traffic = dict(zip(map(id, block.jaxpr.eqns), fused_traffic(block.jaxpr), strict=True))
+    traffic = dict(zip(map(id, block.jaxpr.eqns), fused_traffic(block.jaxpr, within), strict=True))
     for action in block.actions:
         match action:
             case Evaluate(eqn=eqn, strategy=strategy):
                 total += equation_bytes(eqn, strategy, mesh, traffic[id(eqn)])
             case RunBody(eqn=eqn, bodies=bodies):
-                total += trips(eqn) * sum(block_bytes(body, mesh) for body in bodies)
+                total += trips(eqn) * sum(block_bytes(body, mesh, eqn) for body in bodies)
             case Reshard(source=source, result=result, steps=steps):
                 aval: Any = action.aval
                 total += copied_bytes(steps, source, tuple(aval.shape), aval.dtype.itemsize, mesh)
@@ -64,16 +68,16 @@ def _joined_bytes(action: Reshard, mesh: LogicalMesh) -> float:
     return 4.0 * whole if joined else 0.0
 
 
-def _equations_s(block: LocalBlock, mesh_costs: MeshCosts) -> float:
+def _equations_s(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None = None) -> float:
     total_s = 0.0
-    traffic = dict(zip(map(id, block.jaxpr.eqns), fused_traffic(block.jaxpr), strict=True))
+    traffic = dict(zip(map(id, block.jaxpr.eqns), fused_traffic(block.jaxpr, within), strict=True))
     for action in block.actions:
         match action:
             case Evaluate(eqn=eqn, strategy=strategy):
                 # The equation's own collectives are counted with the others.
                 total_s += equation_s(eqn, strategy._replace(combined=()), mesh_costs, traffic[id(eqn)])
             case RunBody(eqn=eqn, bodies=bodies):
-                total_s += trips(eqn) * sum(_equations_s(body, mesh_costs) for body in bodies)
+                total_s += trips(eqn) * sum(_equations_s(body, mesh_costs, eqn) for body in bodies)
             case _:
                 pass
     return total_s

@@ -8,6 +8,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.fusion import fused_traffic
 from autopar.compiler.jaxprs.normalize import normalize
+from autopar.compiler.jaxprs.params import scan_of
 
 X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 ONE = 4 * 64 * 64
@@ -46,6 +47,33 @@ def kernels(fn, *args) -> float:
 )
 def test_kernels_move_the_bytes_at_their_borders(fn, operands: int, arrays: float):
     assert moved(fn, *[X] * operands) == pytest.approx(arrays, abs=0.05)
+
+
+def moved_by_an_iteration(step, xs: int) -> float:
+    """Bytes of the body of a loop over stacks, in arrays of X."""
+    stacks = [jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)] * xs
+    closed = jax.make_jaxpr(lambda c, *xs: jax.lax.scan(lambda c, xs: step(c, *xs), c, xs, length=4))(X, *stacks)
+    jaxpr, _ = jc.open_jaxpr(normalize(closed))
+    (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    body, _ = jc.open_jaxpr(scan_of(loop).body)
+    found = fused_traffic(body, loop)
+    counts = [(n, v) for e, t in zip(body.eqns, found) for n, v in zip((*t.reads, *t.writes), (*e.invars, *e.outvars))]
+    return sum(n * aval_bytes(v.aval) for n, v in counts) / ONE
+
+
+@pytest.mark.parametrize(
+    ("step", "xs", "arrays"),
+    [
+        pytest.param(lambda c, x: (c + x, ()), 1, 3, id="a slice is read where it lies"),
+        pytest.param(lambda c, x: (c @ x, ()), 1, 5, id="but copied for a product"),
+        pytest.param(lambda c: (c, c * 2.0), 0, 3, id="a stack is made of zeros, and a part of it written once"),
+        pytest.param(lambda c: (c * 2.0, jnp.tanh(c)), 0, 5, id="a part is computed in a kernel of its own"),
+        pytest.param(lambda c: (c * 2.0, c @ c), 0, 7, id="a product is copied into its stack"),
+        pytest.param(lambda c: (c * 2.0, c), 0, 5, id="and so is the carry"),
+    ],
+)
+def test_loops_copy_slices_out_of_stacks_and_results_into_them(step, xs: int, arrays: float):
+    assert moved_by_an_iteration(step, xs) == pytest.approx(arrays)
 
 
 def test_cheap_equations_are_computed_again_and_expensive_ones_kept():
