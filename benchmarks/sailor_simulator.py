@@ -8,10 +8,11 @@ Sailor (SOSP 2025, arXiv 2504.17096) compares planners for mixed clusters in a s
 bits, batches of 1024 sequences of 2048 tokens, on 32 + 96, 80 + 240 and 128 + 384 A100s of 40 GB and V100s of 16 GB,
 four to a host. It knows stages of replicas, each of the devices of one host or fewer with tensor parallelism; times of
 a layer are measured ones, by kind, examples and degree. `Auto` is asked for such plans (`kinds`, no rematerialisation,
-1F1B), with its network, in which each device has a card of its own, and with rates read off the same measurements:
-products reach what the head does alone on one device, and memory what makes a whole step take as long. What no figure
-of a machine says: its all-reduces know no hosts, one ring goes through all devices at the rate of one. Where replicas
-differ in number from stage to stage, each stage is timed with the examples of its own replicas.
+1F1B), for the hardware as that simulator has it. Rates are read off the same measurements: products reach what the head
+does alone on one device, and memory what makes a whole step take as long. A link between hosts takes what its formula
+says of two messages, for each device, which has a card of its own. Its sums of gradients know no hosts, one ring goes
+through all devices at the rate of one: the collectives are registered with such a cost. Where replicas differ in number
+from stage to stage, each stage is timed with the examples of its own replicas.
 
 `--records` plays steps that were measured on hosts of four GH200s (sailor/Planner/simulations/validation/clariden)
 through the simulator of this library, and through Sailor's: by degrees, with the stages that were run. As there, one
@@ -32,6 +33,7 @@ import sys
 import tempfile
 import time
 import types
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,20 +45,39 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.hardware.machine import Machine
+from autopar.hardware.collectives import (
+    PASSES,
+    CollectiveCost,
+    CollectiveTime,
+    NetworkLevel,
+    collective_cost,
+    register_collective_cost,
+)
+from autopar.hardware.machine import Link, Machine
 from autopar.ir.plan import Plan
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.models.workload import Workload
-from benchmarks.published_clusters import A100, BLOCKS, MACHINES, PER_HOST, SAILOR_CARDS, V100, cluster_of, staged
+from benchmarks.published_clusters import A100, BLOCKS, MACHINES, PER_HOST, V100, cluster_of, staged
 
 MODEL, ZONE = "OPT-350", "us-central1-a"
 NAMES = {A100: "A100-40", V100: "V100-16"}
 SIZES = {"32+96": (32, 96), "80+240": (80, 240), "128+384": (128, 384)}
 TIMED = {A100: 8, V100: 4}
 """Examples of the measurements that the rates are read off: the most there are on one device."""
-CARDS = {kind: PER_HOST * bandwidth for kind, bandwidth in SAILOR_CARDS.items()}
-"""Bytes/s of a host: in that simulator each device has what one alone was measured to send."""
 LENGTH, WIDTH, VOCABULARY = 2048, 1024, 50272
+MESSAGES = tuple(4.0 * LENGTH * WIDTH * examples for examples in (1, 4))
+"""Bytes of which a link takes what that simulator says: the activations of one example and of four."""
+SUMMED = 2.0**28
+"""Bytes of gradients for which a ring begins: those of a stage, a sixth of the model."""
+WEIGHTS = {
+    "attention.query": 1,
+    "attention.key": 1,
+    "attention.value": 1,
+    "attention.out": 1,
+    "mlp.up": 4,
+    "mlp.down": 4,
+}
+"""Of a block, by their sizes."""
 RECORDED: Mapping[str, tuple[str, Mapping[str, int], str]] = {
     MODEL: ("OPT-350", {"width": WIDTH, "layers": BLOCKS, "heads": 16}, "training_config_opt_350.json"),
     "GPT-Neo-2.7": ("GPT-NEO", {"width": 2560, "layers": 32, "heads": 32}, "training_config_gpt_neo27.json"),
@@ -109,6 +130,14 @@ class Simulator:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "sailor").symlink_to(self._sources.resolve())
             return self.code.Simulator(folder, training, self._sizes, False, self.profiles, zone)
+
+    def link(self, kind: str) -> Link:
+        """Return the link that takes what its formula says of messages from one device of a kind to another."""
+        known = self.simulator.inter_network_coeffs
+        coefficients = known.get_zone_coeffs(ZONE, NAMES[kind], 1, ZONE, NAMES[kind], 1)[0]
+        small_s, large_s = (float(self.code.estimate_send_time(nbytes, coefficients)) for nbytes in MESSAGES)
+        bandwidth = (MESSAGES[1] - MESSAGES[0]) / (large_s - small_s)
+        return Link(latency_s=small_s - MESSAGES[0] / bandwidth, bandwidth=bandwidth, ramp_bytes=0.0)
 
     def measured(self, kind: str, examples: int, tensor: int) -> list[list[float]]:
         """Seconds of each layer, forward, backward and update."""
@@ -175,6 +204,35 @@ def rated(kind: str, measured: Sequence[Sequence[float]]) -> Machine:
     return replace(found, memory_bandwidth=found.memory_bandwidth / share)
 
 
+@contextlib.contextmanager
+def rings_without_hosts(machines: Sequence[Machine]) -> Iterator[None]:
+    """Have all-reduces between hosts of these machines go around one ring of all devices, at the rate of one.
+
+    It has no others: reduce-scatters and all-gathers inside of hosts, by which sums would pass their networks in parts,
+    take what they would between hosts.
+    """
+    between = {machine.inter.bandwidth for machine in machines}
+    before = {kind: collective_cost(kind) for kind in ("all-reduce", "all-gather", "reduce-scatter")}
+
+    def cost_of(kind: str) -> CollectiveCost:
+        def cost(levels: Sequence[NetworkLevel], nbytes: float) -> CollectiveTime:
+            if kind == "all-reduce" and levels[-1].bandwidth not in between:
+                return before[kind](levels, nbytes)
+            size, bandwidth = math.prod(level.size for level in levels), min(*between, levels[-1].bandwidth)
+            message_s = levels[-1].step_s * nbytes / SUMMED + nbytes / size / bandwidth
+            return CollectiveTime(0.0, PASSES[kind] * (size - 1) * message_s)
+
+        return cost
+
+    for kind in before:
+        register_collective_cost(kind, cost_of(kind))
+    try:
+        yield
+    finally:
+        for kind, cost in before.items():
+            register_collective_cost(kind, cost)
+
+
 def workload(batch: int) -> Workload:
     """Return OPT-350M in 32 bits."""
     size = GPTSize(
@@ -197,7 +255,8 @@ def plan_of(cluster: autopar.Cluster, batch: int, microbatches: int | None = Non
 def stages_of(plan: Plan) -> list[Stage]:
     """Return the stages in Sailor's words: the embedding, each block and the head are a layer each.
 
-    Examples are what an argument is divided by most; tensor parallelism divides weights among devices of one host.
+    What divides most of the weights of its blocks is tensor parallelism, and replicas are what is left of the devices.
+    How often an argument is divided says neither: activations may come to a stage in one part for each device.
     """
     if plan.stages[-1].layers[1] != BLOCKS + 1:
         raise ValueError(f"The plan has {plan.stages[-1].layers[1]} layers; expected {BLOCKS + 1}, one for each block.")
@@ -205,27 +264,36 @@ def stages_of(plan: Plan) -> list[Stage]:
     for number, stage in enumerate(plan.stages):
         first, stop = stage.layers
         mesh = plan.meshes[stage.mesh]
-        assert mesh.sharding is not None
         size = dict(zip(mesh.axis_names, mesh.shape, strict=True))
-        arguments = mesh.sharding.layouts["tasks"][f"forward_{number}"]["arguments"]
-        rows = (str(layout).partition(",")[0].partition("|")[0] for layout in arguments if "," in str(layout))
-        replicas = max(math.prod(size[axis] for axis in row.split("*") if axis in size) for row in rows)
-        layers = list(range(first + 1 if first else 0, stop + 1))
-        tensor = len(mesh.devices) // replicas
-        if replicas <= PER_HOST or tensor > PER_HOST:  # a weight may be divided among as many as a host has
+        weights: Counter[int] = Counter()
+        for name, share in WEIGHTS.items():
+            for block in range(first, min(stop, BLOCKS)):
+                spec = plan.input_specs.get(f"state.params.h_{block}.{name}", ())  # whole
+                weights[math.prod(size[axis] for axis in axes_of(spec))] += share
+        tensor, share = weights.most_common(1)[0]
+        if tensor > PER_HOST or 2 * share <= weights.total():
             raise ValueError(
-                f"Stage {number} divides its arguments {replicas} ways on {len(mesh.devices)} devices; expected more "
-                f"than {PER_HOST} replicas, of {PER_HOST} devices or fewer each. Read its layouts by hand."
+                f"Stage {number} divides its weights {sorted(weights)} ways; expected most of them at most {PER_HOST} "
+                "ways. Read its layouts by hand."
             )
-        found.append(Stage(layers=layers, kind=mesh.machine, replicas=replicas, tensor=tensor))
+        layers = list(range(first + 1 if first else 0, stop + 1))
+        found.append(Stage(layers=layers, kind=mesh.machine, replicas=len(mesh.devices) // tensor, tensor=tensor))
     return found
+
+
+def axes_of(spec: Sequence[str | tuple[str, ...] | None]) -> Iterator[str]:
+    """Yield the mesh axes that divide an array."""
+    for entry in spec:
+        yield from () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
 def ours(words: str, simulator: Simulator, machines: Mapping[str, Machine]) -> Row:
     """Return the row of `Auto`."""
     began = time.process_time()
-    cluster = cluster_of(dict(zip((A100, V100), SIZES[words], strict=True)), CARDS, machines)
-    plan, simulated_s = plan_of(cluster, simulator.batch)
+    cards = {kind: PER_HOST * machine.inter.bandwidth for kind, machine in machines.items()}
+    cluster = cluster_of(dict(zip((A100, V100), SIZES[words], strict=True)), cards, machines)
+    with rings_without_hosts([group.machine for group in cluster.groups]):
+        plan, simulated_s = plan_of(cluster, simulator.batch)
     stages = stages_of(plan)
     step_s, fits = simulator.step_time(stages, plan.num_microbatches)
     words_of = (f"{len(each.layers)} on {each.replicas}x{each.tensor} {each.kind}" for each in stages)
@@ -369,11 +437,14 @@ def main() -> None:
         print_records(measured)
         rows += measured
     else:
-        machines = {kind: rated(kind, simulator.measured(kind, TIMED[kind], 1)) for kind in NAMES}
+        rates = {kind: rated(kind, simulator.measured(kind, TIMED[kind], 1)) for kind in NAMES}
+        machines = {kind: replace(each, inter=simulator.link(kind)) for kind, each in rates.items()}
         for words in options.sizes:
             found = [ours(words, simulator, machines), *theirs(words, options.results)]
             print_plans(found)
             rows += found
+            if options.json is not None:
+                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
