@@ -140,8 +140,15 @@ class Simulator:
         return Link(latency_s=small_s - MESSAGES[0] / bandwidth, bandwidth=bandwidth, ramp_bytes=0.0)
 
     def measured(self, kind: str, examples: int, tensor: int) -> list[list[float]]:
-        """Seconds of each layer, forward, backward and update."""
-        return list(self.profiles[MODEL][NAMES[kind]][str(examples)][str(tensor)].values())
+        """Seconds of each layer, forward, backward and update.
+
+        Those of more examples than were measured are twice those of half as many.
+        """
+        known = self.profiles[MODEL][NAMES[kind]]
+        if str(examples) not in known and examples > max(map(int, known)):
+            half = self.measured(kind, examples // 2, tensor)
+            return [[2 * forward, 2 * backward, update] for forward, backward, update, *_ in half]
+        return list(known[str(examples)][str(tensor)].values())
 
     def step_time(self, stages: Sequence[Stage], num_microbatches: int) -> tuple[float, bool]:
         """Seconds of a step as its `get_time_per_pipeline` adds them up, and whether all stages have room."""
