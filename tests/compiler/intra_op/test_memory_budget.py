@@ -144,7 +144,7 @@ def test_budget_that_nothing_fits_is_an_error_that_says_what_would():
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize("shape, share", [((8,), 0.9), ((8,), 0.7), ((2, 4), 0.85)])
+@pytest.mark.parametrize("shape, share", [((8,), 0.9), ((8,), 0.7), ((2, 4), 0.9)])
 def test_compiled_plan_stays_within_its_budget(shape, share):
     trace = traced_model(mlp(layers=4, width=1024, hidden=4096, batch=4096))
     donated = state_inputs(trace)
