@@ -17,6 +17,7 @@ stage of its layer.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from autopar.compiler.frontend.dedup_recomputation import join_recomputed
@@ -38,8 +39,12 @@ Path = tuple[int, ...]
 """Of a region: the index of its equation in the step, then in the body of that region, and so on."""
 
 
+@lru_cache(maxsize=6)
 def find_wide_regions(closed: jc.ClosedJaxpr, *, num_layers: int) -> frozenset[Path]:
-    """The backward regions with more FLOPs than one of `num_layers` layers should have, nested ones too."""
+    """The backward regions with more FLOPs than one of `num_layers` layers should have, nested ones too.
+
+    The last few answers are remembered: layers are found anew for every number of microbatches.
+    """
     jaxpr, _ = jc.open_jaxpr(closed)
     backward = {i: eqn for i, eqn in enumerate(jaxpr.eqns) if jc.ad_phase(eqn) == "backward"}
     limit = WIDE * sum(equation_flops(eqn) for eqn in backward.values()) / num_layers

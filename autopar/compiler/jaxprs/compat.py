@@ -338,7 +338,7 @@ def with_scopes_renamed(eqn: JaxprEqn, names: Mapping[str, str]) -> JaxprEqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
-def _closed(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:
+def closed_jaxpr(jaxpr: Any, consts: Sequence[Any]) -> ClosedJaxpr:
     """A closed jaxpr; jax 0.12 has one type for open and closed ones, which keeps its constants."""
     one_type: Any = Jaxpr
     return jaxpr if one_type is ClosedJaxpr else ClosedJaxpr(jaxpr, consts)
@@ -348,7 +348,7 @@ def with_equations(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn]) -> ClosedJaxpr
     """The same program with other equations, in an order that defines every value before its use."""
     jaxpr, consts = open_jaxpr(closed)
     jaxpr = jaxpr.replace(eqns=list(eqns))
-    return _closed(jaxpr, consts)
+    return closed_jaxpr(jaxpr, consts)
 
 
 def part_of(
@@ -368,7 +368,17 @@ def part_of(
 
 def value_like(v: Var) -> Var:
     """A new variable of the same type."""
-    return Var(v.aval)  # type: ignore[attr-defined]
+    return value_of_type(v.aval)
+
+
+def value_of_type(aval: Any) -> Var:
+    """A new variable of a type."""
+    return Var(aval)  # type: ignore[attr-defined]
+
+
+def with_shape(aval: Any, shape: tuple[int, ...]) -> Any:
+    """The same type at another shape; None for what is no array, or has a sharding in its type."""
+    return aval.update(shape=shape) if type(aval) is ShapedArray and aval.sharding.mesh.empty else None
 
 
 def unlowered_primitive(name: str, reason: str) -> Primitive:
@@ -428,7 +438,7 @@ def with_inputs(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:
     """The same program without the inputs that it does not read."""
     jaxpr, consts = open_jaxpr(closed)
     jaxpr = jaxpr.replace(invars=[jaxpr.invars[i] for i in kept])
-    return _closed(jaxpr, consts)
+    return closed_jaxpr(jaxpr, consts)
 
 
 def with_outputs(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:
@@ -436,13 +446,13 @@ def with_outputs(closed: ClosedJaxpr, kept: Sequence[int]) -> ClosedJaxpr:
     jaxpr, consts = open_jaxpr(closed)
     if list(kept) == list(range(len(jaxpr.outvars))):
         return closed
-    return _closed(jaxpr.replace(outvars=[jaxpr.outvars[i] for i in kept]), consts)
+    return closed_jaxpr(jaxpr.replace(outvars=[jaxpr.outvars[i] for i in kept]), consts)
 
 
 def with_results(closed: ClosedJaxpr, results: Sequence[Any]) -> ClosedJaxpr:
     """The same program with other values of it for results."""
     jaxpr, consts = open_jaxpr(closed)
-    return _closed(jaxpr.replace(outvars=list(results)), consts)
+    return closed_jaxpr(jaxpr.replace(outvars=list(results)), consts)
 
 
 def consts_as_inputs(closed: ClosedJaxpr) -> tuple[Jaxpr, tuple[Any, ...]]:

@@ -9,11 +9,12 @@ summed apart in all, so that each has sums of the same values.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from autopar.compiler.pipeline.build_stage_graph import build_stage_graph
 from autopar.compiler.pipeline.lanes import with_lanes
+from autopar.compiler.pipeline.phases import Phases
 from autopar.compiler.pipeline.placement import Placement, layer_order, place_equations
 from autopar.compiler.pipeline.prepare import PreparedStep
 from autopar.compiler.pipeline.stage_graph import StageGraph
@@ -65,19 +66,23 @@ def cut_stages(prepared: PreparedStep, cut: StageCut) -> StageGraph:
             f"The plan begins a layer at forward equation {cut.cuts[-1]}, {prepared.trace.name} has {len(order)} of "
             "them. Make a new plan with step.trace(...).plan(), or load the one that belongs to this program."
         )
-    layer_of = {i: bisect_right(cut.cuts, p) for p, i in enumerate(order)}
-
-    def place(stages: Sequence[tuple[int, int]], deferred: Collection[int] = ()) -> Placement:
-        stage_of_layer = [s for s, layers in enumerate(stages) for _ in range(*layers)]
-        layer_stage = {i: stage_of_layer[layer] for i, layer in layer_of.items()}
-        return place_equations(prepared.phases, layer_stage=layer_stage, num_stages=len(stages), deferred=deferred)
-
+    place = partial(_placed, prepared.phases, cut.cuts)
     if not cut.shares:
         return _graph(prepared, cut, place(cut.stages), cut.remat_stages)
     shapes = [cut.shape_of(lane) for lane in lanes_of(cut.stages)]
     deferred = frozenset[int]().union(*(place(stages).deferred for stages in {stages for stages, _ in shapes}))
     graphs = {(stages, remat): _graph(prepared, cut, place(stages, deferred), remat) for stages, remat in set(shapes)}
     return with_lanes([graphs[shape] for shape in shapes], cut.shares)
+
+
+@lru_cache(maxsize=6)
+def _placed(
+    phases: Phases, cuts: tuple[int, ...], stages: tuple[tuple[int, int], ...], deferred: frozenset[int] = frozenset()
+) -> Placement:
+    """Return the placement of a cut; the last few are remembered, as stages that recompute have the same."""
+    stage_of_layer = [s for s, layers in enumerate(stages) for _ in range(*layers)]
+    layer_stage = {i: stage_of_layer[bisect_right(cuts, p)] for p, i in enumerate(layer_order(phases))}
+    return place_equations(phases, layer_stage=layer_stage, num_stages=len(stages), deferred=deferred)
 
 
 def _graph(prepared: PreparedStep, cut: StageCut, placement: Placement, remat_stages: frozenset[int]) -> StageGraph:

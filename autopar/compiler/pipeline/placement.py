@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -46,11 +47,12 @@ class Placement:
     """Backward equations (sums of tied gradients) that run once per step, on accumulated operands."""
 
 
-def layer_order(phases: Phases) -> list[int]:
+@lru_cache(maxsize=6)
+def layer_order(phases: Phases) -> tuple[int, ...]:
     """The forward equations that are cut into layers, in program order: those of the first pass through the model.
 
     In a step that takes a gradient they are those that are differentiated. The pass may take several rounds, as batch
-    normalisation does; it ends before what waits for a backward pass.
+    normalisation does; it ends before what waits for a backward pass. Those of the last few steps are remembered.
     """
     forward = {jc.ad_phase(eqn) for eqn in phases.equations} & {"forward"} or {None}
     order: list[int] = []
@@ -61,7 +63,7 @@ def layer_order(phases: Phases) -> list[int]:
         elif Phase.FORWARD in own and jc.ad_phase(eqn) in forward:
             order.append(i)
     again = _passes_again(phases, order)
-    return [i for i in order if i not in again]
+    return tuple(i for i in order if i not in again)
 
 
 def _passes_again(phases: Phases, order: Sequence[int]) -> set[int]:

@@ -82,11 +82,16 @@ class Layers:
     cuts: tuple[int, ...]
     loop_pieces: int
     num_microbatches: int
-    prepared: PreparedStep
+    prepare: Callable[[], PreparedStep]
     classes: tuple[LayerClass, ...]
     class_of: tuple[int, ...]
     crossing_bytes: tuple[float, ...]
     """Per cut, there and back, of one microbatch; what crosses once per step counts its share."""
+
+    @cached_property
+    def prepared(self) -> PreparedStep:
+        """The step that is cut, for this number of microbatches."""
+        return self.prepare()
 
     @cached_property
     def least_devices(self) -> tuple[int, ...]:
@@ -102,7 +107,7 @@ def count_step_layers(trace: Trace, *, num_stages: int = 1, **options: str) -> t
 
     Raises `InvalidArgument` if the model marks fewer layers than there are stages.
     """
-    whole = prepare(trace, num_layers=1, num_microbatches=1, loop_pieces=1, **_exact(options))
+    whole = prepare(trace, num_layers=1, num_microbatches=1, loop_pieces=1, **exact_options(options))
     loops = [
         jp.scan_of(eqn).length
         for eqn in whole.phases.equations
@@ -113,7 +118,8 @@ def count_step_layers(trace: Trace, *, num_stages: int = 1, **options: str) -> t
     return count_layers(whole.phases, num_stages), 1
 
 
-def _exact(options: Mapping[str, str]) -> dict[str, str]:
+def exact_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Return these options of `prepare`, and the exact ones for those that are not given."""
     return {"batch_statistics": "exact", "random": "full_batch"} | dict(options)
 
 
@@ -138,7 +144,11 @@ def find_layers(
     Raises as `prepare` does for batches that cannot be split.
     """
     prepared = prepare(
-        trace, num_layers=num_layers, num_microbatches=num_microbatches, loop_pieces=loop_pieces, **_exact(options)
+        trace,
+        num_layers=num_layers,
+        num_microbatches=num_microbatches,
+        loop_pieces=loop_pieces,
+        **exact_options(options),
     )
     cuts = tuple((cut or model_cuts)(prepared.phases, num_layers))
     wide, still_wide = (find_wide_regions(trace.jaxpr, num_layers=n) for n in (num_layers, len(cuts) + 1))
@@ -177,7 +187,7 @@ def find_layers(
         cuts=cuts,
         loop_pieces=loop_pieces,
         num_microbatches=num_microbatches,
-        prepared=prepared,
+        prepare=lambda: prepared,
         classes=tuple(classes.values()),
         class_of=tuple(class_of),
         crossing_bytes=_crossing_bytes(graph, len(cuts) + 1),

@@ -23,10 +23,18 @@ from autopar.compiler.frontend.scopes import ModelScope, all_scopes, meshes_of
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, submesh_choices
-from autopar.compiler.pipeline.prepare import loop_pieces_for
+from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
 from autopar.compiler.planning.kinds import allowed_splits
-from autopar.compiler.planning.layer_classes import LayerCutter, Layers, count_step_layers, find_layers, model_cuts
+from autopar.compiler.planning.layer_classes import (
+    LayerCutter,
+    Layers,
+    count_step_layers,
+    exact_options,
+    find_layers,
+    model_cuts,
+)
 from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, LayerCosts, LayerOptimum, LayoutChoice
+from autopar.compiler.planning.layers_between import layers_between
 from autopar.compiler.planning.one_mesh import memory_limit
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import InvalidArgument
@@ -223,7 +231,7 @@ class KnownLayers:
         """
         problem, key = self.problem, (num_microbatches, remat, splits)
         if key not in problem.known:
-            layers = find_layers(
+            layers = self._by_others(num_microbatches, remat, splits) or find_layers(
                 problem.trace,
                 num_layers=self.num_layers,
                 loop_pieces=self.loop_pieces,
@@ -238,6 +246,26 @@ class KnownLayers:
             )
             problem.known[key] = layers, _costs_of(problem, layers)
         return problem.known[key]
+
+    def _by_others(self, num_microbatches: int, remat: bool, splits: bool) -> Layers | None:
+        """Return the layers by those of the first two numbers of microbatches that were asked for, if they tell them.
+
+        There the step is prepared already, so that to cut it for them is less work than to prepare it once more.
+        """
+        trace = self.problem.trace
+        first = list(dict.fromkeys(count for count, _, _ in self.problem.known if count > 1))[:2]
+        if len(first) < 2 or num_microbatches in (1, *first) or trace.num_rows % num_microbatches:
+            return None
+        (one, _), (other, _) = (self(count, remat, splits=splits) for count in first)
+        again = partial(
+            prepare,
+            trace,
+            num_layers=len(one.cuts) + 1,
+            num_microbatches=num_microbatches,
+            loop_pieces=one.loop_pieces,
+            **exact_options(self.options),
+        )
+        return layers_between(one, other, num_microbatches, again)
 
 
 def _costs_of(problem: StageProblem, layers: Layers) -> LayerCosts:

@@ -1,0 +1,83 @@
+"""Find the layers of a step for a number of microbatches from those of two others.
+
+    Layers of 2 microbatches, of 4 microbatches  ->  Layers of 8, of 16, ...
+
+The layers of a step differ between numbers of microbatches in nothing but the sizes of what holds examples. So once
+they are found for two numbers, those of every other are written down: class by class, without the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+from autopar.compiler.intra_op.plan_tasks import GroupTask
+from autopar.compiler.jaxprs.sizes_between import NotBetween, program_between
+from autopar.compiler.pipeline.prepare import PreparedStep
+from autopar.compiler.planning.layer_classes import LayerClass, Layers
+from autopar.compiler.planning.layer_costs import task_value_types
+
+
+def layers_between(
+    one: Layers, other: Layers, num_microbatches: int, prepare: Callable[[], PreparedStep]
+) -> Layers | None:
+    """Return the layers for a number of microbatches; None if those of the two differ in more than sizes.
+
+    All three are more than one: a single microbatch is the batch, and nothing is summed over several. `prepare`
+    prepares the step for them, where the stages that are found are to be completed.
+    """
+    if (one.cuts, one.loop_pieces, one.class_of) != (other.cuts, other.loop_pieces, other.class_of):
+        return None
+    rows, first, second = (Fraction(1, n) for n in (num_microbatches, one.num_microbatches, other.num_microbatches))
+    at = (rows - first) / (second - first)
+    try:
+        pairs = zip(one.classes, other.classes, strict=True)
+        classes = tuple(_class_between(a, b, at, num_microbatches) for a, b in pairs)
+    except NotBetween:
+        return None
+    return replace(
+        one,
+        num_microbatches=num_microbatches,
+        prepare=prepare,
+        classes=classes,
+        crossing_bytes=tuple(
+            a + (b - a) * float(at) for a, b in zip(one.crossing_bytes, other.crossing_bytes, strict=True)
+        ),
+    )
+
+
+def _class_between(one: LayerClass, other: LayerClass, at: Fraction, num_microbatches: int) -> LayerClass:
+    if _without_sizes(one) != _without_sizes(other):
+        raise NotBetween
+    pairs = zip(one.tasks, other.tasks, strict=True)
+    return replace(
+        one,
+        tasks=tuple(_task_between(a, b, at, num_microbatches) for a, b in pairs),
+        batch_axes=_batch_axes(one, other),
+    )
+
+
+def _task_between(one: GroupTask, other: GroupTask, at: Fraction, num_microbatches: int) -> GroupTask:
+    times = one.times if one.times == other.times else float(num_microbatches)
+    return replace(one, jaxpr=program_between(one.jaxpr, other.jaxpr, at), times=times)
+
+
+def _without_sizes(layer: LayerClass) -> object:
+    """Return what has to be the same of two layers."""
+    tasks = [(t.name, t.inputs, t.outputs, t.phase, t.donated, t.parameters, t.gradients) for t in layer.tasks]
+    sets = layer.state, layer.on_host, layer.kept, layer.fed, frozenset(layer.constraints.sums)
+    maps = layer.constraints.alike, layer.pins, layer.in_parts, layer.kinds
+    return tasks, sets, [dict(each) for each in maps], layer.batch_axes.keys()
+
+
+def _batch_axes(one: LayerClass, other: LayerClass) -> dict[str, int | None]:
+    """Return the axes that hold examples: where the guesses by their size differ, the one whose size does."""
+    types, twins = task_value_types(one), task_value_types(other)
+    axes: dict[str, int | None] = {}
+    for name, axis in one.batch_axes.items():
+        axes[name] = axis
+        if axis != other.batch_axes[name]:
+            sizes = zip(types[name].shape, twins[name].shape, strict=True)
+            axes[name] = next((place for place, (a, b) in enumerate(sizes) if a != b), None)
+    return axes

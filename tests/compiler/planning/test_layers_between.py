@@ -1,0 +1,50 @@
+"""Layers for other numbers of microbatches: what is written down by those of two is what is found."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
+from benchmarks.models import convnet
+from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
+
+GPT = alpa_gpt("gpt", GPTSize(width=256, layers=3, heads=4, length=64, vocabulary=1024, batch=16), jnp.float32)
+CLUSTER = autopar.Cluster.parse("1x dgx-h100")
+
+
+def problem_of(workload):
+    traced = autopar.parallelize(workload.step, cluster=CLUSTER, donate_argnums=(0,)).trace(
+        workload.abstract_state, workload.abstract_batch
+    )
+    return StageProblem(trace=traced.trace, method=autopar.Auto(), hardware=CLUSTER, cache_directory=None)
+
+
+@pytest.mark.parametrize("workload", [GPT, convnet()], ids=["transformer", "convolutions"])
+@pytest.mark.parametrize("way", [(False, False), (True, True)], ids=["plain", "computed again, split"])
+def test_layers_by_those_of_two_numbers_are_those_that_are_found(workload, way):
+    remat, splits = way
+    problem = problem_of(workload)
+    fresh = dataclasses.replace(problem, known={})
+    known = KnownLayers.of(problem)
+    (two, _), (four, _) = (known(count, remat, splits=splits) for count in (2, 4))
+    by_others, _ = known(8, remat, splits=splits)
+    found, _ = KnownLayers.of(fresh)(8, remat, splits=splits)
+    assert (two.prepared, four.prepared) != (found.prepared, found.prepared)
+    assert [each.key for each in by_others.classes] == [each.key for each in found.classes]
+    assert by_others.crossing_bytes == pytest.approx(found.crossing_bytes)
+    for field in ("cuts", "class_of", "num_microbatches", "loop_pieces", "least_devices"):
+        assert getattr(by_others, field) == getattr(found, field), field
+    assert by_others.prepared.phases.step.num_microbatches == 8
+
+
+def test_other_numbers_of_microbatches_are_not_traced():
+    problem = problem_of(GPT)
+    known = KnownLayers.of(problem)
+    for count in (2, 4):
+        known(count, remat=False, splits=False)
+    before = problem.trace.rows_traced
+    for count in (8, 16):
+        known(count, remat=False, splits=False)
+    assert problem.trace.rows_traced == before
