@@ -69,6 +69,21 @@ def prefix_bounds(tables: CostTables, limits: IntArray, cap_s: float) -> PrefixB
     )
 
 
+def least_time_s(tables: CostTables) -> float:
+    """Return a time that no partition undercuts, in less work than other bounds: devices are not counted.
+
+    The largest steady_s is no less than the mean over all devices D, those that idle included:
+
+        W[k] = min over i < k and submesh m of  W[i] + warmup(i, k, m) + |m| / D steady(i, k, m)
+    """
+    shares = np.array(tables.devices, dtype=np.float64) / tables.num_devices
+    least_s = (tables.warmup_s + shares[:, None, None, None] * tables.steady_s).min(axis=-1)
+    before_s = np.zeros(tables.num_layers + 1)
+    for stop in range(1, tables.num_layers + 1):
+        before_s[stop] = (before_s[:stop] + least_s[:, :stop, stop]).min()
+    return float(before_s[-1])
+
+
 def _crossings(tables: CostTables, cap_s: float) -> StageArray:
     with np.errstate(invalid="ignore"):  # no microbatch behind the first, and no way across
         link_s = tables.timing.with_transfer_s(0.0, tables.transfer_s)

@@ -22,11 +22,14 @@ import numpy as np
 from autopar.compiler.inter_op.search import StageSearch
 from autopar.compiler.inter_op.stage_costs import (
     Partition,
+    RangeTable,
     Stage,
-    StageCost,
     StageCosts,
+    TabledCosts,
     Timing,
     TransferTime,
+    range_table,
+    seconds_of_schedule,
 )
 from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.errors import InvalidArgument, MemoryTooSmall
@@ -34,9 +37,12 @@ from autopar.errors import InvalidArgument, MemoryTooSmall
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Ways:
-    """All ways to run all ranges of layers, indexed [start, stop, way], infinity where there is none."""
+    """All ways to run all ranges of layers, indexed [start, stop, way], infinity where there is none.
 
-    costs: dict[tuple[int, int], Sequence[StageCost]]
+    No range starts behind the last layer: the last row is one of infinities.
+    """
+
+    table: RangeTable
     warmup_s: np.ndarray
     steady_s: np.ndarray
     links_s: np.ndarray
@@ -48,7 +54,7 @@ def search_fixed_stages(
     num_layers: int,
     num_stages: int,
     submesh: Submesh,
-    stage_costs: StageCosts,
+    stage_costs: StageCosts | TabledCosts,
     transfer_s: TransferTime,
     *,
     timing: Timing,
@@ -62,7 +68,8 @@ def search_fixed_stages(
     """
     ways = _ways(num_layers, submesh, stage_costs, transfer_s, timing)
     fits = _fitting_stages(ways, num_stages, memory_bytes)
-    update_s = min((timing.update_s(cost) for costs in ways.costs.values() for cost in costs), default=0.0)
+    updates_s = ways.table.values[3][np.isfinite(ways.table.values[3])]
+    update_s = float(updates_s.min(initial=math.inf)) if timing.counts_updates and updates_s.size else 0.0
     caps = np.unique(ways.steady_s[np.isfinite(ways.steady_s) & np.logical_or.reduce(fits)])
     best: Partition | None = None
     best_cap_s = math.inf
@@ -116,18 +123,19 @@ def _runners_up(
 
 
 def _ways(
-    num_layers: int, submesh: Submesh, stage_costs: StageCosts, transfer_s: TransferTime, timing: Timing
+    num_layers: int,
+    submesh: Submesh,
+    stage_costs: StageCosts | TabledCosts,
+    transfer_s: TransferTime,
+    timing: Timing,
 ) -> _Ways:
-    costs = {(j, k): stage_costs(j, k, submesh) for j in range(num_layers) for k in range(j + 1, num_layers + 1)}
-    shape = (num_layers + 1, num_layers + 1, max(map(len, costs.values()), default=1))
-    warmups, steadies = np.full(shape, np.inf), np.full(shape, np.inf)
+    table = range_table(num_layers, submesh, stage_costs)
+    behind = np.full((table.values.shape[0], 1, *table.values.shape[2:]), np.inf)
+    table = RangeTable(values=np.concatenate([table.values, behind], axis=1), cost=table.cost)
+    warmups, steadies = seconds_of_schedule(table.values[:4], timing)
     links_s = np.array([0.0, *(transfer_s(cut, submesh, submesh) for cut in range(1, num_layers)), 0.0])
-    for (j, k), every in costs.items():
-        for n, way in enumerate(every):
-            warmups[j, k, n] = timing.warmup_s(way.forward_s, way.backward_s, way.weight_s)
-            steadies[j, k, n] = timing.steady_s(way.forward_s, way.backward_s, way.weight_s)
     return _Ways(
-        costs=costs,
+        table=table,
         warmup_s=warmups,
         steady_s=timing.with_transfer_s(steadies, links_s[None, :, None]),
         links_s=links_s,
@@ -144,10 +152,9 @@ def _fitting_stages(ways: _Ways, num_stages: int, memory_bytes: float) -> list[n
 
 def _fitting(ways: _Ways, num_in_flight: float, memory_bytes: float) -> np.ndarray:
     """Return which ways fit into memory with so many microbatches in flight."""
-    fits = np.zeros(ways.warmup_s.shape, dtype=bool)
-    for (j, k), every in ways.costs.items():
-        fits[j, k, : len(every)] = [way.peak_bytes(num_in_flight) <= memory_bytes for way in every]
-    return fits
+    base_bytes, activation_bytes, update_bytes = ways.table.values[4:]
+    held_bytes = np.where(np.isfinite(activation_bytes), activation_bytes, 0.0)
+    return (base_bytes + num_in_flight * held_bytes <= memory_bytes) & (update_bytes <= memory_bytes)
 
 
 def _shortage(num_layers: int, num_stages: int, submesh: Submesh, memory_bytes: float) -> InvalidArgument:
@@ -202,7 +209,7 @@ def _path(origins: Sequence[np.ndarray], chosen: Sequence[np.ndarray], rank: int
 
 
 def _partition(stages: Sequence[tuple[int, int, int]], ways: _Ways, submesh: Submesh) -> Partition:
-    costs = [ways.costs[start, stop][way] for start, stop, way in stages]
+    costs = [ways.table.cost(start, stop, way) for start, stop, way in stages]
     crossed_s = [float(ways.links_s[stop]) for _, stop, _ in stages[:-1]]
     return Partition(
         stages=tuple(

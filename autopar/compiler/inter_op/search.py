@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from autopar.compiler.inter_op.bounds import PrefixBounds, prefix_bounds, relaxed_path
+from autopar.compiler.inter_op.bounds import PrefixBounds, least_time_s, prefix_bounds, relaxed_path
 from autopar.compiler.inter_op.labels import LabelTask, StageChoice, extend_labels
 from autopar.compiler.inter_op.stage_costs import (
     CostTables,
@@ -31,6 +31,7 @@ from autopar.compiler.inter_op.stage_costs import (
     Partition,
     Stage,
     StageCosts,
+    TabledCosts,
     Timing,
     TransferTime,
     cost_tables,
@@ -108,7 +109,7 @@ def search_stages(
     num_layers: int,
     num_devices: int | Sequence[int],
     submeshes: Sequence[Submesh],
-    stage_costs: StageCosts,
+    stage_costs: StageCosts | TabledCosts,
     transfer_s: TransferTime,
     *,
     timing: Timing,
@@ -171,8 +172,11 @@ def _run(state: _State) -> float:
     # No steady_s is longer than this, whichever way the schedule adds transfers.
     cap_s = float(steadies_s.max() + timing.num_microbatches * timing.virtual_stages * links_s.max(initial=0.0))
     numbers = count()
-    whole = _Interval(bound_s=0.0, floor_s=0.0, cap_s=cap_s, stages=(1, state.most_stages))
-    queue = [(0.0, next(numbers), whole)]
+    least_s = least_time_s(state.tables) / _ROUNDING
+    whole = _Interval(bound_s=least_s, floor_s=0.0, cap_s=cap_s, stages=(1, state.most_stages))
+    if least_s >= state.below_s:
+        _add_smallest(state, whole)  # any partition will do
+    queue = [(least_s, next(numbers), whole)]
     while queue:
         bound_s, _, interval = heapq.heappop(queue)
         if bound_s >= state.best_s * (1 - _CLOSED):
@@ -293,7 +297,7 @@ def _add(state: _State, choices: Sequence[StageChoice]) -> bool:
     """Add a partition; False if it does not fit into memory with as many stages as it has."""
     tables = state.tables
     stages = tuple(
-        Stage(start=start, stop=stop, submesh=tables.submeshes[m], cost=tables.costs[m, start, stop][c])
+        Stage(start=start, stop=stop, submesh=tables.submeshes[m], cost=tables.cost(m, start, stop, c))
         for m, start, stop, c in choices
     )
     in_flight = (tables.timing.num_in_flight(stages_behind=n, num_stages=len(stages)) for n in count())
@@ -397,9 +401,9 @@ def _raise_no_partition(tables: CostTables, memory_bytes: tuple[float, ...], num
     needs = np.maximum(
         tables.base_bytes + tables.activation_bytes * tables.timing.num_microbatches, tables.update_bytes
     )
-    high = float(np.max(needs[np.isfinite(needs)], initial=0.0)) if tables.costs else 0.0
+    high = float(np.max(needs[np.isfinite(needs)], initial=0.0))
     high *= max(memory_bytes) / min(memory_bytes)
-    smallest = fitting(high) if tables.costs and counts else None
+    smallest = fitting(high) if high and counts else None
     if smallest is None or high <= max(memory_bytes):
         raise InvalidArgument(
             f"There is no way to run {tables.num_layers} layers in at most {num_stages} stages on {tables.num_devices} "
@@ -418,7 +422,8 @@ def _shortage(tables: CostTables, memory_bytes: tuple[float, ...], stages: list[
     excesses: list[tuple[float, int, float, float]] = []
     for number, (m, start, stop, _) in enumerate(stages):
         in_flight = tables.timing.num_in_flight(stages_behind=len(stages) - 1 - number, num_stages=count)
-        peak = min(cost.peak_bytes(in_flight) for cost in tables.costs[m, start, stop])
+        there = np.flatnonzero(np.isfinite(tables.warmup_s[m, start, stop]))
+        peak = min(tables.cost(m, start, stop, int(choice)).peak_bytes(in_flight) for choice in there)
         excesses.append((peak - memory_bytes[tables.submeshes[m].group], number, in_flight, peak))
     excess, number, in_flight, peak = max(excesses)
     m, start, stop, _ = stages[number]

@@ -184,6 +184,62 @@ StageArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 
+_COLUMNS = 7
+"""Seconds forward, backward, of the weight gradient and of the update; bytes of a task, of a microbatch, of the update.
+
+The bytes of a task and of the update are with those of the state.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RangeTable:
+    """The costs of all ranges on one submesh as an array [column, start, stop, choice].
+
+    `stop` goes up to L, and infinity stands where there is no such choice.
+    """
+
+    values: StageArray
+    cost: Callable[[int, int, int], StageCost]  # (start, stop, choice)
+
+    @staticmethod
+    def of(num_layers: int, submesh: Submesh, stage_costs: StageCosts) -> "RangeTable":
+        """Ask for every cost once."""
+        ranges = [(start, stop) for start in range(num_layers) for stop in range(start + 1, num_layers + 1)]
+        costs = {each: stage_costs(*each, submesh) for each in ranges}
+        most = max(1, *map(len, costs.values()))
+        values = np.full((_COLUMNS, num_layers, num_layers + 1, most), np.inf)
+        for (start, stop), choices in costs.items():
+            for n, cost in enumerate(choices):
+                values[:, start, stop, n] = _column(cost)
+        return RangeTable(values=values, cost=lambda start, stop, choice: costs[start, stop][choice])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TabledCosts:
+    """Costs that are made as a table for each submesh, which takes less time than to ask for them one by one."""
+
+    table: Callable[[Submesh], RangeTable]
+
+
+def _column(cost: StageCost) -> tuple[float, ...]:
+    return (
+        cost.forward_s,
+        cost.backward_s,
+        cost.weight_s,
+        cost.update_s,
+        cost.state_bytes + cost.temporary_bytes,
+        cost.activation_bytes,
+        cost.state_bytes + cost.update_bytes,
+    )
+
+
+def range_table(num_layers: int, submesh: Submesh, stage_costs: StageCosts | TabledCosts) -> RangeTable:
+    """Return the costs of all ranges on a submesh."""
+    if isinstance(stage_costs, TabledCosts):
+        return stage_costs.table(submesh)
+    return RangeTable.of(num_layers, submesh, stage_costs)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CostTables:
     """The costs of all ranges on all submeshes as arrays [submesh, start, stop, choice].
@@ -204,12 +260,16 @@ class CostTables:
     update_bytes: StageArray  # state included
     # [cut, source submesh, target submesh]; one submesh more stands for "no stage behind", which costs nothing.
     transfer_s: StageArray
-    costs: dict[tuple[int, int, int], Sequence[StageCost]]  # (submesh, start, stop)
+    tables: tuple[RangeTable, ...]  # of each submesh
 
     @property
     def num_devices(self) -> int:
         """Devices of all groups together."""
         return sum(self.available)
+
+    def cost(self, submesh: int, start: int, stop: int, choice: int) -> StageCost:
+        """Return the cost that stands in this place."""
+        return self.tables[submesh].cost(start, stop, choice)
 
     @property
     def groups(self) -> IntArray:
@@ -248,58 +308,43 @@ def cost_tables(
     num_layers: int,
     available: Sequence[int],
     submeshes: Sequence[Submesh],
-    stage_costs: StageCosts,
+    stage_costs: StageCosts | TabledCosts,
     transfer_s: TransferTime,
     timing: Timing,
 ) -> CostTables:
     """Ask for every cost once; `available` are the devices of each group."""
     usable = tuple(submesh for submesh in submeshes if submesh.num_devices <= available[submesh.group])
-    costs = {
-        (m, start, stop): choices
-        for m, submesh in enumerate(usable)
-        for start in range(num_layers)
-        for stop in range(start + 1, num_layers + 1)
-        if (choices := stage_costs(start, stop, submesh))
-    }
-    places = np.array([(*key, n) for key, choices in costs.items() for n in range(len(choices))], dtype=np.int64)
-    every = [cost for choices in costs.values() for cost in choices]
-    rows = np.array([_row(cost, timing.update_s(cost)) for cost in every], dtype=np.float64)
-    at = tuple(places.reshape(-1, 4).T)
-    forward_s, backward_s, weight_s, update_s, base_bytes, activation_bytes, update_bytes = rows.reshape(-1, 7).T
-    shape = (len(usable), num_layers, num_layers + 1, max(map(len, costs.values()), default=1))
-
-    def spread(values: StageArray) -> StageArray:
-        array = np.full(shape, np.inf)
-        array[at] = values
-        return array
-
+    tables = tuple(range_table(num_layers, submesh, stage_costs) for submesh in usable)
+    most = max((table.values.shape[-1] for table in tables), default=1)
+    values = np.full((_COLUMNS, len(usable), num_layers, num_layers + 1, most), np.inf)
+    for m, table in enumerate(tables):
+        values[:, m, :, :, : table.values.shape[-1]] = table.values
+    times, (base_bytes, activation_bytes, update_bytes) = values[:4], values[4:]
+    warmup_s, steady_s = seconds_of_schedule(times, timing)
+    update_s = times[3] if timing.counts_updates else np.where(np.isfinite(times[3]), 0.0, np.inf)
     return CostTables(
         timing=timing,
         num_layers=num_layers,
         available=tuple(available),
         submeshes=usable,
         devices=tuple(submesh.num_devices for submesh in usable),
-        warmup_s=spread(timing.warmup_s(forward_s, backward_s, weight_s)),
-        steady_s=spread(timing.steady_s(forward_s, backward_s, weight_s)),
-        update_s=spread(update_s),
-        base_bytes=spread(base_bytes),
-        activation_bytes=spread(activation_bytes),
-        update_bytes=spread(update_bytes),
+        warmup_s=warmup_s,
+        steady_s=steady_s,
+        update_s=update_s,
+        base_bytes=base_bytes,
+        activation_bytes=activation_bytes,
+        update_bytes=update_bytes,
         transfer_s=_transfers(num_layers, usable, transfer_s),
-        costs=costs,
+        tables=tables,
     )
 
 
-def _row(cost: StageCost, update_s: float) -> tuple[float, ...]:
-    return (
-        cost.forward_s,
-        cost.backward_s,
-        cost.weight_s,
-        update_s,
-        cost.state_bytes + cost.temporary_bytes,
-        cost.activation_bytes,
-        cost.state_bytes + cost.update_bytes,
-    )
+def seconds_of_schedule(times: StageArray, timing: Timing) -> tuple[StageArray, StageArray]:
+    """Return the warm-up and the steady seconds for those of a table; infinity where it has no choice."""
+    there = np.isfinite(times[0])
+    forward_s, backward_s, weight_s = np.where(there, times[:3], 0.0)
+    warmup_s, steady_s = (form(forward_s, backward_s, weight_s) for form in (timing.warmup_s, timing.steady_s))
+    return np.where(there, warmup_s, np.inf), np.where(there, steady_s, np.inf)
 
 
 def _transfers(num_layers: int, submeshes: Sequence[Submesh], transfer_s: TransferTime) -> StageArray:

@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
+import numpy as np
+
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
 from autopar.compiler.inter_op.search import StageSearch, search_stages
-from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
+from autopar.compiler.inter_op.stage_costs import RangeTable, Stage, StageCost, TabledCosts, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_in_groups, submesh_choices
 from autopar.compiler.pipeline.prepare import waits_for_statistics
 from autopar.compiler.planning.colocated import colocated_stages
@@ -524,13 +526,10 @@ def _partitioned(
     near = len(clusters) == 1 and clusters[0].num_devices <= problem.machine_of(clusters[0]).domain
     transfer_s = partial(ranges.transfer_s, same_domain=True if near else None)
 
-    def costs(start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
-        if stop - start < timing.virtual_stages or (stop - start == num_layers and num_stages[0] > 1):
-            return ()  # too few layers, or one stage, of which there are to be more
-        allowed = problem.allows is None or problem.allows(start, stop, num_layers)
-        allowed = allowed and _keeps_scopes(problem, ranges.layers, start, stop, submesh)
-        return ranges(start, stop, submesh) if allowed else ()
+    def table(submesh: Submesh) -> RangeTable:
+        return ranges.table(submesh, _allowed_ranges(problem, ranges.layers, timing, num_stages, submesh))
 
+    costs = TabledCosts(table=table)
     timing = replace(timing, counts_updates=updates)
     if number is not None:
         return search_fixed_stages(
@@ -571,6 +570,24 @@ def _can_hold_all(problem: StageProblem, part: Submesh) -> bool:
     """Return whether all stages that the model names can lie on a part of one group."""
     named, group = problem.named_stages, problem.hardware.groups[part.group]
     return all(is_of_kind(group, each) for each in named) and sum(s.devices or 1 for s in named) <= part.num_devices
+
+
+def _allowed_ranges(
+    problem: StageProblem, layers: Layers, timing: Timing, num_stages: tuple[int, int], submesh: Submesh
+) -> np.ndarray:
+    """Return which ranges [start, stop) may be on a mesh: not too few layers, nor all where there are more stages."""
+    num_layers = len(layers.class_of)
+    start, stop = np.arange(num_layers)[:, None], np.arange(num_layers + 1)[None, :]
+    allowed = stop - start >= timing.virtual_stages
+    if num_stages[0] > 1:
+        allowed &= stop - start < num_layers
+    whole = all(submesh.num_devices % each == 0 for each in layers.least_devices)
+    if problem.allows is None and not problem.named_stages and whole:
+        return allowed
+    for first, behind in np.argwhere(allowed).tolist():
+        keeps = problem.allows is None or problem.allows(first, behind, num_layers)
+        allowed[first, behind] = keeps and _keeps_scopes(problem, layers, first, behind, submesh)
+    return allowed
 
 
 def _keeps_scopes(problem: StageProblem, layers: Layers, start: int, stop: int, submesh: Submesh) -> bool:

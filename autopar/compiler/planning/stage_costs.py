@@ -21,7 +21,7 @@ import numpy as np
 from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
 from autopar.compiler.frontend.scopes import ModelScope, all_scopes, meshes_of
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.inter_op.stage_costs import RangeTable, StageCost
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, submesh_choices
 from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
 from autopar.compiler.planning.kinds import allowed_splits
@@ -311,6 +311,8 @@ class RangeCosts:
         self.multipliers: dict[tuple[Submesh, LayoutChoice], Sequence[float]] = {}
         self.free_choices: dict[Submesh, list[LayoutChoice]] = {}
         self.known: dict[tuple[int, int, Submesh], Sequence[StageCost]] = {}
+        self.columns: dict[tuple[Submesh, LayoutChoice], np.ndarray] = {}
+        self.tables: dict[tuple[Submesh, bytes], RangeTable] = {}
         self.least_sums: dict[tuple[Machine, float], np.ndarray] = {}
         self.expected_bytes = problem.expected_bytes
         self.most_in_flight = min(layers.num_microbatches, 2 * len(layers.class_of))
@@ -325,6 +327,8 @@ class RangeCosts:
         self.costs.solved.update(submeshes)
         self.known = {key: known for key, known in self.known.items() if key[2] not in submeshes}
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] not in submeshes}
+        self.columns = {key: values for key, values in self.columns.items() if key[0] not in submeshes}
+        self.tables = {key: table for key, table in self.tables.items() if key[0] not in submeshes}
         if self.again is not None:
             self.again.solve(submeshes)
 
@@ -336,6 +340,52 @@ class RangeCosts:
                 costs += self.again(start, stop, submesh)
             self.known[key] = costs
         return self.known[key]
+
+    def table(self, submesh: Submesh, asked: np.ndarray) -> RangeTable:
+        """Return the costs of the ranges [start, stop) that are asked for, as a call for each of them would."""
+        key = (submesh, asked.tobytes())
+        if key not in self.tables:
+            slots = self._slots(submesh, asked)
+            values = [np.where(there, self._columns(submesh, choice), np.inf) for choice, there in slots]
+            self.tables[key] = RangeTable(
+                values=np.stack(values, axis=-1),
+                cost=lambda start, stop, slot: self.cost(start, stop, submesh, slots[slot][0]),
+            )
+        return self.tables[key]
+
+    def _slots(self, submesh: Submesh, asked: np.ndarray) -> list[tuple[LayoutChoice, np.ndarray]]:
+        """Return the choices of some range, and for which ranges each is one."""
+        slots: list[tuple[LayoutChoice, np.ndarray]] = []
+        for free in self._free_choices(submesh):
+            slots.append((free, asked))
+            short = asked & ~self._are_enough(submesh, free)
+            if short.any() and submesh.num_devices > 1 and submesh in self.solved:
+                multipliers = self._worthwhile_multipliers(submesh, free)
+                slots += [(free._replace(memory_multiplier=each), short) for each in multipliers]
+        if self.again is not None:
+            short = asked & ~self._are_enough(submesh, slots[0][0])
+            slots += self.again._slots(submesh, short) if short.any() else []
+        return slots
+
+    def _are_enough(self, submesh: Submesh, choice: LayoutChoice) -> np.ndarray:
+        """Return for all ranges whether a stage of them fits, whatever its schedule has in flight."""
+        base_bytes, activation_bytes, update_bytes = self._columns(submesh, choice)[4:]
+        peak_bytes = np.maximum(base_bytes + self.most_in_flight * activation_bytes, update_bytes)
+        return peak_bytes <= self.expected_bytes[submesh.group]
+
+    def _columns(self, submesh: Submesh, choice: LayoutChoice) -> np.ndarray:
+        """Return the columns of a table for all ranges with one choice: [column, start, stop]."""
+        if choice.remat != self.remat:
+            assert self.again is not None
+            return self.again._columns(submesh, choice)
+        key = (submesh, choice)
+        if key not in self.columns:
+            sums = self._sums(submesh, choice)
+            added = np.moveaxis(sums.added[None, :] - sums.added[:-1, None], -1, 0)
+            forward_s, backward_s, weight_s, update_s, state, activation, deferred, update = added
+            base = state + (deferred + sums.most)
+            self.columns[key] = np.stack([forward_s, backward_s, weight_s, update_s, base, activation, state + update])
+        return self.columns[key]
 
     def _free_choices(self, submesh: Submesh) -> list[LayoutChoice]:
         """Return the choices in which memory costs nothing; one as long as only the work of layers counts."""
