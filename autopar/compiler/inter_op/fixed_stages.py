@@ -152,9 +152,7 @@ def _fitting_stages(ways: _Ways, num_stages: int, memory_bytes: float) -> list[n
 
 def _fitting(ways: _Ways, num_in_flight: float, memory_bytes: float) -> np.ndarray:
     """Return which ways fit into memory with so many microbatches in flight."""
-    base_bytes, activation_bytes, update_bytes = ways.table.values[4:]
-    held_bytes = np.where(np.isfinite(activation_bytes), activation_bytes, 0.0)
-    return (base_bytes + num_in_flight * held_bytes <= memory_bytes) & (update_bytes <= memory_bytes)
+    return ways.table.peak_bytes(num_in_flight) <= memory_bytes
 
 
 def _shortage(num_layers: int, num_stages: int, submesh: Submesh, memory_bytes: float) -> InvalidArgument:

@@ -66,18 +66,6 @@ class StageCost:
             update_s=share * self.update_s,
         )
 
-    def with_rows(self, factor: float, forward_s: float, backward_s: float, weight_s: float) -> "StageCost":
-        """Return the cost with `factor` times as many rows in a microbatch, which takes these seconds."""
-        return replace(
-            self,
-            forward_s=forward_s,
-            backward_s=backward_s,
-            weight_s=weight_s,
-            activation_bytes=factor * self.activation_bytes,
-            temporary_bytes=factor * self.temporary_bytes,
-            deferred_bytes=factor * self.deferred_bytes,
-        )
-
 
 # (first layer, layer behind the last, submesh) -> the ways to run them; none if there is none.
 StageCosts = Callable[[int, int, Submesh], Sequence[StageCost]]
@@ -184,11 +172,9 @@ StageArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 
-_COLUMNS = 7
-"""Seconds forward, backward, of the weight gradient and of the update; bytes of a task, of a microbatch, of the update.
-
-The bytes of a task and of the update are with those of the state.
-"""
+_COLUMNS = 8
+"""Seconds forward, backward, of the weight gradient and of the update; bytes of the state, of what a task needs for a
+while, of a microbatch in flight, and of the update."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,6 +186,13 @@ class RangeTable:
 
     values: StageArray
     cost: Callable[[int, int, int], StageCost]  # (start, stop, choice)
+
+    def peak_bytes(self, num_in_flight: float) -> StageArray:
+        """Return what a device needs with so many microbatches in flight, as `StageCost.peak_bytes` does."""
+        state_bytes, temporary_bytes, activation_bytes, update_bytes = self.values[4:]
+        there = np.isfinite(state_bytes)
+        held_bytes = temporary_bytes + num_in_flight * np.where(there, activation_bytes, 0.0)
+        return state_bytes + np.maximum(held_bytes, update_bytes)
 
     @staticmethod
     def of(num_layers: int, submesh: Submesh, stage_costs: StageCosts) -> "RangeTable":
@@ -227,9 +220,28 @@ def _column(cost: StageCost) -> tuple[float, ...]:
         cost.backward_s,
         cost.weight_s,
         cost.update_s,
-        cost.state_bytes + cost.temporary_bytes,
+        cost.state_bytes,
+        cost.temporary_bytes,
         cost.activation_bytes,
-        cost.state_bytes + cost.update_bytes,
+        cost.update_bytes,
+    )
+
+
+def cost_of_column(column: StageArray, choice: Any) -> StageCost:
+    """Return the cost that a place of a table holds."""
+    forward_s, backward_s, weight_s, update_s, state_bytes, temporary_bytes, activation_bytes, update_bytes = (
+        column.tolist()
+    )
+    return StageCost(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        weight_s=weight_s,
+        update_s=update_s,
+        state_bytes=state_bytes,
+        temporary_bytes=temporary_bytes,
+        activation_bytes=activation_bytes,
+        update_bytes=update_bytes,
+        choice=choice,
     )
 
 
@@ -319,7 +331,7 @@ def cost_tables(
     values = np.full((_COLUMNS, len(usable), num_layers, num_layers + 1, most), np.inf)
     for m, table in enumerate(tables):
         values[:, m, :, :, : table.values.shape[-1]] = table.values
-    times, (base_bytes, activation_bytes, update_bytes) = values[:4], values[4:]
+    times, (state_bytes, temporary_bytes, activation_bytes, update_bytes) = values[:4], values[4:]
     warmup_s, steady_s = seconds_of_schedule(times, timing)
     update_s = times[3] if timing.counts_updates else np.where(np.isfinite(times[3]), 0.0, np.inf)
     return CostTables(
@@ -331,9 +343,9 @@ def cost_tables(
         warmup_s=warmup_s,
         steady_s=steady_s,
         update_s=update_s,
-        base_bytes=base_bytes,
+        base_bytes=state_bytes + temporary_bytes,
         activation_bytes=activation_bytes,
-        update_bytes=update_bytes,
+        update_bytes=state_bytes + update_bytes,
         transfer_s=_transfers(num_layers, usable, transfer_s),
         tables=tables,
     )

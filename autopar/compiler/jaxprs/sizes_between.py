@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.equation_keys import literal_key
 
 
@@ -124,7 +125,7 @@ def _jaxpr(one: jc.Jaxpr, other: jc.Jaxpr, at: Fraction) -> jc.Jaxpr:
         if eqn.primitive is not twin.primitive:
             raise NotBetween
         invars_of = read(eqn.invars, twin.invars)
-        params = _between(dict(eqn.params), dict(twin.params), at)
+        params = _between(dict(jp.parameters(eqn)), dict(jp.parameters(twin)), at)
         eqns.append(eqn.replace(invars=invars_of, outvars=made(eqn.outvars, twin.outvars), params=params))
     outvars = read(one.outvars, other.outvars)
     return one.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)

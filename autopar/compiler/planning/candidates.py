@@ -180,7 +180,7 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
                     len(layers.class_of),
                     count,
                     _equal_part(cluster, count),
-                    lambda start, stop, submesh: ranges.with_rows(start, stop, submesh, rows),  # noqa: B023
+                    TabledCosts(table=partial(ranges.with_rows, factor=rows)),
                     lambda cut, source, target: rows * ranges.transfer_s(cut, source, target),  # noqa: B023
                     timing=Timing(schedule=problem.first_schedule, num_microbatches=num_microbatches),
                     memory_bytes=problem.expected_bytes[cluster.group],
@@ -206,7 +206,7 @@ def _least_on_machines_s(problem: StageProblem, known: KnownLayers, num_microbat
                 num_layers,
                 [each.num_devices for each in problem.clusters],
                 [choice for choice in choices if choice in ranges.solved],
-                lambda start, stop, submesh: ranges.with_rows(start, stop, submesh, rows),  # noqa: B023
+                TabledCosts(table=partial(ranges.with_rows, factor=rows)),
                 lambda cut, source, target: rows * ranges.transfer_s(cut, source, target),  # noqa: B023
                 timing=timing,
                 memory_bytes=problem.expected_bytes,

@@ -21,7 +21,7 @@ import numpy as np
 from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
 from autopar.compiler.frontend.scopes import ModelScope, all_scopes, meshes_of
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.inter_op.stage_costs import RangeTable, StageCost
+from autopar.compiler.inter_op.stage_costs import RangeTable, StageCost, cost_of_column
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, submesh_choices
 from autopar.compiler.pipeline.prepare import loop_pieces_for, prepare
 from autopar.compiler.planning.kinds import allowed_splits
@@ -369,8 +369,8 @@ class RangeCosts:
 
     def _are_enough(self, submesh: Submesh, choice: LayoutChoice) -> np.ndarray:
         """Return for all ranges whether a stage of them fits, whatever its schedule has in flight."""
-        base_bytes, activation_bytes, update_bytes = self._columns(submesh, choice)[4:]
-        peak_bytes = np.maximum(base_bytes + self.most_in_flight * activation_bytes, update_bytes)
+        state, temporary, activation, update = self._columns(submesh, choice)[4:]
+        peak_bytes = state + np.maximum(temporary + self.most_in_flight * activation, update)
         return peak_bytes <= self.expected_bytes[submesh.group]
 
     def _columns(self, submesh: Submesh, choice: LayoutChoice) -> np.ndarray:
@@ -383,8 +383,10 @@ class RangeCosts:
             sums = self._sums(submesh, choice)
             added = np.moveaxis(sums.added[None, :] - sums.added[:-1, None], -1, 0)
             forward_s, backward_s, weight_s, update_s, state, activation, deferred, update = added
-            base = state + (deferred + sums.most)
-            self.columns[key] = np.stack([forward_s, backward_s, weight_s, update_s, base, activation, state + update])
+            temporary = deferred + sums.most
+            self.columns[key] = np.stack(
+                [forward_s, backward_s, weight_s, update_s, state, temporary, activation, update]
+            )
         return self.columns[key]
 
     def _free_choices(self, submesh: Submesh) -> list[LayoutChoice]:
@@ -441,20 +443,28 @@ class RangeCosts:
             choice=choice,
         )
 
-    def with_rows(self, start: int, stop: int, submesh: Submesh, factor: float) -> list[StageCost]:
-        """Return what a range needs at least with `factor` times as many rows in a microbatch, by its costs and work.
+    def with_rows(self, submesh: Submesh, factor: float) -> RangeTable:
+        """Return what ranges need at least with `factor` times as many rows in a microbatch, by their costs and work.
 
         Seconds of given layouts grow evenly with the rows, and so those of the best layouts ever more slowly: fewer
         rows save what does not begin anew for each microbatch at most, and more rows take their work at least.
         """
-        begins, work = self._least_sums(submesh, math.inf), self._least_sums(submesh, submesh.num_devices)
-        begins, work = begins[stop] - begins[start], work[stop] - work[start]
-        costs: list[StageCost] = []
-        for cost in self(start, stop, submesh):
-            whole = np.array((cost.forward_s, cost.backward_s, cost.weight_s))
-            by_rows = np.maximum(whole - begins, 0.0) if factor < 1 else np.minimum(work - begins, whole)
-            costs.append(cost.with_rows(factor, *(whole + (factor - 1) * by_rows).tolist()))
-        return costs
+        num_layers = len(self.layers.class_of)
+        every = np.arange(num_layers)[:, None] < np.arange(num_layers + 1)[None, :]
+        given = self.table(submesh, every)
+        sums = self._least_sums(submesh, math.inf), self._least_sums(submesh, submesh.num_devices)
+        begins, work = (np.moveaxis(each[None, :] - each[:-1, None], -1, 0)[..., None] for each in sums)
+        values = given.values.copy()
+        whole = values[:3]
+        there = np.isfinite(whole)
+        by_rows = np.maximum(whole - begins, 0.0) if factor < 1 else np.minimum(work - begins, whole)
+        values[:3] = np.where(there, whole + (factor - 1) * np.where(there, by_rows, 0.0), np.inf)
+        values[5:7] *= factor
+
+        def cost(start: int, stop: int, slot: int) -> StageCost:
+            return cost_of_column(values[:, start, stop, slot], given.cost(start, stop, slot).choice)
+
+        return RangeTable(values=values, cost=cost)
 
     def _least_sums(self, submesh: Submesh, num_devices: float) -> np.ndarray:
         """Return the least seconds forward, backward and of the weight gradient of all layers before a cut, together.
