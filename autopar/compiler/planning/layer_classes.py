@@ -107,7 +107,7 @@ def count_step_layers(trace: Trace, *, num_stages: int = 1, **options: str) -> t
 
     Raises `InvalidArgument` if the model marks fewer layers than there are stages.
     """
-    whole = prepare(trace, num_layers=1, num_microbatches=1, loop_pieces=1, **exact_options(options))
+    whole = prepare(trace, num_layers=1, num_microbatches=1, loop_pieces=1, **with_exact(options))
     loops = [
         jp.scan_of(eqn).length
         for eqn in whole.phases.equations
@@ -118,7 +118,7 @@ def count_step_layers(trace: Trace, *, num_stages: int = 1, **options: str) -> t
     return count_layers(whole.phases, num_stages), 1
 
 
-def exact_options(options: Mapping[str, str]) -> dict[str, str]:
+def with_exact(options: Mapping[str, str]) -> dict[str, str]:
     """Return these options of `prepare`, and the exact ones for those that are not given."""
     return {"batch_statistics": "exact", "random": "full_batch"} | dict(options)
 
@@ -143,12 +143,9 @@ def find_layers(
 
     Raises as `prepare` does for batches that cannot be split.
     """
+    exact = with_exact(options)
     prepared = prepare(
-        trace,
-        num_layers=num_layers,
-        num_microbatches=num_microbatches,
-        loop_pieces=loop_pieces,
-        **exact_options(options),
+        trace, num_layers=num_layers, num_microbatches=num_microbatches, loop_pieces=loop_pieces, **exact
     )
     cuts = tuple((cut or model_cuts)(prepared.phases, num_layers))
     wide, still_wide = (find_wide_regions(trace.jaxpr, num_layers=n) for n in (num_layers, len(cuts) + 1))

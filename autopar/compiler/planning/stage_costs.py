@@ -29,9 +29,9 @@ from autopar.compiler.planning.layer_classes import (
     LayerCutter,
     Layers,
     count_step_layers,
-    exact_options,
     find_layers,
     model_cuts,
+    with_exact,
 )
 from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, LayerCosts, LayerOptimum, LayoutChoice
 from autopar.compiler.planning.layers_between import layers_between
@@ -263,7 +263,7 @@ class KnownLayers:
             num_layers=len(one.cuts) + 1,
             num_microbatches=num_microbatches,
             loop_pieces=one.loop_pieces,
-            **exact_options(self.options),
+            **with_exact(self.options),
         )
         return layers_between(one, other, num_microbatches, again)
 
