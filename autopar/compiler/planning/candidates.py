@@ -224,6 +224,8 @@ def stage_candidates(
     none fit at all, `NotSplittable` and `Unsupported` for batches that cannot be split so.
     """
     tried = _schedules(problem, num_microbatches)
+    if num_stages[1] == 1 and not problem.offloads:
+        tried = [problem.first_schedule]  # one stage has nothing to wait for
     by_split = [[each for each in tried if each.splits_weight_gradients == splits] for splits in (False, True)]
     schedules, splitting = by_split if by_split[0] else reversed(by_split)
 
@@ -369,7 +371,12 @@ def _candidates(
             continue
         for partition in [each for search in searches for each in (search.best, *search.runners_up)]:
             key = tuple((stage.start, stage.stop, stage.submesh) for stage in partition.stages)
-            if key not in found and all(_is_estimated(ranges, stage.submesh) for stage in partition.stages):
+            pointless = len(partition.stages) == 1 and timing.virtual_stages > 1 and not problem.offloads
+            if (
+                key not in found
+                and not pointless
+                and all(_is_estimated(ranges, stage.submesh) for stage in partition.stages)
+            ):
                 stages = tuple(
                     replace(each, cost=ranges.cost(each.start, each.stop, each.submesh, each.cost.choice))
                     for each in partition.stages

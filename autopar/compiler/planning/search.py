@@ -211,7 +211,7 @@ class _Search:
         where that takes too long to be planned, the best stages of a usual number of microbatches.
         """
         likely_s, first = self.likely_s(region), self.best is None
-        on_machines = self.space.problem.hardware.is_mixed and self.space.is_large
+        usual_first = self.space.is_large and (first or self.space.problem.hardware.is_mixed)
         match region:
             case Completion():
                 return (-1.0, likely_s) if first else (likely_s, 0.0)
@@ -221,7 +221,7 @@ class _Search:
                 if not self.lanes_share:  # nothing tells them apart yet
                     likely_s = min(each.bound_s for each in self.open if isinstance(each, Lanes))
                 return likely_s, self.space.unusual(count)
-            case Stages(num_microbatches=count, num_stages=(few, _), attempt=0) if on_machines:
+            case Stages(num_microbatches=count, num_stages=(few, _), attempt=0) if usual_first:
                 usual = min(microbatch_counts(self.space.cuttable), key=self.space.unusual)
                 return (-2.0, float(few)) if count == usual else (likely_s, self.space.unusual(count))
             case Stages(num_microbatches=count):
