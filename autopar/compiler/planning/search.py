@@ -38,7 +38,7 @@ from autopar.compiler.planning.lanes import lanes_of_machines
 from autopar.compiler.planning.layer_costs import ESTIMATE_GAP
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
-from autopar.compiler.planning.sharded_plan import shard_candidate
+from autopar.compiler.planning.sharded_plan import ShardedPlan, shard_candidate
 from autopar.compiler.planning.space import Completion, Lanes, OneProgram, Region, Space, Stages
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.compiler.solver.problem import NoneBelow
@@ -69,6 +69,8 @@ _SIMULATED_SHARE = 0.98
 _MUCH_MEMORY = 0.8
 """Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer."""
 _NUM_RUNNERS_UP = 5
+_CLOCK = 5
+"""Times the time limit, by which work is counted, after which the clock ends a search: a busy machine is as slow."""
 _FEW_KINDS = 2
 """Fewer kinds of stages that were simulated say nothing of other kinds."""
 
@@ -151,6 +153,11 @@ class _Search:
     """The times of candidates of which some stages are known as a whole."""
     simulated_shares: dict[int, float] = field(default_factory=dict[int, float])
     """By the number of stages, the least share of the time by these as a whole that plans were simulated to take."""
+    memory_shares: dict[tuple[int, bool], float] = field(default_factory=dict[tuple[int, bool], float])
+    """Of stages of which some did not fit: the largest share of what they need that they need by their layers.
+
+    By their number, and whether some are computed again.
+    """
     errors: list[AutoparError] = field(default_factory=list[AutoparError])
 
     @classmethod
@@ -162,7 +169,7 @@ class _Search:
     def run(self) -> Plan:
         """Solve regions, the most promising first, until none can hold a better plan."""
         method = self.space.problem.method
-        most, deadline = EFFORTS[method.effort], time.process_time() + method.time_limit_s
+        most, deadline = EFFORTS[method.effort], time.process_time() + _CLOCK * method.time_limit_s
         taken, stopped = 0, ""
         while self.open:
             promising = [each for each in self.open if self.best is None or self.likely_s(each) < self.best_s]
@@ -177,7 +184,7 @@ class _Search:
                     stopped = f'effort="{method.effort}" ended the search'
                     break
                 if time.process_time() > deadline:
-                    stopped = f"{TIME_LIMIT} of {method.time_limit_s:g} s ended the search"
+                    stopped = f"{TIME_LIMIT} of {_CLOCK} x {method.time_limit_s:g} s ended the search"
                     break
             self.open.remove(region)
             taken += self.take(region)
@@ -214,7 +221,7 @@ class _Search:
         usual_first = self.space.is_large and (first or self.space.problem.hardware.is_mixed)
         match region:
             case Completion():
-                return (-1.0, likely_s) if first else (likely_s, 0.0)
+                return (-1.0, likely_s) if first and math.isfinite(likely_s) else (likely_s, 0.0)
             case OneProgram():
                 return (0.0 if first else likely_s), -1.0
             case Lanes(num_microbatches=count):
@@ -239,6 +246,8 @@ class _Search:
         if region.estimated_s:
             return region.estimated_s
         candidate = region.candidate
+        if self.needs_too_much(candidate):
+            return math.inf
         if region.first:
             share = min(_WHOLE_SHARE, self.shares.get(candidate.kind, self.unseen_share))
         else:
@@ -346,17 +355,18 @@ class _Search:
         if self.likely_s(put_off) > self.likely_s(region):
             self.open.append(put_off)
             return False
-        problem = replace(self.space.cuttable, share=region.share)
+        share = min(region.share, self.memory_share_of(region.num_stages))
+        problem = replace(self.space.cuttable, share=share)
         known = replace(self.space.known, problem=problem)
         below_s = self.best_s / min(_WHOLE_SHARE, self.unseen_share, *self.shares.values())
         self.tried.add(count)
         found = stage_candidates(problem, known, count, region.num_stages, below_s)
-        lower_s = [(1 - known.gap) * each.bound_s for each in found]
+        lower_s = [(1 - known.gap) * each.bound_s for each in found] if share == region.share else [0.0]
         self.closed_s = min(self.closed_s, max(region.bound_s, min([below_s, *lower_s])))
         kinds: set[StagesKind] = set()
         for each in sorted(found, key=lambda each: each.step_time_s):
             self.note(str(each), each.step_time_s)
-            key = count, region.share, each.stages_key  # of several schedules the fastest is completed
+            key = count, share, each.stages_key  # of several schedules the fastest is completed
             if key not in self.found:
                 self.found.add(key)
                 self.open.append(Completion(candidate=each, region=region, first=each.kind not in kinds))
@@ -400,6 +410,7 @@ class _Search:
             )
             return
         sharded = shard_candidate(problem, candidate, MAX_GAP if region.estimated_s else ESTIMATE_GAP)
+        self.learn_memory(region, sharded)
         self.wholes.update(zip(candidate.stage_keys, sharded.costs, strict=True))
         if sharded.peak_bytes <= sharded.memory_bytes:
             best_share = (1 - sharded.gap) * self.simulated_shares.get(len(stages), 1.0)
@@ -438,6 +449,34 @@ class _Search:
             return False
         return region.candidate.peak_share(self.space.cuttable) >= share
 
+    def needs_too_much(self, candidate: PipelineCandidate) -> bool:
+        """Return whether a candidate is likely to need more memory as a whole than there is."""
+        return candidate.peak_share(self.space.cuttable) > self.memory_shares.get(_memory_kind(candidate), 1.0)
+
+    def learn_memory(self, done: Completion, sharded: ShardedPlan) -> None:
+        """Keep how much less such stages need by their layers than as a whole, once some did not fit.
+
+        Those of other regions that are likely to need too much are searched for again, with as much less room.
+        """
+        kind, whole = _memory_kind(done.candidate), sharded.peak_bytes / sharded.memory_bytes
+        if whole <= 1 and kind not in self.memory_shares:
+            return
+        share = min(1.0, done.candidate.peak_share(self.space.cuttable) / whole)
+        self.memory_shares[kind] = max(share, self.memory_shares.get(kind, 0.0))
+        too_large = [each for each in self.open if isinstance(each, Completion) and self.needs_too_much(each.candidate)]
+        for region in {id(each.region): each.region for each in too_large}.values():
+            if region.attempt == 0 and region is not done.region:
+                mine = [each for each in too_large if each.region is region]
+                share = max(self.memory_shares[_memory_kind(each.candidate)] for each in mine)
+                likely_s = max(region.likely_s, _WHOLE_SHARE * min(each.candidate.step_time_s for each in mine))
+                self.open = [each for each in self.open if each not in mine]
+                self.open.append(replace(region, share=share, attempt=1, likely_s=likely_s))
+
+    def memory_share_of(self, num_stages: tuple[int, int]) -> float:
+        """Return the share of the memory that some of these numbers of stages may need by their layers to fit."""
+        few, most = num_stages
+        return max(self.memory_shares.get((number, False), 1.0) for number in range(few, most + 1))
+
     def learn(self, candidate: PipelineCandidate, seconds: float) -> None:
         """Keep how much less than by their layers stages of such a kind take as a whole."""
         share = seconds / candidate.step_time_s
@@ -466,3 +505,8 @@ class _Search:
         groups = zip(hardware.groups, limits, strict=True)
         each = ", ".join(f"{n} has {group} with {limit:.3g} GiB each" for n, (group, limit) in enumerate(groups))
         return MemoryTooSmall(f"{shortages[-1]} Of the groups {each}; submeshes without a group lie in 0.")
+
+
+def _memory_kind(candidate: PipelineCandidate) -> tuple[int, bool]:
+    """Return what tells by how much stages need more memory as a whole than by their layers."""
+    return len(candidate.stages), any(stage.cost.choice.remat for stage in candidate.stages)
