@@ -167,7 +167,7 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
         least_s = _least_on_machines_s(problem, known, num_microbatches, like)
         return dict.fromkeys(range(1, known.num_layers + 1), least_s)
     cluster = problem.cluster
-    splits = any(each.splits_weight_gradients for each in _schedules(problem, num_microbatches))
+    splits = any(each.splits_weight_gradients for each in _schedules(problem, num_microbatches, known.num_layers))
     for remat in _remats(problem):
         layers, costs = known(like, remat, splits=problem.first_schedule.splits_weight_gradients)
         ranges = RangeCosts(problem, layers, costs)
@@ -223,9 +223,7 @@ def stage_candidates(
     again where none fit without, or where these take longer than if memory had no end. Raises `MemoryTooSmall` where
     none fit at all, `NotSplittable` and `Unsupported` for batches that cannot be split so.
     """
-    tried = _schedules(problem, num_microbatches)
-    if num_stages[1] == 1 and not problem.offloads:
-        tried = [problem.first_schedule]  # one stage has nothing to wait for
+    tried = _schedules(problem, num_microbatches, num_stages[1])
     by_split = [[each for each in tried if each.splits_weight_gradients == splits] for splits in (False, True)]
     schedules, splitting = by_split if by_split[0] else reversed(by_split)
 
@@ -283,11 +281,13 @@ def stage_candidates(
     return found
 
 
-def _schedules(problem: StageProblem, num_microbatches: int) -> list[Schedule]:
+def _schedules(problem: StageProblem, num_microbatches: int, most_stages: int) -> list[Schedule]:
     """Return the schedules to try."""
     given = problem.given_schedule
     if given is not None:
         return [given]
+    if most_stages == 1 and not problem.offloads:
+        return [problem.first_schedule]  # one stage has nothing to wait for
     # Between machines, links may take longer than stages.
     slow_links = [warmed_up([])] if problem.hardware.is_mixed and not problem.stage_meshes else []
     tried = [*SCHEDULES.values(), *slow_links]
