@@ -182,12 +182,13 @@ def _candidate(
         )
         for ((start, stop), submesh), remat in zip(parts, remats, strict=True)
     )
+    timing = Timing(schedule=get_schedule(schedule), num_microbatches=ranges.layers.num_microbatches)
     return PipelineCandidate(
         layers=ranges.layers,
-        timing=Timing(schedule=get_schedule(schedule), num_microbatches=ranges.layers.num_microbatches),
+        timing=timing,
         bound_s=0.0,
         stages=stages,
-        virtual_stages=make_virtual_stages(ranges, stages, devices, 1),
+        virtual_stages=make_virtual_stages(ranges, stages, devices, timing),
         hosts=Hosts.of_devices(devices, problem.hardware),
     )
 

@@ -17,7 +17,7 @@ from autopar.api import Compiled, Step
 from autopar.methods import Method
 from tests.zoo import ZOO, Case
 
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "interleaved-zero-bubble")
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble")
 NUM_STEPS = 3
 # Differences are relative to the largest entry of a leaf. A leaf of smaller entries than this has them by
 # cancellation (a gradient that is zero in exact arithmetic), so its own size is no measure.

@@ -138,4 +138,4 @@ def test_what_a_search_left_open_is_not_searched_again():
 
 def test_methods_are_written_as_they_are_given():
     assert method_words(autopar.Auto()) == "Auto()"
-    assert method_words(STAGES) == "PipelineParallel(num_microbatches=4)"
+    assert method_words(STAGES) == "PipelineParallel(num_stages=2, num_microbatches=4)"

@@ -94,7 +94,7 @@ def test_another_layout_of_stages_computes_the_same():
     ("name", "decision", "choices"),
     [
         ("stages by hand", "stages", {"stage 1 from layer 1, not 2"}),
-        ("stages of one device", "schedule", {"eager-1f1b", "gpipe", "zero-bubble"}),
+        ("stages of one device", "schedule", {"eager-1f1b", "gpipe", "zero-bubble", "zero-bubble-h2"}),
         ("searched stages", "num_microbatches", {"1", "4"}),
         ("megatron", "remat", {"every stage computed again", "stage 0 computed again as well"}),
         ("one program", "num_microbatches", {"2"}),
