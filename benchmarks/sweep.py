@@ -242,6 +242,12 @@ SWEEPS = (
         shows="planned against even shares of two processes of unequal speed",
     ),
     Sweep(
+        name="slow_link",
+        words=("benchmarks.slow_link",),
+        minutes=3,
+        shows="what microbatches in flight bring back of what a slow link between two processes costs",
+    ),
+    Sweep(
         name="overhead",
         words=("benchmarks.overhead",),
         minutes=2,

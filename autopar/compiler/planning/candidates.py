@@ -416,7 +416,7 @@ def _sizes(
         if whole.num_devices > domain or len(every) > 1:
             # Few devices whose links are all fast may do better than many.
             near = replace(cluster_shape(min(domain, whole.num_devices), whole.devices_per_host), group=whole.group)
-            if _can_hold_all(problem, near):
+            if near.num_devices >= few and _can_hold_all(problem, near):
                 yield None, (near,), (few, most)
 
 
