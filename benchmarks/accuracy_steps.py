@@ -20,7 +20,9 @@ computed again. Those of 2021 did not, as read off GPTs on 2 and 4 V100s: with Z
 with ZeRO 2, which gathers once, and these are 2.1 and 2.0 times what one gather takes.
 
 XLA's GPU compiler has large gradients wait for the end, where it schedules for memory. What compiled these rows until
-2022 did not: with it the peaks of 39 steps of Alpa on V100s are 14.1 % off, without it 12.5 %.
+2022 did not: with it the peaks of 39 steps of Alpa on V100s are 14.1 % off, without it 12.5 %. Nor did its products
+write their sum with an array that others read, but over one that no other does (tensorflow/tensorflow,
+tensorflow/compiler/xla/service/gpu/gemm_rewriter.cc: "BLAS GeMM overwrites bias matrix").
 """
 
 from __future__ import annotations
@@ -63,6 +65,8 @@ _GATHERS_ARE_SHARED = 2022
 """Since then compilers share what is gathered to compute a layer again with its backward pass."""
 _SCHEDULES_FOR_MEMORY = 2023
 """Since then, as far as is known, compilers for GPUs have large gradients wait for the end."""
+_PRODUCTS_WRITE_SUMS = 2023
+"""Since then, as far as is known, products write their sums with arrays that others read, by cuBLASLt."""
 _PRESENT = 9999
 _SAME_SIZE = 0.05
 
@@ -157,9 +161,12 @@ def step_case_of(row: Row) -> StepCase:
 
 def _machine(row: Row) -> Machine:
     """Return the machine of a row, whose compiler is that of the row's software."""
-    machine = Machine.named(row["machine"])
-    waits = machine.schedules_for_memory and _year(row["stack"]) >= _SCHEDULES_FOR_MEMORY
-    return replace(machine, schedules_for_memory=waits)
+    machine, year = Machine.named(row["machine"]), _year(row["stack"])
+    return replace(
+        machine,
+        schedules_for_memory=machine.schedules_for_memory and year >= _SCHEDULES_FOR_MEMORY,
+        product_sums=machine.product_sums and year >= _PRODUCTS_WRITE_SUMS,
+    )
 
 
 def predicted(case: StepCase) -> Predicted:

@@ -110,7 +110,8 @@ def cases(name: str, mesh: LogicalMesh, targets: Sequence[str], shares: Sequence
 
     def case(plan: str, target: str, found: IntraOpPlan, **more: Any) -> Case:
         block = local_block(trace.jaxpr.jaxpr, found.plan, mesh)
-        estimate = peak_memory(block, mesh, state, machine=Machine.of_kind(target))
+        machine = Machine.of_kind(target)
+        estimate = peak_memory(block, mesh, state, machine=machine)
         compiled = _compiled(trace, block, mesh, state, target)
         return Case(
             model=name,
@@ -121,7 +122,7 @@ def cases(name: str, mesh: LogicalMesh, targets: Sequence[str], shares: Sequence
             compiled_mib=peak_bytes(compiled) / 2**20,
             arguments_mib=estimate.arguments_bytes / 2**20,
             at=estimate.at,
-            moved_mib=block_bytes(block, mesh) / 2**20,
+            moved_mib=block_bytes(block, MeshCosts(machine=machine, mesh=mesh)) / 2**20,
             compiled_moved_mib=work_of(compiled.as_text()).memory_bytes / 2**20,
             **more,
         )

@@ -174,6 +174,8 @@ class Machine:
     """XLA puts work behind collectives by its defaults, and keeps until then what that work reads, fit or not."""
     schedules_for_memory: bool = True
     """XLA has large gradients wait for the end where it does not schedule for latency; else they stand as written."""
+    product_sums: bool = True
+    """XLA has matrix products write their sum with what is added to them, whoever else reads that."""
     scatters_sums: bool = True
     """XLA keeps a reduce-scatter as it is; else it adds up whole arrays on every device, each of which then takes its
     part, and computes nothing meanwhile."""
@@ -204,7 +206,7 @@ class Machine:
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
         for name in ("in_step_share", "convolution_share", "batched_share"):
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name))
-        for name in ("schedules_for_latency", "schedules_for_memory", "scatters_sums"):
+        for name in ("schedules_for_latency", "schedules_for_memory", "product_sums", "scatters_sums"):
             if not isinstance(cast(object, getattr(self, name)), bool):
                 raise InvalidArgument(
                     f"The figure {name} of {self.name!r} is {getattr(self, name)!r}, it must be true or false. Correct "
@@ -311,7 +313,7 @@ class Machine:
     @staticmethod
     def from_data(raw: Any) -> Machine:
         """The machine that `to_data` made; `InvalidArgument` names the field that is missing, unknown or mistyped."""
-        kept = {"host_memory_bytes": 0.0, "schedules_for_memory": True, "scatters_sums": True}
+        kept = {"host_memory_bytes": 0.0, "schedules_for_memory": True, "product_sums": True, "scatters_sums": True}
         raw = {**kept, **cast(dict[str, Any], raw)} if isinstance(raw, dict) else raw
         fields = fields_of("The machine", raw, [each.name for each in dataclasses.fields(Machine)])
         what = f"machine {fields['name']!r}"

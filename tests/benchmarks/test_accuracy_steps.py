@@ -130,6 +130,7 @@ def test_rows_are_predicted_by_the_rules_of_the_compiler_that_was_measured():
     cells = {"machine": "p3.16xlarge"}
     before, since = (case(**cells, stack=f"XLA of {date}").machine for date in ("2021-12", "2023-12"))
     assert (before.schedules_for_memory, since.schedules_for_memory) == (False, True)
+    assert (before.product_sums, since.product_sums) == (False, True)
     assert since == case(**cells, stack="").machine == Machine.named("p3.16xlarge")
     assert not case(machine="tpu-v5p", stack="XLA of 2023-12").machine.schedules_for_memory
 

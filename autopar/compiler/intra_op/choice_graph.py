@@ -262,7 +262,9 @@ class BlockBuilder:
 
     def collect(self) -> None:
         """Make the nodes of all equations, and note who reads what."""
-        self.kinds, self.traffic = equation_classes(self.jaxpr), fused_traffic(self.jaxpr, self.within)
+        machine = self.planner.table.mesh_costs.machine
+        self.kinds = equation_classes(self.jaxpr)
+        self.traffic = fused_traffic(self.jaxpr, self.within, product_sums=machine.product_sums)
         self.free.update(self.jaxpr.constvars)
         for v, node in zip(self.jaxpr.invars, self.arguments, strict=True):
             root = self.first(v)

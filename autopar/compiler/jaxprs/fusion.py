@@ -11,6 +11,9 @@ A kernel is what has one number of elements to go through, the same reductions a
 common: XLA fuses a producer with its consumer, and consumers of one array with each other, where shapes agree. Scalars
 join nothing: an optimizer's updates, which share its counters, are a kernel for each parameter.
 
+Where the compiler has product sums, a matrix product takes what is added to it, if nothing else reads its result: its
+kernel reads that and writes the sum.
+
 A loop over stacks begins with zeros for those that it makes. Each iteration writes its part of each in a kernel of its
 own, which elementwise equations are fused into, and copies the parts that something apart reads out of their stacks.
 """
@@ -27,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
-from autopar.compiler.jaxprs.primitives import DRAWS, NESTED
+from autopar.compiler.jaxprs.primitives import DRAWS, MATRIX_PRODUCTS, NESTED
 
 FusionKind = Literal["constant", "view", "fused", "reduction", "apart"]
 
@@ -39,6 +42,7 @@ def _names(text: str) -> frozenset[str]:
 _VIEWS = _names(
     "reshape squeeze expand_dims transpose copy sharding_constraint layout_constraint stop_gradient name pvary"
 )
+_SUMS = ("add", "add_any")
 _REDUCTIONS = _names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
 _APART = _names(
     "dot_general conv_general_dilated ragged_dot ragged_dot_general sort top_k cumsum cumprod cummax cummin "
@@ -110,18 +114,19 @@ def stacks_of(within: jc.JaxprEqn | None) -> Stacks | None:
     return Stacks(loop.first_x, loop.num_carry)
 
 
-_known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[Stacks | None, tuple[Traffic, ...]]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[tuple[Stacks | None, bool], tuple[Traffic, ...]]]
+_known = weakref.WeakKeyDictionary()
 
 
-def fused_traffic(jaxpr: jc.Jaxpr, within: jc.JaxprEqn | None = None) -> tuple[Traffic, ...]:
+def fused_traffic(jaxpr: jc.Jaxpr, within: jc.JaxprEqn | None = None, *, product_sums: bool) -> tuple[Traffic, ...]:
     """Return the traffic of every equation of a jaxpr, found once; `within` is the equation that it is a body of.
 
-    That of a loop or a branch is in its body.
+    That of a loop or a branch is in its body. `product_sums`: products write the sums of their results.
     """
-    known, stacks = _known.setdefault(jaxpr, {}), stacks_of(within)
-    if stacks not in known:
-        known[stacks] = _Fusion(jaxpr=jaxpr, stacks=stacks).run()
-    return known[stacks]
+    known, key = _known.setdefault(jaxpr, {}), (stacks_of(within), product_sums)
+    if key not in known:
+        known[key] = _Fusion(jaxpr=jaxpr, stacks=key[0], product_sums=product_sums).run()
+    return known[key]
 
 
 _END = -1
@@ -132,7 +137,8 @@ _Kernel = tuple[Hashable, ...]
 @dataclass(kw_only=True, eq=False)
 class _Fusion:
     jaxpr: jc.Jaxpr
-    stacks: Stacks | None = None
+    stacks: Stacks | None
+    product_sums: bool
     roots: dict[Any, Any] = field(default_factory=dict[Any, Any])
     """By view, what it is a view of."""
     makers: dict[Any, int] = field(default_factory=dict[Any, int])
@@ -142,6 +148,8 @@ class _Fusion:
     """The most products and reductions on a path to an equation."""
     kernels: dict[int, frozenset[_Kernel]] = field(default_factory=dict[int, frozenset[_Kernel]])
     """By equation, what it is computed in."""
+    sums: dict[int, Any] = field(default_factory=dict[int, Any])
+    """By equation that the kernel of a product does, the product's result."""
     stored: set[int] = field(default_factory=set[int])
     """The equations whose results are in memory."""
 
@@ -154,9 +162,22 @@ class _Fusion:
                 reader -= 1 + place
                 self.kernels[reader] = frozenset([("stack", place)])
             self.readers[self._root(atom)].append(reader)
+        for number in range(len(self.jaxpr.eqns)) if self.product_sums else ():
+            self._end_product(number)
         for number in reversed(range(len(self.jaxpr.eqns))):
             self._place(number)
         return self._traffic()
+
+    def _end_product(self, number: int) -> None:
+        """Find the product whose kernel adds what an equation adds."""
+        eqn = self.jaxpr.eqns[number]
+        for v in reversed(self._operands(number)) if eqn.primitive.name in _SUMS else ():
+            maker = self.makers.get(v)
+            if maker is None or self.readers[v] != [number] or _extent(eqn.outvars) != v.aval.size:
+                continue
+            if maker in self.sums or self.jaxpr.eqns[maker].primitive.name in MATRIX_PRODUCTS:
+                self.sums[number] = v
+                return
 
     def _root(self, atom: Any) -> Any:
         return None if isinstance(atom, jc.Literal) else self.roots.get(atom, atom)
@@ -188,19 +209,24 @@ class _Fusion:
             return
         own: _Kernel = (self.levels[number], _extent(eqn.outvars))
         readers = [reader for v in eqn.outvars for reader in self.readers[v]]
-        if kind == "apart":
+        if kind == "apart" or number in self.sums:
             own = ("apart", number)
         elif kind == "reduction":
             own = (self.levels[number], _extent(eqn.invars))
         else:
             inside = frozenset[_Kernel]().union(*(self.kernels[reader] for reader in readers if reader != _END))
-            wanted = any(reader == _END or (reader >= 0 and self.kinds[reader] == "apart") for reader in readers)
             grows = sum(_bytes(eqn.outvars)) > sum(_bytes(eqn.invars))
+            wanted = any(self._wants(reader, grows) for reader in readers)
             if not wanted and (len(inside) <= 1 or not is_expensive(eqn) or grows):
                 self.kernels[number] = inside
                 return
         self.stored.add(number)
         self.kernels[number] = frozenset((own,))
+
+    def _wants(self, reader: int, grows: bool) -> bool:
+        """Return true if a reader wants what it reads in memory; `grows` says that it is larger than what makes it."""
+        apart = reader >= 0 and (self.kinds[reader] == "apart" or (reader in self.sums and not grows))
+        return apart or reader == _END
 
     def _traffic(self) -> tuple[Traffic, ...]:
         """Count reads and writes: a kernel reads an array once, for the first equation that wants it."""
@@ -215,7 +241,7 @@ class _Fusion:
             for kernel in sorted(kernels, key=str):
                 moved = float(sum(_bytes(eqns[number].outvars))) if number in self.stored else 0.0
                 for place, v in enumerate(self._operands(number)):
-                    if v is None:
+                    if v is None or v == self.sums.get(number):
                         continue
                     maker = self.makers.get(v)
                     handed = maker is not None and self.kinds[maker] in ("fused", "constant")
@@ -241,7 +267,9 @@ class _Fusion:
             work[group] += 0.0 if eqns[number].primitive.name in DRAWS else equation_flops(eqns[number])
             nbytes[group] += moved
             results[group] += number in self.stored
-        written = [[int(number in self.stored)] * len(eqn.outvars) for number, eqn in enumerate(eqns)]
+        # A product has its sum written where its result was.
+        alone = self.stored - self.sums.keys()
+        written = [[int(number in alone)] * len(eqn.outvars) for number, eqn in enumerate(eqns)]
         more = self._count_stacks(reads, written)
         found: list[Traffic] = []
         for number in range(len(eqns)):
@@ -250,8 +278,7 @@ class _Fusion:
                 Traffic(
                     reads=tuple(reads[number]),
                     writes=tuple(written[number]),
-                    kernels=more[number]
-                    + (sum(1 / results[group] for group in mine) if number in self.stored else 0.0),
+                    kernels=more[number] + (sum(1 / results[group] for group in mine) if number in alone else 0.0),
                     flops_per_byte=max((work[group] / nbytes[group] for group in mine if nbytes[group]), default=0.0),
                 )
             )

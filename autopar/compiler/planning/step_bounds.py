@@ -179,7 +179,7 @@ def work_of_program(jaxpr: jc.Jaxpr, machine: Machine) -> Work:
 
 def _work_of_equations(jaxpr: jc.Jaxpr, machine: Machine, within: jc.JaxprEqn | None = None) -> list[Work]:
     at_once = replace(machine, kernel_s=0.0, matmul_half_flops=0.0)
-    each = zip(jaxpr.eqns, fused_traffic(jaxpr, within), strict=True)
+    each = zip(jaxpr.eqns, fused_traffic(jaxpr, within, product_sums=machine.product_sums), strict=True)
     return [_work(eqn, traffic, machine, at_once) for eqn, traffic in each]
 
 

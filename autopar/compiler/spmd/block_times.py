@@ -1,7 +1,7 @@
 """Add up what a planned program costs: the work of its equations, and its collectives.
 
 LocalBlock, MeshCosts    ->  BlockTimes
-LocalBlock, LogicalMesh  ->  bytes read from memory and written there
+LocalBlock, MeshCosts    ->  bytes read from memory and written there
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from autopar.compiler.costs.compute import equation_bytes, equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.fusion import fused_traffic
+from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
 from autopar.compiler.resharding.costs import copied_bytes
 from autopar.compiler.resharding.steps import AllReduce
 from autopar.compiler.sharding.layout import LogicalMesh, local_shape
@@ -39,25 +39,30 @@ def block_times(block: LocalBlock, mesh_costs: MeshCosts) -> BlockTimes:
     return BlockTimes(_equations_s(block, mesh_costs), collective_s)
 
 
-def block_bytes(block: LocalBlock, mesh: LogicalMesh, within: jc.JaxprEqn | None = None) -> float:
+def block_bytes(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None = None) -> float:
     """Bytes that one run of a program reads from a device's memory and writes there, those of collectives aside.
 
     `within` is the equation that it is a body of.
     """
-    total = 0.0
-    traffic = dict(zip(map(id, block.jaxpr.eqns), fused_traffic(block.jaxpr, within), strict=True))
+    total, mesh, traffic = 0.0, mesh_costs.mesh, _traffic(block, mesh_costs, within)
     for action in block.actions:
         match action:
             case Evaluate(eqn=eqn, strategy=strategy):
                 total += equation_bytes(eqn, strategy, mesh, traffic[id(eqn)])
             case RunBody(eqn=eqn, bodies=bodies):
-                total += trips(eqn) * sum(block_bytes(body, mesh, eqn) for body in bodies)
+                total += trips(eqn) * sum(block_bytes(body, mesh_costs, eqn) for body in bodies)
             case Reshard(source=source, result=result, steps=steps):
                 aval: Any = action.aval
                 total += copied_bytes(steps, source, tuple(aval.shape), aval.dtype.itemsize, mesh)
                 if block.combined.share(result.variable, result.form):
                     total += _joined_bytes(action, mesh)
     return total
+
+
+def _traffic(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None) -> dict[int, Traffic]:
+    """Return the traffic of the equations of a program by their identities."""
+    found = fused_traffic(block.jaxpr, within, product_sums=mesh_costs.machine.product_sums)
+    return dict(zip(map(id, block.jaxpr.eqns), found, strict=True))
 
 
 def _joined_bytes(action: Reshard, mesh: LogicalMesh) -> float:
@@ -69,8 +74,7 @@ def _joined_bytes(action: Reshard, mesh: LogicalMesh) -> float:
 
 
 def _equations_s(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None = None) -> float:
-    total_s = 0.0
-    traffic = dict(zip(map(id, block.jaxpr.eqns), fused_traffic(block.jaxpr, within), strict=True))
+    total_s, traffic = 0.0, _traffic(block, mesh_costs, within)
     for action in block.actions:
         match action:
             case Evaluate(eqn=eqn, strategy=strategy):

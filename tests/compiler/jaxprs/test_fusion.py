@@ -14,15 +14,15 @@ X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 ONE = 4 * 64 * 64
 
 
-def traffic(fn, *args):
+def traffic(fn, *args, product_sums: bool = False):
     """By equation, its name and its traffic."""
     jaxpr, _ = jc.open_jaxpr(normalize(jax.make_jaxpr(fn)(*args)))
-    return jaxpr, fused_traffic(jaxpr)
+    return jaxpr, fused_traffic(jaxpr, product_sums=product_sums)
 
 
-def moved(fn, *args) -> float:
+def moved(fn, *args, product_sums: bool = False) -> float:
     """Bytes read and written by all kernels, in arrays of X."""
-    jaxpr, found = traffic(fn, *args)
+    jaxpr, found = traffic(fn, *args, product_sums=product_sums)
     read = sum(n * aval_bytes(v.aval) for e, t in zip(jaxpr.eqns, found) for n, v in zip(t.reads, e.invars))
     written = sum(n * aval_bytes(v.aval) for e, t in zip(jaxpr.eqns, found) for n, v in zip(t.writes, e.outvars))
     return (read + written) / ONE
@@ -49,6 +49,22 @@ def test_kernels_move_the_bytes_at_their_borders(fn, operands: int, arrays: floa
     assert moved(fn, *[X] * operands) == pytest.approx(arrays, abs=0.05)
 
 
+@pytest.mark.parametrize(
+    ("fn", "arrays", "apart"),
+    [
+        pytest.param(lambda x, w, b: x @ w + b[:, None], 3, 5, id="a bias is added by the kernel of the product"),
+        pytest.param(lambda x, w, b: x + (x @ w + b[:, None]), 4, 6, id="and so is what goes past the product"),
+        pytest.param(lambda x, w, b: x @ w + w @ x, 7, 9, id="of two products one takes the result of the other"),
+        pytest.param(lambda x, w, b: (y := x @ w, y + x), 6, 6, id="not if the result is read by others"),
+        pytest.param(lambda x, w, b: (y := x @ w + x) @ w + y, 8, 12, id="the sum is in memory for all that read it"),
+    ],
+)
+def test_products_take_what_is_added_to_them_where_the_compiler_has_them_do_so(fn, arrays: float, apart: float):
+    b = jax.ShapeDtypeStruct((64,), jnp.float32)
+    assert moved(fn, X, X, b, product_sums=True) == pytest.approx(arrays, abs=0.1)
+    assert moved(fn, X, X, b) == pytest.approx(apart, abs=0.1)
+
+
 def moved_by_an_iteration(step, xs: int) -> float:
     """Bytes of the body of a loop over stacks, in arrays of X."""
     stacks = [jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)] * xs
@@ -56,7 +72,7 @@ def moved_by_an_iteration(step, xs: int) -> float:
     jaxpr, _ = jc.open_jaxpr(normalize(closed))
     (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
     body, _ = jc.open_jaxpr(scan_of(loop).body)
-    found = fused_traffic(body, loop)
+    found = fused_traffic(body, loop, product_sums=False)
     counts = [(n, v) for e, t in zip(body.eqns, found) for n, v in zip((*t.reads, *t.writes), (*e.invars, *e.outvars))]
     return sum(n * aval_bytes(v.aval) for n, v in counts) / ONE
 
