@@ -10,8 +10,8 @@ a device; where it is an all-reduce, of which every device takes its part, it is
 Where the compiler schedules for latency, products and reductions that lead to results only, as gradients of weights,
 run while collectives do, and their operands are kept until then: XLA's estimate of latencies has it do so on GPUs of
 compute capability 9 and 10. It goes from the end of the program to its beginning, and puts behind a collective as many
-of these, the last ones first, as take as long as that. Where only results take collectives there is nothing else to
-hide, and all of them stand at the end.
+of these, the last ones first, as take as long as that. The first collective hurries for no other: all that are left
+stand behind it. Where only results take collectives there is nothing else to hide, and all of them stand at the end.
 
 Elsewhere it schedules for memory: such a product runs where it stands if it reads more than it makes, for then it frees
 that; else it waits until everything else is done. Those that wait run one sum after the other, each with its update.
@@ -253,7 +253,7 @@ def _deferred(ops: Sequence[Op], before: Sequence[set[int]], tail: Sequence[bool
         return dict.fromkeys(waiting, _AT_THE_END) if late else {}
     found: dict[int, float] = {}
     hidden = [(_AT_THE_END, sum(ops[number].seconds for number in late))]
-    hidden += [(number, ops[number].seconds) for number in reversed(early)]
+    hidden += [(number, math.inf if number == early[0] else ops[number].seconds) for number in reversed(early)]
     for place, left_s in hidden:
         while waiting and waiting[-1] > place:
             waiting.pop()

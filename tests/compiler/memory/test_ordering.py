@@ -78,11 +78,16 @@ def test_products_wait_for_no_more_than_the_next_collective_that_they_can_hide()
     weights = [Op("apart", ("a", name), (f"d{name}",), seconds=1.0) for name in ("x", "y", "z")]
     loss = LOSS._replace(seconds=1.0)
     written = [BEFORE, *weights, gather, more_weights, before, Op("apart", ("c",), ("end",), seconds=1.0), loss]
-    found = order_ops([*written, late_weights], {"total": 0}, for_latency=True, scatters_sums=True)
+    written.append(late_weights)
+    first = Op("apart", ("start",), ("a",), collective="all-reduce", seconds=1.5)
+    found = order_ops([first, *written], {"total": 0}, for_latency=True, scatters_sums=True)
     place = found.ops.index
     # The last one hides the loss; two of the first three hide the gathering.
     assert place(weights[0]) < place(gather) < place(weights[1]) < place(weights[2]) < place(before)
     assert found.deferred == place(late_weights)
+    # All of them do if no collective stands before it that it delays.
+    place = order_ops(written, {"total": 0}, for_latency=True, scatters_sums=True).ops.index
+    assert place(gather) < min(map(place, weights))
 
 
 @pytest.mark.parametrize("mib, joined", [(15, True), (16, False)])
