@@ -34,6 +34,7 @@ class CompiledFigures:
     peak_bytes: float
     flops: float
     memory_bytes: float  # read and written
+    written_bytes: float
     compute_s: float
     collectives_s: float
 
@@ -57,6 +58,7 @@ def figures_of_compiled(compiled: jax.stages.Compiled, machine: Machine) -> Comp
         peak_bytes=peak_bytes(compiled),
         flops=work.flops,
         memory_bytes=work.memory_bytes,
+        written_bytes=work.written_bytes,
         compute_s=work.seconds(machine),
         collectives_s=sum(
             each.count * machine.collective_s(each.kind, each.nbytes, each.group_size) for each in collectives

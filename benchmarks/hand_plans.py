@@ -81,12 +81,15 @@ def compile_by_hand(model: Model, plan: HandPlan, devices: Sequence[Any]) -> jax
         return jax.lax.with_sharding_constraint(x, _sharding(named, plan.activations, (), mesh))
 
     def loss(params: Tree, batch: Tree, mark: Mark) -> jax.Array:
-        return model.loss(jax.lax.with_sharding_constraint(params, whole), batch, mark)
+        spread = jax.lax.with_sharding_constraint(params, stored)
+        return model.loss(jax.lax.with_sharding_constraint(spread, whole), batch, mark)
 
     def mark_gradients(grads: Tree) -> Tree:
         return jax.lax.with_sharding_constraint(grads, _params_shardings(model, plan, plan.spread_gradients, mesh))
 
-    # Without this constraint XLA would rather move activations than gather what FSDP has spread.
+    # Without these constraints XLA would rather move activations than gather what FSDP has spread, or gather it before
+    # it is converted to fewer bits.
+    stored = _params_shardings(model, plan, plan.spread_params, mesh)
     whole = _params_shardings(model, plan, (), mesh)
     step = train_step(replace(model, loss=loss), mark, mark_gradients)
     jitted = jax.jit(step, in_shardings=(state, batch), out_shardings=(state, None), donate_argnums=0)

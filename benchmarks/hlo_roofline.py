@@ -59,6 +59,7 @@ class Kernel:
     flops: float  # of products
     nbytes: float
     times: float
+    written: float = 0.0  # of `nbytes`
     dtype: str = "float32"  # of what is multiplied
 
     def seconds(self, machine: Machine) -> float:
@@ -81,6 +82,10 @@ class Work:
     @property
     def memory_bytes(self) -> float:
         return sum(kernel.nbytes * kernel.times for kernel in self.kernels)
+
+    @property
+    def written_bytes(self) -> float:
+        return sum(kernel.written * kernel.times for kernel in self.kernels)
 
     def seconds(self, machine: Machine) -> float:
         """The kernels one after the other."""
@@ -111,24 +116,29 @@ def work_of(hlo_text: str) -> Work:
     times = _executions(computations)
     return Work(
         kernels=tuple(
-            _kernel(instruction, computation, computations, nbytes, times[name])
+            _kernel(instruction, computation, computations, moved, times[name])
             for name, computation in computations.items()
             if times[name]
             for instruction in computation.instructions
-            if (nbytes := _traffic(instruction, computation, computations))
+            if sum(moved := _traffic(instruction, computation, computations))
         )
     )
 
 
 def _kernel(
-    i: _Instruction, home: _Computation, computations: dict[str, _Computation], nbytes: float, times: float
+    i: _Instruction,
+    home: _Computation,
+    computations: dict[str, _Computation],
+    moved: tuple[float, float],
+    times: float,
 ) -> Kernel:
     parts = [
         (flops, each, body) for each, body in _parts(i, home, computations) if (flops := _product_flops(each, body))
     ]
     dtypes = [_ARRAY.search(body.types[each.operands[0]]) for _, each, body in parts]
     dtype = _DTYPES.get(dtypes[0][1], "float32") if dtypes and dtypes[0] else "float32"
-    return Kernel(flops=sum(flops for flops, _, _ in parts), nbytes=nbytes, times=times, dtype=dtype)
+    flops = sum(flops for flops, _, _ in parts)
+    return Kernel(flops=flops, nbytes=sum(moved), times=times, written=moved[1], dtype=dtype)
 
 
 def _read(text: str) -> Iterator[_Computation]:
@@ -216,31 +226,32 @@ def _convolution_flops(i: _Instruction, home: _Computation, target: str) -> floa
     return 2.0 * math.prod(result) * math.prod(kernel) / outputs
 
 
-def _traffic(i: _Instruction, home: _Computation, computations: dict[str, _Computation]) -> float:
+def _traffic(i: _Instruction, home: _Computation, computations: dict[str, _Computation]) -> tuple[float, float]:
+    """The bytes that an instruction reads, and those that it writes."""
     if i.opcode in _MOVES_NOTHING:
-        return 0.0
+        return 0.0, 0.0
     if i.opcode in _CUTS:
-        return 2 * _bytes(i.type)
+        return _bytes(i.type), _bytes(i.type)
     if i.opcode == "dynamic-update-slice":
-        return 2 * _bytes(home.types[i.operands[1]])
+        return _bytes(home.types[i.operands[1]]), _bytes(home.types[i.operands[1]])
     if i.opcode == "fusion":
         return _fusion_traffic(i, home, computations[_called(i)[0]])
     made = _SCRATCH.sub(")", i.type) if _LIBRARY_CALL.search(i.rest) else i.type
-    return _bytes(made) + sum(_bytes(home.types[name]) for name in i.operands)
+    return sum(_bytes(home.types[name]) for name in i.operands), _bytes(made)
 
 
-def _fusion_traffic(i: _Instruction, home: _Computation, body: _Computation) -> float:
-    total = _bytes(i.type)
+def _fusion_traffic(i: _Instruction, home: _Computation, body: _Computation) -> tuple[float, float]:
+    read, written = 0.0, _bytes(i.type)
     needed = _needed_shares(body)
     for number, operand in enumerate(i.operands):
         parameter = next(each.name for each in body.instructions if each.number == number)
         readers = [each for each in body.instructions if parameter in each.operands]
         if readers and all(_updates(each, parameter) for each in readers):
             # In place: the slice is written, and the rest neither read nor written.
-            total += sum(_bytes(body.types[each.operands[1]]) - _bytes(each.type) for each in readers)
+            written += sum(_bytes(body.types[each.operands[1]]) - _bytes(each.type) for each in readers)
         else:
-            total += needed.get(parameter, 1.0) * _bytes(home.types[operand])
-    return max(total, 0.0)
+            read += needed.get(parameter, 1.0) * _bytes(home.types[operand])
+    return read, max(written, 0.0)
 
 
 def _needed_shares(body: _Computation) -> dict[str, float]:

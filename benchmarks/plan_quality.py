@@ -8,10 +8,11 @@
 Every plan by hand is compiled, on every mesh whose axes may stand for those of the plan; the best is the one of least
 modelled time (`compiled_figures.py`) that keeps within the memory budget, and, apart from it, the one that sends the
 fewest bytes. These are often two plans, and no plan need keep below both; what may not be is a plan by hand that takes
-less time and sends fewer bytes than ours, and such cells are counted (`beaten_by`). Budgets are shares of what pure
-data parallelism keeps in memory. With `--timed` ours takes steps in turn with the three plans by hand of least modelled
-time, on the accelerators that are here; the ratio is the median over rounds. With `--figures` ours is planned, and all
-modelled, by what was measured.
+less time and sends fewer bytes than ours, and they are counted (`beaten_by`). Where ours is faster, what it sends,
+writes and keeps in memory stands beside what the fastest by hand does: if it needs more, the model may not see that.
+Budgets are shares of what pure data parallelism keeps in memory. With `--timed` ours takes steps in turn with the three
+plans by hand of least modelled time, on the accelerators that are here; the ratio is the median over rounds. With
+`--figures` ours is planned, and all modelled, by what was measured.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ NUM_DEVICES = 8
 MESHES = ("8", "2x4", "4x2", "2x2x2")
 NUM_TIMED = 3
 OURS = "autopar"
+MOST = 1.02
+"""What a faster plan may need of bytes sent, written or kept, as a multiple of what the fastest by hand needs."""
+BESIDE_FASTEST = ("sent_ratio", "written_ratio", "memory_ratio")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,7 @@ class Row:
     budget: float  # bytes, infinity for none
     fastest: str  # plan by hand of least modelled time; "" if none keeps within the budget
     fastest_ms: float
+    theirs: CompiledFigures | None  # of that plan
     fewest: str  # plan by hand that sends the fewest bytes
     fewest_mb: float
     beaten_by: str  # plan by hand that takes less time and sends fewer bytes than ours; "" if there is none
@@ -98,6 +103,25 @@ class Row:
         if not (self.ours and self.fewest and self.within):
             return math.nan
         return max(self.ours.sent_bytes, 1e3) / max(1e6 * self.fewest_mb, 1e3)
+
+    @property
+    def sent_ratio(self) -> float:
+        return self._beside_fastest("sent_bytes")
+
+    @property
+    def written_ratio(self) -> float:
+        return self._beside_fastest("written_bytes")
+
+    @property
+    def memory_ratio(self) -> float:
+        return self._beside_fastest("peak_bytes")
+
+    def _beside_fastest(self, what: str) -> float:
+        """Ours as a multiple of the fastest by hand, where ours is faster; what sends nothing, as if a kilobyte."""
+        if not (self.ours and self.theirs and self.time_ratio < 1):
+            return math.nan
+        least = 1e3 if what == "sent_bytes" else 1.0
+        return max(getattr(self.ours, what), least) / max(getattr(self.theirs, what), least)
 
     @property
     def within(self) -> bool:
@@ -214,6 +238,7 @@ def compare(model: Model, mesh: str, share: float, theirs: Sequence[ByHand], tar
         budget=budget,
         fastest=str(able[0].plan) if able else "",
         fastest_ms=1e3 * able[0].figures.modelled_s if able else math.nan,
+        theirs=able[0].figures if able else None,
         fewest=str(fewest.plan) if fewest else "",
         fewest_mb=fewest.figures.sent_bytes / 1e6 if fewest else math.nan,
         beaten_by=next((str(each.plan) for each in able if ours and beats(each.figures, ours)), ""),
@@ -276,7 +301,7 @@ def ratio_to_fastest(times: Mapping[str, Sequence[float]]) -> tuple[float, tuple
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Geometric mean and worst of every ratio, and the cells in which it is the worst."""
     result: dict[str, Any] = {}
-    for what in ("bytes_ratio", "time_ratio", "measured_ratio"):
+    for what in ("bytes_ratio", "time_ratio", "measured_ratio", *BESIDE_FASTEST):
         known = {f"{row.model} {row.mesh} {_size(row.budget)}": getattr(row, what) for row in rows}
         known = {cell: ratio for cell, ratio in known.items() if not math.isnan(ratio)}
         if known:
@@ -286,6 +311,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
                 "geometric_mean": statistics.geometric_mean(known.values()),
                 "worst": known[worst],
                 "worst_cell": worst,
+                "above_most": sum(ratio > MOST for ratio in known.values()),
             }
     over = sum(row.ours is not None and not row.within for row in rows)
     return (
@@ -296,7 +322,8 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def row_data(row: Row) -> dict[str, Any]:
-    return asdict(row) | {"time_ratio": row.time_ratio, "bytes_ratio": row.bytes_ratio, "within": row.within}
+    ratios = {what: getattr(row, what) for what in ("time_ratio", "bytes_ratio", *BESIDE_FASTEST)}
+    return asdict(row) | ratios | {"within": row.within}
 
 
 def finite(value: Any) -> Any:
@@ -317,7 +344,8 @@ def print_table(rows: Sequence[Row]) -> None:
     table = Table(title="autopar.Auto against the best plan by hand")
     for column in ("model", "mesh", "budget MB", "peak MB", "fewest bytes by hand", "MB", "ours", "ratio"):
         table.add_column(column, justify="left" if column in ("model", "mesh") or "hand" in column else "right")
-    for column in ("fastest by hand", "model ms", "ours", "ratio", "measured ratio", "plan s"):
+    beside = ("sent", "written", "memory")
+    for column in ("fastest by hand", "model ms", "ours", "ratio", *beside, "measured ratio", "plan s"):
         table.add_column(column, justify="left" if "hand" in column else "right")
     for row in rows:
         table.add_row(row.model, row.mesh, _size(row.budget), *_cells(row))
@@ -327,6 +355,15 @@ def print_table(rows: Sequence[Row]) -> None:
         if what in counts:
             mean, worst, cell = (counts[what][key] for key in ("geometric_mean", "worst", "worst_cell"))
             console.print(f"{name}: geometric mean {mean:.3f}, worst {worst:.3f} ({cell})")
+    for what in BESIDE_FASTEST:
+        if what in counts:
+            mean, worst, cell, above = (
+                counts[what][key] for key in ("geometric_mean", "worst", "worst_cell", "above_most")
+            )
+            console.print(
+                f"where ours is faster, {what.removesuffix('_ratio')} beside the fastest by hand: geometric mean "
+                f"{mean:.3f}, worst {worst:.3f} ({cell}), above {MOST} in {above} of {counts[what]['cells']}"
+            )
     console.print(
         f"{counts['over_budget']} of {len(rows)} plans keep more in memory than their budget (!); "
         f"in {counts['missed']} cells a plan by hand keeps within it and ours does not; "
@@ -343,7 +380,8 @@ def _cells(row: Row) -> Iterator[str]:
     yield _number(row.ours.peak_bytes / 1e6) + "!" * (not row.within)
     yield from (row.fewest or "-", _number(row.fewest_mb))
     yield from (_number(row.ours.sent_bytes / 1e6), _number(row.bytes_ratio), row.fastest or "-")
-    yield from map(_number, (row.fastest_ms, 1e3 * row.ours.modelled_s, row.time_ratio, row.measured_ratio))
+    yield from map(_number, (row.fastest_ms, 1e3 * row.ours.modelled_s, row.time_ratio))
+    yield from map(_number, (*(getattr(row, what) for what in BESIDE_FASTEST), row.measured_ratio))
     yield f"{row.plan_s:.1f}"
 
 

@@ -26,7 +26,7 @@ from autopar.hardware.machine import Machine
 from autopar.methods import Method
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.models.alpa_moe import DeepSeekSize, deepseek_moe
-from benchmarks.models.llama import LLAMA_70B, LLAMA_405B, Llama, llama
+from benchmarks.models.llama import LLAMA_70B, LLAMA_405B, Llama, llama_workload
 from benchmarks.models.workload import Workload
 
 _SC21 = "SC'21, table 1"
@@ -179,7 +179,7 @@ def _llama_405b(full: bool) -> list[Published]:
         Published(
             name="Llama-405B",
             source="Llama 3, table 4",
-            workload=partial(llama, "llama-405b", model),
+            workload=partial(llama_workload, "llama-405b", model),
             machine="dgx-h100",
             devices=128 * data,
             methods=tuple(
@@ -267,7 +267,7 @@ def _by_rules(name: str, model: Llama, machine: str, degrees: tuple[int, int], b
     return Published(
         name=f"{name}, fsdp {fsdp}, tensor {tensor}",
         source="MaxText",
-        workload=partial(llama, name.lower(), model),
+        workload=partial(llama_workload, name.lower(), model),
         machine=machine,
         devices=fsdp * tensor,
         methods=(method,),

@@ -5,18 +5,20 @@ from typing import Any
 
 from benchmarks.models.gpt import gpt
 from benchmarks.models.images import convnet, vit
+from benchmarks.models.llama import llama
 from benchmarks.models.mlp import mlp
 from benchmarks.models.model import Model
 from benchmarks.models.moe import moe, moe_ragged
 from benchmarks.models.sequences import encoder_decoder, lstm
 
 MODELS: dict[str, Callable[..., Model]] = {
-    make.__name__: make for make in (mlp, gpt, moe, moe_ragged, convnet, vit, lstm, encoder_decoder)
+    make.__name__: make for make in (mlp, gpt, llama, moe, moe_ragged, convnet, vit, lstm, encoder_decoder)
 }
 
 LARGE: Mapping[str, Mapping[str, Any]] = {
     "mlp": {"width": 4096, "hidden": 16384, "batch": 8192},
     "gpt": {"width": 1024, "heads": 16, "length": 1024, "vocabulary": 32768},
+    "llama": {"width": 1024, "heads": 16, "kv_heads": 8, "hidden": 2816, "length": 1024, "vocabulary": 32768},
     "moe": {
         "width": 1024,
         "heads": 16,

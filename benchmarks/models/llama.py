@@ -1,23 +1,24 @@
 """A Llama train step in plain JAX: grouped attention, rotary positions, SwiGLU, RMS norms, remat per layer, adamw.
 
-The layers stand in a `lax.scan` over stacked weights, or one after the other. Nothing is allocated: the state and the
-batch are shapes, for planning.
+The layers stand in a `lax.scan` over stacked weights, or one after the other. Of the large models nothing is allocated:
+the state and the batch are shapes, for planning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.models.model import SCALE, Array, Tree, integers
+from benchmarks.models.gpt import stacked
+from benchmarks.models.model import Mark, Model, Tree, constant, integers, unmarked, weights
+from benchmarks.models.transformer import OUTSIDE
 from benchmarks.models.workload import Workload
-
-Weights = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class Llama:
     sequence: int = 4096
     batch: int = 64
     scanned: bool = True
+    remat: bool = True
+    dtype: Any = jnp.bfloat16
 
     @property
     def head_width(self) -> int:
@@ -48,7 +51,7 @@ LLAMA_405B = Llama(num_layers=126, width=16384, num_heads=128, num_kv_heads=8, h
 class State(NamedTuple):
     """State that the train step replaces."""
 
-    params: Weights
+    params: Tree
     opt_state: Any
 
 
@@ -57,7 +60,7 @@ def abstract_step(model: Llama) -> tuple[Callable[..., Any], State, jax.ShapeDty
     optimizer = optax.adamw(3e-4)
 
     def create() -> State:
-        params = _weights(model)
+        params = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), _weights(model))
         return State(params, optimizer.init(params))
 
     def train_step(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
@@ -69,13 +72,47 @@ def abstract_step(model: Llama) -> tuple[Callable[..., Any], State, jax.ShapeDty
     return train_step, jax.eval_shape(create), tokens
 
 
-def llama(name: str, model: Llama) -> Workload:
+def llama(
+    *,
+    layers: int = 4,
+    width: int = 256,
+    heads: int = 16,
+    kv_heads: int = 8,
+    hidden: int = 512,
+    vocabulary: int = 1024,
+    length: int = 128,
+    batch: int = 32,
+    dtype: Any = jnp.float32,
+) -> Model:
+    """The model at a size to compile, its layers one after the other and nothing computed again."""
+    model = Llama(
+        num_layers=layers,
+        width=width,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        hidden=hidden,
+        vocabulary=vocabulary,
+        sequence=length,
+        batch=batch,
+        scanned=False,
+        remat=False,
+        dtype=dtype,
+    )
+    return Model(
+        name="llama",
+        params=_weights(model),
+        batch={"tokens": integers(vocabulary, batch=batch, positions=length + 1)},
+        loss=lambda params, batch, mark: _loss(model, params, batch["tokens"], mark),
+    )
+
+
+def llama_workload(name: str, model: Llama) -> Workload:
     """The train step with a master copy in 32 bits, its layers one after the other.
 
     FLOPs are 6 for each parameter but those of the embedding and 12 L S H for the attention, per token (Chowdhery et
     al. 2022, appendix B).
     """
-    params = jax.tree.map(_drawn, jax.eval_shape(lambda: _weights(model)))
+    params = _weights(model)
     multiplied = sum(array.abstract.size for array in jax.tree.leaves(params)) - model.vocabulary * model.width
     tokens = model.batch * model.sequence
 
@@ -93,48 +130,34 @@ def llama(name: str, model: Llama) -> Workload:
     )
 
 
-def _drawn(shape: jax.ShapeDtypeStruct) -> Array:
-    """Gains begin as 1, matrices are drawn."""
-    names = tuple(f"dim_{number}" for number in range(len(shape.shape)))
-    gain = len(shape.shape) == 1
-    return Array(
-        shape=shape.shape, names=names, dtype=shape.dtype, scale=0.0 if gain else SCALE, mean=1.0 if gain else 0.0
-    )
-
-
-def _weights(model: Llama) -> Weights:
-    width, head = model.width, model.head_width
-    shapes = {
-        "attention_norm": (width,),
-        "query": (width, model.num_heads, head),
-        "key": (width, model.num_kv_heads, head),
-        "value": (width, model.num_kv_heads, head),
-        "out": (model.num_heads, head, width),
-        "mlp_norm": (width,),
-        "gate": (width, model.hidden),
-        "up": (width, model.hidden),
-        "down": (model.hidden, width),
+def _weights(model: Llama) -> Tree:
+    """The parameters as arrays to make, by the names of their dimensions."""
+    width, head, dtype = model.width, model.head_width, model.dtype
+    layer = {
+        "attention_norm": constant(1, dtype, embed=width),
+        "query": weights(dtype, embed=width, heads=model.num_heads, head=head),
+        "key": weights(dtype, embed=width, heads=model.num_kv_heads, head=head),
+        "value": weights(dtype, embed=width, heads=model.num_kv_heads, head=head),
+        "out": weights(dtype, heads=model.num_heads, head=head, embed=width),
+        "mlp_norm": constant(1, dtype, embed=width),
+        "gate": weights(dtype, embed=width, mlp=model.hidden),
+        "up": weights(dtype, embed=width, mlp=model.hidden),
+        "down": weights(dtype, mlp=model.hidden, embed=width),
     }
-    weights: Weights = {
-        "embedding": _zeros(model.vocabulary, width),
-        "final_norm": _zeros(width),
-        "head": _zeros(width, model.vocabulary),
+    outside = {
+        "embedding": weights(dtype, vocabulary=model.vocabulary, embed=width),
+        "final_norm": constant(1, dtype, embed=width),
+        "head": weights(dtype, embed=width, vocabulary=model.vocabulary),
     }
     if model.scanned:
-        weights["layers"] = {name: _zeros(model.num_layers, *shape) for name, shape in shapes.items()}
-    else:
-        for number in range(model.num_layers):
-            weights[f"layer_{number}"] = {name: _zeros(*shape) for name, shape in shapes.items()}
-    return weights
+        return {**outside, "layers": stacked(layer, model.num_layers)}
+    return {**outside, **{f"layer_{number}": layer for number in range(model.num_layers)}}
 
 
-def _zeros(*shape: int) -> jax.Array:
-    return jnp.zeros(shape, jnp.bfloat16)
-
-
-def _loss(model: Llama, params: Weights, tokens: jax.Array) -> jax.Array:
-    x = params["embedding"][tokens[:, :-1]]
-    layer = jax.checkpoint(lambda x, weights: _layer(model, x, weights))
+def _loss(model: Llama, params: Tree, tokens: jax.Array, mark: Mark = unmarked) -> jax.Array:
+    x = mark(params["embedding"][tokens[:, :-1]], *OUTSIDE)
+    run = partial(_layer, model, mark=mark)
+    layer = jax.checkpoint(run) if model.remat else run
     if model.scanned:
         x, _ = jax.lax.scan(lambda x, weights: (layer(x, weights), None), x, params["layers"])
     else:
@@ -142,28 +165,32 @@ def _loss(model: Llama, params: Weights, tokens: jax.Array) -> jax.Array:
             with jax.named_scope(f"h_{number}"):
                 x = layer(x, params[f"layer_{number}"])
     logits = jnp.einsum("bsd,dv->bsv", _norm(x, params["final_norm"]), params["head"]).astype(jnp.float32)
+    logits = mark(logits, "batch", "length", "vocabulary")
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def _layer(model: Llama, x: jax.Array, weights: Weights) -> jax.Array:
-    x = x + _attention(model, _norm(x, weights["attention_norm"]), weights)
-    y = _norm(x, weights["mlp_norm"])
+def _layer(model: Llama, x: jax.Array, weights: Tree, mark: Mark) -> jax.Array:
+    h = mark(_norm(x, weights["attention_norm"]), *OUTSIDE)
+    x = mark(x + _attention(model, h, weights, mark), *OUTSIDE)
+    y = mark(_norm(x, weights["mlp_norm"]), *OUTSIDE)
     gate = jax.nn.silu(jnp.einsum("bsd,df->bsf", y, weights["gate"]))
-    return x + jnp.einsum("bsf,fd->bsd", gate * jnp.einsum("bsd,df->bsf", y, weights["up"]), weights["down"])
+    hidden = mark(gate * jnp.einsum("bsd,df->bsf", y, weights["up"]), "batch", "length", "mlp")
+    return mark(x + jnp.einsum("bsf,fd->bsd", hidden, weights["down"]), *OUTSIDE)
 
 
-def _attention(model: Llama, x: jax.Array, weights: Weights) -> jax.Array:
+def _attention(model: Llama, x: jax.Array, weights: Tree, mark: Mark) -> jax.Array:
     batch, sequence, _ = x.shape
     groups = model.num_heads // model.num_kv_heads
-    query = _rotated(jnp.einsum("bsd,dhk->bshk", x, weights["query"]))
-    key = _rotated(jnp.einsum("bsd,dhk->bshk", x, weights["key"]))
-    value = jnp.einsum("bsd,dhk->bshk", x, weights["value"])
+    inside = ("batch", "length", "heads", "head")
+    query = mark(_rotated(jnp.einsum("bsd,dhk->bshk", x, weights["query"])), *inside)
+    key = mark(_rotated(jnp.einsum("bsd,dhk->bshk", x, weights["key"])), *inside)
+    value = mark(jnp.einsum("bsd,dhk->bshk", x, weights["value"]), *inside)
     query = query.reshape(batch, sequence, model.num_kv_heads, groups, model.head_width)
     scores = jnp.einsum("bsngk,btnk->bngst", query, key).astype(jnp.float32) / model.head_width**0.5
     mask = jnp.tril(jnp.ones((sequence, sequence), bool))
     shares = jax.nn.softmax(jnp.where(mask, scores, -1e9), axis=-1).astype(x.dtype)
     mixed = jnp.einsum("bngst,btnk->bsngk", shares, value)
-    mixed = mixed.reshape(batch, sequence, model.num_heads, model.head_width)
+    mixed = mark(mixed.reshape(batch, sequence, model.num_heads, model.head_width), *inside)
     return jnp.einsum("bshk,hkd->bsd", mixed, weights["out"])
 
 

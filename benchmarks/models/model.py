@@ -56,6 +56,8 @@ class Model:
     params: Tree  # of Array
     batch: dict[str, Array]
     loss: Callable[[Tree, Tree, Mark], jax.Array]
+    convert: Callable[[Tree], Tree] = lambda params: params
+    """The parameters as the loss reads them."""
 
     @property
     def step(self) -> Step:
@@ -91,9 +93,9 @@ def computing_in(dtype: Any, model: Model) -> Model:
         return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
     def loss(params: Tree, batch: Tree, mark: Mark) -> jax.Array:
-        return model.loss(converted(params), converted(batch), mark).astype(jnp.float32)
+        return model.loss(params, converted(batch), mark).astype(jnp.float32)
 
-    return replace(model, name=f"{model.name} {jnp.dtype(dtype).name}", loss=loss)
+    return replace(model, name=f"{model.name} {jnp.dtype(dtype).name}", loss=loss, convert=converted)
 
 
 def unmarked(x: jax.Array, *names: str) -> jax.Array:
@@ -109,7 +111,7 @@ def train_step(
 
     def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         params, opt_state = state
-        loss, grads = jax.value_and_grad(model.loss)(params, batch, mark)
+        loss, grads = jax.value_and_grad(lambda params: model.loss(model.convert(params), batch, mark))(params)
         updates, opt_state = OPTIMIZER.update(mark_gradients(grads), opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
 

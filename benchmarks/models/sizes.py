@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from autopar.errors import InvalidArgument
 from benchmarks.models.alpa_gpt import GPT_SIZES, GPTSize, alpa_gpt
 from benchmarks.models.alpa_moe import DEEPSEEK_SIZES, MOE_SIZES, MoESize, alpa_moe, deepseek_moe
-from benchmarks.models.llama import LLAMA_8B, LLAMA_70B, LLAMA_405B, llama
+from benchmarks.models.llama import LLAMA_8B, LLAMA_70B, LLAMA_405B, llama_workload
 from benchmarks.models.wide_resnet import RESNET_SIZES, ResNetSize, wide_resnet
 from benchmarks.models.workload import Workload
 
@@ -77,7 +77,7 @@ def _small_resnet(num_devices: int) -> Workload:
 
 
 _LLAMAS = {
-    name: partial(llama, name, replace(model, scanned=False))
+    name: partial(llama_workload, name, replace(model, scanned=False))
     for name, model in (("llama-3-8b", LLAMA_8B), ("llama-3-70b", LLAMA_70B), ("llama-3-405b", LLAMA_405B))
 }
 FAMILIES: Mapping[str, Family] = {

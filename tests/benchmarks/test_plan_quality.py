@@ -35,6 +35,16 @@ CPU = Machine.named("cpu")
 SMALL = {
     "mlp": {"width": 16, "hidden": 32, "batch": 16},
     "gpt": {"layers": 1, "width": 16, "vocabulary": 32, "length": 8, "batch": 16},
+    "llama": {
+        "layers": 1,
+        "width": 16,
+        "heads": 4,
+        "kv_heads": 2,
+        "hidden": 32,
+        "vocabulary": 32,
+        "length": 8,
+        "batch": 16,
+    },
     "moe": {"layers": 1, "width": 16, "hidden": 32, "vocabulary": 32, "length": 8, "batch": 16},
     "moe_ragged": {"layers": 1, "width": 16, "hidden": 32, "vocabulary": 32, "length": 8, "batch": 16},
     "convnet": {"stages": 2, "blocks": 1, "channels": 8, "image": 8, "classes": 8, "batch": 16},
@@ -256,6 +266,7 @@ def row(budget: float, peak_bytes: float | None) -> Row:
         peak_bytes=peak_bytes or 0.0,
         flops=0.0,
         memory_bytes=0.0,
+        written_bytes=4e6,
         compute_s=1e-3,
         collectives_s=1e-3,
     )
@@ -265,6 +276,7 @@ def row(budget: float, peak_bytes: float | None) -> Row:
         budget=budget,
         fastest="data parallel data=8",
         fastest_ms=4.0,
+        theirs=replace(ours, wire_bytes={"all-reduce": 6e6}, written_bytes=2e6, peak_bytes=10.0),
         fewest="data parallel data=8",
         fewest_mb=6.0,
         beaten_by="",
@@ -283,6 +295,7 @@ def test_results_are_written_without_numbers_that_json_does_not_have():
     first, second = json.loads(text)
     assert first["budget"] is None and first["measured_ratio"] is None and first["interval"] == [None, None]
     assert (first["time_ratio"], first["bytes_ratio"], first["within"]) == (0.5, 0.5, True)
+    assert (first["sent_ratio"], first["written_ratio"], first["memory_ratio"]) == (0.5, 2.0, 0.7)
     assert second["ours"] is None and second["time_ratio"] is None
 
 
@@ -291,6 +304,7 @@ def test_cell_is_missed_if_only_the_plan_by_hand_keeps_within_the_budget(peak_by
     counts = summary([row(5.0, peak_bytes)])
     assert (counts["rows"], counts["over_budget"], counts["missed"]) == (1, over, missed)
     assert "measured_ratio" not in counts and ("time_ratio" in counts) == (not missed)
+    assert missed or (counts["written_ratio"]["above_most"], counts["sent_ratio"]["above_most"]) == (1, 0)
 
 
 def test_plan_by_hand_beats_ours_only_in_time_and_bytes_together():
