@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.arguments import Arguments, Call
+from autopar.checks import as_reduce_dtype
 from autopar.compiler import passes
 from autopar.compiler.analysis.compiled_collectives import check_collectives
 from autopar.compiler.analysis.executable_collectives import executable_collectives
@@ -623,26 +624,27 @@ class Traced:
         target = self.source.target
         cluster = target.devices_planned_for()
         asked = target.method if method is None else method
+        trace = self.trace.reducing_in(None if isinstance(asked, Followed) else as_reduce_dtype(asked.reduce_dtype))
 
         last: dict[int, tuple[Plan, SimulationReport]] = {}  # the one whose time and memory are asked for in turn
 
         def report(plan: Plan) -> SimulationReport:
             if id(plan) not in last:
                 last.clear()
-                last[id(plan)] = plan, Planned(plan=plan, trace=self.trace, source=self.source).simulate(cluster)
+                last[id(plan)] = plan, Planned(plan=plan, trace=trace, source=self.source).simulate(cluster)
             return last[id(plan)][1]
 
         def step_s(plan: Plan) -> float:
-            check_hosts(report(plan), self.trace.name)
+            check_hosts(report(plan), trace.name)
             return report(plan).step_time_s
 
         def peak_bytes(plan: Plan) -> list[int]:
             return [mesh.peak_bytes for mesh in report(plan).meshes]
 
-        with search_progress(f"planning {self.trace.name}"), one_warning(self.trace.name):
+        with search_progress(f"planning {trace.name}"), one_warning(trace.name):
             plan = self._agreed(
                 lambda: plan_that_fits(
-                    self.trace,
+                    trace,
                     asked,
                     cluster=cluster,
                     simulated=Simulated(step_s=step_s, peak_bytes=peak_bytes),
@@ -650,11 +652,11 @@ class Traced:
                     cache_directory=Path(os.environ.get("AUTOPAR_CACHE_DIR") or Path.home() / ".cache" / "autopar"),
                 )
             )
-            note_whole_inputs(self.trace, plan)
+            note_whole_inputs(trace, plan)
         if isinstance(asked, Auto) and plan.certificate is not None:
-            say(f"{self.trace.name}: {plan.choice()}")
-        scopes = tuple(map(str, scopes_kept(self.trace, asked)))
-        return Planned(plan=plan, trace=self.trace, source=self.source, method=asked, scopes=scopes)
+            say(f"{trace.name}: {plan.choice()}")
+        scopes = tuple(map(str, scopes_kept(trace, asked)))
+        return Planned(plan=plan, trace=trace, source=self.source, method=asked, scopes=scopes)
 
     def on_cluster(self, cluster: Cluster) -> Traced:
         """Return the step for the devices of another cluster, which need not be there."""

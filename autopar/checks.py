@@ -8,11 +8,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar.errors import InvalidArgument
 
+_LEAST_BYTES_OF_SUMS = 4
 RANDOM = ("full_batch", "per_microbatch")
 BATCH_STATISTICS = ("exact", "per_microbatch")
 
@@ -93,6 +95,29 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise `InvalidArgument` unless `value` is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise InvalidArgument(f"{name} is {value!r}. Choose one of {', '.join(repr(choice) for choice in choices)}.")
+
+
+def as_reduce_dtype(value: object) -> str | None:
+    """Return the name of a type in which gradients can be summed, or None. Raises `InvalidArgument` for others."""
+    if value is None:
+        return None
+    try:
+        dtype = np.dtype(cast(Any, value))
+    # NumPy raises whatever it stumbled over.
+    except Exception:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise InvalidArgument(
+            f"reduce_dtype is {value!r}, which is no type of floating numbers. Give the one in which gradients are to "
+            'be summed, "float32", or None for the type in which they are made.'
+        )
+    if dtype.itemsize < _LEAST_BYTES_OF_SUMS:
+        raise InvalidArgument(
+            f'reduce_dtype is {dtype.name}, of {8 * dtype.itemsize} bits: a sum needs at least the 32 of "float32". '
+            "Leave it out to sum gradients in the type in which they are made; to send them in fewer bits call "
+            "autopar.compress_gradients on them."
+        )
+    return dtype.name
 
 
 def names_alike(name: str, names: Iterable[str]) -> str:

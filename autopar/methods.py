@@ -28,8 +28,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
-from autopar.checks import check_mesh_shape, plain_value
+from autopar.checks import as_reduce_dtype, check_mesh_shape, plain_value
 from autopar.errors import InvalidArgument
 from autopar.ir.schedule import Schedule
 from autopar.ir.schedules import DEFAULT_SCHEDULE, check_virtual_stages, get_schedule
@@ -60,6 +61,8 @@ class DataParallel:
     all microbatches wait with `batch_statistics="exact"`, so that the activations of all are kept; it is taken over
     each microbatch with `"per_microbatch"`, the usual approximation.
 
+    Gradients that are made in fewer bits, as products in bfloat16 do, are summed over devices and microbatches in
+    `reduce_dtype`, such as "float32", which sends twice the bytes; by default in the type in which they are made.
     Sharding constraints in the model are obeyed unless `ignore_user_shardings`.
 
     Raises `InvalidArgument` for a count below 1 or an unknown word.
@@ -73,6 +76,7 @@ class DataParallel:
     num_microbatches: int = 1
     random: str = "full_batch"
     batch_statistics: str = "exact"
+    reduce_dtype: DTypeLike | None = None
     ignore_user_shardings: bool = False
 
     def __post_init__(self) -> None:
@@ -104,6 +108,7 @@ class ShardParallel:
     num_microbatches: int = 1
     random: str = "full_batch"
     batch_statistics: str = "exact"
+    reduce_dtype: DTypeLike | None = None
     ignore_user_shardings: bool = False
 
     def __post_init__(self) -> None:
@@ -188,6 +193,7 @@ class PipelineParallel:
     specs: Mapping[str, PartitionSpec] = field(default_factory=dict[str, PartitionSpec], hash=False)
     random: str = "full_batch"
     batch_statistics: str = "exact"
+    reduce_dtype: DTypeLike | None = None
     ignore_user_shardings: bool = False
 
     def __post_init__(self) -> None:
@@ -284,8 +290,8 @@ class Megatron:
     devices one by one, as without a placement), "intra_node_replica" the replicas that sum gradients, and a list for
     every stage has its devices in the order of its mesh, row-major over data x tensor: `[[0, 2, 1, 3], [4, 6, 5, 7]]`.
 
-    `random`, `batch_statistics` and `ignore_user_shardings` are those of `DataParallel`. After `time_limit_s` seconds
-    for a stage the best layouts so far are taken.
+    `random`, `batch_statistics`, `reduce_dtype` and `ignore_user_shardings` are those of `DataParallel`. After
+    `time_limit_s` seconds for a stage the best layouts so far are taken.
 
     Narayanan et al.: Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, SC'21.
     Shoeybi et al.: Megatron-LM, arXiv:1909.08053. Rajbhandari et al.: ZeRO, SC'20. Ren et al.: ZeRO-Offload, ATC'21.
@@ -310,6 +316,7 @@ class Megatron:
     placement: str | Sequence[Sequence[int]] | None = None
     random: str = "full_batch"
     batch_statistics: str = "exact"
+    reduce_dtype: DTypeLike | None = None
     ignore_user_shardings: bool = False
     time_limit_s: float = 60.0
 
@@ -396,10 +403,10 @@ class Auto:
     a part of one to a virtual stage, are simulated beside it, which counts them as they are: where no pins, kinds,
     scopes, `mesh_shape`, `layers` or `schedule` are given.
     `pins` maps regular expressions to specs: an input whose name (`state.params.h_0.kernel`) one of them finds is
-    laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`. `effort` ("fast",
-    "normal", "thorough") says how much of the space is looked at before the best plan so far is taken, with the gap
-    that is left; a search that has worked for five times `time_limit_s` seconds ends as well, and the
-    plan says so.
+    laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`; `reduce_dtype` is that of
+    `DataParallel`. `effort` ("fast", "normal", "thorough") says how much of the space is looked at before the best plan
+    so far is taken, with the gap that is left; a search that has worked for five times `time_limit_s` seconds ends as
+    well, and the plan says so.
 
     `kinds` restricts the search to kinds of parallelism, by default to none. Only what is named is allowed, never asked
     for, so that more kinds are never slower:
@@ -439,6 +446,7 @@ class Auto:
     time_limit_s: float = 60.0
     random: str = "full_batch"
     batch_statistics: str = "exact"
+    reduce_dtype: DTypeLike | None = None
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for a field that cannot be used."""
@@ -478,7 +486,7 @@ class _RestrictedSearch:
     """The fields of a search that tries a part of all shardings only.
 
     Sharding constraints in the model are obeyed unless `ignore_user_shardings`; one that the method does not allow is
-    refused.
+    refused. `reduce_dtype` is that of `DataParallel`.
     """
 
     divides: ClassVar[tuple[str, ...]] = ()
@@ -489,6 +497,7 @@ class _RestrictedSearch:
     ignore_user_shardings: bool = False
     time_limit_s: float = 60.0
     batch_statistics: str = "exact"
+    reduce_dtype: DTypeLike | None = None
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for a field that cannot be used."""
@@ -573,6 +582,8 @@ def _check_fields(method: Method | _RestrictedSearch) -> None:
     for each in fields(method):
         given = getattr(method, each.name)
         value = plain_value(given)
+        if each.name == "reduce_dtype":
+            value = as_reduce_dtype(value)
         if each.name in ("mesh_shape", "axis_names", "kinds") and isinstance(value, int | str):
             value = (value,)
         if value is not given:

@@ -58,7 +58,7 @@ def trace_call(arguments: Arguments, call: Call) -> Trace:
 
 def program_of(arguments: Arguments, call: Call, plan: Plan) -> Program:
     """The program of a step by a plan: what every process of a cluster makes for itself."""
-    return passes.lower_step(trace_call(arguments, call), plan)
+    return passes.lower_step(trace_call(arguments, call).reducing_in(plan.reduce_dtype), plan)
 
 
 def serialize_step(arguments: Arguments, call: Call, plan: Plan) -> SerializedStep:

@@ -11,6 +11,7 @@ nothing to cut: `lower_step` takes the traced step as it is on one device, or wi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -68,6 +69,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a method for the devices of a cluster, or the given plan if it fits.
 
+    In which type gradients are summed is what the trace says: see `Trace.reducing_in`.
     `Auto` compares plans by the seconds that they are simulated to take. Plans, and what searches solved on the way,
     are kept in `cache_directory`, if one is given: then `simulated` must be nothing but the simulation of a plan.
     Searches use all of a memory budget if the plan is `checked` by compiling it.
@@ -113,7 +115,7 @@ def _plan_of_method(
             check_kinds(problem)
             plan = search_with_offload(problem, simulated)
         case Zero() | TensorParallel() | ExpertParallel():
-            return plan_by_search(
+            plan = plan_by_search(
                 trace,
                 method,
                 num_devices=cluster.num_devices,
@@ -121,7 +123,7 @@ def _plan_of_method(
                 checked=checked,
                 cache_directory=cache_directory,
             )
-    return with_machines(plan, cluster)
+    return with_machines(replace(plan, reduce_dtype=trace.reduce_dtype), cluster)
 
 
 def cut_step(trace: Trace, plan: Plan) -> StageGraph:

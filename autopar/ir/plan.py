@@ -30,6 +30,7 @@ from rich.text import Text
 from autopar.checks import (
     BATCH_STATISTICS,
     RANDOM,
+    as_reduce_dtype,
     check_choice,
     check_count,
     check_mesh_shape,
@@ -123,6 +124,8 @@ class Plan:
     """Inputs that live in pinned memory of the host between steps, in the parts in which an update brings them in."""
     host_values: tuple[str, ...] = ()
     """What the step makes and keeps there while no task uses it: "activations", "gradients" (their sums)."""
+    reduce_dtype: str | None = None
+    """The type in which gradients of fewer bits are summed over devices and microbatches; None: their own."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` unless layers, stages, meshes and specs fit together."""
@@ -131,6 +134,7 @@ class Plan:
         check_choice("random", self.random, RANDOM)
         check_count("num_microbatches", self.num_microbatches)
         check_count("loop_pieces", self.loop_pieces)
+        as_reduce_dtype(self.reduce_dtype)
         _check_cuts(self.cuts)
         _check_stages(self.stages, self.num_layers, len(self.meshes))
         _check_lanes(self)
@@ -205,7 +209,7 @@ class Plan:
                 del mesh["machine"]
             if mesh["links"] is None:
                 del mesh["links"]
-        for name in ("host_state", "host_values"):
+        for name in ("host_state", "host_values", "reduce_dtype"):
             if not fields[name]:
                 del fields[name]
         for stage in fields["stages"]:
@@ -220,7 +224,8 @@ class Plan:
     def from_json(text: str) -> Plan:
         """The plan that `to_json` wrote; `PlanMismatch` if it is not JSON, or of another format or keys."""
         raw = json_of("The plan", text, error=PlanMismatch)
-        raw = {"host_state": [], "host_values": []} | cast(dict[str, Any], raw) if isinstance(raw, dict) else raw
+        since = {"host_state": [], "host_values": [], "reduce_dtype": None}
+        raw = since | cast(dict[str, Any], raw) if isinstance(raw, dict) else raw
         given = cast(dict[str, Any], raw).get("format") if isinstance(raw, dict) else None
         if given != PLAN_FORMAT:
             raise PlanMismatch(
@@ -248,6 +253,9 @@ class Plan:
                 for part in _typed("host_state", fields["host_state"], list[Any])
             ),
             host_values=_listed("host_values", fields["host_values"], str),
+            reduce_dtype=None
+            if fields["reduce_dtype"] is None
+            else _typed("reduce_dtype", fields["reduce_dtype"], str),
         )
 
     def save(self, path: str | Path) -> None:
@@ -333,7 +341,8 @@ class Plan:
         """Return the lines above the tables: method, schedule, program, and the quality of what was searched."""
         fits = f"for {self.fingerprint}" if self.fingerprint else "for any program"
         searched = [str(each) for each in (self.certificate, self.sharding) if each is not None]
-        return "\n".join([f"{self.method}: {self._schedule_words()}, {fits}", *searched])
+        summed = [f"gradients of fewer bits are summed in {self.reduce_dtype}"] if self.reduce_dtype else []
+        return "\n".join([f"{self.method}: {self._schedule_words()}, {fits}", *summed, *searched])
 
     def __str__(self) -> str:
         """The plan as a table in plain text, the same on every terminal."""

@@ -34,6 +34,7 @@ from autopar.compiler.frontend.scopes import (
     scopes_text,
     with_demands,
 )
+from autopar.compiler.frontend.wide_gradients import with_wide_gradients
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import same_equations
 from autopar.compiler.jaxprs.normalize import normalize
@@ -86,6 +87,10 @@ class Trace:
     """Place among the results -> number of the input that stands there as it is; these are no outputs."""
     host_results: Mapping[int, str]
     """Output number -> the line by which the step itself puts it into the memory of the host."""
+    reduce_dtype: str | None = None
+    """The type in which gradients of fewer bits are summed; None: their own."""
+    as_written: Trace | None = None
+    """The step with gradients summed in their own types, if this one is another."""
 
     def result(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Any:
         """Return the result of the step, of these outputs and what it keeps of the inputs."""
@@ -103,6 +108,22 @@ class Trace:
     def batch_inputs(self) -> tuple[int, ...]:
         """The numbers of the inputs that carry the batch, on their first axis."""
         return self.batch.inputs
+
+    def reducing_in(self, dtype: str | None) -> Trace:
+        """Return the same step with gradients of fewer bits summed in a type; None: in their own."""
+        if dtype == self.reduce_dtype:
+            return self
+        if self.as_written is not None:
+            return self.as_written.reducing_in(dtype)
+        assert dtype is not None
+        if dtype not in self._reducing:
+            jaxpr = with_wide_gradients(self.jaxpr, dtype)
+            self._reducing[dtype] = replace(self, jaxpr=jaxpr, reduce_dtype=dtype, as_written=self)
+        return self._reducing[dtype]
+
+    @cached_property
+    def _reducing(self) -> dict[str, Trace]:
+        return {}
 
     def at_batch_of(self, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
         """Return the same step on a batch of so many rows, normalised; or None and what tracing it raised."""
@@ -316,6 +337,7 @@ def _trace_at(trace: Trace, rows: int) -> tuple[jc.ClosedJaxpr | None, str]:
     try:
         closed = transfers_by_memory(normalize(jax.make_jaxpr(trace.flat_step)(*avals)))
         twin = number_stages(results_on_devices(closed)[0])
+        twin = twin if trace.reduce_dtype is None else with_wide_gradients(twin, trace.reduce_dtype)
     # Whatever the user's own code raises at another batch size; it matters only where the batch is split.
     except Exception as error:
         return None, f"tracing it with a batch of {rows} raised {type(error).__name__}: {str(error).rstrip('.')}"

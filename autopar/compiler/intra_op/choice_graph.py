@@ -42,8 +42,8 @@ from autopar.compiler.intra_op.mesh_tables import Alternatives, LayoutList, Mesh
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import equation_classes
 from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
-from autopar.compiler.jaxprs.primitives import NESTED
-from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes
+from autopar.compiler.jaxprs.primitives import NESTED, WIDENING
+from autopar.compiler.sharding.layout import Layout, LogicalMesh, all_layouts, replicated, used_axes, without_ones
 from autopar.compiler.sharding.replicated_values import free_results
 from autopar.compiler.sharding.rule import Rule
 from autopar.compiler.sharding.strategies import Strategy
@@ -133,8 +133,13 @@ class NodeTable:
         """Add a node whose options are layouts, all free of cost."""
         return LayoutNode(self.add_node(name, np.zeros(len(layouts))), layouts)
 
-    def add_edge(self, source: LayoutNode, target: LayoutNode, aval: Any, weight: float, phase: str) -> None:
-        """Charge for resharding `aval` from `source` to `target`. In the update collectives share their latency."""
+    def add_edge(
+        self, source: LayoutNode, target: LayoutNode, aval: Any, weight: float, phase: str, *, summed: bool = True
+    ) -> None:
+        """Charge for resharding `aval` from `source` to `target`. In the update collectives share their latency.
+
+        If it may not be `summed` here, summands stay summands.
+        """
         shape, in_update = tuple(aval.shape), phase == "update"
         nbytes = math.prod(shape) * aval.dtype.itemsize
         before, after = self._list(source.layouts), self._list(target.layouts)
@@ -142,7 +147,10 @@ class NodeTable:
         if key not in self.reshardings:
             seconds = self.tables.reshard_s(before, after, shape, nbytes, in_update=in_update)
             self.reshardings[key] = (seconds * weight)[before.of_option[:, None], after.of_option]
-        self.charge(source.number, target.number, self.reshardings[key])
+        seconds = self.reshardings[key]
+        self.charge(
+            source.number, target.number, seconds if summed else seconds + _infinite_sums(source, target, self.mesh)
+        )
 
     def _list(self, layouts: tuple[Layout, ...]) -> LayoutList:
         if id(layouts) not in self.lists:
@@ -193,6 +201,12 @@ def block_plan_of(block: BlockGraph, options: Sequence[int]) -> BlockPlan:
         results=tuple(layout(c) for c in block.results),
         forms=forms,
     )
+
+
+def _infinite_sums(source: LayoutNode, target: LayoutNode, mesh: LogicalMesh) -> np.ndarray:
+    """Return infinity for every pair of options between which summands are summed, else 0."""
+    before, after = ([set(without_ones(layout, mesh).partial) for layout in node.layouts] for node in (source, target))
+    return np.array([[0.0 if mine <= theirs else np.inf for theirs in after] for mine in before])
 
 
 PHASES = ("forward", "backward", "update", "body")
@@ -259,6 +273,8 @@ class BlockBuilder:
     kinds: Sequence[Hashable] = ()
     traffic: Sequence[Traffic] = ()
     """Of each equation, while nodes are collected."""
+    widened: set[jc.Var] = field(default_factory=set[jc.Var])
+    """The values that are to be summed in more bits: not before they have these."""
 
     def collect(self) -> None:
         """Make the nodes of all equations, and note who reads what."""
@@ -320,6 +336,8 @@ class BlockBuilder:
         for v, result in zip(eqn.outvars, node.results, strict=True):
             if result is not None:
                 self.sources.setdefault(self.equivalent[v], result)
+        if eqn.primitive.name == WIDENING and isinstance(eqn.invars[0], jc.Var):
+            self.widened.add(self.first(eqn.invars[0]))
         phase = self.phase(eqn)
         for operand, (atom, argument) in enumerate(zip(eqn.invars, node.arguments, strict=True)):
             if argument is not None:
@@ -377,7 +395,7 @@ class BlockBuilder:
     def _reshard(self, v: jc.Var, source: LayoutNode, target: LayoutNode, weight: float, phase: str) -> None:
         """Add an edge; a collective that is combined with others costs what one of the update does."""
         phase = "update" if self.combined.share(v, phase) else phase
-        self.planner.table.add_edge(source, target, v.aval, weight, phase)
+        self.planner.table.add_edge(source, target, v.aval, weight, phase, summed=v not in self.widened)
 
     def _form(self, v: jc.Var, name: str, source: LayoutNode) -> LayoutNode:
         aval: Any = v.aval

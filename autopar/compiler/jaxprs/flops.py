@@ -57,7 +57,7 @@ _MOVES = (
     | names(
         "pad iota compress_gradient compress_gradient_in_blocks convert_element_type get swap empty gather "
         "dynamic_update_slice all_gather all_gather_invariant all_to_all ppermute axis_index program_id num_programs "
-        "device_put"
+        "device_put widen_gradient"
     )
 )
 # Leading terms for matrices of m rows and n columns, m ≥ n (Golub and Van Loan).

@@ -53,7 +53,7 @@ _APART = _names(
 _CHEAP = _names(
     "abs add add_any and broadcast_in_dim ceil clamp compress_gradient concatenate convert_element_type dynamic_slice "
     "eq floor gather ge gt iota is_finite le lt max min mul ne neg not or pad rev round select_n sign slice split sub "
-    "xor shift_right_logical shift_left bitcast_convert_type integer_pow square"
+    "widen_gradient xor shift_right_logical shift_left bitcast_convert_type integer_pow square"
 )
 
 

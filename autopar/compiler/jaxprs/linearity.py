@@ -14,7 +14,7 @@ EXACT_IN_FIRST = primitives.REARRANGEMENTS | {"gather", "neg"}
 """Linear in their first operand, and no element is rounded."""
 _IN_FIRST = EXACT_IN_FIRST | primitives.names(
     "conj convert_element_type cumsum div fft imag real reduce_precision reduce_sum reduce_window_sum "
-    "select_and_gather_add select_and_scatter_add"
+    "select_and_gather_add select_and_scatter_add widen_gradient"
 )
 _IN_BOTH = primitives.ADDITIONS | {"complex", "dynamic_update_slice", "pad", "sub"}
 BILINEAR = primitives.PRODUCTS | {"mul"}

@@ -34,6 +34,8 @@ REARRANGEMENTS = LABELS | COPIES | RESHAPES | REORDERINGS | SLICINGS | SPREADING
 # Element by element
 
 ADDITIONS = names("add add_any")
+WIDENING = "widen_gradient"
+"""A conversion of summands to more bits, before which nothing may sum them."""
 COMPRESSED_SUM = "compress_gradient_in_blocks"
 """The sum over devices of the summands that it is given, sent in 8 bits; of a sum that is made, its rounding."""
 ELEMENTWISE = ADDITIONS | names(
@@ -44,7 +46,7 @@ ELEMENTWISE = ADDITIONS | names(
     exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2
     logistic lt lt_to max min mul mulhi ne neg nextafter not one_minus_square or polygamma polynomial
     population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeros_like zeta
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh widen_gradient xor zeros_like zeta
     """
 )
 """Element i of a result is computed from the elements i of the operands; scalars go with every element."""

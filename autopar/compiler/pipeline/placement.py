@@ -24,11 +24,23 @@ from typing import Any
 import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.jaxprs.primitives import CONTROL_FLOW, NESTED, PRODUCTS, REORDERINGS
+from autopar.compiler.jaxprs.primitives import CONTROL_FLOW, NESTED, PRODUCTS, REORDERINGS, WIDENING
 from autopar.compiler.microbatch.accumulate import accumulation_kind
 from autopar.compiler.pipeline.phases import Phase, Phases, parameter_sources
 
-_LINEAR = {"add_any", "convert_element_type", "transpose", "reshape", "copy", "neg", "squeeze", "mul", "div", "slice"}
+_LINEAR = {
+    "add_any",
+    "convert_element_type",
+    "transpose",
+    "reshape",
+    "copy",
+    "neg",
+    "squeeze",
+    "mul",
+    "div",
+    "slice",
+    WIDENING,
+}
 # Results of the shape of an operand whose axes are not the operand's.
 _MOVES_AXES = CONTROL_FLOW | REORDERINGS | {"concatenate", "dot_general", "gather", "reshape", "scatter", "sort"}
 

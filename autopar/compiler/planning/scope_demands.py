@@ -23,7 +23,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.inter_op.submeshes import submesh_choices
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
-from autopar.compiler.jaxprs.primitives import PRODUCTS, REARRANGEMENTS, REMAT
+from autopar.compiler.jaxprs.primitives import PRODUCTS, REARRANGEMENTS, REMAT, WIDENING
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, used_axes
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.sharding.strategies import Strategy
@@ -262,7 +262,7 @@ def _is_vacuous(demand: Demand, num_devices: int) -> bool:
     return num_devices == 1 and not demand.replicas and not demand.parts
 
 
-_UNCHANGED = REARRANGEMENTS | {"convert_element_type"}
+_UNCHANGED = REARRANGEMENTS | {"convert_element_type", WIDENING}
 """What becomes of a parameter by these is that parameter still."""
 
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.linearity import EXACT_IN_FIRST, linear_operands
-from autopar.compiler.jaxprs.primitives import ADDITIONS, COMPRESSED_SUM, MASKED, VISIBLE
+from autopar.compiler.jaxprs.primitives import ADDITIONS, COMPRESSED_SUM, MASKED, VISIBLE, WIDENING
 from autopar.compiler.sharding.layout import (
     Axes,
     Layout,
@@ -237,8 +237,10 @@ def summands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in types if dtype is not None):
         return ()
     name, linear = eqn.primitive.name, linear_operands(eqn)
-    if name in ("compress_gradient", COMPRESSED_SUM):
-        return ((0,),)  # the user's word: summands are rounded, so that they are sent in fewer bits
+    if name in ("compress_gradient", COMPRESSED_SUM, WIDENING):
+        return (
+            (0,),
+        )  # the user's word: summands are rounded to be sent in fewer bits, or widened to be summed in more
     # Additions are rounded in any order, and no more often in this one: gradients of microbatches are summed up so.
     exact = name in ADDITIONS or (name in EXACT_IN_FIRST and name != "gather") or _sums_nothing(eqn)
     if not exact and any(dtype.itemsize < _LEAST_BYTES for dtype in types if dtype is not None):
