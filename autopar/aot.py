@@ -63,7 +63,7 @@ from autopar.runtime.timeline import InstructionTime, Timeline, write_trace
 from autopar.session import current_session, step_timeout_s
 from autopar.simulation import SimulationReport, check_devices, check_hosts, simulate_plan
 from autopar.step_serialization import ChangedProgram, serialize_step
-from autopar.verification import NumberCheck, VerificationReport, rounding_of_sums, verify_numbers
+from autopar.verification import NumberCheck, VerificationReport, move_of_types, rounding_of_sums, verify_numbers
 
 Devices = Sequence[Any]
 
@@ -338,7 +338,7 @@ class Lowered:
             replaced=self.trace.state_outputs,
             # Others multiply float32 in fewer bits, if they are not told otherwise.
             rounding=rounding_of_sums(avals, bits=52 if on_cpu else 10),
-            compressed=rounding_of_compressed(self.trace.jaxpr),
+            least_move=max(move_of_types(avals), rounding_of_compressed(self.trace.jaxpr)),
         )
 
     def _on_cluster(self, session: Any) -> Compiled:

@@ -34,6 +34,8 @@ _TIMES_ROUNDING = 2.0
 """A result may differ by so many times the change that moved arguments cause, in the root of its squares."""
 _MOVED_BY = 16
 """Rounding errors by which arguments are moved: a step adds up more than one."""
+_MOST_MOVED = 1 / 8
+"""Of several rounding errors: that of bfloat16. A step on arguments moved by more says nothing of them."""
 _IMPRECISE = 1.0
 """A result may differ by so many times that change without being called imprecise."""
 _PER_ROOT = 1.0
@@ -100,18 +102,18 @@ def verify_numbers(
     *,
     replaced: Mapping[int, int],
     rounding: float,
-    compressed: float = 0.0,
+    least_move: float = 0.0,
 ) -> NumberCheck:
     """Return the result that differs most between two functions of flat arguments, which lie on the host.
 
     - `names`: of the results.
     - `replaced`: the number of the argument that a result replaces, by the number of the result.
     - `rounding`: of a sum within the step, see `rounding_of_sums`.
-    - `compressed`: the rounding error of the type in which gradients are sent; 0 for their own.
+    - `least_move`: the share of itself by which a number is moved at least, see `move_of_types`.
     """
 
     def point(arguments: Leaves, expected: Leaves) -> Point:
-        moved = rounded_arguments(arguments, compressed)
+        moved = rounded_arguments(arguments, least_move)
         return Point(
             before=[arguments[replaced[n]] if n in replaced else None for n in range(len(names))],
             expected=expected,
@@ -229,13 +231,13 @@ def compare_numbers(names: Sequence[str], points: Sequence[Point], *, rounding: 
     return max((worst, *(check for check in precise if not check)), key=_excess)
 
 
-def rounded_arguments(leaves: Leaves, compressed: float = 0.0) -> list[Any]:
+def rounded_arguments(leaves: Leaves, least_move: float = 0.0) -> list[Any]:
     """Return the arguments with every floating number moved up or down by some times its rounding error.
 
-    It is moved by that of `compressed` gradients, if that is more.
+    It is moved by `least_move` of itself, if that is more.
     """
     rng = np.random.default_rng(0)
-    return [_rounded(leaf, rng, compressed) if _is_floating(leaf) else leaf for leaf in leaves]
+    return [_rounded(leaf, rng, least_move) if _is_floating(leaf) else leaf for leaf in leaves]
 
 
 def arguments_away_from_zero(leaves: Leaves, *, times: float, seed: int) -> list[Any]:
@@ -258,9 +260,22 @@ def rounding_of_sums(avals: Sequence[Any], *, bits: int) -> float:
 
     `bits` are those of the fraction that the devices multiply with, where they are fewer than the type's.
     """
-    errors = [float(jnp.finfo(aval.dtype).eps) for aval in avals if _is_floating(aval)]
     sizes = [int(np.prod(aval.shape)) for aval in avals if hasattr(aval, "shape")]
-    return max([2.0**-bits, *errors]) * max(sizes, default=1) ** 0.5
+    return max(2.0**-bits, _rounding_of_types(avals)) * max(sizes, default=1) ** 0.5
+
+
+def move_of_types(avals: Sequence[Any]) -> float:
+    """Return the share by which arguments of a step with these arrays are moved: as if of the least precise of all.
+
+    Parameters in float32 that the step reads in bfloat16 it rounds first: it would not see float32's rounding error. Of
+    types of 8 bits one rounding error is enough.
+    """
+    error = _rounding_of_types(avals)
+    return max(error, min(_MOVED_BY * error, _MOST_MOVED))
+
+
+def _rounding_of_types(avals: Sequence[Any]) -> float:
+    return max((float(jnp.finfo(aval.dtype).eps) for aval in avals if _is_floating(aval)), default=0.0)
 
 
 def _is_floating(leaf: Any) -> bool:
@@ -271,9 +286,9 @@ def _all_finite(leaves: Leaves) -> bool:
     return all(bool(np.all(np.isfinite(np.asarray(leaf)))) for leaf in leaves if jnp.issubdtype(leaf.dtype, np.inexact))
 
 
-def _rounded(leaf: Any, rng: np.random.Generator, compressed: float) -> Any:
+def _rounded(leaf: Any, rng: np.random.Generator, least_move: float) -> Any:
     up = rng.integers(0, 2, leaf.shape).astype(bool)
-    share = max(_MOVED_BY * float(jnp.finfo(leaf.dtype).eps), compressed)
+    share = max(_MOVED_BY * float(jnp.finfo(leaf.dtype).eps), least_move)
     return np.asarray(leaf * np.where(up, 1 + share, 1 - share), leaf.dtype)
 
 

@@ -5,10 +5,18 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import autopar
-from autopar.verification import Point, arguments_away_from_zero, compare_numbers, rounded_arguments, verify_numbers
+from autopar.verification import (
+    Point,
+    arguments_away_from_zero,
+    compare_numbers,
+    move_of_types,
+    rounded_arguments,
+    verify_numbers,
+)
 from tests.compile_counts import compiled_by_xla
 
 NAMES = ("loss", "params")
@@ -148,6 +156,50 @@ def test_arguments_move_by_their_rounding_error(dtype):
     assert (np.abs(share) <= 17 * eps).all()
     assert (share > 0).any()
     assert (share < 0).any()
+
+
+def mixed_step(share=1.0):
+    """Adam's first step for parameters in float32, which two layers read in bfloat16; of a `share` of the batch."""
+    optimizer = optax.adam(1e-3)
+
+    def loss(params, batch):
+        h = batch.astype(jnp.bfloat16)
+        for layer in params:
+            h = jnp.tanh(h @ layer["w"].astype(jnp.bfloat16) + layer["b"].astype(jnp.bfloat16))
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    def step(state, batch):
+        gradients = jax.grad(loss)(state[0], batch[: int(share * len(batch))])
+        updates, moments = optimizer.update(gradients, state[1])
+        return optax.apply_updates(state[0], updates), moments
+
+    params = [{"w": jax.random.normal(jax.random.key(n), (64, 64)) / 8, "b": jnp.zeros(64)} for n in range(2)]
+    return step, ((params, optimizer.init(params)), jax.random.normal(jax.random.key(9), (64, 64)))
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, "float32"])
+def test_a_step_in_bfloat16_with_parameters_in_float32_verifies(reduce_dtype):
+    step, arguments = mixed_step()
+    method = autopar.DataParallel(reduce_dtype=reduce_dtype)
+    report = autopar.parallelize(step, method=method).trace(*arguments).plan().verify(*arguments)
+    assert report, str(report)
+
+
+def test_examples_that_a_step_in_bfloat16_leaves_out_are_noticed():
+    (step, arguments), (wrong, _) = mixed_step(), mixed_step(share=7 / 8)
+    leaves, tree = jax.tree.flatten(arguments)
+    avals = [v.aval for eqn in jax.make_jaxpr(step)(*arguments).eqns for v in eqn.outvars]
+
+    def flat(run):
+        return lambda leaves: jax.tree.leaves(jax.jit(run)(*jax.tree.unflatten(tree, leaves)))
+
+    names = [str(n) for n in range(len(leaves) - 1)]
+    replaced = {n: n for n in range(len(names))}
+    for found, same in ((step, True), (wrong, False)):
+        check = verify_numbers(
+            names, flat(step), flat(found), leaves, replaced=replaced, rounding=0.1, least_move=move_of_types(avals)
+        )
+        assert bool(check) is same
 
 
 def test_a_step_by_the_sign_of_a_gradient_that_is_zero_but_for_rounding_verifies():
