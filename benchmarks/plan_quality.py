@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan_quality --models mlp gpt --meshes 8 2x4 --budgets inf 0.5 --json plan_quality.json
     python -m benchmarks.plan_quality --target h100 --sizes large      (compiles ahead of time: needs autopar[gpu-aot])
-    python -m benchmarks.plan_quality --target h100 --dtype bfloat16   (with float32 parameters)
+    python -m benchmarks.plan_quality --target h100 --sizes large --layers 2 --dtype bfloat16   (float32 parameters)
     python -m benchmarks.plan_quality --timed --figures machine.json   (written by `autopar calibrate --json FILE`)
 
 Every plan by hand is compiled, on every mesh whose axes may stand for those of the plan; the best is the one of least
@@ -148,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), metavar="2x4")
     parser.add_argument("--budgets", nargs="+", type=float, default=[math.inf], help="shares of data parallel's memory")
     parser.add_argument("--sizes", choices=("small", "large"), default="small")
+    parser.add_argument("--layers", type=int, help="of every model, or stages of a network of convolutions")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="computed in")
     parser.add_argument("--target", help="compile for this GPU instead of the devices that are here")
     parser.add_argument("--figures", type=Path, metavar="FILE", help="plan for the devices here by what they measured")
@@ -168,7 +169,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     compiled_by_hand: dict[str, dict[str, Any]] = {}
     for name in args.models:
-        model = MODELS[name](**(LARGE[name] if args.sizes == "large" else {}))
+        depth = {} if args.layers is None else {"stages" if name == "convnet" else "layers": args.layers}
+        model = MODELS[name](**{**(LARGE[name] if args.sizes == "large" else {}), **depth})
         model = model if args.dtype == "float32" else computing_in(args.dtype, model)
         theirs = list(compile_all(model, target))
         compiled_by_hand[name] = {str(each.plan): asdict(each.figures) for each in theirs}
@@ -177,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append(compare(model, mesh, share, theirs, target, args.repetitions if args.timed else 0))
             if args.json:
                 result = {"machine": describe_machine(), "target": args.target or "cpu", "sizes": args.sizes}
-                result |= {"dtype": args.dtype}
+                result |= {"dtype": args.dtype, "layers": args.layers}
                 result |= {"figures": target.machine.to_data()}
                 result |= {"summary": summary(rows), "rows": [*map(row_data, rows)], "by_hand": compiled_by_hand}
                 args.json.write_text(json.dumps(finite(result), indent=1, allow_nan=False) + "\n")

@@ -6,6 +6,7 @@ from tests.zoo import (
     gpt_linen,
     gpt_nnx,
     images,
+    low_precision,
     mlp,
     moe,
     random_draws,
@@ -13,7 +14,7 @@ from tests.zoo import (
 )
 from tests.zoo.case import BATCH, Case, losses
 
-_MODULES = (mlp, gpt_linen, gpt_nnx, gpt_equinox, moe, images, sequences, random_draws, control_flow)
+_MODULES = (mlp, gpt_linen, gpt_nnx, gpt_equinox, moe, images, sequences, random_draws, control_flow, low_precision)
 
 ZOO: dict[str, Case] = {case.name: case for module in _MODULES for case in module.CASES}
 
