@@ -121,6 +121,11 @@ def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -
     return max(known)[1] if known and size <= max(listed)[0] else otherwise
 
 
+_RULES = ("schedules_for_latency", "schedules_for_memory", "product_sums", "widens_bfloat16", "scatters_sums")
+"""What is said of the compiler for a machine."""
+_MAY_BE_LEFT_OUT = ("host_memory_bytes", *_RULES[1:])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """One type of host: its devices, their memory and rates, and the network inside and between hosts.
@@ -176,6 +181,8 @@ class Machine:
     """XLA has large gradients wait for the end where it does not schedule for latency; else they stand as written."""
     product_sums: bool = True
     """XLA has matrix products write their sum with what is added to them, whoever else reads that."""
+    widens_bfloat16: bool = False
+    """XLA computes functions of bfloat16 in float32, and keeps in that what only other such functions read."""
     scatters_sums: bool = True
     """XLA keeps a reduce-scatter as it is; else it adds up whole arrays on every device, each of which then takes its
     part, and computes nothing meanwhile."""
@@ -206,7 +213,7 @@ class Machine:
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
         for name in ("in_step_share", "convolution_share", "batched_share"):
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name))
-        for name in ("schedules_for_latency", "schedules_for_memory", "product_sums", "scatters_sums"):
+        for name in _RULES:
             if not isinstance(cast(object, getattr(self, name)), bool):
                 raise InvalidArgument(
                     f"The figure {name} of {self.name!r} is {getattr(self, name)!r}, it must be true or false. Correct "
@@ -313,7 +320,7 @@ class Machine:
     @staticmethod
     def from_data(raw: Any) -> Machine:
         """The machine that `to_data` made; `InvalidArgument` names the field that is missing, unknown or mistyped."""
-        kept = {"host_memory_bytes": 0.0, "schedules_for_memory": True, "product_sums": True, "scatters_sums": True}
+        kept = {each.name: each.default for each in dataclasses.fields(Machine) if each.name in _MAY_BE_LEFT_OUT}
         raw = {**kept, **cast(dict[str, Any], raw)} if isinstance(raw, dict) else raw
         fields = fields_of("The machine", raw, [each.name for each in dataclasses.fields(Machine)])
         what = f"machine {fields['name']!r}"

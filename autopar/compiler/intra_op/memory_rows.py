@@ -23,7 +23,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.primitives import REMAT
 from autopar.compiler.memory.allocation import Moment, alive, worst_moments
-from autopar.compiler.memory.listing import BlockValue, listed_step
+from autopar.compiler.memory.listing import BlockValue, listed_step, value_bytes
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, num_shards
 from autopar.compiler.solver.problem import Row
 from autopar.compiler.spmd.local_program import LocalBlock, Reshard, RunBody, Value, local_block
@@ -162,8 +162,9 @@ class _Terms:
             terms.constant += at.program.workspace(at.time)
             for form, origin in _kept(at, forms):
                 mine, theirs = forms.nodes.get(form), None if origin is None else forms.nodes.get(origin)
+                wider = at.program.nbytes[form] / value_bytes(form.value, mesh)
                 if origin is None and mine is not None:
-                    terms.add(form.value.variable.aval, mine, mesh)
+                    terms.add(form.value.variable.aval, mine, mesh, wider)
                 elif mine is not None and theirs is not None and mine.number != theirs.number:
                     terms.add_copy(form.value.variable.aval, theirs, mine, mesh)
                 elif origin is None or form.value.layout != origin.value.layout:
@@ -171,12 +172,12 @@ class _Terms:
             at = at.inside
         return terms
 
-    def add(self, aval: Any, node: LayoutNode | None, mesh: LogicalMesh) -> None:
-        """Add an array in the layout of a node."""
+    def add(self, aval: Any, node: LayoutNode | None, mesh: LogicalMesh, wider: float = 1.0) -> None:
+        """Add an array in the layout of a node, `wider` than its type by that factor."""
         if node is None:
             self.constant += aval_bytes(aval)
         else:
-            nbytes = _bytes_of(aval, node.layouts, mesh)
+            nbytes = wider * _bytes_of(aval, node.layouts, mesh)
             self.nodes[node.number] = self.nodes[node.number] + nbytes if node.number in self.nodes else nbytes
 
     def add_copy(self, aval: Any, source: LayoutNode, target: LayoutNode, mesh: LogicalMesh) -> None:

@@ -57,6 +57,13 @@ def value_bytes(value: Value, mesh: LogicalMesh) -> float:
     return aval_bytes(aval) / num_shards(aval.shape, value.layout, mesh)
 
 
+def _type_of(key: Hashable) -> str:
+    """Return the name of the type of a value's numbers."""
+    assert isinstance(key, BlockValue)
+    aval: Any = key.value.variable.aval
+    return aval.dtype.name
+
+
 def _type(value: Any) -> Hashable:
     if not isinstance(value, Value):
         return None
@@ -68,6 +75,8 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
     for value in block.inputs:
         lister.note(value)
     lister.run()
+    if mesh_costs.machine.widens_bfloat16:
+        lister.widen()
     return MemoryProgram(
         ops=lister.ops,
         inputs=[lister.key(v) for v in block.inputs],
@@ -106,6 +115,24 @@ class _Lister:
                 self._run_in_line(action)
             else:
                 self._add(action)
+
+    def widen(self) -> None:
+        """Keep expensive results of bfloat16 in float32, if fused ops alone read them."""
+        roots: dict[Hashable, Hashable] = {}
+        narrow: set[Hashable] = {key for v in self.block.outputs if (key := self.key(v)) is not None}
+        for op in self.ops:
+            reads = [roots.get(key, key) for key in op.reads]
+            if op.kind in ("view", "form"):
+                roots[op.results[0]] = reads[0]
+            elif op.kind in ("apart", "barrier"):
+                narrow.update(reads)
+        wide: set[Hashable] = set()
+        for number, op in enumerate(self.ops):
+            if op.kind == "fused" and op.expensive and not narrow.intersection(op.results):
+                wide.update(key for key in op.results if _type_of(key) == "bfloat16")
+                self.ops[number] = op._replace(widening=2.0 if wide.intersection(op.results) else 1.0)
+        for key in (*wide, *(key for key, root in roots.items() if root in wide)):
+            self.nbytes[key] *= 2.0
 
     def name(self, value: Any) -> Any:
         """Return a value as this program calls it; it may be a constant."""

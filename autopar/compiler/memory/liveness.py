@@ -47,6 +47,8 @@ class Op(NamedTuple):
     results: tuple[Key, ...]
     expensive: bool = False
     """Too costly to be computed twice."""
+    widening: float = 1.0
+    """By how much wider its result is kept than its type is."""
     over: bool = False
     """It writes its results over operands of the same size that nobody reads any more."""
     late: bool = False
@@ -229,7 +231,7 @@ class _Program:
         readers = self.readers.get(key, ())
         fused = [not self._is_apart(time) for time in readers]
         # What is larger than all that it is computed from would cost more to read than to compute again.
-        grows = self.extent[key] > sum(self.extent[self._root(place)] for place in sources)
+        grows = self.extent[key] / op.widening > sum(self.extent[self._root(place)] for place in sources)
         cheap = not op.expensive or (bool(sources) and grows)
         again = len(readers) <= 1 or (cheap and (all(fused) or len(sources) <= 1))
         if again and len(sources) <= _MAX_SOURCES:

@@ -9,6 +9,7 @@ from autopar.compiler.intra_op.memory_rows import modelled_memory
 from autopar.compiler.memory import estimate
 from autopar.compiler.solver.problem import row_weight
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
+from benchmarks.models.gpt import gpt
 from benchmarks.models.mlp import mlp
 from tests.compiler.planned_memory import (
     H100,
@@ -81,6 +82,21 @@ def test_rows_of_recomputed_layers_that_are_planned_as_one_are_the_modelled_memo
     limit = 0.9 * memory.peak_bytes
     worst, *_ = memory.rows_above(limit)
     assert row_weight(worst, assignment) - worst.limit == pytest.approx(memory.peak_bytes - limit, rel=1e-6)
+
+
+def test_functions_of_bfloat16_are_kept_in_float32_where_the_compiler_computes_them_so():
+    trace = traced_model(gpt(layers=2, width=64, heads=2, vocabulary=64, length=64, batch=64, dtype=jnp.bfloat16))
+    donated = state_inputs(trace)
+    mesh, found, block = planned(trace, (1,))
+    wide = dataclasses.replace(H100, widens_bfloat16=True)
+    more = estimate.peak_memory(block, mesh, donated, machine=wide).peak_bytes
+    # The tanh of each layer.
+    assert more - peak_memory(block, mesh, donated).peak_bytes == 2 * (64 * 64 * 256) * (4 - 2)
+    found.table.mesh_costs = dataclasses.replace(found.table.mesh_costs, machine=wide)
+    memory = modelled_memory(found.choices, found.table, found.optimum.assignment, donated)
+    assert memory.peak_bytes == pytest.approx(more, rel=1e-12)
+    worst, *_ = memory.rows_above(0.9 * more)
+    assert row_weight(worst, found.optimum.assignment) - worst.limit == pytest.approx(0.1 * more, rel=1e-6)
 
 
 def test_a_product_needs_what_its_kernel_gets_on_the_machine():
