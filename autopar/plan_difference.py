@@ -134,6 +134,7 @@ def _decisions(before: Plan, after: Plan) -> Iterator[Change]:
         ("microbatches", lambda plan: " + ".join(map(str, plan.shares or (plan.num_microbatches,)))),
         ("schedule", lambda plan: plan.schedule),
         ("computed again", _remat_words),
+        ("gradients summed in", lambda plan: plan.reduce_dtype or "their own type"),
     ):
         old, new = words(before), words(after)
         if old != new:

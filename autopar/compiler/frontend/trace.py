@@ -173,7 +173,12 @@ class Trace:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the program in plans: equal steps on equal shapes have equal fingerprints in every process."""
+        """Identifies the program in plans: equal steps on equal shapes have equal fingerprints in every process.
+
+        In which type gradients are summed is a decision of the plan.
+        """
+        if self.as_written is not None:
+            return self.as_written.fingerprint
         text = re.sub(r"0x[0-9a-f]+", "0x", str(self.jaxpr))  # addresses of callbacks differ between processes
         names = "\n".join(f"{leaf.name}: {leaf.aval.dtype}{list(leaf.aval.shape)}" for leaf in self.inputs)
         words = scopes_text(self.jaxpr)

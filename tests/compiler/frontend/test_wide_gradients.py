@@ -14,6 +14,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.primitives import WIDENING
 from autopar.errors import InvalidArgument
 from autopar.hardware.machine import Link, Machine
+from autopar.plan_difference import plan_difference
 from tests.small_steps import draw
 
 WIDTH, TOKENS, LENGTH, ROWS = 32, 64, 16, 256
@@ -170,7 +171,11 @@ def test_a_plan_keeps_the_type_and_is_a_method():
     assert again == found.plan
     assert "summed in float32" in str(again)
     assert types_of_sums(planned(step, again)) == {"float32"}
-    assert "reduce_dtype" not in planned(step, autopar.DataParallel()).plan.to_json()
+    plain = planned(step, autopar.DataParallel()).plan
+    assert "reduce_dtype" not in plain.to_json()
+    assert plain.fingerprint == again.fingerprint
+    (change,) = [each for each in plan_difference(plain, again).changes if each.subject == "gradients summed in"]
+    assert (change.before, change.after) == ("their own type", "float32")
 
 
 def test_a_step_in_float32_stays_as_it_is():
