@@ -32,7 +32,7 @@ _OF_ONE_HOST = {"product", "memory", "dispatch"}
 _NOT_MEASURED = (
     "inter", "domain", "overlap", "product_workspace_bytes", "in_step_share", "convolution_share", "batched_share",
     "hidden_share", "schedules_for_latency", "schedules_for_memory", "product_sums",
-    "widens_bfloat16", "scatters_sums", "host_bandwidth", "host_memory_bytes",
+    "widens_bfloat16", "scatters_sums", "combined_bytes", "host_bandwidth", "host_memory_bytes",
 )  # fmt: skip
 _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -114,6 +114,7 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
         product_sums=base.product_sums,
         widens_bfloat16=base.widens_bfloat16,
         scatters_sums=base.scatters_sums,
+        combined_bytes=base.combined_bytes,
         dispatch_s=statistics.median(starts_s) if starts_s else base.dispatch_s,
         host_bandwidth=base.host_bandwidth,
         host_memory_bytes=base.host_memory_bytes,

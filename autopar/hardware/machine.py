@@ -123,7 +123,7 @@ def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -
 
 _RULES = ("schedules_for_latency", "schedules_for_memory", "product_sums", "widens_bfloat16", "scatters_sums")
 """What is said of the compiler for a machine."""
-_MAY_BE_LEFT_OUT = ("host_memory_bytes", *_RULES[1:])
+_MAY_BE_LEFT_OUT = ("host_memory_bytes", "combined_bytes", *_RULES[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +186,8 @@ class Machine:
     scatters_sums: bool = True
     """XLA keeps a reduce-scatter as it is; else it adds up whole arrays on every device, each of which then takes its
     part, and computes nothing meanwhile."""
+    combined_bytes: float = 30 * 2.0**20
+    """XLA makes one collective of sums of gradients until their results have so many bytes."""
     dispatch_s: float = 1e-4
     """Seconds of a host to start one executable on its devices, or to send or take one value."""
     host_bandwidth: float = 1.1e10
@@ -205,6 +207,7 @@ class Machine:
             "overlap",
             "product_workspace_bytes",
             "hidden_share",
+            "combined_bytes",
             "dispatch_s",
             "host_bandwidth",
             "host_memory_bytes",

@@ -60,6 +60,7 @@ class MemoryProgram:
             for_latency=machine.schedules_for_latency,
             for_memory=machine.schedules_for_memory,
             scatters_sums=machine.scatters_sums,
+            combined_bytes=machine.combined_bytes,
         )
         places = {number: place for place, number in enumerate(found.order)}
         inner = {places[number]: programs for number, programs in self.inner.items()}

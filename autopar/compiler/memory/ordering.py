@@ -3,9 +3,10 @@
     ops in the order of the program  ->  ops in the order of the compiler, with the number that each had
 
 Most keep their order. What only results depend on, the update, is done as soon as its operands are there. Results of
-its collectives wait for other work to end. Sums of gradients are combined until their results have 30 MiB: they are one
-collective, and whole gradients are kept until the last of them is there. The result of a reduce-scatter is the part of
-a device; where it is an all-reduce, of which every device takes its part, it is whole.
+its collectives wait for other work to end. Sums of gradients are combined until their results have 30 MiB, or what a
+machine says: they are one collective, and whole gradients are kept until the last of them is there and summed. The
+result of a reduce-scatter is the part of a device; where it is an all-reduce, of which every device takes its part, it
+is whole.
 
 Where the compiler schedules for latency, products and reductions that lead to results only, as gradients of weights,
 run while collectives do, and their operands are kept until then: XLA's estimate of latencies has it do so on GPUs of
@@ -25,7 +26,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.compiler.memory.liveness import Key, Op
-from autopar.compiler.spmd.combining import COMBINED_BYTES
 
 _SUMS = ("reduce-scatter", "all-reduce")
 _AT_THE_END = math.inf
@@ -51,18 +51,19 @@ def order_ops(
     for_latency: bool,
     for_memory: bool = True,
     scatters_sums: bool,
+    combined_bytes: float,
 ) -> OpOrder:
     """Return the ops as the compiler orders them; `replaced` are results with the inputs that they take.
 
     `nbytes` are those of all arrays. `for_latency`: it puts products behind the collectives that they can hide.
     `for_memory`: where not, large gradients wait for the end.
-    `scatters_sums`: it has reduce-scatters.
+    `scatters_sums`: it has reduce-scatters. `combined_bytes`: sums are one collective up to that.
     """
     before = _predecessors(ops)
     tail = _tail(ops, before)
     deferred = _deferred(ops, before, tail) if for_latency else {}
     held = _held(ops, tail, replaced)
-    groups = _combined(ops, before, tail, nbytes, scatters_sums)
+    groups = _combined(ops, before, tail, nbytes, scatters_sums, combined_bytes)
     if for_memory and not for_latency:
         deferred = _large(ops, before, nbytes, groups)
     times = _times(ops, before, tail, held, deferred)
@@ -85,8 +86,14 @@ def order_ops(
             waiting[other] -= 1
             if waiting[other] == 0:
                 heapq.heappush(ready, (times[other], other))
+    whole, places = list(ops), {number: place for place, number in enumerate(order)}
+    for group in groups:
+        # Its operands are there until all of its results are.
+        last = max(group, key=places.__getitem__)
+        reads = dict.fromkeys(key for number in group for key in ops[number].reads)
+        whole[last] = ops[last]._replace(reads=tuple(reads))
     return OpOrder(
-        ops=[ops[n] for n in order],
+        ops=[whole[n] for n in order],
         order=order,
         deferred=next((place for place, n in enumerate(order) if deferred.get(n) == _AT_THE_END), None),
     )
@@ -126,6 +133,7 @@ def _combined(
     tail: Sequence[bool],
     nbytes: Mapping[Key, float],
     scatters_sums: bool,
+    combined_bytes: float,
 ) -> list[list[int]]:
     """Return the sums that only results take and that are one collective each: equal ones, none of another's result."""
     groups: list[list[int]] = []
@@ -139,7 +147,7 @@ def _combined(
         elif op.collective in _SUMS and op.results:
             size = sum(nbytes[key] for key in (op.results if scatters_sums else op.reads))
             group, total = open_groups.get(op.steps, ([], 0.0))
-            if total + size > COMBINED_BYTES:
+            if total + size > combined_bytes:
                 group, total = [], 0.0
             if not group:
                 groups.append(group)

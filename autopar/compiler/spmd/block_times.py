@@ -15,9 +15,8 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
 from autopar.compiler.resharding.costs import copied_bytes
 from autopar.compiler.resharding.steps import AllReduce
-from autopar.compiler.sharding.layout import LogicalMesh, local_shape
+from autopar.compiler.sharding.layout import local_shape
 from autopar.compiler.spmd.collectives import planned_collectives, trips
-from autopar.compiler.spmd.combining import COMBINED_BYTES
 from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, Reshard, RunBody
 
 
@@ -55,7 +54,7 @@ def block_bytes(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | 
                 aval: Any = action.aval
                 total += copied_bytes(steps, source, tuple(aval.shape), aval.dtype.itemsize, mesh)
                 if block.combined.share(result.variable, result.form):
-                    total += _joined_bytes(action, mesh)
+                    total += _joined_bytes(action, mesh_costs)
     return total
 
 
@@ -65,11 +64,11 @@ def _traffic(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | Non
     return dict(zip(map(id, block.jaxpr.eqns), found, strict=True))
 
 
-def _joined_bytes(action: Reshard, mesh: LogicalMesh) -> float:
+def _joined_bytes(action: Reshard, mesh_costs: MeshCosts) -> float:
     """Return the bytes that an all-reduce copies which XLA joins with others: into one array, and out of it again."""
     aval: Any = action.aval
-    whole = math.prod(local_shape(aval.shape, action.source, mesh)) * aval.dtype.itemsize
-    joined = whole <= COMBINED_BYTES and any(isinstance(step, AllReduce) for step in action.steps)
+    whole = math.prod(local_shape(aval.shape, action.source, mesh_costs.mesh)) * aval.dtype.itemsize
+    joined = whole <= mesh_costs.machine.combined_bytes and any(isinstance(step, AllReduce) for step in action.steps)
     return 4.0 * whole if joined else 0.0
 
 

@@ -19,8 +19,6 @@ from autopar.compiler.jaxprs.primitives import ELEMENTWISE, JOINS, REARRANGEMENT
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.spmd.phase import phase_of
 
-COMBINED_BYTES = 30 * 2**20
-"""Sums are combined up to that: XLA's default for GPUs."""
 _BY_ELEMENTS = ELEMENTWISE | REARRANGEMENTS | JOINS
 
 

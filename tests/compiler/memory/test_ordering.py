@@ -1,9 +1,19 @@
 """The order in which XLA runs ops: what only results need waits for collectives where it schedules for latency."""
 
+from typing import Any
+
 import pytest
 
+from autopar.compiler.memory import ordering
 from autopar.compiler.memory.liveness import Op
-from autopar.compiler.memory.ordering import order_ops
+from autopar.compiler.memory.ordering import OpOrder
+
+MIB = 2**20
+
+
+def order_ops(*args: Any, combined_bytes: float = 30 * MIB, **how: Any) -> OpOrder:
+    return ordering.order_ops(*args, combined_bytes=combined_bytes, **how)
+
 
 # A backward pass: the gradient of a layer's weights, then that of what it read, which the layer before needs.
 WEIGHTS = Op("apart", ("a", "x"), ("dw",))
@@ -96,7 +106,18 @@ def test_sums_of_gradients_are_one_collective_up_to_30_mib(mib, joined):
     sums = [Op("apart", (f"d{name}",), (f"s{name}",), collective="reduce-scatter", steps="rows") for name in ("x", "y")]
     written = [weights[0], sums[0], weights[1], sums[1]]
     found = order_ops(written, dict.fromkeys(("sx", "sy"), mib * 2**20), for_latency=False, scatters_sums=True)
-    assert found.ops == ([*weights, *sums] if joined else written)
+    # One collective needs the operands of both until both results are there.
+    both = sums[1]._replace(reads=("dx", "dy"))
+    assert found.ops == ([*weights, sums[0], both] if joined else written)
+
+
+def test_sums_of_any_size_are_one_collective_where_the_compiler_has_them_so():
+    weights = [Op("apart", (name,), (f"d{name}",)) for name in ("x", "y")]
+    sums = [Op("apart", (f"d{name}",), (f"s{name}",), collective="all-reduce", steps="sum") for name in ("x", "y")]
+    written = [weights[0], sums[0], weights[1], sums[1]]
+    nbytes = dict.fromkeys(("dx", "dy", "sx", "sy"), 2.0**40)
+    found = order_ops(written, nbytes, for_latency=False, scatters_sums=True, combined_bytes=2.0**60)
+    assert found.ops == [*weights, sums[0], sums[1]._replace(reads=("dx", "dy"))]
 
 
 def test_sums_that_are_not_scattered_are_as_large_as_whole_gradients():
@@ -104,5 +125,6 @@ def test_sums_that_are_not_scattered_are_as_large_as_whole_gradients():
     sums = [Op("apart", (f"d{name}",), (f"s{name}",), collective="reduce-scatter", steps="rows") for name in ("x", "y")]
     written = [weights[0], sums[0], weights[1], sums[1]]
     nbytes = {"dx": 16 * 2**20, "dy": 16 * 2**20, "sx": 2**20, "sy": 2**20}
-    assert order_ops(written, nbytes, for_latency=False, scatters_sums=True).ops == [*weights, *sums]
+    both = sums[1]._replace(reads=("dx", "dy"))
+    assert order_ops(written, nbytes, for_latency=False, scatters_sums=True).ops == [*weights, sums[0], both]
     assert order_ops(written, nbytes, for_latency=False, scatters_sums=False).ops == written
