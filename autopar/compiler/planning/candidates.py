@@ -14,13 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import numpy as np
 
 from autopar.compiler.inter_op.fixed_stages import search_fixed_stages
 from autopar.compiler.inter_op.search import StageSearch, search_stages
-from autopar.compiler.inter_op.stage_costs import RangeTable, Stage, StageCost, TabledCosts, Timing
+from autopar.compiler.inter_op.stage_costs import Partition, RangeTable, Stage, StageCost, TabledCosts, Timing
 from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_in_groups, submesh_choices
 from autopar.compiler.pipeline.prepare import waits_for_statistics
 from autopar.compiler.planning.colocated import colocated_stages
@@ -42,14 +41,6 @@ _HIDDEN_ANYWAY = 0.1
 """Of a stage's time: links that take no more there and back need no forward task ahead."""
 _FORMULA_SHARE = 0.95
 """Of the time by a schedule's formula: unequal stages rarely take less when they are simulated."""
-
-
-class StagesKind(NamedTuple):
-    """The number of stages, and the devices of the smallest and of the largest."""
-
-    num_stages: int
-    fewest_devices: int
-    most_devices: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,7 +73,7 @@ class PipelineCandidate:
         return tuple(stage.layers for stage in self.virtual_stages), splits, stages
 
     @property
-    def stage_keys(self) -> tuple[object, ...]:
+    def stage_keys(self) -> tuple[tuple[object, ...], ...]:
         """Equal for stages, of candidates of the same layers, that take about the same time as a whole."""
         return tuple(
             (
@@ -95,10 +86,9 @@ class PipelineCandidate:
         )
 
     @property
-    def kind(self) -> StagesKind:
-        """What tells by how much stages as a whole take less than their layers."""
-        devices = [stage.submesh.num_devices for stage in self.stages]
-        return StagesKind(len(devices), min(devices), max(devices))
+    def scheduled_otherwise(self) -> tuple[object, ...]:
+        """The same, whether weight gradients are tasks of their own or not: equal for stages that take alike times."""
+        return tuple((self.layers.cuts, self.timing.num_microbatches, *key[1:]) for key in self.stage_keys)
 
     def peak_share(self, problem: StageProblem) -> float:
         """Return the largest share of its memory that a device needs, by the sums over layers."""
@@ -167,7 +157,7 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
         least_s = _least_on_machines_s(problem, known, num_microbatches, like)
         return dict.fromkeys(range(1, known.num_layers + 1), least_s)
     cluster = problem.cluster
-    splits = any(each.splits_weight_gradients for each in _schedules(problem, num_microbatches, known.num_layers))
+    schedules = _schedules(problem, num_microbatches, known.num_layers)
     for remat in _remats(problem):
         layers, costs = known(like, remat, splits=problem.first_schedule.splits_weight_gradients)
         ranges = RangeCosts(problem, layers, costs)
@@ -185,9 +175,26 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
                     timing=Timing(schedule=problem.first_schedule, num_microbatches=num_microbatches),
                     memory_bytes=problem.expected_bytes[cluster.group],
                 )
-                gain_s = _gain_from_splitting(found.best.stages) if splits else 0.0
-                times_s[count] = found.step_time_s - gain_s
+                times_s[count] = _least_of_schedules_s(found.best, num_microbatches, schedules)
     return times_s
+
+
+def _least_of_schedules_s(found: Partition, num_microbatches: int, schedules: Sequence[Schedule]) -> float:
+    """Return the least seconds of given stages by the formula of any schedule, as if no link took time.
+
+    Half of a backward pass is taken to be the weight gradient, which is as much as schedules can make use of. The other
+    half and the forward pass of a microbatch are one after another in any case.
+    """
+    costs = [replace(stage.cost, weight_s=stage.cost.backward_s / 2) for stage in found.stages]
+    timings = [
+        Timing(schedule=schedule, num_microbatches=num_microbatches, virtual_stages=virtual)
+        for schedule in schedules
+        for virtual in schedule.virtual_stages
+        if all(stage.stop - stage.start >= virtual for stage in found.stages)
+    ]
+    links_s = [0.0] * (len(costs) - 1)
+    chain_s = sum(cost.forward_s + cost.backward_s - cost.weight_s for cost in costs)
+    return max(chain_s, min([found.step_time_s, *(timing.step_time_s(costs, links_s) for timing in timings)]))
 
 
 def _least_on_machines_s(problem: StageProblem, known: KnownLayers, num_microbatches: int, like: int) -> float:

@@ -23,12 +23,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.planning.candidates import (
     PipelineCandidate,
-    StagesKind,
     likely_times_s,
     microbatch_counts,
     stage_candidates,
@@ -36,6 +34,7 @@ from autopar.compiler.planning.candidates import (
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.lanes import lanes_of_machines
 from autopar.compiler.planning.layer_costs import ESTIMATE_GAP
+from autopar.compiler.planning.learned_times import LearnedTimes
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
 from autopar.compiler.planning.sharded_plan import ShardedPlan, shard_candidate
@@ -54,16 +53,16 @@ _ATTEMPTS = 4
 """Searches for less and less memory, until stages as a whole fit."""
 _NEXT_SHARE = 0.97
 """Of the memory that one search had, the most that the next one gets."""
-_WHOLE_SHARE = 0.97
-"""Of the time of stages by their layers: as a whole they rarely take less, unless plans of this step were seen to."""
-_UNSEEN_SHARE = 0.85
-"""The same as long as no such stages of this step were simulated: small layers gain more by standing together."""
-_OTHER_KINDS_SHARE = 0.95
-"""Of the least share that stages of some kinds were simulated to take: those of other kinds rarely take less."""
-_SLACK = 0.97
-"""Of the likely time of stages: what is likely is no bound, so that those that are nearly as good are looked at too."""
-_LIKELY_SHARE = 0.9
-"""Of the time of equal stages by the layers of other microbatches: the best ones rarely take less."""
+_LESS_MEMORY_SHARE = 0.97
+"""Of the time by their layers of stages that need too much memory: those that need less rarely take less."""
+_WORTH_LOOKING = 0.999
+"""Of the time of the best plan: what is unlikely to take less is not looked at, though the bound counts it."""
+_LANES_SHARE = 0.9
+"""Of the least multiple of their bound that lanes were found to take: others rarely take less."""
+_LIKELY_SHARE = 0.95
+"""Of the time of equal stages by their layers: others rarely take less."""
+_OTHER_MESH_SHARE = 0.97
+"""Of the time of one program by the layers on as many devices: a mesh of another shape rarely takes less."""
 _SIMULATED_SHARE = 0.98
 """Of the least share that plans were simulated to take of the time by their stages: others rarely take less."""
 _MUCH_MEMORY = 0.8
@@ -71,9 +70,6 @@ _MUCH_MEMORY = 0.8
 _NUM_RUNNERS_UP = 5
 _CLOCK = 5
 """Times the time limit, by which work is counted, after which the clock ends a search: a busy machine is as slow."""
-_FEW_KINDS = 2
-"""Fewer kinds of stages that were simulated say nothing of other kinds."""
-
 SimulatedTime = Callable[[Plan], float]
 
 
@@ -139,20 +135,15 @@ class _Search:
     found: set[object] = field(default_factory=set[object])
     """The stages that were found, each for a number of microbatches and a share of the memory."""
     tried: set[int] = field(default_factory=set[int])
-    shares: dict[StagesKind, float] = field(default_factory=dict[StagesKind, float])
-    """By the kind of stages, the least share of their time by their layers that they were simulated to take."""
+    learned: LearnedTimes = field(default_factory=LearnedTimes)
+    """What stages that were completed tell of others."""
     lanes_share: float = 0.0
     """The least multiple of its bound that a plan of lanes was found to take; 0 for none yet."""
-    times_by: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict[tuple[int, int], dict[int, float]])
-    """By numbers of microbatches, and those whose layers' costs were taken: the times by the number of equal stages."""
-    wholes: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
-    """The costs of stages as a whole that are known."""
-    expected: dict[tuple[PipelineCandidate, float, tuple[bool, ...]], float] = field(
-        default_factory=dict[tuple[PipelineCandidate, float, tuple[bool, ...]], float]
+    times_by: dict[tuple[int, int, int], dict[int, float]] = field(
+        default_factory=dict[tuple[int, int, int], dict[int, float]]
     )
-    """The times of candidates of which some stages are known as a whole."""
-    simulated_shares: dict[int, float] = field(default_factory=dict[int, float])
-    """By the number of stages, the least share of the time by these as a whole that plans were simulated to take."""
+    """By numbers of microbatches, those whose layers' costs were taken, and on how many submeshes they were known: the
+    times by the number of equal stages."""
     memory_shares: dict[tuple[int, bool], float] = field(default_factory=dict[tuple[int, bool], float])
     """Of stages of which some did not fit: the largest share of what they need that they need by their layers.
 
@@ -172,10 +163,13 @@ class _Search:
         most, deadline = EFFORTS[method.effort], time.process_time() + _CLOCK * method.time_limit_s
         taken, stopped = 0, ""
         while self.open:
-            promising = [each for each in self.open if self.best is None or self.likely_s(each) < self.best_s]
+            enough_s = _WORTH_LOOKING * self.best_s
+            promising = [each for each in self.open if self.best is None or self.likely_s(each) < enough_s]
             if not promising:
                 break
             region = min(promising, key=self.order)
+            if isinstance(region, Stages) and self.is_put_off(region):
+                continue
             if not self.space.is_there(region):
                 self.open = [each for each in self.open if self.space.is_there(each)]
                 continue
@@ -187,7 +181,8 @@ class _Search:
                     stopped = f"{TIME_LIMIT} of {_CLOCK} x {method.time_limit_s:g} s ended the search"
                     break
             self.open.remove(region)
-            taken += self.take(region)
+            self.take(region)
+            taken += 1
         if self.beside is not None and self.beside[1] < self.best_s:
             self.best, self.best_s, self.best_in_words = self.beside
         if self.best is None:
@@ -214,21 +209,23 @@ class _Search:
     def order(self, region: Region) -> tuple[float, ...]:
         """Return by what regions are sorted: the time that is likely, of stages if even, then how usual they are.
 
-        One program on one mesh is the first plan of all, against which the others are held; or on several machines,
-        where that takes too long to be planned, the best stages of a usual number of microbatches.
+        One program on one mesh is the first plan of all, against which the others are held; or where that takes too
+        long to be planned, stages that are roughly the best, and on several machines those of a usual number of
+        microbatches.
         """
-        likely_s, first = self.likely_s(region), self.best is None
-        usual_first = self.space.is_large and (first or self.space.problem.hardware.is_mixed)
+        likely_s, first, mixed = self.likely_s(region), self.best is None, self.space.problem.hardware.is_mixed
         match region:
             case Completion():
-                return (-1.0, likely_s) if first and math.isfinite(likely_s) else (likely_s, 0.0)
+                return (-1.0 if mixed else -3.0, likely_s) if first and math.isfinite(likely_s) else (likely_s, 0.0)
             case OneProgram():
                 return (0.0 if first else likely_s), -1.0
             case Lanes(num_microbatches=count):
                 if not self.lanes_share:  # nothing tells them apart yet
                     likely_s = min(each.bound_s for each in self.open if isinstance(each, Lanes))
                 return likely_s, self.space.unusual(count)
-            case Stages(num_microbatches=count, num_stages=(few, _), attempt=0) if usual_first:
+            case Stages() if first and self.space.is_large and not mixed:
+                return -2.0, *self.space.rank(region)
+            case Stages(num_microbatches=count, num_stages=(few, _), attempt=0) if self.space.is_large and mixed:
                 usual = min(microbatch_counts(self.space.cuttable), key=self.space.unusual)
                 return (-2.0, float(few)) if count == usual else (likely_s, self.space.unusual(count))
             case Stages(num_microbatches=count):
@@ -237,53 +234,40 @@ class _Search:
     def likely_s(self, region: Region) -> float:
         """Return the time that the best plan of a region is taken to need at least."""
         if isinstance(region, Lanes):
-            return max(region.bound_s, _LIKELY_SHARE * self.lanes_share * region.bound_s)
+            return max(region.bound_s, _LANES_SHARE * self.lanes_share * region.bound_s)
         if isinstance(region, Stages):
-            unknown = self.space.known is not None and region.num_microbatches not in self.space.known.solved
-            return max(region.likely_s, _LIKELY_SHARE * self.unseen_share * region.by_others_s if unknown else 0.0)
+            uneven_share = 1.0 if region.num_stages == (1, 1) else _LIKELY_SHARE
+            return max(region.likely_s, uneven_share * self.learned.step_share * region.by_others_s)
         if isinstance(region, OneProgram):
-            return region.likely_s
+            return max(region.likely_s, self.by_layers_s(region))
         if region.estimated_s:
             return region.estimated_s
         candidate = region.candidate
         if self.needs_too_much(candidate):
             return math.inf
-        if region.first:
-            share = min(_WHOLE_SHARE, self.shares.get(candidate.kind, self.unseen_share))
-        else:
-            share = min(1.0, self.shares.get(candidate.kind, 1.0))
-        return max(self.expected_s(candidate, _SLACK * share), region.region.bound_s)
+        return max(self.learned.least_s(candidate), region.region.bound_s)
 
-    def expected_s(self, candidate: PipelineCandidate, share: float) -> float:
-        """Return the time of stages, those as a whole that are known, the others a share of that by their layers."""
-        wholes = [self.wholes.get(key) for key in candidate.stage_keys]
-        known = tuple(whole is not None for whole in wholes)
-        if not any(known):
-            return share * candidate.step_time_s
-        key = candidate, share, known
-        if key not in self.expected:
-            pairs = zip(candidate.stages, wholes, strict=True)
-            costs = [stage.cost.in_time(share) if whole is None else whole for stage, whole in pairs]
-            self.expected[key] = candidate.simulate_s(costs)
-        simulated_share = self.simulated_shares.get(len(known), 1.0) if all(known) else 1.0
-        return _SIMULATED_SHARE * simulated_share * self.expected[key]
+    def by_layers_s(self, region: OneProgram) -> float:
+        """Return the seconds that one program is taken to need at least by layers on as many devices; 0 for unknown."""
+        devices, known = (region.num_devices, region.group), self.space.known
+        if self.best is None or known is None or region.shape is None or region.num_microbatches not in known.solved:
+            return 0.0
+        layers = known.solved_layers(region.num_microbatches)
+        each = [submesh for submesh in layers.solved if (submesh.num_devices, submesh.group) == devices]
+        return max(
+            (_OTHER_MESH_SHARE * self.learned.share_on(submesh) * layers.whole_s(submesh) for submesh in each),
+            default=0.0,
+        )
 
-    @property
-    def unseen_share(self) -> float:
-        """The share of their time by their layers that stages of kinds without a simulated plan may take."""
-        if len(self.shares) < _FEW_KINDS:
-            return _UNSEEN_SHARE
-        return max(_UNSEEN_SHARE, _OTHER_KINDS_SHARE * min(self.shares.values()))
-
-    def take(self, region: Region) -> bool:
-        """Solve or divide a region. Return whether that was work worth counting."""
+    def take(self, region: Region) -> None:
+        """Solve or divide a region."""
         tell(str(region))
         try:
             match region:
                 case OneProgram():
                     self.solve_program(region)
                 case Stages():
-                    return self.search_stages(region)
+                    self.search_stages(region)
                 case Lanes():
                     self.solve_lanes(region)
                 case Completion():
@@ -292,10 +276,9 @@ class _Search:
             self.errors.append(error)
             if isinstance(region, OneProgram) and isinstance(error, MemoryTooSmall):
                 self.open += self.space.with_more_microbatches(region)
-        return True
 
-    def solve_program(self, region: OneProgram) -> None:
-        """Find the best layouts of one program on one mesh."""
+    def solve_program(self, region: OneProgram) -> float:
+        """Find the best layouts of one program on one mesh; return their seconds, or those that they take at least."""
         problem = self.space.problem
         method = replace(
             problem.method, num_stages=1, num_microbatches=region.num_microbatches, mesh_shape=region.shape
@@ -313,7 +296,7 @@ class _Search:
         except NoneBelow as none:
             self.closed_s = min(self.closed_s, max(region.bound_s, none.bound))
             self.tried.add(region.num_microbatches)
-            return
+            return max(region.bound_s, none.bound)
         sharding = plan.sharding
         assert sharding is not None
         first, (mesh,) = problem.hardware.first_devices[region.group], plan.meshes
@@ -324,6 +307,7 @@ class _Search:
         memory = memory_limit(problem.method.memory, problem.hardware.groups[region.group].machine)
         if sharding.recomputed or sharding.peak_bytes > _MUCH_MEMORY * memory:
             self.open += self.space.with_more_microbatches(region)
+        return sharding.step_time_s
 
     def solve_lanes(self, region: Lanes) -> None:
         """Find the stages of the lanes, one each or the best pipelines, their shares, and the best layouts of each."""
@@ -347,50 +331,62 @@ class _Search:
             self.open = [r for r in self.open if not (isinstance(r, Lanes) and r.num_microbatches < few)]
             raise
 
-    def search_stages(self, region: Stages) -> bool:
-        """Find the best stages of every schedule; return False if only another time is likely than was thought."""
+    def is_put_off(self, region: Stages) -> bool:
+        """Return whether stages are likely to take longer than was thought; then they are open with that time."""
+        later = replace(region, by_others_s=self.by_others_s(region))
+        if self.likely_s(later) <= self.likely_s(region):
+            return False
+        self.open[self.open.index(region)] = later
+        return True
+
+    def search_stages(self, region: Stages) -> None:
+        """Find the best stages of every schedule."""
         assert self.space.known is not None
         count = region.num_microbatches
-        put_off = replace(region, by_others_s=self.by_others_s(region))
-        if self.likely_s(put_off) > self.likely_s(region):
-            self.open.append(put_off)
-            return False
         share = min(region.share, self.memory_share_of(region.num_stages))
         problem = replace(self.space.cuttable, share=share)
         known = replace(self.space.known, problem=problem)
-        below_s = self.best_s / min(_WHOLE_SHARE, self.unseen_share, *self.shares.values())
+        below_s = self.best_s / self.learned.least_share
         self.tried.add(count)
         found = stage_candidates(problem, known, count, region.num_stages, below_s)
         lower_s = [(1 - known.gap) * each.bound_s for each in found] if share == region.share else [0.0]
         self.closed_s = min(self.closed_s, max(region.bound_s, min([below_s, *lower_s])))
-        kinds: set[StagesKind] = set()
         for each in sorted(found, key=lambda each: each.step_time_s):
             self.note(str(each), each.step_time_s)
             key = count, share, each.stages_key  # of several schedules the fastest is completed
             if key not in self.found:
                 self.found.add(key)
-                self.open.append(Completion(candidate=each, region=region, first=each.kind not in kinds))
-            kinds.add(each.kind)
-        return True
+                self.open.append(Completion(candidate=each, region=region))
 
     def by_others_s(self, region: Stages) -> float:
-        """Return the time that is least by the layers of the nearest number of microbatches whose costs are known.
+        """Return the time of equal stages that is least by the layers of the nearest microbatches with known costs.
 
         Infinity where neither so many equal stages fit, nor the next fewer and more: those between need as much memory.
         """
-        count = region.num_microbatches
         assert self.space.known is not None
-        solved = self.space.known.solved
-        if not solved or count in solved or self.space.problem.method.effort == "thorough":
+        if self.space.problem.method.effort == "thorough":
             return region.by_others_s
-        like = min(solved, key=lambda other: (abs(math.log2(other / count)), other))
-        if (count, like) not in self.times_by:
-            self.times_by[count, like] = likely_times_s(self.space.cuttable, self.space.known, count, like)
-        times_s, (few, most) = self.times_by[count, like], region.num_stages
-        fewer, more = (n for n in times_s if n <= few), (n for n in times_s if n >= most)
+        (few, most), count = region.num_stages, region.num_microbatches
+        nearest = sorted(self.space.known.solved, key=lambda like: (abs(math.log2(like / count)), like))
+        least_s: dict[int, float] = {}
+        for solved_alone in (True, False):
+            for like in nearest if solved_alone else nearest[:1]:
+                for number, seconds in self.times_by_layers(count, like).items():
+                    if not solved_alone or self.space.is_solved(like, number):
+                        least_s.setdefault(number, seconds)
+        if not least_s:
+            return region.by_others_s
+        fewer, more = (n for n in least_s if n <= few), (n for n in least_s if n >= most)
         near = range(max(fewer, default=few), min(more, default=most) + 1)
-        fits = any(math.isfinite(seconds) for number, seconds in times_s.items() if number in near)
-        return max(region.by_others_s, min(times_s.values(), default=0.0) if fits else math.inf)
+        return max(region.by_others_s, min((least_s[number] for number in near if number in least_s), default=math.inf))
+
+    def times_by_layers(self, count: int, like: int) -> dict[int, float]:
+        """Return the times of equal stages by the layers of another number of microbatches, by their number."""
+        assert self.space.known is not None
+        key = count, like, self.space.known.num_solved(like)
+        if key not in self.times_by:
+            self.times_by[key] = likely_times_s(self.space.cuttable, self.space.known, count, like)
+        return self.times_by[key]
 
     def complete(self, region: Completion) -> None:
         """Choose the layouts of all stages of a candidate, and simulate its plan."""
@@ -399,7 +395,7 @@ class _Search:
         alone = len(stages) == 1 and candidate.layers.num_microbatches == 1 and len(candidate.virtual_stages) == 1
         if alone and not problem.offloads:
             # The layouts of one program on one mesh are searched in one piece.
-            self.solve_program(
+            seconds = self.solve_program(
                 OneProgram(
                     num_devices=stages[0].submesh.num_devices,
                     group=stages[0].submesh.group,
@@ -408,23 +404,23 @@ class _Search:
                     bound_s=region.region.bound_s,
                 )
             )
+            self.learned.learn_step(candidate, seconds)
             return
         sharded = shard_candidate(problem, candidate, MAX_GAP if region.estimated_s else ESTIMATE_GAP)
         self.learn_memory(region, sharded)
-        self.wholes.update(zip(candidate.stage_keys, sharded.costs, strict=True))
+        self.learned.learn_stages(candidate, sharded.costs, sharded.gap)
         if sharded.peak_bytes <= sharded.memory_bytes:
-            best_share = (1 - sharded.gap) * self.simulated_shares.get(len(stages), 1.0)
+            best_share = (1 - sharded.gap) * self.learned.simulated_share(len(stages))
             least_s = _SIMULATED_SHARE * best_share * sharded.step_time_s
             if least_s >= self.best_s and problem.method.effort != "thorough":
-                self.learn(candidate, least_s)
+                self.learned.learn_step(candidate, least_s)
                 self.note(str(candidate), max(least_s, candidate.step_time_s))
                 return
             simulated_s = self.simulated_s(sharded.plan)
             if sharded.gap > MAX_GAP and not region.estimated_s:
                 self.open.append(replace(region, estimated_s=(1 - sharded.gap) * simulated_s))
-            by_stages = simulated_s / sharded.step_time_s
-            self.simulated_shares[len(stages)] = min(by_stages, self.simulated_shares.get(len(stages), by_stages))
-            self.learn(candidate, simulated_s)
+            self.learned.learn_simulated(candidate, simulated_s / sharded.step_time_s)
+            self.learned.learn_step(candidate, simulated_s)
             self.add(sharded.plan, str(candidate), simulated_s)
             return
         # Stages as a whole may need more than the sum over their layers: then all are expected to need as much more.
@@ -440,7 +436,7 @@ class _Search:
         if before.attempt + 1 < _ATTEMPTS:
             most = candidate.peak_share(problem)
             self.open = [each for each in self.open if not self.is_as_large(each, before, most)]
-            likely_s = max(before.likely_s, _WHOLE_SHARE * candidate.step_time_s)
+            likely_s = max(before.likely_s, _LESS_MEMORY_SHARE * candidate.step_time_s)
             self.open.append(replace(before, share=share, attempt=before.attempt + 1, likely_s=likely_s))
 
     def is_as_large(self, region: Region, before: Stages, share: float) -> bool:
@@ -468,7 +464,7 @@ class _Search:
             if region.attempt == 0 and region is not done.region:
                 mine = [each for each in too_large if each.region is region]
                 share = max(self.memory_shares[_memory_kind(each.candidate)] for each in mine)
-                likely_s = max(region.likely_s, _WHOLE_SHARE * min(each.candidate.step_time_s for each in mine))
+                likely_s = max(region.likely_s, _LESS_MEMORY_SHARE * min(each.candidate.step_time_s for each in mine))
                 self.open = [each for each in self.open if each not in mine]
                 self.open.append(replace(region, share=share, attempt=1, likely_s=likely_s))
 
@@ -476,11 +472,6 @@ class _Search:
         """Return the share of the memory that some of these numbers of stages may need by their layers to fit."""
         few, most = num_stages
         return max(self.memory_shares.get((number, False), 1.0) for number in range(few, most + 1))
-
-    def learn(self, candidate: PipelineCandidate, seconds: float) -> None:
-        """Keep how much less than by their layers stages of such a kind take as a whole."""
-        share = seconds / candidate.step_time_s
-        self.shares[candidate.kind] = min(share, self.shares.get(candidate.kind, share))
 
     def add(self, plan: Plan, words: str, step_time_s: float, *, beside: bool = False) -> None:
         """Keep the plan if it is the fastest so far; beside the others until they are all looked at, if it asks so."""

@@ -29,6 +29,15 @@ _MICROBATCHES_PER_STAGE = 8
 _STAGES_PER_MACHINE = 2
 """A usual number in a cluster of several, each of which has many hosts for a stage."""
 
+_KEPT_SHARE = 1 / 3
+"""Of all that a step makes: about what is kept for the backward pass."""
+_KEPT_LAYERS = 3
+"""Of all that the layers make: about what is kept, and made again for one, if they are computed again."""
+_GRADIENTS = 1 / 4
+"""Of the state: about the size of the gradients, beside moments and parameters."""
+_ALIKE = math.log(1.05)
+"""Times that differ by no more are taken for equal before layouts are known."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OneProgram:
@@ -95,8 +104,6 @@ class Completion:
 
     candidate: PipelineCandidate
     region: Stages
-    first: bool
-    """The fastest of its region with stages of its kind: one of which the time as a whole is to be known."""
     estimated_s: float = 0.0
     """Seconds that its plan takes at least, by layouts up to a gap; 0 if there are none yet."""
 
@@ -244,6 +251,47 @@ class Space:
     def num_hosts(self) -> int:
         """The hosts of all groups, or the parts of hosts that equal stages divide them into."""
         return sum(cluster.num_hosts for cluster in self.cuttable.clusters)
+
+    def is_solved(self, num_microbatches: int, num_stages: int) -> bool:
+        """Return whether layers of a number of microbatches are solved for on the submesh of one of equal stages."""
+        assert self.known is not None
+        devices = self.part(num_stages)
+        return devices == 1 or any(
+            submesh.num_devices == devices
+            for (count, _, _), (_, costs) in self.known.problem.known.items()
+            if count == num_microbatches
+            for submesh in costs.solved
+        )
+
+    def rank(self, region: Stages) -> tuple[float, ...]:
+        """Return by what regions are sorted before any layouts are known: what may fit, then what is roughly fast.
+
+        Of equal times the fewest microbatches, whose collectives are the fewest.
+        """
+        (few, most), count = region.num_stages, region.num_microbatches
+        numbers = [*range(few, min(most, self.num_hosts) + 1)] or [few]
+        seconds, number = min((self._roughly_s(count, number), number) for number in numbers)
+        tight = few > self.num_hosts or not self._may_fit(count, number)
+        return float(tight), math.log(seconds) // _ALIKE, float(count)
+
+    def _may_fit(self, num_microbatches: int, num_stages: int) -> bool:
+        """Return whether equal stages may have the memory that they need."""
+        assert self.bounds is not None and self.known is not None
+        again = self.problem.method.remat or self.bounds.recomputes
+        kept = min(_KEPT_SHARE, _KEPT_LAYERS / self.known.num_layers) if again else _KEPT_SHARE
+        in_flight = min(1.0, num_stages / num_microbatches)
+        needed = self.state_bytes + kept * in_flight * (self.bounds.whole_bytes - self.state_bytes)
+        return needed <= self.problem.num_devices * self.problem.memory_bytes
+
+    def _roughly_s(self, num_microbatches: int, num_stages: int) -> float:
+        """Return the seconds of equal stages: their work, and their gradients, which are summed up between hosts."""
+        assert self.bounds is not None
+        seconds, hosts = self.bounds.even_stages_s(num_microbatches, num_stages), self.num_hosts / num_stages
+        if hosts <= 1:
+            return seconds
+        per_host = self.problem.num_devices / self.num_hosts
+        nbytes = _GRADIENTS * self.state_bytes / num_stages / per_host * (1 - 1 / hosts)
+        return seconds + 2 * self.problem.machine.transfer_s(nbytes, False)
 
     @property
     def state_bytes(self) -> float:

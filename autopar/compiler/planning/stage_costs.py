@@ -219,6 +219,11 @@ class KnownLayers:
         """The numbers of microbatches for which the layouts of layers are solved on some submesh."""
         return {count for (count, _, _), (_, costs) in self.problem.known.items() if costs.solved}
 
+    def num_solved(self, num_microbatches: int) -> int:
+        """Return on how many submeshes layers are solved for, those that are computed again and those that are not."""
+        each = (costs for (count, _, _), (_, costs) in self.problem.known.items() if count == num_microbatches)
+        return sum(len(costs.solved) for costs in each)
+
     @property
     def gap(self) -> float:
         """The largest gap of the optima so far."""
@@ -246,6 +251,12 @@ class KnownLayers:
             )
             problem.known[key] = layers, _costs_of(problem, layers)
         return problem.known[key]
+
+    def solved_layers(self, num_microbatches: int) -> RangeCosts:
+        """Return the costs of ranges of layers that are known for a number of microbatches; nothing is solved for."""
+        each = [(key, of) for key, of in self.problem.known.items() if key[0] == num_microbatches]
+        (_, remat, _), (layers, costs) = max(each, key=lambda known: (len(known[1][1].solved), known[0][1:]))
+        return RangeCosts(self.problem, layers, costs, remat=remat)
 
     def _by_others(self, num_microbatches: int, remat: bool, splits: bool) -> Layers | None:
         """Return the layers by those of the first two numbers of microbatches that were asked for, if they tell them.
@@ -442,6 +453,12 @@ class RangeCosts:
             update_bytes=update,
             choice=choice,
         )
+
+    def whole_s(self, submesh: Submesh) -> float:
+        """Return the least seconds of a step of all layers on a submesh, if memory had no end."""
+        count, choices = self.layers.num_microbatches, self._free_choices(submesh)
+        each = [self.cost(0, len(self.layers.class_of), submesh, choice) for choice in choices]
+        return min(count * (cost.forward_s + cost.backward_s) + cost.update_s for cost in each)
 
     def with_rows(self, submesh: Submesh, factor: float) -> RangeTable:
         """Return what ranges need at least with `factor` times as many rows in a microbatch, by their costs and work.

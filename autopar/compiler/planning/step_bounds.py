@@ -35,7 +35,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
-from autopar.compiler.jaxprs.primitives import NESTED
+from autopar.compiler.jaxprs.primitives import NESTED, REMAT
 from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.sharding.layout import LogicalMesh, replicated
@@ -84,6 +84,8 @@ class StepBounds:
     state_bytes: float
     whole_bytes: float
     """All that a step is given and makes, at once."""
+    recomputes: bool
+    """True if the model says itself that its backward pass computes parts of the forward pass again."""
     num_devices: int
     num_hosts: int
     dispatch_s: float
@@ -161,6 +163,7 @@ def step_bounds(trace: Trace, cluster: Cluster, *, batch_statistics: str, random
         state_bytes=sum(map(aval_bytes, state)),
         whole_bytes=sum(aval_bytes(v.aval) for eqn in phases.equations for v in eqn.outvars)
         + sum(aval_bytes(leaf.aval) for leaf in trace.inputs),
+        recomputes=any(eqn.primitive.name in REMAT for eqn in jc.all_equations(trace.jaxpr)),
         num_devices=cluster.num_devices,
         num_hosts=cluster.num_hosts,
         dispatch_s=min(machine.dispatch_s for machine in machines),

@@ -17,6 +17,7 @@ def bounds_of(devices, fixed_s, divisible_s, repeats):
         of_groups=groups,
         state_bytes=0,
         whole_bytes=0,
+        recomputes=False,
         num_devices=sum(devices),
         num_hosts=1,
         dispatch_s=0,

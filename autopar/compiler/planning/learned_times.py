@@ -1,0 +1,118 @@
+"""Expect what stages take as a whole, by their layers and by the stages that were completed before.
+
+    PipelineCandidate, the costs of its stages as a whole  ->  LearnedTimes    seconds of other candidates
+
+The layers of a stage take less together than one by one: a border between them needs no layout of its own. By how
+much depends on the devices more than on the layers, and grows with them; so stages on a submesh are taken to gain what
+others there did. A step takes longer than its stages by themselves, by a share that grows with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.compiler.inter_op.stage_costs import StageCost
+from autopar.compiler.inter_op.submeshes import Submesh
+from autopar.compiler.planning.candidates import PipelineCandidate
+
+_UNSEEN_SHARE = 0.85
+"""Of the time by its layers, what a stage takes at least as long as none is known: small layers gain the most."""
+_LARGER_SHARE = 0.95
+"""Of the least share that stages were seen to take: those on more devices rarely take less."""
+_OTHERS_SHARE = 0.97
+"""Of the least share that steps were simulated to take: others rarely take less."""
+_SLACK = 0.99
+"""Of a time that is expected of stages which are not all known."""
+_KNOWN_SLACK = 0.995
+"""The same, of stages that are all known, in whichever schedule."""
+
+
+@dataclass(kw_only=True, eq=False)
+class LearnedTimes:
+    """What a search has learned of the times of stages; only its own methods change it."""
+
+    wholes: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
+    """The costs of stages as a whole that are known."""
+    of_stages: dict[object, float] = field(default_factory=dict[object, float])
+    """By stages, whatever their schedule: the share of their time by their layers that they take as a whole."""
+    on: dict[Submesh, float] = field(default_factory=dict[Submesh, float])
+    """By submesh, the least such share."""
+    simulated: dict[int, float] = field(default_factory=dict[int, float])
+    """By the number of stages, the least share of the time by these as a whole that plans were simulated to take."""
+    steps: list[float] = field(default_factory=list[float])
+    """The shares of their time by their layers that whole steps were simulated to take."""
+    expected: dict[tuple[PipelineCandidate, tuple[float, ...]], float] = field(
+        default_factory=dict[tuple[PipelineCandidate, tuple[float, ...]], float]
+    )
+    """The times of candidates by the shares of their stages."""
+
+    def learn_stages(self, candidate: PipelineCandidate, costs: Sequence[StageCost], gap: float) -> None:
+        """Keep what the stages of a candidate take as a whole, up to a gap."""
+        self.wholes.update(zip(candidate.stage_keys, costs, strict=True))
+        count = candidate.layers.num_microbatches
+        for key, stage, whole in zip(candidate.scheduled_otherwise, candidate.stages, costs, strict=True):
+            if by_layers_s := _seconds(stage.cost, count):
+                share = (1 - gap) * _seconds(whole, count) / by_layers_s
+                self.of_stages[key] = share
+                self._learn_on(stage.submesh, share)
+
+    def learn_step(self, candidate: PipelineCandidate, seconds: float) -> None:
+        """Keep what a whole step of a candidate takes."""
+        self.steps.append(seconds / candidate.step_time_s)
+        if len(candidate.stages) == 1:
+            self._learn_on(candidate.stages[0].submesh, self.steps[-1])
+
+    def learn_simulated(self, candidate: PipelineCandidate, share: float) -> None:
+        """Keep what share of the time by its stages a plan of a candidate was simulated to take."""
+        number = len(candidate.stages)
+        self.simulated[number] = min(share, self.simulated.get(number, share))
+
+    def _learn_on(self, submesh: Submesh, share: float) -> None:
+        self.on[submesh] = min(share, self.on.get(submesh, share))
+
+    def share_on(self, submesh: Submesh) -> float:
+        """Return the share of their time by their layers that stages on a submesh are taken to need at least."""
+        if submesh in self.on:
+            return self.on[submesh]
+        larger = [share for other, share in self.on.items() if other.num_devices >= submesh.num_devices]
+        least = min(larger, default=_LARGER_SHARE * min(self.on.values(), default=0.0))
+        return max(_UNSEEN_SHARE, least)
+
+    def simulated_share(self, num_stages: int) -> float:
+        """Return the share of their time by the stages as a whole that plans of so many are taken to need at least."""
+        fewer = [share for number, share in self.simulated.items() if number <= num_stages]
+        return min(fewer, default=1.0)
+
+    @property
+    def step_share(self) -> float:
+        """The share of their time by their layers that steps of stages are taken to need at least."""
+        return max(_UNSEEN_SHARE, _OTHERS_SHARE * min(self.steps, default=0.0))
+
+    @property
+    def least_share(self) -> float:
+        """The least of the shares that steps may take or took."""
+        return min([1.0, self.step_share, *self.steps])
+
+    def least_s(self, candidate: PipelineCandidate) -> float:
+        """Return the seconds that a candidate is taken to need at least."""
+        keys = candidate.scheduled_otherwise
+        known = all(key in self.of_stages for key in keys)
+        slack = _KNOWN_SLACK if known else _SLACK
+        return slack * self.simulated_share(len(keys)) * self._by_stages_s(candidate, keys)
+
+    def _by_stages_s(self, candidate: PipelineCandidate, keys: Sequence[object]) -> float:
+        stages, wholes = candidate.stages, [self.wholes.get(key) for key in candidate.stage_keys]
+        shares = tuple(
+            0.0 if whole is not None else self.of_stages.get(key, self.share_on(stage.submesh))
+            for key, whole, stage in zip(keys, wholes, stages, strict=True)
+        )
+        if (candidate, shares) not in self.expected:
+            each = zip(stages, wholes, shares, strict=True)
+            costs = [stage.cost.in_time(share) if whole is None else whole for stage, whole, share in each]
+            self.expected[candidate, shares] = candidate.simulate_s(costs)
+        return self.expected[candidate, shares]
+
+
+def _seconds(cost: StageCost, num_microbatches: int) -> float:
+    return num_microbatches * (cost.forward_s + cost.backward_s) + cost.update_s

@@ -1,0 +1,85 @@
+"""Completed stages tell what others take: those on as many devices, those of another schedule, steps as a whole."""
+
+import math
+
+import pytest
+
+import autopar
+from autopar.compiler.inter_op.submeshes import cluster_shape
+from autopar.compiler.planning.candidates import PipelineCandidate, stage_candidates
+from autopar.compiler.planning.learned_times import LearnedTimes
+from autopar.compiler.planning.space import Space
+from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
+from autopar.compiler.planning.step_bounds import step_bounds
+from tests.compiler.planning.test_free_search import arguments, train_step
+
+
+@pytest.fixture(scope="module")
+def candidates() -> list[PipelineCandidate]:
+    cluster = autopar.Cluster.parse("1x dgx-h100").with_devices(4)
+    traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(4096, 1024))
+    problem = StageProblem(trace=traced.trace, method=autopar.Auto(), hardware=cluster, cache_directory=None)
+    return stage_candidates(problem, KnownLayers.of(problem), 1, (2, 3), math.inf)
+
+
+def test_what_is_learned_of_stages_is_expected_of_others_on_their_devices(candidates):
+    first, learned = candidates[0], LearnedTimes()
+    assert learned.least_s(first) < 0.9 * first.step_time_s
+    learned.learn_stages(first, [stage.cost.in_time(0.95) for stage in first.stages], gap=0.0)
+    assert learned.least_s(first) == pytest.approx(0.995 * 0.95 * first.step_time_s, rel=1e-2)
+    there = {stage.submesh for stage in first.stages}
+    for other in candidates:
+        if {stage.submesh for stage in other.stages} <= there:
+            assert 0.93 * other.step_time_s <= learned.least_s(other) <= 0.96 * other.step_time_s
+
+
+def test_stages_of_another_schedule_are_known(candidates):
+    def splits(candidate):
+        return candidate.timing.schedule.splits_weight_gradients
+
+    pairs = [
+        (one, other)
+        for one in candidates
+        for other in candidates
+        if splits(one) and not splits(other) and one.scheduled_otherwise == other.scheduled_otherwise
+    ]
+    assert pairs
+    for one, other in pairs:
+        learned = LearnedTimes()
+        learned.learn_stages(one, [stage.cost.in_time(0.9) for stage in one.stages], gap=0.0)
+        assert learned.least_s(other) == pytest.approx(0.995 * 0.9 * other.step_time_s, rel=1e-2)
+
+
+def test_fewer_devices_gain_no_more_and_more_devices_may():
+    few, many = cluster_shape(2, 8), cluster_shape(4, 8)
+    learned = LearnedTimes(on={few: 0.96})
+    assert learned.share_on(few) == 0.96
+    assert learned.share_on(many) == pytest.approx(0.95 * 0.96)
+    assert LearnedTimes(on={many: 0.96}).share_on(few) == 0.96
+    assert LearnedTimes(on={many: 0.5}).share_on(few) == LearnedTimes().share_on(few) == 0.85
+
+
+def test_more_stages_take_no_smaller_share_when_they_are_simulated():
+    learned = LearnedTimes(simulated={2: 1.02, 4: 1.1})
+    assert [learned.simulated_share(number) for number in (1, 2, 3, 4, 8)] == [1.0, 1.02, 1.02, 1.02, 1.02]
+
+
+def test_one_completed_step_tells_of_others(candidates):
+    learned = LearnedTimes()
+    assert learned.step_share == learned.least_share == 0.85
+    learned.learn_step(candidates[0], candidates[0].step_time_s)
+    assert learned.step_share == learned.least_share == 0.97
+
+
+def test_before_any_layouts_are_known_what_may_fit_is_first():
+    cluster = autopar.Cluster.parse("2x p3.16xlarge")
+    traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(4096, 4096))
+
+    def first(memory):
+        method = autopar.Auto(memory=memory, remat=False)
+        space = Space.of(StageProblem(trace=traced.trace, method=method, hardware=cluster, cache_directory=None))
+        return min(space.stages(), key=space.rank)
+
+    made = step_bounds(traced.trace, cluster, batch_statistics="exact", random="full_batch")
+    tight = (made.state_bytes + (made.whole_bytes - made.state_bytes) / 20) / cluster.num_devices
+    assert first("off").num_microbatches < first(tight).num_microbatches
