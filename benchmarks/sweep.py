@@ -162,6 +162,16 @@ SWEEPS = (
         needs=GPU_COMPILER,
     ),
     Sweep(
+        name="plan_quality_bfloat16",
+        words=(
+            *("benchmarks.plan_quality", "--models", "gpt", "llama", "moe", "vit", "convnet", "--target", "h100"),
+            *("--sizes", "large", "--layers", "2", "--dtype", "bfloat16"),
+        ),
+        minutes=None,
+        shows="the same of steps in bfloat16 with parameters in float32",
+        needs=GPU_COMPILER,
+    ),
+    Sweep(
         name="memory_model",
         words=("benchmarks.memory_model",),
         minutes=None,
