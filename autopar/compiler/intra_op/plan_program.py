@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from autopar.compiler.solver.optimum_cache import cached
 from autopar.compiler.solver.problem import Assignment, Optimum
 from autopar.compiler.solver.solve import solve
 from autopar.compiler.spmd.block_plan import BlockPlan
-from autopar.compiler.spmd.local_program import local_block
+from autopar.compiler.spmd.local_program import LocalBlock, local_block
 from autopar.errors import MemoryTooSmall
 
 FOLD_FROM = 1500
@@ -59,10 +60,35 @@ NUM_NAMED = 4
 class IntraOpPlan:
     """The layouts of every value, and how good they are."""
 
-    plan: BlockPlan
     optimum: Optimum
     choices: BlockGraph
     table: NodeTable
+    program: PlannedProgram
+
+    @property
+    def plan(self) -> BlockPlan:
+        """The layouts of every value."""
+        return self.program.plan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedProgram:
+    """What every device does by some layouts."""
+
+    plan: BlockPlan
+    choices: BlockGraph
+    table: NodeTable
+    donated: Collection[int]
+
+    @cached_property
+    def block(self) -> LocalBlock:
+        """The program of one device."""
+        return local_block(self.choices.jaxpr, self.plan, self.table.mesh)
+
+    @cached_property
+    def memory(self) -> MemoryEstimate:
+        """The memory that a device needs for it."""
+        return peak_memory(self.block, self.table.mesh, self.donated, machine=self.table.mesh_costs.machine)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,18 +156,22 @@ def plan_intra_op(
     workspace = mesh_costs.machine.product_workspace_bytes
     if memory_budget is not None and (1 + memory_headroom) * (_all_bytes(jaxpr) + workspace) <= memory_budget:
         memory_budget = None  # whatever the layouts are, everything at once fits
+    search = MemorySearch(
+        choices=choices,
+        table=table,
+        budget_bytes=math.inf if memory_budget is None else memory_budget,
+        donated=donated,
+        headroom=memory_headroom,
+    )
 
     def best() -> Optimum:
         if memory_budget is None:
             return solve(problem, time_limit_s=time_limit_s, below=below_s)
-        search = MemorySearch(
-            choices=choices, table=table, budget_bytes=memory_budget, donated=donated, headroom=memory_headroom
-        )
         return solve_within_memory(search, time_limit_s=time_limit_s, below_s=below_s)
 
     more = (str(memory_budget), str(memory_headroom), str(sorted(donated)), str(time_limit_s))
     optimum = cached(problem, cache_directory, best, *more)
-    return IntraOpPlan(plan=block_plan_of(choices, optimum.assignment), optimum=optimum, choices=choices, table=table)
+    return IntraOpPlan(optimum=optimum, choices=choices, table=table, program=search.program(optimum.assignment))
 
 
 def _all_bytes(jaxpr: jc.Jaxpr) -> float:
@@ -195,11 +225,15 @@ class MemorySearch:
     budget_bytes: float
     donated: Collection[int]
     headroom: float = HEADROOM
+    fitting: dict[Assignment, PlannedProgram] = field(default_factory=dict[Assignment, PlannedProgram])
+    """The programs met that fit, one of which the best will be."""
 
-    def estimate(self, assignment: Sequence[int]) -> MemoryEstimate:
-        """Return the modelled memory of the plan that an assignment means."""
-        block = local_block(self.choices.jaxpr, block_plan_of(self.choices, assignment), self.table.mesh)
-        return peak_memory(block, self.table.mesh, self.donated, machine=self.table.mesh_costs.machine)
+    def program(self, assignment: Assignment) -> PlannedProgram:
+        """Return the program that an assignment means."""
+        if assignment in self.fitting:
+            return self.fitting[assignment]
+        plan = block_plan_of(self.choices, assignment)
+        return PlannedProgram(plan=plan, choices=self.choices, table=self.table, donated=self.donated)
 
     @property
     def limit_bytes(self) -> float:
@@ -207,7 +241,14 @@ class MemorySearch:
         return self.budget_bytes / (1 + self.headroom)
 
     def measure(self, assignment: Assignment) -> Measured:
-        """Return by how many bytes an assignment exceeds the budget, and the rows of the moments when it does."""
+        """Return by how many bytes an assignment exceeds the budget, and the rows of the moments when it does.
+
+        Only these take the forms in which its values could be read as well.
+        """
+        program = self.program(assignment)
+        if (excess := program.memory.peak_bytes - self.limit_bytes) <= 0:
+            self.fitting[assignment] = program
+            return Measured(excess=excess, rows=())
         memory = modelled_memory(self.choices, self.table, assignment, self.donated)
         excess = memory.peak_bytes - self.limit_bytes
         if excess <= 0:
@@ -229,7 +270,7 @@ def solve_within_memory(search: MemorySearch, *, time_limit_s: float, below_s: f
             below=below_s,
         )
     except NoneWithin as none:
-        least = search.estimate(none.least.assignment)
+        least = search.program(none.least.assignment).memory
         raise MemoryTooSmall(_lesson(search, least, limit + none.least.bound)) from None
 
 

@@ -42,14 +42,26 @@ class MemoryEstimate:
 
     peak_bytes: float
     arguments_bytes: float
-    at: str
-    """The equation that runs at that moment."""
-    largest: tuple[tuple[str, float], ...]
-    """The arrays in memory then, the largest first: descriptions and bytes."""
     deferred_bytes: float
     """Bytes that the compiler keeps until the end of the program, and would keep behind whatever stood next in it: the
     operands of deferred products."""
     moment: Moment = field(repr=False, compare=False)
+    inputs: tuple[Value, ...] = field(repr=False, compare=False)
+    mesh: LogicalMesh = field(repr=False, compare=False)
+
+    @cached_property
+    def at(self) -> str:
+        """The equation that runs at that moment."""
+        return _time_of(self.moment)
+
+    @cached_property
+    def largest(self) -> tuple[tuple[str, float], ...]:
+        """The arrays in memory then, the largest first: descriptions and bytes."""
+        given = [
+            (f"input {n}: {_described(v, self.mesh)}", value_bytes(v, self.mesh)) for n, v in enumerate(self.inputs)
+        ]
+        listed = [*given, *_in_memory(self.moment, self.mesh)]
+        return tuple(sorted(listed, key=lambda each: -each[1])[:_NUM_LARGEST])
 
     @cached_property
     def parts(self) -> tuple[MemoryPart, ...]:
@@ -63,16 +75,14 @@ def peak_memory(
     """Return the estimate for a whole step; `donated` are the numbers of the inputs that it may overwrite."""
     program = listed_step(block, mesh, donated, machine)
     (moment,) = worst_moments(program, 1)
-    arguments = {f"input {n}: {_described(v, mesh)}": value_bytes(v, mesh) for n, v in enumerate(block.inputs)}
-    total = sum(arguments.values())
-    listed = [*arguments.items(), *_in_memory(moment, mesh)]
+    total = sum(value_bytes(value, mesh) for value in block.inputs)
     return MemoryEstimate(
         peak_bytes=total + moment.nbytes,
         arguments_bytes=total,
-        at=_time_of(moment),
-        largest=tuple(sorted(listed, key=lambda each: -each[1])[:_NUM_LARGEST]),
         deferred_bytes=program.deferred_bytes,
         moment=moment,
+        inputs=block.inputs,
+        mesh=mesh,
     )
 
 

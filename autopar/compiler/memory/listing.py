@@ -20,7 +20,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import literal_key
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.fusion import alone, is_expensive, kind_of
-from autopar.compiler.jaxprs.primitives import PRODUCTS, REMAT
+from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM, PRODUCTS, REMAT
 from autopar.compiler.memory.allocation import (
     Border,
     MemoryProgram,
@@ -99,6 +99,8 @@ class _Lister:
     nbytes: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
     names: dict[Value, Any] = field(default_factory=dict[Value, Any])
     """By operand of a region in line, or result of one, the value that it is outside or inside."""
+    keys: dict[int, BlockValue | None] = field(default_factory=dict[int, BlockValue | None])
+    """By the identity of a value of the block, its `key`."""
 
     @property
     def mesh(self) -> LogicalMesh:
@@ -142,6 +144,11 @@ class _Lister:
 
     def key(self, value: Any) -> BlockValue | None:
         """Return the same, None if it is too small to count, or on the host."""
+        if id(value) not in self.keys:
+            self.keys[id(value)] = self._key(value)
+        return self.keys[id(value)]
+
+    def _key(self, value: Any) -> BlockValue | None:
         named = self.name(value)
         if not isinstance(named, BlockValue) or jc.is_on_host(named.value.variable):
             return None
@@ -196,7 +203,8 @@ class _Lister:
                 )
             case Evaluate(eqn=eqn, strategy=strategy):
                 reads, results, kind = self._keys(*action.operands), self._keys(*action.results), kind_of(eqn)
-                exchanged = [each.nbytes for each, _ in own_collectives(eqn, strategy, self.mesh)]
+                own = own_collectives(eqn, strategy, self.mesh) if eqn.primitive.name == COMPRESSED_SUM else ()
+                exchanged = [each.nbytes for each, _ in own]
                 return Op(
                     "fused" if kind == "view" and not (reads and results) else kind,
                     reads,

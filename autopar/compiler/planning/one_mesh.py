@@ -16,7 +16,7 @@ from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_program import IntraOpPlan, plan_intra_op
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import one_jaxpr
-from autopar.compiler.memory.estimate import HEADROOM, peak_memory
+from autopar.compiler.memory.estimate import HEADROOM
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers, rematerialize
 from autopar.compiler.planning.constraints import constraints_of
 from autopar.compiler.planning.kinds import AllowedSplits, allowed_splits
@@ -24,7 +24,7 @@ from autopar.compiler.planning.mesh_sharding import priced_collectives
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.solver.problem import NoneBelow
 from autopar.compiler.spmd.block_plan import to_data
-from autopar.compiler.spmd.local_program import LocalBlock, local_block
+from autopar.compiler.spmd.local_program import LocalBlock
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import MeshPlan, Plan, StagePlan
@@ -200,14 +200,13 @@ def search_on(
         below_s=below_s,
         cache_directory=cache_directory,
     )
-    block = local_block(jc.open_jaxpr(closed)[0], intra_op.plan, mesh)
     return MeshSearchResult(
         closed=closed,
         mesh=mesh,
         mesh_costs=mesh_costs,
         intra_op=intra_op,
-        block=block,
-        peak_bytes=peak_memory(block, mesh, trace.donated_inputs, machine=machine).peak_bytes,
+        block=intra_op.program.block,
+        peak_bytes=intra_op.program.memory.peak_bytes,
         recomputed_layers=recomputed_layers,
     )
 

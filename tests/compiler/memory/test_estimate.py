@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.compiler.intra_op.memory_rows import modelled_memory
+from autopar.compiler.intra_op.plan_program import MemorySearch
 from autopar.compiler.memory import estimate
 from autopar.compiler.solver.problem import row_weight
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
@@ -69,6 +70,13 @@ def test_rows_are_the_modelled_memory(name, shape):
     worst, *_ = memory.rows_above(limit)
     assert row_weight(worst, assignment) - worst.limit == pytest.approx(nbytes - limit, rel=1e-6)
     assert not memory.rows_above(1.01 * nbytes)
+    for budget, fits in ((1.01 * nbytes, True), (limit, False)):
+        search = MemorySearch(
+            choices=found.choices, table=found.table, budget_bytes=budget, donated=donated, headroom=0.0
+        )
+        measured = search.measure(assignment)
+        assert measured.excess == pytest.approx(nbytes - budget, rel=1e-6)
+        assert (bool(measured.rows), assignment in search.fitting) == (not fits, fits)
 
 
 def test_rows_of_recomputed_layers_that_are_planned_as_one_are_the_modelled_memory():
