@@ -176,9 +176,10 @@ def plan_intra_op(
 
 def _all_bytes(jaxpr: jc.Jaxpr) -> float:
     """Return the bytes of all that a program is given and makes, with a copy for every reader, on one device."""
-    read = sum(aval_bytes(v.aval) for eqn in jc.all_equations(jaxpr) for v in jc.operands(eqn))
-    made = sum(aval_bytes(v.aval) for eqn in jc.all_equations(jaxpr) for v in eqn.outvars)
-    return read + 2 * made + sum(aval_bytes(v.aval) for v in (*jaxpr.invars, *jaxpr.constvars))
+    used = 0
+    for eqn in jc.all_equations(jaxpr):
+        used += sum([aval_bytes(v.aval) for v in jc.operands(eqn)]) + 2 * sum([aval_bytes(v.aval) for v in eqn.outvars])
+    return used + sum(aval_bytes(v.aval) for v in (*jaxpr.invars, *jaxpr.constvars))
 
 
 def planner_of(table: NodeTable, jaxprs: Sequence[jc.Jaxpr], constraints: Constraints) -> Planner:

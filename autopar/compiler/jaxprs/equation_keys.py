@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, cast
 
 import numpy as np
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
+from autopar.compiler.jaxprs.primitives import NESTED
 
 _PLACEMENT = frozenset({"copy_semantics", "devices", "out_sharding", "out_shardings", "sharding", "srcs"})
 """Parameters that say where an equation runs, not what it computes."""
 
 
+_PLAIN = (int, str, float, np.dtype, type(None))
+
+
 def equation_key(eqn: jc.JaxprEqn) -> Hashable:
     """Equal for equations that have the same rule: primitive, parameters but for placement, shapes and types."""
-    name = eqn.primitive.name
-    params = (
-        ()
-        if name == "name"
-        else ((k, _frozen(v)) for k, v in sorted(jp.parameters(eqn).items()) if k not in _PLACEMENT)
-    )
-    avals = ((tuple(aval.shape), aval.dtype) for aval in _avals([*eqn.invars, *eqn.outvars]))
+    name, given = eqn.primitive.name, jp.parameters(eqn)
+    params = [(k, _frozen(given[k])) for k in sorted(given) if k not in _PLACEMENT] if name != "name" else ()
+    avals = [(tuple(aval.shape), aval.dtype) for aval in _avals([*eqn.invars, *eqn.outvars])]
     return (name, tuple(params), tuple(avals), bool(eqn.effects))
 
 
@@ -31,9 +31,9 @@ _keys: weakref.WeakKeyDictionary[jc.Jaxpr, tuple[Hashable, ...]] = weakref.WeakK
 
 
 def equation_keys(jaxpr: jc.Jaxpr) -> tuple[Hashable, ...]:
-    """Return the `equation_key` of each equation of a jaxpr, not of its bodies; found once."""
+    """Return the `equation_key` of each equation of a jaxpr, found once; those whose bodies are entered have none."""
     if jaxpr not in _keys:
-        _keys[jaxpr] = tuple(map(equation_key, jaxpr.eqns))
+        _keys[jaxpr] = tuple(None if eqn.primitive.name in NESTED else equation_key(eqn) for eqn in jaxpr.eqns)
     return _keys[jaxpr]
 
 
@@ -81,8 +81,10 @@ def _avals(atoms: Iterable[Any]) -> list[Any]:
 
 def _frozen(value: Any) -> Hashable:
     """A parameter as something that can be compared and hashed."""
+    if isinstance(value, _PLAIN):
+        return value
     if isinstance(value, (list, tuple)):
-        return tuple(map(_frozen, value))
+        return tuple([_frozen(each) for each in cast(Sequence[Any], value)])
     if isinstance(value, dict):
         return tuple(sorted((str(k), _frozen(v)) for k, v in value.items()))
     if isinstance(value, np.ndarray):

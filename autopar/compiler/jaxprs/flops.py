@@ -176,7 +176,7 @@ def aval_bytes(aval: Any) -> int:
     aval = getattr(aval, "inner_aval", aval)  # a reference is as large as what it refers to
     if not hasattr(aval, "dtype"):
         return 0
-    return math.ceil(math.prod(aval.shape) * _bits(aval.dtype) / 8)
+    return (math.prod(aval.shape) * _bits(aval.dtype) + 7) // 8
 
 
 @functools.cache

@@ -23,7 +23,7 @@ for M microbatches. Collectives and transfers are counted as nothing. Stages add
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +33,7 @@ from autopar.compiler.costs.compute import equation_s
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.equation_keys import equation_classes
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
 from autopar.compiler.jaxprs.primitives import NESTED, REMAT
@@ -180,25 +181,42 @@ def work_of_program(jaxpr: jc.Jaxpr, machine: Machine) -> Work:
     return total_work(_work_of_equations(jaxpr, machine))
 
 
-def _work_of_equations(jaxpr: jc.Jaxpr, machine: Machine, within: jc.JaxprEqn | None = None) -> list[Work]:
+def _work_of_equations(
+    jaxpr: jc.Jaxpr,
+    machine: Machine,
+    within: jc.JaxprEqn | None = None,
+    known: dict[Hashable, Work] | None = None,
+) -> list[Work]:
+    """Return the work of each equation; that of equal ones, in bodies as well, is `known` once it is found."""
+    known = {} if known is None else known
     at_once = replace(machine, kernel_s=0.0, matmul_half_flops=0.0)
-    each = zip(jaxpr.eqns, fused_traffic(jaxpr, within, product_sums=machine.product_sums), strict=True)
-    return [_work(eqn, traffic, machine, at_once) for eqn, traffic in each]
+    costs = [MeshCosts(machine=each, mesh=_ONE_DEVICE) for each in (machine, at_once)]
+    found: list[Work] = []
+    moved = fused_traffic(jaxpr, within, product_sums=machine.product_sums)
+    for eqn, kind, traffic in zip(jaxpr.eqns, equation_classes(jaxpr), moved, strict=True):
+        if eqn.primitive.name in NESTED:
+            found.append(_work_of_bodies(eqn, machine, known))
+            continue
+        key = (kind, traffic, jc.moves_memory(eqn))
+        if key not in known:
+            known[key] = _work(eqn, traffic, costs)
+        found.append(known[key])
+    return found
 
 
-def _work(eqn: jc.JaxprEqn, traffic: Traffic, machine: Machine, at_once: Machine) -> Work:
-    """Return the work of an equation; `at_once` is the machine if nothing took time to begin."""
-    if eqn.primitive.name in NESTED:
-        bodies = [_work_of_equations(jc.open_jaxpr(body)[0], machine, eqn) for body in jc.subjaxprs(eqn)]
-        total, times = total_work([total_work(each) for each in bodies]), trips(eqn)
-        return Work(fixed_s=times * total.fixed_s, divisible_s=times * total.divisible_s)
+def _work_of_bodies(eqn: jc.JaxprEqn, machine: Machine, known: dict[Hashable, Work]) -> Work:
+    bodies = [_work_of_equations(jc.open_jaxpr(body)[0], machine, eqn, known) for body in jc.subjaxprs(eqn)]
+    total, times = total_work([total_work(each) for each in bodies]), trips(eqn)
+    return Work(fixed_s=times * total.fixed_s, divisible_s=times * total.divisible_s)
+
+
+def _work(eqn: jc.JaxprEqn, traffic: Traffic, costs: Sequence[MeshCosts]) -> Work:
+    """Return the work of an equation without bodies, by a machine's costs and by those without what takes to begin."""
     alone = Strategy(
         operands=tuple(replicated(len(getattr(v.aval, "shape", ()))) for v in eqn.invars),
         results=tuple(replicated(len(getattr(v.aval, "shape", ()))) for v in eqn.outvars),
     )
-    whole_s, divisible_s = (
-        equation_s(eqn, alone, MeshCosts(machine=each, mesh=_ONE_DEVICE), traffic) for each in (machine, at_once)
-    )
+    whole_s, divisible_s = (equation_s(eqn, alone, each, traffic) for each in costs)
     return Work(fixed_s=whole_s - divisible_s, divisible_s=divisible_s)
 
 

@@ -120,8 +120,10 @@ def reshard_lines(
 @functools.lru_cache(maxsize=16_384)
 def _numbers(layouts: tuple[Layout, ...], shape: tuple[int, ...], mesh: LogicalMesh) -> list[int]:
     """Return the numbers of layouts in the graph of an array."""
-    assert all(may_have(shape, layout, mesh) for layout in layouts), (layouts, shape, mesh)
     number = _graph(shape, mesh).number
+    if 1 not in shape and all(layout in number for layout in layouts):  # as they are
+        return [number[layout] for layout in layouts]
+    assert all(may_have(shape, layout, mesh) for layout in layouts), (layouts, shape, mesh)
     return [number[_short(layout, shape, mesh)] for layout in layouts]
 
 

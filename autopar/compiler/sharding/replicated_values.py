@@ -31,9 +31,9 @@ def free_results(eqn: jc.JaxprEqn, operands: Sequence[bool]) -> list[bool]:
     """Return for each result whether it is free, given which operands are."""
     if eqn.primitive.name in NESTED:
         return _free_nested(eqn, list(operands))
-    sizes = [math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars]
     if eqn.effects or not all(operands):
-        return [False] * len(sizes)
+        return [False] * len(eqn.outvars)
+    sizes = [math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars]
     cheap = eqn.primitive.name not in _EXPENSIVE and equation_flops(eqn) <= 4 * sum(sizes)
     return [cheap or size <= MAX_UNSPLIT_ELEMENTS for size in sizes]
 

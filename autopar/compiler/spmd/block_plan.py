@@ -8,6 +8,7 @@ by two axes, `-,-|model` is a sum over "model" still to be made, `.` a scalar; o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,19 +51,24 @@ def value_numbers(jaxpr: jc.Jaxpr) -> dict[jc.Var, int]:
 
 def strategy_of(eqn: jc.JaxprEqn, plan: EquationPlan, mesh: LogicalMesh) -> Strategy:
     """The strategy of an equation without bodies."""
-    atoms = zip((*eqn.invars, *eqn.outvars), (*plan.operands, *plan.results), strict=True)
+    operands = tuple([layout for layout in plan.operands if layout is not None])
+    results = tuple([layout for layout in plan.results if layout is not None])
+    shapes = tuple([getattr(atom.aval, "shape", ()) for atom in (*eqn.invars, *eqn.outvars)])
+    return Strategy(operands, results, plan.combined, _devices(shapes, (*plan.operands, *plan.results), mesh))
+
+
+@functools.lru_cache(maxsize=16_384)
+def _devices(shapes: tuple[tuple[int, ...], ...], layouts: tuple[Layout | None, ...], mesh: LogicalMesh) -> float:
+    """Return among how many devices arrays of these shapes and layouts divide the work."""
     splits = {
         (axes, size if size % mesh.size(axes) else 0)
-        for atom, layout in atoms
+        for shape, layout in zip(shapes, layouts, strict=True)
         if layout is not None
-        for size, axes in zip(getattr(atom.aval, "shape", ()), layout.dims, strict=True)
+        for size, axes in zip(shape, layout.dims, strict=True)
     }
     padded = [(axes, size) for axes, size in splits if size]
     even = {axis for axes, size in splits if not size for axis in axes}
-    devices = mesh.size(even) * math.prod(num_parts(size, [mesh.shape[a] for a in axes]) for axes, size in padded)
-    operands = tuple(layout for layout in plan.operands if layout is not None)
-    results = tuple(layout for layout in plan.results if layout is not None)
-    return Strategy(operands, results, plan.combined, devices)
+    return mesh.size(even) * math.prod(num_parts(size, [mesh.shape[a] for a in axes]) for axes, size in padded)
 
 
 # --- JSON ---------------------------------------------------------------------------------------------------

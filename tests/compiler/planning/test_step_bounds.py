@@ -1,9 +1,12 @@
 """No plan takes less than the bounds by work, whichever of unequal machines runs which equation."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.compiler.planning.step_bounds import GroupWork, StepBounds, Work
+from autopar.compiler.planning.step_bounds import GroupWork, StepBounds, Work, total_work, work_of_program
+from autopar.hardware.machine import Machine
 
 
 def bounds_of(devices, fixed_s, divisible_s, repeats):
@@ -35,6 +38,20 @@ def test_no_division_of_equations_among_machines_takes_less(seed):
     for _ in range(500):
         parts = draw.dirichlet(np.full(3, 0.3), size=equations).T
         assert bound_s <= ((parts * each_s).sum(axis=1) / devices).max() * (1 + 1e-12)
+
+
+def test_equal_equations_are_as_much_work_wherever_they_stand():
+    def layers(x, w):
+        for _ in range(3):
+            x = jax.checkpoint(lambda x: jnp.tanh(x @ w) @ w)(x)
+        return x
+
+    x = jnp.zeros((64, 64))
+    machine = Machine.of_kind("h100")
+    three = work_of_program(jax.make_jaxpr(layers)(x, x).jaxpr, machine)
+    product = work_of_program(jax.make_jaxpr(jnp.matmul)(x, x).jaxpr, machine)
+    assert three.divisible_s > 6 * product.divisible_s and three.fixed_s > 6 * product.fixed_s
+    assert total_work([product] * 6).divisible_s == pytest.approx(6 * product.divisible_s)
 
 
 def test_machines_that_differ_by_a_factor_end_together():
