@@ -115,11 +115,10 @@ class TaskGraph:
         cache_directory: Path | None = None,
     ) -> GroupPlan:
         """Return the best layouts at memory multipliers: seconds for every byte of a value that a device holds."""
-        problem, charges = self.table.problem(), self.charges(multipliers)
-        costs = tuple(cost + charges.get(node, 0.0) for node, cost in enumerate(problem.costs))
-        return self.plan_of(
-            solve_or_recall(replace(problem, costs=costs), cache_directory, time_limit_s=time_limit_s, max_gap=max_gap)
-        )
+        charges = self.charges(multipliers)
+        costs = tuple(cost + charges[node] if node in charges else cost for node, cost in enumerate(self.table.costs))
+        problem = MRF(costs=costs, edges=dict(self.table.edges))
+        return self.plan_of(solve_or_recall(problem, cache_directory, time_limit_s=time_limit_s, max_gap=max_gap))
 
     def charges(self, multipliers: Mapping[str, float]) -> dict[int, np.ndarray]:
         """Return by node what its options cost more at memory multipliers."""

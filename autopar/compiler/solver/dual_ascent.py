@@ -54,6 +54,8 @@ class Ascent:
     value: float
     constant: float
     """A constant that every value includes and the problem does not; rounding errors grow with it."""
+    offered: Assignment | None = None
+    """The last assignment that was offered: sweeps often round to one over and over."""
 
     @classmethod
     def of(cls, problem: MRF, upper: float = np.inf, constant: float = 0.0) -> Ascent:
@@ -85,13 +87,17 @@ class Ascent:
 
     def offer(self, assignment: Assignment) -> None:
         """Keep an assignment if it is the best so far."""
+        if assignment == self.offered:
+            return
+        self.offered = assignment
         value = assignment_cost(self.problem, assignment)
         if value < self.value:
             self.assignment, self.value = assignment, value
 
     def kept(self) -> list[BoolArray]:
         """Return the options that may be part of an assignment as good as the best."""
-        return [least <= self.value + self.round_off for least in self.least]
+        most = self.value + self.round_off
+        return [least <= most for least in self.least]
 
     def share_within_gap(self) -> float:
         """Return the share of the pairs whose options are both kept."""

@@ -38,8 +38,8 @@ class MRF:
 
     def __post_init__(self) -> None:
         """Check the shapes, and that no cost is NaN or -∞."""
-        for cost in self.costs:
-            assert cost.ndim == 1 and cost.size and np.minimum.reduce(cost) > -np.inf
+        assert all(cost.ndim == 1 and cost.size for cost in self.costs)
+        assert not self.costs or np.minimum.reduce(np.concatenate(self.costs)) > -np.inf
         for (i, j), matrix in self.edges.items():
             assert i < j and matrix.shape == (self.costs[i].size, self.costs[j].size), (i, j, matrix.shape)
         for matrix in {id(matrix): matrix for matrix in self.edges.values()}.values():  # many edges share one
