@@ -20,8 +20,6 @@ from autopar.compiler.analysis.asked import contradicted
 from autopar.compiler.analysis.revise_machines import places
 from autopar.compiler.analysis.revision import Planning, Revision, given_spec
 from autopar.compiler.intra_op.choice_graph import block_plan_of
-from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.pipeline.rematerialize import Offer, offered_layers
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.kinds import allowed_splits
@@ -30,7 +28,6 @@ from autopar.compiler.sharding.layout import LogicalMesh, even_layouts, to_spec
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.solver.problem import MRF, Infeasible
 from autopar.compiler.solver.solve import solve
-from autopar.compiler.spmd.local_program import local_block
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
@@ -52,7 +49,7 @@ def program_layouts(planning: Planning, leaf: int) -> Iterator[Revision]:
         try:
             if layout in choice.layouts:
                 optimum = solve(with_option(problem, choice.number, choice.layouts.index(layout)))
-                plan = _as_plan(planning, auto, _with_optimum(planning, searched, optimum))
+                plan = _as_plan(planning, auto, _with_optimum(searched, optimum))
             else:  # the user's scopes leave it out
                 plan = _as_plan(planning, pinned, _searched(planning, pinned))
         except (Infeasible, InvalidArgument):
@@ -182,13 +179,12 @@ def _recomputed(plan: Plan) -> Offer:
     return Offer(num_layers=sharding.num_layers, layers=sharding.recomputed_layers, names=named)
 
 
-def _with_optimum(planning: Planning, searched: MeshSearchResult, optimum: Any) -> MeshSearchResult:
+def _with_optimum(searched: MeshSearchResult, optimum: Any) -> MeshSearchResult:
     """Return the result of a search with another solution of its problem."""
-    blocks = block_plan_of(searched.intra_op.choices, optimum.assignment)
-    block = local_block(jc.open_jaxpr(searched.closed)[0], blocks, searched.mesh)
-    memory = peak_memory(block, searched.mesh, planning.trace.donated_inputs, machine=_machine(planning))
-    intra_op = replace(searched.intra_op, plan=blocks, optimum=optimum)
-    return replace(searched, intra_op=intra_op, block=block, peak_bytes=memory.peak_bytes)
+    made = block_plan_of(searched.intra_op.choices, optimum.assignment)
+    program = replace(searched.intra_op.program, plan=made)
+    intra_op = replace(searched.intra_op, program=program, optimum=optimum)
+    return replace(searched, intra_op=intra_op, block=program.block, peak_bytes=program.memory.peak_bytes)
 
 
 def _within_memory(planning: Planning, auto: Auto, recompute: Offer | None = None) -> Plan | None:
