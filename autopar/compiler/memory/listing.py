@@ -119,7 +119,10 @@ class _Lister:
                 self._add(action)
 
     def widen(self) -> None:
-        """Keep expensive results of bfloat16 in float32, if fused ops alone read them."""
+        """Keep expensive results of bfloat16 in float32, if fused ops alone read them.
+
+        Those of regions that are computed again live too shortly: at most one of each layer's is kept so.
+        """
         roots: dict[Hashable, Hashable] = {}
         narrow: set[Hashable] = {key for v in self.block.outputs if (key := self.key(v)) is not None}
         for op in self.ops:
@@ -131,10 +134,14 @@ class _Lister:
         wide: set[Hashable] = set()
         for number, op in enumerate(self.ops):
             if op.kind == "fused" and op.expensive and not narrow.intersection(op.results):
-                wide.update(key for key in op.results if _type_of(key) == "bfloat16")
+                wide.update(key for key in op.results if self._is_own(key) and _type_of(key) == "bfloat16")
                 self.ops[number] = op._replace(widening=2.0 if wide.intersection(op.results) else 1.0)
         for key in (*wide, *(key for key, root in roots.items() if root in wide)):
             self.nbytes[key] *= 2.0
+
+    def _is_own(self, key: Hashable) -> bool:
+        """Return true if a value is one of the block, and not of a region in line with it."""
+        return isinstance(key, BlockValue) and key.block is self.block
 
     def name(self, value: Any) -> Any:
         """Return a value as this program calls it; it may be a constant."""
