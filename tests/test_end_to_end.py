@@ -85,6 +85,8 @@ LIGHT = {
     "control_flow": (one(2), two(4, "gpipe"), four(1, "eager-1f1b")),
     "scan_layers": (one(1), two(2, "interleaved", layers=8, donate=True), four(4, "zero-bubble")),
     "nested_jit": (one(4), two(1, "interleaved"), four(2, "1f1b", layers=6)),
+    "mlp_float16": (one(4), two(2, "1f1b", donate=True), four(1, "gpipe")),
+    "mlp_float8": (one(2), two(4, "gpipe"), four(2, "1f1b", donate=True)),
 }
 TABLE = {**HEAVY, **LIGHT}
 

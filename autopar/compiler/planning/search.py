@@ -59,7 +59,7 @@ _WORTH_LOOKING = 0.999
 """Of the time of the best plan: what is unlikely to take less is not looked at, though the bound counts it."""
 _LANES_SHARE = 0.9
 """Of the least multiple of their bound that lanes were found to take: others rarely take less."""
-_LIKELY_SHARE = 0.95
+_LIKELY_SHARE = 0.9
 """Of the time of equal stages by their layers: others rarely take less."""
 _OTHER_MESH_SHARE = 0.97
 """Of the time of one program by the layers on as many devices: a mesh of another shape rarely takes less."""
