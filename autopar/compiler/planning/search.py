@@ -362,12 +362,14 @@ class _Search:
         """Return the time of equal stages that is least by the layers of the nearest microbatches with known costs.
 
         Infinity where neither so many equal stages fit, nor the next fewer and more: those between need as much memory.
+        Microbatches with fewer rows than a stage has devices tell nothing of larger ones: their layers are not split.
         """
         assert self.space.known is not None
         if self.space.problem.method.effort == "thorough":
             return region.by_others_s
         (few, most), count = region.num_stages, region.num_microbatches
-        nearest = sorted(self.space.known.solved, key=lambda like: (abs(math.log2(like / count)), like))
+        telling = [n for n in self.space.known.solved if n <= count or self.space.rows >= n * self.space.part(few)]
+        nearest = sorted(telling, key=lambda like: (abs(math.log2(like / count)), like))
         least_s: dict[int, float] = {}
         for solved_alone in (True, False):
             for like in nearest if solved_alone else nearest[:1]:

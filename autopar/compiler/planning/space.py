@@ -247,6 +247,12 @@ class Space:
         jaxpr, bounds = jc.open_jaxpr(self.problem.trace.jaxpr)[0], self.bounds
         return len(jaxpr.eqns) >= FOLD_FROM and bounds is not None and bounds.whole_bytes > self.problem.memory_bytes
 
+    @property
+    def rows(self) -> int:
+        """The examples of a batch; 1 where there is none."""
+        trace = self.problem.trace
+        return trace.num_rows if trace.batch_inputs else 1
+
     @cached_property
     def num_hosts(self) -> int:
         """The hosts of all groups, or the parts of hosts that equal stages divide them into."""
@@ -319,10 +325,9 @@ class Space:
         """Return how far a number of microbatches is from a usual one."""
         hardware, num_layers = self.problem.hardware, 1 if self.known is None else self.known.num_layers
         most = _STAGES_PER_MACHINE * len(hardware.groups) if hardware.is_mixed else self.num_hosts
-        stages, trace = max(1, min(self.num_hosts, num_layers // 2, most)), self.problem.trace
-        rows = trace.num_rows if trace.batch_inputs else 1
+        stages = max(1, min(self.num_hosts, num_layers // 2, most))
         # With fewer examples in a microbatch than a stage has devices, some would have none.
-        usual = min(_MICROBATCHES_PER_STAGE * stages, max(1, rows * stages // self.problem.num_devices))
+        usual = min(_MICROBATCHES_PER_STAGE * stages, max(1, self.rows * stages // self.problem.num_devices))
         return abs(math.log2(num_microbatches / usual))
 
 
