@@ -14,9 +14,8 @@ from autopar.compiler.jaxprs.primitives import NESTED
 
 _PLACEMENT = frozenset({"copy_semantics", "devices", "out_sharding", "out_shardings", "sharding", "srcs"})
 """Parameters that say where an equation runs, not what it computes."""
-
-
 _PLAIN = (int, str, float, np.dtype, type(None))
+"""Types of parameters that are keys as they are."""
 
 
 def equation_key(eqn: jc.JaxprEqn) -> Hashable:

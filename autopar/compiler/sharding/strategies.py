@@ -238,9 +238,8 @@ def summands(eqn: jc.JaxprEqn) -> tuple[tuple[int, ...], ...]:
         return ()
     name, linear = eqn.primitive.name, linear_operands(eqn)
     if name in ("compress_gradient", COMPRESSED_SUM, WIDENING):
-        return (
-            (0,),
-        )  # the user's word: summands are rounded to be sent in fewer bits, or widened to be summed in more
+        # The user's word: summands are rounded to be sent in fewer bits, or widened to be summed in more.
+        return ((0,),)
     # Additions are rounded in any order, and no more often in this one: gradients of microbatches are summed up so.
     exact = name in ADDITIONS or (name in EXACT_IN_FIRST and name != "gather") or _sums_nothing(eqn)
     if not exact and any(dtype.itemsize < _LEAST_BYTES for dtype in types if dtype is not None):
