@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ import autopar
 from autopar import session
 from autopar.errors import GenericFiguresWarning
 from autopar.hardware.machine import Link
-from benchmarks.unequal_processes import Place, calibrated
+from benchmarks.places import Place, calibrated, seconds_in_turns, session_at
 
 ROWS, LENGTH, WIDTH, DEPTH, MICROBATCHES = 32, 32, 512, 64, 16
 BANDWIDTH = 5e8
@@ -93,51 +93,26 @@ def send_late(host: Any, delay_s: float) -> None:
     server.poster = poster
 
 
-def measured_s(runs: Mapping[str, Any], delays_s: Mapping[str, float], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of steps by name, each with its delay, taken in turns."""
-    weights, batch = arguments()
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(rounds + 2):
-        for name, run in runs.items():
-            session.ray_session().run_everywhere(send_late, delays_s[name])
-            began_s = time.perf_counter()
-            _, loss = run(weights, batch)
-            float(loss)
-            if number >= 2:  # the first ones compile, and fill caches
-                seconds[name].append(time.perf_counter() - began_s)
-    return seconds
-
-
 def compare(delay_s: float, rounds: int, cores: tuple[int, int]) -> dict[str, Any]:
     """Return the chosen schedule, the seconds of all three, and what is recovered."""
-    from ray.cluster_utils import Cluster as Nodes
-
+    link = Link(latency_s=delay_s, bandwidth=BANDWIDTH, ramp_bytes=0.0)
+    places = {"first": Place(core=cores[0]), "second": Place(core=cores[1])}
+    delays_s = {"chosen": delay_s, "1f1b": delay_s, "1f1b, no delay": 0.0}
     with tempfile.TemporaryDirectory(prefix="autopar-slow-link-") as folder:
-        places = {"first": Place(core=cores[0], group=None), "second": Place(core=cores[1], group=None)}
-        machines = list(calibrated(places, Path(folder)).values())
-        link = Link(latency_s=delay_s, bandwidth=BANDWIDTH, ramp_bytes=0.0)
-        nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 0})
-        try:
-            for place in places.values():
-                with place.entered():
-                    nodes.add_node(num_cpus=1)
-            cluster = autopar.Cluster.of_groups(machines, link)
-            autopar.init(cluster, address=nodes.address, num_hosts=2, devices_per_host=1)
-            session.ray_session().run_everywhere(send_late, 0.0)
+        machines = calibrated(places, Path(folder))
+        with session_at(places, machines, link):
+            everywhere = session.ray_session().run_everywhere
+            everywhere(send_late, 0.0)
             method = autopar.Auto(num_microbatches=MICROBATCHES, kinds=("pipeline",))
             plan = autopar.parallelize(train_step, method=method).trace(*arguments()).plan().plan
             if plan.num_stages != 2:
                 raise RuntimeError(f"two stages were expected, and {plan.choice()} was planned")
             usual = replace(plan, schedule="1f1b", certificate=None)
             runs = {
-                name: autopar.parallelize(train_step, method=each)
-                for name, each in (("chosen", plan), ("1f1b", usual), ("1f1b, no delay", usual))
+                name: autopar.parallelize(train_step, method=usual if "1f1b" in name else plan) for name in delays_s
             }
             simulated = {name: run.trace(*arguments()).plan().simulate().step_time_s for name, run in runs.items()}
-            seconds = measured_s(runs, {"chosen": delay_s, "1f1b": delay_s, "1f1b, no delay": 0.0}, rounds)
-        finally:
-            autopar.shutdown()
-            nodes.shutdown()
+            seconds = seconds_in_turns(runs, arguments(), rounds, lambda name: everywhere(send_late, delays_s[name]))
     each = zip(seconds["chosen"], seconds["1f1b"], seconds["1f1b, no delay"], strict=True)
     recovered = [(slow_s - chosen_s) / (slow_s - fast_s) for chosen_s, slow_s, fast_s in each]
     return {

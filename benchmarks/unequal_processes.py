@@ -19,14 +19,10 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +37,11 @@ from rich.console import Console
 import autopar
 from autopar.errors import GenericFiguresWarning
 from autopar.hardware.machine import Link
+from benchmarks.places import Place, calibrated, control_group, seconds_in_turns, session_at
 
 ROWS, LENGTH, WIDTH, DEPTH, MICROBATCHES = 48, 32, 512, 96, 12
 BETWEEN = Link(latency_s=1e-3, bandwidth=5e8, ramp_bytes=0.0)
 """Of two processes on one machine: an estimate. A step sends 2 MB, and computes for a second or two."""
-PERIOD_US = 20_000
-"""So often a quota begins anew."""
 ENOUGH = 0.9
 """Of the gain that the figures promise."""
 
@@ -71,93 +66,12 @@ def arguments() -> tuple[Any, dict[str, Any]]:
     return jnp.asarray(draw.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, jnp.float32), batch
 
 
-@contextmanager
-def control_group(quota: float) -> Iterator[Path]:
-    """Make a group of processes that together may use so much of the time of one core."""
-    new = Path("/sys/fs/cgroup/cgroup.controllers").exists()
-    group = Path("/sys/fs/cgroup") / ("" if new else "cpu") / f"autopar-{os.getpid()}"
-    group.mkdir()
-    try:
-        limits = {"cpu.max": f"{quota * PERIOD_US:.0f} {PERIOD_US}"}
-        if not new:
-            limits = {"cpu.cfs_period_us": f"{PERIOD_US}", "cpu.cfs_quota_us": f"{quota * PERIOD_US:.0f}"}
-        for name, limit in limits.items():
-            (group / name).write_text(limit)
-        yield group
-    finally:
-        for _ in range(100):
-            with suppress(OSError):  # the last processes may not have ended
-                group.rmdir()
-                break
-            time.sleep(0.1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """A core, and a control group or None."""
-
-    core: int
-    group: Path | None
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Let what is started meanwhile, and all that it starts, run here."""
-        every = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, [self.core])
-        if self.group is not None:
-            (self.group / "cgroup.procs").write_text(str(os.getpid()))
-        try:
-            yield
-        finally:
-            os.sched_setaffinity(0, every)
-            if self.group is not None:
-                (self.group.parent / "cgroup.procs").write_text(str(os.getpid()))
-
-
-def calibrated(places: Mapping[str, Place], folder: Path) -> dict[str, autopar.Cluster]:
-    """Return one device for each place as `autopar calibrate` measures it there, all at the same time."""
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    running: list[subprocess.Popen[bytes]] = []
-    for name, place in places.items():
-        command = [sys.executable, "-m", "autopar", "calibrate", "--json", str(folder / name)]
-        with place.entered():
-            running.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
-    failed = sum(each.wait() != 0 for each in running)
-    if failed:
-        raise RuntimeError("autopar calibrate failed, as it says above")
-    machines = {name: autopar.Cluster.load(folder / name).machine for name in places}
-    return {name: autopar.Cluster.of_hosts(replace(machine, name=name), 1) for name, machine in machines.items()}
-
-
-def measured_s(runs: dict[str, Any], pairs: int) -> dict[str, list[float]]:
-    """Return the seconds of steps by plan, taken in turns."""
-    state, batch = arguments()
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(pairs + 2):
-        for name, run in runs.items():
-            began_s = time.perf_counter()
-            _, loss = run(state, batch)
-            float(loss)
-            if number >= 2:  # the first ones compile, and fill caches
-                seconds[name].append(time.perf_counter() - began_s)
-    return seconds
-
-
 def compare(quota: float, pairs: int, cores: tuple[int, int]) -> dict[str, Any]:
     """Return the shares, and the gain of planned over even ones as promised and as measured."""
-    from ray.cluster_utils import Cluster as Nodes
-
     with tempfile.TemporaryDirectory(prefix="autopar-unequal-") as folder, control_group(quota) as group:
-        places = {"whole": Place(core=cores[0], group=None), "part": Place(core=cores[1], group=group)}
+        places = {"whole": Place(core=cores[0]), "part": Place(core=cores[1], group=group)}
         machines = calibrated(places, Path(folder))
-        nodes, named = Nodes(initialize_head=True, head_node_args={"num_cpus": 0}), dict[str, str]()
-        try:
-            for name, place in places.items():
-                with place.entered():
-                    named[nodes.add_node(num_cpus=1).node_id] = name
-            groups = [machines[named[node]] for node in sorted(named)]  # in the order of processes
-            cluster = autopar.Cluster.of_groups(groups, BETWEEN)
-            autopar.init(cluster, address=nodes.address, num_hosts=2, devices_per_host=1)
+        with session_at(places, machines, BETWEEN):
             method = autopar.Auto(num_microbatches=MICROBATCHES, layers=1)
             planned = autopar.parallelize(train_step, method=method).trace(*arguments()).plan()
             plan = planned.plan
@@ -169,10 +83,7 @@ def compare(quota: float, pairs: int, cores: tuple[int, int]) -> dict[str, Any]:
                 name: autopar.parallelize(train_step, method=each) for name, each in (("planned", plan), ("even", even))
             }
             promised = {name: run.trace(*arguments()).plan().simulate().step_time_s for name, run in runs.items()}
-            seconds = measured_s(runs, pairs)
-        finally:
-            autopar.shutdown()
-            nodes.shutdown()
+            seconds = seconds_in_turns(runs, arguments(), pairs)
     rates = [each.machine.peak_flops["float32"] for each in machines.values()]
     gains = [even_s / planned_s for even_s, planned_s in zip(seconds["even"], seconds["planned"], strict=True)]
     return {
