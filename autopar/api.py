@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from autopar.aot import Compiled, Devices, Lowered, Planned, Source, Target, Traced, check_not_traced
+from autopar.aot import Compiled, Lowered, Planned, Traced
 from autopar.arguments import ArgumentRoles, Arguments, Call
 from autopar.checks import check_count, check_flag, check_names, check_numbers, check_pattern
 from autopar.compiler.jaxprs import compat as jc
@@ -37,6 +37,7 @@ from autopar.ir.plan import Plan
 from autopar.methods import Auto, Method
 from autopar.session import current_session
 from autopar.step_serialization import trace_call
+from autopar.target import Devices, Source, Target, check_not_traced
 
 __all__ = ["Compiled", "Lowered", "Planned", "Step", "Traced", "parallelize"]
 

@@ -45,6 +45,7 @@ PACKAGES = (
         "fixes",
         "explorer",
         "session",
+        "target",
         "step_serialization",
         "verification",
         "finite_guard",
