@@ -28,6 +28,7 @@ _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _ON_CHIP = re.compile(r"[a-z]\w*\[[\d,]*\]\{[^}]*S\(1\)[^}]*\}")
+_WHOLE_ARRAY = re.compile(r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
 # What cuBLAS and cuDNN may work in, as much as the largest of their kernels asks for: it stands last in what they make.
 _LIBRARY_CALL = re.compile(r'custom_call_target="__cu(?:blas|dnn)')
@@ -43,10 +44,12 @@ _DTYPES = {
     "f8e5m2": "float8_e5m2",
 }
 _CUTS = frozenset({"dynamic-slice", "slice", "gather"})
+_COPIES = {"copy-start": 0, "slice-start": 1}
+"""Beside other kernels: which array of its type is the copy."""
 _CALLS = frozenset({"while", "conditional", "call"})
 _MOVES_NOTHING = _CALLS | {
     *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"),
-    *("partition-id", "replica-id", "async-start", "async-update", "async-done"),
+    *("partition-id", "replica-id", "async-start", "async-update", "async-done", "copy-done", "slice-done"),
     # The bandwidth of a link, by which collectives are timed, holds what they read and write.
     *(f"{kind}{end}" for kind in KINDS for end in ("", "-start", "-done")),
 }
@@ -230,6 +233,8 @@ def _traffic(i: _Instruction, home: _Computation, computations: dict[str, _Compu
     """The bytes that an instruction reads, and those that it writes."""
     if i.opcode in _MOVES_NOTHING:
         return 0.0, 0.0
+    if i.opcode in _COPIES:
+        return _copied(i, home)
     if i.opcode in _CUTS:
         return _bytes(i.type), _bytes(i.type)
     if i.opcode == "dynamic-update-slice":
@@ -238,6 +243,13 @@ def _traffic(i: _Instruction, home: _Computation, computations: dict[str, _Compu
         return _fusion_traffic(i, home, computations[_called(i)[0]])
     made = _SCRATCH.sub(")", i.type) if _LIBRARY_CALL.search(i.rest) else i.type
     return sum(_bytes(home.types[name]) for name in i.operands), _bytes(made)
+
+
+def _copied(i: _Instruction, home: _Computation) -> tuple[float, float]:
+    """Return what a copy reads and writes that goes on beside other kernels; its type names both ends of it."""
+    arrays = [found[0] for found in _WHOLE_ARRAY.finditer(i.type)]
+    made = arrays[_COPIES[i.opcode]]
+    return min(_bytes(home.types[i.operands[0]]), _bytes(made.replace("S(1)", ""))), _bytes(made)
 
 
 def _fusion_traffic(i: _Instruction, home: _Computation, body: _Computation) -> tuple[float, float]:

@@ -31,7 +31,7 @@ _OF_ONE_HOST = {"product", "memory", "dispatch"}
 """Figures that are measured without any exchange between devices."""
 _NOT_MEASURED = (
     "inter", "domain", "overlap", "product_workspace_bytes", "in_step_share", "convolution_share", "batched_share",
-    "hidden_share", "schedules_for_latency", "schedules_for_memory", "product_sums",
+    "hidden_share", "schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products",
     "widens_bfloat16", "scatters_sums", "combined_bytes", "host_bandwidth", "host_memory_bytes",
 )  # fmt: skip
 _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -112,6 +112,7 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
         schedules_for_latency=base.schedules_for_latency,
         schedules_for_memory=base.schedules_for_memory,
         product_sums=base.product_sums,
+        fuses_products=base.fuses_products,
         widens_bfloat16=base.widens_bfloat16,
         scatters_sums=base.scatters_sums,
         combined_bytes=base.combined_bytes,

@@ -121,7 +121,10 @@ def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -
     return max(known)[1] if known and size <= max(listed)[0] else otherwise
 
 
-_RULES = ("schedules_for_latency", "schedules_for_memory", "product_sums", "widens_bfloat16", "scatters_sums")
+_RULES = (
+    *("schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products", "widens_bfloat16"),
+    "scatters_sums",
+)
 """What is said of the compiler for a machine."""
 _MAY_BE_LEFT_OUT = ("host_memory_bytes", "combined_bytes", *_RULES[1:])
 
@@ -181,6 +184,8 @@ class Machine:
     """XLA has large gradients wait for the end where it does not schedule for latency; else they stand as written."""
     product_sums: bool = True
     """XLA has matrix products write their sum with what is added to them, whoever else reads that."""
+    fuses_products: bool = False
+    """XLA computes what products read in their kernels, in the type in which they multiply, instead of keeping it."""
     widens_bfloat16: bool = False
     """XLA computes functions of bfloat16 in float32, and keeps in that what only other such functions read."""
     scatters_sums: bool = True

@@ -163,6 +163,20 @@ def test_work_counts_of_a_stacked_array_the_slice_that_a_turn_reads():
     assert work.memory_bytes < 10 * whole
 
 
+def test_copies_to_the_fast_memory_on_the_chip_read_what_they_copy_once():
+    hlo = """
+ENTRY %main (p: f32[64,32]) -> f32[8,32] {
+  %p = f32[64,32]{1,0:T(8,128)} parameter(0)
+  %whole = (f32[64,32]{1,0:T(8,128)S(1)}, f32[64,32]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%p)
+  %done = f32[64,32]{1,0:T(8,128)S(1)} copy-done(%whole)
+  %part = ((f32[64,32]{1,0:T(8,128)}), f32[8,32]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%p), slice={[0:8]}
+  %slice = f32[8,32]{1,0:T(8,128)S(1)} slice-done(%part)
+  ROOT %back = (f32[8,32]{1,0:T(8,128)}, f32[8,32]{1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%slice)
+}
+"""
+    assert work_of(hlo).memory_bytes == 4 * 32 * (64 + 8 + 8)
+
+
 def test_work_of_straight_code_is_what_xla_counts():
     def run(x, w):
         return jnp.tanh(x @ w) @ w

@@ -149,6 +149,7 @@ def test_types_that_a_machine_has_no_unit_for_are_computed_in_others(machine, dt
         ({"memory_bytes": 10**400}, "memory_bytes of 'one' is 1000"),
         ({"schedules_for_latency": 1}, "schedules_for_latency of 'one' is 1, it must be true or false"),
         ({"product_sums": None}, "product_sums of 'one' is None, it must be true or false"),
+        ({"fuses_products": 1}, "fuses_products of 'one' is 1, it must be true or false"),
         ({"widens_bfloat16": "no"}, "widens_bfloat16 of 'one' is 'no', it must be true or false"),
         ({"scatters_sums": 1.0}, "scatters_sums of 'one' is 1.0, it must be true or false"),
         ({"sources": {"intra": 5}}, r"sources of 'one' are \{'intra': 5\}; each must be a text"),

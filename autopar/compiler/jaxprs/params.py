@@ -429,6 +429,15 @@ def scatter_of(eqn: JaxprEqn) -> Scatter:
     return Scatter(params["dimension_numbers"], params["mode"], params.get("update_jaxpr"))
 
 
+def adds_one_of_each_row(eqn: JaxprEqn) -> bool:
+    """Return true for a scatter that adds single elements, each along one dimension of a row of its own."""
+    if eqn.primitive.name != "scatter-add":
+        return False
+    numbers = eqn.params["dimension_numbers"]
+    rows = len(numbers.operand_batching_dims) == eqn.invars[0].aval.ndim - 1
+    return rows and not numbers.update_window_dims
+
+
 def indexed_dimensions(eqn: JaxprEqn) -> Dimensions:
     """The dimensions of a gather's or scatter's array that the columns of its indices name, in their order."""
     numbers = eqn.params["dimension_numbers"]

@@ -20,6 +20,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import literal_key
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.fusion import alone, is_expensive, kind_of
+from autopar.compiler.jaxprs.params import adds_one_of_each_row
 from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM, PRODUCTS, REMAT
 from autopar.compiler.memory.allocation import (
     Border,
@@ -29,7 +30,7 @@ from autopar.compiler.memory.allocation import (
     stacked_from,
     taken_places,
 )
-from autopar.compiler.memory.liveness import Op, workspace_bytes, writes_over
+from autopar.compiler.memory.liveness import Kind, Op, workspace_bytes, writes_over
 from autopar.compiler.resharding.costs import reshard_s
 from autopar.compiler.resharding.steps import collective_of
 from autopar.compiler.sharding.layout import LogicalMesh, num_shards
@@ -77,6 +78,8 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
     lister.run()
     if mesh_costs.machine.widens_bfloat16:
         lister.widen()
+    if mesh_costs.machine.fuses_products:
+        lister.narrow()
     return MemoryProgram(
         ops=lister.ops,
         inputs=[lister.key(v) for v in block.inputs],
@@ -138,6 +141,21 @@ class _Lister:
                 self.ops[number] = op._replace(widening=2.0 if wide.intersection(op.results) else 1.0)
         for key in (*wide, *(key for key, root in roots.items() if root in wide)):
             self.nbytes[key] *= 2.0
+
+    def narrow(self) -> None:
+        """Keep products of float32 in bfloat16, in which products multiply, if products alone read them."""
+        roots: dict[Hashable, Hashable] = {}
+        wide: set[Hashable] = {key for v in self.block.outputs if (key := self.key(v)) is not None}
+        for op in self.ops:
+            reads = [roots.get(key, key) for key in op.reads]
+            if op.kind in ("view", "form"):
+                roots[op.results[0]] = reads[0]
+            elif op.kind != "product":
+                wide.update(reads)
+        made = {key for op in self.ops if op.kind == "product" for key in op.results} - wide
+        narrow = {key for key in made if self._is_own(key) and _type_of(key) == "float32"}
+        for key in (*narrow, *(key for key, root in roots.items() if root in narrow)):
+            self.nbytes[key] /= 2.0
 
     def _is_own(self, key: Hashable) -> bool:
         """Return true if a value is one of the block, and not of a region in line with it."""
@@ -209,14 +227,14 @@ class _Lister:
                     steps=steps,
                 )
             case Evaluate(eqn=eqn, strategy=strategy):
-                reads, results, kind = self._keys(*action.operands), self._keys(*action.results), kind_of(eqn)
+                reads, results, kind = self._keys(*action.operands), self._keys(*action.results), self._kind_of(eqn)
                 own = own_collectives(eqn, strategy, self.mesh) if eqn.primitive.name == COMPRESSED_SUM else ()
                 exchanged = [each.nbytes for each, _ in own]
                 return Op(
                     "fused" if kind == "view" and not (reads and results) else kind,
                     reads,
                     results,
-                    expensive=is_expensive(eqn),
+                    expensive=is_expensive(eqn) and not self.machine.fuses_products,
                     over=writes_over(eqn),
                     workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes, exchanged),
                     seconds=equation_s(eqn, strategy._replace(combined=()), self.mesh_costs, alone(eqn))
@@ -233,6 +251,14 @@ class _Lister:
                     stacks=self._keys(*action.results[stacked_from(eqn) :]),
                     seconds=math.inf,
                 )
+
+    def _kind_of(self, eqn: jc.JaxprEqn) -> Kind:
+        """Return how XLA treats an equation."""
+        if self.machine.fuses_products and eqn.primitive.name in PRODUCTS:
+            return "product"
+        if self.machine.fuses_products and adds_one_of_each_row(eqn):
+            return "fused"
+        return kind_of(eqn)
 
     def _reshard_s(self, action: Reshard, kind: str) -> float:
         if not kind:

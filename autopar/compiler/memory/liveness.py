@@ -2,7 +2,8 @@
 
     ops (what is read, what is made, in order)  ->  a lifetime for every array that reaches memory
 
-Products, collectives, loops, sorts stand apart: what they read and make is in memory. Elementwise equations are fused
+Products, collectives, loops, sorts stand apart: what they read and make is in memory; a `product` whose kernel computes
+what it reads only has its result there. Elementwise equations are fused
 into their readers, which then read what these are computed from, later. A fused array is in memory only if an op
 apart reads it, if it is a result, or if it would be computed twice and is expensive (an exponential, say).
 
@@ -29,7 +30,7 @@ from autopar.compiler.jaxprs.fusion import FusionKind
 from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM
 
 Key = Hashable
-Kind = FusionKind | Literal["form", "barrier"]
+Kind = FusionKind | Literal["form", "barrier", "product"]
 
 
 _APART = ("apart", "barrier")

@@ -209,7 +209,7 @@ def _tail(ops: Sequence[Op], before: Sequence[set[int]]) -> list[bool]:
 
 
 def _is_heavy(op: Op) -> bool:
-    return op.kind == "apart" and not op.collective
+    return op.kind in ("apart", "product") and not op.collective
 
 
 def _large(

@@ -107,6 +107,24 @@ def test_functions_of_bfloat16_are_kept_in_float32_where_the_compiler_computes_t
     assert row_weight(worst, found.optimum.assignment) - worst.limit == pytest.approx(0.1 * more, rel=1e-6)
 
 
+def test_products_that_compute_what_they_read_keep_results_of_products_alone():
+    trace = traced_model(gpt(layers=2, width=64, heads=2, vocabulary=64, length=64, batch=64))
+    donated = state_inputs(trace)
+    mesh, found, block = planned(trace, (1,))
+    fusing = dataclasses.replace(H100, fuses_products=True)
+    memory = {m: estimate.peak_memory(block, mesh, donated, machine=m) for m in (H100, fusing)}
+    # Of GELU its operand is kept, and neither its tanh nor its result; queries, keys and values by half.
+    less = 2 * 64 * 64 * (2 * 4 * 256 + 3 * 2 * 64)
+    assert memory[H100].peak_bytes - memory[fusing].peak_bytes == pytest.approx(less, rel=0.5)
+    found.table.mesh_costs = dataclasses.replace(found.table.mesh_costs, machine=fusing)
+    modelled = modelled_memory(found.choices, found.table, found.optimum.assignment, donated)
+    assert modelled.peak_bytes == pytest.approx(memory[fusing].peak_bytes, rel=1e-12)
+    worst, *_ = modelled.rows_above(0.9 * modelled.peak_bytes)
+    assert row_weight(worst, found.optimum.assignment) - worst.limit == pytest.approx(
+        0.1 * modelled.peak_bytes, rel=1e-6
+    )
+
+
 def test_a_product_needs_what_its_kernel_gets_on_the_machine():
     trace = traced("mlp")
     mesh, _, block = planned(trace, (8,))
