@@ -1,13 +1,24 @@
-"""Habits of the frameworks and machines of the measurements, by their names.
+"""Habits of the frameworks, machines and compilers of the measurements, by their names.
 
 The habits are what the frameworks' documentation and defaults say; the launch of one kernel from eager PyTorch, about
 10 us forward and twice that with autograd and recomputation, is an estimate.
 """
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from benchmarks.training_model.layout import Habits
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilerSettings:
+    """What a program's software sets that its compiler's defaults do not."""
+
+    combined_bytes: float | None = None
+    """Sums are one collective up to that; None: as the compiler has it."""
+    memory_share: float = 1.0
+    """Of a device's memory, what the program may take."""
+
 
 EAGER_S = 10e-6
 CHECKPOINTED_S = 30e-6
@@ -70,6 +81,13 @@ FRAMEWORKS: tuple[tuple[str, Habits], ...] = (
     (r"parax|^megatron \| alpa", PARAX),
 )  # fmt: skip
 
+# Pattern of a JAX program's software in lower case -> what it sets for the compiler.
+COMPILERS: tuple[tuple[str, CompilerSettings], ...] = (
+    # alpa-projects/alpa: one collective of all sums of gradients (alpa/shard_parallel/auto_sharding.py,
+    # `all_reduce_threshold`), and alpa/global_env.py, `xla_client_mem_fraction`.
+    (r"\balpa\b", CompilerSettings(combined_bytes=2.0**60, memory_share=0.9)),
+)
+
 # Pattern of the hardware in lower case -> machine of the library.
 MACHINES: tuple[tuple[str, str], ...] = (
     (r"^dgx-gb300", "gb300-nvl72"),
@@ -113,6 +131,14 @@ def habits_of(framework: str, source: str) -> Habits | None:
         return None
     name = f"{framework} | {source}".lower()
     return next((habits for pattern, habits in FRAMEWORKS if re.search(pattern, name)), PYTORCH)
+
+
+def compiler_settings_of(stack: str, notes: str) -> CompilerSettings:
+    """What the software of a JAX program sets, with the threshold of sums that a row's notes name."""
+    known = (settings for pattern, settings in COMPILERS if re.search(pattern, stack.lower()))
+    settings = next(known, CompilerSettings())
+    said = re.search(r"all_reduce_threshold set to (\d+) MiB", notes)
+    return settings if said is None else replace(settings, combined_bytes=int(said[1]) * 2.0**20)
 
 
 def with_kernel(habits: Habits, kernel: str) -> Habits:

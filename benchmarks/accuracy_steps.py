@@ -4,12 +4,13 @@
 
 A row with one kind of replicas, perhaps tensor parallelism and stages, is planned by its degrees (`Megatron`). Where
 the state is divided over one of several mesh axes, every parameter is pinned to where the row has it, and `Auto` finds
-the rest: within the memory of the devices where it is divided among replicas alone, for gathered parameters are not
-kept then. Where the row leaves the layouts to a search, `Auto` has the row's mesh, stages and microbatches, if the mesh
-has one axis. On two, the search of such rows has the examples along the first always (alpa-projects/alpa,
-alpa/shard_parallel/auto_sharding.py, `force_batch_dim_to_mesh_dim`), which are degrees: replicas, weights divided along
-the second axis, and the state along the first, as all of them prefer (benchmark/alpa/exp_intra_only.py). What cannot be
-written so is `Unusable`, with the reason.
+the rest within the memory of the devices, for gathered parameters and whole activations are not kept then. Where the
+row leaves the layouts to a search, `Auto` has the row's mesh, stages and microbatches, if the mesh has one axis; of
+several stages within the memory, as the search of such rows takes none that does not fit (alpa-projects/alpa,
+alpa/pipeline_parallel/stage_profiling.py, `max_n_succ_stages`). On two axes, that search has the examples along the
+first always (alpa/shard_parallel/auto_sharding.py, `force_batch_dim_to_mesh_dim`), which are degrees: replicas, weights
+divided along the second axis, and the state along the first, as all of them prefer (benchmark/alpa/exp_intra_only.py).
+What cannot be written so is `Unusable`, with the reason.
 
 ZeRO 2 over microbatches adds up whole gradients. Where the update is a program of its own, as in these rows, no
 compiler joins their sum with the division behind it: it is an all-reduce, and the parameters are gathered beside it
@@ -24,9 +25,8 @@ XLA's GPU compiler has large gradients wait for the end, where it schedules for 
 write their sum with an array that others read, but over one that no other does (tensorflow/tensorflow,
 tensorflow/compiler/xla/service/gpu/gemm_rewriter.cc: "BLAS GeMM overwrites bias matrix").
 
-Alpa has XLA make one collective of all sums of gradients, whatever their size (alpa-projects/alpa,
-alpa/shard_parallel/auto_sharding.py, `all_reduce_threshold`), and takes 0.9 of a device's memory
-(alpa/global_env.py, `xla_client_mem_fraction`).
+Rows whose parameters are "cast in the step" have them in 32 bits, with no copy in 16. Under ZeRO 2 these are divided
+and gathered once they are rounded: as many bytes are kept and sent as with a divided master copy beside a whole one.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ from autopar.hardware.machine import Machine, machines
 from autopar.ir.plan import Plan
 from autopar.ir.plan_sharding import PlannedCollective
 from benchmarks.accuracy_cases import Unusable
+from benchmarks.accuracy_frameworks import compiler_settings_of
 from benchmarks.accuracy_report import Predicted
 from benchmarks.accuracy_rows import Row
 from benchmarks.models.alpa_gpt import GPTSize, alpa_gpt
 from benchmarks.models.alpa_moe import MoESize, alpa_moe
 from benchmarks.models.model import Array
 from benchmarks.models.wide_resnet import ResNetSize, wide_resnet
-from benchmarks.models.workload import Workload
+from benchmarks.models.workload import Workload, rounded_in_step
 
 _TIME_LIMIT_S = 20.0
 _DTYPES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16, "float32": jnp.float32}
@@ -71,9 +72,6 @@ _SCHEDULES_FOR_MEMORY = 2023
 """Since then, as far as is known, compilers for GPUs have large gradients wait for the end."""
 _PRODUCTS_WRITE_SUMS = 2023
 """Since then, as far as is known, products write their sums with arrays that others read, by cuBLASLt."""
-_ALPA_COMBINES_BYTES = 2.0**60
-_ALPA_TAKES = 0.9
-"""Of a device's memory."""
 _PRESENT = 9999
 _SAME_SIZE = 0.05
 
@@ -84,6 +82,8 @@ class Model:
 
     size: GPTSize | MoESize | ResNetSize
     dtype: str
+    rounded_in_step: bool
+    """Parameters have 32 bits and no copy in 16: the step begins by rounding them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +169,12 @@ def step_case_of(row: Row) -> StepCase:
 def _machine(row: Row) -> Machine:
     """Return the machine of a row, whose compiler is that of the row's software."""
     machine, year = Machine.named(row["machine"]), _year(row["stack"])
-    if "alpa" in row["stack"].lower():
-        memory_bytes = _ALPA_TAKES * machine.memory_bytes
-        machine = replace(machine, combined_bytes=_ALPA_COMBINES_BYTES, memory_bytes=memory_bytes)
+    settings = compiler_settings_of(row["stack"], row["notes"])
+    combined_bytes = machine.combined_bytes if settings.combined_bytes is None else settings.combined_bytes
     return replace(
         machine,
+        combined_bytes=combined_bytes,
+        memory_bytes=settings.memory_share * machine.memory_bytes,
         schedules_for_memory=machine.schedules_for_memory and year >= _SCHEDULES_FOR_MEMORY,
         product_sums=machine.product_sums and year >= _PRODUCTS_WRITE_SUMS,
     )
@@ -228,11 +229,12 @@ def workload_of(model: Model) -> Workload:
     dtype = _DTYPES[model.dtype]
     match model.size:
         case GPTSize():
-            return alpa_gpt("gpt", model.size, dtype)
+            workload = alpa_gpt("gpt", model.size, dtype)
         case MoESize():
-            return alpa_moe("moe", model.size, dtype)
+            workload = alpa_moe("moe", model.size, dtype)
         case ResNetSize():
-            return wide_resnet("wresnet", model.size, dtype)
+            workload = wide_resnet("wresnet", model.size, dtype)
+    return rounded_in_step(workload) if model.rounded_in_step else workload
 
 
 def _model(row: Row) -> Model:
@@ -242,7 +244,11 @@ def _model(row: Row) -> Model:
     found = re.search(r"compute (\w+)", row["dtype"])
     if found is None or found[1] not in _DTYPES:
         raise Unusable(f"computes in {row['dtype']!r}; there are {', '.join(_DTYPES)}")
-    return Model(size=make(row, _recomputed(row)), dtype=found[1])
+    return Model(
+        size=make(row, _recomputed(row)),
+        dtype=found[1],
+        rounded_in_step="in the step" in row["dtype"] and row["zero"] != "2",
+    )
 
 
 def _recomputed(row: Row) -> bool:
@@ -349,7 +355,7 @@ def method_of(workload: Workload, degrees: Degrees) -> Megatron | Auto:
         )
     pins = {} if degrees.searched else _pins(workload)
     names = ("data", "fsdp", "tensor") if not degrees.searched else None
-    limited = not degrees.searched and degrees.tensor == 1
+    limited = not degrees.searched or degrees.pipeline > 1
     return Auto(
         num_stages=degrees.pipeline,
         mesh_shape=degrees.mesh,

@@ -2,6 +2,8 @@
 
     params (16 bits)  --loss, gradients-->  gradients (16 bits)  --optimizer in 32 bits-->  master  --rounded-->  params
 
+or, `rounded_in_step`, with parameters of 32 bits that the loss rounds before it uses them.
+
 Nothing is allocated until `create_state` is called: `abstract_state` and `abstract_batch` are shapes, from which a step
 of any size is traced and planned. Models in 32 bits have no master copy.
 """
@@ -9,7 +11,7 @@ of any size is traced and planned. Models in 32 bits have no master copy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -93,13 +95,26 @@ class Workload:
         weights = optax.apply_updates(weights, updates)
         if state.master is None:
             return State(weights, None, opt_state, statistics), {"loss": loss}
-        params = jax.tree.map(lambda weight, param: weight.astype(param.dtype), weights, state.params)
+        # What replaces a parameter reads it: its memory is given up to what is made of it, and not kept beside.
+        params = jax.tree.map(lambda weight, param: weight.astype(param.dtype) + 0 * param, weights, state.params)
         return State(params, weights, opt_state, statistics), {"loss": loss}
 
     @property
     def _rounds(self) -> bool:
         """True if parameters are rounded to 16 bits for the model."""
         return any(jnp.dtype(array.dtype).itemsize == 2 for array in jax.tree.leaves(self.params))
+
+
+def rounded_in_step(workload: Workload) -> Workload:
+    """Return the same step without a master copy: its parameters have 32 bits, and the loss begins by rounding them."""
+    dtypes = jax.tree.map(lambda array: array.dtype, workload.params)
+
+    def loss(params: Tree, statistics: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+        rounded = jax.tree.map(lambda param, dtype: param.astype(dtype), params, dtypes)
+        return workload.loss(rounded, statistics, batch)
+
+    params = jax.tree.map(lambda array: replace(array, dtype=jnp.float32), workload.params)
+    return replace(workload, params=params, loss=loss)
 
 
 def adamw() -> optax.GradientTransformation:

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -86,7 +87,7 @@ def test_replicas_that_divide_the_state_are_those_of_zero_3():
 def test_a_state_divided_over_one_of_several_axes_is_pinned():
     found = method(devices="8", data="2", fsdp="2", tensor="2", zero="3")
     assert isinstance(found, Auto) and (found.mesh_shape, found.axis_names) == ((2, 2, 2), ("data", "fsdp", "tensor"))
-    assert PartitionSpec("fsdp", "tensor") in found.pins.values() and found.memory == "off"
+    assert PartitionSpec("fsdp", "tensor") in found.pins.values() and found.memory == "adaptive"
 
 
 def test_parameters_divided_among_replicas_alone_are_gathered_within_the_memory():
@@ -96,7 +97,24 @@ def test_parameters_divided_among_replicas_alone_are_gathered_within_the_memory(
 
 def test_what_was_searched_is_searched_on_the_mesh_of_the_row():
     found = method(devices="8", data="", tensor="", complete="search", notes="auto_sharding, mesh 1x8")
-    assert isinstance(found, Auto) and (found.mesh_shape, found.num_stages) == ((1, 8), 1)
+    assert isinstance(found, Auto) and (found.mesh_shape, found.num_stages, found.memory) == ((1, 8), 1, "off")
+
+
+def test_stages_that_were_searched_fit():
+    found = method(devices="8", data="4", tensor="", pipeline="2", complete="search", notes="0-3 on 4x1, 4-7 on 4x1")
+    assert isinstance(found, Auto) and (found.mesh_shape, found.num_stages, found.memory) == ((4, 1), 2, "adaptive")
+
+
+def test_parameters_that_a_step_rounds_have_no_master_copy():
+    cells = {"data": "1", "devices": "1", "dtype": "compute float16, adamw (parameters cast to float16 in the step)"}
+    rounded, copied = (workload_of(case(**cells, **more).model) for more in ({}, {"zero": "2"}))
+    assert rounded.abstract_state.master is None and copied.abstract_state.master is not None
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(rounded.abstract_state.params)} == {"float32"}
+    state = rounded.create_state()
+    master = copied.create_state()._replace(master=state.params)
+    batch = rounded.create_batch()
+    (after, _), (after_copy, _) = rounded.step(state, batch), copied.step(master, batch)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), after.params, after_copy.master)
 
 
 def test_searches_on_two_axes_have_the_examples_along_the_first():
@@ -133,6 +151,8 @@ def test_rows_are_predicted_by_the_rules_of_the_compiler_that_was_measured():
     assert (before.product_sums, since.product_sums) == (False, True)
     alpa = case(**cells, stack="Alpa with its own XLA fork, 2021-12").machine
     assert (alpa.combined_bytes, alpa.memory_bytes) == (2**60, 0.9 * since.memory_bytes)
+    said = case(**cells, stack="Alpa of 2021-12", notes="all_reduce_threshold set to 1 MiB").machine
+    assert said.combined_bytes == 2**20
     assert since == case(**cells, stack="").machine == Machine.named("p3.16xlarge")
     assert not case(machine="tpu-v5p", stack="XLA of 2023-12").machine.schedules_for_memory
 
