@@ -14,6 +14,7 @@ with exposed transfers the wait for what is made already, and idle the wait for 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine
 from autopar.ir.clocks import Hosts
 from autopar.ir.memory_part import Category, MemoryPart, joined_parts
-from autopar.ir.plan import Plan
+from autopar.ir.plan import MeshPlan, Plan
 from autopar.ir.plan_sharding import TaskTimes
 from autopar.ir.program import Copy, Executable, Program, Run, Task
 from autopar.plain_text import WIDTH, as_text, microbatches_in_words
@@ -303,10 +304,7 @@ def simulate_plan(
     )
     meshes = _mesh_reports(program, timeline, _Namer(program, inputs, temporary_parts), machines)
     all_on_host_bytes, host_memory_bytes = _fullest_host(meshes, cluster)
-    peaks = [
-        (len(mesh.devices), machine.peak_flops[machine.computed_in(dtype)])
-        for mesh, machine in zip(plan.meshes, machines, strict=True)
-    ]
+    peaks = [(len(mesh.devices), _peak_flops(plan, cluster, mesh, dtype)) for mesh in plan.meshes]
     return SimulationReport(
         plan=_plan_words(plan),
         cluster=_cluster_words(plan, cluster),
@@ -323,6 +321,14 @@ def simulate_plan(
         all_on_host_bytes=all_on_host_bytes,
         host_memory_bytes=host_memory_bytes,
     )
+
+
+def _peak_flops(plan: Plan, cluster: Cluster, mesh: MeshPlan, dtype: str) -> float:
+    """Return the FLOP/s on paper of a device of a mesh with all devices of the plan there at work."""
+    group = cluster.group_of(mesh.devices)
+    there = (each.devices for each in plan.meshes if cluster.group_of(each.devices) == group)
+    machine = cluster.machine_of(itertools.chain.from_iterable(there))
+    return machine.peak_flops[machine.computed_in(dtype)]
 
 
 def check_hosts(report: SimulationReport, name: str) -> None:

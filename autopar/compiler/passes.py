@@ -119,7 +119,7 @@ def _plan_of_method(
                 trace,
                 method,
                 num_devices=cluster.num_devices,
-                machine=cluster.machine,
+                machine=cluster.machine_of(range(cluster.num_devices)),
                 checked=checked,
                 cache_directory=cache_directory,
             )

@@ -27,7 +27,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Link, Machine
 from autopar.hardware.measure import Effort, Measurement, Series, series_of
 
-_OF_ONE_HOST = {"product", "memory", "dispatch"}
+_OF_ONE_HOST = {"product", "memory", "at once", "dispatch"}
 """Figures that are measured without any exchange between devices."""
 _NOT_MEASURED = (
     "inter", "domain", "overlap", "product_workspace_bytes", "in_step_share", "convolution_share", "batched_share",
@@ -85,6 +85,7 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
     rates = fit_rates(measured)
     exchanged = [each for each in measured if each.what not in _OF_ONE_HOST]
     starts_s = [each.seconds for each in measured if each.what == "dispatch"]
+    concurrent = fit_concurrent_devices(measured)
     base = Machine.named("cpu") if known is None else known
     intra = fit_link(exchanged) if exchanged else base.intra
     peaks, shares = _peaks(base if known is not None and kind != "cpu" else None, rates.matmul_flops)
@@ -119,9 +120,11 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
         dispatch_s=statistics.median(starts_s) if starts_s else base.dispatch_s,
         host_bandwidth=base.host_bandwidth,
         host_memory_bytes=base.host_memory_bytes,
+        concurrent_devices=0.0 if concurrent is None else concurrent,
         sources={
             **dict.fromkeys(("memory_bandwidth", "matmul_share", "matmul_half_flops", "kernel_s"), here),
             "dispatch_s": here if starts_s else not_measured,
+            "concurrent_devices": "one device shares with none" if concurrent is None else here,
             "memory_bytes": "told by the device or the operating system",
             "peak_flops": not_measured if peaks.keys() & base.peak_flops.keys() and kind != "cpu" else here,
             "intra": here if exchanged else not_measured,
@@ -162,7 +165,7 @@ def table_of(machine: Machine, measured: Sequence[Measurement]) -> Table:
     table.columns[0].no_wrap, table.columns[0].min_width = True, len("collective-permute")
     for column in table.columns[2:]:
         column.justify = "right"
-    for each in measured:
+    for each in (one for one in measured if one.what != "at once"):
         fitted = predicted_s(machine, each)
         error = f"{100 * (fitted / each.seconds - 1):+.0f} %"
         cells = each.what, each.dtype, str(each.group_size), _amount(each.nbytes, "B")
@@ -183,12 +186,24 @@ def summary_of(machine: Machine, measured: Sequence[Measurement]) -> Table:
         table.add_row(f"products of {dtype}", rate, _usual_error(machine, some, {"product"}))
     table.add_row("half of it at", _amount(machine.matmul_half_flops, "FLOP"), "")
     table.add_row("start of an executable", _seconds(machine.dispatch_s), "")
+    shared = f"{machine.concurrent_devices:g} of {machine.devices_per_host}" if machine.concurrent_devices else "no"
+    table.add_row("devices that take a host", shared, _usual_error_at_once(machine, measured))
     if exchanged:
         error = _usual_error(machine, measured, exchanged)
         table.add_row("link bandwidth", _amount(machine.intra.bandwidth, "B/s"), error)
         table.add_row("link latency", _seconds(machine.intra.latency_s), error)
         table.add_row("link ramp", _amount(machine.intra.ramp_bytes, "B"), error)
     return table
+
+
+def _usual_error_at_once(machine: Machine, measured: Sequence[Measurement]) -> str:
+    """Return how far devices at once are usually from what they take alone, by the share that they have then."""
+    some = [each for each in measured if each.what == "at once"]
+    if not some:
+        return ""
+    most = max(some, key=lambda each: each.group_size)
+    errors = [abs(machine.idle_share(each.group_size) * most.seconds / each.seconds - 1) for each in some]
+    return f"{100 * statistics.median(errors):.0f} %"
 
 
 def _usual_error(machine: Machine, measured: Sequence[Measurement], what: set[str]) -> str:
@@ -209,6 +224,7 @@ def _amount(number: float, unit: str) -> str:
 # --- Fit a machine's figures to measurements: the least relative errors, by the formulas of `autopar.machine` ---
 # memory     t = bytes / memory_bandwidth for what fits into no cache; kernel_s is what the least takes, from a cache
 #     products   t = kernel_s + (w + half) / rate                                   rate by type, one half for all
+#     at once    t(n of D devices) = max(n, c) / D t(D), c devices taking all of their host's compute
 #     links      t = passes (n-1) α + passes (n-1)/n (ramp / bandwidth + b / bandwidth)
 #
 # All are linear in what is sought, or in its quotients, and none of that is negative: the best of the least
@@ -259,6 +275,24 @@ def _fit_products(products: Sequence[Measurement], bandwidth: float) -> tuple[di
         for dtype, some in of_type.items()
     }
     return rates, half
+
+
+def fit_concurrent_devices(measured: Sequence[Measurement]) -> float | None:
+    """How many devices take all of their host's compute: 0 where each has its own, None where there is one device.
+
+    Work on n of D devices takes max(n, c) / D of the seconds with all of them at work; c is one of the n measured.
+    """
+    seconds = {each.group_size: each.seconds for each in measured if each.what == "at once"}
+    if len(seconds) < 2:
+        return None
+    most = max(seconds)
+
+    def error(concurrent: int) -> float:
+        shares = ((n, max(n, concurrent) / most) for n in seconds)
+        return sum(abs(math.log(share * seconds[most] / seconds[n])) for n, share in shares)
+
+    best = min(seconds, key=error)
+    return 0.0 if best == most else float(best)
 
 
 def fit_link(measured: Sequence[Measurement]) -> Link:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, combinations, groupby
@@ -149,8 +150,10 @@ class Cluster:
         return numbers[0]
 
     def machine_of(self, devices: Iterable[int]) -> Machine:
-        """Return the machine of a mesh of these devices; `InvalidArgument` as for `group_of`."""
-        return self.groups[self.group_of(devices)].machine
+        """Return the machine of a mesh of these devices while others idle; `InvalidArgument` as for `group_of`."""
+        devices = tuple(devices)
+        machine = self.groups[self.group_of(devices)].machine
+        return machine.when_busy(max(self.devices_by_host(devices).values())) if machine.concurrent_devices else machine
 
     def link_between(self, one: int, other: int) -> Link:
         """Return the link between two groups, one device's share; of one group, that between its hosts."""
@@ -169,7 +172,7 @@ class Cluster:
     def joining_link(self, source: Sequence[int], target: Sequence[int]) -> Link:
         """Return the slowest link that may join the devices of two meshes."""
         if len({self.domain_of(device) for device in (*source, *target)}) == 1:
-            return self.machine_of(source).intra
+            return self.groups[self.group_of(source)].machine.intra
         return self.link_between(self.group_of(source), self.group_of(target))
 
     def domain_of(self, device: int) -> tuple[int, int]:
@@ -180,10 +183,15 @@ class Cluster:
     def hosts_of(self, devices: Iterable[int]) -> dict[int, float]:
         """Return the hosts of a mesh of these devices, by number, each with its `Machine.dispatch_s`."""
         devices = tuple(devices)
+        return dict.fromkeys(self.devices_by_host(devices), self.groups[self.group_of(devices)].machine.dispatch_s)
+
+    def devices_by_host(self, devices: Iterable[int]) -> Counter[int]:
+        """Return how many of the devices of a mesh each of its hosts has, by the number of the host."""
+        devices = tuple(devices)
         group = self.group_of(devices)
-        machine, first = self.groups[group].machine, self.first_devices[group]
+        first, per_host = self.first_devices[group], self.groups[group].machine.devices_per_host
         before = sum(each.num_hosts for each in self.groups[:group])
-        return {before + (device - first) // machine.devices_per_host: machine.dispatch_s for device in devices}
+        return Counter(before + (device - first) // per_host for device in devices)
 
     def __str__(self) -> str:
         return " + ".join(f"{group.num_devices} devices of {group.machine.name}" for group in self.groups)

@@ -25,7 +25,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -126,7 +126,7 @@ _RULES = (
     "scatters_sums",
 )
 """What is said of the compiler for a machine."""
-_MAY_BE_LEFT_OUT = ("host_memory_bytes", "combined_bytes", *_RULES[1:])
+_MAY_BE_LEFT_OUT = ("host_memory_bytes", "concurrent_devices", "combined_bytes", *_RULES[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +199,9 @@ class Machine:
     """Bytes/s between one device and pinned memory of its host, each way, all devices copying; as of PCIe 3.0 x16."""
     host_memory_bytes: float = 0.0
     """Memory of a host, which values there share with all else that it does; 0: not known."""
+    concurrent_devices: float = 0.0
+    """How many devices of a host take all of its compute, where they share it, as virtual ones share its cores: more
+    at once slow each other down, and all rates are those of all at once. 0: each device has its own."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidArgument` for figures that no machine has."""
@@ -216,6 +219,7 @@ class Machine:
             "dispatch_s",
             "host_bandwidth",
             "host_memory_bytes",
+            "concurrent_devices",
         ):
             zero = not name.startswith("memory") and name != "host_bandwidth"
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
@@ -227,6 +231,12 @@ class Machine:
                     f"The figure {name} of {self.name!r} is {getattr(self, name)!r}, it must be true or false. Correct "
                     "it."
                 )
+        if self.concurrent_devices and not 1 <= self.concurrent_devices <= self.devices_per_host:
+            raise InvalidArgument(
+                f"The figure concurrent_devices of {self.name!r} is {self.concurrent_devices!r}, and a host has "
+                f"{self.devices_per_host} devices. Give how many of them, 1 at least, take all of its compute; or 0 "
+                "where each has its own."
+            )
         self._check_types()
         for name in ("matmul_share", "overlap", "in_step_share", "convolution_share", "batched_share", "hidden_share"):
             shares = self.matmul_share.values() if name == "matmul_share" else [getattr(self, name)]
@@ -318,6 +328,27 @@ class Machine:
     def host_copy_s(self, nbytes: float) -> float:
         """Seconds of one device's bytes on the way to the memory of its host, or back."""
         return nbytes / self.host_bandwidth
+
+    def share_of_host(self, num_devices: int) -> float:
+        """The share of their host's compute that so many of its devices take while the others idle; 0: none is shared.
+
+        >>> replace(Machine.named("dgx-h100"), concurrent_devices=4).share_of_host(2)
+        0.5
+        """
+        return min(num_devices / self.concurrent_devices, 1.0) if self.concurrent_devices else 0.0
+
+    def when_busy(self, num_devices: int) -> Machine:
+        """The machine as so many devices of a host find it whose others idle: with the compute that these leave them.
+
+        What happens in the host is faster, links inside included; where devices have their own compute, nothing is.
+        """
+        share = self.idle_share(num_devices)
+        return _faster(self, 1 / share) if share < 1 else self
+
+    def idle_share(self, num_devices: int) -> float:
+        """The share of its time with all at work that work on so many devices of a host takes while others idle."""
+        taken = max(num_devices, self.concurrent_devices) / self.devices_per_host
+        return min(taken, 1.0) if self.concurrent_devices else 1.0
 
     # --- as files -------------------------------------------------------------------------------------------
 
@@ -411,6 +442,24 @@ class Machine:
             key=lambda each: (f"{each.memory_bytes / 2**30:.0f}gb" not in word, each.memory_bytes),
             default=None,
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _faster(machine: Machine, factor: float) -> Machine:
+    """Return a machine in which all that happens in a host takes so much less time."""
+    intra = replace(
+        machine.intra,
+        latency_s=machine.intra.latency_s / factor,
+        bandwidth=machine.intra.bandwidth * factor,
+        **{name: tuple((n, factor * rate) for n, rate in getattr(machine.intra, name)) for name in _BY_SIZE},
+    )
+    return replace(
+        machine,
+        memory_bandwidth=machine.memory_bandwidth * factor,
+        peak_flops={dtype: factor * peak for dtype, peak in machine.peak_flops.items()},
+        kernel_s=machine.kernel_s / factor,
+        intra=intra,
+    )
 
 
 def machines() -> tuple[str, ...]:

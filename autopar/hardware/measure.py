@@ -7,7 +7,8 @@ begin; sizes grow fourfold until one run takes `Effort.run_s`. Of three loops th
 down is something else on the machine.
 
 All devices work at once, as in a step, and so do all groups of a collective: devices that share cores, memory or links
-(the virtual ones of a CPU share everything) have less of them then than one that is alone.
+(the virtual ones of a CPU share everything) have less of them then than one that is alone. How much less is told by one
+work on few of them, and on more.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from jax.sharding import PartitionSpec as P
 _AXIS, _GROUPS = "devices", "groups"
 _REPETITIONS = 3
 _CALLS = 50
+_SMALL = 64
+"""Rows and columns of a small product."""
 # Rounds between two questions whether to go on, for which a GPU waits for its host.
 _ROUNDS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One timed operation. `what` is "product", "memory", "dispatch", "transfer" or one of `collectives.PASSES`."""
+    """One timed operation. `what` is "product", "memory", "at once", "dispatch", "transfer" or one of `PASSES`."""
 
     what: str
     dtype: str
@@ -45,6 +48,7 @@ class Measurement:
     seconds: float
     flops: float = 0.0
     group_size: int = 1
+    """Of a collective or a transfer; of "at once" the devices at work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,7 @@ def series_of(devices: Sequence[Any], effort: Effort, *, quick: bool) -> list[Se
     found.append(Series(name="starts of executables", measure=partial(_dispatches, devices)))
     if len(devices) == 1:
         return found
+    found.append(Series(name="devices at once", measure=partial(_at_once, devices)))
     found.append(Series(name="transfers", measure=partial(_transfers, devices[0], devices[-1])))
     # Two sizes of groups tell the latency of a step from that of a collective.
     sizes = (2,) if quick else [2**i for i in range(1, len(devices).bit_length())]
@@ -117,6 +122,24 @@ def _memory(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
     # The smallest says what a kernel takes to start (XLA's CPU compiler makes one kernel of a whole loop over less
     # than a kilobyte); all others are larger than caches.
     return list(_growing((2**12, *(2**25 * 2**i for i in range(8))), measured, effort))
+
+
+def _at_once(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
+    """A product with what follows it in a layer, too little to divide one device's among cores, on 1, 2, 4, ..."""
+    found: list[Measurement] = []
+    for count in sorted({2**i for i in range(len(devices).bit_length())} | {len(devices)}):
+        step = _on_each(lambda y, w: jax.nn.softmax(jnp.tanh(y @ w)), devices[:count])
+        x = _made(lambda: jnp.ones((count * _SMALL, _SMALL), jnp.float32), devices[:count])  # noqa: B023
+        measured = Measurement(
+            what="at once",
+            dtype="float32",
+            nbytes=3 * x.nbytes // count,
+            seconds=_looped_s(step, (x, x), effort),
+            flops=2.0 * _SMALL**3,
+            group_size=count,
+        )
+        found.append(measured)
+    return found
 
 
 def _dispatches(devices: Sequence[Any], _: Effort) -> list[Measurement]:

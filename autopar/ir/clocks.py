@@ -4,6 +4,8 @@ dispatch  a host starts the work of its meshes piece by piece, ahead of the devi
               host = host + dispatch_s;  ready = the latest of its hosts
 run       a mesh is busy for a duration:
               start = max(clock, ready);  clock = start + duration
+          where devices share their host's compute, so do meshes there: one takes what work that was given to others
+          before leaves of its share, and is busy until it has had as much as it needs
 send      costs the sender's devices nothing, and occupies the link to another mesh, one transfer at a time:
               made = clock of the source;  start = max(made, ready, link);  arrival = link = start + duration
 receive   a mesh waits for an arrival:
@@ -15,6 +17,8 @@ The first dispatch of a host is free: while a step runs, the host starts the nex
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,13 +34,24 @@ class Hosts:
     of_mesh: tuple[frozenset[int], ...]
     dispatch_s: Mapping[int, float]
     """By host, the seconds to start one executable, or to send or take one value."""
+    shares: tuple[Mapping[int, float], ...] = ()
+    """By mesh and host, the share of its compute that the mesh takes alone, of hosts whose devices share it."""
 
     @classmethod
     def of_devices(cls, devices: Sequence[Sequence[int]], cluster: Cluster) -> Hosts:
         """Return the hosts of meshes over these devices of a cluster, which are numbered host by host."""
         each = [cluster.hosts_of(mine) for mine in devices]
         dispatch_s = {host: seconds for hosts in each for host, seconds in hosts.items()}
-        return cls(of_mesh=tuple(map(frozenset, each)), dispatch_s=dispatch_s)
+        shares = tuple(
+            {
+                host: share
+                for host, count in cluster.devices_by_host(mine).items()
+                if (share := machine.share_of_host(count))
+            }
+            for mine in devices
+            for machine in [cluster.groups[cluster.group_of(mine)].machine]
+        )
+        return cls(of_mesh=tuple(map(frozenset, each)), dispatch_s=dispatch_s, shares=shares if any(shares) else ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +76,18 @@ class Clocks:
         self._link_s: defaultdict[Hashable, float] = defaultdict(float)
         self._hosts = hosts
         self._host_s: dict[int, float] = {}
+        shares = hosts.shares if hosts is not None else ()
+        self._compute = {host: SharedCompute() for each in shares for host in each}
 
     def run(self, mesh: int, duration_s: float) -> tuple[float, float]:
-        """Return when work of a mesh starts and stops."""
+        """Return when work of a mesh that takes so long alone starts and stops."""
         start_s = max(self.mesh_s[mesh], self._dispatch([mesh], 1))
-        self.mesh_s[mesh] = start_s + duration_s
-        return start_s, self.mesh_s[mesh]
+        stop_s = start_s + duration_s
+        if self._hosts is not None and self._compute:
+            needs = [(self._compute[host], share) for host, share in self._hosts.shares[mesh].items()]
+            start_s, stop_s = take_compute(needs, start_s, duration_s)
+        self.mesh_s[mesh] = stop_s
+        return start_s, stop_s
 
     def send(self, source: int, to: int, duration_s: float, num_values: int = 1) -> Delivery:
         """Return when values that a mesh has made by now reach another one."""
@@ -100,3 +121,59 @@ class Clocks:
             dispatch_s = self._hosts.dispatch_s[host]
             self._host_s[host] = self._host_s.get(host, -dispatch_s) + count * dispatch_s
         return max(self._host_s[host] for host in hosts)
+
+
+_NONE_LEFT = 1e-9
+"""Of a host's compute: less than that is what rounding leaves."""
+
+
+class SharedCompute:
+    """The share of one host's compute that is taken, from each of some times to the next, and none after the last."""
+
+    def __init__(self) -> None:
+        self.times_s = [0.0]
+        self.taken = [0.0]
+
+    def at(self, time_s: float) -> tuple[float, float]:
+        """Return the share that is free at a time, and until when."""
+        place = bisect.bisect_right(self.times_s, time_s) - 1
+        until_s = self.times_s[place + 1] if place + 1 < len(self.times_s) else math.inf
+        return 1.0 - self.taken[place], until_s
+
+    def take(self, start_s: float, stop_s: float, share: float) -> None:
+        """Take a share from one time to another, throughout which it is free."""
+        first, behind = self._split(start_s), self._split(stop_s)
+        for place in range(first, behind):
+            self.taken[place] += share
+
+    def _split(self, time_s: float) -> int:
+        """Return the place of a time, which is made one of those listed."""
+        place = bisect.bisect_left(self.times_s, time_s)
+        if place == len(self.times_s) or self.times_s[place] != time_s:
+            self.times_s.insert(place, time_s)
+            self.taken.insert(place, self.taken[place - 1])
+        return place
+
+
+def take_compute(
+    needs: Sequence[tuple[SharedCompute, float]], start_s: float, duration_s: float
+) -> tuple[float, float]:
+    """Return when work that takes so long with all the shares that it needs starts and stops, and take them.
+
+    It goes on with as much of each as is free, at the pace of the scarcest.
+    """
+    now_s, left_s, first_s = start_s, duration_s, math.inf
+    while left_s > 0 and needs:
+        free = [(compute.at(now_s), share) for compute, share in needs]
+        until_s = min(until_s for (_, until_s), _ in free)
+        pace = min(1.0, *(left / share for (left, _), share in free))
+        if pace > _NONE_LEFT:
+            first_s = min(first_s, now_s)
+            stop_s = min(until_s, now_s + left_s / pace)
+            left_s = 0.0 if stop_s < until_s else left_s - pace * (stop_s - now_s)
+            for compute, share in needs:
+                compute.take(now_s, stop_s, pace * share)
+            now_s = stop_s
+        else:
+            now_s = until_s
+    return (first_s, now_s) if first_s <= now_s else (start_s, start_s + left_s)

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from autopar.__main__ import main
 from autopar.hardware.calibrate import (
+    fit_concurrent_devices,
     fit_link,
     fit_machine,
     fit_rates,
@@ -67,6 +68,30 @@ def test_the_rates_that_times_were_made_of_are_found_again(name):
     for dtype, rate in found.matmul_flops.items():
         assert rate == pytest.approx(machine.matmul_flops(dtype), rel=0.02)
     assert found.matmul_half_flops == pytest.approx(machine.matmul_half_flops, rel=0.2)
+
+
+def at_once(seconds: dict[int, float]) -> list[Measurement]:
+    """Return the times of one work on so many devices at once."""
+    return [
+        Measurement(what="at once", dtype="float32", nbytes=1.0, seconds=each, group_size=n)
+        for n, each in seconds.items()
+    ]
+
+
+@pytest.mark.parametrize("concurrent", [1, 2, 4, 8])
+def test_how_many_devices_share_a_host_is_found_again(concurrent):
+    draw = np.random.default_rng(concurrent)
+    shared = replace(Machine.named("dgx-h100"), concurrent_devices=concurrent)
+    times = {n: shared.idle_share(n) * draw.uniform(0.9, 1.1) for n in (1, 2, 4, 8)}
+    assert fit_concurrent_devices(at_once(times)) == (concurrent if concurrent < 8 else 0)
+    machine = replace(shared, concurrent_devices=concurrent % 8)
+    written = io.StringIO()
+    Console(width=120, file=written).print(summary_of(machine, [*work(machine), *at_once(times)]))
+    assert ("no" if concurrent == 8 else f"{concurrent} of 8") in written.getvalue()
+
+
+def test_of_one_device_nothing_is_said_to_be_shared():
+    assert fit_concurrent_devices(at_once({1: 1.0})) is None
 
 
 def test_times_that_vary_by_a_fifth_give_figures_that_are_right_on_average():
@@ -127,6 +152,7 @@ def test_the_devices_that_are_here_become_a_file(tmp_path, capsys):
     assert {"float32", "bfloat16"} <= set(machine.peak_flops)
     assert set(machine.matmul_share.values()) == {1.0}
     assert machine.sources["intra"].startswith(f"measured on {len(jax.devices())} x cpu")
+    assert 0 <= machine.concurrent_devices < 8 and machine.sources["concurrent_devices"].startswith("measured on")
     assert 1e-6 < machine.dispatch_s < 0.1 and machine.sources["dispatch_s"].startswith("measured on")
     assert json.loads(path.read_text())["name"] == "measured-cpu"
     told = capsys.readouterr()

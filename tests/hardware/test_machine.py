@@ -124,6 +124,20 @@ def test_types_that_a_machine_has_no_unit_for_are_computed_in_others(machine, dt
     assert Machine.named(machine).computed_in(dtype) == expected
 
 
+def test_devices_that_share_their_host_are_faster_where_others_idle():
+    shared = replace(ONE, concurrent_devices=2)
+    assert shared.when_busy(8) == shared and ONE.when_busy(1) is ONE
+    for devices, factor in ((4, 2), (2, 4), (1, 4)):
+        found = shared.when_busy(devices)
+        assert found.matmul_s(1e12, 1e6, "float32") == pytest.approx(shared.matmul_s(1e12, 1e6, "float32") / factor)
+        assert found.memory_s(1e9) == pytest.approx(shared.memory_s(1e9) / factor)
+        ring = found.collective_s("all-reduce", 64e6, devices)
+        assert ring == pytest.approx(shared.collective_s("all-reduce", 64e6, devices) / factor)
+        assert (found.name, found.memory_bytes, found.inter) == (shared.name, shared.memory_bytes, shared.inter)
+    assert [shared.share_of_host(devices) for devices in (1, 2, 8)] == [0.5, 1.0, 1.0]
+    assert ONE.share_of_host(8) == 0.0
+
+
 # --- which values and files are refused -------------------------------------------------------------------------
 
 
@@ -137,6 +151,13 @@ def test_types_that_a_machine_has_no_unit_for_are_computed_in_others(machine, dt
         ({"matmul_half_flops": math.inf}, "matmul_half_flops of 'one' is inf"),
         ({"overlap": 1.5}, "overlap of 'one' is 1.5, a share is at most 1"),
         ({"devices_per_host": 0}, "devices_per_host of 'one' is 0"),
+        ({"concurrent_devices": -1}, "concurrent_devices of 'one' is -1; it must be finite and not negative"),
+        (
+            {"concurrent_devices": 9},
+            "concurrent_devices of 'one' is 9, and a host has 8 devices. Give how many of them",
+        ),
+        ({"concurrent_devices": 0.5}, "concurrent_devices of 'one' is 0.5, and a host has 8 devices"),
+        ({"concurrent_devices": "two"}, "concurrent_devices of 'one' is 'two'"),
         ({"domain": 8.5}, "domain of 'one' is 8.5"),
         ({"peak_flops": {"float32": 0.0}}, r"peak_flops\['float32'\] of 'one' is 0.0"),
         ({"peak_flops": {"float32": 1e12, "half": 1e12}}, "peak_flops of 'one' is 'half'. Choose one of .*'float16'"),

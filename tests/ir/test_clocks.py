@@ -1,7 +1,13 @@
 """Hosts start work piece by piece, ahead of the devices: what is short waits for its start, what is long never does."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.machine import Machine
 from autopar.ir.clocks import Clocks, Hosts
 
 ONE_HOST = Hosts(of_mesh=(frozenset({0}), frozenset({0})), dispatch_s={0: 1.0, 1: 1.0})
@@ -56,3 +62,58 @@ def test_a_copy_waits_for_its_start():
 def test_without_hosts_nothing_takes_time_to_be_started():
     clocks = Clocks(1)
     assert [clocks.run(0, 1.0)[1] for _ in range(3)] == [1.0, 2.0, 3.0]
+
+
+# --- hosts whose devices share their compute ---------------------------------------------------------------------
+
+
+def sharing(*devices: int, concurrent: float = 2.0, num_hosts: int = 1) -> Hosts:
+    """Return the hosts of meshes of so many devices each, one after another, of eight to a host."""
+    machine = replace(Machine.named("dgx-h100"), concurrent_devices=concurrent, dispatch_s=0.0)
+    firsts = [sum(devices[:n]) for n in range(len(devices))]
+    meshes = [range(first, first + size) for first, size in zip(firsts, devices, strict=True)]
+    return Hosts.of_devices(meshes, Cluster.of_hosts(machine, num_hosts))
+
+
+def test_only_devices_that_share_their_host_have_shares():
+    assert sharing(4, 4, concurrent=0).shares == ()
+    assert sharing(4, 2, 1, 1).shares == ({0: 1.0}, {0: 1.0}, {0: 0.5}, {0: 0.5})
+    assert sharing(16, num_hosts=2).shares == ({0: 1.0, 1: 1.0},)
+
+
+def test_meshes_that_take_a_whole_host_take_turns_and_smaller_ones_run_at_once():
+    clocks = Clocks(2, sharing(4, 4))
+    assert [clocks.run(0, 2.0), clocks.run(1, 3.0), clocks.run(0, 1.0)] == [(0.0, 2.0), (2.0, 5.0), (5.0, 6.0)]
+    clocks = Clocks(3, sharing(1, 1, 4))
+    assert [clocks.run(0, 2.0), clocks.run(1, 3.0)] == [(0.0, 2.0), (0.0, 3.0)]
+    # Half of the host is free from the second second on, all of it from the third.
+    assert clocks.run(2, 1.0) == (2.0, 3.5)
+
+
+def test_work_fills_what_is_left_before_work_that_was_given_earlier():
+    clocks = Clocks(2, sharing(4, 4))
+    late = clocks.send(0, 1, 5.0)
+    clocks.receive(1, late)
+    assert clocks.run(1, 2.0) == (5.0, 7.0)
+    assert clocks.run(0, 6.0) == (0.0, 8.0)
+
+
+def test_a_mesh_over_hosts_goes_at_the_pace_of_the_busiest():
+    clocks = Clocks(3, sharing(4, 4, 8, num_hosts=2))
+    clocks.run(0, 3.0)
+    assert clocks.run(2, 1.0) == (0.0, 1.0)
+    clocks = Clocks(2, replace(sharing(8, 8, num_hosts=2), shares=({0: 1.0}, {0: 1.0, 1: 1.0})))
+    clocks.run(0, 3.0)
+    assert clocks.run(1, 1.0) == (3.0, 4.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(0.01, 5.0)), min_size=1, max_size=30))
+def test_no_work_is_lost_and_none_takes_less_than_alone(tasks):
+    """The host is busy at least as long as all work needs of it, and never longer than if all took turns."""
+    hosts = sharing(4, 2, 1, concurrent=4.0)
+    clocks, share = Clocks(3, hosts), [hosts.shares[mesh][0] for mesh in range(3)]
+    for mesh, duration_s in tasks:
+        start_s, stop_s = clocks.run(mesh, duration_s)
+        assert stop_s - start_s >= duration_s * (1 - 1e-9)
+    least_s = sum(share[mesh] * duration_s for mesh, duration_s in tasks)
+    assert least_s * (1 - 1e-9) <= max(clocks.mesh_s) <= sum(duration_s for _, duration_s in tasks) * (1 + 1e-9)

@@ -413,7 +413,7 @@ def _sizes(
     few, most = num_stages[0], min(num_stages[1], num_layers)
     every = problem.clusters
     equal = [(number, every, (few, most)) for number in _equal_counts(problem, num_layers, few, most)]
-    if problem.num_stages is not None or few > most:
+    if problem.num_stages is not None or few > most or (problem.takes_all_devices and not problem.named_stages):
         yield from equal
         return
     yield None, every, (few, most)

@@ -288,7 +288,7 @@ class _Search:
                 problem.trace,
                 method,
                 num_devices=region.num_devices,
-                machine=problem.hardware.groups[region.group].machine,
+                machine=problem.machine_on(region.num_devices, region.group),
                 checked=problem.checked,
                 below_s=self.best_s,
                 cache_directory=problem.cache_directory,

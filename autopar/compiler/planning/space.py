@@ -164,7 +164,8 @@ class Space:
             return
         if self.is_large and (problem.num_stages is None or method.num_microbatches is None):
             return  # as a stage: the whole step in one program takes too long to be planned within memory
-        sizes = self.sizes() if method.num_stages is None and method.mesh_shape is None else [every]
+        given = method.num_stages is not None or method.mesh_shape is not None
+        sizes = [every] if given or problem.takes_all_devices else self.sizes()
         for num_devices in reversed(sizes):
             # On few devices, the state alone may be too much; on all of them, the search says what is missing.
             if num_devices == every or self.state_bytes <= num_devices * problem.memory_bytes:

@@ -93,8 +93,21 @@ class StageProblem:
         return self.hardware.machine
 
     def machine_of(self, submesh: Submesh) -> Machine:
-        """Return the machine of a submesh's devices."""
-        return self.hardware.groups[submesh.group].machine
+        """Return the machine of a submesh's devices while others idle."""
+        return self.machine_on(submesh.num_devices, submesh.group)
+
+    def machine_on(self, num_devices: int, group: int) -> Machine:
+        """Return the machine of so many devices of a group, of as few hosts as can be, while others idle."""
+        machine = self.hardware.groups[group].machine
+        return machine.when_busy(min(num_devices, machine.devices_per_host))
+
+    @property
+    def takes_all_devices(self) -> bool:
+        """True if devices share their host's compute, so that those that a plan leaves out would only slow it down.
+
+        Nor is there anything to be gained by stages on more devices than others: what one leaves, the others have.
+        """
+        return any(group.machine.concurrent_devices for group in self.hardware.groups) and not self.hardware.is_mixed
 
     @property
     def given_schedule(self) -> Schedule | None:

@@ -90,11 +90,19 @@ class StepBounds:
     num_devices: int
     num_hosts: int
     dispatch_s: float
+    sharing: tuple[tuple[float, int], ...] = ()
+    """Of hosts whose devices share their compute: how many take all of it, and how many there are. All work is what it
+    takes with all of them at work."""
+
+    def idle_share(self, num_devices: int) -> float:
+        """Return the share of its time that work on so many devices takes at least while all others idle."""
+        return min([1.0, *(max(num_devices, most) / max(there, most) for most, there in self.sharing)])
 
     def one_program_s(self, num_devices: int, num_microbatches: int) -> float:
         """Return the least seconds of one program on so many devices."""
         repeated_s = (num_microbatches - 1) * self.per_batch.fixed_s
-        return self.per_batch.on(num_devices) + repeated_s + self.per_step.on(num_devices)
+        each_s = self.per_batch.on(num_devices) + repeated_s + self.per_step.on(num_devices)
+        return self.idle_share(num_devices) * each_s
 
     def lanes_s(self, num_microbatches: int) -> float:
         """Return the least seconds of lanes, one on every machine, that end their microbatches together."""
@@ -131,8 +139,9 @@ class StepBounds:
         micro_s = Work(fixed_s=self.per_batch.fixed_s, divisible_s=self.per_batch.divisible_s / num_microbatches).on(
             largest
         )
-        chain_s = micro_s / (1 - (1 - 1 / num_microbatches) ** num_stages)
+        chain_s = self.idle_share(min(sizes)) * micro_s / (1 - (1 - 1 / num_microbatches) ** num_stages)
         by_stage_s = (num_microbatches * micro_s + self.per_step.on(largest)) / num_stages
+        by_stage_s *= self.idle_share(min(sizes))
         started = 2 * num_stages * num_microbatches + 2 * (num_stages - 1) * num_microbatches + num_stages
         starting_s = self.dispatch_s * (math.ceil(started / min(num_stages, self.num_hosts)) - 1)
         return max(chain_s, by_stage_s, self.divided_s(num_microbatches), starting_s)
@@ -140,7 +149,9 @@ class StepBounds:
 
 def step_bounds(trace: Trace, cluster: Cluster, *, batch_statistics: str, random: str) -> StepBounds:
     """Return the bounds of a step on the devices of a cluster; of several machines, any may have any part."""
-    machines = [group.machine for group in cluster.groups]
+    machines = [
+        group.machine.when_busy(min(group.num_devices, group.machine.devices_per_host)) for group in cluster.groups
+    ]
     prepared = prepare(
         trace, num_layers=1, num_microbatches=1, loop_pieces=1, batch_statistics=batch_statistics, random=random
     )
@@ -168,6 +179,11 @@ def step_bounds(trace: Trace, cluster: Cluster, *, batch_statistics: str, random
         num_devices=cluster.num_devices,
         num_hosts=cluster.num_hosts,
         dispatch_s=min(machine.dispatch_s for machine in machines),
+        sharing=tuple(
+            (machine.concurrent_devices, min(group.num_devices, machine.devices_per_host))
+            for machine, group in zip(machines, cluster.groups, strict=True)
+            if machine.concurrent_devices
+        ),
     )
 
 

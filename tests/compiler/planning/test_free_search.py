@@ -156,6 +156,38 @@ def test_bounds_are_below_what_is_simulated_and_grow_with_stages_and_microbatche
     assert bounds.stages_s(1, 9, 9, sizes) == float("inf")
 
 
+@pytest.mark.parametrize("concurrent", [1, 2, 6, 8])
+def test_bounds_are_below_what_is_simulated_where_devices_share_their_host(concurrent):
+    """Stages that idle leave their compute to others, so that no time is lost to a pipeline's bubble."""
+    machine = autopar.Cluster.parse("1x dgx-h100").machine
+    machine = dataclasses.replace(machine, concurrent_devices=concurrent, dispatch_s=0.0)
+    cluster = autopar.Cluster.of_hosts(machine, 1)
+    traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(64, 32))
+    bounds = step_bounds(traced.trace, cluster, batch_statistics="exact", random="full_batch")
+    for count in (1, 2, 4):
+        for stages in (2, 4):
+            method = autopar.PipelineParallel(num_stages=stages, num_microbatches=count)
+            simulated_s = traced.plan(method).simulate(cluster).step_time_s
+            assert bounds.stages_s(count, stages, stages, [8 // stages]) <= simulated_s
+    for devices in (1, 2, 4):
+        alone = autopar.parallelize(train_step, method=autopar.DataParallel(), cluster=cluster.with_devices(devices))
+        simulated_s = alone.trace(*arguments(64, 32)).plan().simulate().step_time_s
+        assert bounds.one_program_s(devices, 1) <= simulated_s * (1 + 1e-9)
+
+
+def test_a_search_takes_all_devices_that_share_their_host():
+    sizes, cluster = CASES["a small model"]
+    machine = dataclasses.replace(cluster.machine, concurrent_devices=1)
+    shared = autopar.Cluster(num_devices=cluster.num_devices, machine=machine)
+    traced = autopar.parallelize(train_step, cluster=shared).trace(*arguments(*sizes))
+    plan = traced.plan(autopar.Auto()).plan
+    assert plan.num_devices == shared.num_devices and plan.certificate is not None
+    assert len({len(mesh.devices) for mesh in plan.meshes}) == 1
+    for stages in (1, 2):
+        found_s = traced.plan(autopar.Auto(num_stages=stages)).simulate().step_time_s
+        assert plan.certificate.lower_bound_s <= plan.certificate.step_time_s <= 1.001 * found_s
+
+
 def test_work_divides_but_for_what_begins_everywhere():
     assert Work(fixed_s=1.0, divisible_s=4.0).on(4) == 2.0
 

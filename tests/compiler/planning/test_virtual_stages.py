@@ -65,6 +65,32 @@ def test_a_schedule_takes_as_long_as_its_program(name, seed):
     )
 
 
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero-bubble"])
+def test_on_one_host_that_all_share_a_schedule_takes_what_its_work_takes(name, seed):
+    """Where one stage alone takes the whole host, others that idle cost nothing."""
+    draw = random.Random(seed)
+    num_meshes, count = draw.randint(2, 4), draw.randint(1, 9)
+    timing = Timing(schedule=SCHEDULES[name], num_microbatches=count)
+    stages = [VirtualStage(mesh=mesh, layers=(0, 1), share=1.0, link_s=0.0) for mesh in range(num_meshes)]
+    costs = [
+        StageCost(forward_s=draw.uniform(0.5, 2), backward_s=draw.uniform(1.5, 4), weight_s=draw.uniform(0.2, 1))
+        for _ in range(num_meshes)
+    ]
+    work_s = count * sum(cost.forward_s + cost.backward_s for cost in costs)
+    hosts = Hosts(of_mesh=(frozenset({0}),) * num_meshes, dispatch_s={0: 0.0}, shares=({0: 1.0},) * num_meshes)
+    order = schedule_tasks(name, stage_mesh=range(num_meshes), num_microbatches=count)
+    program = program_of(order, range(num_meshes), count)
+    assert simulate_schedule_s(timing, stages, costs, hosts) == pytest.approx(work_s)
+    assert simulate(program, TaskTimes(timing, stages, costs), hosts=hosts).makespan_s == pytest.approx(work_s)
+    halves = Hosts(of_mesh=hosts.of_mesh, dispatch_s=hosts.dispatch_s, shares=({0: 0.5},) * num_meshes)
+    unshared_s = simulate_schedule_s(timing, stages, costs)
+    found_s = simulate_schedule_s(timing, stages, costs, halves)
+    assert max(unshared_s, work_s / 2) <= found_s * (1 + 1e-9) and found_s <= work_s
+    if num_meshes == 2:  # half of a host for each
+        assert found_s == pytest.approx(unshared_s)
+
+
 @pytest.mark.parametrize(("name", "expected_s"), [("1f1b", 201.0), ("1f1b+1+1", 141.0), ("1f1b+2+2+0+0", 111.0)])
 def test_more_forward_tasks_ahead_hide_a_slow_link(name, expected_s):
     """Four stages of 1 forward and 2 backward, 32 microbatches; behind the second a microbatch takes 3."""
