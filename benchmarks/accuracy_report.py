@@ -4,7 +4,8 @@ error       |predicted / measured - 1|, its mean (MAPE), median and worst
 spearman    correlation of ranks, ties sharing theirs
 regret      in a cell of rows that are choices for one task (equal model, hardware, devices, batch, sequence): the
             measured time of the row predicted fastest, over the fastest measured, minus 1
-pairs       of rows of one cell whose measured times differ by more than 5 %; pairs_right: predicted in their order
+pairs       of rows of one cell whose measured times differ by more than 5 %; pairs_right: predicted in their order;
+            pairs_tied: predicted alike, as rows are whose columns are the same, which no prediction can order
 labels      out of memory or not, of the rows that say; false_feasible ran out of memory and was called feasible
 """
 
@@ -89,7 +90,7 @@ def summary(predictions: Sequence[Predicted]) -> dict[str, float | int | None]:
     timed = [each for each in predictions if each.case.measured_s is not None]
     errors = [abs(each.error) for each in timed]
     regrets = cell_regrets(timed)
-    pairs = ordered_pairs(timed)
+    pairs, ordered = clear_pairs(timed), ordered_pairs(timed)
     return {
         "rows": len(timed),
         "mape": _rounded(np.mean(errors)) if errors else None,
@@ -101,7 +102,8 @@ def summary(predictions: Sequence[Predicted]) -> dict[str, float | int | None]:
         "regret_max": _rounded(max(regrets)) if regrets else None,
         "cells": len(regrets),
         "pairs": len(pairs),
-        "pairs_right": sum(pairs),
+        "pairs_right": sum(ordered),
+        "pairs_tied": sum(fast.step_s == slow.step_s for fast, slow in pairs),
         **_labels(predictions),
         **_memory_errors(predictions),
     }
@@ -121,13 +123,21 @@ def cell_regrets(timed: Sequence[Predicted]) -> list[float]:
 
 def ordered_pairs(timed: Sequence[Predicted]) -> list[bool]:
     """Of every pair of one cell whose measured times have an order, whether it is that of the predictions."""
-    found: list[bool] = []
-    for rows in _cells(timed):
-        for one, other in combinations(rows, 2):
-            fast, slow = sorted((one, other), key=lambda each: each.case.measured_s or 0.0)
-            if (slow.case.measured_s or 0.0) > (1 + DIFFERENT) * (fast.case.measured_s or 0.0):
-                found.append(fast.step_s < slow.step_s)
-    return found
+    return [fast.step_s < slow.step_s for fast, slow in clear_pairs(timed)]
+
+
+def clear_pairs(timed: Sequence[Predicted]) -> list[tuple[Predicted, Predicted]]:
+    """Return every pair of one cell whose measured times have an order, the faster first."""
+    pairs = [
+        sorted(pair, key=lambda each: each.case.measured_s or 0.0)
+        for rows in _cells(timed)
+        for pair in combinations(rows, 2)
+    ]
+    return [
+        (fast, slow)
+        for fast, slow in pairs
+        if (slow.case.measured_s or 0.0) > (1 + DIFFERENT) * (fast.case.measured_s or 0.0)
+    ]
 
 
 def _cells(timed: Sequence[Predicted]) -> list[list[Predicted]]:

@@ -16,7 +16,7 @@ from autopar.hardware.machine import Machine
 from benchmarks.accuracy import accuracy_report
 from benchmarks.accuracy_cases import Unusable
 from benchmarks.accuracy_journal import Journal
-from benchmarks.accuracy_report import DIFFERENT, Predicted, ordered_pairs
+from benchmarks.accuracy_report import DIFFERENT, Predicted, ordered_pairs, summary
 from benchmarks.accuracy_rows import STEP_COLUMNS, STEPS, Measurements, Row, read_measurements
 from benchmarks.accuracy_steps import StepCase, method_of, predicted, step_case_of, workload_of
 from benchmarks.models.alpa_moe import MoESize
@@ -253,6 +253,8 @@ def test_pairs_are_those_of_one_group_that_clearly_differ():
     close = at(1.0 + DIFFERENT / 2, 0.1)
     rows = [at(1.0, 0.2), close, at(2.0, 0.3), at(3.0, 0.25), at(9.0, 0.0, group="other")]
     assert ordered_pairs(rows) == [True, True, True, True, False]
+    figures = summary([*rows, at(1.5, 0.2)])
+    assert (figures["pairs"], figures["pairs_right"], figures["pairs_tied"]) == (9, 7, 1)
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
