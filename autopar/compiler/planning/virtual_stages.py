@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.planning.stage_costs import RangeCosts
 from autopar.hardware.cluster import Cluster
-from autopar.ir.clocks import Clocks, Delivery, Hosts
+from autopar.ir.clocks import Hosts
+from autopar.ir.schedule import Schedule
 from autopar.ir.schedules import schedule_tasks
 from autopar.ir.task_order import linear_order, task_needed
 from autopar.ir.tasks import Task
@@ -90,27 +92,72 @@ def simulate_schedule_s(
 ) -> float:
     """Return the seconds of a step of these stages, for the costs of every mesh; its update follows its last task.
 
-    Without `hosts` nothing takes time to be started. Between stages every microbatch sends one value.
+    Without `hosts` nothing takes time to be started. Between stages every microbatch sends one value. The clocks are
+    those of `ir.clocks`, advanced by a list of events that candidates of the same order share.
     """
-    durations_s: dict[tuple[str, int], float] = {}
-    for number, stage in enumerate(stages):
+    durations_s: list[float] = []
+    for stage in stages:
         cost = costs[stage.mesh]
         split_off_s = cost.weight_s if timing.schedule.splits_weight_gradients else 0.0
-        durations_s["F", number] = stage.share * cost.forward_s
-        durations_s["B", number] = stage.share * (cost.backward_s - split_off_s)
-        durations_s["W", number] = stage.share * cost.weight_s
-    order = schedule_tasks(
-        timing.schedule, stage_mesh=[stage.mesh for stage in stages], num_microbatches=timing.num_microbatches
+        parts_s = cost.forward_s, cost.backward_s - split_off_s, cost.weight_s
+        durations_s += [stage.share * part_s for part_s in parts_s]
+    events = _events(timing.schedule, tuple(stage.mesh for stage in stages), timing.num_microbatches)
+    clocks = _HostClocks(len(costs), hosts)
+    dispatch, mesh_s = clocks.dispatch, [0.0] * len(costs)
+    link_s, arrival_s = [0.0] * len(costs) ** 2, [0.0] * len(events)
+    for number, (mesh, duration, awaited, link, cut) in enumerate(events):
+        now_s = mesh_s[mesh] if awaited < 0 else max(mesh_s[mesh], arrival_s[awaited])
+        mesh_s[mesh] = now_s = max(now_s, dispatch(mesh)) + durations_s[duration]
+        if link >= 0:
+            made_s = max(now_s, dispatch(len(costs) + link))
+            arrival_s[number] = link_s[link] = max(made_s, link_s[link]) + stages[cut].link_s
+    return max(max(now_s, dispatch(mesh)) + costs[mesh].update_s for mesh, now_s in enumerate(mesh_s))
+
+
+_Event = tuple[int, int, int, int, int]
+"""The mesh of a task, its duration, the event that it awaits, the link behind it, and the cut that this crosses; -1
+where there is none."""
+
+
+@lru_cache(maxsize=16)
+def _events(schedule: Schedule, stage_mesh: tuple[int, ...], num_microbatches: int) -> list[_Event]:
+    """Return the tasks of a step in an order in which none comes before what it awaits."""
+    order, num_stages = (
+        schedule_tasks(schedule, stage_mesh=stage_mesh, num_microbatches=num_microbatches),
+        len(stage_mesh),
     )
-    clocks = Clocks(len(costs), hosts)
-    deliveries: dict[Task, Delivery] = {}
-    for mesh, task in linear_order(order, len(stages)):
-        needed = task_needed(task, len(stages))
-        if needed is not None and stages[needed.stage].mesh != mesh:
-            clocks.receive(mesh, deliveries.pop(needed))
-        clocks.run(mesh, durations_s[task.kind, task.stage])
-        reader = {"F": task.stage + 1, "B": task.stage - 1}.get(task.kind, -1)
-        if 0 <= reader < len(stages) and stages[reader].mesh != mesh:
-            link_s = stages[min(task.stage, reader)].link_s
-            deliveries[task] = clocks.send(mesh, stages[reader].mesh, link_s)
-    return max(clocks.run(mesh, cost.update_s)[1] for mesh, cost in enumerate(costs))
+    num_meshes, made, events = max(stage_mesh) + 1, dict[Task, int](), list[_Event]()
+    for mesh, task in linear_order(order, num_stages):
+        needed = task_needed(task, num_stages)
+        awaited = -1 if needed is None or stage_mesh[needed.stage] == mesh else made[needed]
+        reader, link, cut = {"F": task.stage + 1, "B": task.stage - 1}.get(task.kind, -1), -1, -1
+        if 0 <= reader < num_stages and stage_mesh[reader] != mesh:
+            made[task], link, cut = len(events), mesh * num_meshes + stage_mesh[reader], min(task.stage, reader)
+        events.append((mesh, 3 * task.stage + "FBW".index(task.kind), awaited, link, cut))
+    return events
+
+
+class _HostClocks:
+    """When hosts have started the work of meshes and of the links between them: link a·n + b has number n + a·n + b."""
+
+    def __init__(self, num_meshes: int, hosts: Hosts | None) -> None:
+        """Hosts that start the work of the same meshes, as fast as each other, are one."""
+        of_mesh = [frozenset[int]()] * num_meshes if hosts is None else hosts.of_mesh
+        alike: dict[object, int] = {}
+        for host in sorted(frozenset[int]().union(*of_mesh)):
+            assert hosts is not None
+            mine = tuple(mesh for mesh, theirs in enumerate(of_mesh) if host in theirs)
+            alike.setdefault((mine, hosts.dispatch_s[host]), host)
+        kept = frozenset(alike.values())
+        places = [*of_mesh, *(here | there for here in of_mesh for there in of_mesh)]
+        self.starting = [sorted(kept.intersection(place)) for place in places]
+        self.dispatch_s = {host: hosts.dispatch_s[host] for host in kept} if hosts is not None else {}
+        self.host_s = {host: -seconds for host, seconds in self.dispatch_s.items()}
+
+    def dispatch(self, place: int) -> float:
+        """Return when the last host of a place has started one more piece of work there."""
+        last_s = 0.0
+        for host in self.starting[place]:
+            self.host_s[host] += self.dispatch_s[host]
+            last_s = max(last_s, self.host_s[host])
+        return last_s
