@@ -129,7 +129,7 @@ def _text_of(plan: Plan, trace: Trace, reasons: tuple[str, ...]) -> str:
         {
             "plan": plan.to_json(),
             "reasons": list(reasons),
-            "other batches": {str(rows): _at_batch(trace, rows) for rows in sorted(trace.rows_traced)},
+            "other batches": {str(rows): _at_batch(trace, rows) for rows in _other_batches(plan, trace)},
         }
     )
 
@@ -150,11 +150,17 @@ def _plan_of(text: str, trace: Trace, cluster: Cluster) -> tuple[Plan, tuple[str
 
 def _same_at_other_batches(plan: Plan, trace: Trace, kept: dict[str, str | None]) -> bool:
     """Return whether the step is what it was at the other batches that a plan's program is made of."""
-    if (plan.num_stages == 1 and plan.num_microbatches == 1) or not trace.batch_inputs:
-        return True
-    rows = trace.num_rows
-    read = {str(each) for each in (rows // plan.num_microbatches, rows // 2, 2 * rows)} & kept.keys()
+    read = {str(rows) for rows in _other_batches(plan, trace, set(map(int, kept)))}
     return all(kept[each] is not None and kept[each] == _at_batch(trace, int(each)) for each in read)
+
+
+def _other_batches(plan: Plan, trace: Trace, traced: Collection[int] | None = None) -> list[int]:
+    """Return the rows of the other batches of which a plan's program is made, of those that were `traced`."""
+    if (plan.num_stages == 1 and plan.num_microbatches == 1) or not trace.batch_inputs:
+        return []
+    rows = trace.num_rows
+    read = {rows // plan.num_microbatches, rows // 2, 2 * rows}
+    return sorted(read.intersection(trace.rows_traced if traced is None else traced))
 
 
 def _at_batch(trace: Trace, rows: int) -> str | None:
