@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from autopar.compiler.solver.constrained import NoneWithin, minimize_within_limi
 from autopar.compiler.solver.feasibility import Measured
 from autopar.compiler.solver.optimum_cache import cached
 from autopar.compiler.solver.problem import Assignment, Optimum
-from autopar.compiler.solver.solve import solve
+from autopar.compiler.solver.solve import MAX_GAP, solve
 from autopar.compiler.spmd.block_plan import BlockPlan
 from autopar.compiler.spmd.local_program import LocalBlock, local_block
 from autopar.errors import MemoryTooSmall
@@ -106,6 +106,17 @@ class Constraints:
 
 
 def plan_intra_op(
+    closed: jc.ClosedJaxpr, mesh: LogicalMesh, mesh_costs: MeshCosts, *, below_s: float = math.inf, **options: Any
+) -> IntraOpPlan:
+    """Return the best layouts of a program's values, for the `options` of `intra_op_problem`.
+
+    Raises `MemoryTooSmall` if no plan is found that fits, and `NoneBelow` as soon as it is known that none takes less
+    than `below_s`.
+    """
+    return intra_op_problem(closed, mesh, mesh_costs, **options).best(below_s)
+
+
+def intra_op_problem(
     closed: jc.ClosedJaxpr,
     mesh: LogicalMesh,
     mesh_costs: MeshCosts,
@@ -118,15 +129,13 @@ def plan_intra_op(
     memory_headroom: float = HEADROOM,
     donated: Collection[int] = (),
     time_limit_s: float = 60.0,
-    below_s: float = math.inf,
     cache_directory: Path | None = None,
-) -> IntraOpPlan:
-    """Return the best layouts of a program's values. `state_outputs` maps results to the inputs that they replace.
+) -> IntraOpProblem:
+    """Return the choice of layouts of a program's values. `state_outputs` maps results to the inputs they replace.
 
     Where the inputs have names, the layers of a program of at least `fold_from` equations are planned as one.
     `memory_budget` are bytes that a device may use, the inputs `donated` being overwritten, of which `memory_headroom`
-    (a share of the modelled peak) is kept free; raises `MemoryTooSmall` if no plan is found that fits, and `NoneBelow`
-    as soon as it is known that none takes less than `below_s`. Optima are kept in `cache_directory`, if one is given.
+    (a share of the modelled peak) is kept free. Optima are kept in `cache_directory`, if one is given.
     """
     constraints = Constraints() if constraints is None else constraints
     jaxpr, _ = jc.open_jaxpr(closed)
@@ -151,8 +160,6 @@ def plan_intra_op(
         classes=folded.classes,
         equivalent_inputs=folded.equivalent_inputs,
     )
-    problem = table.problem()
-
     workspace = mesh_costs.machine.product_workspace_bytes
     if memory_budget is not None and (1 + memory_headroom) * (_all_bytes(jaxpr) + workspace) <= memory_budget:
         memory_budget = None  # whatever the layouts are, everything at once fits
@@ -163,15 +170,42 @@ def plan_intra_op(
         donated=donated,
         headroom=memory_headroom,
     )
+    return IntraOpProblem(search=search, time_limit_s=time_limit_s, cache_directory=cache_directory)
 
-    def best() -> Optimum:
-        if memory_budget is None:
-            return solve(problem, time_limit_s=time_limit_s, below=below_s)
-        return solve_within_memory(search, time_limit_s=time_limit_s, below_s=below_s)
 
-    more = (str(memory_budget), str(memory_headroom), str(sorted(donated)), str(time_limit_s))
-    optimum = cached(problem, cache_directory, best, *more)
-    return IntraOpPlan(optimum=optimum, choices=choices, table=table, program=search.program(optimum.assignment))
+@dataclass(frozen=True, kw_only=True, eq=False)
+class IntraOpProblem:
+    """The choice of layouts of a program's values."""
+
+    search: MemorySearch
+    time_limit_s: float
+    cache_directory: Path | None
+
+    @cached_property
+    def unlimited(self) -> Optimum:
+        """The best layouts if memory had no end."""
+        return solve(self.search.table.problem(), time_limit_s=self.time_limit_s)
+
+    def best(self, below_s: float = math.inf) -> IntraOpPlan:
+        """Return the best layouts that fit; raise `MemoryTooSmall` where none do, `NoneBelow` where none are quick."""
+        search, make = self.search, partial(self._solved, below_s)
+        limited = math.isfinite(search.budget_bytes)
+        budget = str(search.budget_bytes if limited else None)
+        more = budget, str(search.headroom), str(sorted(search.donated)), str(self.time_limit_s)
+        optimum = cached(search.table.problem(), self.cache_directory, make, *more)
+        return IntraOpPlan(
+            optimum=optimum, choices=search.choices, table=search.table, program=search.program(optimum.assignment)
+        )
+
+    def _solved(self, below_s: float) -> Optimum:
+        if "unlimited" in self.__dict__ and self.unlimited.value < below_s:
+            limited = math.isfinite(self.search.budget_bytes)
+            proven = self.unlimited.gap <= MAX_GAP
+            if not limited or (proven and self.search.measure(self.unlimited.assignment).excess <= 0):
+                return self.unlimited
+        if math.isinf(self.search.budget_bytes):
+            return solve(self.search.table.problem(), time_limit_s=self.time_limit_s, below=below_s)
+        return solve_within_memory(self.search, time_limit_s=self.time_limit_s, below_s=below_s)
 
 
 def _all_bytes(jaxpr: jc.Jaxpr) -> float:

@@ -6,14 +6,14 @@ Trace, Auto | Zero | TensorParallel | ExpertParallel | ShardParallel, devices  -
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 
 from autopar.compiler.costs.mesh_costs import MeshCosts, with_links
 from autopar.compiler.frontend.trace import Trace
-from autopar.compiler.intra_op.plan_program import IntraOpPlan, plan_intra_op
+from autopar.compiler.intra_op.plan_program import IntraOpPlan, IntraOpProblem, intra_op_problem
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.lowering.sharded_step import one_jaxpr
 from autopar.compiler.memory.estimate import HEADROOM
@@ -65,31 +65,63 @@ def plan_by_search(
     Raises `InvalidArgument` for a mesh that does not fill the devices, or constraints that contradict each other,
     `MemoryTooSmall` where no plan fits, and `NoneBelow` where none takes less than `below_s`.
     """
-    offered = cache(lambda: offered_layers(trace, search_of(method).layers))  # computed when it is first asked for
+    auto = search_of(method)
+    offered = cache(lambda: offered_layers(trace, auto.layers))  # computed when it is first asked for
+    options = {"machine": machine, "checked": checked, "cache_directory": cache_directory}
+    places = [
+        _Place(begin=partial(begin_on, trace, method, mesh, allowed, **options))
+        for mesh in mesh_choices(auto, num_devices)
+        for allowed in allowed_splits(auto.kinds, mesh)
+    ]
     fitting: list[MeshSearchResult] = []
     refused: list[MemoryTooSmall | InvalidArgument] = []
     slow: list[NoneBelow] = []
-    for mesh in mesh_choices(search_of(method), num_devices):
-        for allowed in allowed_splits(search_of(method).kinds, mesh):
-            options = {"machine": machine, "checked": checked, "cache_directory": cache_directory}
-            search = partial(search_on, mesh=mesh, allowed=allowed, **options)
-            budget = memory_limit(search_of(method).memory, machine) / (1 + _headroom(method, checked))
-            try:
-                fitting.append(_search_layers(trace, method, search, offered, budget, below_s))
-                below_s = min(below_s, _step_time_s(fitting[-1]))
-            except NoneBelow as none:
-                slow.append(none)
-            except (MemoryTooSmall, InvalidArgument) as error:  # another mesh may have the axes that the user asks for
-                refused.append(error)
+    if len(places) > 1 and auto.remat is not True:
+        places = _most_promising_first(places, refused)
+    budget = memory_limit(auto.memory, machine) / (1 + _headroom(method, checked))
+    for place in places:
+        try:
+            fitting.append(_search_layers(method, place, offered, budget, below_s))
+            below_s = min(below_s, _step_time_s(fitting[-1]))
+        except NoneBelow as none:
+            slow.append(none)
+        except (MemoryTooSmall, InvalidArgument) as error:  # another mesh may have the axes that the user asks for
+            refused.append(error)
     if not fitting:
         raise min(slow, key=lambda none: none.bound) if slow else refused[-1]
     return plan_of(trace, method, min(fitting, key=_step_time_s), offered)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Place:
+    """A mesh and what its axes may split."""
+
+    begin: Callable[..., BegunSearch]
+    """With the arguments of `begin_on` that follow on these."""
+
+    @cached_property
+    def plain(self) -> BegunSearch:
+        """The search there if nothing is recomputed."""
+        return self.begin()
+
+
+def _most_promising_first(places: Sequence[_Place], refused: list[MemoryTooSmall | InvalidArgument]) -> list[_Place]:
+    """Return the places by the time that the best layouts there would take if memory had no end.
+
+    So the program of one place is measured, as long as it fits. Adds to what is `refused`.
+    """
+    times_s: dict[_Place, float] = {}
+    for place in places:
+        try:
+            times_s[place] = place.plain.problem.unlimited.value
+        except InvalidArgument as error:
+            refused.append(error)
+    return sorted(times_s, key=lambda place: times_s[place])
+
+
 def _search_layers(
-    trace: Trace,
     method: SearchMethod | ShardParallel,
-    search_on_mesh: Callable[..., MeshSearchResult],
+    place: _Place,
     offered: Callable[[], Offer],
     budget: float,
     below_s: float,
@@ -101,9 +133,9 @@ def _search_layers(
 
     def search(count: int, within: SearchMethod | ShardParallel = method) -> MeshSearchResult:
         if not count:
-            return search_on_mesh(trace, within, below_s=below_s)
+            return place.plain.found(below_s)
         recomputed = tuple(sorted(offered().layers[:count]))
-        return search_on_mesh(trace, within, recomputed_layers=recomputed, num_layers=offered().num_layers)
+        return place.begin(recomputed_layers=recomputed, num_layers=offered().num_layers, within=within).found()
 
     remat = search_of(method).remat
     if remat is True:
@@ -159,6 +191,30 @@ def search_of(method: SearchMethod | ShardParallel) -> Auto:
     return method if isinstance(method, Auto) else method.search()
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BegunSearch:
+    """A search on one mesh, of which the choice is stated and nothing is solved yet."""
+
+    closed: jc.ClosedJaxpr
+    mesh: LogicalMesh
+    mesh_costs: MeshCosts
+    problem: IntraOpProblem
+    recomputed_layers: tuple[int, ...]
+
+    def found(self, below_s: float = math.inf) -> MeshSearchResult:
+        """Return its result; raise `MemoryTooSmall` where none fits, `NoneBelow` where none takes less."""
+        intra_op = self.problem.best(below_s)
+        return MeshSearchResult(
+            closed=self.closed,
+            mesh=self.mesh,
+            mesh_costs=self.mesh_costs,
+            intra_op=intra_op,
+            block=intra_op.program.block,
+            peak_bytes=intra_op.program.memory.peak_bytes,
+            recomputed_layers=self.recomputed_layers,
+        )
+
+
 def search_on(
     trace: Trace,
     method: SearchMethod | ShardParallel,
@@ -169,12 +225,38 @@ def search_on(
     recomputed_layers: tuple[int, ...] = (),
     num_layers: int = 1,
     checked: bool = False,
-    below_s: float = math.inf,
-    cache_directory: Path | None = None,
 ) -> MeshSearchResult:
     """Search on one logical mesh, whose axes split what is `allowed`, with these of the step's layers recomputed."""
+    return begin_on(
+        trace,
+        method,
+        mesh,
+        allowed,
+        machine=machine,
+        checked=checked,
+        cache_directory=None,
+        recomputed_layers=recomputed_layers,
+        num_layers=num_layers,
+    ).found()
+
+
+def begin_on(
+    trace: Trace,
+    method: SearchMethod | ShardParallel,
+    mesh: LogicalMesh,
+    allowed: AllowedSplits | None,
+    *,
+    machine: Machine,
+    checked: bool,
+    cache_directory: Path | None,
+    recomputed_layers: tuple[int, ...] = (),
+    num_layers: int = 1,
+    within: SearchMethod | ShardParallel | None = None,
+) -> BegunSearch:
+    """Begin to search on one logical mesh; `within` says something else of memory than the method, if it is given."""
     recomputed = f", {len(recomputed_layers)} layers recomputed" if recomputed_layers else ""
     tell(f"layouts on {'x'.join(map(str, mesh.shape))}{recomputed}")
+    method = method if within is None else within
     auto = search_of(method)
     mesh = with_links(mesh, machine)
     mesh_costs = MeshCosts(machine=machine, mesh=mesh)
@@ -186,7 +268,7 @@ def search_on(
         batch_statistics=auto.batch_statistics,
         random=auto.random,
     )
-    intra_op = plan_intra_op(
+    problem = intra_op_problem(
         closed,
         mesh,
         mesh_costs,
@@ -197,17 +279,10 @@ def search_on(
         memory_headroom=_headroom(method, checked),
         donated=trace.donated_inputs,
         time_limit_s=auto.time_limit_s,
-        below_s=below_s,
         cache_directory=cache_directory,
     )
-    return MeshSearchResult(
-        closed=closed,
-        mesh=mesh,
-        mesh_costs=mesh_costs,
-        intra_op=intra_op,
-        block=intra_op.program.block,
-        peak_bytes=intra_op.program.memory.peak_bytes,
-        recomputed_layers=recomputed_layers,
+    return BegunSearch(
+        closed=closed, mesh=mesh, mesh_costs=mesh_costs, problem=problem, recomputed_layers=recomputed_layers
     )
 
 
