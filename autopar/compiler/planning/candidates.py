@@ -10,7 +10,7 @@ others are taken to need nothing but their work, as long as a partition without 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -25,7 +25,7 @@ from autopar.compiler.pipeline.prepare import waits_for_statistics
 from autopar.compiler.planning.colocated import colocated_stages
 from autopar.compiler.planning.layer_classes import Layers
 from autopar.compiler.planning.scope_demands import is_of_kind
-from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
+from autopar.compiler.planning.stage_costs import KnownLayers, OtherRows, RangeCosts, StageProblem
 from autopar.compiler.planning.virtual_stages import VirtualStage, make_virtual_stages, simulate_schedule_s
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.ir.clocks import Hosts
@@ -39,8 +39,14 @@ _WORTH_RECOMPUTING = 0.02
 """Of the step: if want of memory costs no more, no stages are looked at that are computed again."""
 _HIDDEN_ANYWAY = 0.1
 """Of a stage's time: links that take no more there and back need no forward task ahead."""
+_UNEQUAL_SHARE = 0.9
+"""Of the time of equal stages: others rarely take less, nor than if the work of the equal ones were the same."""
 _FORMULA_SHARE = 0.95
 """Of the time by a schedule's formula: unequal stages rarely take less when they are simulated."""
+
+
+WHOLE_SHARE = 0.85
+"""Of the time of stages by their layers, what they take at least as a whole: small layers gain the most."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -147,18 +153,20 @@ def _gain_from_splitting(stages: Sequence[Stage]) -> float:
 
 
 def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: int, like: int) -> dict[int, float]:
-    """Return the seconds of a step by the number of equal stages, by the layers of another number of microbatches.
+    """Return the seconds of a step by about so many stages, by the layers of another number of microbatches.
 
-    That takes much less work than a search. Infinity where these do not fit by these layers. On several machines the
-    stages are those of one search, as these are not equal, whatever their number.
+    That takes much less work than a search: these of equal stages tell, and how unequal their work is. Infinity where
+    they do not fit by these layers. On several machines the stages are those of one search, whatever their number.
     """
     rows, times_s = like / num_microbatches, dict[int, float]()
     if problem.hardware.is_mixed:
-        least_s = _least_on_machines_s(problem, known, num_microbatches, like)
+        least_s = _UNEQUAL_SHARE * _least_on_machines_s(problem, known, num_microbatches, like)
         return dict.fromkeys(range(1, known.num_layers + 1), least_s)
     cluster = problem.cluster
     schedules = _schedules(problem, num_microbatches, known.num_layers)
     for remat in _remats(problem):
+        if times_s and all(map(math.isfinite, times_s.values())):
+            break
         layers, costs = known(like, remat, splits=problem.first_schedule.splits_weight_gradients)
         ranges = RangeCosts(problem, layers, costs)
         for count in _equal_counts(problem, len(layers.class_of), 1, len(layers.class_of)):
@@ -175,8 +183,39 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
                     timing=Timing(schedule=problem.first_schedule, num_microbatches=num_microbatches),
                     memory_bytes=problem.expected_bytes[cluster.group],
                 )
-                times_s[count] = _least_of_schedules_s(found.best, num_microbatches, schedules)
+                equal_s = _least_of_schedules_s(found.best, num_microbatches, schedules)
+                times_s[count] = max(_UNEQUAL_SHARE, _evenness(found.best)) * equal_s
     return times_s
+
+
+def _evenness(found: Partition) -> float:
+    """Return the share of the time of the slowest stage that all take in the mean."""
+    each_s = [stage.cost.forward_s + stage.cost.backward_s for stage in found.stages]
+    return sum(each_s) / len(each_s) / max(each_s) if max(each_s) > 0 else 1.0
+
+
+def unequal_stages_s(
+    problem: StageProblem,
+    known: KnownLayers,
+    num_microbatches: int,
+    likes: Sequence[int],
+    num_stages: tuple[int, int],
+    below_s: float,
+) -> float:
+    """Return the seconds that some stages of any sizes are likely to take, by the layers of other microbatches.
+
+    As if memory had no end; nothing is solved for, and nothing is cut. No less than `below_s` where all take longer
+    than that, and 0 where nothing is known.
+    """
+    if problem.hardware.is_mixed or not likes:
+        return 0.0
+    roomy, remat = replace(problem, share=math.inf), _remats(problem)[0]
+    splits = problem.first_schedule.splits_weight_gradients
+    each = [RangeCosts(roomy, *known(like, remat, splits=splits)) for like in likes]
+    ranges = OtherRows(tuple(each), num_microbatches)
+    schedules = _schedules(problem, num_microbatches, num_stages[1])
+    limit_s = below_s / _FORMULA_SHARE
+    return _FORMULA_SHARE * _least_by_formula_s(roomy, ranges, schedules, num_stages, limit_s, limit_s)
 
 
 def _least_of_schedules_s(found: Partition, num_microbatches: int, schedules: Sequence[Schedule]) -> float:
@@ -252,7 +291,7 @@ def stage_candidates(
         shortage: MemoryTooSmall | None = None
         for timing in _timings(problem, ranges.layers, schedules):
             try:
-                found += _candidates(problem, ranges, timing, num_stages, below_s)
+                found += _candidates(problem, ranges, timing, num_stages, _near_s(found, below_s))
             except MemoryTooSmall as error:
                 shortage = error
         if not found and shortage is not None:
@@ -277,8 +316,9 @@ def stage_candidates(
         found = []
     if len(remats) == 1 or (problem.stage_meshes and found):
         return found
-    plain = ranges_of(schedules[0].splits_weight_gradients, remats[:1])
-    bound_s = _FORMULA_SHARE * _roomy_s(problem, plain, schedules, num_stages, below_s / _FORMULA_SHARE)
+    plain, roomy = ranges_of(schedules[0].splits_weight_gradients, remats[:1]), replace(problem, share=math.inf)
+    endless = RangeCosts(roomy, plain.layers, plain.costs)
+    bound_s = _FORMULA_SHARE * _least_by_formula_s(roomy, endless, schedules, num_stages, below_s / _FORMULA_SHARE)
     found_s = min((each.bound_s for each in found), default=math.inf)
     if bound_s >= below_s or found_s <= (1 + _WORTH_RECOMPUTING) * bound_s:
         return [replace(each, bound_s=min(each.bound_s, bound_s)) for each in found]
@@ -304,29 +344,30 @@ def _schedules(problem: StageProblem, num_microbatches: int, most_stages: int) -
     return [problem.first_schedule, *[each for each in tried if each.splits_weight_gradients][:1]]
 
 
-def _roomy_s(
+def _least_by_formula_s(
     problem: StageProblem,
-    ranges: RangeCosts,
+    ranges: RangeCosts | OtherRows,
     schedules: Sequence[Schedule],
     num_stages: tuple[int, int],
     below_s: float,
+    enough_s: float = 0.0,
 ) -> float:
-    """Return the seconds by formula that the best stages would take if memory had no end; 0 where that is not known.
+    """Return the seconds by formula that the best stages would take without updates; 0 where that is not known.
 
-    Of stages that take no less than `below_s`, any number that is no less.
+    Of stages that take no less than `below_s`, any number that is no less; once some take less than is enough, theirs.
     """
     if problem.stage_meshes:
         return 0.0
-    roomy = replace(problem, share=math.inf)
-    endless = RangeCosts(roomy, ranges.layers, ranges.costs)
     bounds_s: list[float] = []
-    for timing in _timings(roomy, endless.layers, schedules):
-        for number, clusters, few_to_most in _sizes(roomy, endless, timing, num_stages):
+    for timing in _timings(problem, ranges.layers, schedules):
+        for number, clusters, few_to_most in _sizes(problem, ranges.layers, timing, num_stages):
             with suppress(MemoryTooSmall):  # stages of these sizes are not allowed
                 search = _partitioned(
-                    roomy, endless, timing, number, clusters, few_to_most, updates=False, below_s=below_s
+                    problem, ranges, timing, number, clusters, few_to_most, updates=False, below_s=below_s
                 )
                 bounds_s.append(search.lower_bound_s)
+                if bounds_s[-1] < enough_s:
+                    return bounds_s[-1]
     return min(bounds_s, default=math.inf)
 
 
@@ -370,9 +411,10 @@ def _candidates(
         return _colocated_candidates(problem, ranges, timing)
     found: dict[object, PipelineCandidate] = {}
     shortage: MemoryTooSmall | None = None
-    for number, clusters, few_to_most in _sizes(problem, ranges, timing, num_stages):
+    for number, clusters, few_to_most in _sizes(problem, ranges.layers, timing, num_stages):
         try:
-            searches = solved_searches(problem, ranges, timing, number, clusters, few_to_most, below_s)
+            near_s = _near_s(found.values(), below_s)
+            searches = solved_searches(problem, ranges, timing, number, clusters, few_to_most, near_s)
         except MemoryTooSmall as error:
             shortage = error
             continue
@@ -405,11 +447,16 @@ def _candidates(
     return list(found.values())
 
 
+def _near_s(found: Iterable[PipelineCandidate], below_s: float) -> float:
+    """Return the seconds above which other stages are no better than those that are found, as a whole neither."""
+    return min([below_s, *(each.step_time_s / WHOLE_SHARE for each in found)])
+
+
 def _sizes(
-    problem: StageProblem, ranges: RangeCosts, timing: Timing, num_stages: tuple[int, int]
+    problem: StageProblem, layers: Layers, timing: Timing, num_stages: tuple[int, int]
 ) -> Iterator[tuple[int | None, tuple[Submesh, ...], tuple[int, int]]]:
     """Yield what stages to search: any on these devices, or so many equal ones; and their least and largest number."""
-    num_layers = len(ranges.layers.class_of) // timing.virtual_stages
+    num_layers = len(layers.class_of) // timing.virtual_stages
     few, most = num_stages[0], min(num_stages[1], num_layers)
     every = problem.clusters
     equal = [(number, every, (few, most)) for number in _equal_counts(problem, num_layers, few, most)]
@@ -521,7 +568,7 @@ def _timings(problem: StageProblem, layers: Layers, schedules: Sequence[Schedule
 
 def _partitioned(
     problem: StageProblem,
-    ranges: RangeCosts,
+    ranges: RangeCosts | OtherRows,
     timing: Timing,
     number: int | None,
     clusters: tuple[Submesh, ...],

@@ -14,17 +14,15 @@ from dataclasses import dataclass, field
 
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh
-from autopar.compiler.planning.candidates import PipelineCandidate
+from autopar.compiler.planning.candidates import WHOLE_SHARE, PipelineCandidate
 
-_UNSEEN_SHARE = 0.85
-"""Of the time by its layers, what a stage takes at least as long as none is known: small layers gain the most."""
 _LARGER_SHARE = 0.95
 """Of the least share that stages were seen to take: those on more devices rarely take less."""
 _OTHERS_SHARE = 0.97
 """Of the least share that steps were simulated to take: others rarely take less."""
 _SLACK = 0.99
 """Of a time that is expected of stages which are not all known."""
-_KNOWN_SLACK = 0.995
+KNOWN_SLACK = 0.995
 """The same, of stages that are all known, in whichever schedule."""
 
 
@@ -77,7 +75,7 @@ class LearnedTimes:
             return self.on[submesh]
         larger = [share for other, share in self.on.items() if other.num_devices >= submesh.num_devices]
         least = min(larger, default=_LARGER_SHARE * min(self.on.values(), default=0.0))
-        return max(_UNSEEN_SHARE, least)
+        return max(WHOLE_SHARE, least)
 
     def simulated_share(self, num_stages: int) -> float:
         """Return the share of their time by the stages as a whole that plans of so many are taken to need at least."""
@@ -87,7 +85,7 @@ class LearnedTimes:
     @property
     def step_share(self) -> float:
         """The share of their time by their layers that steps of stages are taken to need at least."""
-        return max(_UNSEEN_SHARE, _OTHERS_SHARE * min(self.steps, default=0.0))
+        return max(WHOLE_SHARE, _OTHERS_SHARE * min(self.steps, default=0.0))
 
     @property
     def least_share(self) -> float:
@@ -98,7 +96,7 @@ class LearnedTimes:
         """Return the seconds that a candidate is taken to need at least."""
         keys = candidate.scheduled_otherwise
         known = all(key in self.of_stages for key in keys)
-        slack = _KNOWN_SLACK if known else _SLACK
+        slack = KNOWN_SLACK if known else _SLACK
         return slack * self.simulated_share(len(keys)) * self._by_stages_s(candidate, keys)
 
     def _by_stages_s(self, candidate: PipelineCandidate, keys: Sequence[object]) -> float:

@@ -30,11 +30,12 @@ from autopar.compiler.planning.candidates import (
     likely_times_s,
     microbatch_counts,
     stage_candidates,
+    unequal_stages_s,
 )
 from autopar.compiler.planning.constraints import pins_of_inputs
 from autopar.compiler.planning.lanes import lanes_of_machines
 from autopar.compiler.planning.layer_costs import ESTIMATE_GAP
-from autopar.compiler.planning.learned_times import LearnedTimes
+from autopar.compiler.planning.learned_times import KNOWN_SLACK, LearnedTimes
 from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
 from autopar.compiler.planning.sharded_plan import ShardedPlan, shard_candidate
@@ -59,8 +60,8 @@ _WORTH_LOOKING = 0.999
 """Of the time of the best plan: what is unlikely to take less is not looked at, though the bound counts it."""
 _LANES_SHARE = 0.9
 """Of the least multiple of their bound that lanes were found to take: others rarely take less."""
-_LIKELY_SHARE = 0.9
-"""Of the time of equal stages by their layers: others rarely take less."""
+_NOT_YET_CUT = 1.03
+"""Times the time of stages for a number of microbatches whose layers are not cut yet, to look at the others first."""
 _OTHER_MESH_SHARE = 0.97
 """Of the time of one program by the layers on as many devices: a mesh of another shape rarely takes less."""
 _SIMULATED_SHARE = 0.98
@@ -229,15 +230,16 @@ class _Search:
                 usual = min(microbatch_counts(self.space.cuttable), key=self.space.unusual)
                 return (-2.0, float(few)) if count == usual else (likely_s, self.space.unusual(count))
             case Stages(num_microbatches=count):
-                return max(likely_s, region.even_s), self.space.unusual(count)
+                # Until it is asked what layers tell of them, they come first; before any are known, equal work tells.
+                usual_s = region.by_others_s or (region.likely_s if self.layers_tell else region.even_s)
+                return max(likely_s, usual_s * (1.0 if self.is_cut(count) else _NOT_YET_CUT)), self.space.unusual(count)
 
     def likely_s(self, region: Region) -> float:
         """Return the time that the best plan of a region is taken to need at least."""
         if isinstance(region, Lanes):
             return max(region.bound_s, _LANES_SHARE * self.lanes_share * region.bound_s)
         if isinstance(region, Stages):
-            uneven_share = 1.0 if region.num_stages == (1, 1) else _LIKELY_SHARE
-            return max(region.likely_s, uneven_share * self.learned.step_share * region.by_others_s)
+            return max(region.likely_s, self.whole_share(region) * region.by_others_s)
         if isinstance(region, OneProgram):
             return max(region.likely_s, self.by_layers_s(region))
         if region.estimated_s:
@@ -246,6 +248,25 @@ class _Search:
         if self.needs_too_much(candidate):
             return math.inf
         return max(self.learned.least_s(candidate), region.region.bound_s)
+
+    def whole_share(self, region: Stages) -> float:
+        """Return the share of their time by their layers that stages are taken to need at least.
+
+        One stage needs what it was seen to need there, for whichever number of microbatches.
+        """
+        if region.num_stages != (1, 1) or self.space.problem.hardware.is_mixed:
+            return self.learned.step_share
+        return max(self.learned.step_share, KNOWN_SLACK * self.learned.share_on(self.space.cuttable.cluster))
+
+    @property
+    def layers_tell(self) -> bool:
+        """True once the layouts of some layers are known, unless only bounds are to count."""
+        known = self.space.known
+        return known is not None and bool(known.solved) and self.space.problem.method.effort != "thorough"
+
+    def is_cut(self, num_microbatches: int) -> bool:
+        """Return whether the layers of a number of microbatches are cut already."""
+        return any(count == num_microbatches for count, _, _ in self.space.cuttable.known)
 
     def by_layers_s(self, region: OneProgram) -> float:
         """Return the seconds that one program is taken to need at least by layers on as many devices; 0 for unknown."""
@@ -332,10 +353,13 @@ class _Search:
             raise
 
     def is_put_off(self, region: Stages) -> bool:
-        """Return whether stages are likely to take longer than was thought; then they are open with that time."""
-        later = replace(region, by_others_s=self.by_others_s(region))
-        if self.likely_s(later) <= self.likely_s(region):
+        """Return whether more is known by now of the time that stages take; then they are open with that time."""
+        others_s = self.by_others_s(region)
+        if others_s <= region.by_others_s:
+            others_s = self.unequal_s(region)
+        if others_s <= region.by_others_s:
             return False
+        later = replace(region, by_others_s=others_s)
         self.open[self.open.index(region)] = later
         return True
 
@@ -367,9 +391,7 @@ class _Search:
         assert self.space.known is not None
         if self.space.problem.method.effort == "thorough":
             return region.by_others_s
-        (few, most), count = region.num_stages, region.num_microbatches
-        telling = [n for n in self.space.known.solved if n <= count or self.space.rows >= n * self.space.part(few)]
-        nearest = sorted(telling, key=lambda like: (abs(math.log2(like / count)), like))
+        (few, most), count, nearest = region.num_stages, region.num_microbatches, self.telling(region)
         least_s: dict[int, float] = {}
         for solved_alone in (True, False):
             for like in nearest if solved_alone else nearest[:1]:
@@ -381,6 +403,23 @@ class _Search:
         fewer, more = (n for n in least_s if n <= few), (n for n in least_s if n >= most)
         near = range(max(fewer, default=few), min(more, default=most) + 1)
         return max(region.by_others_s, min((least_s[number] for number in near if number in least_s), default=math.inf))
+
+    def unequal_s(self, region: Stages) -> float:
+        """Return the time of stages of any sizes by the layers of other microbatches, if that is too long; else 0."""
+        assert self.space.known is not None
+        if self.best is None or not self.layers_tell:
+            return 0.0
+        below_s, likes = self.best_s / self.whole_share(region), self.telling(region)
+        count, number = region.num_microbatches, region.num_stages
+        seconds = unequal_stages_s(self.space.cuttable, self.space.known, count, likes, number, below_s)
+        return seconds if seconds >= below_s else 0.0
+
+    def telling(self, region: Stages) -> list[int]:
+        """Return the numbers of microbatches whose layers tell of those of a region, the nearest first."""
+        assert self.space.known is not None
+        few, count = region.num_stages[0], region.num_microbatches
+        telling = [n for n in self.space.known.solved if n <= count or self.space.rows >= n * self.space.part(few)]
+        return sorted(telling, key=lambda like: (abs(math.log2(like / count)), like))
 
     def times_by_layers(self, count: int, like: int) -> dict[int, float]:
         """Return the times of equal stages by the layers of another number of microbatches, by their number."""

@@ -72,7 +72,7 @@ class Stages:
     even_s: float
     """The time of equal stages that do nothing but their work: no bound, but it tells regions apart."""
     by_others_s: float = 0.0
-    """The least time of equal stages by the layers of other microbatches; 0 as long as it is not known."""
+    """The time that tells those of equal stages apart, by the layers of other microbatches; 0 if it is not known."""
     share: float = 1.0
     """Of the memory: as much as the sum over a stage's layers may reach."""
     attempt: int = 0

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.compiler.intra_op import plan_program
 from autopar.compiler.planning import one_mesh, search
-from autopar.compiler.planning.candidates import likely_times_s, stage_candidates
+from autopar.compiler.planning.candidates import likely_times_s, stage_candidates, unequal_stages_s
 from autopar.compiler.planning.one_mesh import plan_by_search
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
 from autopar.compiler.planning.step_bounds import Work, step_bounds
@@ -113,7 +114,36 @@ def test_layers_of_other_microbatches_tell_no_more_than_stages_take(count, other
     stage_candidates(problem, known, other, (1, LAYERS), math.inf)
     by_others_s = min(likely_times_s(problem, known, count, other).values())
     found = stage_candidates(problem, known, count, (1, LAYERS), math.inf)
-    assert by_others_s <= min(each.step_time_s for each in found)
+    least_s = min(each.step_time_s for each in found)
+    assert by_others_s <= least_s
+    assert unequal_stages_s(problem, known, count, [other], (1, LAYERS), 1.001 * least_s) < 1.001 * least_s
+
+
+def test_stages_of_any_sizes_that_take_too_long_by_other_layers_are_neither_cut_nor_solved_for():
+    sizes, cluster = CASES["a small model"]
+    problem = problem_of(autopar.parallelize(train_step, cluster=cluster).trace(*arguments(*sizes)), cluster)
+    known = KnownLayers.of(problem)
+    least_s = min(each.step_time_s for each in stage_candidates(problem, known, 1, (1, LAYERS), math.inf))
+    before = {key: set(costs.solved) for key, (_, costs) in problem.known.items()}
+    assert unequal_stages_s(problem, known, 4, [1], (1, LAYERS), 0.5 * least_s) >= 0.5 * least_s
+    assert {key: set(costs.solved) for key, (_, costs) in problem.known.items()} == before
+
+
+def test_of_several_meshes_the_program_of_the_fastest_alone_is_measured(monkeypatch):
+    measured, memory = [], plan_program.peak_memory
+    monkeypatch.setattr(plan_program, "peak_memory", lambda *a, **k: measured.append(a[1].shape) or memory(*a, **k))
+    sizes, there = CASES["a large model"]
+    trace = autopar.parallelize(train_step, cluster=there).trace(*arguments(*sizes)).trace
+    how = {"num_devices": 4, "machine": there.machine}
+    budget = trace_bytes(trace)  # of all that is given, which a device holds a part of
+    plan = plan_by_search(trace, autopar.Auto(memory=budget), **how)
+    every = [plan_by_search(trace, autopar.Auto(memory="off", mesh_shape=shape), **how) for shape in ((1, 4), (2, 2))]
+    assert plan.sharding.step_time_s == pytest.approx(min(each.sharding.step_time_s for each in every), rel=1e-3)
+    assert set(measured[: len(measured) - 2]) == {plan.meshes[0].shape}
+
+
+def trace_bytes(trace):
+    return float(sum(math.prod(leaf.aval.shape) * leaf.aval.dtype.itemsize for leaf in trace.inputs))
 
 
 def test_layers_of_other_microbatches_tell_which_numbers_of_stages_do_not_fit():
