@@ -231,11 +231,11 @@ class Machine:
                     f"The figure {name} of {self.name!r} is {getattr(self, name)!r}, it must be true or false. Correct "
                     "it."
                 )
-        if self.concurrent_devices and not 1 <= self.concurrent_devices <= self.devices_per_host:
+        if 0 < self.concurrent_devices < 1:
             raise InvalidArgument(
-                f"The figure concurrent_devices of {self.name!r} is {self.concurrent_devices!r}, and a host has "
-                f"{self.devices_per_host} devices. Give how many of them, 1 at least, take all of its compute; or 0 "
-                "where each has its own."
+                f"The figure concurrent_devices of {self.name!r} is {self.concurrent_devices!r}, and one device takes "
+                "no more than all of its host. Give how many devices, 1 at least, take all of its compute; or 0 where "
+                "each has its own."
             )
         self._check_types()
         for name in ("matmul_share", "overlap", "in_step_share", "convolution_share", "batched_share", "hidden_share"):

@@ -136,6 +136,8 @@ def test_devices_that_share_their_host_are_faster_where_others_idle():
         assert (found.name, found.memory_bytes, found.inter) == (shared.name, shared.memory_bytes, shared.inter)
     assert [shared.share_of_host(devices) for devices in (1, 2, 8)] == [0.5, 1.0, 1.0]
     assert ONE.share_of_host(8) == 0.0
+    part = replace(shared, devices_per_host=1)
+    assert part.when_busy(1) is part and part.share_of_host(1) == 0.5
 
 
 # --- which values and files are refused -------------------------------------------------------------------------
@@ -152,11 +154,7 @@ def test_devices_that_share_their_host_are_faster_where_others_idle():
         ({"overlap": 1.5}, "overlap of 'one' is 1.5, a share is at most 1"),
         ({"devices_per_host": 0}, "devices_per_host of 'one' is 0"),
         ({"concurrent_devices": -1}, "concurrent_devices of 'one' is -1; it must be finite and not negative"),
-        (
-            {"concurrent_devices": 9},
-            "concurrent_devices of 'one' is 9, and a host has 8 devices. Give how many of them",
-        ),
-        ({"concurrent_devices": 0.5}, "concurrent_devices of 'one' is 0.5, and a host has 8 devices"),
+        ({"concurrent_devices": 0.5}, "concurrent_devices of 'one' is 0.5, and one device .* Give how many devices"),
         ({"concurrent_devices": "two"}, "concurrent_devices of 'one' is 'two'"),
         ({"domain": 8.5}, "domain of 'one' is 8.5"),
         ({"peak_flops": {"float32": 0.0}}, r"peak_flops\['float32'\] of 'one' is 0.0"),
