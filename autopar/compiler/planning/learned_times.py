@@ -23,7 +23,9 @@ _OTHERS_SHARE = 0.97
 _SLACK = 0.99
 """Of a time that is expected of stages which are not all known."""
 KNOWN_SLACK = 0.995
-"""The same, of stages that are all known, in whichever schedule."""
+"""The same, of stages that are all known, in whichever schedule, and of steps with others that are alike."""
+_SIMULATED_SHARE = 0.98
+"""Of the least share that plans were simulated to take of the time by their stages: others rarely take less."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -38,6 +40,8 @@ class LearnedTimes:
     """By submesh, the least such share."""
     simulated: dict[int, float] = field(default_factory=dict[int, float])
     """By the number of stages, the least share of the time by these as a whole that plans were simulated to take."""
+    alike: dict[object, float] = field(default_factory=dict[object, float])
+    """The same, by the numbers of stages and microbatches and, where there is one to choose, the schedule."""
     steps: list[float] = field(default_factory=list[float])
     """The shares of their time by their layers that whole steps were simulated to take."""
     expected: dict[tuple[PipelineCandidate, tuple[float, ...]], float] = field(
@@ -63,8 +67,9 @@ class LearnedTimes:
 
     def learn_simulated(self, candidate: PipelineCandidate, share: float) -> None:
         """Keep what share of the time by its stages a plan of a candidate was simulated to take."""
-        number = len(candidate.stages)
+        number, key = len(candidate.stages), _alike(candidate)
         self.simulated[number] = min(share, self.simulated.get(number, share))
+        self.alike[key] = min(share, self.alike.get(key, share))
 
     def _learn_on(self, submesh: Submesh, share: float) -> None:
         self.on[submesh] = min(share, self.on.get(submesh, share))
@@ -81,6 +86,15 @@ class LearnedTimes:
         """Return the share of their time by the stages as a whole that plans of so many are taken to need at least."""
         fewer = [share for number, share in self.simulated.items() if number <= num_stages]
         return min(fewer, default=1.0)
+
+    def least_simulated_share(self, candidate: PipelineCandidate) -> float:
+        """Return the share of the time by its stages as a whole that a plan is taken to be simulated to need at least.
+
+        Plans with as many stages and microbatches in one schedule send alike values in an alike order.
+        """
+        if (share := self.alike.get(_alike(candidate))) is not None:
+            return KNOWN_SLACK * share
+        return _SIMULATED_SHARE * self.simulated_share(len(candidate.stages))
 
     @property
     def step_share(self) -> float:
@@ -110,6 +124,12 @@ class LearnedTimes:
             costs = [stage.cost.in_time(share) if whole is None else whole for stage, whole, share in each]
             self.expected[candidate, shares] = candidate.simulate_s(costs)
         return self.expected[candidate, shares]
+
+
+def _alike(candidate: PipelineCandidate) -> object:
+    """Equal for candidates whose plans take about the same share of the time by their stages."""
+    timing, several = candidate.timing, candidate.timing.num_microbatches > 1
+    return len(candidate.stages), timing.num_microbatches, (timing.schedule.name if several else "")
 
 
 def _seconds(cost: StageCost, num_microbatches: int) -> float:

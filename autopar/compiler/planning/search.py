@@ -64,8 +64,6 @@ _NOT_YET_CUT = 1.03
 """Times the time of stages for a number of microbatches whose layers are not cut yet, to look at the others first."""
 _OTHER_MESH_SHARE = 0.97
 """Of the time of one program by the layers on as many devices: a mesh of another shape rarely takes less."""
-_SIMULATED_SHARE = 0.98
-"""Of the least share that plans were simulated to take of the time by their stages: others rarely take less."""
 _MUCH_MEMORY = 0.8
 """Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer."""
 _NUM_RUNNERS_UP = 5
@@ -451,8 +449,8 @@ class _Search:
         self.learn_memory(region, sharded)
         self.learned.learn_stages(candidate, sharded.costs, sharded.gap)
         if sharded.peak_bytes <= sharded.memory_bytes:
-            best_share = (1 - sharded.gap) * self.learned.simulated_share(len(stages))
-            least_s = _SIMULATED_SHARE * best_share * sharded.step_time_s
+            best_share = (1 - sharded.gap) * self.learned.least_simulated_share(candidate)
+            least_s = best_share * sharded.step_time_s
             if least_s >= self.best_s and problem.method.effort != "thorough":
                 self.learned.learn_step(candidate, least_s)
                 self.note(str(candidate), max(least_s, candidate.step_time_s))

@@ -1,5 +1,6 @@
 """Completed stages tell what others take: those on as many devices, those of another schedule, steps as a whole."""
 
+import dataclasses
 import math
 
 import pytest
@@ -62,6 +63,15 @@ def test_fewer_devices_gain_no_more_and_more_devices_may():
 def test_more_stages_take_no_smaller_share_when_they_are_simulated():
     learned = LearnedTimes(simulated={2: 1.02, 4: 1.1})
     assert [learned.simulated_share(number) for number in (1, 2, 3, 4, 8)] == [1.0, 1.02, 1.02, 1.02, 1.02]
+
+
+def test_a_simulated_plan_tells_more_of_plans_that_are_like_it(candidates):
+    one, alike = (candidate for candidate in candidates[:2] if len(candidate.stages) == 2)
+    more, learned = dataclasses.replace(one, stages=one.stages * 2), LearnedTimes()
+    assert learned.least_simulated_share(one) == 0.98
+    learned.learn_simulated(one, 1.05)
+    assert learned.least_simulated_share(alike) == pytest.approx(0.995 * 1.05)
+    assert learned.least_simulated_share(more) == pytest.approx(0.98 * 1.05)
 
 
 def test_one_completed_step_tells_of_others(candidates):
