@@ -515,7 +515,7 @@ def solved_searches(
             return []
         searches = [without, _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=True)]
         needed = {stage.submesh for search in searches for stage in search.best.stages}
-        unsolved = {submesh for submesh in needed if not _is_priced(ranges, submesh)}
+        unsolved = {submesh for submesh in needed if not _is_estimated(ranges, submesh)}
         if not unsolved:
             return searches
         ranges.solve(unsolved)
@@ -529,7 +529,7 @@ def _is_priced(ranges: RangeCosts, submesh: Submesh) -> bool:
 def _is_estimated(ranges: RangeCosts, submesh: Submesh) -> bool:
     """Return whether the layouts of layers are known, if only of those without weight gradients as tasks of their own.
 
-    Their seconds are close, and what stages take as a whole is found anew.
+    Their seconds are close and no more, and what stages take as a whole is found anew.
     """
     return _is_priced(ranges, submesh) or (ranges.whole is not None and submesh in ranges.whole.solved)
 

@@ -19,7 +19,7 @@ The memory of a device at the worst moment of a step is that of the simulator, w
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ from autopar.compiler.planning.step_bounds import Work, total_work, work_of_prog
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, num_shards
 from autopar.compiler.sharding.replicated_values import below_split_size
 from autopar.compiler.spmd.block_times import block_times
-from autopar.compiler.spmd.local_program import LocalBlock
+from autopar.compiler.spmd.local_program import LocalBlock, Value, action_values
 from autopar.hardware.machine import Machine
 from autopar.methods import Auto
 
@@ -130,7 +130,10 @@ class LayerCosts:
             cache_directory=self.cache_directory,
         )
         # A stage brings in its state part by part, where this layer's update reads all of its own.
-        cost = stage_cost(layer, solved, mesh_costs.mesh, mesh_costs, part_share=PART_SHARE)
+        mesh, blocks = mesh_costs.mesh, local_blocks(layer.tasks, solved, mesh_costs.mesh)
+        cost = stage_cost(layer, solved, mesh, mesh_costs, blocks, part_share=PART_SHARE)
+        if not choice.remat:
+            cost = replace(cost, weight_s=cost.weight_s or weight_gradient_s(layer, blocks, mesh_costs))
         return LayerOptimum(cost=cost, gap=gap_of(solved), border=_border(layer, solved))
 
     def least(self, number: int, machine: Machine, num_devices: float) -> StageCost:
@@ -278,6 +281,29 @@ def stage_cost(
         deferred_bytes=memory.deferred_bytes,
         update_bytes=memory.update_bytes,
     )
+
+
+def weight_gradient_s(layer: LayerClass, blocks: Mapping[str, LocalBlock], mesh_costs: MeshCosts) -> float:
+    """Return the seconds of a layer's backward pass that no other layer waits for; 0 where none waits for any of it."""
+    seconds = 0.0
+    for task in layer.tasks:
+        waited_for = {place for place, name in enumerate(task.outputs) if name in layer.batch_axes}
+        if task.phase == "backward" and waited_for:
+            block = blocks[task.name]
+            rest = [a for a, needed in zip(block.actions, _needed_for(block, waited_for), strict=True) if not needed]
+            seconds += block_times(replace(block, actions=tuple(rest)), mesh_costs).total_s
+    return seconds
+
+
+def _needed_for(block: LocalBlock, places: Collection[int]) -> list[bool]:
+    """Return for each action of a program whether some of its results, by their places, need it."""
+    outputs, needed = [block.outputs[place] for place in places], list[bool]()
+    wanted = {value for value in outputs if isinstance(value, Value)}
+    for action in reversed(block.actions):
+        results, operands = action_values(action)
+        needed.append(not wanted.isdisjoint(results))
+        wanted.update(operands if needed[-1] else ())
+    return needed[::-1]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -327,7 +327,8 @@ class RangeCosts:
     ) -> None:
         """With `remat`, backward tasks compute these layers again, and `again` are those of which a stage may do so.
 
-        `whole` are those of the layers without weight gradients as tasks of their own, which take no longer.
+        `whole` are those of the layers without weight gradients as tasks of their own, which take no longer. Where they
+        are solved for, they tell what the others take.
         """
         self.problem, self.layers, self.costs, self.remat, self.again = problem, layers, costs, remat, again
         self.whole = whole if whole is not None and whole.layers.class_of == layers.class_of else None
@@ -519,11 +520,9 @@ class RangeCosts:
     def _of_classes(self, submesh: Submesh, choice: LayoutChoice) -> list[StageCost]:
         machine, numbers = self.problem.machine_of(submesh), range(len(self.layers.classes))
         if submesh not in self.solved:
-            least = [self.costs.least(number, machine, submesh.num_devices) for number in numbers]
-            if self.whole is None or submesh not in self.whole.solved:
-                return least
-            known = self.whole._of_classes(submesh, choice)
-            return [_with_weight_gradient(each, like) for each, like in zip(known, least, strict=True)]
+            if self.whole is not None and submesh in self.whole.solved:
+                return self.whole._of_classes(submesh, choice)
+            return [self.costs.least(number, machine, submesh.num_devices) for number in numbers]
         tell(f"{self.layers.num_microbatches} microbatches: layers on {submesh}")
         mesh_costs = MeshCosts(machine=machine, mesh=submesh_mesh(self.problem, submesh))
         return [self.costs.cost(number, mesh_costs, choice) for number in numbers]
@@ -572,12 +571,6 @@ class OtherRows:
 
     def _telling(self, submesh: Submesh) -> RangeCosts:
         return next((ranges for ranges in self.each if submesh in ranges.solved), self.each[0])
-
-
-def _with_weight_gradient(cost: StageCost, like: StageCost) -> StageCost:
-    """Return a cost in which the weight gradient has the share of the backward pass that it has in another."""
-    share = like.weight_s / like.backward_s if like.backward_s else 0.0
-    return replace(cost, weight_s=share * cost.backward_s)
 
 
 def _sums(layers: Sequence[StageCost]) -> _Sums:

@@ -93,6 +93,15 @@ class RunBody:
 Action = Reshard | Evaluate | RunBody
 
 
+def action_values(action: Action) -> tuple[tuple[Value, ...], list[Value]]:
+    """Return what an action makes, and what it reads of what others made."""
+    if isinstance(action, Reshard):
+        results, operands = (action.result,), (action.operand,)
+    else:
+        results, operands = action.results, action.operands
+    return results, [each for each in operands if isinstance(each, Value)]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalBlock:
     """The actions of one jaxpr, in order."""
