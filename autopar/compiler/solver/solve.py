@@ -60,7 +60,7 @@ MOST_WIDER_WORK = 2_000_000_000
 """Pairs of a partial assignment and an option that each further width may look at."""
 PROVEN_TO_WIDEN = 0.5
 """Share of what is left to prove that a wide beam search must prove for a wider one to follow."""
-SWEEPS_TO_SEARCH = 24
+SWEEPS_TO_SEARCH = 96
 """Sweeps of a long ascent between one beam search and the next."""
 LIGHT_WORK = 1_000_000
 """Pairs times partial assignments of a search that first finds a good assignment."""
