@@ -17,7 +17,7 @@ from functools import lru_cache
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.planning.stage_costs import RangeCosts
 from autopar.hardware.cluster import Cluster
-from autopar.ir.clocks import Hosts
+from autopar.ir.clocks import Hosts, SharedCompute, take_compute
 from autopar.ir.schedule import Schedule
 from autopar.ir.schedules import schedule_tasks
 from autopar.ir.task_order import linear_order, task_needed
@@ -103,15 +103,14 @@ def simulate_schedule_s(
         durations_s += [stage.share * part_s for part_s in parts_s]
     events = _events(timing.schedule, tuple(stage.mesh for stage in stages), timing.num_microbatches)
     clocks = _HostClocks(len(costs), hosts)
-    dispatch, mesh_s = clocks.dispatch, [0.0] * len(costs)
-    link_s, arrival_s = [0.0] * len(costs) ** 2, [0.0] * len(events)
+    mesh_s, link_s, arrival_s = [0.0] * len(costs), [0.0] * len(costs) ** 2, [0.0] * len(events)
     for number, (mesh, duration, awaited, link, cut) in enumerate(events):
         now_s = mesh_s[mesh] if awaited < 0 else max(mesh_s[mesh], arrival_s[awaited])
-        mesh_s[mesh] = now_s = max(now_s, dispatch(mesh)) + durations_s[duration]
+        mesh_s[mesh] = now_s = clocks.run(mesh, now_s, durations_s[duration])
         if link >= 0:
-            made_s = max(now_s, dispatch(len(costs) + link))
+            made_s = max(now_s, clocks.dispatch(len(costs) + link))
             arrival_s[number] = link_s[link] = max(made_s, link_s[link]) + stages[cut].link_s
-    return max(max(now_s, dispatch(mesh)) + costs[mesh].update_s for mesh, now_s in enumerate(mesh_s))
+    return max(clocks.run(mesh, now_s, costs[mesh].update_s) for mesh, now_s in enumerate(mesh_s))
 
 
 _Event = tuple[int, int, int, int, int]
@@ -122,11 +121,9 @@ where there is none."""
 @lru_cache(maxsize=16)
 def _events(schedule: Schedule, stage_mesh: tuple[int, ...], num_microbatches: int) -> list[_Event]:
     """Return the tasks of a step in an order in which none comes before what it awaits."""
-    order, num_stages = (
-        schedule_tasks(schedule, stage_mesh=stage_mesh, num_microbatches=num_microbatches),
-        len(stage_mesh),
-    )
-    num_meshes, made, events = max(stage_mesh) + 1, dict[Task, int](), list[_Event]()
+    order = schedule_tasks(schedule, stage_mesh=stage_mesh, num_microbatches=num_microbatches)
+    num_stages, num_meshes = len(stage_mesh), max(stage_mesh) + 1
+    made, events = dict[Task, int](), list[_Event]()
     for mesh, task in linear_order(order, num_stages):
         needed = task_needed(task, num_stages)
         awaited = -1 if needed is None or stage_mesh[needed.stage] == mesh else made[needed]
@@ -138,7 +135,10 @@ def _events(schedule: Schedule, stage_mesh: tuple[int, ...], num_microbatches: i
 
 
 class _HostClocks:
-    """When hosts have started the work of meshes and of the links between them: link a·n + b has number n + a·n + b."""
+    """When hosts have started the work of meshes and of the links between them, and what of their compute is taken.
+
+    Of n meshes the link from a to b has the number n + a·n + b.
+    """
 
     def __init__(self, num_meshes: int, hosts: Hosts | None) -> None:
         """Hosts that start the work of the same meshes, as fast as each other, are one."""
@@ -153,6 +153,14 @@ class _HostClocks:
         self.starting = [sorted(kept.intersection(place)) for place in places]
         self.dispatch_s = {host: hosts.dispatch_s[host] for host in kept} if hosts is not None else {}
         self.host_s = {host: -seconds for host, seconds in self.dispatch_s.items()}
+        shares = hosts.shares if hosts is not None else ()
+        compute = {host: SharedCompute() for each in shares for host in each}
+        self.needs = [[(compute[host], share) for host, share in each.items()] for each in shares]
+
+    def run(self, mesh: int, now_s: float, duration_s: float) -> float:
+        """Return when a mesh that has nothing else to do from now on has done work that takes so long alone."""
+        start_s = max(now_s, self.dispatch(mesh))
+        return take_compute(self.needs[mesh], start_s, duration_s)[1] if self.needs else start_s + duration_s
 
     def dispatch(self, place: int) -> float:
         """Return when the last host of a place has started one more piece of work there."""
