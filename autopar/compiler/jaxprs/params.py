@@ -434,8 +434,8 @@ def adds_one_of_each_row(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "scatter-add":
         return False
     numbers = eqn.params["dimension_numbers"]
-    rows = len(numbers.operand_batching_dims) == eqn.invars[0].aval.ndim - 1
-    return rows and not numbers.update_window_dims
+    one_index = len(numbers.operand_batching_dims) == len(getattr(eqn.invars[0].aval, "shape", ())) - 1
+    return one_index and not numbers.update_window_dims
 
 
 def indexed_dimensions(eqn: JaxprEqn) -> Dimensions:
