@@ -213,6 +213,8 @@ def _work_of_equations(
         if eqn.primitive.name in NESTED:
             found.append(_work_of_bodies(eqn, machine, known))
             continue
+        if within is None:  # what is computed again in several kernels here, stages may find in memory
+            traffic = traffic._replace(reads=tuple(min(count, 1) for count in traffic.reads))
         key = (kind, traffic, jc.moves_memory(eqn))
         if key not in known:
             known[key] = _work(eqn, traffic, costs)
