@@ -119,7 +119,7 @@ def _plan_of_method(
                 trace,
                 method,
                 num_devices=cluster.num_devices,
-                machine=cluster.machine_of(range(cluster.num_devices)),
+                machine=cluster.machine.when_busy(min(cluster.num_devices, cluster.machine.devices_per_host)),
                 checked=checked,
                 cache_directory=cache_directory,
             )
