@@ -25,6 +25,9 @@ XLA's GPU compiler has large gradients wait for the end, where it schedules for 
 write their sum with an array that others read, but over one that no other does (tensorflow/tensorflow,
 tensorflow/compiler/xla/service/gpu/gemm_rewriter.cc: "BLAS GeMM overwrites bias matrix").
 
+Executors of these rows hand the memory of what an update replaces to it, which a program of ours takes over only if the
+update reads it: predicted steps do (`Workload.updates_in_place`), which costs the update one more read.
+
 Rows whose parameters are "cast in the step" have them in 32 bits, with no copy in 16. Under ZeRO 2 these are divided
 and gathered once they are rounded: as many bytes are kept and sent as with a divided master copy beside a whole one.
 """
@@ -216,7 +219,7 @@ def _seconds(plan: Plan, counts: Callable[[PlannedCollective], bool]) -> float:
 @lru_cache(maxsize=1)
 def _traced(model: Model) -> tuple[Workload, Traced]:
     """Trace a model once for rows that come one after the other: it is the same on all machines."""
-    workload = workload_of(model)
+    workload = replace(workload_of(model), updates_in_place=True)
     step = autopar.parallelize(workload.step, donate_argnums=(0,), cluster=Cluster.parse("1x cpu"))
     return workload, step.trace(workload.abstract_state, workload.abstract_batch)
 

@@ -104,13 +104,14 @@ def session_at(
 
 
 def seconds_in_turns(
-    runs: Mapping[str, Any], arguments: tuple[Any, ...], rounds: int, before: Callable[[str], object] = str
+    runs: Mapping[str, Any], arguments: tuple[Any, ...], rounds: int, before: Callable[[str], object] | None = None
 ) -> dict[str, list[float]]:
-    """Return the seconds of steps by name, taken in turns; `before` is called with the name of each."""
+    """Return the seconds of steps by name, taken in turns; `before` is called with the name of each, if given."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(_FIRST_ROUNDS + rounds):
         for name, run in runs.items():
-            before(name)
+            if before is not None:
+                before(name)
             began_s = time.perf_counter()
             _, loss = run(*arguments)
             float(loss)

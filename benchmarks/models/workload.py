@@ -48,6 +48,9 @@ class Workload:
     tokens: int
     """Of one step; images, for a classifier of images."""
     statistics: Tree = field(default_factory=dict[str, Any])  # of Array
+    updates_in_place: bool = False
+    """What replaces a parameter of 16 bits reads it, and so gets its memory: no step as users write it does, but where
+    an executor hands what it replaces to the update, it needs no more memory than such a step."""
 
     @property
     def batch_size(self) -> int:
@@ -95,8 +98,9 @@ class Workload:
         weights = optax.apply_updates(weights, updates)
         if state.master is None:
             return State(weights, None, opt_state, statistics), {"loss": loss}
-        # What replaces a parameter reads it: its memory is given up to what is made of it, and not kept beside.
-        params = jax.tree.map(lambda weight, param: weight.astype(param.dtype) + 0 * param, weights, state.params)
+        params = jax.tree.map(lambda weight, param: weight.astype(param.dtype), weights, state.params)
+        if self.updates_in_place:
+            params = jax.tree.map(lambda new, old: new + 0 * old, params, state.params)
         return State(params, weights, opt_state, statistics), {"loss": loss}
 
     @property

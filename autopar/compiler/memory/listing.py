@@ -9,7 +9,7 @@ is around them, behind a barrier that holds back their operands.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -126,36 +126,37 @@ class _Lister:
 
         Those of regions that are computed again live too shortly: at most one of each layer's is kept so.
         """
-        roots: dict[Hashable, Hashable] = {}
-        narrow: set[Hashable] = {key for v in self.block.outputs if (key := self.key(v)) is not None}
-        for op in self.ops:
-            reads = [roots.get(key, key) for key in op.reads]
-            if op.kind in ("view", "form"):
-                roots[op.results[0]] = reads[0]
-            elif op.kind in ("apart", "barrier"):
-                narrow.update(reads)
+        narrow, roots = self._read_by(lambda op: op.kind in ("apart", "barrier"))
         wide: set[Hashable] = set()
         for number, op in enumerate(self.ops):
             if op.kind == "fused" and op.expensive and not narrow.intersection(op.results):
                 wide.update(key for key in op.results if self._is_own(key) and _type_of(key) == "bfloat16")
                 self.ops[number] = op._replace(widening=2.0 if wide.intersection(op.results) else 1.0)
-        for key in (*wide, *(key for key, root in roots.items() if root in wide)):
-            self.nbytes[key] *= 2.0
+        self._scale(wide, roots, 2.0)
 
     def narrow(self) -> None:
         """Keep products of float32 in bfloat16, in which products multiply, if products alone read them."""
-        roots: dict[Hashable, Hashable] = {}
-        wide: set[Hashable] = {key for v in self.block.outputs if (key := self.key(v)) is not None}
-        for op in self.ops:
-            reads = [roots.get(key, key) for key in op.reads]
-            if op.kind in ("view", "form"):
-                roots[op.results[0]] = reads[0]
-            elif op.kind != "product":
-                wide.update(reads)
+        wide, roots = self._read_by(lambda op: op.kind != "product")
         made = {key for op in self.ops if op.kind == "product" for key in op.results} - wide
         narrow = {key for key in made if self._is_own(key) and _type_of(key) == "float32"}
-        for key in (*narrow, *(key for key, root in roots.items() if root in narrow)):
-            self.nbytes[key] /= 2.0
+        self._scale(narrow, roots, 0.5)
+
+    def _read_by(self, reads: Callable[[Op], bool]) -> tuple[set[Hashable], dict[Hashable, Hashable]]:
+        """Return what some ops read or the block results in, and by view or form the array that it is one of."""
+        roots: dict[Hashable, Hashable] = {}
+        found: set[Hashable] = {key for v in self.block.outputs if (key := self.key(v)) is not None}
+        for op in self.ops:
+            arrays = [roots.get(key, key) for key in op.reads]
+            if op.kind in ("view", "form"):
+                roots[op.results[0]] = arrays[0]
+            elif reads(op):
+                found.update(arrays)
+        return found, roots
+
+    def _scale(self, arrays: set[Hashable], roots: dict[Hashable, Hashable], factor: float) -> None:
+        """Count arrays, with all their views and forms, as so many times as large."""
+        for key in (*arrays, *(key for key, root in roots.items() if root in arrays)):
+            self.nbytes[key] *= factor
 
     def _is_own(self, key: Hashable) -> bool:
         """Return true if a value is one of the block, and not of a region in line with it."""

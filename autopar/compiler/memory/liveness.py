@@ -3,9 +3,9 @@
     ops (what is read, what is made, in order)  ->  a lifetime for every array that reaches memory
 
 Products, collectives, loops, sorts stand apart: what they read and make is in memory; a `product` whose kernel computes
-what it reads only has its result there. Elementwise equations are fused
-into their readers, which then read what these are computed from, later. A fused array is in memory only if an op
-apart reads it, if it is a result, or if it would be computed twice and is expensive (an exponential, say).
+what it reads only has its result there. Elementwise equations are fused into their readers, which then read what these
+are computed from, later. A fused array is in memory only if an op apart reads it, if it is a result, or if it would be
+computed twice and is expensive (an exponential, say).
 
 A `constant` is one number all over: whoever reads it fills it in.
 

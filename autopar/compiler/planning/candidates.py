@@ -43,8 +43,6 @@ _UNEQUAL_SHARE = 0.9
 """Of the time of equal stages: others rarely take less, nor than if the work of the equal ones were the same."""
 _FORMULA_SHARE = 0.95
 """Of the time by a schedule's formula: unequal stages rarely take less when they are simulated."""
-
-
 WHOLE_SHARE = 0.85
 """Of the time of stages by their layers, what they take at least as a whole: small layers gain the most."""
 

@@ -329,7 +329,7 @@ def test_with_one_microbatch_schedules_differ_by_weight_gradients_alone():
 
 
 def test_on_one_device_nothing_is_searched(capsys, monkeypatch):
-    monkeypatch.setattr(one_mesh, "search_on", None)
+    monkeypatch.setattr(one_mesh, "begin_on", None)
     step = autopar.parallelize(train_step, devices=jax.devices()[:1])
     params, batch = jax.tree.map(lambda a: jnp.full(a.shape, 0.01), arguments(16, 8))
     got, loss = step(params, batch)
