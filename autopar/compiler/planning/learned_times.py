@@ -4,7 +4,8 @@
 
 The layers of a stage take less together than one by one: a border between them needs no layout of its own. By how
 much depends on the devices more than on the layers, and grows with them; so stages on a submesh are taken to gain what
-others there did. A step takes longer than its stages by themselves, by a share that grows with their number.
+others there did. Where a stage takes more than its layers, it does so for want of memory, which tells nothing of others.
+A step takes longer than its stages by themselves, by a share that grows with their number.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class LearnedTimes:
     of_stages: dict[object, float] = field(default_factory=dict[object, float])
     """By stages, whatever their schedule: the share of their time by their layers that they take as a whole."""
     on: dict[Submesh, float] = field(default_factory=dict[Submesh, float])
-    """By submesh, the least such share."""
+    """By submesh, the least such share, 1 at most."""
     simulated: dict[int, float] = field(default_factory=dict[int, float])
     """By the number of stages, the least share of the time by these as a whole that plans were simulated to take."""
     alike: dict[object, float] = field(default_factory=dict[object, float])
     """The same, by the numbers of stages and microbatches and, where there is one to choose, the schedule."""
     steps: list[float] = field(default_factory=list[float])
-    """The shares of their time by their layers that whole steps were simulated to take."""
+    """The shares of their time by their layers that whole steps were simulated to take, 1 at most."""
     expected: dict[tuple[PipelineCandidate, tuple[float, ...]], float] = field(
         default_factory=dict[tuple[PipelineCandidate, tuple[float, ...]], float]
     )
@@ -61,7 +62,7 @@ class LearnedTimes:
 
     def learn_step(self, candidate: PipelineCandidate, seconds: float) -> None:
         """Keep what a whole step of a candidate takes."""
-        self.steps.append(seconds / candidate.step_time_s)
+        self.steps.append(min(1.0, seconds / candidate.step_time_s))
         if len(candidate.stages) == 1:
             self._learn_on(candidate.stages[0].submesh, self.steps[-1])
 
@@ -72,7 +73,7 @@ class LearnedTimes:
         self.alike[key] = min(share, self.alike.get(key, share))
 
     def _learn_on(self, submesh: Submesh, share: float) -> None:
-        self.on[submesh] = min(share, self.on.get(submesh, share))
+        self.on[submesh] = min(share, self.on.get(submesh, 1.0))
 
     def share_on(self, submesh: Submesh) -> float:
         """Return the share of their time by their layers that stages on a submesh are taken to need at least."""

@@ -13,7 +13,8 @@ All of them are the space (`planning.space`). The region with the lowest bound i
 or gives way to regions with higher bounds; when no bound is below the time of the best plan, that plan is the best.
 Plans are compared by what they are simulated to take.
 
-How much is looked at is counted in regions and not in seconds, so that a busy machine finds the same plan.
+How much is looked at is counted in regions and not in seconds, so that a busy machine finds the same plan. Those that
+turn out not to fit into memory are counted apart: they tell where no plan is, and leave the others their effort.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class _Search:
         """Solve regions, the most promising first, until none can hold a better plan."""
         method = self.space.problem.method
         most, deadline = EFFORTS[method.effort], time.process_time() + _CLOCK * method.time_limit_s
-        taken, stopped = 0, ""
+        taken, stopped = {True: 0, False: 0}, ""
         while self.open:
             enough_s = _WORTH_LOOKING * self.best_s
             promising = [each for each in self.open if self.best is None or self.likely_s(each) < enough_s]
@@ -173,15 +174,14 @@ class _Search:
                 self.open = [each for each in self.open if self.space.is_there(each)]
                 continue
             if self.best is not None or self.beside is not None:
-                if taken >= most:
+                if max(taken.values()) >= most:
                     stopped = f'effort="{method.effort}" ended the search'
                     break
                 if time.process_time() > deadline:
                     stopped = f"{TIME_LIMIT} of {_CLOCK} x {method.time_limit_s:g} s ended the search"
                     break
             self.open.remove(region)
-            self.take(region)
-            taken += 1
+            taken[self.take(region)] += 1
         if self.beside is not None and self.beside[1] < self.best_s:
             self.best, self.best_s, self.best_in_words = self.beside
         if self.best is None:
@@ -278,8 +278,8 @@ class _Search:
             default=0.0,
         )
 
-    def take(self, region: Region) -> None:
-        """Solve or divide a region."""
+    def take(self, region: Region) -> bool:
+        """Solve or divide a region; return false where it does not fit into memory."""
         tell(str(region))
         try:
             match region:
@@ -295,6 +295,8 @@ class _Search:
             self.errors.append(error)
             if isinstance(region, OneProgram) and isinstance(error, MemoryTooSmall):
                 self.open += self.space.with_more_microbatches(region)
+            return not isinstance(error, MemoryTooSmall)
+        return True
 
     def solve_program(self, region: OneProgram) -> float:
         """Find the best layouts of one program on one mesh; return their seconds, or those that they take at least."""
@@ -464,19 +466,17 @@ class _Search:
             return
         # Stages as a whole may need more than the sum over their layers: then all are expected to need as much more.
         before = region.region
-        share = before.share * min(_NEXT_SHARE, sharded.memory_bytes / sharded.peak_bytes)
-        self.errors.append(
-            MemoryTooSmall(
-                f"The best stages need {sharded.peak_bytes / 2**30:.3g} GiB of a device with their layouts, and may "
-                f"use {sharded.memory_bytes / 2**30:.3g} GiB; there are none that need less. Use more devices, more "
-                "and smaller microbatches, or a larger budget."
-            )
-        )
         if before.attempt + 1 < _ATTEMPTS:
             most = candidate.peak_share(problem)
             self.open = [each for each in self.open if not self.is_as_large(each, before, most)]
+            share = before.share * min(_NEXT_SHARE, sharded.memory_bytes / sharded.peak_bytes)
             likely_s = max(before.likely_s, _LESS_MEMORY_SHARE * candidate.step_time_s)
             self.open.append(replace(before, share=share, attempt=before.attempt + 1, likely_s=likely_s))
+        raise MemoryTooSmall(
+            f"The best stages need {sharded.peak_bytes / 2**30:.3g} GiB of a device with their layouts, and may "
+            f"use {sharded.memory_bytes / 2**30:.3g} GiB; there are none that need less. Use more devices, more "
+            "and smaller microbatches, or a larger budget."
+        )
 
     def is_as_large(self, region: Region, before: Stages, share: float) -> bool:
         """Return whether a region completes stages of another one that need as large a share of the memory."""
