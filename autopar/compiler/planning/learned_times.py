@@ -4,7 +4,7 @@
 
 The layers of a stage take less together than one by one: a border between them needs no layout of its own. By how
 much depends on the devices more than on the layers, and grows with them; so stages on a submesh are taken to gain what
-others there did. Where a stage takes more than its layers, it does so for want of memory, which tells nothing of others.
+others there did. A stage that takes more than its layers does so for want of memory, and tells nothing of others.
 A step takes longer than its stages by themselves, by a share that grows with their number.
 """
 
@@ -21,6 +21,8 @@ _LARGER_SHARE = 0.95
 """Of the least share that stages were seen to take: those on more devices rarely take less."""
 _OTHERS_SHARE = 0.97
 """Of the least share that steps were simulated to take: others rarely take less."""
+_NO_GAIN = 1.03
+"""Times the time by their layers: what takes longer as a whole does so for want of memory."""
 _SLACK = 0.99
 """Of a time that is expected of stages which are not all known."""
 KNOWN_SLACK = 0.995
@@ -38,13 +40,13 @@ class LearnedTimes:
     of_stages: dict[object, float] = field(default_factory=dict[object, float])
     """By stages, whatever their schedule: the share of their time by their layers that they take as a whole."""
     on: dict[Submesh, float] = field(default_factory=dict[Submesh, float])
-    """By submesh, the least such share, 1 at most."""
+    """By submesh, the least such share that want of memory did not raise."""
     simulated: dict[int, float] = field(default_factory=dict[int, float])
     """By the number of stages, the least share of the time by these as a whole that plans were simulated to take."""
     alike: dict[object, float] = field(default_factory=dict[object, float])
     """The same, by the numbers of stages and microbatches and, where there is one to choose, the schedule."""
     steps: list[float] = field(default_factory=list[float])
-    """The shares of their time by their layers that whole steps were simulated to take, 1 at most."""
+    """The shares of their time by their layers that whole steps were simulated to take, but for want of memory."""
     expected: dict[tuple[PipelineCandidate, tuple[float, ...]], float] = field(
         default_factory=dict[tuple[PipelineCandidate, tuple[float, ...]], float]
     )
@@ -58,13 +60,16 @@ class LearnedTimes:
             if by_layers_s := _seconds(stage.cost, count):
                 share = (1 - gap) * _seconds(whole, count) / by_layers_s
                 self.of_stages[key] = share
-                self._learn_on(stage.submesh, share)
+                if stage.stop - stage.start > 1:  # one layer has no border to gain by
+                    self._learn_on(stage.submesh, share)
 
     def learn_step(self, candidate: PipelineCandidate, seconds: float) -> None:
         """Keep what a whole step of a candidate takes."""
-        self.steps.append(min(1.0, seconds / candidate.step_time_s))
+        share = seconds / candidate.step_time_s
+        if share <= _NO_GAIN:
+            self.steps.append(share)
         if len(candidate.stages) == 1:
-            self._learn_on(candidate.stages[0].submesh, self.steps[-1])
+            self._learn_on(candidate.stages[0].submesh, share)
 
     def learn_simulated(self, candidate: PipelineCandidate, share: float) -> None:
         """Keep what share of the time by its stages a plan of a candidate was simulated to take."""
@@ -73,7 +78,8 @@ class LearnedTimes:
         self.alike[key] = min(share, self.alike.get(key, share))
 
     def _learn_on(self, submesh: Submesh, share: float) -> None:
-        self.on[submesh] = min(share, self.on.get(submesh, 1.0))
+        if share <= _NO_GAIN:
+            self.on[submesh] = min(share, self.on.get(submesh, share))
 
     def share_on(self, submesh: Submesh) -> float:
         """Return the share of their time by their layers that stages on a submesh are taken to need at least."""

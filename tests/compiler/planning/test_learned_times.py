@@ -34,6 +34,22 @@ def test_what_is_learned_of_stages_is_expected_of_others_on_their_devices(candid
             assert 0.93 * other.step_time_s <= learned.least_s(other) <= 0.96 * other.step_time_s
 
 
+def test_what_stages_pay_for_want_of_memory_is_expected_of_no_others(candidates):
+    first, learned = candidates[0], LearnedTimes()
+    learned.learn_stages(first, [stage.cost.in_time(1.2) for stage in first.stages], gap=0.0)
+    learned.learn_step(first, 1.2 * first.step_time_s)
+    assert learned.least_s(first) == pytest.approx(0.995 * 1.2 * first.step_time_s, rel=1e-2)
+    assert not learned.on and learned.step_share == learned.least_share == 0.85
+
+
+def test_a_stage_of_one_layer_tells_nothing_of_stages_with_borders(candidates):
+    learned = LearnedTimes()
+    for each in candidates:
+        learned.learn_stages(each, [stage.cost for stage in each.stages], gap=0.0)
+    several = {stage.submesh for each in candidates for stage in each.stages if stage.stop - stage.start > 1}
+    assert several and learned.on.keys() == several
+
+
 def test_stages_of_another_schedule_are_known(candidates):
     def splits(candidate):
         return candidate.timing.schedule.splits_weight_gradients
