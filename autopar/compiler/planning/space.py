@@ -194,10 +194,13 @@ class Space:
         given = self.cuttable.num_stages
         for count in microbatch_counts(self.cuttable):
             for few, most in self.numbers_of_stages():
-                bound_s = self.bounds.stages_s(count, few, most, self.sizes() if given is None else [self.part(given)])
-                even_s = min(self.bounds.even_stages_s(count, number) for number in range(few, most + 1))
+                sizes = self.sizes() if given is None else [self.part(given)]
                 yield Stages(
-                    num_microbatches=count, num_stages=(few, most), bound_s=bound_s, likely_s=bound_s, even_s=even_s
+                    num_microbatches=count,
+                    num_stages=(few, most),
+                    bound_s=self.bounds.stages_s(count, few, most, sizes),
+                    likely_s=self.bounds.likely_stages_s(count, few, most, sizes),
+                    even_s=min(self.bounds.even_stages_s(count, number) for number in range(few, most + 1)),
                 )
 
     def lanes(self) -> Iterator[Region]:

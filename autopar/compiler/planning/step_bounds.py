@@ -17,7 +17,9 @@ for M microbatches. Collectives and transfers are counted as nothing. Stages add
               which take its devices u_h together:  T >= (1 + u_h / (M k_h + w_h)) / sum over g of D_g / (M k_g + w_g)
     machines  an equation e is run by one machine or several: with any weights m_g, sum over g of D_g m_g = 1,
               T >= sum over e of min over g of m_g (M k_eg + w_eg)      m_g as what is to be done takes on g, inverse
-    starting  a host starts one piece of work after another: 2 S M tasks, 2 (S-1) M transfers and S updates
+    starting  a host starts one piece of work after another: S M forward tasks, (S-1) M transfers, at least M backward
+              tasks and an update, 2 S M + 1 in all. Stages that all have a gradient and an update, as is usual, start
+              2 S M tasks, 2 (S-1) M transfers and S updates: that is likely, and no bound
 """
 
 from __future__ import annotations
@@ -124,7 +126,15 @@ class StepBounds:
     def stages_s(self, num_microbatches: int, fewest: int, most: int, sizes: Sequence[int]) -> float:
         """Return the least seconds of `fewest` to `most` stages, each on one of these numbers of devices."""
         counts = range(fewest, max(fewest, most) + 1)
-        return min((self._stages_s(num_microbatches, count, sizes) for count in counts), default=math.inf)
+        return min(self._stages_s(num_microbatches, count, sizes, 2 * count * num_microbatches + 1) for count in counts)
+
+    def likely_stages_s(self, num_microbatches: int, fewest: int, most: int, sizes: Sequence[int]) -> float:
+        """Return the same if all stages have a gradient and an update, as is usual."""
+        per_microbatch = {count: 4 * count - 2 for count in range(fewest, max(fewest, most) + 1)}
+        return min(
+            self._stages_s(num_microbatches, count, sizes, each * num_microbatches + count)
+            for count, each in per_microbatch.items()
+        )
 
     def even_stages_s(self, num_microbatches: int, num_stages: int) -> float:
         """Return the seconds of so many equal stages that do nothing but their work; unequal ones may take less."""
@@ -132,7 +142,8 @@ class StepBounds:
         each_s = self.per_batch.fixed_s + self.per_batch.divisible_s / num_microbatches / devices
         return ((num_microbatches + num_stages - 1) * each_s + self.per_step.on(devices)) / num_stages
 
-    def _stages_s(self, num_microbatches: int, num_stages: int, sizes: Sequence[int]) -> float:
+    def _stages_s(self, num_microbatches: int, num_stages: int, sizes: Sequence[int], started: int) -> float:
+        """Return the least seconds of stages that start so many pieces of work."""
         largest = max((n for n in sizes if n + (num_stages - 1) * min(sizes) <= self.num_devices), default=0)
         if not largest:
             return math.inf
@@ -142,7 +153,6 @@ class StepBounds:
         chain_s = self.idle_share(min(sizes)) * micro_s / (1 - (1 - 1 / num_microbatches) ** num_stages)
         by_stage_s = (num_microbatches * micro_s + self.per_step.on(largest)) / num_stages
         by_stage_s *= self.idle_share(min(sizes))
-        started = 2 * num_stages * num_microbatches + 2 * (num_stages - 1) * num_microbatches + num_stages
         starting_s = self.dispatch_s * (math.ceil(started / min(num_stages, self.num_hosts)) - 1)
         return max(chain_s, by_stage_s, self.divided_s(num_microbatches), starting_s)
 

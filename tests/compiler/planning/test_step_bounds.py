@@ -1,11 +1,21 @@
 """No plan takes less than the bounds by work, whichever of unequal machines runs which equation."""
 
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.compiler.planning.step_bounds import GroupWork, StepBounds, Work, total_work, work_of_program
+import autopar
+from autopar.compiler.planning.step_bounds import (
+    GroupWork,
+    StepBounds,
+    Work,
+    step_bounds,
+    total_work,
+    work_of_program,
+)
 from autopar.hardware.machine import Machine
 
 
@@ -76,3 +86,36 @@ def test_no_pipelines_side_by_side_take_less_wherever_the_state_is_updated(seed)
         shares, first = draw.multinomial(microbatches, draw.dirichlet(np.ones(3))), draw.integers(3)
         busy_s = shares * each_s + np.where(np.arange(3) == first, update_s, 0)  # no device of a machine ever waits
         assert bound_s <= (busy_s / devices).max() * (1 + 1e-12)
+
+
+def drawn_step(seed):
+    """Return a step of small layers, some of which have no parameters or share them, its arguments and their number."""
+    draw = random.Random(seed)
+    kinds = [draw.choice(("own", "own", "none", "shared")) for _ in range(draw.choice((4, 5, 6)))]
+    names = {i: {"own": f"w{i}", "shared": "w"}.get(kind) for i, kind in enumerate(kinds)}
+
+    def train_step(params, batch):
+        def loss_of(params):
+            h = batch["x"]
+            for i, name in names.items():
+                with jax.named_scope(f"h_{i}"):
+                    h = jnp.sin(h) if name is None else jnp.tanh(h @ params[name])
+            return jnp.mean((h - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params = {name: jax.ShapeDtypeStruct((8, 8), jnp.float32) for name in names.values() if name is not None}
+    return train_step, (params, dict.fromkeys("xy", jax.ShapeDtypeStruct((16, 8), jnp.float32))), len(kinds)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 4, 5])
+def test_no_stages_of_small_layers_start_less_than_the_bound(seed):
+    step, arguments, layers = drawn_step(seed)
+    cluster = autopar.Cluster.parse("1x dgx-h100").with_devices(4)
+    traced = autopar.parallelize(step, cluster=cluster).trace(*arguments)
+    bounds = step_bounds(traced.trace, cluster, batch_statistics="exact", random="full_batch")
+    for stages, microbatches in ((2, 1), (4, 1), (4, 2)):
+        method = autopar.PipelineParallel(num_stages=stages, num_microbatches=microbatches, layers=layers)
+        simulated_s = traced.plan(method).simulate(cluster).step_time_s
+        assert 0.4 * simulated_s < bounds.stages_s(microbatches, stages, stages, [1, 2]) <= simulated_s
