@@ -243,6 +243,24 @@ def test_what_ended_the_search_early_is_said(tmp_path, monkeypatch):
     assert "the time limit of 5 x 1e-09 s ended the search" in " ".join(str(stopped).split())
 
 
+def test_what_does_not_fit_is_counted_apart_from_the_effort(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(EFFORTS, "fast", 4)
+    take, solve, fits = search._Search.take, search._Search.solve_program, []
+
+    def solve_program(self, region):
+        if region.shape == (1, 4):
+            raise MemoryTooSmall(str(region))
+        return solve(self, region)
+
+    monkeypatch.setattr(search._Search, "solve_program", solve_program)
+    monkeypatch.setattr(search._Search, "take", lambda *a: fits.append(take(*a)) or fits[-1])
+    sizes, cluster = CASES["slow links"]
+    plan = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(*sizes)).plan(autopar.Auto(effort="fast"))
+    assert 'effort="fast" ended the search' in plan.plan.certificate.stopped
+    assert max(fits.count(True), fits.count(False)) == 4 < len(fits)
+
+
 def test_microbatches_that_wait_for_statistics_are_none_of_the_space():
     def centred(params, batch):
         def loss_of(params):
