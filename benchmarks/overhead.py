@@ -12,7 +12,8 @@ device: such a step computes next to nothing, and the state is ready before each
 
 The driver's time per instruction is the host's time from the call of a pipelined step until it returns,
 divided by the number of instructions of all meshes. The tensors are tiny, earlier work is done, and nothing
-is waited for.
+is waited for. Of the same step, in CPU seconds until its state is ready, is what an executable costs for each
+of its devices: hardly anything is computed, and other processes leave it alone.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from autopar.ir.program import Run
 
 TARGET_RATIO = 1.02
 TARGET_DISPATCH_RATIO = 1.15
@@ -60,6 +62,7 @@ class DriverTime:
     num_instructions: int
     us_per_instruction: float  # median over steps
     interval: tuple[float, float]
+    cpu_us_per_execution: float  # of one executable on one device: median over steps
     jit_call_us: float  # yardstick: one call of a jitted function on the devices of one stage, measured in turn
 
 
@@ -200,14 +203,18 @@ def time_driver(repetitions: int) -> DriverTime:
     state = create_state()
     program = ours.trace(state, batch).plan().lower().program
     num_instructions = sum(len(mesh.instructions) for mesh in program.meshes)
+    num_executions = sum(
+        len(mesh.devices) for mesh in program.meshes for each in mesh.instructions if isinstance(each, Run)
+    )
     stage_devices = jax.devices()[: max(1, jax.device_count() // 2)]
     call, x = jit_on(stage_devices)
-    seconds, yardstick = [], []
+    seconds, cpu_seconds, yardstick = [], [], []
     for _ in range(3 + repetitions):  # the first three compile and settle
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         state, metrics = ours(state, batch)
         seconds.append(time.perf_counter() - start)
         jax.block_until_ready((state, metrics))
+        cpu_seconds.append(time.process_time() - cpu_start)
         start = time.perf_counter()
         y = call(x)
         yardstick.append(time.perf_counter() - start)
@@ -218,6 +225,7 @@ def time_driver(repetitions: int) -> DriverTime:
         num_instructions=num_instructions,
         us_per_instruction=median,
         interval=interval,
+        cpu_us_per_execution=1e6 * statistics.median(cpu_seconds[3:]) / num_executions,
         jit_call_us=1e6 * statistics.median(yardstick[3:]),
     )
 
@@ -253,7 +261,8 @@ def print_tables(comparisons: Sequence[Comparison], driver: DriverTime) -> None:
     low, high = driver.interval
     console.print(
         f"Driver: {driver.us_per_instruction:.1f} us per instruction (95 % interval {low:.1f} - {high:.1f}),"
-        f" {driver.num_instructions} instructions per step; one jitted call on a stage's devices takes"
+        f" {driver.num_instructions} instructions per step, {driver.cpu_us_per_execution:.1f} us of CPU time for an"
+        " executable and each of its devices; one jitted call on a stage's devices takes"
         f" {driver.jit_call_us:.1f} us.",
         soft_wrap=True,
     )

@@ -1,6 +1,7 @@
 """Tiny train steps for tests of the compiler: an MLP, a GPT with tied embeddings, and what to compare them with."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +15,21 @@ from autopar.compiler.frontend.leaf_names import leaf_name
 from autopar.compiler.frontend.trace import Leaf, Trace
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.hardware.cluster import Cluster
+from autopar.hardware.machine import Link, Machine
 from autopar.ir.program import Program
 
 ROWS, WIDTH, VOCABULARY, LENGTH = 8, 4, 11, 3
+SEPARATE = replace(
+    Machine.named("cpu"),
+    memory_bandwidth=2e9,
+    peak_flops={"float32": 8e9, "float16": 4e9, "bfloat16": 4e9},
+    kernel_s=0.0,
+    execution_s=0.0,
+    concurrent_devices=0.0,
+    intra=Link(latency_s=4.3e-5, bandwidth=1e9, ramp_bytes=0.0),
+    inter=Link(latency_s=4.3e-5, bandwidth=1e9, ramp_bytes=0.0),
+)
+"""A host of eight devices with round figures, each with compute of its own, for closed forms."""
 
 
 def draw(seed: int, *shape: int) -> jax.Array:

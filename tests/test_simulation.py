@@ -21,8 +21,9 @@ from autopar.simulation import ClusterCosts
 from tests.compiler.planning.test_one_mesh import arguments, train_step
 from tests.compiler.stage_plans import with_planned_layouts
 from tests.schedule_programs import program_of
+from tests.small_steps import SEPARATE
 
-CPUS = autopar.Cluster(num_devices=8, kind="cpu")
+CPUS = autopar.Cluster(num_devices=8, machine=SEPARATE)
 LINKED = dataclasses.replace(
     CPUS.machine,
     devices_per_host=2,
@@ -40,7 +41,7 @@ def traced(method, *, step=train_step, args=None, cluster=CPUS, **options):
 @functools.cache
 def pipeline(num_devices, **options):
     """A plan by hand of one device for each stage."""
-    cluster = autopar.Cluster(num_devices=num_devices, kind="cpu")
+    cluster = autopar.Cluster(num_devices=num_devices, machine=SEPARATE)
     return traced(autopar.PipelineParallel(num_stages=num_devices, **options), cluster=cluster).plan()
 
 
@@ -48,7 +49,7 @@ def pipeline(num_devices, **options):
 def with_layouts(num_microbatches):
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=num_microbatches, mesh_shape=(2, 2))
     step = traced(method)
-    return step.plan(with_planned_layouts(step, step.plan().plan, Machine.named("cpu")))
+    return step.plan(with_planned_layouts(step, step.plan().plan, SEPARATE))
 
 
 # --- times --------------------------------------------------------------------------------------------------
@@ -97,7 +98,7 @@ def test_a_step_of_stages_takes_its_tasks_and_transfers_one_after_the_other():
 
 
 def test_a_pipeline_takes_its_host_the_starts_of_its_instructions_and_one_program_does_not():
-    slow = autopar.Cluster(num_devices=8, kind="cpu", machine=dataclasses.replace(CPUS.machine, dispatch_s=0.5))
+    slow = autopar.Cluster(num_devices=8, machine=dataclasses.replace(SEPARATE, dispatch_s=0.5))
     planned = with_layouts(4)
     instructions = [i for mesh in planned.lower().program.meshes for i in mesh.instructions]
     starts = sum(len(i.values) if isinstance(i, Send) else isinstance(i, Run) for i in instructions)
@@ -138,6 +139,16 @@ def test_a_plan_on_one_mesh_takes_its_modelled_step_and_memory(method):
     assert report.bubble_fraction == pytest.approx(0, abs=1e-9)
     assert report.peak_bytes == pytest.approx(sharding.peak_bytes, abs=1)
     assert report.counts_temporaries
+
+
+def test_every_executable_takes_what_one_takes_besides_its_work():
+    taken_s = 0.5
+    slow = autopar.Cluster(num_devices=8, machine=dataclasses.replace(SEPARATE, execution_s=taken_s))
+    one = traced(autopar.Zero(stage=3, mesh_shape=(8,))).plan()
+    assert one.simulate(slow).step_time_s == pytest.approx(taken_s + one.simulate().step_time_s)
+    # Forward and backward on each of two meshes, one after the other, and the update of the first.
+    planned = with_layouts(1)
+    assert planned.simulate(slow).step_time_s == pytest.approx(5 * taken_s + planned.simulate().step_time_s, rel=0.01)
 
 
 def parts_by_category(report):

@@ -27,12 +27,13 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Link, Machine
 from autopar.hardware.measure import Effort, Measurement, Series, series_of
 
-_OF_ONE_HOST = {"product", "memory", "at once", "dispatch"}
+_OF_ONE_HOST = {"product", "memory", "at once", "dispatch", "execution"}
 """Figures that are measured without any exchange between devices."""
 _NOT_MEASURED = (
     "inter", "domain", "overlap", "product_workspace_bytes", "in_step_share", "convolution_share", "batched_share",
     "hidden_share", "schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products",
-    "widens_bfloat16", "scatters_sums", "combined_bytes", "host_bandwidth", "host_memory_bytes",
+    "widens_bfloat16", "scatters_sums", "masks_ragged_products", "combined_bytes", "host_bandwidth",
+    "host_memory_bytes",
 )  # fmt: skip
 _UNITS = ((1, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -85,6 +86,7 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
     rates = fit_rates(measured)
     exchanged = [each for each in measured if each.what not in _OF_ONE_HOST]
     starts_s = [each.seconds for each in measured if each.what == "dispatch"]
+    between_s = [each.seconds for each in measured if each.what == "execution"]
     concurrent = fit_concurrent_devices(measured)
     base = Machine.named("cpu") if known is None else known
     intra = fit_link(exchanged) if exchanged else base.intra
@@ -116,14 +118,17 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
         fuses_products=base.fuses_products,
         widens_bfloat16=base.widens_bfloat16,
         scatters_sums=base.scatters_sums,
+        masks_ragged_products=base.masks_ragged_products,
         combined_bytes=base.combined_bytes,
         dispatch_s=statistics.median(starts_s) if starts_s else base.dispatch_s,
+        execution_s=statistics.median(between_s) if between_s else base.execution_s,
         host_bandwidth=base.host_bandwidth,
         host_memory_bytes=base.host_memory_bytes,
         concurrent_devices=0.0 if concurrent is None else concurrent,
         sources={
             **dict.fromkeys(("memory_bandwidth", "matmul_share", "matmul_half_flops", "kernel_s"), here),
             "dispatch_s": here if starts_s else not_measured,
+            "execution_s": here if between_s else not_measured,
             "concurrent_devices": "one device shares with none" if concurrent is None else here,
             "memory_bytes": "told by the device or the operating system",
             "peak_flops": not_measured if peaks.keys() & base.peak_flops.keys() and kind != "cpu" else here,
@@ -165,7 +170,7 @@ def table_of(machine: Machine, measured: Sequence[Measurement]) -> Table:
     table.columns[0].no_wrap, table.columns[0].min_width = True, len("collective-permute")
     for column in table.columns[2:]:
         column.justify = "right"
-    for each in (one for one in measured if one.what != "at once"):
+    for each in (one for one in measured if one.what not in ("at once", "execution")):
         fitted = predicted_s(machine, each)
         error = f"{100 * (fitted / each.seconds - 1):+.0f} %"
         cells = each.what, each.dtype, str(each.group_size), _amount(each.nbytes, "B")
@@ -186,6 +191,7 @@ def summary_of(machine: Machine, measured: Sequence[Measurement]) -> Table:
         table.add_row(f"products of {dtype}", rate, _usual_error(machine, some, {"product"}))
     table.add_row("half of it at", _amount(machine.matmul_half_flops, "FLOP"), "")
     table.add_row("start of an executable", _seconds(machine.dispatch_s), "")
+    table.add_row("one executable more", _seconds(machine.execution_s), "")
     shared = f"{machine.concurrent_devices:g} of {machine.devices_per_host}" if machine.concurrent_devices else "no"
     table.add_row("devices that take a host", shared, _usual_error_at_once(machine, measured))
     if exchanged:

@@ -123,10 +123,10 @@ def _at_size(listed: Sequence[tuple[int, float]], size: int, otherwise: float) -
 
 _RULES = (
     *("schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products", "widens_bfloat16"),
-    "scatters_sums",
+    *("scatters_sums", "masks_ragged_products"),
 )
 """What is said of the compiler for a machine."""
-_MAY_BE_LEFT_OUT = ("host_memory_bytes", "concurrent_devices", "combined_bytes", *_RULES[1:])
+_MAY_BE_LEFT_OUT = ("host_memory_bytes", "concurrent_devices", "execution_s", "combined_bytes", *_RULES[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,10 +191,15 @@ class Machine:
     scatters_sums: bool = True
     """XLA keeps a reduce-scatter as it is; else it adds up whole arrays on every device, each of which then takes its
     part, and computes nothing meanwhile."""
+    masks_ragged_products: bool = False
+    """XLA computes a product in ragged groups as one in which every group meets all rows, those of others as zeros."""
     combined_bytes: float = 30 * 2.0**20
     """XLA makes one collective of sums of gradients until their results have so many bytes."""
     dispatch_s: float = 1e-4
     """Seconds of a host to start one executable on its devices, or to send or take one value."""
+    execution_s: float = 0.0
+    """Seconds that work takes longer as two executables, one behind the other, than as one: its devices are given it,
+    and memory for its results, while its host is ahead of them."""
     host_bandwidth: float = 1.1e10
     """Bytes/s between one device and pinned memory of its host, each way, all devices copying; as of PCIe 3.0 x16."""
     host_memory_bytes: float = 0.0
@@ -217,6 +222,7 @@ class Machine:
             "hidden_share",
             "combined_bytes",
             "dispatch_s",
+            "execution_s",
             "host_bandwidth",
             "host_memory_bytes",
             "concurrent_devices",
@@ -458,6 +464,7 @@ def _faster(machine: Machine, factor: float) -> Machine:
         memory_bandwidth=machine.memory_bandwidth * factor,
         peak_flops={dtype: factor * peak for dtype, peak in machine.peak_flops.items()},
         kernel_s=machine.kernel_s / factor,
+        execution_s=machine.execution_s / factor,
         intra=intra,
     )
 

@@ -31,15 +31,21 @@ from jax.sharding import PartitionSpec as P
 _AXIS, _GROUPS = "devices", "groups"
 _REPETITIONS = 3
 _CALLS = 50
+_ARRAYS = 100
+"""What a task of a model of some layers is given: weights, gradients so far and activations."""
 _SMALL = 64
 """Rows and columns of a small product."""
+_IN_A_ROW = 256
+"""Rows and columns of the products of executables in a row."""
+_ROW, _PAIRS = 16, 11
+"""Executables in a row, and how often they are held against one that does as much."""
 # Rounds between two questions whether to go on, for which a GPU waits for its host.
 _ROUNDS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One timed operation. `what` is "product", "memory", "at once", "dispatch", "transfer" or one of `PASSES`."""
+    """One timed operation: "product", "memory", "at once", "dispatch", "execution", "transfer", or one of `PASSES`."""
 
     what: str
     dtype: str
@@ -81,6 +87,7 @@ def series_of(devices: Sequence[Any], effort: Effort, *, quick: bool) -> list[Se
     found = [Series(name=f"products of {dtype}", measure=partial(_products, devices, dtype)) for dtype in effort.dtypes]
     found.append(Series(name="memory", measure=partial(_memory, devices)))
     found.append(Series(name="starts of executables", measure=partial(_dispatches, devices)))
+    found.append(Series(name="executables in a row", measure=partial(_executions, devices)))
     if len(devices) == 1:
         return found
     found.append(Series(name="devices at once", measure=partial(_at_once, devices)))
@@ -157,6 +164,37 @@ def _dispatches(devices: Sequence[Any], _: Effort) -> list[Measurement]:
 
     median_s = statistics.median(seconds() for _ in range(_CALLS))
     return [Measurement(what="dispatch", dtype="float32", nbytes=4, seconds=median_s)]
+
+
+def _executions(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
+    """What some products take longer as executables in a row than as a loop, the host being ahead of the devices."""
+    each = _on_each(lambda x, others: (jax.nn.softmax(x @ x), [y + 1.0 for y in others]), devices)
+    x = _made(lambda: jnp.ones((len(devices) * _IN_A_ROW, _IN_A_ROW), jnp.float32), devices)
+    others = [_made(lambda: jnp.ones(len(devices), jnp.float32), devices)] * _ARRAYS
+
+    @jax.jit
+    def loop(count: Any, carried: Any) -> Any:
+        return lax.fori_loop(0, count, lambda _, now: lax.optimization_barrier(each(*now)), carried)
+
+    def in_a_row(count: int) -> Any:
+        carried = x, others
+        for _ in range(count):
+            carried = loop(rounds, carried)
+        return carried
+
+    def seconds(run: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        return time.perf_counter() - start
+
+    rounds = 1
+    rounds = max(1, math.ceil(effort.run_s / 5 / fastest_s(lambda count: loop(count, (x, others)), effort)))
+    seconds(lambda: in_a_row(2))
+    longer_s = [
+        seconds(lambda: in_a_row(_ROW)) - seconds(lambda: loop(_ROW * rounds, (x, others))) for _ in range(_PAIRS)
+    ]
+    taken_s = max(statistics.median(longer_s), 0.0) / (_ROW - 1)
+    return [Measurement(what="execution", dtype="float32", nbytes=4 * _ARRAYS, seconds=taken_s)]
 
 
 def _on_each(step: Callable[..., jax.Array], devices: Sequence[Any]) -> Callable[..., jax.Array]:

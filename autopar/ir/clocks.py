@@ -2,8 +2,8 @@
 
 dispatch  a host starts the work of its meshes piece by piece, ahead of the devices; a transfer has a host at each end:
               host = host + dispatch_s;  ready = the latest of its hosts
-run       a mesh is busy for a duration:
-              start = max(clock, ready);  clock = start + duration
+run       a mesh is busy for a duration, and for what an executable takes besides its work:
+              start = max(clock, ready);  clock = start + execution_s + duration
           where devices share their host's compute, so do meshes there: one takes what work that was given to others
           before leaves of its share, and is busy until it has had as much as it needs
 send      costs the sender's devices nothing, and occupies the link to another mesh, one transfer at a time:
@@ -36,6 +36,8 @@ class Hosts:
     """By host, the seconds to start one executable, or to send or take one value."""
     shares: tuple[Mapping[int, float], ...] = ()
     """By mesh and host, the share of its compute that the mesh takes alone, of hosts whose devices share it."""
+    execution_s: tuple[float, ...] = ()
+    """By mesh, the seconds of its devices that an executable takes besides its work; empty where none takes any."""
 
     @classmethod
     def of_devices(cls, devices: Sequence[Sequence[int]], cluster: Cluster) -> Hosts:
@@ -51,7 +53,13 @@ class Hosts:
             for mine in devices
             for machine in [cluster.groups[cluster.group_of(mine)].machine]
         )
-        return cls(of_mesh=tuple(map(frozenset, each)), dispatch_s=dispatch_s, shares=shares if any(shares) else ())
+        execution_s = tuple(cluster.machine_of(mine).execution_s for mine in devices)
+        return cls(
+            of_mesh=tuple(map(frozenset, each)),
+            dispatch_s=dispatch_s,
+            shares=shares if any(shares) else (),
+            execution_s=execution_s if any(execution_s) else (),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +90,7 @@ class Clocks:
     def run(self, mesh: int, duration_s: float) -> tuple[float, float]:
         """Return when work of a mesh that takes so long alone starts and stops."""
         start_s = max(self.mesh_s[mesh], self._dispatch([mesh], 1))
+        duration_s += self._hosts.execution_s[mesh] if self._hosts is not None and self._hosts.execution_s else 0.0
         stop_s = start_s + duration_s
         if self._hosts is not None and self._compute:
             needs = [(self._compute[host], share) for host, share in self._hosts.shares[mesh].items()]

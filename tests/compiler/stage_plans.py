@@ -10,9 +10,10 @@ from autopar.compiler.passes import cut_step
 from autopar.compiler.planning.mesh_sharding import mesh_constraints, plan_mesh
 from autopar.hardware.machine import Machine
 from autopar.ir.plan import Plan
+from tests.small_steps import SEPARATE
 
 CPU = Machine.named("cpu")
-QUICK = dataclasses.replace(CPU, intra=dataclasses.replace(CPU.intra, latency_s=1e-9))
+QUICK = dataclasses.replace(SEPARATE, intra=dataclasses.replace(SEPARATE.intra, latency_s=1e-9))
 """Links without latency, so that even small arrays are worth splitting."""
 
 

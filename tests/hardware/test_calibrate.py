@@ -153,6 +153,7 @@ def test_the_devices_that_are_here_become_a_file(tmp_path, capsys):
     assert set(machine.matmul_share.values()) == {1.0}
     assert machine.sources["intra"].startswith(f"measured on {len(jax.devices())} x cpu")
     assert 0 <= machine.concurrent_devices < 8 and machine.sources["concurrent_devices"].startswith("measured on")
+    assert 0 <= machine.execution_s < 0.1 and machine.sources["execution_s"].startswith("measured on")
     assert 1e-6 < machine.dispatch_s < 0.1 and machine.sources["dispatch_s"].startswith("measured on")
     assert json.loads(path.read_text())["name"] == "measured-cpu"
     told = capsys.readouterr()

@@ -125,12 +125,13 @@ def test_types_that_a_machine_has_no_unit_for_are_computed_in_others(machine, dt
 
 
 def test_devices_that_share_their_host_are_faster_where_others_idle():
-    shared = replace(ONE, concurrent_devices=2)
+    shared = replace(ONE, concurrent_devices=2, execution_s=1e-3)
     assert shared.when_busy(8) == shared and ONE.when_busy(1) is ONE
     for devices, factor in ((4, 2), (2, 4), (1, 4)):
         found = shared.when_busy(devices)
         assert found.matmul_s(1e12, 1e6, "float32") == pytest.approx(shared.matmul_s(1e12, 1e6, "float32") / factor)
         assert found.memory_s(1e9) == pytest.approx(shared.memory_s(1e9) / factor)
+        assert found.execution_s == pytest.approx(1e-3 / factor)
         ring = found.collective_s("all-reduce", 64e6, devices)
         assert ring == pytest.approx(shared.collective_s("all-reduce", 64e6, devices) / factor)
         assert (found.name, found.memory_bytes, found.inter) == (shared.name, shared.memory_bytes, shared.inter)
@@ -171,6 +172,8 @@ def test_devices_that_share_their_host_are_faster_where_others_idle():
         ({"fuses_products": 1}, "fuses_products of 'one' is 1, it must be true or false"),
         ({"widens_bfloat16": "no"}, "widens_bfloat16 of 'one' is 'no', it must be true or false"),
         ({"scatters_sums": 1.0}, "scatters_sums of 'one' is 1.0, it must be true or false"),
+        ({"masks_ragged_products": 0}, "masks_ragged_products of 'one' is 0, it must be true or false"),
+        ({"execution_s": -1e-3}, "execution_s of 'one' is -0.001; it must be finite and not negative"),
         ({"sources": {"intra": 5}}, r"sources of 'one' are \{'intra': 5\}; each must be a text"),
         ({"sources": {"nic": "somewhere"}}, r"name the unknown fields \['nic'\]"),
     ],

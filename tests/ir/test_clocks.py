@@ -64,6 +64,13 @@ def test_without_hosts_nothing_takes_time_to_be_started():
     assert [clocks.run(0, 1.0)[1] for _ in range(3)] == [1.0, 2.0, 3.0]
 
 
+def test_an_executable_takes_what_one_takes_besides_its_work_where_the_host_is_ahead_as_well():
+    clocks = Clocks(2, replace(ONE_HOST, execution_s=(0.0, 0.25)))
+    assert [clocks.run(0, 1.5), clocks.run(1, 1.0)] == [(0.0, 1.5), (1.0, 2.25)]
+    assert [clocks.run(1, 2.0), clocks.run(1, 2.0)] == [(2.25, 4.5), (4.5, 6.75)]
+    assert clocks.send(1, 0, 1.0).arrival_s == 7.75
+
+
 # --- hosts whose devices share their compute ---------------------------------------------------------------------
 
 
@@ -79,6 +86,13 @@ def test_only_devices_that_share_their_host_have_shares():
     assert sharing(4, 4, concurrent=0).shares == ()
     assert sharing(4, 2, 1, 1).shares == ({0: 1.0}, {0: 1.0}, {0: 0.5}, {0: 0.5})
     assert sharing(16, num_hosts=2).shares == ({0: 1.0, 1: 1.0},)
+
+
+def test_fewer_devices_that_share_take_less_for_an_executable():
+    machine = replace(Machine.named("dgx-h100"), concurrent_devices=2, execution_s=0.8)
+    meshes = [range(4), range(4, 6), range(6, 7)]
+    assert Hosts.of_devices(meshes, Cluster.of_hosts(machine, 1)).execution_s == pytest.approx((0.4, 0.2, 0.2))
+    assert sharing(4, 4).execution_s == ()
 
 
 def test_meshes_that_take_a_whole_host_take_turns_and_smaller_ones_run_at_once():

@@ -33,6 +33,7 @@ FIGURES = {
         "convolution_share",
         "batched_share",
         "dispatch_s",
+        "execution_s",
     ),
     "links": ("intra", "inter", "hidden_share"),
     "memory": ("memory_bytes",),

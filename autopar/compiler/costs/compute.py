@@ -2,6 +2,7 @@
 
 products          max((FLOPs + half) / matmul rate, bytes / memory bandwidth), and what a kernel takes to start
 untuned products  the same by the bytes read, and then the bytes written: of batches, where `batched_share` is below 1
+ragged products   the same as often as there are groups, where the compiler has each of them meet all rows
 kernels of users  the same, by the products inside and the bytes of operands and results
 copies to the host and back, the bytes over the link to it
 random bits       100 operations for every 4 bytes, at the vector rate
@@ -83,11 +84,20 @@ def _product_flops(eqn: jc.JaxprEqn, machine: Machine) -> float | None:
     """Return the FLOPs of products, as many more as they reach less than the rate; None for other equations."""
     name = eqn.primitive.name
     if name in PRODUCTS:
-        return equation_flops(eqn) / (machine.in_step_share * _share_of_rate(eqn, machine))
+        return (
+            _times_computed(eqn, machine) * equation_flops(eqn) / (machine.in_step_share * _share_of_rate(eqn, machine))
+        )
     if name == "declared_rule":
         flops = flops_where(jp.declared_body(eqn), lambda inner: inner.primitive.name in PRODUCTS or runs_jaxprs(inner))
         return flops / machine.in_step_share
     return None
+
+
+def _times_computed(eqn: jc.JaxprEqn, machine: Machine) -> int:
+    """Return how often the FLOPs of a product are computed: for every group where each meets the rows of all."""
+    if not (machine.masks_ragged_products and jp.ragged_dimensions(eqn).ragged):
+        return 1
+    return cast(Any, eqn.invars[2].aval).shape[-1]
 
 
 def _share_of_rate(eqn: jc.JaxprEqn, machine: Machine) -> float:

@@ -56,6 +56,15 @@ def test_seconds_on_one_device_are_those_of_the_roofline(case, expected):
     assert seconds(case)[0] == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.parametrize("masks", [False, True])
+def test_ragged_products_are_computed_for_every_group_where_each_meets_all_rows(masks):
+    case = ("ragged_dot_general", lax.ragged_dot, (X, real(3, 64, 64), whole(3)))
+    times = 3 if masks else 1
+    assert seconds(case, changed(masks_ragged_products=masks))[0] == pytest.approx(times * 2 * 64**3 / 0.88e9, rel=0.02)
+    product = ("dot_general", jnp.matmul, (X, X))
+    assert seconds(product, changed(masks_ragged_products=masks)) == seconds(product)
+
+
 def test_small_products_are_slower_than_their_flops_and_kernels_take_time_to_start():
     case = ("dot_general", jnp.matmul, (X, X))
     (plain_s, *_), (slow_s, *_) = seconds(case), seconds(case, changed(matmul_half_flops=1e6))

@@ -11,18 +11,17 @@ import pytest
 
 import autopar
 from autopar.errors import InvalidArgument, MemoryTooSmall, PlanMismatch
-from autopar.hardware.machine import Link, Machine
-from tests.small_steps import sgd, tanh_loss
+from autopar.hardware.machine import Link
+from tests.small_steps import SEPARATE, sgd, tanh_loss
 
 WIDTH, ROWS, LAYERS = 64, 512, 4
 
 
 def cluster(memory_bytes=(1e9, 1e9), *, bandwidth=1e9):
     """Two devices, and two more that compute a third of it in the same time."""
-    cpu = Machine.named("cpu")
     groups = [
         dataclasses.replace(
-            cpu,
+            SEPARATE,
             name=name,
             kind=name,
             devices_per_host=2,
@@ -31,8 +30,8 @@ def cluster(memory_bytes=(1e9, 1e9), *, bandwidth=1e9):
             kernel_s=1e-7,
             matmul_half_flops=0.0,
             memory_bytes=most,
-            peak_flops={dtype: rate / times for dtype, rate in cpu.peak_flops.items()},
-            memory_bandwidth=cpu.memory_bandwidth / times,
+            peak_flops={dtype: rate / times for dtype, rate in SEPARATE.peak_flops.items()},
+            memory_bandwidth=SEPARATE.memory_bandwidth / times,
         )
         for name, times, most in zip(("fast", "slow"), (1, 3), memory_bytes)
     ]

@@ -10,9 +10,19 @@ import autopar
 from autopar import InvalidArgument, MeshPlan, Plan, StagePlan
 from autopar.compiler.planning import lanes as planning_lanes
 from autopar.compiler.planning.step_bounds import step_bounds
-from autopar.hardware.machine import Link, Machine
+from autopar.hardware.machine import Link
 from tests.compiler.planning.test_groups import cluster
-from tests.small_steps import adam, adam_state, assert_same, draw, mlp_batch, mlp_loss, mlp_params, tanh_loss
+from tests.small_steps import (
+    SEPARATE,
+    adam,
+    adam_state,
+    assert_same,
+    draw,
+    mlp_batch,
+    mlp_loss,
+    mlp_params,
+    tanh_loss,
+)
 
 ROWS, LENGTH, WIDTH = 48, 40, 64
 STATE = adam_state([draw(0, WIDTH, WIDTH)])
@@ -175,10 +185,10 @@ def test_what_lanes_have_no_answer_for_is_refused(planned):
 
 def hosts(memory_bytes, *, inside, between, counts=(2, 2), per_host=1):
     """Hosts of one or more devices, the second half of which computes at half the rate; links in bytes/s."""
-    cpu, link = Machine.named("cpu"), Link(latency_s=1e-6, bandwidth=inside, ramp_bytes=0.0)
+    link = Link(latency_s=1e-6, bandwidth=inside, ramp_bytes=0.0)
     groups = [
         replace(
-            cpu,
+            SEPARATE,
             name=name,
             kind=name,
             devices_per_host=per_host,
@@ -189,8 +199,8 @@ def hosts(memory_bytes, *, inside, between, counts=(2, 2), per_host=1):
             memory_bytes=memory_bytes,
             intra=link,
             inter=link,
-            peak_flops={dtype: rate * faster for dtype, rate in cpu.peak_flops.items()},
-            memory_bandwidth=cpu.memory_bandwidth * faster,
+            peak_flops={dtype: rate * faster for dtype, rate in SEPARATE.peak_flops.items()},
+            memory_bandwidth=SEPARATE.memory_bandwidth * faster,
         )
         for name, faster in (("fast", 10), ("slow", 5))
     ]
