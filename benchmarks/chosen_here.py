@@ -7,6 +7,9 @@ Of every model one stage, data parallelism and two stages take steps in turn wit
 begins a round changes from one to the next. A ratio is the median over rounds of the time of the chosen plan over that
 of the fastest other; it should be 1.1 at most. A plan that is the chosen one is not run twice: its ratio is 1. What is
 tested is the model of the runtime's own time, of calls, threads and copies: no plan is made for devices such as these.
+
+On a machine that is busy with other work, plans with more threads get more of its cores. CPU milliseconds of a step, of
+all threads together, do not depend on that, and stand beside: they are what a step takes where all cores are its own.
 """
 
 from __future__ import annotations
@@ -61,6 +64,8 @@ class Row:
     model: str
     plan: str
     measured_ms: Mapping[str, float]
+    cpu_ms: Mapping[str, float]
+    """The same of CPU time, of all threads."""
     simulated_ms: Mapping[str, float]
     refused: Mapping[str, str]
     best: str
@@ -68,6 +73,8 @@ class Row:
     ratio: float
     interval: tuple[float, float]
     """95 % of the median of ratios."""
+    cpu_ratio: float
+    """Of CPU time, medians of the chosen plan and of the other that takes least."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -111,8 +118,11 @@ def measured(model: Model, rounds: int) -> Row:
             steps[name] = step
     same = {name: _is_same(plans[name].plan, plans[CHOSEN].plan) for name in plans}
     run = {name: step for name, step in steps.items() if name == CHOSEN or not same[name]}
-    seconds = in_turn(model, run, rounds)
-    medians = {name: 1e3 * statistics.median(seconds[name if name in run else CHOSEN]) for name in plans}
+    seconds, cpu_seconds = in_turn(model, run, rounds)
+    medians, cpu_ms = (
+        {name: 1e3 * statistics.median(each[name if name in run else CHOSEN]) for name in plans}
+        for each in (seconds, cpu_seconds)
+    )
     best = min(medians.keys() - {CHOSEN}, key=medians.__getitem__, default="")
     ratio, interval = 1.0, (1.0, 1.0)
     if best in run:
@@ -122,49 +132,68 @@ def measured(model: Model, rounds: int) -> Row:
         model=model.name,
         plan=summary(plans[CHOSEN].plan),
         measured_ms=medians,
+        cpu_ms=cpu_ms,
         simulated_ms={name: 1e3 * planned.simulate().step_time_s for name, planned in plans.items()},
         refused=refused,
         best=best,
         ratio=ratio,
         interval=interval,
+        cpu_ratio=cpu_ms[CHOSEN] / min((cpu_ms[name] for name in plans if name != CHOSEN), default=cpu_ms[CHOSEN]),
     )
 
 
-def in_turn(model: Model, steps: Mapping[str, Any], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step of each, until its new state is ready."""
+def in_turn(model: Model, steps: Mapping[str, Any], rounds: int) -> tuple[dict[str, list[float]], ...]:
+    """Seconds of each step of each, until its new state is ready, and its CPU seconds."""
     batch = model.create_batch()
     states = {name: model.create_state() for name in steps}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    seconds, cpu_seconds = ({name: list[float]() for name in steps} for _ in range(2))
     names = list(steps)
     for number in range(_SETTLING + rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            began_s = time.perf_counter()
+            began_s, cpu_began_s = time.perf_counter(), time.process_time()
             states[name], metrics = steps[name](states[name], batch)
             jax.block_until_ready((states[name], metrics))
             if number >= _SETTLING:
                 seconds[name].append(time.perf_counter() - began_s)
-    return seconds
+                cpu_seconds[name].append(time.process_time() - cpu_began_s)
+    return seconds, cpu_seconds
 
 
 def line(row: Row) -> str:
     """Return a row as one line of text."""
     low, high = row.interval
-    times = ", ".join(f"{name} {ms:.1f} ({row.simulated_ms[name]:.1f})" for name, ms in row.measured_ms.items())
-    return f"{row.model:16} {row.ratio:.3f} [{low:.3f}, {high:.3f}] of {row.best}; {row.plan}; ms: {times}"
+    times = ", ".join(f"{name} {cell}" for name, cell in _cells(row).items())
+    ratios = f"{row.ratio:.3f} [{low:.3f}, {high:.3f}] of {row.best}, CPU {row.cpu_ratio:.3f}"
+    return f"{row.model:16} {ratios}; {row.plan}; ms: {times}"
 
 
 def table_of(rows: Sequence[Row]) -> Table:
     """Return the rows as a table."""
     table = Table(
-        "model", "chosen", "ms", "others, ms", "of the best", "95 %", title="Steps here; as simulated in brackets"
+        *("model", "chosen", "ms", "others, ms", "of the best", "95 %", "CPU"),
+        title="Steps here, ms; in brackets CPU time, and as simulated",
     )
     for row in rows:
-        cells = {name: f"{ms:.1f} ({row.simulated_ms[name]:.1f})" for name, ms in row.measured_ms.items()}
+        cells = _cells(row)
         others = ", ".join(f"{name} {cell}" for name, cell in cells.items() if name != CHOSEN)
         low, high = row.interval
-        table.add_row(row.model, row.plan, cells[CHOSEN], others, f"{row.ratio:.3f}", f"{low:.3f} - {high:.3f}")
+        table.add_row(
+            row.model,
+            row.plan,
+            cells[CHOSEN],
+            others,
+            f"{row.ratio:.3f}",
+            f"{low:.3f} - {high:.3f}",
+            f"{row.cpu_ratio:.3f}",
+        )
     return table
+
+
+def _cells(row: Row) -> dict[str, str]:
+    return {
+        name: f"{ms:.1f} ({row.cpu_ms[name]:.1f}, {row.simulated_ms[name]:.1f})" for name, ms in row.measured_ms.items()
+    }
 
 
 def _is_same(one: autopar.Plan, other: autopar.Plan) -> bool:

@@ -141,14 +141,14 @@ def test_a_plan_on_one_mesh_takes_its_modelled_step_and_memory(method):
     assert report.counts_temporaries
 
 
-def test_every_executable_takes_what_one_takes_besides_its_work():
+def test_every_executable_but_the_first_takes_what_one_more_takes():
     taken_s = 0.5
     slow = autopar.Cluster(num_devices=8, machine=dataclasses.replace(SEPARATE, execution_s=taken_s))
     one = traced(autopar.Zero(stage=3, mesh_shape=(8,))).plan()
-    assert one.simulate(slow).step_time_s == pytest.approx(taken_s + one.simulate().step_time_s)
+    assert one.simulate(slow).step_time_s == one.simulate().step_time_s
     # Forward and backward on each of two meshes, one after the other, and the update of the first.
     planned = with_layouts(1)
-    assert planned.simulate(slow).step_time_s == pytest.approx(5 * taken_s + planned.simulate().step_time_s, rel=0.01)
+    assert planned.simulate(slow).step_time_s == pytest.approx(4 * taken_s + planned.simulate().step_time_s, rel=0.01)
 
 
 def parts_by_category(report):

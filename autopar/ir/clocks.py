@@ -2,7 +2,7 @@
 
 dispatch  a host starts the work of its meshes piece by piece, ahead of the devices; a transfer has a host at each end:
               host = host + dispatch_s;  ready = the latest of its hosts
-run       a mesh is busy for a duration, and for what an executable takes besides its work:
+run       a mesh is busy for a duration, and with every executable of a step but the first for what one more takes:
               start = max(clock, ready);  clock = start + execution_s + duration
           where devices share their host's compute, so do meshes there: one takes what work that was given to others
           before leaves of its share, and is busy until it has had as much as it needs
@@ -37,7 +37,7 @@ class Hosts:
     shares: tuple[Mapping[int, float], ...] = ()
     """By mesh and host, the share of its compute that the mesh takes alone, of hosts whose devices share it."""
     execution_s: tuple[float, ...] = ()
-    """By mesh, the seconds of its devices that an executable takes besides its work; empty where none takes any."""
+    """By mesh, the seconds of its devices that one executable more takes besides its work; empty where none does."""
 
     @classmethod
     def of_devices(cls, devices: Sequence[Sequence[int]], cluster: Cluster) -> Hosts:
@@ -85,12 +85,13 @@ class Clocks:
         self._hosts = hosts
         self._host_s: dict[int, float] = {}
         shares = hosts.shares if hosts is not None else ()
+        self._executables = Executables(hosts)
         self._compute = {host: SharedCompute() for each in shares for host in each}
 
     def run(self, mesh: int, duration_s: float) -> tuple[float, float]:
         """Return when work of a mesh that takes so long alone starts and stops."""
         start_s = max(self.mesh_s[mesh], self._dispatch([mesh], 1))
-        duration_s += self._hosts.execution_s[mesh] if self._hosts is not None and self._hosts.execution_s else 0.0
+        duration_s += self._executables.next_s(mesh)
         stop_s = start_s + duration_s
         if self._hosts is not None and self._compute:
             needs = [(self._compute[host], share) for host, share in self._hosts.shares[mesh].items()]
@@ -130,6 +131,19 @@ class Clocks:
             dispatch_s = self._hosts.dispatch_s[host]
             self._host_s[host] = self._host_s.get(host, -dispatch_s) + count * dispatch_s
         return max(self._host_s[host] for host in hosts)
+
+
+class Executables:
+    """What the executables of a step take besides their work, one after another."""
+
+    def __init__(self, hosts: Hosts | None) -> None:
+        self._execution_s = () if hosts is None else hosts.execution_s
+        self._has_begun = False
+
+    def next_s(self, mesh: int) -> float:
+        """Return the seconds of a mesh that its next executable takes; the first of all takes none."""
+        is_one_more, self._has_begun = self._has_begun, True
+        return self._execution_s[mesh] if is_one_more and self._execution_s else 0.0
 
 
 _NONE_LEFT = 1e-9

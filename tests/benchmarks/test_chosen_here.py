@@ -17,7 +17,8 @@ def test_every_method_is_planned_and_run(monkeypatch):
     methods = {CHOSEN: DataParallel(), "the same": DataParallel(), "two stages": Auto(num_stages=2)}
     monkeypatch.setattr("benchmarks.chosen_here.METHODS", methods | {"refused": Auto(num_stages=99)})
     row = measured(small(), 2)
-    assert set(row.measured_ms) == set(row.simulated_ms) == set(methods)
+    assert set(row.measured_ms) == set(row.cpu_ms) == set(row.simulated_ms) == set(methods)
+    assert min(row.cpu_ms.values()) > 0 < row.cpu_ratio
     assert set(row.refused) == {"refused"}
     assert row.measured_ms["the same"] == row.measured_ms[CHOSEN]
     assert row.interval[0] <= row.ratio <= row.interval[1]
@@ -28,6 +29,8 @@ def test_being_behind_fails(monkeypatch, tmp_path, capsys):
         model="mlp",
         plan="1 stage",
         measured_ms={CHOSEN: 3.0, "one stage": 2.0},
+        cpu_ms={CHOSEN: 6.0, "one stage": 5.0},
+        cpu_ratio=1.2,
         simulated_ms={CHOSEN: 1.0, "one stage": 1.0},
         refused={},
         best="one stage",

@@ -64,11 +64,11 @@ def test_without_hosts_nothing_takes_time_to_be_started():
     assert [clocks.run(0, 1.0)[1] for _ in range(3)] == [1.0, 2.0, 3.0]
 
 
-def test_an_executable_takes_what_one_takes_besides_its_work_where_the_host_is_ahead_as_well():
-    clocks = Clocks(2, replace(ONE_HOST, execution_s=(0.0, 0.25)))
+def test_every_executable_but_the_first_takes_what_one_more_takes_where_the_host_is_ahead_as_well():
+    clocks = Clocks(2, replace(ONE_HOST, execution_s=(0.5, 0.25)))
     assert [clocks.run(0, 1.5), clocks.run(1, 1.0)] == [(0.0, 1.5), (1.0, 2.25)]
-    assert [clocks.run(1, 2.0), clocks.run(1, 2.0)] == [(2.25, 4.5), (4.5, 6.75)]
-    assert clocks.send(1, 0, 1.0).arrival_s == 7.75
+    assert [clocks.run(1, 2.0), clocks.run(0, 2.0)] == [(2.25, 4.5), (3.0, 5.5)]
+    assert clocks.send(1, 0, 1.0).arrival_s == 5.5
 
 
 # --- hosts whose devices share their compute ---------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 products          max((FLOPs + half) / matmul rate, bytes / memory bandwidth), and what a kernel takes to start
 untuned products  the same by the bytes read, and then the bytes written: of batches, where `batched_share` is below 1
-ragged products   the same as often as there are groups, where the compiler has each of them meet all rows
+ragged products   where the compiler has every group meet all rows, as often the FLOPs, and a copy of the rows for each
 kernels of users  the same, by the products inside and the bytes of operands and results
 copies to the host and back, the bytes over the link to it
 random bits       100 operations for every 4 bytes, at the vector rate
@@ -162,8 +162,15 @@ def _copy_s(operands: list[Any], results: list[Any], machine: Machine, traffic: 
 
 
 def _mask_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts) -> float:
-    """Seconds to read operands of a product and write them with zeros for padding; other equations fuse with that."""
-    return sum(mesh_costs.machine.memory_s(2 * part) for part in _masked_parts(eqn, strategy, mesh_costs.mesh))
+    """Seconds to write operands of a product with zeros for padding or rows of others, and to read them again."""
+    machine, mesh = mesh_costs.machine, mesh_costs.mesh
+    masked = _masked_parts(eqn, strategy, mesh)
+    if (groups := _times_computed(eqn, machine)) > 1:
+        # Where the result has the groups, both operands have the rows, and a copy for each group.
+        count = 1 if jp.ragged_dimensions(eqn).groups else 2
+        parts = zip(eqn.invars[:count], strategy.operands[:count], strict=True)
+        masked = [*masked, *(groups * _part(v.aval, layout, mesh) for v, layout in parts)]
+    return sum(machine.memory_s(2 * part) for part in masked)
 
 
 def _masked_parts(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh) -> list[float]:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.planning.stage_costs import RangeCosts
 from autopar.hardware.cluster import Cluster
-from autopar.ir.clocks import Hosts, SharedCompute, take_compute
+from autopar.ir.clocks import Executables, Hosts, SharedCompute, take_compute
 from autopar.ir.schedule import Schedule
 from autopar.ir.schedules import schedule_tasks
 from autopar.ir.task_order import linear_order, task_needed
@@ -156,12 +156,12 @@ class _HostClocks:
         shares = hosts.shares if hosts is not None else ()
         compute = {host: SharedCompute() for each in shares for host in each}
         self.needs = [[(compute[host], share) for host, share in each.items()] for each in shares]
-        self.execution_s = hosts.execution_s if hosts is not None and hosts.execution_s else (0.0,) * num_meshes
+        self.executables = Executables(hosts)
 
     def run(self, mesh: int, now_s: float, duration_s: float) -> float:
         """Return when a mesh that has nothing else to do from now on has done work that takes so long alone."""
         start_s = max(now_s, self.dispatch(mesh))
-        duration_s += self.execution_s[mesh]
+        duration_s += self.executables.next_s(mesh)
         return take_compute(self.needs[mesh], start_s, duration_s)[1] if self.needs else start_s + duration_s
 
     def dispatch(self, place: int) -> float:
