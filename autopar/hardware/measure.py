@@ -197,7 +197,7 @@ def _executions(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
     return [Measurement(what="execution", dtype="float32", nbytes=4 * _ARRAYS, seconds=taken_s)]
 
 
-def _on_each(step: Callable[..., jax.Array], devices: Sequence[Any]) -> Callable[..., jax.Array]:
+def _on_each(step: Callable[..., Any], devices: Sequence[Any]) -> Callable[..., Any]:
     """The step on every device at once, each on its own part of the arguments."""
     return jax.shard_map(step, mesh=Mesh(np.array(devices), (_AXIS,)), in_specs=P(_AXIS), out_specs=P(_AXIS))
 
