@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 
 from autopar.errors import InvalidProgram
@@ -37,17 +38,18 @@ def linear_order(order: TaskOrder, num_stages: int) -> Iterator[tuple[int, Task]
 
     Raises `InvalidProgram` if tasks wait for each other in a circle.
     """
+    needed = [[task_needed(task, num_stages) for task in tasks] for tasks in order]
     done: set[Task | None] = {None}
     positions = [0] * len(order)
     moved = True
     while moved:
         moved = False
         for mesh, tasks in enumerate(order):
-            if positions[mesh] < len(tasks) and task_needed(tasks[positions[mesh]], num_stages) in done:
-                task = tasks[positions[mesh]]
-                yield mesh, task
-                done.add(task)
-                positions[mesh] += 1
+            at = positions[mesh]
+            if at < len(tasks) and needed[mesh][at] in done:
+                yield mesh, tasks[at]
+                done.add(tasks[at])
+                positions[mesh] = at + 1
                 moved = True
     stuck = [(mesh, tasks[at]) for mesh, (tasks, at) in enumerate(zip(order, positions)) if at < len(tasks)]
     if stuck:
@@ -65,12 +67,13 @@ def check_order(order: TaskOrder, *, stage_mesh: Sequence[int], num_microbatches
         for microbatch in range(num_microbatches)
     }
     counts = Counter(chain(*order))
-    for task in sorted(expected | set(counts), key=str):
-        if counts[task] != (task in expected):
-            raise InvalidProgram(
-                f"Task {task} is scheduled {counts[task]} times; it must be {int(task in expected)}. Have the "
-                "schedule's tasks hold every task of every microbatch once."
-            )
+    wrong = [task for task in expected | set(counts) if counts[task] != (task in expected)]
+    if wrong:
+        task = min(wrong, key=str)
+        raise InvalidProgram(
+            f"Task {task} is scheduled {counts[task]} times; it must be {int(task in expected)}. Have the "
+            "schedule's tasks hold every task of every microbatch once."
+        )
     for mesh, tasks in enumerate(order):
         for task in tasks:
             if stage_mesh[task.stage] != mesh:
@@ -92,6 +95,7 @@ def backward_tasks(stage: int, num_microbatches: int) -> list[Task]:
     return [new_task("B", stage, m) for m in range(num_microbatches)]
 
 
+@lru_cache(maxsize=1 << 16)
 def new_task(kind: str, stage: int, microbatch: int | None) -> Task:
     """Return a task of a kind, a stage and a microbatch."""
     return Task(kind=kind, stage=stage, microbatch=microbatch)

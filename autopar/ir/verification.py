@@ -224,7 +224,7 @@ def _check_call(step: PlacedInstruction, run: Run, mesh: MeshProgram, executable
 
 def same_type(found: ArrayType, required: ArrayType, mesh: MeshProgram) -> bool:
     """Same memory, shape, dtype and layout; mesh axes of size 1 and trailing empty entries lay out nothing."""
-    return (found.memory, found.shape, found.dtype, _layout(found, mesh)) == (
+    return found is required or (found.memory, found.shape, found.dtype, _layout(found, mesh)) == (
         required.memory,
         required.shape,
         required.dtype,

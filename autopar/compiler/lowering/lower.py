@@ -9,7 +9,7 @@ its buffer handed to the executable, at its last use.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -342,12 +342,13 @@ def _donations(
     dying: dict[str, set[int]] = {}
     for position, i in enumerate(instructions):
         if isinstance(i, Run):
-            mine = {
+            times, outputs = Counter(i.inputs), set(i.outputs)
+            dying[i.executable] = {
                 p
-                for p, name in enumerate(i.inputs)
-                if i.inputs.count(name) == 1 and (name in i.outputs or (name not in frozen and last[name] == position))
+                for p in dying.get(i.executable, range(len(i.inputs)))
+                for name in [i.inputs[p]]
+                if times[name] == 1 and (name in outputs or (name not in frozen and last[name] == position))
             }
-            dying[i.executable] = dying.get(i.executable, mine) & mine
     donations: dict[str, tuple[int, ...]] = {}
     for emitted in {executable_name(c.emitted): c.emitted for c in calls}.values():
         room = [types[n] for n in emitted.outputs]

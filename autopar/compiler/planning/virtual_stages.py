@@ -103,14 +103,19 @@ def simulate_schedule_s(
         durations_s += [stage.share * part_s for part_s in parts_s]
     events = _events(timing.schedule, tuple(stage.mesh for stage in stages), timing.num_microbatches)
     clocks = _HostClocks(len(costs), hosts)
+    run, dispatched = clocks.run, clocks.dispatched
     mesh_s, link_s, arrival_s = [0.0] * len(costs), [0.0] * len(costs) ** 2, [0.0] * len(events)
     for number, (mesh, duration, awaited, link, cut) in enumerate(events):
-        now_s = mesh_s[mesh] if awaited < 0 else max(mesh_s[mesh], arrival_s[awaited])
-        mesh_s[mesh] = now_s = clocks.run(mesh, now_s, durations_s[duration])
+        now_s = mesh_s[mesh]
+        if awaited >= 0 and arrival_s[awaited] > now_s:
+            now_s = arrival_s[awaited]
+        mesh_s[mesh] = now_s = run(mesh, now_s, durations_s[duration])
         if link >= 0:
-            made_s = max(now_s, clocks.dispatch(len(costs) + link))
-            arrival_s[number] = link_s[link] = max(made_s, link_s[link]) + stages[cut].link_s
-    return max(clocks.run(mesh, now_s, costs[mesh].update_s) for mesh, now_s in enumerate(mesh_s))
+            made_s = dispatched(len(costs) + link, now_s)
+            if link_s[link] > made_s:
+                made_s = link_s[link]
+            arrival_s[number] = link_s[link] = made_s + stages[cut].link_s
+    return max(run(mesh, now_s, costs[mesh].update_s) for mesh, now_s in enumerate(mesh_s))
 
 
 _Event = tuple[int, int, int, int, int]
@@ -160,14 +165,15 @@ class _HostClocks:
 
     def run(self, mesh: int, now_s: float, duration_s: float) -> float:
         """Return when a mesh that has nothing else to do from now on has done work that takes so long alone."""
-        start_s = max(now_s, self.dispatch(mesh))
+        start_s = self.dispatched(mesh, now_s)
         duration_s += self.executables.next_s(mesh)
         return take_compute(self.needs[mesh], start_s, duration_s)[1] if self.needs else start_s + duration_s
 
-    def dispatch(self, place: int) -> float:
-        """Return when the last host of a place has started one more piece of work there."""
-        last_s = 0.0
+    def dispatched(self, place: int, now_s: float) -> float:
+        """Return when the last host of a place has started one more piece of work there, from now on."""
+        host_s, dispatch_s = self.host_s, self.dispatch_s
         for host in self.starting[place]:
-            self.host_s[host] += self.dispatch_s[host]
-            last_s = max(last_s, self.host_s[host])
-        return last_s
+            ready_s = host_s[host] = host_s[host] + dispatch_s[host]
+            if ready_s > now_s:
+                now_s = ready_s
+        return now_s
