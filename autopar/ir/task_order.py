@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import chain
 
 from autopar.errors import InvalidProgram
@@ -95,10 +94,9 @@ def backward_tasks(stage: int, num_microbatches: int) -> list[Task]:
     return [new_task("B", stage, m) for m in range(num_microbatches)]
 
 
-@lru_cache(maxsize=1 << 16)
 def new_task(kind: str, stage: int, microbatch: int | None) -> Task:
     """Return a task of a kind, a stage and a microbatch."""
-    return Task(kind=kind, stage=stage, microbatch=microbatch)
+    return Task(kind, stage, microbatch)
 
 
 def alternate(stage: int, num_microbatches: int, *, num_in_flight: int) -> list[Task]:

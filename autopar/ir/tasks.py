@@ -1,11 +1,13 @@
 """A task: the unit of work that schedules order, programs run and simulations time."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """The work of one executable in one step: a pass of a stage over a microbatch, or an update."""
+class Task(NamedTuple):
+    """The work of one executable in one step: a pass of a stage over a microbatch, or an update.
+
+    A tuple, for schedules make and look up tens of thousands.
+    """
 
     # F forward, B backward, W weight gradient, U update, P prologue, Z zero accumulators, C concatenate
     kind: str

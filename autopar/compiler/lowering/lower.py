@@ -175,7 +175,7 @@ def _scheduled(graph: StageGraph, plan: Plan, meshes: Sequence[int]) -> Iterable
         order = tasks_of([used.index(meshes[stage]) for stage in lane], len(own))
         for mesh, tasks in zip(used, order, strict=True):
             orders[mesh] = [
-                replace(task, stage=lane.start + task.stage, microbatch=own[task.microbatch or 0]) for task in tasks
+                task._replace(stage=lane.start + task.stage, microbatch=own[task.microbatch or 0]) for task in tasks
             ]
     return [orders[mesh] for mesh in range(len(plan.meshes))]
 
