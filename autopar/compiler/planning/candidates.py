@@ -24,6 +24,7 @@ from autopar.compiler.inter_op.submeshes import Submesh, cluster_shape, place_in
 from autopar.compiler.pipeline.prepare import waits_for_statistics
 from autopar.compiler.planning.colocated import colocated_stages
 from autopar.compiler.planning.layer_classes import Layers
+from autopar.compiler.planning.layer_costs import SAVED_FOR_NOTHING
 from autopar.compiler.planning.scope_demands import is_of_kind
 from autopar.compiler.planning.stage_costs import KnownLayers, OtherRows, RangeCosts, StageProblem
 from autopar.compiler.planning.virtual_stages import VirtualStage, make_virtual_stages, simulate_schedule_s
@@ -422,7 +423,7 @@ def _candidates(
             if (
                 key not in found
                 and not pointless
-                and all(_is_estimated(ranges, stage.submesh) for stage in partition.stages)
+                and all(_is_estimated(ranges, stage.submesh) and _is_solved(stage) for stage in partition.stages)
             ):
                 stages = tuple(
                     replace(each, cost=ranges.cost(each.start, each.stop, each.submesh, each.cost.choice))
@@ -512,11 +513,18 @@ def solved_searches(
         if without.best.step_time_s >= limit_s:
             return []
         searches = [without, _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=True)]
-        needed = {stage.submesh for search in searches for stage in search.best.stages}
-        unsolved = {submesh for submesh in needed if not _is_estimated(ranges, submesh)}
-        if not unsolved:
+        needed = [stage for search in searches for stage in search.best.stages]
+        unsolved = {stage.submesh for stage in needed if not _is_estimated(ranges, stage.submesh)}
+        short = {(stage.submesh, stage.cost.choice) for stage in needed if not _is_solved(stage)}
+        if not unsolved and not short:
             return searches
         ranges.solve(unsolved)
+        ranges.solve_for_memory(short)
+
+
+def _is_solved(stage: Stage) -> bool:
+    """Return whether layouts of a stage's layers are known, and not only what those that save memory need at least."""
+    return stage.cost.choice.memory_multiplier != SAVED_FOR_NOTHING
 
 
 def _is_priced(ranges: RangeCosts, submesh: Submesh) -> bool:

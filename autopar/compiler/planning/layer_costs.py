@@ -19,6 +19,7 @@ The memory of a device at the worst moment of a step is that of the simulator, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +50,10 @@ from autopar.methods import Auto
 
 MEMORY_MULTIPLIERS = (0.0, 0.3, 10.0)
 """Seconds that keeping everything whole would cost, in multiples of the time without such a cost."""
+SAVED_FOR_NOTHING = math.inf
+"""The multiplier of layouts that are not solved for yet: the fastest ones, as if they needed the least memory."""
+_HARDLY_LONGER = 1 + 1e-6
+"""Times the fastest layouts: where these fit, they come before those that save memory."""
 ESTIMATE_GAP = 0.01
 """Of the layouts of layers, which tell stages apart: to prove the best takes several times longer than to find it."""
 _TYPICAL_IN_FLIGHT = 4
@@ -90,6 +95,8 @@ class LayerCosts:
     choices: dict[Any, PricedTaskGraph] = field(default_factory=dict[Any, PricedTaskGraph])
     solved: set[Submesh] = field(default_factory=set[Submesh])
     """The submeshes on which the layouts of layers are asked for."""
+    saving: set[Submesh] = field(default_factory=set[Submesh])
+    """Those of them on which layouts that save memory are asked for as well."""
     works: dict[tuple[int, Machine], dict[str, Work]] = field(
         default_factory=dict[tuple[int, Machine], dict[str, Work]]
     )
@@ -158,6 +165,19 @@ class LayerCosts:
             weight_s=seconds["weight"],
             state_bytes=least_bytes(layer.state),
             activation_bytes=least_bytes(layer.kept),
+        )
+
+    def saved_for_nothing(self, number: int, mesh_costs: MeshCosts, choice: LayoutChoice) -> StageCost:
+        """Return what a layer needs at least on a mesh if its layouts save memory: no layouts need less of both."""
+        fastest = self.cost(number, mesh_costs, choice._replace(memory_multiplier=0.0))
+        least = self.least(number, mesh_costs.machine, math.prod(mesh_costs.mesh.shape))
+        return replace(
+            fastest.in_time(_HARDLY_LONGER),
+            state_bytes=min(least.state_bytes, fastest.state_bytes),
+            activation_bytes=min(least.activation_bytes, fastest.activation_bytes),
+            temporary_bytes=0.0,
+            deferred_bytes=0.0,
+            update_bytes=0.0,
         )
 
     def _choices_of(self, number: int, mesh_costs: MeshCosts, free: LayoutChoice) -> PricedTaskGraph:

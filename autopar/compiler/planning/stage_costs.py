@@ -33,7 +33,13 @@ from autopar.compiler.planning.layer_classes import (
     model_cuts,
     with_exact,
 )
-from autopar.compiler.planning.layer_costs import MEMORY_MULTIPLIERS, LayerCosts, LayerOptimum, LayoutChoice
+from autopar.compiler.planning.layer_costs import (
+    MEMORY_MULTIPLIERS,
+    SAVED_FOR_NOTHING,
+    LayerCosts,
+    LayerOptimum,
+    LayoutChoice,
+)
 from autopar.compiler.planning.layers_between import layers_between
 from autopar.compiler.planning.one_mesh import memory_limit
 from autopar.compiler.sharding.layout import LogicalMesh
@@ -350,12 +356,24 @@ class RangeCosts:
     def solve(self, submeshes: Collection[Submesh]) -> None:
         """Have the layouts of layers on these submeshes solved for from now on."""
         self.costs.solved.update(submeshes)
+        self._forget(submeshes)
+        if self.again is not None:
+            self.again.solve(submeshes)
+
+    def solve_for_memory(self, choices: Collection[tuple[Submesh, LayoutChoice]]) -> None:
+        """Have the layouts that save memory solved for from now on, as layers on these submeshes are computed."""
+        mine = {submesh for submesh, choice in choices if choice.remat == self.remat}
+        self.costs.saving.update(mine)
+        self._forget({submesh for submesh, _ in choices})
+        if self.again is not None:
+            self.again.solve_for_memory(choices)
+
+    def _forget(self, submeshes: Collection[Submesh]) -> None:
+        """Forget what is known of submeshes of which more is to be known."""
         self.known = {key: known for key, known in self.known.items() if key[2] not in submeshes}
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] not in submeshes}
         self.columns = {key: values for key, values in self.columns.items() if key[0] not in submeshes}
         self.tables = {key: table for key, table in self.tables.items() if key[0] not in submeshes}
-        if self.again is not None:
-            self.again.solve(submeshes)
 
     def __call__(self, start: int, stop: int, submesh: Submesh) -> Sequence[StageCost]:
         key = (start, stop, submesh)
@@ -385,7 +403,8 @@ class RangeCosts:
             slots.append((free, asked))
             short = asked & ~self._are_enough(submesh, free)
             if short.any() and submesh.num_devices > 1 and submesh in self.solved:
-                multipliers = self._worthwhile_multipliers(submesh, free)
+                saves = submesh in self.costs.saving
+                multipliers = self._worthwhile_multipliers(submesh, free) if saves else [SAVED_FOR_NOTHING]
                 slots += [(free._replace(memory_multiplier=each), short) for each in multipliers]
         if self.again is not None:
             short = asked & ~self._are_enough(submesh, slots[0][0])
@@ -525,6 +544,8 @@ class RangeCosts:
             return [self.costs.least(number, machine, submesh.num_devices) for number in numbers]
         tell(f"{self.layers.num_microbatches} microbatches: layers on {submesh}")
         mesh_costs = MeshCosts(machine=machine, mesh=submesh_mesh(self.problem, submesh))
+        if choice.memory_multiplier == SAVED_FOR_NOTHING:
+            return [self.costs.saved_for_nothing(number, mesh_costs, choice) for number in numbers]
         return [self.costs.cost(number, mesh_costs, choice) for number in numbers]
 
     def transfer_s(self, cut: int, source: Submesh, target: Submesh, *, same_domain: bool | None = None) -> float:
