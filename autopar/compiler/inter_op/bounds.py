@@ -11,6 +11,7 @@ for memory: it supposes behind each cut the fewest stages that can run the layer
 from the last stage to the first, G is the bound on what they still lack.
 """
 
+import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -159,24 +160,27 @@ def _relaxed(
     before_s[0] = 0.0
     room = np.empty((num_layers, *(available + 1)))
     behind = (..., *[None] * len(available))
+    # Layers before `stop` that begin some stage: [submesh, stop], the first of them, and the one behind the last.
+    any_start, first_start = possible.any(axis=1).tolist(), possible.argmax(axis=1).tolist()
+    behind_start = (num_layers - possible[:, ::-1].argmax(axis=1)).tolist()
+    each_size = [tuple(size) for size in sizes.tolist()]
     for stop in range(1, num_layers + 1):
-        low, high = np.array([each[stop] for each in lows]), np.array([each[stop] for each in highs])
-        if (low > high).any():
+        low, high = [int(each[stop]) for each in lows], [int(each[stop]) for each in highs]
+        if any(map(operator.gt, low, high)):
             continue
-        ending_s = np.full((count, *(high + 1 - low)), np.inf)
-        for m, size in enumerate(sizes):
-            starts = np.flatnonzero(possible[m, :stop, stop])
-            first = np.maximum(low, size)
-            if not len(starts) or (first > high).any():
+        ending_s = np.full((count, *(most + 1 - least for least, most in zip(low, high))), np.inf)
+        for m, size in enumerate(each_size):
+            first = list(map(max, low, size))
+            if not any_start[m][stop] or any(map(operator.gt, first, high)):
                 continue
-            begin, end = int(starts[0]), int(starts[-1]) + 1
-            sums = room[: end - begin, *map(slice, high + 1 - first)]
-            earlier_s = before_s[begin:end, m, *map(slice, first - size, high + 1 - size)]
+            begin, end = first_start[m][stop], behind_start[m][stop]
+            of = list(zip(first, high, size, low))
+            sums = room[: end - begin, *[slice(b + 1 - a) for a, b, _, _ in of]]
+            earlier_s = before_s[begin:end, m, *[slice(a - mine, b + 1 - mine) for a, b, mine, _ in of]]
             np.add(earlier_s, fastest_s[m, begin:end, stop][behind], out=sums)
-            sums.min(axis=0, out=ending_s[m, *map(slice, first - low, high + 1 - low)])
-        for n in range(count + 1):
-            crossed_s = (ending_s + crossing_s[stop, :count, n][behind]).min(axis=0)
-            before_s[stop, n, *map(slice, low, high + 1)] = crossed_s
+            np.minimum.reduce(sums, out=ending_s[m, *[slice(a - least, b + 1 - least) for a, b, _, least in of]])
+        crossed_s = np.minimum.reduce(ending_s[:, None] + crossing_s[stop, :count][behind])
+        before_s[stop, :, *[slice(least, most + 1) for least, most in zip(low, high)]] = crossed_s
     return before_s
 
 

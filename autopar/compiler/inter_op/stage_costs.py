@@ -26,6 +26,7 @@ as its two halves wait for different stages.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -283,12 +284,12 @@ class CostTables:
         """Return the cost that stands in this place."""
         return self.tables[submesh].cost(start, stop, choice)
 
-    @property
+    @cached_property
     def groups(self) -> IntArray:
         """The group of each submesh."""
         return np.array([submesh.group for submesh in self.submeshes], dtype=np.int64)
 
-    @property
+    @cached_property
     def devices_by_group(self) -> IntArray:
         """[submesh, group]: the devices of each submesh, in the column of its group."""
         counts = np.zeros((len(self.submeshes), len(self.available)), dtype=np.int64)

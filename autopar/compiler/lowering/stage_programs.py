@@ -107,16 +107,12 @@ def sharded_mesh(graph: StageGraph, plan: Plan, number: int, *, on_paper: bool =
     assert planned.sharding is not None
     mesh = logical_mesh(planned)
     layouts = {name: layout_from_text(text, mesh) for name, text in planned.sharding.layouts["values"].items()}
+    types = {name: _type(graph, name, layouts.get(name), mesh) for name in graph.values}
     jaxprs: dict[str, jc.ClosedJaxpr] = {}
-    types: dict[str, ArrayType] = {}
     for task in tasks_of_stages(graph, plan.stages_on(number)):
         layouts_of_task = task_layouts(task, planned.sharding, mesh, number)
         if not on_paper or makes_host_values(task.jaxpr):
             jaxprs[task.name] = emit_spmd_task(task.jaxpr, local_task(task, layouts_of_task, mesh), mesh)
-        for name in (*task.inputs, *task.outputs):
-            types[name] = _type(graph, name, layouts.get(name), mesh)
-    for name in graph.values:
-        types.setdefault(name, _type(graph, name, layouts.get(name), mesh))
     return ShardedMesh(jaxprs=jaxprs | _zeros(graph, plan.stages_on(number), types), types=types)
 
 
