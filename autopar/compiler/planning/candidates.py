@@ -512,14 +512,20 @@ def solved_searches(
         without = _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=False, below_s=limit_s)
         if without.best.step_time_s >= limit_s:
             return []
-        searches = [without, _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=True)]
-        needed = [stage for search in searches for stage in search.best.stages]
-        unsolved = {stage.submesh for stage in needed if not _is_estimated(ranges, stage.submesh)}
-        short = {(stage.submesh, stage.cost.choice) for stage in needed if not _is_solved(stage)}
-        if not unsolved and not short:
-            return searches
-        ranges.solve(unsolved)
-        ranges.solve_for_memory(short)
+        if _solve_for(ranges, without.best):
+            continue
+        whole = _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=True)
+        if not _solve_for(ranges, whole.best):
+            return [without, whole]
+
+
+def _solve_for(ranges: RangeCosts, best: Partition) -> bool:
+    """Have layers solved for as the stages need them; return whether some were not yet."""
+    unsolved = {stage.submesh for stage in best.stages if not _is_estimated(ranges, stage.submesh)}
+    short = {(stage.submesh, stage.cost.choice) for stage in best.stages if not _is_solved(stage)}
+    ranges.solve(unsolved)
+    ranges.solve_for_memory(short)
+    return bool(unsolved or short)
 
 
 def _is_solved(stage: Stage) -> bool:
