@@ -160,9 +160,9 @@ def _relaxed(
     before_s[0] = 0.0
     room = np.empty((num_layers, *(available + 1)))
     behind = (..., *[None] * len(available))
-    # Layers before `stop` that begin some stage: [submesh, stop], the first of them, and the one behind the last.
-    any_start, first_start = possible.any(axis=1).tolist(), possible.argmax(axis=1).tolist()
-    behind_start = (num_layers - possible[:, ::-1].argmax(axis=1)).tolist()
+    # [submesh, stop]: the first layer that a stage up to `stop` begins with, and the one behind the last; 0 for none.
+    behind_last = np.where(possible.any(axis=1), num_layers - possible[:, ::-1].argmax(axis=1), 0)
+    begins, ends = possible.argmax(axis=1).tolist(), behind_last.tolist()
     each_size = [tuple(size) for size in sizes.tolist()]
     for stop in range(1, num_layers + 1):
         low, high = [int(each[stop]) for each in lows], [int(each[stop]) for each in highs]
@@ -170,10 +170,9 @@ def _relaxed(
             continue
         ending_s = np.full((count, *(most + 1 - least for least, most in zip(low, high))), np.inf)
         for m, size in enumerate(each_size):
-            first = list(map(max, low, size))
-            if not any_start[m][stop] or any(map(operator.gt, first, high)):
+            first, begin, end = list(map(max, low, size)), begins[m][stop], ends[m][stop]
+            if not end or any(map(operator.gt, first, high)):
                 continue
-            begin, end = first_start[m][stop], behind_start[m][stop]
             of = list(zip(first, high, size, low))
             sums = room[: end - begin, *[slice(b + 1 - a) for a, b, _, _ in of]]
             earlier_s = before_s[begin:end, m, *[slice(a - mine, b + 1 - mine) for a, b, mine, _ in of]]
