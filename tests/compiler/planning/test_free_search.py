@@ -156,6 +156,31 @@ def test_layers_of_other_microbatches_tell_which_numbers_of_stages_do_not_fit():
     assert set(none.values()) == {math.inf}
 
 
+@pytest.mark.parametrize(
+    ("case", "share", "spares"),
+    [("a small model", 1.0, True), ("slow links", 0.9, False), ("a large model", 0.9, False)],
+)
+def test_layouts_that_save_memory_are_solved_for_where_the_best_stages_need_them_only(case, share, spares):
+    sizes, cluster = CASES[case]
+    problem = problem_of(autopar.parallelize(train_step, cluster=cluster).trace(*arguments(*sizes)), cluster)
+    best = min(best_stages(problem, ()), key=lambda each: each.step_time_s)
+    found = []
+    for solved in ((), problem.submeshes()):
+        short = dataclasses.replace(problem, share=share * best.peak_share(problem), known={}, layer_optima={})
+        found.append((min(each.step_time_s for each in best_stages(short, solved)), len(short.layer_optima)))
+    (least_s, few), (eager_s, every) = found
+    assert least_s == eager_s
+    assert few <= every and (few < every) == spares
+
+
+def best_stages(problem, saving):
+    """The candidates for two microbatches, where layouts that save memory are solved for on these submeshes at once."""
+    known = KnownLayers.of(problem)
+    for splits in (False, True):
+        known(2, False, splits=splits)[1].saving.update(saving)
+    return stage_candidates(problem, known, 2, (1, LAYERS), math.inf)
+
+
 def test_a_search_of_every_schedule_finds_the_stages_of_one():
     made, cluster = convnet(), autopar.Cluster.parse("1x dgx-h100")
     traced = autopar.parallelize(made.step, cluster=cluster).trace(made.abstract_state, made.abstract_batch)
