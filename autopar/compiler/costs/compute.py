@@ -42,7 +42,8 @@ def equation_s(eqn: jc.JaxprEqn, strategy: Strategy, mesh_costs: MeshCosts, traf
     operands = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.invars, strategy.operands, strict=True)]
     results = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True)]
     if (flops := _product_flops(eqn, mesh_costs.machine)) is not None:
-        compute_s = _product_s(eqn, flops, strategy, sum(operands), sum(results), mesh_costs)
+        read, written = _once(operands, traffic.reads), _once(results, traffic.writes)
+        compute_s = _product_s(eqn, flops, strategy, read, written, mesh_costs)
         compute_s += _copy_s(operands, results, mesh_costs.machine, traffic)
     else:
         compute_s = _compute_s(eqn, operands, results, mesh_costs.machine, traffic)
@@ -55,7 +56,8 @@ def equation_bytes(eqn: jc.JaxprEqn, strategy: Strategy, mesh: LogicalMesh, traf
     results = [_part(v.aval, layout, mesh) for v, layout in zip(eqn.outvars, strategy.results, strict=True)]
     if eqn.primitive.name in PRODUCTS or eqn.primitive.name == "declared_rule":
         masked = 2 * sum(_masked_parts(eqn, strategy, mesh))
-        return float(sum(operands) + sum(results) + masked + _copied(operands, results, traffic))
+        read, written = _once(operands, traffic.reads), _once(results, traffic.writes)
+        return float(read + written + masked + _copied(operands, results, traffic))
     return float(_moved(eqn, operands, results, traffic))
 
 
@@ -66,9 +68,9 @@ def seconds_by_strategy(
     mesh = mesh_costs.mesh
     operands = [_parts(v.aval, [s.operands[place] for s in strategies], mesh) for place, v in enumerate(eqn.invars)]
     results = [_parts(v.aval, [s.results[place] for s in strategies], mesh) for place, v in enumerate(eqn.outvars)]
-    written: npt.NDArray[np.float64] = sum(results, np.zeros(len(strategies)))
     if (flops := _product_flops(eqn, mesh_costs.machine)) is not None:
-        read: npt.NDArray[np.float64] = sum(operands, np.zeros(len(strategies)))
+        read: npt.NDArray[np.float64] = np.zeros(len(strategies)) + _once(operands, traffic.reads)
+        written: npt.NDArray[np.float64] = np.zeros(len(strategies)) + _once(results, traffic.writes)
         moved = zip(strategies, read.tolist(), written.tolist(), strict=True)
         total_s = np.array([_product_s(eqn, flops, strategy, of, to, mesh_costs) for strategy, of, to in moved])
         total_s += _copy_s(operands, results, mesh_costs.machine, traffic)
@@ -147,6 +149,11 @@ def _moved(eqn: jc.JaxprEqn, operands: list[Any], results: list[Any], traffic: T
     if name in ("gather", "dynamic_slice", "slice"):
         read[0] = np.minimum(read[0], traffic.reads[0] * sum(results))
     return sum(read) + written
+
+
+def _once(arrays: Sequence[Any], times: Sequence[float]) -> Any:
+    """Bytes of the arrays of a product that it reads or writes itself."""
+    return sum(min(count, 1.0) * part for count, part in zip(times, arrays, strict=True))
 
 
 def _copied(operands: list[Any], results: list[Any], traffic: Traffic) -> Any:

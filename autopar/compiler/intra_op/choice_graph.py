@@ -280,7 +280,9 @@ class BlockBuilder:
         """Make the nodes of all equations, and note who reads what."""
         machine = self.planner.table.mesh_costs.machine
         self.kinds = equation_classes(self.jaxpr)
-        self.traffic = fused_traffic(self.jaxpr, self.within, product_sums=machine.product_sums)
+        self.traffic = fused_traffic(
+            self.jaxpr, self.within, product_sums=machine.product_sums, fuses_products=machine.fuses_products
+        )
         self.free.update(self.jaxpr.constvars)
         for v, node in zip(self.jaxpr.invars, self.arguments, strict=True):
             root = self.first(v)

@@ -12,7 +12,9 @@ common: XLA fuses a producer with its consumer, and consumers of one array with 
 join nothing: an optimizer's updates, which share its counters, are a kernel for each parameter.
 
 Where the compiler has product sums, a matrix product takes what is added to it, if nothing else reads its result: its
-kernel reads that and writes the sum.
+kernel reads that and writes the sum. Where it fuses products, each computes again what it reads; their kernels do
+all elementwise equations on the way to what is read more than once, and the reductions of that; and what products alone
+read of float32 is kept in bfloat16, in which they multiply.
 
 A loop over stacks begins with zeros for those that it makes. Each iteration writes its part of each in a kernel of its
 own, which elementwise equations are fused into, and copies the parts that something apart reads out of their stacks.
@@ -20,17 +22,18 @@ own, which elementwise equations are fused into, and copies the parts that somet
 
 from __future__ import annotations
 
+import heapq
 import math
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs import params as jp
 from autopar.compiler.jaxprs.flops import aval_bytes, equation_flops
-from autopar.compiler.jaxprs.primitives import DRAWS, MATRIX_PRODUCTS, NESTED
+from autopar.compiler.jaxprs.primitives import DRAWS, MATRIX_PRODUCTS, NESTED, PRODUCTS
 
 FusionKind = Literal["constant", "view", "fused", "reduction", "apart"]
 
@@ -78,9 +81,9 @@ def is_expensive(eqn: jc.JaxprEqn) -> bool:
 class Traffic(NamedTuple):
     """An equation's part in the kernels that it is fused into."""
 
-    reads: tuple[int, ...]
-    """By operand, how often it is read from memory on the equation's behalf."""
-    writes: tuple[int, ...]
+    reads: tuple[float, ...]
+    """By operand, how often it is read from memory on the equation's behalf; one half of what is kept in bfloat16."""
+    writes: tuple[float, ...]
     """By result, how often it is written to memory, or read there to be copied into a stack."""
     kernels: float
     """Kernels that start for its sake: a kernel of several results is shared among what makes them."""
@@ -114,18 +117,22 @@ def stacks_of(within: jc.JaxprEqn | None) -> Stacks | None:
     return Stacks(loop.first_x, loop.num_carry)
 
 
-_known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[tuple[Stacks | None, bool], tuple[Traffic, ...]]]
+_known: weakref.WeakKeyDictionary[jc.Jaxpr, dict[tuple[Stacks | None, bool, bool], tuple[Traffic, ...]]]
 _known = weakref.WeakKeyDictionary()
 
 
-def fused_traffic(jaxpr: jc.Jaxpr, within: jc.JaxprEqn | None = None, *, product_sums: bool) -> tuple[Traffic, ...]:
+def fused_traffic(
+    jaxpr: jc.Jaxpr, within: jc.JaxprEqn | None = None, *, product_sums: bool, fuses_products: bool
+) -> tuple[Traffic, ...]:
     """Return the traffic of every equation of a jaxpr, found once; `within` is the equation that it is a body of.
 
-    That of a loop or a branch is in its body. `product_sums`: products write the sums of their results.
+    That of a loop or a branch is in its body. `product_sums`: products write the sums of their results;
+    `fuses_products`: they compute what they read, and what follows them.
     """
-    known, key = _known.setdefault(jaxpr, {}), (stacks_of(within), product_sums)
+    known, key = _known.setdefault(jaxpr, {}), (stacks_of(within), product_sums, fuses_products)
     if key not in known:
-        known[key] = _Fusion(jaxpr=jaxpr, stacks=key[0], product_sums=product_sums).run()
+        fusion = _Fusion(jaxpr=jaxpr, stacks=key[0], product_sums=product_sums, fuses_products=fuses_products)
+        known[key] = fusion.run()
     return known[key]
 
 
@@ -139,6 +146,7 @@ class _Fusion:
     jaxpr: jc.Jaxpr
     stacks: Stacks | None
     product_sums: bool
+    fuses_products: bool
     roots: dict[Any, Any] = field(default_factory=dict[Any, Any])
     """By view, what it is a view of."""
     makers: dict[Any, int] = field(default_factory=dict[Any, int])
@@ -146,10 +154,14 @@ class _Fusion:
     kinds: list[FusionKind] = field(default_factory=list[FusionKind])
     levels: list[int] = field(default_factory=list[int])
     """The most products and reductions on a path to an equation."""
+    behind: list[frozenset[int]] = field(default_factory=list[frozenset[int]])
+    """The last product or reduction on each of these paths."""
     kernels: dict[int, frozenset[_Kernel]] = field(default_factory=dict[int, frozenset[_Kernel]])
     """By equation, what it is computed in."""
-    sums: dict[int, Any] = field(default_factory=dict[int, Any])
-    """By equation that the kernel of a product does, the product's result."""
+    ends: dict[int, int] = field(default_factory=dict[int, int])
+    """By equation that the kernel of a product does behind it, the product."""
+    last: dict[int, int] = field(default_factory=dict[int, int])
+    """By product the last of these."""
     stored: set[int] = field(default_factory=set[int])
     """The equations whose results are in memory."""
 
@@ -162,22 +174,61 @@ class _Fusion:
                 reader -= 1 + place
                 self.kernels[reader] = frozenset([("stack", place)])
             self.readers[self._root(atom)].append(reader)
-        for number in range(len(self.jaxpr.eqns)) if self.product_sums else ():
-            self._end_product(number)
+        for number in reversed(range(len(self.jaxpr.eqns))) if self.product_sums or self.fuses_products else ():
+            if self._is_product(number):
+                self._extend(number)
         for number in reversed(range(len(self.jaxpr.eqns))):
             self._place(number)
         return self._traffic()
 
-    def _end_product(self, number: int) -> None:
-        """Find the product whose kernel adds what an equation adds."""
-        eqn = self.jaxpr.eqns[number]
-        for v in reversed(self._operands(number)) if eqn.primitive.name in _SUMS else ():
-            maker = self.makers.get(v)
-            if maker is None or self.readers[v] != [number] or _extent(eqn.outvars) != v.aval.size:
+    def _extend(self, product: int) -> None:
+        """Find what the kernel of a product does behind it: all that follows up to one result that others read.
+
+        They are met in their order; wherever nobody but the last of them is still to be met, the kernel may end.
+        """
+        made = self._follow([], product)
+        met: list[int] = []
+        while made and self._follows(number := heapq.heappop(made), product):
+            if met and number == met[-1]:
                 continue
-            if maker in self.sums or self.jaxpr.eqns[maker].primitive.name in MATRIX_PRODUCTS:
-                self.sums[number] = v
-                return
+            met.append(number)
+            ends = all(reader == number for reader in made)
+            made = self._follow(made, number)
+            if ends:
+                self.ends.update((each, product) for each in met)
+                self.last[product] = number
+
+    def _follow(self, made: list[int], number: int) -> list[int]:
+        """Add the readers of an equation's result to a heap; what leaves the program is read last."""
+        for reader in self.readers[self.jaxpr.eqns[number].outvars[0]]:
+            heapq.heappush(made, reader if reader >= 0 else len(self.jaxpr.eqns))
+        return made
+
+    def _follows(self, number: int, product: int) -> bool:
+        """Return true if the kernel of a product can do an equation behind it."""
+        if number == len(self.jaxpr.eqns) or number in self.ends:
+            return False
+        eqn = self.jaxpr.eqns[number]
+        takes = self.kinds[number] == "fused" if self.fuses_products else eqn.primitive.name in _SUMS
+        return takes and _extent(eqn.outvars) == _extent(self.jaxpr.eqns[product].outvars)
+
+    def _is_product(self, number: int) -> bool:
+        """Return true for a product whose kernel does more than the product."""
+        name = self.jaxpr.eqns[number].primitive.name
+        return name in (PRODUCTS if self.fuses_products else MATRIX_PRODUCTS)
+
+    def _kernel_with(self, number: int) -> _Kernel:
+        """Return the kernel of a reduction: of the product whose result it reduces, or one of its own."""
+        extent, behind = _extent(self.jaxpr.eqns[number].invars), self.behind[number]
+        if self.fuses_products and len(behind) == 1:
+            (product,) = behind
+            if self._is_product(product) and _extent(self.jaxpr.eqns[product].outvars) == extent:
+                return self._kernel_of(product)
+        return (self.levels[number], extent)
+
+    def _kernel_of(self, product: int) -> _Kernel:
+        """Return the kernel of what is done behind a product."""
+        return ("apart", self.last.get(product, product))
 
     def _root(self, atom: Any) -> Any:
         return None if isinstance(atom, jc.Literal) else self.roots.get(atom, atom)
@@ -190,10 +241,12 @@ class _Fusion:
         operands = self._operands(number)
         makers = [self.makers[v] for v in operands if v in self.makers]
         kind = kind_of(eqn)
+        if self.fuses_products and jp.adds_one_of_each_row(eqn):
+            kind = "fused"
         if kind == "fused" and operands and all(v is None for v in operands):
             kind = "constant"
         self.kinds.append(kind)
-        self.levels.append(max((self.levels[i] + (self.kinds[i] in ("apart", "reduction")) for i in makers), default=0))
+        self._find_level(makers)
         if kind == "view":
             self.roots[eqn.outvars[0]] = operands[0]
             return
@@ -202,6 +255,14 @@ class _Fusion:
             if v is not None:
                 self.readers[v].append(number)
 
+    def _find_level(self, makers: Sequence[int]) -> None:
+        """Note the level of the next equation, and what is behind it, of what makes its operands."""
+        ends = {i: self.kinds[i] in ("apart", "reduction") for i in makers}
+        level = max((self.levels[i] + end for i, end in ends.items()), default=0)
+        highest = [i for i, end in ends.items() if self.levels[i] + end == level]
+        self.levels.append(level)
+        self.behind.append(frozenset[int]().union(*(frozenset([i]) if ends[i] else self.behind[i] for i in highest)))
+
     def _place(self, number: int) -> None:
         """Find the kernels of an equation, those of its readers being known."""
         eqn, kind = self.jaxpr.eqns[number], self.kinds[number]
@@ -209,15 +270,18 @@ class _Fusion:
             return
         own: _Kernel = (self.levels[number], _extent(eqn.outvars))
         readers = [reader for v in eqn.outvars for reader in self.readers[v]]
-        if kind == "apart" or number in self.sums:
-            own = ("apart", number)
+        if kind == "apart" or number in self.ends:
+            own = self._kernel_of(self.ends[number]) if number in self.ends else ("apart", number)
+            self.kernels[number] = frozenset((own,))
+            if readers and all(self.kernels.get(reader) == self.kernels[number] for reader in readers):
+                return
         elif kind == "reduction":
-            own = (self.levels[number], _extent(eqn.invars))
+            own = self._kernel_with(number)
         else:
             inside = frozenset[_Kernel]().union(*(self.kernels[reader] for reader in readers if reader != _END))
             grows = sum(_bytes(eqn.outvars)) > sum(_bytes(eqn.invars))
             wanted = any(self._wants(reader, grows) for reader in readers)
-            if not wanted and (len(inside) <= 1 or not is_expensive(eqn) or grows):
+            if not wanted and (len(inside) <= 1 or not self._is_kept(eqn) or grows):
                 self.kernels[number] = inside
                 return
         self.stored.add(number)
@@ -225,14 +289,21 @@ class _Fusion:
 
     def _wants(self, reader: int, grows: bool) -> bool:
         """Return true if a reader wants what it reads in memory; `grows` says that it is larger than what makes it."""
-        apart = reader >= 0 and (self.kinds[reader] == "apart" or (reader in self.sums and not grows))
-        return apart or reader == _END
+        if reader < 0:
+            return reader == _END
+        if self.fuses_products and (reader in self.ends or self._is_product(reader)):
+            return False
+        return self.kinds[reader] == "apart" or (reader in self.ends and not grows)
+
+    def _is_kept(self, eqn: jc.JaxprEqn) -> bool:
+        """Return true if a result is rather kept than computed twice."""
+        return eqn.primitive.name in DRAWS if self.fuses_products else is_expensive(eqn)
 
     def _traffic(self) -> tuple[Traffic, ...]:
         """Count reads and writes: a kernel reads an array once, for the first equation that wants it."""
         groups = _Groups()
         eqns = self.jaxpr.eqns
-        reads = [[0] * len(eqn.invars) for eqn in eqns]
+        reads = [[0.0] * len(eqn.invars) for eqn in eqns]
         seen: set[tuple[Any, _Kernel]] = set()
         parts: dict[tuple[int, _Kernel], float] = {}
         for number, kernels in sorted(self.kernels.items()):
@@ -241,9 +312,9 @@ class _Fusion:
             for kernel in sorted(kernels, key=str):
                 moved = float(sum(_bytes(eqns[number].outvars))) if number in self.stored else 0.0
                 for place, v in enumerate(self._operands(number)):
-                    if v is None or v == self.sums.get(number):
-                        continue
                     maker = self.makers.get(v)
+                    if v is None or (maker is not None and self._is_handed(maker, kernel)):
+                        continue
                     handed = maker is not None and self.kinds[maker] in ("fused", "constant")
                     # A scalar in common is no reason to be computed in one kernel.
                     joins = v.aval.size > 1 and (maker is None or self.kinds[maker] != "constant")
@@ -255,7 +326,7 @@ class _Fusion:
                         groups.join((number, kernel), (v, kernel))
                     if (v, kernel) not in seen:
                         seen.add((v, kernel))
-                        reads[number][place] += 1
+                        reads[number][place] += self._kept_share(v)
                         moved += aval_bytes(eqns[number].invars[place].aval)
                 parts[number, kernel] = moved
         work: defaultdict[Any, float] = defaultdict(float)
@@ -263,13 +334,14 @@ class _Fusion:
         results: Counter[Any] = Counter()
         for (number, kernel), moved in parts.items():
             group = groups.of((number, kernel))
-            # Random bits are priced by themselves.
-            work[group] += 0.0 if eqns[number].primitive.name in DRAWS else equation_flops(eqns[number])
+            # Random bits and products are priced by themselves.
+            apart = eqns[number].primitive.name in DRAWS | PRODUCTS
+            work[group] += 0.0 if apart else equation_flops(eqns[number])
             nbytes[group] += moved
             results[group] += number in self.stored
-        # A product has its sum written where its result was.
-        alone = self.stored - self.sums.keys()
-        written = [[int(number in alone)] * len(eqn.outvars) for number, eqn in enumerate(eqns)]
+        # A product has what its kernel ends with written where its result was.
+        alone = self.stored - self.ends.keys()
+        written = [[self._written_share(number)] * len(eqn.outvars) for number, eqn in enumerate(eqns)]
         more = self._count_stacks(reads, written)
         found: list[Traffic] = []
         for number in range(len(eqns)):
@@ -284,7 +356,29 @@ class _Fusion:
             )
         return tuple(found)
 
-    def _count_stacks(self, reads: list[list[int]], written: list[list[int]]) -> list[int]:
+    def _is_handed(self, maker: int, kernel: _Kernel) -> bool:
+        """Return true if a product hands its result to a kernel, which does what is behind it."""
+        return self.kinds[maker] == "apart" and self._is_product(maker) and self._kernel_of(maker) == kernel
+
+    def _written_share(self, number: int) -> float:
+        """Return how often the results of an equation, or what the kernel of a product has instead, are written."""
+        last = self.last.get(number, number)
+        if number in self.ends or last not in self.stored:
+            return 0.0
+        (*_, result), made = self.jaxpr.eqns[last].outvars, self.jaxpr.eqns[number].outvars
+        share = 1.0 if last == number else aval_bytes(result.aval) / sum(_bytes(made))
+        return share * self._kept_share(result)
+
+    def _kept_share(self, v: Any) -> float:
+        """Return the share of an array's bytes that are in memory."""
+        maker = self.makers.get(v)
+        if not self.fuses_products or maker is None or v.aval.dtype.name != "float32":
+            return 1.0
+        outside = [r for r in self.readers[v] if r < 0 or self.kernels.get(r) != self.kernels[maker]]
+        narrow = self._is_product(self.ends.get(maker, maker)) and all(r >= 0 and self._is_product(r) for r in outside)
+        return 0.5 if narrow else 1.0
+
+    def _count_stacks(self, reads: list[list[float]], written: list[list[float]]) -> list[int]:
         """Add what is read and written for the sake of stacks; return how many kernels of each equation do that."""
         kernels = [0] * len(self.jaxpr.eqns)
         if self.stacks is None:
@@ -304,7 +398,7 @@ class _Fusion:
                 kernels[number] += 1
         return kernels
 
-    def _copy_input(self, v: Any, reads: list[list[int]], kernels: list[int]) -> None:
+    def _copy_input(self, v: Any, reads: list[list[float]], kernels: list[int]) -> None:
         """Count what a stack of an input of the body takes with the first equation that reads it."""
         number = next((n for n in self.readers[v] if n >= 0), None)
         if number is not None:

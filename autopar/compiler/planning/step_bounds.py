@@ -218,7 +218,7 @@ def _work_of_equations(
     at_once = replace(machine, kernel_s=0.0, matmul_half_flops=0.0)
     costs = [MeshCosts(machine=each, mesh=_ONE_DEVICE) for each in (machine, at_once)]
     found: list[Work] = []
-    moved = fused_traffic(jaxpr, within, product_sums=machine.product_sums)
+    moved = fused_traffic(jaxpr, within, product_sums=machine.product_sums, fuses_products=machine.fuses_products)
     for eqn, kind, traffic in zip(jaxpr.eqns, equation_classes(jaxpr), moved, strict=True):
         if eqn.primitive.name in NESTED:
             found.append(_work_of_bodies(eqn, machine, known))

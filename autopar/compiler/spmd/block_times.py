@@ -60,7 +60,12 @@ def block_bytes(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | 
 
 def _traffic(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | None) -> dict[int, Traffic]:
     """Return the traffic of the equations of a program by their identities."""
-    found = fused_traffic(block.jaxpr, within, product_sums=mesh_costs.machine.product_sums)
+    found = fused_traffic(
+        block.jaxpr,
+        within,
+        product_sums=mesh_costs.machine.product_sums,
+        fuses_products=mesh_costs.machine.fuses_products,
+    )
     return dict(zip(map(id, block.jaxpr.eqns), found, strict=True))
 
 

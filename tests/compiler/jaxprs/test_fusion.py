@@ -14,15 +14,15 @@ X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 ONE = 4 * 64 * 64
 
 
-def traffic(fn, *args, product_sums: bool = False):
+def traffic(fn, *args, product_sums: bool = False, fuses_products: bool = False):
     """By equation, its name and its traffic."""
     jaxpr, _ = jc.open_jaxpr(normalize(jax.make_jaxpr(fn)(*args)))
-    return jaxpr, fused_traffic(jaxpr, product_sums=product_sums)
+    return jaxpr, fused_traffic(jaxpr, product_sums=product_sums, fuses_products=fuses_products)
 
 
-def moved(fn, *args, product_sums: bool = False) -> float:
+def moved(fn, *args, **compiler: bool) -> float:
     """Bytes read and written by all kernels, in arrays of X."""
-    jaxpr, found = traffic(fn, *args, product_sums=product_sums)
+    jaxpr, found = traffic(fn, *args, **compiler)
     read = sum(n * aval_bytes(v.aval) for e, t in zip(jaxpr.eqns, found) for n, v in zip(t.reads, e.invars))
     written = sum(n * aval_bytes(v.aval) for e, t in zip(jaxpr.eqns, found) for n, v in zip(t.writes, e.outvars))
     return (read + written) / ONE
@@ -65,6 +65,37 @@ def test_products_take_what_is_added_to_them_where_the_compiler_has_them_do_so(f
     assert moved(fn, X, X, b) == pytest.approx(apart, abs=0.1)
 
 
+def tanh_block(x, w, dy):
+    """A product, what follows it, and what goes back through both."""
+    y, back = jax.vjp(lambda x, w: jnp.tanh(x @ w) @ w, x, w)
+    return (y, *back(dy))
+
+
+@pytest.mark.parametrize(
+    ("fn", "arrays"),
+    [
+        pytest.param(lambda x, w, b: jnp.tanh(x * 2.0) @ w, 3, id="a product computes what it reads"),
+        pytest.param(lambda x, w, b: (jnp.tanh(x) @ w, jnp.exp(x) @ w), 6, id="each of two again"),
+        pytest.param(lambda x, w, b: jnp.tanh(x @ w) * b[:, None], 3, id="and what follows it"),
+        pytest.param(lambda x, w, b: (x @ w) * x, 4, id="with what that reads"),
+        pytest.param(lambda x, w, b: (y := x @ w, y.max(1), (y * y).sum(1)), 3, id="reductions of its result too"),
+        pytest.param(lambda x, w, b: (x @ w).max(1), 2, id="which is written if others read it"),
+        pytest.param(lambda x, w, b: (x @ w).T @ w, 5, id="in bfloat16 if products alone do"),
+        pytest.param(lambda x, w, b: (y := x @ w, y @ w), 6, id="not if it leaves the program"),
+        pytest.param(
+            lambda x, w, b: (y := x @ w) - jnp.exp(y - y.max(1, keepdims=True)).sum(1, keepdims=True),
+            6,
+            id="what needs all of a reduction reads what the product wrote",
+        ),
+        # Both products 3; the gradient of tanh 3.5, for products alone read it; of x 2.5; of w 3, and 3.5 with the sum.
+        pytest.param(tanh_block, 6 + 3.5 + 2.5 + 6.5, id="a layer and its gradients"),
+    ],
+)
+def test_products_compute_what_they_read_and_what_follows_where_the_compiler_fuses_them(fn, arrays: float):
+    operand = X if fn is tanh_block else jax.ShapeDtypeStruct((64,), jnp.float32)
+    assert moved(fn, X, X, operand, product_sums=True, fuses_products=True) == pytest.approx(arrays, abs=0.1)
+
+
 def moved_by_an_iteration(step, xs: int) -> float:
     """Bytes of the body of a loop over stacks, in arrays of X."""
     stacks = [jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)] * xs
@@ -72,7 +103,7 @@ def moved_by_an_iteration(step, xs: int) -> float:
     jaxpr, _ = jc.open_jaxpr(normalize(closed))
     (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
     body, _ = jc.open_jaxpr(scan_of(loop).body)
-    found = fused_traffic(body, loop, product_sums=False)
+    found = fused_traffic(body, loop, product_sums=False, fuses_products=False)
     counts = [(n, v) for e, t in zip(body.eqns, found) for n, v in zip((*t.reads, *t.writes), (*e.invars, *e.outvars))]
     return sum(n * aval_bytes(v.aval) for n, v in counts) / ONE
 
