@@ -53,6 +53,8 @@ _SOLVE_S = 30.0
 # The same rates for every target, that the plans are the same.
 _PLANNED_FOR = Machine.named("dgx-h100")
 _GPT = {"layers": 4, "width": 512, "heads": 8, "vocabulary": 8192, "length": 256, "batch": 64}
+# Values of hundreds of MiB, which no memory on a TPU's chip holds.
+_LARGE = {"layers": 2, "width": 2048, "heads": 16, "vocabulary": 32768, "length": 1024, "batch": 64}
 MODELS: dict[str, Callable[[], Model]] = {
     "mlp, much data": lambda: mlp(layers=8, width=1024, hidden=4096, batch=4096),
     "mlp, large": lambda: mlp(layers=8, width=2048, hidden=8192, batch=256),
@@ -62,6 +64,8 @@ MODELS: dict[str, Callable[[], Model]] = {
     "gpt, scan, remat": lambda: gpt(**_GPT, scan=True, remat=True),
     "gpt, remat": lambda: gpt(**_GPT, remat=True),
     "gpt, bfloat16": lambda: gpt(**_GPT, dtype=jnp.bfloat16),
+    "gpt, large": lambda: gpt(**_LARGE),
+    "gpt, large, bfloat16": lambda: gpt(**_LARGE, dtype=jnp.bfloat16),
     "moe": lambda: moe(batch=64),
     "convnet": lambda: convnet(batch=256),
 }

@@ -73,6 +73,13 @@ def kind_of(eqn: jc.JaxprEqn) -> FusionKind:
     return "apart" if apart else "fused"
 
 
+def kind_beside_products(eqn: jc.JaxprEqn) -> FusionKind:
+    """Return the same where kernels of products compute what they read: rows are picked from what is in memory."""
+    if eqn.primitive.name == "gather":
+        return "apart"
+    return "fused" if jp.adds_one_of_each_row(eqn) else kind_of(eqn)
+
+
 def is_expensive(eqn: jc.JaxprEqn) -> bool:
     """Return whether XLA rather keeps the equation's result than computes it twice."""
     return eqn.primitive.name not in _CHEAP
@@ -89,6 +96,8 @@ class Traffic(NamedTuple):
     """Kernels that start for its sake: a kernel of several results is shared among what makes them."""
     flops_per_byte: float
     """Operations of its kernels for every byte that these read or write."""
+    kept: float = 1.0
+    """Of a product: how many of its result's bytes what its kernel writes has, which may be of another type."""
 
 
 def alone(eqn: jc.JaxprEqn) -> Traffic:
@@ -162,6 +171,8 @@ class _Fusion:
     """By equation that the kernel of a product does behind it, the product."""
     last: dict[int, int] = field(default_factory=dict[int, int])
     """By product the last of these."""
+    largest: list[int] = field(default_factory=list[int])
+    """The bytes of the largest array in memory that an equation is computed from, its own if that is in memory."""
     stored: set[int] = field(default_factory=set[int])
     """The equations whose results are in memory."""
 
@@ -177,6 +188,7 @@ class _Fusion:
         for number in reversed(range(len(self.jaxpr.eqns))) if self.product_sums or self.fuses_products else ():
             if self._is_product(number):
                 self._extend(number)
+        self._find_largest()
         for number in reversed(range(len(self.jaxpr.eqns))):
             self._place(number)
         return self._traffic()
@@ -192,11 +204,15 @@ class _Fusion:
             if met and number == met[-1]:
                 continue
             met.append(number)
-            ends = all(reader == number for reader in made)
+            ends = all(reader == number for reader in made) and not self._widens(number)
             made = self._follow(made, number)
             if ends:
                 self.ends.update((each, product) for each in met)
                 self.last[product] = number
+
+    def _widens(self, number: int) -> bool:
+        """Return true for a conversion that makes more bytes than it reads, which is left to the readers."""
+        return self.jaxpr.eqns[number].primitive.name == "convert_element_type" and self._grows(number)
 
     def _follow(self, made: list[int], number: int) -> list[int]:
         """Add the readers of an equation's result to a heap; what leaves the program is read last."""
@@ -240,9 +256,7 @@ class _Fusion:
         """Note an equation's kind, level and operands."""
         operands = self._operands(number)
         makers = [self.makers[v] for v in operands if v in self.makers]
-        kind = kind_of(eqn)
-        if self.fuses_products and jp.adds_one_of_each_row(eqn):
-            kind = "fused"
+        kind = kind_beside_products(eqn) if self.fuses_products else kind_of(eqn)
         if kind == "fused" and operands and all(v is None for v in operands):
             kind = "constant"
         self.kinds.append(kind)
@@ -278,22 +292,46 @@ class _Fusion:
         elif kind == "reduction":
             own = self._kernel_with(number)
         else:
-            inside = frozenset[_Kernel]().union(*(self.kernels[reader] for reader in readers if reader != _END))
-            grows = sum(_bytes(eqn.outvars)) > sum(_bytes(eqn.invars))
-            wanted = any(self._wants(reader, grows) for reader in readers)
-            if not wanted and (len(inside) <= 1 or not self._is_kept(eqn) or grows):
+            wanting = {reader for reader in readers if self._wants(reader, number)}
+            inside = frozenset[_Kernel]().union(*(self.kernels[reader] for reader in readers if reader not in wanting))
+            if not wanting and (len(inside) <= 1 or not self._is_kept(eqn) or self._grows(number)):
                 self.kernels[number] = inside
+                return
+            if self.fuses_products and not self._is_kept(eqn):
+                self.stored.add(number)
+                self.kernels[number] = inside | {own}
                 return
         self.stored.add(number)
         self.kernels[number] = frozenset((own,))
 
-    def _wants(self, reader: int, grows: bool) -> bool:
-        """Return true if a reader wants what it reads in memory; `grows` says that it is larger than what makes it."""
+    def _wants(self, reader: int, number: int) -> bool:
+        """Return true if a reader wants what an equation makes in memory.
+
+        The kernel of a product computes what it reads unless it would read larger arrays for that.
+        """
         if reader < 0:
             return reader == _END
-        if self.fuses_products and (reader in self.ends or self._is_product(reader)):
-            return False
-        return self.kinds[reader] == "apart" or (reader in self.ends and not grows)
+        if not self.fuses_products:
+            return self.kinds[reader] == "apart" or (reader in self.ends and not self._grows(number))
+        if self._is_product(reader):
+            return self.largest[number] > max(_bytes(self.jaxpr.eqns[number].outvars))
+        return self.kinds[reader] == "apart"
+
+    def _grows(self, number: int) -> bool:
+        """Return true if what an equation makes is larger than what it reads."""
+        eqn = self.jaxpr.eqns[number]
+        return sum(_bytes(eqn.outvars)) > sum(_bytes(eqn.invars))
+
+    def _find_largest(self) -> None:
+        """Note the bytes of the largest array in memory that each equation is computed from."""
+        written = set(self.last.values())
+        for number, eqn in enumerate(self.jaxpr.eqns):
+            if self.kinds[number] != "fused" or number in written:
+                self.largest.append(0 if self.kinds[number] == "constant" else max(_bytes(eqn.outvars), default=0))
+                continue
+            operands = {v for v in self._operands(number) if v is not None}
+            made = [self.largest[self.makers[v]] if v in self.makers else aval_bytes(v.aval) for v in operands]
+            self.largest.append(max(made, default=0))
 
     def _is_kept(self, eqn: jc.JaxprEqn) -> bool:
         """Return true if a result is rather kept than computed twice."""
@@ -341,7 +379,8 @@ class _Fusion:
             results[group] += number in self.stored
         # A product has what its kernel ends with written where its result was.
         alone = self.stored - self.ends.keys()
-        written = [[self._written_share(number)] * len(eqn.outvars) for number, eqn in enumerate(eqns)]
+        kept = [self._kept_of(number) for number in range(len(eqns))]
+        written = [[kept[n] if self._is_written(n) else 0.0] * len(eqn.outvars) for n, eqn in enumerate(eqns)]
         more = self._count_stacks(reads, written)
         found: list[Traffic] = []
         for number in range(len(eqns)):
@@ -352,6 +391,7 @@ class _Fusion:
                     writes=tuple(written[number]),
                     kernels=more[number] + (sum(1 / results[group] for group in mine) if number in alone else 0.0),
                     flops_per_byte=max((work[group] / nbytes[group] for group in mine if nbytes[group]), default=0.0),
+                    kept=kept[number],
                 )
             )
         return tuple(found)
@@ -360,11 +400,13 @@ class _Fusion:
         """Return true if a product hands its result to a kernel, which does what is behind it."""
         return self.kinds[maker] == "apart" and self._is_product(maker) and self._kernel_of(maker) == kernel
 
-    def _written_share(self, number: int) -> float:
-        """Return how often the results of an equation, or what the kernel of a product has instead, are written."""
+    def _is_written(self, number: int) -> bool:
+        """Return true if the results of an equation, or what the kernel of a product has instead, are in memory."""
+        return number not in self.ends and self.last.get(number, number) in self.stored
+
+    def _kept_of(self, number: int) -> float:
+        """Return how many of the bytes of its results an equation, or the kernel of a product, writes."""
         last = self.last.get(number, number)
-        if number in self.ends or last not in self.stored:
-            return 0.0
         (*_, result), made = self.jaxpr.eqns[last].outvars, self.jaxpr.eqns[number].outvars
         share = 1.0 if last == number else aval_bytes(result.aval) / sum(_bytes(made))
         return share * self._kept_share(result)

@@ -19,8 +19,7 @@ from autopar.compiler.costs.own_collectives import own_collectives
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import literal_key
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.jaxprs.fusion import alone, is_expensive, kind_of
-from autopar.compiler.jaxprs.params import adds_one_of_each_row
+from autopar.compiler.jaxprs.fusion import alone, fused_traffic, is_expensive, kind_beside_products, kind_of
 from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM, PRODUCTS, REMAT
 from autopar.compiler.memory.allocation import (
     Border,
@@ -79,7 +78,7 @@ def _listed(block: LocalBlock, border: Border, mesh_costs: MeshCosts) -> MemoryP
     if mesh_costs.machine.widens_bfloat16:
         lister.widen()
     if mesh_costs.machine.fuses_products:
-        lister.narrow()
+        lister.keep()
     return MemoryProgram(
         ops=lister.ops,
         inputs=[lister.key(v) for v in block.inputs],
@@ -134,12 +133,18 @@ class _Lister:
                 self.ops[number] = op._replace(widening=2.0 if wide.intersection(op.results) else 1.0)
         self._scale(wide, roots, 2.0)
 
-    def narrow(self) -> None:
-        """Keep products of float32 in bfloat16, in which products multiply, if products alone read them."""
-        wide, roots = self._read_by(lambda op: op.kind != "product")
-        made = {key for op in self.ops if op.kind == "product" for key in op.results} - wide
-        narrow = {key for key in made if self._is_own(key) and _type_of(key) == "float32"}
-        self._scale(narrow, roots, 0.5)
+    def keep(self) -> None:
+        """Keep what kernels of products write in the type in which they do, unless something apart reads it."""
+        machine = self.machine
+        found = fused_traffic(
+            self.block.jaxpr, product_sums=machine.product_sums, fuses_products=machine.fuses_products
+        )
+        kept = {id(eqn): each.kept for eqn, each in zip(self.block.jaxpr.eqns, found, strict=True)}
+        read, roots = self._read_by(lambda op: op.kind in ("apart", "barrier"))
+        for op, action in zip(self.ops, self.actions, strict=True):
+            if op.kind == "product" and isinstance(action, Evaluate) and id(action.eqn) in kept:
+                own = {key for key in op.results if key not in read and self._is_own(key)}
+                self._scale(own, roots, kept[id(action.eqn)])
 
     def _read_by(self, reads: Callable[[Op], bool]) -> tuple[set[Hashable], dict[Hashable, Hashable]]:
         """Return what some ops read or the block results in, and by view or form the array that it is one of."""
@@ -255,11 +260,9 @@ class _Lister:
 
     def _kind_of(self, eqn: jc.JaxprEqn) -> Kind:
         """Return how XLA treats an equation."""
-        if self.machine.fuses_products and eqn.primitive.name in PRODUCTS:
-            return "product"
-        if self.machine.fuses_products and adds_one_of_each_row(eqn):
-            return "fused"
-        return kind_of(eqn)
+        if not self.machine.fuses_products:
+            return kind_of(eqn)
+        return "product" if eqn.primitive.name in PRODUCTS else kind_beside_products(eqn)
 
     def _reshard_s(self, action: Reshard, kind: str) -> float:
         if not kind:

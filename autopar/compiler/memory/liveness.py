@@ -21,6 +21,7 @@ may write over an operand of the same size that nobody reads any more: their lif
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -142,6 +143,8 @@ class _Program:
     readers: dict[Key, list[int]] = field(default_factory=dict[Key, list[int]])
     behind: dict[Key, tuple[Key, ...]] = field(default_factory=dict[Key, tuple[Key, ...]])
     """By fused array, the arrays that its fused readers read in its place."""
+    smaller: set[Key] = field(default_factory=set[Key])
+    """The fused arrays that are smaller than one that they are computed from."""
     constants: set[Key] = field(default_factory=set[Key])
     found: dict[Key, Lifetime] = field(default_factory=dict[Key, Lifetime])
     parts: dict[Key, Lifetime] = field(default_factory=dict[Key, Lifetime])
@@ -222,7 +225,10 @@ class _Program:
         """Return the places that an op reads from memory."""
         places = dict.fromkeys(map(self._place, op.reads))
         if op.kind not in _APART:
-            places = dict.fromkeys(s for place in places for s in self.behind.get(self._root(place), (place,)))
+            direct = self.smaller if op.kind == "product" else set[Key]()
+            computed = {place: self._root(place) for place in places if self._root(place) not in direct}
+            behind = [self.behind.get(computed[place], (place,)) if place in computed else (place,) for place in places]
+            places = dict.fromkeys(itertools.chain.from_iterable(behind))
         return tuple(place for place in places if self._root(place) in self.found)
 
     def _settle(self, key: Key, op: Op, sources: tuple[Key, ...]) -> bool:
@@ -230,7 +236,9 @@ class _Program:
         if op.kind != "fused":
             return True
         readers = self.readers.get(key, ())
-        fused = [not self._is_apart(time) for time in readers]
+        if any(self.extent[self._root(place)] > self.extent[key] for place in sources):
+            self.smaller.add(key)
+        fused = [not self._wants(time, key) for time in readers]
         # What is larger than all that it is computed from would cost more to read than to compute again.
         grows = self.extent[key] / op.widening > sum(self.extent[self._root(place)] for place in sources)
         cheap = not op.expensive or (bool(sources) and grows)
@@ -239,6 +247,13 @@ class _Program:
             self.behind[key] = sources
             return not all(fused)
         return True
+
+    def _wants(self, time: int, key: Key) -> bool:
+        """Return true if an op, or the program's end, reads a fused array from memory.
+
+        The kernel of a product computes what it reads unless it would read larger arrays for that.
+        """
+        return self._is_apart(time) or (self.ops[time].kind == "product" and key in self.smaller)
 
     def _is_apart(self, time: int) -> bool:
         return time >= len(self.ops) or self.ops[time].kind in _APART
