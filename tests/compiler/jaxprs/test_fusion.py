@@ -96,6 +96,38 @@ def test_products_compute_what_they_read_and_what_follows_where_the_compiler_fus
     assert moved(fn, X, X, operand, product_sums=True, fuses_products=True) == pytest.approx(arrays, abs=0.1)
 
 
+HALF = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("fn", "arrays"),
+    [
+        pytest.param(
+            lambda x, w: jnp.tanh(x.astype(jnp.float32)).astype(x.dtype) @ w, 1.5, id="whose source is as small"
+        ),
+        # The scores are in float32, the probabilities, which the product reads, in bfloat16.
+        pytest.param(
+            lambda x, w: jax.nn.softmax((x @ w).astype(jnp.float32) * 2.0).astype(x.dtype) @ w,
+            (0.5 + 0.5 + 1) + 1 + (1 + 0.5) + (0.5 + 0.5 + 0.5),
+            id="not if its source is larger",
+        ),
+        pytest.param(lambda x, w: (x @ w).astype(jnp.float32).sum(), 1, id="a wider type is left to who reads it"),
+    ],
+)
+def test_products_compute_in_bfloat16(fn, arrays: float):
+    assert moved(fn, HALF, HALF, product_sums=True, fuses_products=True) == pytest.approx(arrays, abs=0.1)
+
+
+def test_rows_are_picked_from_memory_and_what_they_are_picked_of_is_computed_again_elsewhere():
+    def fn(x, w, rows):
+        wide = (x @ w).astype(jnp.float32)
+        return wide[rows, 0], jnp.exp(wide).sum(1)
+
+    rows = jax.ShapeDtypeStruct((4,), jnp.int32)
+    # The product, which sums the exponentials up, 1.5; the same in float32 1.5, which counts as read in whole here.
+    assert moved(fn, HALF, HALF, rows, product_sums=True, fuses_products=True) == pytest.approx(4, abs=0.1)
+
+
 def moved_by_an_iteration(step, xs: int) -> float:
     """Bytes of the body of a loop over stacks, in arrays of X."""
     stacks = [jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)] * xs

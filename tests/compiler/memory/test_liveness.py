@@ -23,6 +23,20 @@ def test_what_a_product_reads_is_in_memory():
     assert spans(ops, inputs="xw", outputs="c") == {"a": (0, 1), "b": (1, 3), "c": (2, 4)}
 
 
+@pytest.mark.parametrize(
+    ("size", "kept"),
+    [
+        pytest.param(1, {"a": (0, 3)}, id="a product computes what it reads"),
+        pytest.param(0.5, {"a": (0, 2), "b": (1, 3)}, id="but not what is smaller than what it would read instead"),
+    ],
+)
+def test_what_a_product_computes_that_reads_no_more_for_it(size: float, kept):
+    ops = [PRODUCT, Op("fused", ("a",), ("b",)), Op("product", ("b", "w"), ("c",))]
+    found = lifetimes(ops, "xw", "c", dict.fromkeys("acwx", 1.0) | {"b": size})
+    spans = {key: (life.start, life.stop) for key, life in found.whole.items() if key in "ab"}
+    assert spans == kept
+
+
 @pytest.mark.parametrize("expensive, kept", [(True, {"b": (1, 4)}), (False, {})])
 def test_only_what_is_dear_is_kept_for_two_readers(expensive, kept):
     ops = [
