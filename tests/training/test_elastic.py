@@ -15,6 +15,7 @@ import pytest
 
 import autopar
 from autopar.errors import InvalidArgument
+from autopar.hardware.machine import register_machine
 from autopar.runtime.distributed.handover import shards_here
 from autopar.runtime.distributed.session import RaySession
 from autopar.session import ray_session, restart
@@ -24,7 +25,7 @@ from tests import small_steps
 from tests.small_steps import mlp_params, sgd, tanh_loss
 from tests.training.test_fit import draw, losses_of, plain_losses, train_step
 
-KINDS = ("cpu", "another cpu")
+KINDS = ("one cpu", "another cpu")
 
 # Ray forks its processes beside JAX's threads; they become other programs at once.
 pytestmark = [
@@ -195,7 +196,9 @@ def test_state_that_is_lost_with_its_only_holder_comes_from_the_last_checkpoint(
 
 @pytest.fixture
 def two_kinds(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Nodes:
-    """Two hosts, of which the second says that its devices are of another kind."""
+    """Two hosts that say that their devices are of two kinds, with compute of their own."""
+    for kind in KINDS:
+        register_machine(replace(small_steps.SEPARATE, name=kind.replace(" ", "-"), kind=kind))
     join = RaySession._join
 
     def joined(session: RaySession) -> Any:
