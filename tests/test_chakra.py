@@ -5,7 +5,6 @@ from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -13,7 +12,7 @@ import autopar
 from autopar.__main__ import main
 from autopar.chakra import read_chakra
 from autopar.ir.program import Copy, Recv, Send
-from tests.small_steps import adam, adam_state, draw, mlp_loss, sgd
+from tests.small_steps import SEPARATE, adam, adam_state, draw, mlp_loss, sgd
 from tests.test_description import arguments, deep_loss
 
 KINDS = {2: "load", 3: "store", 4: "compute", 5: "send", 6: "recv", 7: "collective"}
@@ -148,7 +147,7 @@ def test_a_permute_is_a_message_from_each_device_to_another(tmp_path):
         return {"a": params["a"] + params["b"], "b": params["b"] * 2.0}
 
     plan = (
-        autopar.parallelize(step, method=method, devices=jax.devices()[:4])
+        autopar.parallelize(step, method=method, cluster=autopar.Cluster(num_devices=4, machine=SEPARATE))
         .trace({name: draw(0, 64, 64) for name in "ab"})
         .plan()
     )

@@ -406,10 +406,10 @@ class _Fusion:
 
     def _kept_of(self, number: int) -> float:
         """Return how many of the bytes of its results an equation, or the kernel of a product, writes."""
-        last = self.last.get(number, number)
-        (*_, result), made = self.jaxpr.eqns[last].outvars, self.jaxpr.eqns[number].outvars
-        share = 1.0 if last == number else aval_bytes(result.aval) / sum(_bytes(made))
-        return share * self._kept_share(result)
+        if not self.fuses_products or not self._is_product(number):
+            return 1.0
+        (result,), (made,) = (self.jaxpr.eqns[n].outvars for n in (self.last.get(number, number), number))
+        return aval_bytes(result.aval) / aval_bytes(made.aval) * self._kept_share(result)
 
     def _kept_share(self, v: Any) -> float:
         """Return the share of an array's bytes that are in memory."""

@@ -14,6 +14,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.errors import Unsupported
 from autopar.hardware.machine import Machine
 from autopar.ir.program import Copy
+from tests.small_steps import SEPARATE
 
 NAMED = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
@@ -83,7 +84,8 @@ OFFLOADING = {
 
 
 def planned(step, args, method):
-    return autopar.parallelize(step, method=method, devices=jax.devices()).trace(*args).plan()
+    devices = autopar.Cluster(num_devices=8, machine=SEPARATE)
+    return autopar.parallelize(step, method=method, cluster=devices).trace(*args).plan()
 
 
 def check_equal(step, args, planned):
