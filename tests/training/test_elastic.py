@@ -25,7 +25,7 @@ from tests import small_steps
 from tests.small_steps import mlp_params, sgd, tanh_loss
 from tests.training.test_fit import draw, losses_of, plain_losses, train_step
 
-KINDS = ("one cpu", "another cpu")
+KINDS = ("one cpu", "other cpu")
 
 # Ray forks its processes beside JAX's threads; they become other programs at once.
 pytestmark = [
