@@ -141,10 +141,13 @@ class _Lister:
         )
         kept = {id(eqn): each.kept for eqn, each in zip(self.block.jaxpr.eqns, found, strict=True)}
         read, roots = self._read_by(lambda op: op.kind in ("apart", "barrier"))
+        by_share: dict[float, set[Hashable]] = {}
         for op, action in zip(self.ops, self.actions, strict=True):
             if op.kind == "product" and isinstance(action, Evaluate) and id(action.eqn) in kept:
                 own = {key for key in op.results if key not in read and self._is_own(key)}
-                self._scale(own, roots, kept[id(action.eqn)])
+                by_share.setdefault(kept[id(action.eqn)], set()).update(own)
+        for share, arrays in by_share.items():
+            self._scale(arrays, roots, share)
 
     def _read_by(self, reads: Callable[[Op], bool]) -> tuple[set[Hashable], dict[Hashable, Hashable]]:
         """Return what some ops read or the block results in, and by view or form the array that it is one of."""
