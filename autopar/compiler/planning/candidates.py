@@ -77,7 +77,7 @@ class PipelineCandidate:
         splits = self.timing.schedule.splits_weight_gradients
         return tuple(stage.layers for stage in self.virtual_stages), splits, stages
 
-    @property
+    @cached_property
     def stage_keys(self) -> tuple[tuple[object, ...], ...]:
         """Equal for stages, of candidates of the same layers, that take about the same time as a whole."""
         return tuple(
@@ -90,7 +90,7 @@ class PipelineCandidate:
             for mesh, stage in enumerate(self.stages)
         )
 
-    @property
+    @cached_property
     def scheduled_otherwise(self) -> tuple[object, ...]:
         """The same, whether weight gradients are tasks of their own or not: equal for stages that take alike times."""
         return tuple((self.layers.cuts, self.timing.num_microbatches, *key[1:]) for key in self.stage_keys)

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autopar.compiler.inter_op.stage_costs import StageCost
 from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.compiler.planning.candidates import WHOLE_SHARE, PipelineCandidate
+from autopar.compiler.planning.virtual_stages import least_part
 
 _LARGER_SHARE = 0.95
 """Of the least share that stages were seen to take: those on more devices rarely take less."""
@@ -29,6 +31,16 @@ KNOWN_SLACK = 0.995
 """The same, of stages that are all known, in whichever schedule, and of steps with others that are alike."""
 _SIMULATED_SHARE = 0.98
 """Of the least share that plans were simulated to take of the time by their stages: others rarely take less."""
+_ROUNDING = 1 - 1e-9
+"""Of a bound: what sums in another order may differ by."""
+
+
+class _Expected(NamedTuple):
+    """The costs of a candidate's stages, their shares of those by layers, and the seconds of a step with them."""
+
+    shares: tuple[float, ...]
+    costs: Sequence[StageCost]
+    seconds: float
 
 
 @dataclass(kw_only=True, eq=False)
@@ -47,10 +59,8 @@ class LearnedTimes:
     """The same, by the numbers of stages and microbatches and, where there is one to choose, the schedule."""
     steps: list[float] = field(default_factory=list[float])
     """The shares of their time by their layers that whole steps were simulated to take, but for want of memory."""
-    expected: dict[tuple[PipelineCandidate, tuple[float, ...]], float] = field(
-        default_factory=dict[tuple[PipelineCandidate, tuple[float, ...]], float]
-    )
-    """The times of candidates by the shares of their stages."""
+    expected: dict[PipelineCandidate, _Expected] = field(default_factory=dict[PipelineCandidate, _Expected])
+    """What candidates were last simulated to take."""
 
     def learn_stages(self, candidate: PipelineCandidate, costs: Sequence[StageCost], gap: float) -> None:
         """Keep what the stages of a candidate take as a whole, up to a gap."""
@@ -115,22 +125,44 @@ class LearnedTimes:
 
     def least_s(self, candidate: PipelineCandidate) -> float:
         """Return the seconds that a candidate is taken to need at least."""
-        keys = candidate.scheduled_otherwise
-        known = all(key in self.of_stages for key in keys)
-        slack = KNOWN_SLACK if known else _SLACK
-        return slack * self.simulated_share(len(keys)) * self._by_stages_s(candidate, keys)
+        shares = self._shares(candidate)
+        if self._last(candidate).shares != shares:
+            costs = self._costs(candidate, shares)
+            self.expected[candidate] = _Expected(shares, costs, candidate.simulate_s(costs))
+        return self._slack(candidate) * self._last(candidate).seconds
 
-    def _by_stages_s(self, candidate: PipelineCandidate, keys: Sequence[object]) -> float:
-        stages, wholes = candidate.stages, [self.wholes.get(key) for key in candidate.stage_keys]
-        shares = tuple(
-            0.0 if whole is not None else self.of_stages.get(key, self.share_on(stage.submesh))
-            for key, whole, stage in zip(keys, wholes, stages, strict=True)
+    def bound_s(self, candidate: PipelineCandidate) -> float:
+        """Return seconds that `least_s` is no less than, from the last simulation of the candidate."""
+        shares, last = self._shares(candidate), self._last(candidate)
+        if last.shares == shares:
+            return self._slack(candidate) * last.seconds
+        if candidate.hosts.shares:
+            return 0.0
+        part = least_part(self._costs(candidate, shares), last.costs, candidate.timing)
+        return self._slack(candidate) * _ROUNDING * part * last.seconds
+
+    def _last(self, candidate: PipelineCandidate) -> _Expected:
+        """Return what a candidate was last simulated to take: by its layers, if nothing was learned before."""
+        if candidate not in self.expected:
+            costs = [stage.cost for stage in candidate.stages]
+            self.expected[candidate] = _Expected((1.0,) * len(costs), costs, candidate.step_time_s)
+        return self.expected[candidate]
+
+    def _slack(self, candidate: PipelineCandidate) -> float:
+        known = all(key in self.of_stages for key in candidate.scheduled_otherwise)
+        return (KNOWN_SLACK if known else _SLACK) * self.simulated_share(len(candidate.stages))
+
+    def _shares(self, candidate: PipelineCandidate) -> tuple[float, ...]:
+        """Return the share of its time by its layers that each stage is taken to need; 0 where its cost is known."""
+        each = zip(candidate.stage_keys, candidate.scheduled_otherwise, candidate.stages, strict=True)
+        return tuple(
+            0.0 if whole in self.wholes else self.of_stages.get(key, self.share_on(stage.submesh))
+            for whole, key, stage in each
         )
-        if (candidate, shares) not in self.expected:
-            each = zip(stages, wholes, shares, strict=True)
-            costs = [stage.cost.in_time(share) if whole is None else whole for stage, whole, share in each]
-            self.expected[candidate, shares] = candidate.simulate_s(costs)
-        return self.expected[candidate, shares]
+
+    def _costs(self, candidate: PipelineCandidate, shares: Sequence[float]) -> list[StageCost]:
+        each = zip(candidate.stage_keys, candidate.stages, shares, strict=True)
+        return [self.wholes[key] if key in self.wholes else stage.cost.in_time(share) for key, stage, share in each]
 
 
 def _alike(candidate: PipelineCandidate) -> object:

@@ -19,6 +19,7 @@ turn out not to fit into memory are counted apart: they tell where no plan is, a
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Callable
@@ -163,11 +164,9 @@ class _Search:
         most, deadline = EFFORTS[method.effort], time.process_time() + _CLOCK * method.time_limit_s
         taken, stopped = {True: 0, False: 0}, ""
         while self.open:
-            enough_s = _WORTH_LOOKING * self.best_s
-            promising = [each for each in self.open if self.best is None or self.likely_s(each) < enough_s]
-            if not promising:
+            region = self.next_region()
+            if region is None:
                 break
-            region = min(promising, key=self.order)
             if isinstance(region, Stages) and self.is_put_off(region):
                 continue
             if not self.space.is_there(region):
@@ -205,14 +204,35 @@ class _Search:
         )
         return replace(self.best, certificate=certificate)
 
-    def order(self, region: Region) -> tuple[float, ...]:
+    def next_region(self) -> Region | None:
+        """Return the first region of those that are likely to hold a better plan; None if there is none.
+
+        Candidates are simulated with what was learned since only where a bound does not tell that others come first.
+        """
+        queue: list[tuple[tuple[float, ...], int, Region]] = []
+        enough_s = math.inf if self.best is None else _WORTH_LOOKING * self.best_s
+        for place, region in enumerate(self.open):
+            likely_s = self.likely_s(region, self.learned.bound_s)
+            if self.best is None or likely_s < enough_s:
+                queue.append((self.order(region, likely_s), place, region))
+        heapq.heapify(queue)
+        while queue:
+            bound, place, region = heapq.heappop(queue)
+            likely_s = self.likely_s(region)
+            if (order := self.order(region, likely_s)) <= bound:
+                return region
+            if self.best is None or likely_s < enough_s:
+                heapq.heappush(queue, (order, place, region))
+        return None
+
+    def order(self, region: Region, likely_s: float) -> tuple[float, ...]:
         """Return by what regions are sorted: the time that is likely, of stages if even, then how usual they are.
 
         One program on one mesh is the first plan of all, against which the others are held; or where that takes too
         long to be planned, stages that are roughly the best, and on several machines those of a usual number of
         microbatches.
         """
-        likely_s, first, mixed = self.likely_s(region), self.best is None, self.space.problem.hardware.is_mixed
+        first, mixed = self.best is None, self.space.problem.hardware.is_mixed
         match region:
             case Completion():
                 return (-1.0 if mixed else -3.0, likely_s) if first and math.isfinite(likely_s) else (likely_s, 0.0)
@@ -232,8 +252,8 @@ class _Search:
                 usual_s = region.by_others_s or (region.likely_s if self.layers_tell else region.even_s)
                 return max(likely_s, usual_s * (1.0 if self.is_cut(count) else _NOT_YET_CUT)), self.space.unusual(count)
 
-    def likely_s(self, region: Region) -> float:
-        """Return the time that the best plan of a region is taken to need at least."""
+    def likely_s(self, region: Region, least_s: Callable[[PipelineCandidate], float] | None = None) -> float:
+        """Return the time that the best plan of a region is taken to need at least; `least_s` says it of candidates."""
         if isinstance(region, Lanes):
             return max(region.bound_s, _LANES_SHARE * self.lanes_share * region.bound_s)
         if isinstance(region, Stages):
@@ -245,7 +265,7 @@ class _Search:
         candidate = region.candidate
         if self.needs_too_much(candidate):
             return math.inf
-        return max(self.learned.least_s(candidate), region.region.bound_s)
+        return max((least_s or self.learned.least_s)(candidate), region.region.bound_s)
 
     def whole_share(self, region: Stages) -> float:
         """Return the share of their time by their layers that stages are taken to need at least.

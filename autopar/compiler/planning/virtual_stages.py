@@ -10,7 +10,7 @@ of unequal stages as they are: every task starts when its mesh is free and what 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -93,87 +93,136 @@ def simulate_schedule_s(
     """Return the seconds of a step of these stages, for the costs of every mesh; its update follows its last task.
 
     Without `hosts` nothing takes time to be started. Between stages every microbatch sends one value. The clocks are
-    those of `ir.clocks`, advanced by a list of events that candidates of the same order share.
+    those of `ir.clocks`, advanced by a list of events that candidates of the same order on alike hosts share.
     """
     durations_s: list[float] = []
     for stage in stages:
-        cost = costs[stage.mesh]
-        split_off_s = cost.weight_s if timing.schedule.splits_weight_gradients else 0.0
-        parts_s = cost.forward_s, cost.backward_s - split_off_s, cost.weight_s
-        durations_s += [stage.share * part_s for part_s in parts_s]
-    events = _events(timing.schedule, tuple(stage.mesh for stage in stages), timing.num_microbatches)
-    clocks = _HostClocks(len(costs), hosts)
-    run, dispatched = clocks.run, clocks.dispatched
-    mesh_s, link_s, arrival_s = [0.0] * len(costs), [0.0] * len(costs) ** 2, [0.0] * len(events)
-    for number, (mesh, duration, awaited, link, cut) in enumerate(events):
+        durations_s += [stage.share * part_s for part_s in _parts_s(costs[stage.mesh], timing)]
+    stage_mesh = tuple(stage.mesh for stage in stages)
+    events, updates_s = _events(timing.schedule, stage_mesh, timing.num_microbatches, _Starts.of(len(costs), hosts))
+    run = _MeshCompute(hosts).run if hosts is not None and (hosts.shares or hosts.execution_s) else None
+    mesh_s, link_s, arrivals_s = [0.0] * len(costs), [0.0] * len(costs) ** 2, [0.0]
+    for mesh, duration, started_s, awaited, link, cut, sent_s in events:
         now_s = mesh_s[mesh]
-        if awaited >= 0 and arrival_s[awaited] > now_s:
-            now_s = arrival_s[awaited]
-        mesh_s[mesh] = now_s = run(mesh, now_s, durations_s[duration])
+        if arrivals_s[awaited] > now_s:
+            now_s = arrivals_s[awaited]
+        if started_s > now_s:
+            now_s = started_s
+        now_s = now_s + durations_s[duration] if run is None else run(mesh, now_s, durations_s[duration])
+        mesh_s[mesh] = now_s
         if link >= 0:
-            made_s = dispatched(len(costs) + link, now_s)
-            if link_s[link] > made_s:
-                made_s = link_s[link]
-            arrival_s[number] = link_s[link] = made_s + stages[cut].link_s
-    return max(run(mesh, now_s, costs[mesh].update_s) for mesh, now_s in enumerate(mesh_s))
+            if link_s[link] > now_s:
+                now_s = link_s[link]
+            if sent_s > now_s:
+                now_s = sent_s
+            link_s[link] = now_s = now_s + stages[cut].link_s
+            arrivals_s.append(now_s)
+    ends_s: list[float] = []
+    for mesh, (now_s, started_s) in enumerate(zip(mesh_s, updates_s, strict=True)):
+        start_s, update_s = max(now_s, started_s), costs[mesh].update_s
+        ends_s.append(start_s + update_s if run is None else run(mesh, start_s, update_s))
+    return max(ends_s)
 
 
-_Event = tuple[int, int, int, int, int]
-"""The mesh of a task, its duration, the event that it awaits, the link behind it, and the cut that this crosses; -1
-where there is none."""
+def least_part(costs: Sequence[StageCost], known: Sequence[StageCost], timing: Timing) -> float:
+    """Return r <= 1 so that a step takes at least r times what it takes with other, `known` costs of its meshes.
+
+    No task takes less than r times what it took. It starts at the largest of several sums of what tasks, links and
+    hosts take, and so at least at r times when it did; where meshes share the compute of a host, it may not.
+    """
+    parts = [
+        part_s / known_s
+        for cost, other in zip(costs, known, strict=True)
+        for part_s, known_s in zip(
+            (*_parts_s(cost, timing), cost.update_s), (*_parts_s(other, timing), other.update_s), strict=True
+        )
+        if known_s > 0
+    ]
+    return min([1.0, *parts])
+
+
+def _parts_s(cost: StageCost, timing: Timing) -> tuple[float, float, float]:
+    """Return the seconds of the tasks F, B and W of a stage."""
+    split_off_s = cost.weight_s if timing.schedule.splits_weight_gradients else 0.0
+    return cost.forward_s, cost.backward_s - split_off_s, cost.weight_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Starts:
+    """The hosts that start the work of meshes, and how long each takes for one piece."""
+
+    of_mesh: tuple[tuple[int, ...], ...]
+    dispatch_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, num_meshes: int, hosts: Hosts | None) -> _Starts:
+        """Return them; hosts that start the work of the same meshes, as fast as each other, are one."""
+        if hosts is None:
+            return cls(of_mesh=((),) * num_meshes, dispatch_s=())
+        meshes: dict[int, list[int]] = {}
+        for mesh, mine in enumerate(hosts.of_mesh):
+            for host in sorted(mine):
+                meshes.setdefault(host, []).append(mesh)
+        alike = list(dict.fromkeys((tuple(own), hosts.dispatch_s[host]) for host, own in meshes.items()))
+        return cls(
+            of_mesh=tuple(tuple(n for n, (own, _) in enumerate(alike) if mesh in own) for mesh in range(num_meshes)),
+            dispatch_s=tuple(dispatch_s for _, dispatch_s in alike),
+        )
+
+
+_Event = tuple[int, int, float, int, int, int, float]
+"""The mesh of a task, its duration, when hosts have started it, and the arrival that it awaits, 0 for none; the link
+behind it and the cut that this crosses, -1 where there is none, and when hosts have started what it carries."""
 
 
 @lru_cache(maxsize=16)
-def _events(schedule: Schedule, stage_mesh: tuple[int, ...], num_microbatches: int) -> list[_Event]:
-    """Return the tasks of a step in an order in which none comes before what it awaits."""
-    order = schedule_tasks(schedule, stage_mesh=stage_mesh, num_microbatches=num_microbatches)
+def _events(
+    schedule: Schedule, stage_mesh: tuple[int, ...], num_microbatches: int, starts: _Starts
+) -> tuple[list[_Event], list[float]]:
+    """Return the tasks of a step, and for each mesh when its hosts have started its update.
+
+    The tasks are in an order in which none comes before what it awaits. Arrivals count from 1.
+    """
     num_stages, num_meshes = len(stage_mesh), max(stage_mesh) + 1
+    hosts_s = [-each_s for each_s in starts.dispatch_s]
+
+    def started_s(hosts: Iterable[int]) -> float:
+        for host in hosts:
+            hosts_s[host] += starts.dispatch_s[host]
+        return max((hosts_s[host] for host in hosts), default=0.0)
+
+    of_link = {
+        (a, b): sorted({*starts.of_mesh[a], *starts.of_mesh[b]}) for a in range(num_meshes) for b in range(num_meshes)
+    }
     made, events = dict[Task, int](), list[_Event]()
-    for mesh, task in linear_order(order, num_stages):
+    for mesh, task in _in_order(schedule, stage_mesh, num_microbatches):
         needed = task_needed(task, num_stages)
-        awaited = -1 if needed is None or stage_mesh[needed.stage] == mesh else made[needed]
+        awaited = 0 if needed is None or stage_mesh[needed.stage] == mesh else made[needed]
+        run_s, sent_s = started_s(starts.of_mesh[mesh]), 0.0
         reader, link, cut = {"F": task.stage + 1, "B": task.stage - 1}.get(task.kind, -1), -1, -1
         if 0 <= reader < num_stages and stage_mesh[reader] != mesh:
-            made[task], link, cut = len(events), mesh * num_meshes + stage_mesh[reader], min(task.stage, reader)
-        events.append((mesh, 3 * task.stage + "FBW".index(task.kind), awaited, link, cut))
-    return events
+            made[task], link, cut = len(made) + 1, mesh * num_meshes + stage_mesh[reader], min(task.stage, reader)
+            sent_s = started_s(of_link[mesh, stage_mesh[reader]])
+        events.append((mesh, 3 * task.stage + "FBW".index(task.kind), run_s, awaited, link, cut, sent_s))
+    return events, [started_s(hosts) for hosts in starts.of_mesh]
 
 
-class _HostClocks:
-    """When hosts have started the work of meshes and of the links between them, and what of their compute is taken.
+@lru_cache(maxsize=16)
+def _in_order(schedule: Schedule, stage_mesh: tuple[int, ...], num_microbatches: int) -> list[tuple[int, Task]]:
+    """Return the tasks of a step, each with its mesh."""
+    order = schedule_tasks(schedule, stage_mesh=stage_mesh, num_microbatches=num_microbatches)
+    return list(linear_order(order, len(stage_mesh)))
 
-    Of n meshes the link from a to b has the number n + a·n + b.
-    """
 
-    def __init__(self, num_meshes: int, hosts: Hosts | None) -> None:
-        """Hosts that start the work of the same meshes, as fast as each other, are one."""
-        of_mesh = [frozenset[int]()] * num_meshes if hosts is None else hosts.of_mesh
-        alike: dict[object, int] = {}
-        for host in sorted(frozenset[int]().union(*of_mesh)):
-            assert hosts is not None
-            mine = tuple(mesh for mesh, theirs in enumerate(of_mesh) if host in theirs)
-            alike.setdefault((mine, hosts.dispatch_s[host]), host)
-        kept = frozenset(alike.values())
-        places = [*of_mesh, *(here | there for here in of_mesh for there in of_mesh)]
-        self.starting = [sorted(kept.intersection(place)) for place in places]
-        self.dispatch_s = {host: hosts.dispatch_s[host] for host in kept} if hosts is not None else {}
-        self.host_s = {host: -seconds for host, seconds in self.dispatch_s.items()}
-        shares = hosts.shares if hosts is not None else ()
-        compute = {host: SharedCompute() for each in shares for host in each}
-        self.needs = [[(compute[host], share) for host, share in each.items()] for each in shares]
+class _MeshCompute:
+    """What of the compute of hosts is taken, and what executables take besides their work."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        compute = {host: SharedCompute() for each in hosts.shares for host in each}
+        self.needs = [[(compute[host], share) for host, share in each.items()] for each in hosts.shares]
         self.executables = Executables(hosts)
 
-    def run(self, mesh: int, now_s: float, duration_s: float) -> float:
-        """Return when a mesh that has nothing else to do from now on has done work that takes so long alone."""
-        start_s = self.dispatched(mesh, now_s)
+    def run(self, mesh: int, start_s: float, duration_s: float) -> float:
+        """Return when a mesh that starts work which takes so long alone has done it."""
         duration_s += self.executables.next_s(mesh)
         return take_compute(self.needs[mesh], start_s, duration_s)[1] if self.needs else start_s + duration_s
-
-    def dispatched(self, place: int, now_s: float) -> float:
-        """Return when the last host of a place has started one more piece of work there, from now on."""
-        host_s, dispatch_s = self.host_s, self.dispatch_s
-        for host in self.starting[place]:
-            ready_s = host_s[host] = host_s[host] + dispatch_s[host]
-            if ready_s > now_s:
-                now_s = ready_s
-        return now_s

@@ -34,6 +34,17 @@ def test_what_is_learned_of_stages_is_expected_of_others_on_their_devices(candid
             assert 0.93 * other.step_time_s <= learned.least_s(other) <= 0.96 * other.step_time_s
 
 
+def test_what_was_simulated_last_bounds_what_is_expected(candidates):
+    learned = LearnedTimes()
+    for share, each in zip([0.97, 0.9, 1.1, 0.95, 0.85], candidates, strict=False):
+        for other in candidates:
+            assert learned.bound_s(other) <= learned.least_s(other) == learned.bound_s(other)
+        learned.learn_stages(each, [stage.cost.in_time(share) for stage in each.stages], gap=0.01)
+        bounds = {other: learned.bound_s(other) for other in candidates}
+        assert all(0 < bound <= learned.least_s(other) for other, bound in bounds.items())
+        learned.learn_step(each, share * each.step_time_s)
+
+
 def test_what_stages_pay_for_want_of_memory_is_expected_of_no_others(candidates):
     first, learned = candidates[0], LearnedTimes()
     learned.learn_stages(first, [stage.cost.in_time(1.2) for stage in first.stages], gap=0.0)

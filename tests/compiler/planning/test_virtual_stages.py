@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.compiler.inter_op.stage_costs import StageCost, Timing
-from autopar.compiler.planning.virtual_stages import VirtualStage, assign_layers, simulate_schedule_s
+from autopar.compiler.planning.virtual_stages import VirtualStage, assign_layers, least_part, simulate_schedule_s
 from autopar.errors import InvalidArgument
 from autopar.ir.clocks import Hosts
 from autopar.ir.program import Executable, Task
@@ -64,6 +64,43 @@ def test_a_schedule_takes_as_long_as_its_program(name, seed):
     assert simulate_schedule_s(timing, stages, costs, hosts) == pytest.approx(
         expected_s, rel=0.02, abs=0.1 * num_meshes
     )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_step_takes_no_less_than_its_part_of_what_it_takes_with_other_costs(name):
+    draw = random.Random(name)
+    for _ in range(40):
+        num_meshes, virtual = draw.randint(1, 4), draw.choice(SCHEDULES[name].virtual_stages)
+        timing = Timing(schedule=SCHEDULES[name], num_microbatches=draw.randint(1, 9), virtual_stages=virtual)
+        stages = [
+            VirtualStage(mesh=mesh, layers=(0, 1), share=draw.random(), link_s=draw.choice([0.0, 0.3, 2.0]))
+            for mesh in timing.schedule.meshes_of_stages(num_meshes, virtual)
+        ]
+        hosts = Hosts(
+            of_mesh=tuple(frozenset({mesh // 2, draw.randint(0, 1)}) for mesh in range(num_meshes)),
+            dispatch_s={0: draw.choice([0.0, 0.1]), 1: draw.choice([0.0, 1.0])},
+            execution_s=draw.choice([(), (0.1,) * num_meshes]),
+        )
+        known = [
+            StageCost(
+                forward_s=draw.uniform(0, 2),
+                backward_s=draw.uniform(1, 4),
+                weight_s=draw.choice([0.0, 0.5]),
+                update_s=draw.choice([0.0, 3.0]),
+            )
+            for _ in range(num_meshes)
+        ]
+        shares = [draw.uniform(0.5, 1.2) for _ in known]
+        costs = [cost.in_time(share) for cost, share in zip(known, shares, strict=True)]
+        part = least_part(costs, known, timing)
+        assert part == pytest.approx(min(1.0, *shares))
+        known_s, found_s = (simulate_schedule_s(timing, stages, each, hosts) for each in (known, costs))
+        assert found_s >= (1 - 1e-12) * part * known_s
+        slower = [replace(cost, backward_s=2 * cost.backward_s) for cost in known]
+        assert least_part(slower, known, timing) == 1.0
+        assert simulate_schedule_s(timing, stages, slower, hosts) >= known_s
+        faster = [replace(cost, forward_s=0.3 * cost.forward_s) for cost in known]
+        assert least_part(faster, known, timing) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("seed", range(20))
