@@ -10,9 +10,11 @@ of unequal stages as they are: every task starts when its mesh is free and what 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
 
 from autopar.compiler.inter_op.stage_costs import Stage, StageCost, Timing
 from autopar.compiler.planning.stage_costs import RangeCosts
@@ -20,7 +22,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.ir.clocks import Executables, Hosts, SharedCompute, take_compute
 from autopar.ir.schedule import Schedule
 from autopar.ir.schedules import schedule_tasks
-from autopar.ir.task_order import linear_order, task_needed
+from autopar.ir.task_order import linear_order, new_task, task_needed
 from autopar.ir.tasks import Task
 
 
@@ -183,28 +185,65 @@ def _events(
 
     The tasks are in an order in which none comes before what it awaits. Arrivals count from 1.
     """
-    num_stages, num_meshes = len(stage_mesh), max(stage_mesh) + 1
     hosts_s = [-each_s for each_s in starts.dispatch_s]
 
     def started_s(hosts: Iterable[int]) -> float:
+        last_s = 0.0
         for host in hosts:
-            hosts_s[host] += starts.dispatch_s[host]
-        return max((hosts_s[host] for host in hosts), default=0.0)
+            hosts_s[host] = ready_s = hosts_s[host] + starts.dispatch_s[host]
+            if ready_s > last_s:
+                last_s = ready_s
+        return last_s
 
-    of_link = {
-        (a, b): sorted({*starts.of_mesh[a], *starts.of_mesh[b]}) for a in range(num_meshes) for b in range(num_meshes)
-    }
-    made, events = dict[Task, int](), list[_Event]()
-    for mesh, task in _in_order(schedule, stage_mesh, num_microbatches):
-        needed = task_needed(task, num_stages)
-        awaited = 0 if needed is None or stage_mesh[needed.stage] == mesh else made[needed]
+    arrivals = {kind: [[0] * num_microbatches for _ in stage_mesh] for kind in "FB"}
+    ways = {each: _Way.of(each, stage_mesh, arrivals, starts) for each in product("FBW", range(len(stage_mesh)))}
+    events, sent = list[_Event](), 0
+    for mesh, (kind, stage, microbatch, *_) in _in_order(schedule, stage_mesh, num_microbatches):
+        duration, awaited, made, link, cut, hosts = ways[kind, stage]
+        assert microbatch is not None
         run_s, sent_s = started_s(starts.of_mesh[mesh]), 0.0
-        reader, link, cut = {"F": task.stage + 1, "B": task.stage - 1}.get(task.kind, -1), -1, -1
-        if 0 <= reader < num_stages and stage_mesh[reader] != mesh:
-            made[task], link, cut = len(made) + 1, mesh * num_meshes + stage_mesh[reader], min(task.stage, reader)
-            sent_s = started_s(of_link[mesh, stage_mesh[reader]])
-        events.append((mesh, 3 * task.stage + "FBW".index(task.kind), run_s, awaited, link, cut, sent_s))
+        arrival = 0 if awaited is None else awaited[microbatch]
+        if made is not None:
+            sent_s, sent = started_s(hosts), sent + 1
+            made[microbatch] = sent
+        events.append((mesh, duration, run_s, arrival, link, cut, sent_s))
     return events, [started_s(hosts) for hosts in starts.of_mesh]
+
+
+class _Way(NamedTuple):
+    """The place of a stage's tasks of one kind among the durations, and what they await, make and send."""
+
+    duration: int
+    awaited: list[int] | None
+    """By microbatch, the arrival that they await."""
+    made: list[int] | None
+    """By microbatch, the arrival that they make."""
+    link: int
+    cut: int
+    hosts: Sequence[int]
+    """Those of both ends of the link."""
+
+    @classmethod
+    def of(
+        cls,
+        kind_of_stage: tuple[str, int],
+        stage_mesh: Sequence[int],
+        arrivals: Mapping[str, Sequence[list[int]]],
+        starts: _Starts,
+    ) -> _Way:
+        """Return it; arrivals are by kind, stage and microbatch of the task that makes them."""
+        kind, stage = kind_of_stage
+        mesh, num_stages, num_meshes = stage_mesh[stage], len(stage_mesh), max(stage_mesh) + 1
+        needed = task_needed(new_task(kind, stage, 0), num_stages)
+        duration, awaited = 3 * stage + "FBW".index(kind), None
+        if needed is not None and stage_mesh[needed.stage] != mesh:
+            awaited = arrivals[needed.kind][needed.stage]
+        reader = {"F": stage + 1, "B": stage - 1}.get(kind, -1)
+        if not 0 <= reader < num_stages or stage_mesh[reader] == mesh:
+            return cls(duration, awaited, None, -1, -1, ())
+        there = stage_mesh[reader]
+        hosts = sorted({*starts.of_mesh[mesh], *starts.of_mesh[there]})
+        return cls(duration, awaited, arrivals[kind][stage], mesh * num_meshes + there, min(stage, reader), hosts)
 
 
 @lru_cache(maxsize=16)
