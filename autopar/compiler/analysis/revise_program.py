@@ -163,7 +163,7 @@ def _searched(planning: Planning, auto: Auto, recompute: Offer | None = None) ->
         )
         for allowed in allowed_splits(auto.kinds, mesh)
     )
-    return min(every, key=lambda searched: searched.intra_op.optimum.value)
+    return min(every, key=lambda searched: searched.step_time_s)
 
 
 def _machine(planning: Planning) -> Machine:

@@ -1,7 +1,7 @@
 """Price what a plan runs: modelled seconds of every executable, whichever way the plan came about.
 
 layouts of the stages planned     the times of the plan
-layouts of one mesh planned       its step time, of which the equations take what is left by no collective
+layouts of one mesh planned       the times of its program on every device
 one device for a mesh             the times of its programs on one device
 """
 
@@ -48,11 +48,11 @@ def price_plan(trace: Trace, plan: Plan, program: Program, *, cluster: Cluster) 
 
 
 def _whole_step(trace: Trace, plan: Plan, mesh_costs: MeshCosts) -> MeshSharding:
-    """A step on one mesh as one task. Its step time counts the latency of collectives that are combined once."""
+    """A step on one mesh as one task."""
     assert plan.sharding is not None
     block = sharded_step(trace, plan).block
-    compute_s = min(block_times(block, mesh_costs).compute_s, plan.sharding.step_time_s)
-    times = TaskTimes(compute_s=compute_s, collective_s=plan.sharding.step_time_s - compute_s)
+    took = block_times(block, mesh_costs)
+    times = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
     memory = peak_memory(block, mesh_costs.mesh, trace.donated_inputs, machine=mesh_costs.machine)
     return MeshSharding(
         layouts={},

@@ -112,6 +112,8 @@ class NodeTable:
     )
     """By the identity of the layouts of nodes, which are kept so that it stays theirs."""
     reshardings: dict[Hashable, np.ndarray] = field(default_factory=dict[Hashable, np.ndarray])
+    constants_s: float = 0.0
+    """Seconds of what has no node, at least: of constants that stand in memory, in whatever parts they are read."""
 
     @property
     def mesh(self) -> LogicalMesh:
@@ -322,6 +324,7 @@ class BlockBuilder:
         freed = free_results(eqn, is_free)
         self.free.update(v for v, free in zip(eqn.outvars, freed, strict=True) if free)
         if all(freed) and not eqn.effects:
+            self._count_constant(eqn, number)
             self.equations.append(None)
             return
         for v, original in zip(eqn.outvars, self.jaxpr.eqns[first].outvars, strict=True):
@@ -344,6 +347,13 @@ class BlockBuilder:
         for operand, (atom, argument) in enumerate(zip(eqn.invars, node.arguments, strict=True)):
             if argument is not None:
                 self.read(atom, argument, _Key(first, operand, phase), phase=phase)
+
+    def _count_constant(self, eqn: jc.JaxprEqn, number: int) -> None:
+        """Count the least that an equation takes which devices evaluate for themselves; most are fused and take none."""
+        if self.traffic[number].kernels and eqn.primitive.name not in NESTED:
+            found = self.planner.alternatives(eqn, self.kinds[number], frozenset())
+            seconds = found.seconds(eqn, self.traffic[number], self.planner.table.mesh_costs)
+            self.planner.table.constants_s += self.weight * float(seconds.min())
 
     def _choose(self, eqn: jc.JaxprEqn, number: int, weight: float) -> EquationNode:
         partial = frozenset(

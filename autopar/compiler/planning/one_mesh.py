@@ -24,6 +24,7 @@ from autopar.compiler.planning.mesh_sharding import priced_collectives
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.solver.problem import NoneBelow
 from autopar.compiler.spmd.block_plan import to_data
+from autopar.compiler.spmd.block_times import block_times
 from autopar.compiler.spmd.local_program import LocalBlock
 from autopar.errors import InvalidArgument, MemoryTooSmall
 from autopar.hardware.machine import Machine
@@ -47,6 +48,16 @@ class MeshSearchResult:
     peak_bytes: float
     recomputed_layers: tuple[int, ...]
     """Of the layers that are offered."""
+
+    @cached_property
+    def step_time_s(self) -> float:
+        """Seconds of the program, with the constants that the choice of layouts leaves out."""
+        return block_times(self.block, self.mesh_costs).total_s
+
+    @property
+    def lower_bound_s(self) -> float:
+        """Seconds below which no layouts take."""
+        return min(self.intra_op.optimum.lower_bound + self.intra_op.table.constants_s, self.step_time_s)
 
 
 def plan_by_search(
@@ -82,14 +93,14 @@ def plan_by_search(
     for place in places:
         try:
             fitting.append(_search_layers(method, place, offered, budget, below_s))
-            below_s = min(below_s, _step_time_s(fitting[-1]))
+            below_s = min(below_s, fitting[-1].step_time_s)
         except NoneBelow as none:
             slow.append(none)
         except (MemoryTooSmall, InvalidArgument) as error:  # another mesh may have the axes that the user asks for
             refused.append(error)
     if not fitting:
         raise min(slow, key=lambda none: none.bound) if slow else refused[-1]
-    return plan_of(trace, method, min(fitting, key=_step_time_s), offered)
+    return plan_of(trace, method, min(fitting, key=lambda searched: searched.step_time_s), offered)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -180,10 +191,6 @@ def _fewest(search: Callable[[int], MeshSearchResult | None], most: int) -> Mesh
         else:
             best, least = fewer, count
     return best
-
-
-def _step_time_s(searched: MeshSearchResult) -> float:
-    return searched.intra_op.optimum.value
 
 
 def search_of(method: SearchMethod | ShardParallel) -> Auto:
@@ -295,8 +302,8 @@ def plan_of(
     sharding = ShardingPlan(
         layouts=to_data(searched.intra_op.plan, mesh),
         collectives=tuple(priced_collectives(block, searched.mesh_costs)),
-        step_time_s=searched.intra_op.optimum.value,
-        lower_bound_s=searched.intra_op.optimum.lower_bound,
+        step_time_s=searched.step_time_s,
+        lower_bound_s=searched.lower_bound_s,
         peak_bytes=searched.peak_bytes,
         figures=searched.mesh_costs.machine.name,
         recomputed=tuple(offered().names[layer] for layer in recomputed),
