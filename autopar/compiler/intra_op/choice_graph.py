@@ -113,7 +113,7 @@ class NodeTable:
     """By the identity of the layouts of nodes, which are kept so that it stays theirs."""
     reshardings: dict[Hashable, np.ndarray] = field(default_factory=dict[Hashable, np.ndarray])
     constants_s: float = 0.0
-    """Seconds of what has no node, at least: of constants that stand in memory, in whatever parts they are read."""
+    """Seconds of what no choice decides: of constants that no node reads."""
 
     @property
     def mesh(self) -> LogicalMesh:
@@ -275,6 +275,10 @@ class BlockBuilder:
     kinds: Sequence[Hashable] = ()
     traffic: Sequence[Traffic] = ()
     """Of each equation, while nodes are collected."""
+    constants: dict[jc.Var, tuple[int, dict[Any, LayoutNode]]] = field(
+        default_factory=dict[jc.Var, tuple[int, dict[Any, LayoutNode]]]
+    )
+    """By free value the number of the equation that makes it, and who reads it."""
     widened: set[jc.Var] = field(default_factory=set[jc.Var])
     """The values that are to be summed in more bits: not before they have these."""
 
@@ -309,7 +313,11 @@ class BlockBuilder:
 
     def read(self, atom: Any, node: LayoutNode, key: _Key | Any, *, phase: str) -> None:
         """Note that a node reads a value; equivalent reads of folded layers add up."""
-        if isinstance(atom, jc.Literal) or atom in self.free:
+        if isinstance(atom, jc.Literal):
+            return
+        if atom in self.free:
+            if atom in self.constants:
+                self.constants[atom][1][key] = node
             return
         mine = self.uses.setdefault(self.first(atom), {})
         mine[key] = Reader(node, (mine[key].weight if key in mine else 0.0) + self.weight, phase)
@@ -324,7 +332,8 @@ class BlockBuilder:
         freed = free_results(eqn, is_free)
         self.free.update(v for v, free in zip(eqn.outvars, freed, strict=True) if free)
         if all(freed) and not eqn.effects:
-            self._count_constant(eqn, number)
+            if eqn.primitive.name not in NESTED:
+                self.constants[eqn.outvars[0]] = number, {}
             self.equations.append(None)
             return
         for v, original in zip(eqn.outvars, self.jaxpr.eqns[first].outvars, strict=True):
@@ -347,13 +356,6 @@ class BlockBuilder:
         for operand, (atom, argument) in enumerate(zip(eqn.invars, node.arguments, strict=True)):
             if argument is not None:
                 self.read(atom, argument, _Key(first, operand, phase), phase=phase)
-
-    def _count_constant(self, eqn: jc.JaxprEqn, number: int) -> None:
-        """Count the least that an equation takes which devices evaluate for themselves; most are fused and take none."""
-        if self.traffic[number].kernels and eqn.primitive.name not in NESTED:
-            found = self.planner.alternatives(eqn, self.kinds[number], frozenset())
-            seconds = found.seconds(eqn, self.traffic[number], self.planner.table.mesh_costs)
-            self.planner.table.constants_s += self.weight * float(seconds.min())
 
     def _choose(self, eqn: jc.JaxprEqn, number: int, weight: float) -> EquationNode:
         partial = frozenset(
@@ -382,7 +384,24 @@ class BlockBuilder:
         )
         for v, by_key in self.uses.items():
             self._connect(v, list(by_key.values()), done)
+        for number, readers in self.constants.values():
+            self._charge_constant(number, list(readers.values()))
         return done
+
+    def _charge_constant(self, number: int, readers: Sequence[LayoutNode]) -> None:
+        """Charge readers for a constant, of which a device makes the part that they want: once for equal parts."""
+        eqn, table = self.jaxpr.eqns[number], self.planner.table
+        summands = frozenset(range(len(eqn.invars)))
+        found = table.tables.alternatives(eqn, self.kinds[number], summands, self.planner.rules)
+        every = found.seconds(eqn, self.traffic[number], table.mesh_costs).tolist()
+        seconds = dict(zip(found.results[0], every, strict=True))
+        if not any(every):
+            return
+        if not readers:
+            table.constants_s += self.weight * min(every)
+        for node in readers:
+            part_s = np.array([seconds.get(layout, max(every)) for layout in node.layouts])
+            table.costs[node.number] = table.costs[node.number] + self.weight / len(readers) * part_s
 
     def _connect(self, v: jc.Var, uses: list[Reader], done: BlockGraph) -> None:
         source = self.sources[v]

@@ -43,7 +43,7 @@ from autopar.compiler.pipeline.phases import Phase
 from autopar.compiler.pipeline.prepare import prepare
 from autopar.compiler.sharding.layout import LogicalMesh, replicated
 from autopar.compiler.sharding.strategies import Strategy
-from autopar.compiler.spmd.collectives import trips
+from autopar.compiler.spmd.collectives import taken, trips
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Machine
 
@@ -234,7 +234,7 @@ def _work_of_equations(
 
 def _work_of_bodies(eqn: jc.JaxprEqn, machine: Machine, known: dict[Hashable, Work]) -> Work:
     bodies = [_work_of_equations(jc.open_jaxpr(body)[0], machine, eqn, known) for body in jc.subjaxprs(eqn)]
-    total, times = total_work([total_work(each) for each in bodies]), trips(eqn)
+    total, times = total_work([total_work(each) for each in bodies]), taken(eqn) * trips(eqn)
     return Work(fixed_s=times * total.fixed_s, divisible_s=times * total.divisible_s)
 
 

@@ -1,6 +1,6 @@
 """Add up what a planned program costs: the work of its equations, and its collectives.
 
-LocalBlock, MeshCosts    ->  BlockTimes
+LocalBlock, MeshCosts    ->  BlockTimes, of which the copies of resharding are work
 LocalBlock, MeshCosts    ->  bytes read from memory and written there
 """
 
@@ -16,7 +16,7 @@ from autopar.compiler.jaxprs.fusion import Traffic, fused_traffic
 from autopar.compiler.resharding.costs import copied_bytes
 from autopar.compiler.resharding.steps import AllReduce
 from autopar.compiler.sharding.layout import local_shape
-from autopar.compiler.spmd.collectives import planned_collectives, trips
+from autopar.compiler.spmd.collectives import planned_collectives, taken, trips
 from autopar.compiler.spmd.local_program import Evaluate, LocalBlock, Reshard, RunBody
 
 
@@ -49,10 +49,9 @@ def block_bytes(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | 
             case Evaluate(eqn=eqn, strategy=strategy):
                 total += equation_bytes(eqn, strategy, mesh, traffic[id(eqn)])
             case RunBody(eqn=eqn, bodies=bodies):
-                total += trips(eqn) * sum(block_bytes(body, mesh_costs, eqn) for body in bodies)
-            case Reshard(source=source, result=result, steps=steps):
-                aval: Any = action.aval
-                total += copied_bytes(steps, source, tuple(aval.shape), aval.dtype.itemsize, mesh)
+                total += taken(eqn) * trips(eqn) * sum(block_bytes(body, mesh_costs, eqn) for body in bodies)
+            case Reshard(result=result):
+                total += _copied_bytes(action, mesh_costs)
                 if block.combined.share(result.variable, result.form):
                     total += _joined_bytes(action, mesh_costs)
     return total
@@ -67,6 +66,12 @@ def _traffic(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn | Non
         fuses_products=mesh_costs.machine.fuses_products,
     )
     return dict(zip(map(id, block.jaxpr.eqns), found, strict=True))
+
+
+def _copied_bytes(action: Reshard, mesh_costs: MeshCosts) -> float:
+    """Return the bytes that resharding reads and writes besides its collectives."""
+    aval: Any = action.aval
+    return copied_bytes(action.steps, action.source, tuple(aval.shape), aval.dtype.itemsize, mesh_costs.mesh)
 
 
 def _joined_bytes(action: Reshard, mesh_costs: MeshCosts) -> float:
@@ -85,7 +90,7 @@ def _equations_s(block: LocalBlock, mesh_costs: MeshCosts, within: jc.JaxprEqn |
                 # The equation's own collectives are counted with the others.
                 total_s += equation_s(eqn, strategy._replace(combined=()), mesh_costs, traffic[id(eqn)])
             case RunBody(eqn=eqn, bodies=bodies):
-                total_s += trips(eqn) * sum(_equations_s(body, mesh_costs, eqn) for body in bodies)
-            case _:
-                pass
+                total_s += taken(eqn) * trips(eqn) * sum(_equations_s(body, mesh_costs, eqn) for body in bodies)
+            case Reshard():
+                total_s += _copied_bytes(action, mesh_costs) / mesh_costs.machine.memory_bandwidth
     return total_s

@@ -142,6 +142,8 @@ class LocalCollective(NamedTuple):
     """In so many rounds of the loops around it its operand is the same: one run before them would do."""
     combined: bool
     """The compiler combines it with others, so that they share their latency."""
+    share: float
+    """Of the runs of its program those that come by here: one branch of several is taken."""
 
     @property
     def scope(self) -> str:
@@ -154,16 +156,16 @@ class LocalCollective(NamedTuple):
         return user_line(*(eqn for eqn in (self.reader, self.maker) if eqn is not None))
 
     def seconds(self, mesh_costs: MeshCosts) -> float:
-        """Return the seconds of all its runs in a step."""
+        """Return the seconds of all its runs in a step, on average."""
         costs = mesh_costs.combined() if self.combined else mesh_costs
         kind, axes, nbytes = self.collective.kind, self.collective.axes, self.collective.nbytes
-        return self.times * costs.collective_s(kind, axes, nbytes, self.collective.reach)
+        return self.share * self.times * costs.collective_s(kind, axes, nbytes, self.collective.reach)
 
 
 def planned_collectives(block: LocalBlock, mesh: LogicalMesh) -> Iterator[LocalCollective]:
     """The collectives that a step runs, in program order."""
     once = dict.fromkeys(block.inputs, 1.0)
-    return _of_block(block, mesh, repeated_collectives(block), 1.0, invariant_trips(block, once, 1.0))
+    return _of_block(block, mesh, repeated_collectives(block), 1.0, 1.0, invariant_trips(block, once, 1.0))
 
 
 def _of_block(
@@ -171,6 +173,7 @@ def _of_block(
     mesh: LogicalMesh,
     repeated: Mapping[Action, tuple[bool, ...]],
     times: float,
+    share: float,
     invariant: Mapping[Action, float],
 ) -> Iterator[LocalCollective]:
     readers, makers = _readers(block), _makers(block)
@@ -185,17 +188,18 @@ def _of_block(
                 eqns = readers.get(result), makers.get(result)
                 for of_step, again in zip(moves, repeated[action], strict=True):
                     for each in of_step:
+                        of_loop = again, invariant[action]
                         yield LocalCollective(
-                            each, times, str(aval.dtype), what, *eqns, result.form, again, invariant[action], shares
+                            each, times, str(aval.dtype), what, *eqns, result.form, *of_loop, shares, share
                         )
             case Evaluate(eqn=eqn, strategy=strategy):
                 for own, dtype in own_collectives(eqn, strategy, mesh):
                     aval = eqn.outvars[0].aval
                     what, again = f"{eqn.primitive.name} {aval.str_short()}", all(repeated[action])
-                    yield LocalCollective(own, times, dtype, what, eqn, eqn, "", again, invariant[action], False)
+                    yield LocalCollective(own, times, dtype, what, eqn, eqn, "", again, invariant[action], False, share)
             case RunBody(eqn=eqn, bodies=bodies):
                 for body in bodies:
-                    yield from _of_block(body, mesh, repeated, times * trips(eqn), invariant)
+                    yield from _of_block(body, mesh, repeated, times * trips(eqn), share * taken(eqn), invariant)
 
 
 def _for_scatter(value: Value, source: Layout, reader: jc.JaxprEqn | None) -> str:
@@ -299,3 +303,8 @@ def trips(eqn: jc.JaxprEqn) -> float:
             return trip_count(eqn)
         case _:
             return 1.0
+
+
+def taken(eqn: jc.JaxprEqn) -> float:
+    """Return the share of an equation's runs that each of its bodies takes part in: a branch as often as the others."""
+    return 1 / len(jp.branches_of(eqn)) if eqn.primitive.name == "cond" else 1.0

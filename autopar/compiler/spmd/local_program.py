@@ -240,8 +240,9 @@ class _Writer:
         if eqn is None or eqn.primitive.name in NESTED or len(eqn.outvars) > 1:
             return False
         (rule,) = rules_without_warning([eqn])
-        every = (s for s in strategies(eqn, rule, self.mesh) if s.results == (wanted.layout,) and not s.combined)
-        strategy = next(every, None)
+        # A summand of a constant is the constant of a summand: no device fills an array to mask it.
+        every = strategies(eqn, rule, self.mesh, maybe_partial=frozenset(range(len(eqn.invars))))
+        strategy = next((s for s in every if s.results == (wanted.layout,) and not s.combined), None)
         if strategy is None:
             return False
         operands = tuple(

@@ -1,5 +1,7 @@
 """A searched plan runs, equals the plain step, obeys what the user fixed, and is what the compiler made of it."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.compiler.planning.one_mesh import search_on
+from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.errors import InvalidArgument, Unsupported
 from autopar.plan_difference import plan_difference
 from tests.zoo import ZOO
@@ -93,6 +97,21 @@ def test_models_of_the_zoo_run_by_every_kind_of_parallelism(name, method, float6
     step = autopar.parallelize(fun, method=method, batch_argnums=case.batch_argnums)
     report = step.trace(state, *batch, **case.kwargs).plan().verify(state, *batch, **case.kwargs)
     assert report, str(report)
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 4)], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "regularized", "dropout", "control_flow", "scan_layers", "moe"])
+def test_what_is_chosen_by_is_what_the_program_takes(name, shape, float64):
+    """Constants, copies and branches included: a search compares its plans with others by the times of programs."""
+    case, cluster = ZOO[name], autopar.Cluster(num_devices=math.prod(shape), kind="cpu")
+    fun, *arguments = case.make()
+    auto = autopar.Auto(mesh_shape=shape)
+    step = autopar.parallelize(fun, method=auto, batch_argnums=case.batch_argnums, cluster=cluster)
+    mesh = LogicalMesh(shape=shape, axis_names=auto.mesh_axes)
+    found = search_on(step.trace(*arguments, **case.kwargs).trace, auto, mesh, machine=cluster.machine)
+    chosen_by_s = found.intra_op.optimum.value + found.intra_op.table.constants_s
+    assert chosen_by_s == pytest.approx(found.step_time_s, rel=1e-3 if shape == (1,) else 1e-2)
+    assert found.intra_op.optimum.value < found.step_time_s
 
 
 def test_a_plan_from_json_means_the_same():
