@@ -13,6 +13,7 @@ from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupTask
 from autopar.compiler.jaxprs import compat as jc
+from autopar.compiler.jaxprs.cse import merge_common_subexpressions
 from autopar.compiler.lowering.sharded_step import logical_mesh, sharded_step
 from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.planning.mesh_sharding import plan_mesh
@@ -67,8 +68,11 @@ def _whole_step(trace: Trace, plan: Plan, mesh_costs: MeshCosts) -> MeshSharding
 
 
 def _alone(executable: Executable) -> GroupTask:
-    """An executable by itself: its values bind it to no other, for one device has only one layout."""
-    jaxpr: jc.ClosedJaxpr = executable.jaxpr
+    """An executable by itself: its values bind it to no other, for one device has only one layout.
+
+    What it computes twice counts once, as in a step that is planned for one mesh: XLA merges it.
+    """
+    jaxpr: jc.ClosedJaxpr = merge_common_subexpressions(executable.jaxpr)
     return GroupTask(
         name=executable.name,
         jaxpr=jaxpr,

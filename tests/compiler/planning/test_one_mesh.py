@@ -114,6 +114,18 @@ def test_what_is_chosen_by_is_what_the_program_takes(name, shape, float64):
     assert found.intra_op.optimum.value < found.step_time_s
 
 
+@pytest.mark.parametrize("name", ["mlp", "regularized", "recurrent", "moe"])
+def test_on_one_device_a_step_as_it_is_takes_what_it_takes_as_a_plan_of_one_mesh(name, float64):
+    case, cluster = ZOO[name], autopar.Cluster(num_devices=1, kind="dgx-h100")
+    fun, *arguments = case.make()
+    step = autopar.parallelize(fun, batch_argnums=case.batch_argnums, cluster=cluster)
+    traced = step.trace(*arguments, **case.kwargs)
+    as_it_is, planned = (
+        traced.plan(method).simulate(cluster).step_time_s for method in (autopar.Auto(), autopar.Zero(stage=3))
+    )
+    assert as_it_is == pytest.approx(planned, rel=1e-6)
+
+
 def test_a_plan_from_json_means_the_same():
     plan = planned(autopar.Auto(mesh_shape=(2, 4))).plan
     again = autopar.Plan.from_json(plan.to_json())
