@@ -13,6 +13,7 @@ Node i has one option x_i. With s_i[a] = 1 where x_i = a, the integer program is
 
     min  Σ_i Σ_a c_i[a] s_i[a]                  seconds of equation i by strategy a,
                                                 times how often it runs                  → BlockBuilder._choose
+                                                and of constants that it reads           → BlockBuilder._charge_constant
          + Σ_(i,j) Σ_ab M_ij[a,b] s_i[a] s_j[b] seconds of resharding a value from its
                                                 producer's layout to its reader's        → NodeTable.add_edge
     s.t. Σ_a s_i[a] = 1                         one layout or strategy per node          → linear_program._as_program
