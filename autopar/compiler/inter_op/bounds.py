@@ -12,6 +12,7 @@ from the last stage to the first, G is the bound on what they still lack.
 """
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,25 +45,26 @@ class PrefixBounds:
 
 def prefix_bounds(tables: CostTables, limits: IntArray, cap_s: float) -> PrefixBounds | None:
     """The bounds under a cap, or None if no partition is left."""
-    devices = np.array(tables.devices, dtype=np.int64)
+    devices, units = np.array(tables.devices, dtype=np.int64), _units(tables)
+    sizes = tables.devices_by_group // units
     allowed = _allowed((tables.steady_s <= cap_s) & (limits >= 0), limits)
     possible = np.asarray(allowed.any(axis=-1))
-    devices_before = _least_before(possible, devices)
+    weights = _least_weights(possible, np.column_stack([devices, np.ones_like(devices), sizes]))
+    devices_before, stages_before, *lows = _least_before(weights)
     if devices_before[-1] > tables.num_devices:
         return None
     crossing_s = _crossings(tables, cap_s)
     fastest_s = np.where(allowed, tables.warmup_s, np.inf).min(axis=-1)
-    units = _units(tables)
-    before_s = _relaxed(
-        fastest_s, crossing_s, possible, tables.devices_by_group // units, np.array(tables.available) // units
-    )
+    available = np.array(tables.available) // units
+    highs = [n - each for n, each in zip(available, _least_behind(weights[2:]), strict=True)]
+    before_s = _relaxed(fastest_s, crossing_s, possible, sizes, available, lows, highs)
     if not np.isfinite(before_s[-1, -1].flat[-1]):
         return None
     return PrefixBounds(
         cap_s=cap_s,
         transfer_s=crossing_s,
         fastest_s=fastest_s,
-        stages_before=_least_before(possible, np.ones_like(devices)),
+        stages_before=stages_before,
         devices_before=devices_before,
         before_s=before_s,
         units=units,
@@ -98,32 +100,37 @@ def _allowed(usable: NDArray[np.bool_], limits: IntArray) -> NDArray[np.bool_]:
     stages[-1] = 0
     allowed = np.zeros_like(usable)
     for start in range(num_layers - 1, -1, -1):
-        fits = usable[:, start] & (limits[:, start] >= stages[None, :, None])
-        allowed[:, start] = fits
+        behind = stages[start + 1 :]
+        fits = usable[:, start, start + 1 :] & (limits[:, start, start + 1 :] >= behind[None, :, None])
+        allowed[:, start, start + 1 :] = fits
         stops = fits.any(axis=(0, 2))
         if stops.any():
-            stages[start] = 1 + stages[stops].min()
+            stages[start] = 1 + behind[stops].min()
     return allowed
 
 
-def _least_before(possible: NDArray[np.bool_], weights: IntArray) -> IntArray:
-    """Per cut the least total weight of submeshes that run the layers before it."""
-    num_layers = possible.shape[1]
-    least = np.full(num_layers + 1, _NEVER)
-    least[0] = 0
+def _least_weights(possible: NDArray[np.bool_], weights: IntArray) -> IntArray:
+    """[kind, start, stop]: the least weight of a submesh that may run a range, for weights [submesh, kind]."""
+    return np.where(possible, weights.T[:, :, None, None], _NEVER).min(axis=1, initial=_NEVER)
+
+
+def _least_before(least_weights: IntArray) -> IntArray:
+    """[kind, cut]: the least total weight of submeshes that run the layers before it."""
+    count, num_layers, _ = least_weights.shape
+    least = np.full((count, num_layers + 1), _NEVER)
+    least[:, 0] = 0
     for stop in range(1, num_layers + 1):
-        sums = np.where(possible[:, :, stop], weights[:, None] + least[None, :-1], _NEVER)
-        least[stop] = sums.min(initial=_NEVER)
+        least[:, stop] = (least_weights[:, :stop, stop] + least[:, :stop]).min(axis=1)
     return least
 
 
-def _least_behind(possible: NDArray[np.bool_], weights: IntArray) -> IntArray:
-    num_layers = possible.shape[1]
-    least = np.full(num_layers + 1, _NEVER)
-    least[-1] = 0
+def _least_behind(least_weights: IntArray) -> IntArray:
+    """[kind, cut]: the least total weight of submeshes that run the layers behind it."""
+    count, num_layers, _ = least_weights.shape
+    least = np.full((count, num_layers + 1), _NEVER)
+    least[:, -1] = 0
     for start in range(num_layers - 1, -1, -1):
-        sums = np.where(possible[:, start], weights[:, None] + least[None, :], _NEVER)
-        least[start] = sums.min(initial=_NEVER)
+        least[:, start] = (least_weights[:, start, start + 1 :] + least[:, start + 1 :]).min(axis=1)
     return least
 
 
@@ -147,15 +154,19 @@ def _units(tables: CostTables) -> IntArray:
 
 
 def _relaxed(
-    fastest_s: StageArray, crossing_s: StageArray, possible: NDArray[np.bool_], sizes: IntArray, available: IntArray
+    fastest_s: StageArray,
+    crossing_s: StageArray,
+    possible: NDArray[np.bool_],
+    sizes: IntArray,
+    available: IntArray,
+    lows: Sequence[IntArray],
+    highs: Sequence[IntArray],
 ) -> StageArray:
-    """G, for as many devices as can be before each cut; infinity for others.
+    """G, for as many devices as can be before each cut, by group from low to high; infinity for others.
 
-    `sizes` [submesh, group] and `available` [group] are in units.
+    `sizes` [submesh, group], `available` [group] and what can be before each cut are in units.
     """
     count, num_layers = fastest_s.shape[:2]
-    lows = [_least_before(possible, column) for column in sizes.T]
-    highs = [n - _least_behind(possible, column) for n, column in zip(available, sizes.T)]
     before_s = np.full((num_layers + 1, count + 1, *(available + 1)), np.inf)
     before_s[0] = 0.0
     room = np.empty((num_layers, *(available + 1)))

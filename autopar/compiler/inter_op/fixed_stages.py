@@ -186,7 +186,8 @@ def _shortest(
         chosen.append(warmups.argmin(axis=-1))
         reached = sums[:, :, None] + warmups.min(axis=-1)[:, None, :] + crossing_s  # [start, rank, stop]
         reached = reached.reshape(-1, len(crossing_s))
-        origins.append(reached.argsort(axis=0, kind="stable")[:count])
+        first = reached.argmin(axis=0)[None] if count == 1 else reached.argsort(axis=0, kind="stable")[:count]
+        origins.append(first)
         sums = np.take_along_axis(reached, origins[-1], axis=0).T
     found: list[tuple[float, list[tuple[int, int, int]]]] = []
     for rank in range(count):

@@ -127,11 +127,11 @@ def microbatch_counts(problem: StageProblem) -> list[int]:
     return [count for count in (2**k for k in range(rows.bit_length())) if rows % count == 0]
 
 
-def worth_splitting(problem: StageProblem) -> bool:
+def worth_splitting(problem: StageProblem, num_microbatches: int) -> bool:
     """Return whether several microbatches may save memory or time, if their number is not given.
 
     They do neither where they wait for statistics of the whole batch, and there are none where the step has no other
-    batch. To know takes a trace of it, so that it is asked where such a number is the next to be tried.
+    batch. To know takes a trace of it, so that it is asked for the first such number that is to be tried.
     """
     trace, method = problem.trace, problem.method
     if method.num_microbatches is not None:
@@ -139,7 +139,7 @@ def worth_splitting(problem: StageProblem) -> bool:
     if trace.at_other_batch is None:
         return False
     options = {"batch_statistics": method.batch_statistics, "random": method.random}
-    return trace.num_rows % 2 != 0 or not waits_for_statistics(trace, 2, **options)
+    return not waits_for_statistics(trace, num_microbatches, **options)
 
 
 def _gain_from_splitting(stages: Sequence[Stage]) -> float:
@@ -181,6 +181,7 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
                     lambda cut, source, target: rows * ranges.transfer_s(cut, source, target),  # noqa: B023
                     timing=Timing(schedule=problem.first_schedule, num_microbatches=num_microbatches),
                     memory_bytes=problem.expected_bytes[cluster.group],
+                    top=0,
                 )
                 equal_s = _least_of_schedules_s(found.best, num_microbatches, schedules)
                 times_s[count] = max(_UNEQUAL_SHARE, _evenness(found.best)) * equal_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.compiler.frontend.trace import Trace
@@ -124,6 +124,8 @@ class Space:
     known: KnownLayers | None
     """None where the step cannot be cut."""
     bounds: StepBounds | None
+    splits: list[bool] = field(default_factory=list[bool])
+    """Whether several microbatches may be better than one, once that is asked for."""
 
     @classmethod
     def of(cls, problem: StageProblem) -> Space:
@@ -317,13 +319,12 @@ class Space:
         return [self.program(region.num_devices, region.shape, more[0], group=region.group)] if more else []
 
     def is_there(self, region: Region) -> bool:
-        """Return false for several microbatches where there is nothing in them."""
-        return isinstance(region, Completion) or region.num_microbatches == 1 or self.splits
-
-    @cached_property
-    def splits(self) -> bool:
-        """True if several microbatches may be better than one."""
-        return worth_splitting(self.cuttable)
+        """Return false for several microbatches where there is nothing in them: the first number asked for tells."""
+        if isinstance(region, Completion) or region.num_microbatches == 1:
+            return True
+        if not self.splits:
+            self.splits.append(worth_splitting(self.cuttable, region.num_microbatches))
+        return self.splits[0]
 
     def unusual(self, num_microbatches: int) -> float:
         """Return how far a number of microbatches is from a usual one."""
