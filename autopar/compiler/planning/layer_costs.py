@@ -33,12 +33,11 @@ from autopar.compiler.inter_op.submeshes import Submesh
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, PricedTaskGraph, task_graph
 from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.flops import aval_bytes
-from autopar.compiler.memory.estimate import peak_memory
 from autopar.compiler.pipeline.host_state import PART_SHARE, PARTS_AT_ONCE
 from autopar.compiler.planning.constraints import equation_constraints, layout_from_user
 from autopar.compiler.planning.kinds import AllowedSplits, kept_layouts, within_kinds
 from autopar.compiler.planning.layer_classes import LayerClass
-from autopar.compiler.planning.mesh_sharding import local_blocks
+from autopar.compiler.planning.mesh_sharding import DeviceTask, device_tasks
 from autopar.compiler.planning.scope_demands import layouts_in_parts
 from autopar.compiler.planning.step_bounds import Work, total_work, work_of_program
 from autopar.compiler.sharding.layout import Layout, LogicalMesh, even_layouts, num_shards
@@ -137,10 +136,10 @@ class LayerCosts:
             cache_directory=self.cache_directory,
         )
         # A stage brings in its state part by part, where this layer's update reads all of its own.
-        mesh, blocks = mesh_costs.mesh, local_blocks(layer.tasks, solved, mesh_costs.mesh)
-        cost = stage_cost(layer, solved, mesh, mesh_costs, blocks, part_share=PART_SHARE)
+        on_device = device_tasks(layer.tasks, solved, mesh_costs.mesh, mesh_costs)
+        cost = stage_cost(layer, solved, mesh_costs.mesh, mesh_costs, on_device, part_share=PART_SHARE)
         if not choice.remat:
-            cost = replace(cost, weight_s=cost.weight_s or weight_gradient_s(layer, blocks, mesh_costs))
+            cost = replace(cost, weight_s=cost.weight_s or weight_gradient_s(layer, on_device, mesh_costs))
         return LayerOptimum(cost=cost, gap=gap_of(solved), border=_border(layer, solved))
 
     def least(self, number: int, machine: Machine, num_devices: float) -> StageCost:
@@ -274,22 +273,22 @@ def stage_cost(
     solved: GroupPlan,
     mesh: LogicalMesh,
     mesh_costs: MeshCosts,
-    blocks: Mapping[str, LocalBlock] | None = None,
+    on_device: Mapping[str, DeviceTask] | None = None,
     *,
     part_share: float = 1.0,
 ) -> StageCost:
-    """Return the cost of a solution; `blocks` are its `local_blocks`, if known.
+    """Return the cost of a solution; `on_device` are its `device_tasks`, if known.
 
     An update brings in all that it reads of the state on the host at once, or a share of it at a time.
     """
     seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0}
     weight_s = 0.0
-    blocks = local_blocks(layer.tasks, solved, mesh) if blocks is None else blocks
+    on_device = device_tasks(layer.tasks, solved, mesh, mesh_costs) if on_device is None else on_device
     for task in layer.tasks:
-        task_s = block_times(blocks[task.name], mesh_costs).total_s
+        task_s = on_device[task.name].times.total_s
         seconds[task.phase] += task_s
         weight_s += task_s if task.name.startswith("weight_gradient") else 0.0
-    memory = stage_memory(layer, solved.layouts, blocks, mesh, mesh_costs.machine, part_share)
+    memory = stage_memory(layer, solved.layouts, on_device, mesh, part_share)
     return StageCost(
         forward_s=seconds["forward"],
         backward_s=seconds["backward"],
@@ -303,13 +302,13 @@ def stage_cost(
     )
 
 
-def weight_gradient_s(layer: LayerClass, blocks: Mapping[str, LocalBlock], mesh_costs: MeshCosts) -> float:
+def weight_gradient_s(layer: LayerClass, on_device: Mapping[str, DeviceTask], mesh_costs: MeshCosts) -> float:
     """Return the seconds of a layer's backward pass that no other layer waits for; 0 where none waits for any of it."""
     seconds = 0.0
     for task in layer.tasks:
         waited_for = {place for place, name in enumerate(task.outputs) if name in layer.batch_axes}
         if task.phase == "backward" and waited_for:
-            block = blocks[task.name]
+            block = on_device[task.name].block
             rest = [a for a, needed in zip(block.actions, _needed_for(block, waited_for), strict=True) if not needed]
             seconds += block_times(replace(block, actions=tuple(rest)), mesh_costs).total_s
     return seconds
@@ -342,12 +341,11 @@ class StageMemory:
 def stage_memory(
     layer: LayerClass,
     layouts: Mapping[str, Layout | None],
-    blocks: Mapping[str, LocalBlock],
+    on_device: Mapping[str, DeviceTask],
     mesh: LogicalMesh,
-    machine: Machine,
     part_share: float = 1.0,
 ) -> StageMemory:
-    """Return the memory of a layer or a stage, by the layouts of its values and the local programs of its tasks."""
+    """Return the memory of a layer or a stage, by the layouts of its values and what its tasks need on a device."""
     types = task_value_types(layer)
     counted = layer.state | layer.kept | layer.fed
 
@@ -356,7 +354,7 @@ def stage_memory(
 
     temporary = deferred = update = part = 0.0
     for task in layer.tasks:
-        memory = peak_memory(blocks[task.name], mesh, task.donated, machine=machine)
+        memory = on_device[task.name].memory
         extra = memory.peak_bytes - total_bytes(_counted(task, counted))
         if task.phase == "update":
             brought = total_bytes(layer.on_host.intersection(task.inputs))

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from autopar.compiler.costs.mesh_costs import MeshCosts
 from autopar.compiler.intra_op.plan_tasks import GroupConstraints, GroupPlan, GroupTask, local_task, task_graph
-from autopar.compiler.memory.estimate import peak_memory
+from autopar.compiler.memory.estimate import MemoryEstimate, peak_memory
 from autopar.compiler.pipeline.stage_graph import StageGraph
 from autopar.compiler.sharding.layout import LogicalMesh
 from autopar.compiler.spmd.block_plan import layout_text, to_data
-from autopar.compiler.spmd.block_times import block_times
+from autopar.compiler.spmd.block_times import BlockTimes, block_times
 from autopar.compiler.spmd.collectives import planned_collectives
 from autopar.compiler.spmd.local_program import LocalBlock
 from autopar.ir.memory_part import MemoryPart
@@ -59,19 +60,17 @@ def mesh_sharding(
     solution: GroupPlan,
     mesh: LogicalMesh,
     mesh_costs: MeshCosts,
-    blocks: Mapping[str, LocalBlock] | None = None,
+    on_device: Mapping[str, DeviceTask] | None = None,
 ) -> MeshSharding:
-    """Return a solution as data, with its times and collectives; `blocks` are its `local_blocks`, if known."""
+    """Return a solution as data, with its times and collectives; `on_device` are its `device_tasks`, if known."""
     times: dict[str, TaskTimes] = {}
     temporary_bytes: dict[str, float] = {}
     temporary_parts: dict[str, tuple[MemoryPart, ...]] = {}
     collectives: list[PlannedCollective] = []
-    blocks = local_blocks(tasks, solution, mesh) if blocks is None else blocks
+    on_device = device_tasks(tasks, solution, mesh, mesh_costs) if on_device is None else on_device
     for task in tasks:
-        block = blocks[task.name]
-        took = block_times(block, mesh_costs)
+        block, took, memory = on_device[task.name]
         times[task.name] = TaskTimes(compute_s=took.compute_s, collective_s=took.collective_s)
-        memory = peak_memory(block, mesh, task.donated, machine=mesh_costs.machine)
         temporary_bytes[task.name] = memory.peak_bytes - memory.arguments_bytes
         temporary_parts[task.name] = memory.parts
         collectives += priced_collectives(block, mesh_costs, times=task.times, name=task.name)
@@ -100,10 +99,10 @@ def mesh_sharding_like(
 ) -> MeshSharding:
     """Return the sharding of tasks that are like `others`, whose sharding is known, under names of their own."""
     names = {other.name: task.name for other, task in zip(others, tasks, strict=True)}
-    blocks = local_blocks(tasks, solution, mesh)
     collectives: list[PlannedCollective] = []
     for task in tasks:
-        collectives += priced_collectives(blocks[task.name], mesh_costs, times=task.times, name=task.name)
+        block = local_task(task, solution.tasks[task.name], mesh)
+        collectives += priced_collectives(block, mesh_costs, times=task.times, name=task.name)
     return replace(
         sharding,
         layouts={
@@ -117,9 +116,24 @@ def mesh_sharding_like(
     )
 
 
-def local_blocks(tasks: Sequence[GroupTask], solution: GroupPlan, mesh: LogicalMesh) -> dict[str, LocalBlock]:
-    """Return the program of one device for each task of a solution."""
-    return {task.name: local_task(task, solution.tasks[task.name], mesh) for task in tasks}
+class DeviceTask(NamedTuple):
+    """What one device does of a task: its program, the seconds of one run, and the memory that this needs."""
+
+    block: LocalBlock
+    times: BlockTimes
+    memory: MemoryEstimate
+
+
+def device_tasks(
+    tasks: Sequence[GroupTask], solution: GroupPlan, mesh: LogicalMesh, mesh_costs: MeshCosts
+) -> dict[str, DeviceTask]:
+    """Return by its name what one device does of each task of a solution."""
+    found: dict[str, DeviceTask] = {}
+    for task in tasks:
+        block = local_task(task, solution.tasks[task.name], mesh)
+        memory = peak_memory(block, mesh, task.donated, machine=mesh_costs.machine)
+        found[task.name] = DeviceTask(block, block_times(block, mesh_costs), memory)
+    return found
 
 
 def priced_collectives(

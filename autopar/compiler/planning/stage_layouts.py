@@ -36,12 +36,11 @@ from autopar.compiler.planning.layer_costs import (
     memory_charges,
     stage_cost,
 )
-from autopar.compiler.planning.mesh_sharding import local_blocks, mesh_sharding, mesh_sharding_like
+from autopar.compiler.planning.mesh_sharding import DeviceTask, device_tasks, mesh_sharding, mesh_sharding_like
 from autopar.compiler.planning.stage_costs import StageProblem
 from autopar.compiler.sharding.layout import LogicalMesh, to_spec
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.compiler.spmd.block_plan import layout_from_text
-from autopar.compiler.spmd.local_program import LocalBlock
 from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Link
 from autopar.ir.plan import MeshPlan, Plan
@@ -277,7 +276,7 @@ class _Solution:
 
     inputs: _StageInputs
     solved: SolvedStage
-    blocks: Mapping[str, LocalBlock]
+    on_device: Mapping[str, DeviceTask]
     cost: StageCost
     asked_gap: float
     """Up to which they were solved for."""
@@ -291,7 +290,7 @@ class _Solution:
     def sharding(self) -> MeshSharding:
         """The layouts as data."""
         mine = self.inputs
-        return mesh_sharding(mine.tasks, self.solved.plan, mine.mesh, mine.mesh_costs, self.blocks)
+        return mesh_sharding(mine.tasks, self.solved.plan, mine.mesh, mine.mesh_costs, self.on_device)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -319,12 +318,12 @@ class _EquivalentStages:
                 max_gap=max_gap,
                 cache_directory=problem.cache_directory,
             )
-            blocks = local_blocks(inputs.tasks, solved, inputs.mesh)
+            on_device = device_tasks(inputs.tasks, solved, inputs.mesh, inputs.mesh_costs)
             self.solutions[memory_multiplier] = _Solution(
                 inputs=inputs,
                 solved=SolvedStage(layer=inputs.layer, plan=solved),
-                blocks=blocks,
-                cost=stage_cost(inputs.layer, solved, inputs.mesh, inputs.mesh_costs, blocks),
+                on_device=on_device,
+                cost=stage_cost(inputs.layer, solved, inputs.mesh, inputs.mesh_costs, on_device),
                 asked_gap=max_gap,
             )
         return self.solutions[memory_multiplier]
