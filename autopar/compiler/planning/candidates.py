@@ -168,7 +168,7 @@ def likely_times_s(problem: StageProblem, known: KnownLayers, num_microbatches: 
             break
         layers, costs = known(like, remat, splits=problem.first_schedule.splits_weight_gradients)
         ranges = RangeCosts(problem, layers, costs)
-        for count in _equal_counts(problem, len(layers.class_of), 1, len(layers.class_of)):
+        for count in equal_counts(problem, 1, len(layers.class_of)):
             if math.isfinite(times_s.get(count, math.inf)):
                 continue
             times_s[count] = math.inf
@@ -459,7 +459,7 @@ def _sizes(
     num_layers = len(layers.class_of) // timing.virtual_stages
     few, most = num_stages[0], min(num_stages[1], num_layers)
     every = problem.clusters
-    equal = [(number, every, (few, most)) for number in _equal_counts(problem, num_layers, few, most)]
+    equal = [(number, every, (few, most)) for number in equal_counts(problem, few, most)]
     if problem.num_stages is not None or few > most or (problem.takes_all_devices and not problem.named_stages):
         yield from equal
         return
@@ -547,14 +547,14 @@ def _is_estimated(ranges: RangeCosts, submesh: Submesh) -> bool:
     return _is_priced(ranges, submesh) or (ranges.whole is not None and submesh in ranges.whole.solved)
 
 
-def _equal_counts(problem: StageProblem, num_layers: int, few: int, most: int) -> list[int]:
-    """Return the numbers of equal stages: the one given, or those that divide the devices."""
+def equal_counts(problem: StageProblem, few: int, most: int) -> list[int]:
+    """Return the numbers of equal stages: the one given, or those from `few` to `most` that divide the devices."""
     if problem.hardware.is_mixed:
         return []
     if problem.num_stages is not None:
         return [problem.num_stages]
     devices = problem.cluster.num_devices
-    return [n for n in range(few, min(most, num_layers) + 1) if devices % n == 0 and _is_submesh(problem, devices // n)]
+    return [n for n in range(few, most + 1) if devices % n == 0 and _is_submesh(problem, devices // n)]
 
 
 def _is_submesh(problem: StageProblem, num_devices: int) -> bool:

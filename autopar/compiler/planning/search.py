@@ -42,7 +42,7 @@ from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
 from autopar.compiler.planning.sharded_plan import ShardedPlan, shard_candidate
 from autopar.compiler.planning.space import Completion, Lanes, OneProgram, Region, Space, Stages
-from autopar.compiler.planning.stage_costs import StageProblem
+from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
 from autopar.compiler.solver.problem import NoneBelow
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
@@ -140,11 +140,11 @@ class _Search:
     """What stages that were completed tell of others."""
     lanes_share: float = 0.0
     """The least multiple of its bound that a plan of lanes was found to take; 0 for none yet."""
-    times_by: dict[tuple[int, int, int], dict[int, float]] = field(
-        default_factory=dict[tuple[int, int, int], dict[int, float]]
+    times_by: dict[tuple[KnownLayers, int, int, int], dict[int, float]] = field(
+        default_factory=dict[tuple[KnownLayers, int, int, int], dict[int, float]]
     )
-    """By numbers of microbatches, those whose layers' costs were taken, and on how many submeshes they were known: the
-    times by the number of equal stages."""
+    """By layers, numbers of microbatches, those whose layers' costs were taken, and on how many submeshes they were
+    known: the times by the number of equal stages."""
     memory_shares: dict[tuple[int, bool], float] = field(default_factory=dict[tuple[int, bool], float])
     """Of stages of which some did not fit: the largest share of what they need that they need by their layers.
 
@@ -385,11 +385,10 @@ class _Search:
 
     def search_stages(self, region: Stages) -> None:
         """Find the best stages of every schedule."""
-        assert self.space.known is not None
-        count = region.num_microbatches
+        count, known = region.num_microbatches, self.space.known_of(region.num_stages)
         share = min(region.share, self.memory_share_of(region.num_stages))
-        problem = replace(self.space.cuttable, share=share)
-        known = replace(self.space.known, problem=problem)
+        problem = replace(known.problem, share=share)
+        known = replace(known, problem=problem)
         below_s = self.best_s / self.learned.least_share
         self.tried.add(count)
         found = stage_candidates(problem, known, count, region.num_stages, below_s)
@@ -408,15 +407,15 @@ class _Search:
         Infinity where neither so many equal stages fit, nor the next fewer and more: those between need as much memory.
         Microbatches with fewer rows than a stage has devices tell nothing of larger ones: their layers are not split.
         """
-        assert self.space.known is not None
         if self.space.problem.method.effort == "thorough":
             return region.by_others_s
+        known = self.space.known_of(region.num_stages)
         (few, most), count, nearest = region.num_stages, region.num_microbatches, self.telling(region)
         least_s: dict[int, float] = {}
         for solved_alone in (True, False):
             for like in nearest if solved_alone else nearest[:1]:
-                for number, seconds in self.times_by_layers(count, like).items():
-                    if not solved_alone or self.space.is_solved(like, number):
+                for number, seconds in self.times_by_layers(known, count, like).items():
+                    if not solved_alone or self.space.is_solved(known, like, number):
                         least_s.setdefault(number, seconds)
         if not least_s:
             return region.by_others_s
@@ -426,32 +425,34 @@ class _Search:
 
     def unequal_s(self, region: Stages) -> float:
         """Return the time of stages of any sizes by the layers of other microbatches, if that is too long; else 0."""
-        assert self.space.known is not None
         if self.best is None or not self.layers_tell:
             return 0.0
+        known = self.space.known_of(region.num_stages)
         below_s, likes = self.best_s / self.whole_share(region), self.telling(region)
         count, number = region.num_microbatches, region.num_stages
-        seconds = unequal_stages_s(self.space.cuttable, self.space.known, count, likes, number, below_s)
+        seconds = unequal_stages_s(known.problem, known, count, likes, number, below_s)
         return seconds if seconds >= below_s else 0.0
 
     def telling(self, region: Stages) -> list[int]:
         """Return the numbers of microbatches whose layers tell of those of a region, the nearest first."""
-        assert self.space.known is not None
-        few, count = region.num_stages[0], region.num_microbatches
-        telling = [n for n in self.space.known.solved if n <= count or self.space.rows >= n * self.space.part(few)]
+        few, count, solved = (
+            region.num_stages[0],
+            region.num_microbatches,
+            self.space.known_of(region.num_stages).solved,
+        )
+        telling = [n for n in solved if n <= count or self.space.rows >= n * self.space.part(few)]
         return sorted(telling, key=lambda like: (abs(math.log2(like / count)), like))
 
-    def times_by_layers(self, count: int, like: int) -> dict[int, float]:
+    def times_by_layers(self, known: KnownLayers, count: int, like: int) -> dict[int, float]:
         """Return the times of equal stages by the layers of another number of microbatches, by their number."""
-        assert self.space.known is not None
-        key = count, like, self.space.known.num_solved(like)
+        key = known, count, like, known.num_solved(like)
         if key not in self.times_by:
-            self.times_by[key] = likely_times_s(self.space.cuttable, self.space.known, count, like)
+            self.times_by[key] = likely_times_s(known.problem, known, count, like)
         return self.times_by[key]
 
     def complete(self, region: Completion) -> None:
         """Choose the layouts of all stages of a candidate, and simulate its plan."""
-        candidate, problem = region.candidate, self.space.cuttable
+        candidate, problem = region.candidate, self.space.known_of(region.region.num_stages).problem
         stages = candidate.stages
         alone = len(stages) == 1 and candidate.layers.num_microbatches == 1 and len(candidate.virtual_stages) == 1
         if alone and not problem.offloads:

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from autopar.compiler.frontend.layer_boundaries import is_layer_boundary
 from autopar.compiler.frontend.trace import Trace
 from autopar.compiler.frontend.training_loops import refuse_long_training_loops, unroll_training_loops, without_gradient
 from autopar.compiler.intra_op.plan_program import FOLD_FROM
 from autopar.compiler.jaxprs import compat as jc
-from autopar.compiler.planning.candidates import PipelineCandidate, microbatch_counts, worth_splitting
+from autopar.compiler.planning.candidates import PipelineCandidate, equal_counts, microbatch_counts, worth_splitting
 from autopar.compiler.planning.one_mesh import mesh_choices
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
 from autopar.compiler.planning.step_bounds import StepBounds, step_bounds
@@ -126,6 +127,8 @@ class Space:
     bounds: StepBounds | None
     splits: list[bool] = field(default_factory=list[bool])
     """Whether several microbatches may be better than one, once that is asked for."""
+    finer: dict[int, KnownLayers] = field(default_factory=dict[int, KnownLayers])
+    """By number of stages, the layers where those of `known` are too few: as if that number were given."""
 
     @classmethod
     def of(cls, problem: StageProblem) -> Space:
@@ -234,10 +237,31 @@ class Space:
             yield 1, 1
         if not self.problem.method.allows_stages:
             return
-        most, few = min(self.known.num_layers, self.problem.num_devices), 2
+        most, few = min(self.most_of_known, self.problem.num_devices), 2
         while few <= most:
             yield few, min(2 * (few - 1), most)
             few = 2 * few - 1
+        marked = any(is_layer_boundary(eqn) for eqn in jc.all_equations(self.cuttable.trace.jaxpr))
+        if self.cuttable.takes_all_devices and self.problem.method.layers is None and not marked:
+            # All are of one size, so that between too few of them and more than the layers there may be none.
+            yield from ((number, number) for number in equal_counts(self.cuttable, most + 1, self.problem.num_devices))
+
+    @cached_property
+    def most_of_known(self) -> int:
+        """The most stages of the layers of `known`; where all are of one size, the most that these are sure to be."""
+        assert self.known is not None
+        return self.known.num_worthwhile if self.cuttable.takes_all_devices else self.known.num_layers
+
+    def known_of(self, num_stages: tuple[int, int]) -> KnownLayers:
+        """Return the layers that so many stages consist of, with their costs."""
+        assert self.known is not None
+        number, given = num_stages[0], self.cuttable.num_stages or self.cuttable.named_stages
+        if given or number <= self.most_of_known:
+            return self.known
+        if number not in self.finer:
+            method = replace(self.cuttable.method, num_stages=number)
+            self.finer[number] = KnownLayers.of(replace(self.cuttable, method=method, known={}))
+        return self.finer[number]
 
     def sizes(self) -> list[int]:
         """Return the numbers of devices that a mesh can have, smallest first."""
@@ -264,13 +288,12 @@ class Space:
         """The hosts of all groups, or the parts of hosts that equal stages divide them into."""
         return sum(cluster.num_hosts for cluster in self.cuttable.clusters)
 
-    def is_solved(self, num_microbatches: int, num_stages: int) -> bool:
+    def is_solved(self, known: KnownLayers, num_microbatches: int, num_stages: int) -> bool:
         """Return whether layers of a number of microbatches are solved for on the submesh of one of equal stages."""
-        assert self.known is not None
         devices = self.part(num_stages)
         return devices == 1 or any(
             submesh.num_devices == devices
-            for (count, _, _), (_, costs) in self.known.problem.known.items()
+            for (count, _, _), (_, costs) in known.problem.known.items()
             if count == num_microbatches
             for submesh in costs.solved
         )

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,18 @@ class KnownLayers:
         else:
             loop_pieces = loop_pieces_for(problem.trace, num_layers)
         return cls(problem=problem, num_layers=num_layers, loop_pieces=loop_pieces, options=options)
+
+    @cached_property
+    def num_worthwhile(self) -> int:
+        """The layers of the whole batch that do not join another."""
+        prepared = prepare(
+            self.problem.trace,
+            num_layers=self.num_layers,
+            num_microbatches=1,
+            loop_pieces=self.loop_pieces,
+            **with_exact(self.options),
+        )
+        return len(model_cuts(prepared.phases, self.num_layers, self.problem.least_layers)) + 1
 
     @property
     def solved(self) -> set[int]:

@@ -12,6 +12,7 @@ from autopar.compiler.intra_op import plan_program
 from autopar.compiler.planning import one_mesh, search
 from autopar.compiler.planning.candidates import likely_times_s, stage_candidates, unequal_stages_s
 from autopar.compiler.planning.one_mesh import plan_by_search
+from autopar.compiler.planning.space import Space
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
 from autopar.compiler.planning.step_bounds import Work, step_bounds
 from autopar.compiler.solver.problem import NoneBelow
@@ -19,7 +20,7 @@ from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall
 from autopar.hardware.machine import Link, Machine
 from autopar.ir.schedules import DEFAULT_SCHEDULE, SCHEDULES
 from autopar.method_fields import EFFORTS
-from benchmarks.models import convnet
+from benchmarks.models import convnet, lstm
 
 LAYERS = 3
 
@@ -241,6 +242,25 @@ def test_a_search_takes_all_devices_that_share_their_host():
     for stages in (1, 2):
         found_s = traced.plan(autopar.Auto(num_stages=stages)).simulate().step_time_s
         assert plan.certificate.lower_bound_s <= plan.certificate.step_time_s <= 1.001 * found_s
+
+
+def test_stages_of_one_size_may_be_more_than_the_layers_where_devices_share_their_host():
+    cluster = autopar.Cluster(num_devices=8, kind="cpu")
+    traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(64, 16))
+    free = Space.of(problem_of(traced, cluster))
+    assert free.known.num_worthwhile == LAYERS < free.known.num_layers
+    assert [*free.numbers_of_stages()] == [(2, 2), (3, 3), (4, 4), (8, 8)]
+    assert free.known_of((3, 3)) is free.known and free.known_of((8, 8)).num_layers == 8
+    given = Space.of(problem_of(traced, cluster, layers=LAYERS))
+    assert [*given.numbers_of_stages()] == [(2, 2), (3, 3)]
+
+
+def test_a_search_takes_more_stages_than_the_model_has_layers_where_they_are_the_best():
+    made, cluster = lstm(), autopar.Cluster(num_devices=8, kind="cpu")
+    traced = autopar.parallelize(made.step, cluster=cluster).trace(made.abstract_state, made.abstract_batch)
+    free, four = (traced.plan(method).simulate() for method in (autopar.Auto(), autopar.Auto(num_stages=4)))
+    assert traced.plan(autopar.Auto(layers=2)).simulate().step_time_s > 1.02 * four.step_time_s
+    assert free.step_time_s <= 1.001 * four.step_time_s
 
 
 def test_work_divides_but_for_what_begins_everywhere():
