@@ -292,11 +292,8 @@ class JoinedFactors:
 
     def join(self, mine: Iterable[int], theirs: Iterable[int]) -> None:
         """Make the factors of one dimension those of another of the same size."""
-        left, right = list(mine), list(theirs)
-        while True:
-            left, right = self.resolved(left), self.resolved(right)
-            if not left or not right:
-                return
+        left, right = self.resolved(mine), self.resolved(theirs)
+        while left and right:
             a, b = left[0], right[0]
             if a == b:
                 left, right = left[1:], right[1:]
@@ -305,11 +302,13 @@ class JoinedFactors:
             if common in (0, 1):
                 self._blocked |= {*left, *right}
                 return
-            self._split(a, common)
-            self._split(b, common)
-            (a, *_), (b, *_) = self.resolved([a]), self.resolved([b])
-            if a != b:
+            if self._sizes[a] == self._sizes[b]:
                 self._become(b, [a])
+                left, right = left[1:], right[1:]
+            else:
+                self._split(a, common)
+                self._split(b, common)
+            left, right = self.resolved(left), self.resolved(right)
 
     def _split(self, factor: int, major: int) -> None:
         """Make the factor one of size `major` and the rest, if there is any."""
