@@ -66,6 +66,8 @@ _NOT_YET_CUT = 1.03
 """Times the time of stages for a number of microbatches whose layers are not cut yet, to look at the others first."""
 _OTHER_MESH_SHARE = 0.97
 """Of the time of one program by the layers on as many devices: a mesh of another shape rarely takes less."""
+_MUCH_LESS = 0.9
+"""Of the time of the best plan: stages that take no more by their layers are completed before regions are searched."""
 _MUCH_MEMORY = 0.8
 """Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer."""
 _NUM_RUNNERS_UP = 5
@@ -230,12 +232,16 @@ class _Search:
 
         One program on one mesh is the first plan of all, against which the others are held; or where that takes too
         long to be planned, stages that are roughly the best, and on several machines those of a usual number of
-        microbatches.
+        microbatches. Stages that are found and much faster than the best plan do not wait for what regions may hold:
+        with their plan much less is worth looking at.
         """
         first, mixed = self.best is None, self.space.problem.hardware.is_mixed
         match region:
             case Completion():
-                return (-1.0 if mixed else -3.0, likely_s) if first and math.isfinite(likely_s) else (likely_s, 0.0)
+                if first and math.isfinite(likely_s):
+                    return -1.0 if mixed else -3.0, likely_s
+                by_layers_s = max(likely_s, region.candidate.step_time_s)
+                return (0.0 if by_layers_s < _MUCH_LESS * self.best_s else likely_s), 0.0, by_layers_s
             case OneProgram():
                 return (0.0 if first else likely_s), -1.0
             case Lanes(num_microbatches=count):

@@ -9,7 +9,8 @@ import autopar
 from autopar.compiler.inter_op.submeshes import cluster_shape
 from autopar.compiler.planning.candidates import PipelineCandidate, stage_candidates
 from autopar.compiler.planning.learned_times import LearnedTimes
-from autopar.compiler.planning.space import Space
+from autopar.compiler.planning.search import _Search  # pyright: ignore[reportPrivateUsage]
+from autopar.compiler.planning.space import Completion, Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
 from autopar.compiler.planning.step_bounds import step_bounds
 from tests.compiler.planning.test_free_search import arguments, train_step
@@ -120,3 +121,20 @@ def test_before_any_layouts_are_known_what_may_fit_is_first():
     made = step_bounds(traced.trace, cluster, batch_statistics="exact", random="full_batch")
     tight = (made.state_bytes + (made.whole_bytes - made.state_bytes) / 20) / cluster.num_devices
     assert first("off").num_microbatches < first(tight).num_microbatches
+
+
+def test_stages_that_are_much_faster_than_the_best_plan_are_completed_first(candidates):
+    """With a slow plan, searching regions takes long for nothing: their bounds exclude little."""
+    cluster = autopar.Cluster.parse("1x dgx-h100").with_devices(4)
+    traced = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(4096, 1024))
+    problem = StageProblem(trace=traced.trace, method=autopar.Auto(), hardware=cluster, cache_directory=None)
+    searching = _Search.of(problem, lambda plan: math.inf)
+    seconds = min(each.step_time_s for each in candidates)
+    region = Stages(num_microbatches=2, num_stages=(2, 2), bound_s=0.0, likely_s=seconds / 2, even_s=seconds / 2)
+    searching.open = [region, *(Completion(candidate=each, region=region) for each in candidates)]
+    searching.best = traced.plan(autopar.DataParallel()).plan
+    searching.best_s = 2 * seconds
+    first = searching.next_region()
+    assert isinstance(first, Completion) and first.candidate.step_time_s == seconds
+    searching.best_s = 1.02 * seconds
+    assert searching.next_region() is region
