@@ -424,7 +424,7 @@ def _candidates(
             if (
                 key not in found
                 and not pointless
-                and all(_is_estimated(ranges, stage.submesh) and _is_solved(stage) for stage in partition.stages)
+                and all(_is_estimated(ranges, stage) and _is_solved(stage) for stage in partition.stages)
             ):
                 stages = tuple(
                     replace(each, cost=ranges.cost(each.start, each.stop, each.submesh, each.cost.choice))
@@ -522,7 +522,7 @@ def solved_searches(
 
 def _solve_for(ranges: RangeCosts, best: Partition) -> bool:
     """Have layers solved for as the stages need them; return whether some were not yet."""
-    unsolved = {stage.submesh for stage in best.stages if not _is_estimated(ranges, stage.submesh)}
+    unsolved = {stage.submesh for stage in best.stages if not _is_estimated(ranges, stage)}
     short = {(stage.submesh, stage.cost.choice) for stage in best.stages if not _is_solved(stage)}
     ranges.solve(unsolved)
     ranges.solve_for_memory(short)
@@ -534,17 +534,16 @@ def _is_solved(stage: Stage) -> bool:
     return stage.cost.choice.memory_multiplier != SAVED_FOR_NOTHING
 
 
-def _is_priced(ranges: RangeCosts, submesh: Submesh) -> bool:
-    """Return whether the layouts of layers are known; one device leaves nothing to choose."""
-    return submesh.num_devices == 1 or submesh in ranges.solved
+def _is_estimated(ranges: RangeCosts, stage: Stage) -> bool:
+    """Return whether the layouts of a stage's layers are known, as they are or computed again, whichever it does.
 
-
-def _is_estimated(ranges: RangeCosts, submesh: Submesh) -> bool:
-    """Return whether the layouts of layers are known, if only of those without weight gradients as tasks of their own.
-
-    Their seconds are close and no more, and what stages take as a whole is found anew.
+    If only of those without weight gradients as tasks of their own, their seconds are close and no more, and what
+    stages take as a whole is found anew. One device leaves nothing to choose.
     """
-    return _is_priced(ranges, submesh) or (ranges.whole is not None and submesh in ranges.whole.solved)
+    again, submesh = ranges.again, stage.submesh
+    mine = again if again is not None and stage.cost.choice.remat != ranges.remat else ranges
+    known = mine.solved if mine.whole is None else mine.solved | mine.whole.solved
+    return submesh.num_devices == 1 or submesh in known
 
 
 def equal_counts(problem: StageProblem, few: int, most: int) -> list[int]:

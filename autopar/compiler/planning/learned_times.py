@@ -53,6 +53,8 @@ class LearnedTimes:
     """By stages, whatever their schedule: the share of their time by their layers that they take as a whole."""
     on: dict[Submesh, float] = field(default_factory=dict[Submesh, float])
     """By submesh, the least such share that want of memory did not raise."""
+    lately: dict[tuple[Submesh, bool], float] = field(default_factory=dict[tuple[Submesh, bool], float])
+    """By submesh, and whether stages are computed again: the share that the last ones took, for want of memory too."""
     simulated: dict[int, float] = field(default_factory=dict[int, float])
     """By the number of stages, the least share of the time by these as a whole that plans were simulated to take."""
     alike: dict[object, float] = field(default_factory=dict[object, float])
@@ -69,7 +71,7 @@ class LearnedTimes:
         for key, stage, whole in zip(candidate.scheduled_otherwise, candidate.stages, costs, strict=True):
             if by_layers_s := _seconds(stage.cost, count):
                 share = (1 - gap) * _seconds(whole, count) / by_layers_s
-                self.of_stages[key] = share
+                self.of_stages[key] = self.lately[stage.submesh, stage.cost.choice.remat] = share
                 if stage.stop - stage.start > 1:  # one layer has no border to gain by
                     self._learn_on(stage.submesh, share)
 
@@ -122,6 +124,11 @@ class LearnedTimes:
     def least_share(self) -> float:
         """The least of the shares that steps may take or took."""
         return min([1.0, self.step_share, *self.steps])
+
+    def usual_s(self, candidate: PipelineCandidate) -> float:
+        """Return the seconds of a candidate by its layers, times what stages on its submeshes lately took more."""
+        kinds = ((stage.submesh, stage.cost.choice.remat) for stage in candidate.stages)
+        return max(1.0, *(self.lately.get(kind, 1.0) for kind in kinds)) * candidate.step_time_s
 
     def least_s(self, candidate: PipelineCandidate) -> float:
         """Return the seconds that a candidate is taken to need at least."""

@@ -67,7 +67,7 @@ _NOT_YET_CUT = 1.03
 _OTHER_MESH_SHARE = 0.97
 """Of the time of one program by the layers on as many devices: a mesh of another shape rarely takes less."""
 _MUCH_LESS = 0.9
-"""Of the time of the best plan: stages that take no more by their layers are completed before regions are searched."""
+"""Of the time of the best plan: stages that usually take no more are completed before regions are searched."""
 _MUCH_MEMORY = 0.8
 """Of a budget: with a plan that needs no more, memory does not matter, and more microbatches only take longer."""
 _NUM_RUNNERS_UP = 5
@@ -240,8 +240,8 @@ class _Search:
             case Completion():
                 if first and math.isfinite(likely_s):
                     return -1.0 if mixed else -3.0, likely_s
-                by_layers_s = max(likely_s, region.candidate.step_time_s)
-                return (0.0 if by_layers_s < _MUCH_LESS * self.best_s else likely_s), 0.0, by_layers_s
+                usual_s = max(likely_s, self.learned.usual_s(region.candidate))
+                return (0.0 if usual_s < _MUCH_LESS * self.best_s else likely_s), 0.0, usual_s
             case OneProgram():
                 return (0.0 if first else likely_s), -1.0
             case Lanes(num_microbatches=count):

@@ -6,6 +6,12 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.compiler.inter_op.stage_costs import Timing
+from autopar.compiler.inter_op.submeshes import cluster_shape
+from autopar.compiler.planning.candidates import solved_searches
+from autopar.compiler.planning.layer_costs import LayoutChoice
+from autopar.compiler.planning.stage_costs import KnownLayers, RangeCosts, StageProblem
+from autopar.ir.schedules import get_schedule
 
 LAYERS, ROWS, WIDTH = 32, 2048, 32
 CLUSTER = autopar.Cluster(num_devices=4, kind="p3.16xlarge")
@@ -74,3 +80,26 @@ def test_stages_that_are_computed_again_and_others_make_one_step(traced, peaks):
     words = [each.choice for each in planned.explain("remat").others]
     assert {"every stage computed again", "nothing computed again"} < {*words}
     assert any("computed again as well" in each for each in words)
+
+
+def test_layers_are_solved_for_as_stages_compute_them(traced):
+    """Solved for without being computed again, they are not taken to need nothing but their work if they are."""
+
+    def ranges_within(memory):
+        method = autopar.Auto(num_microbatches=8, memory=memory)
+        problem = StageProblem(trace=traced.trace, method=method, hardware=CLUSTER, cache_directory=None)
+        known = KnownLayers.of(problem)
+        again = RangeCosts(problem, *known(8, True, splits=False), remat=True)
+        return problem, RangeCosts(problem, *known(8, False, splits=False), again=again)
+
+    submesh, timing = cluster_shape(2, 8), Timing(schedule=get_schedule("gpipe"), num_microbatches=8)
+    _, ranges = ranges_within("off")
+    half = len(ranges.layers.class_of) // 2
+    ranges.solve({submesh})
+    least, most = (ranges.cost(half, 2 * half, submesh, LayoutChoice(0.0, None, remat)) for remat in (True, False))
+    problem, ranges = ranges_within(least.peak_bytes(8) * 0.8 + most.peak_bytes(8) * 0.2)
+    ranges.costs.solved.add(submesh)
+    found = solved_searches(problem, ranges, timing, 2, problem.clusters, (2, 2), float("inf"))
+    stages = [stage for each in found for stage in each.best.stages]
+    assert any(stage.cost.choice.remat for stage in stages)
+    assert ranges.again is not None and ranges.again.solved == {submesh}

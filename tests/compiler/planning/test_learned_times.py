@@ -54,6 +54,18 @@ def test_what_stages_pay_for_want_of_memory_is_expected_of_no_others(candidates)
     assert not learned.on and learned.step_share == learned.least_share == 0.85
 
 
+def test_what_is_usual_is_what_such_stages_took_last(candidates):
+    first, learned = candidates[0], LearnedTimes()
+    assert learned.usual_s(first) == first.step_time_s
+    learned.learn_stages(first, [stage.cost.in_time(1.2) for stage in first.stages], gap=0.0)
+    there = {stage.submesh for stage in first.stages}
+    alike = [there.intersection(stage.submesh for stage in each.stages) != set() for each in candidates]
+    for each, is_alike in zip(candidates, alike, strict=True):
+        assert learned.usual_s(each) == pytest.approx((1.2 if is_alike else 1.0) * each.step_time_s)
+    learned.learn_stages(first, [stage.cost.in_time(0.9) for stage in first.stages], gap=0.0)
+    assert learned.usual_s(first) == first.step_time_s
+
+
 def test_a_stage_of_one_layer_tells_nothing_of_stages_with_borders(candidates):
     learned = LearnedTimes()
     for each in candidates:
