@@ -232,8 +232,8 @@ class _Search:
 
         One program on one mesh is the first plan of all, against which the others are held; or where that takes too
         long to be planned, stages that are roughly the best, and on several machines those of a usual number of
-        microbatches. Stages that are found and much faster than the best plan do not wait for what regions may hold:
-        with their plan much less is worth looking at.
+        microbatches. On equal machines, stages that are found and much faster than the best plan do not wait for what
+        regions may hold: with their plan much less is worth looking at.
         """
         first, mixed = self.best is None, self.space.problem.hardware.is_mixed
         match region:
@@ -241,7 +241,7 @@ class _Search:
                 if first and math.isfinite(likely_s):
                     return -1.0 if mixed else -3.0, likely_s
                 usual_s = max(likely_s, self.learned.usual_s(region.candidate))
-                return (0.0 if usual_s < _MUCH_LESS * self.best_s else likely_s), 0.0, usual_s
+                return (0.0 if usual_s < _MUCH_LESS * self.best_s and not mixed else likely_s), 0.0, usual_s
             case OneProgram():
                 return (0.0 if first else likely_s), -1.0
             case Lanes(num_microbatches=count):
