@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ from jax._src import (
     ad_checkpoint,  # the primitive of rematerialised regions is private
     config,  # what of the configuration a trace depends on has no public reader
     core,  # nor has the question whether a trace is under way
-    dtypes,  # nor how a Python number becomes an operand
     effects,  # whether an effect is ordered is asked of its kind, and the kinds are private
     source_info_util,  # name stacks and user frames have no public reader
 )
@@ -128,8 +126,6 @@ def bind_equation(eqn: JaxprEqn, args: Sequence[Any], changes: Mapping[str, Any]
 
     `changes` are the parameters that are others, for an equation that is to run at another shape.
     """
-    if not changes and (again := _traced_again(eqn, args)) is not None:
-        return again
     # get_bind_params, user_context and eqn.ctx are what jax.core.eval_jaxpr itself uses; there is no public equivalent
     # that keeps the provenance of an equation.
     bind_params = eqn.primitive.get_bind_params({**eqn.params, **(changes or {})})
@@ -141,42 +137,6 @@ def bind_equation(eqn: JaxprEqn, args: Sequence[Any], changes: Mapping[str, Any]
     with source_info_util.user_context(_traceback_of(eqn), name_stack=name_stack), eqn.ctx.manager, mesh:
         out = eqn.primitive.bind(*args, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def _traced_again(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any] | None:
-    """Write an equation as it is into the trace under way, for operands of the types that it was traced with.
-
-    To bind it comes to the same, but asks for its types and rules anew. None where it might come to something else:
-    with operands of other types, effects, other settings or a way of its own to be bound, or if JAX might leave it out.
-    """
-    trace: Any = core.trace_ctx.trace
-    if type(trace) is not partial_eval.DynamicJaxprTrace or eqn.effects or not _is_bound_plainly(eqn.primitive):
-        return None
-    traceback = _traceback_of(eqn)
-    if traceback is None or eqn.ctx is not core.current_jaxpr_eqn_context():
-        return None
-    values = [arg if isinstance(arg, Tracer) else dtypes.canonicalize_value(arg) for arg in args]
-    if list(map(core.typeof, values)) != [atom.aval for atom in eqn.invars]:
-        return None
-    source = source_info_util.SourceInfo(traceback, source_info_util.current_name_stack() + eqn.source_info.name_stack)
-    tracers = [trace.to_jaxpr_tracer(value, source) for value in values]
-    if eqn.primitive in _MAY_BE_LEFT_OUT and (
-        eqn.invars[0].aval == eqn.outvars[0].aval or not isinstance(tracers[0].val, Var)
-    ):
-        return None
-    return trace.emit_eqn(
-        tracers, [v.aval for v in eqn.outvars], eqn.primitive, eqn.params, eqn.effects, source, eqn.ctx
-    )
-
-
-_MAY_BE_LEFT_OUT = {*partial_eval.forwarding_rules, *partial_eval.const_fold_rules}
-"""Primitives of one operand, which is the result if it has its type, and makes it a constant if it is one."""
-
-
-@cache
-def _is_bound_plainly(primitive: Primitive) -> bool:
-    methods = {"bind", "bind_with_trace", "get_bind_params", "is_high"}
-    return type(primitive) is core.Primitive and methods.isdisjoint(vars(primitive))
 
 
 @contextmanager
