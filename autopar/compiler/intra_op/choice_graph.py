@@ -333,7 +333,7 @@ class BlockBuilder:
         freed = free_results(eqn, is_free)
         self.free.update(v for v, free in zip(eqn.outvars, freed, strict=True) if free)
         if all(freed) and not eqn.effects:
-            if eqn.primitive.name not in NESTED:
+            if eqn.outvars and eqn.primitive.name not in NESTED:
                 self.constants[eqn.outvars[0]] = number, {}
             self.equations.append(None)
             return
@@ -395,11 +395,11 @@ class BlockBuilder:
         summands = frozenset(range(len(eqn.invars)))
         found = table.tables.alternatives(eqn, self.kinds[number], summands, self.planner.rules)
         every = found.seconds(eqn, self.traffic[number], table.mesh_costs).tolist()
-        seconds = dict(zip(found.results[0], every, strict=True))
         if not any(every):
             return
         if not readers:
             table.constants_s += self.weight * min(every)
+        seconds = dict(zip(found.results[0], every, strict=True))
         for node in readers:
             part_s = np.array([seconds.get(layout, max(every)) for layout in node.layouts])
             table.costs[node.number] = table.costs[node.number] + self.weight / len(readers) * part_s

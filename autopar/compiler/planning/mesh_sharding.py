@@ -1,6 +1,7 @@
 """Choose the layouts of what a mesh runs, and write them down as data of the plan.
 
     GroupTask, ..., GroupConstraints, mesh  ->  GroupPlan      by integer programming
+    that                                    ->  DeviceTask     what one device does of each task, its times and memory
     that                                    ->  MeshSharding   every layout, with the times and collectives it means
 
 All stages of a mesh are planned together, for they share its values.

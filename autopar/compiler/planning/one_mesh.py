@@ -51,12 +51,16 @@ class MeshSearchResult:
 
     @cached_property
     def step_time_s(self) -> float:
-        """Seconds of the program, with the constants that the choice of layouts leaves out."""
+        """Seconds of the program on every device, which a plan is compared by."""
         return block_times(self.block, self.mesh_costs).total_s
 
     @property
     def lower_bound_s(self) -> float:
-        """Seconds below which no layouts take."""
+        """Seconds that no layouts undercut, by the price that they are chosen by.
+
+        That is above the program's where readers in the update share a part of a parameter, and may be above or below
+        it where layers are planned as one.
+        """
         return min(self.intra_op.optimum.lower_bound + self.intra_op.table.constants_s, self.step_time_s)
 
 

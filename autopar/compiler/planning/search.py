@@ -441,11 +441,8 @@ class _Search:
 
     def telling(self, region: Stages) -> list[int]:
         """Return the numbers of microbatches whose layers tell of those of a region, the nearest first."""
-        few, count, solved = (
-            region.num_stages[0],
-            region.num_microbatches,
-            self.space.known_of(region.num_stages).solved,
-        )
+        few, count = region.num_stages[0], region.num_microbatches
+        solved = self.space.known_of(region.num_stages).solved
         telling = [n for n in solved if n <= count or self.space.rows >= n * self.space.part(few)]
         return sorted(telling, key=lambda like: (abs(math.log2(like / count)), like))
 

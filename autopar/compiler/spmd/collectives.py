@@ -183,14 +183,14 @@ def _of_block(
                 aval: Any = action.aval
                 what = f"{aval.str_short()} {describe_layout(source, mesh)} -> {describe_layout(result.layout, mesh)}"
                 what += _for_scatter(result, source, readers.get(result))
-                shares = block.combined.share(result.variable, result.form)
+                combined = block.combined.share(result.variable, result.form)
                 moves = step_collectives(steps, source, tuple(aval.shape), aval.dtype.itemsize, mesh)
                 eqns = readers.get(result), makers.get(result)
                 for of_step, again in zip(moves, repeated[action], strict=True):
                     for each in of_step:
-                        of_loop = again, invariant[action]
+                        rounds = again, invariant[action]
                         yield LocalCollective(
-                            each, times, str(aval.dtype), what, *eqns, result.form, *of_loop, shares, share
+                            each, times, str(aval.dtype), what, *eqns, result.form, *rounds, combined, share
                         )
             case Evaluate(eqn=eqn, strategy=strategy):
                 for own, dtype in own_collectives(eqn, strategy, mesh):
