@@ -27,10 +27,10 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.machine import Link, Machine
 from autopar.hardware.measure import Effort, Measurement, Series, series_of
 
-_OF_ONE_HOST = {"product", "memory", "at once", "dispatch", "execution"}
+_OF_ONE_HOST = {"product", "in step", "memory", "at once", "dispatch", "execution"}
 """Figures that are measured without any exchange between devices."""
 _NOT_MEASURED = (
-    "inter", "domain", "overlap", "product_workspace_bytes", "in_step_share", "convolution_share", "batched_share",
+    "inter", "domain", "overlap", "product_workspace_bytes", "convolution_share", "batched_share", "reducing_share",
     "hidden_share", "schedules_for_latency", "schedules_for_memory", "product_sums", "fuses_products",
     "widens_bfloat16", "scatters_sums", "masks_ragged_products", "combined_bytes", "host_bandwidth",
     "host_memory_bytes",
@@ -84,6 +84,7 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
     kind = Cluster.from_devices(devices).kind
     known = Machine.find(kind)
     rates = fit_rates(measured)
+    in_step = fit_in_step_share(measured)
     exchanged = [each for each in measured if each.what not in _OF_ONE_HOST]
     starts_s = [each.seconds for each in measured if each.what == "dispatch"]
     between_s = [each.seconds for each in measured if each.what == "execution"]
@@ -108,7 +109,8 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
         domain=max(len(devices), base.domain if known is not None and kind != "cpu" else 1),
         overlap=base.overlap,
         product_workspace_bytes=base.product_workspace_bytes,
-        in_step_share=base.in_step_share,
+        in_step_share=base.in_step_share if in_step is None else in_step,
+        reducing_share=base.reducing_share,
         convolution_share=base.convolution_share,
         batched_share=base.batched_share,
         hidden_share=base.hidden_share,
@@ -129,6 +131,7 @@ def fit_machine(devices: Sequence[Any], measured: Sequence[Measurement]) -> Mach
             **dict.fromkeys(("memory_bandwidth", "matmul_share", "matmul_half_flops", "kernel_s"), here),
             "dispatch_s": here if starts_s else not_measured,
             "execution_s": here if between_s else not_measured,
+            "in_step_share": not_measured if in_step is None else here,
             "concurrent_devices": "one device shares with none" if concurrent is None else here,
             "memory_bytes": "told by the device or the operating system",
             "peak_flops": not_measured if peaks.keys() & base.peak_flops.keys() and kind != "cpu" else here,
@@ -189,6 +192,8 @@ def summary_of(machine: Machine, measured: Sequence[Measurement]) -> Table:
         rate = _amount(machine.matmul_flops(dtype), "FLOP/s")
         some = [each for each in measured if each.dtype == dtype]
         table.add_row(f"products of {dtype}", rate, _usual_error(machine, some, {"product"}))
+    within = _usual_error(machine, measured, {"in step"})
+    table.add_row("products in a step, of that rate", f"{100 * machine.in_step_share:.0f} %", within)
     table.add_row("half of it at", _amount(machine.matmul_half_flops, "FLOP"), "")
     table.add_row("start of an executable", _seconds(machine.dispatch_s), "")
     table.add_row("one executable more", _seconds(machine.execution_s), "")
@@ -214,7 +219,7 @@ def _usual_error_at_once(machine: Machine, measured: Sequence[Measurement]) -> s
 
 def _usual_error(machine: Machine, measured: Sequence[Measurement], what: set[str]) -> str:
     errors = [abs(predicted_s(machine, each) / each.seconds - 1) for each in measured if each.what in what]
-    return f"{100 * statistics.median(errors):.0f} %"
+    return f"{100 * statistics.median(errors):.0f} %" if errors else ""
 
 
 def _seconds(seconds: float) -> str:
@@ -283,6 +288,13 @@ def _fit_products(products: Sequence[Measurement], bandwidth: float) -> tuple[di
     return rates, half
 
 
+def fit_in_step_share(measured: Sequence[Measurement]) -> float | None:
+    """How much faster a large product is between memory traffic than alone: of all types; None if none was measured."""
+    within = [each for each in measured if each.what == "in step"]
+    alone = {(each.dtype, each.flops): each.seconds for each in measured if each.what == "product"}
+    return statistics.median(alone[each.dtype, each.flops] / each.seconds for each in within) if within else None
+
+
 def fit_concurrent_devices(measured: Sequence[Measurement]) -> float | None:
     """How many devices take all of their host's compute: 0 where each has its own, None where there is one device.
 
@@ -321,6 +333,8 @@ def predicted_s(machine: Machine, each: Measurement) -> float:
     """Return the seconds that the machine's formulas give a measured work."""
     if each.what == "product":
         return machine.matmul_s(each.flops, each.nbytes, each.dtype)
+    if each.what == "in step":
+        return machine.matmul_s(each.flops / machine.in_step_share, each.nbytes, each.dtype)
     if each.what == "memory":
         return machine.memory_s(each.nbytes)
     if each.what == "dispatch":

@@ -126,7 +126,14 @@ _RULES = (
     *("scatters_sums", "masks_ragged_products"),
 )
 """What is said of the compiler for a machine."""
-_MAY_BE_LEFT_OUT = ("host_memory_bytes", "concurrent_devices", "execution_s", "combined_bytes", *_RULES[1:])
+_MAY_BE_LEFT_OUT = (
+    "reducing_share",
+    "host_memory_bytes",
+    "concurrent_devices",
+    "execution_s",
+    "combined_bytes",
+    *_RULES[1:],
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,12 +177,15 @@ class Machine:
     product_workspace_bytes: float = 0.0
     """Memory that a kernel of a matrix product gets while it runs, besides its operands and result."""
     in_step_share: float = 1.0
-    """Of the rate that one large product reaches alone, the share that products reach within a step."""
+    """Of the rate that one large product reaches alone, the share that products reach within a step: above 1 where a
+    product alone draws so much power that clocks fall."""
     convolution_share: float = 1.0
     """Of the rate of products within a step, the share that convolutions reach."""
     batched_share: float = 1.0
     """Of the rate of products within a step, the share that products with batch dimensions reach: 1 where the compiler
     tunes them. Those that it does not tune write their result once they have computed it."""
+    reducing_share: float = 1.0
+    """Of the memory bandwidth, the share that kernels with reductions reach."""
     hidden_share: float = 0.0
     """Share of the collectives of parameters and gradients that XLA runs behind compute, by its defaults."""
     schedules_for_latency: bool = False
@@ -229,7 +239,7 @@ class Machine:
         ):
             zero = not name.startswith("memory") and name != "host_bandwidth"
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name), zero=zero)
-        for name in ("in_step_share", "convolution_share", "batched_share"):
+        for name in ("in_step_share", "convolution_share", "batched_share", "reducing_share"):
             check_figure(f"The figure {name} of {self.name!r}", getattr(self, name))
         for name in _RULES:
             if not isinstance(cast(object, getattr(self, name)), bool):
@@ -244,7 +254,7 @@ class Machine:
                 "each has its own."
             )
         self._check_types()
-        for name in ("matmul_share", "overlap", "in_step_share", "convolution_share", "batched_share", "hidden_share"):
+        for name in ("matmul_share", "overlap", "convolution_share", "batched_share", "reducing_share", "hidden_share"):
             shares = self.matmul_share.values() if name == "matmul_share" else [getattr(self, name)]
             if any(share > 1 for share in shares):
                 raise InvalidArgument(

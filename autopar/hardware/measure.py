@@ -4,7 +4,10 @@
 
 Each work is repeated inside one compiled loop, so that what is measured is the device's time and not the time to
 begin; sizes grow fourfold until one run takes `Effort.run_s`. Of three loops the fastest counts, for what slows one
-down is something else on the machine.
+down is something else on the machine. Where each round of a loop has kernels of its own, many works stand in one round.
+
+A large product that runs alone draws more power than a step does, and clocks fall: the largest of each type is measured
+between memory traffic that takes as long, too.
 
 All devices work at once, as in a step, and so do all groups of a collective: devices that share cores, memory or links
 (the virtual ones of a CPU share everything) have less of them then than one that is alone. How much less is told by one
@@ -17,7 +20,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,13 +42,16 @@ _IN_A_ROW = 256
 """Rows and columns of the products of executables in a row."""
 _ROW, _PAIRS = 16, 11
 """Executables in a row, and how often they are held against one that does as much."""
-# Rounds between two questions whether to go on, for which a GPU waits for its host.
-_ROUNDS_AT_ONCE = 16
+_WORKS_IN_A_ROUND = 32
+"""A GPU counts the rounds of a loop by kernels, and waits for its host to be asked whether to go on."""
+_MOST_PASSES = 64
+"""Through memory, between two products."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One timed operation: "product", "memory", "at once", "dispatch", "execution", "transfer", or one of `PASSES`."""
+    """One timed operation: "product" (alone), "in step" (a product between memory traffic), "memory", "at once",
+    "dispatch", "execution", "transfer", or one of `PASSES`."""
 
     what: str
     dtype: str
@@ -105,22 +111,52 @@ def series_of(devices: Sequence[Any], effort: Effort, *, quick: bool) -> list[Se
 def _products(devices: Sequence[Any], dtype: str, effort: Effort) -> list[Measurement]:
     step = _on_each(lambda y, w: y @ w, devices)
 
-    def measured(n: int) -> Measurement:
+    def operand(n: int) -> jax.Array:
         def make() -> jax.Array:
             drawn = jax.random.normal(jax.random.key(0), (len(devices) * n, n)) / math.sqrt(n)
             return drawn.astype(dtype)
 
-        x = _made(make, devices)
+        return _made(make, devices)
+
+    def measured(n: int) -> Measurement:
+        x = operand(n)
         seconds = _looped_s(step, (x, x), effort)
         nbytes = 3 * x.nbytes // len(devices)
         return Measurement(what="product", dtype=dtype, nbytes=nbytes, seconds=seconds, flops=2.0 * n**3)
 
     # Four times the FLOPs from one to the next.
-    return list(_growing((round(128 * 4 ** (i / 3) / 16) * 16 for i in range(40)), measured, effort, more=2))
+    found = list(_growing((round(128 * 4 ** (i / 3) / 16) * 16 for i in range(40)), measured, effort, more=2))
+    largest = found[-1]
+    x = operand(round((largest.flops / 2) ** (1 / 3)))
+    seconds = _between_passes_s(step, x, largest.seconds, devices, effort)
+    return [*found, replace(largest, what="in step", seconds=seconds)]
+
+
+def _between_passes_s(
+    step: Callable[..., jax.Array], x: jax.Array, alone_s: float, devices: Sequence[Any], effort: Effort
+) -> float:
+    """Seconds of a product between passes through memory, over an array like its own, that take about as long."""
+    one_pass = _on_each(_passed, devices)
+    pass_s = _looped_s(one_pass, (x,), effort)
+    passes = min(_MOST_PASSES, max(1, round(alone_s / pass_s)))
+
+    def both(carried: tuple[jax.Array, jax.Array], w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, z = carried
+        y, z = lax.optimization_barrier((step(y, w), z))
+        for _ in range(passes):
+            z = lax.optimization_barrier(one_pass(z))
+        return y, z
+
+    return max(_looped_s(both, ((x, x), x), effort) - passes * pass_s, alone_s / 2)
+
+
+def _passed(y: jax.Array) -> jax.Array:
+    """Read and write an array."""
+    return y * y.dtype.type(0.5) + y.dtype.type(1)
 
 
 def _memory(devices: Sequence[Any], effort: Effort) -> list[Measurement]:
-    step = _on_each(lambda y: y * 0.5 + 1.0, devices)
+    step = _on_each(_passed, devices)
 
     def measured(nbytes: int) -> Measurement:
         x = _made(lambda: jnp.ones(len(devices) * nbytes // 4, jnp.float32), devices)
@@ -279,20 +315,22 @@ def _growing(
             return
 
 
-def _looped_s(step: Callable[..., jax.Array], arguments: tuple[jax.Array, ...], effort: Effort) -> float:
+def _looped_s(step: Callable[..., Any], arguments: tuple[Any, ...], effort: Effort) -> float:
     """Seconds of one of many steps, each of which takes the place of the first argument."""
-
-    rounds = 1 if next(iter(arguments[0].devices())).platform == "cpu" else _ROUNDS_AT_ONCE
+    device = next(iter(jax.tree.leaves(arguments)[0].devices()))
+    works = 1 if device.platform == "cpu" else _WORKS_IN_A_ROUND
 
     @jax.jit
-    def loop(count: Any, first: jax.Array, *others: jax.Array) -> jax.Array:
-        # Without the barrier, a compiler that unrolls rounds might fuse one with the next.
-        def several(_: Any, x: jax.Array) -> jax.Array:
-            return lax.fori_loop(0, rounds, lambda _, y: lax.optimization_barrier(step(y, *others)), x)
+    def loop(count: Any, first: Any, *others: jax.Array) -> Any:
+        def several(_: Any, x: Any) -> Any:
+            for _ in range(works):
+                # Without the barrier, one step might be fused with the next.
+                x = lax.optimization_barrier(step(x, *others))
+            return x
 
         return lax.fori_loop(0, count, several, first)
 
-    return fastest_s(lambda count: loop(count, *arguments), effort) / rounds
+    return fastest_s(lambda count: loop(count, *arguments), effort) / works
 
 
 def fastest_s(run: Callable[[int], Any], effort: Effort) -> float:

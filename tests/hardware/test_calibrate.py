@@ -12,6 +12,7 @@ from rich.console import Console
 from autopar.__main__ import main
 from autopar.hardware.calibrate import (
     fit_concurrent_devices,
+    fit_in_step_share,
     fit_link,
     fit_machine,
     fit_rates,
@@ -68,6 +69,22 @@ def test_the_rates_that_times_were_made_of_are_found_again(name):
     for dtype, rate in found.matmul_flops.items():
         assert rate == pytest.approx(machine.matmul_flops(dtype), rel=0.02)
     assert found.matmul_half_flops == pytest.approx(machine.matmul_half_flops, rel=0.2)
+
+
+@pytest.mark.parametrize("share", [0.88, 1.19])
+def test_what_products_reach_in_a_step_is_found_again_beside_what_they_reach_alone(share):
+    machine = replace(Machine.named("dgx-h200"), in_step_share=share)
+    alone = work(machine, ("float32", "bfloat16"))
+    assert fit_in_step_share(alone) is None
+    largest = [each for each in alone if each.what == "product" and each.flops == 2 * 8192**3]
+    within = [replace(each, what="in step") for each in largest]
+    within = [replace(each, seconds=predicted_s(machine, each)) for each in within]
+    assert fit_in_step_share([*alone, *within]) == pytest.approx(share, rel=0.01)
+    device = type("Device", (), {"device_kind": "NVIDIA H200", "platform": "gpu", "memory_stats": lambda self: None})()
+    found = fit_machine([device], [*alone, *within])
+    assert found.in_step_share == pytest.approx(share, rel=0.01)
+    assert found.matmul_share == pytest.approx(machine.matmul_share, rel=0.02)  # alone, as before
+    assert found.sources["in_step_share"].startswith("measured on 1 x NVIDIA H200")
 
 
 def at_once(seconds: dict[int, float]) -> list[Measurement]:

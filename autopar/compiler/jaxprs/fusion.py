@@ -98,6 +98,8 @@ class Traffic(NamedTuple):
     """Operations of its kernels for every byte that these read or write."""
     kept: float = 1.0
     """Of a product: how many of its result's bytes what its kernel writes has, which may be of another type."""
+    reduces: bool = False
+    """Its kernel, or one of them, has a reduction."""
 
 
 def alone(eqn: jc.JaxprEqn) -> Traffic:
@@ -108,6 +110,7 @@ def alone(eqn: jc.JaxprEqn) -> Traffic:
         writes=(1,) * len(eqn.outvars),
         kernels=1.0,
         flops_per_byte=equation_flops(eqn) / nbytes if nbytes else 0.0,
+        reduces=kind_of(eqn) == "reduction",
     )
 
 
@@ -370,6 +373,7 @@ class _Fusion:
         work: defaultdict[Any, float] = defaultdict(float)
         nbytes: defaultdict[Any, float] = defaultdict(float)
         results: Counter[Any] = Counter()
+        reducing: set[Any] = set()
         for (number, kernel), moved in parts.items():
             group = groups.of((number, kernel))
             # Random bits and products are priced by themselves.
@@ -377,6 +381,7 @@ class _Fusion:
             work[group] += 0.0 if apart else equation_flops(eqns[number])
             nbytes[group] += moved
             results[group] += number in self.stored
+            reducing.update([group] if self.kinds[number] == "reduction" else [])
         # A product has what its kernel ends with written where its result was.
         alone = self.stored - self.ends.keys()
         kept = [self._kept_of(number) for number in range(len(eqns))]
@@ -392,6 +397,7 @@ class _Fusion:
                     kernels=more[number] + (sum(1 / results[group] for group in mine) if number in alone else 0.0),
                     flops_per_byte=max((work[group] / nbytes[group] for group in mine if nbytes[group]), default=0.0),
                     kept=kept[number],
+                    reduces=any(group in reducing for group in mine),
                 )
             )
         return tuple(found)

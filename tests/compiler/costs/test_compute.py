@@ -102,6 +102,14 @@ def test_a_maximum_over_a_split_dimension_pays_for_its_collective():
     assert together > 2
 
 
+def test_kernels_with_reductions_reach_their_share_of_the_bandwidth():
+    slower = changed(reducing_share=0.5)
+    for case in (("reduce_sum", lambda x: x.sum(1), (X,)), ("reduce_max", lambda x: x.max(0), (X,))):
+        assert seconds(case, slower)[0] == pytest.approx(2 * seconds(case)[0])
+    for case in (("add", jnp.add, (X, X)), ("dot_general", jnp.matmul, (X, X))):
+        assert seconds(case, slower) == seconds(case)
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -206,3 +206,13 @@ def test_operations_are_told_for_the_bytes_of_the_whole_kernel():
 
     _, found = traffic(polynomial, X)
     assert {each.flops_per_byte for each in found} == {100 / 8}
+
+
+def test_what_is_computed_in_a_kernel_with_a_reduction_is_told_from_what_is_not():
+    def step(x, y):
+        return (jnp.exp(x) * x).sum(1), jnp.tanh(y) + 1.0
+
+    jaxpr = jax.make_jaxpr(step)(jnp.ones((64, 64)), jnp.ones((64, 64))).jaxpr
+    found = fused_traffic(jaxpr, product_sums=True, fuses_products=False)
+    reducing = {eqn.primitive.name: each.reduces for eqn, each in zip(jaxpr.eqns, found, strict=True)}
+    assert reducing == {"exp": True, "mul": True, "reduce_sum": True, "tanh": False, "add": False}
