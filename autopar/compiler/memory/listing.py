@@ -20,7 +20,7 @@ from autopar.compiler.jaxprs import compat as jc
 from autopar.compiler.jaxprs.equation_keys import literal_key
 from autopar.compiler.jaxprs.flops import aval_bytes
 from autopar.compiler.jaxprs.fusion import alone, fused_traffic, is_expensive, kind_beside_products, kind_of
-from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM, PRODUCTS, REMAT
+from autopar.compiler.jaxprs.primitives import COMPRESSED_SUM, PRODUCTS, REMAT, SELECTIONS
 from autopar.compiler.memory.allocation import (
     Border,
     MemoryProgram,
@@ -245,7 +245,8 @@ class _Lister:
                     results,
                     expensive=is_expensive(eqn) and not self.machine.fuses_products,
                     over=writes_over(eqn),
-                    workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes, exchanged),
+                    workspace=workspace_bytes(eqn, self.machine.product_workspace_bytes, exchanged)
+                    + self._places_bytes(action),
                     seconds=equation_s(eqn, strategy._replace(combined=()), self.mesh_costs, alone(eqn))
                     if eqn.primitive.name in PRODUCTS
                     else 0.0,
@@ -260,6 +261,17 @@ class _Lister:
                     stacks=self._keys(*action.results[stacked_from(eqn) :]),
                     seconds=math.inf,
                 )
+
+    def _places_bytes(self, action: Evaluate) -> float:
+        """Return the bytes of the places of the largest in all windows, which XLA finds before it adds there.
+
+        A place is a number of 32 bits for each dimension, and the largest is beside it; TPUs have a kernel for both.
+        """
+        if action.eqn.primitive.name not in SELECTIONS or self.machine.fuses_products:
+            return 0.0
+        summed: Any = action.operands[0]
+        aval = summed.variable.aval
+        return (aval.ndim * 4 + max(4, aval.dtype.itemsize)) * value_bytes(summed, self.mesh) / aval.dtype.itemsize
 
     def _kind_of(self, eqn: jc.JaxprEqn) -> Kind:
         """Return how XLA treats an equation."""

@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
+import autopar
 from autopar.compiler.intra_op.memory_rows import modelled_memory
 from autopar.compiler.intra_op.plan_program import MemorySearch
 from autopar.compiler.memory import estimate
@@ -131,3 +134,25 @@ def test_a_product_needs_what_its_kernel_gets_on_the_machine():
     machines = (dataclasses.replace(H100, product_workspace_bytes=nbytes) for nbytes in (0.0, 2.0**20))
     without, more = (estimate.peak_memory(block, mesh, machine=machine) for machine in machines)
     assert 0 < more.peak_bytes - without.peak_bytes <= 2**20
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("shape", [(1,), (8,)], ids=str)
+def test_the_gradient_of_a_maximum_over_windows_needs_its_places(shape):
+    def step(kernel, images):
+        def loss(kernel):
+            x = lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return (lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME") ** 2).mean()
+
+        return kernel - jax.grad(loss)(kernel)
+
+    images = jax.ShapeDtypeStruct((64, 64, 64, 8), jnp.float32)
+    trace = autopar.parallelize(step).trace(jax.ShapeDtypeStruct((3, 3, 8, 64), jnp.float32), images).trace
+    donated = state_inputs(trace)
+    mesh, found, block = planned(trace, shape)
+    modelled = peak_memory(block, mesh, donated).peak_bytes
+    assert modelled == pytest.approx(compiled_bytes(trace, block, mesh, donated), rel=TOLERANCE)
+    rows = modelled_memory(found.choices, found.table, found.optimum.assignment, donated)
+    assert rows.peak_bytes == pytest.approx(modelled, rel=1e-12)
+    on_tpus = dataclasses.replace(H100, fuses_products=True)
+    assert estimate.peak_memory(block, mesh, donated, machine=on_tpus).peak_bytes < modelled
