@@ -8,7 +8,7 @@ already.
 """
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from autopar.compiler.inter_op.bounds import PrefixBounds
 from autopar.compiler.inter_op.stage_costs import CostTables, IntArray, StageArray
 
+_AT_ONCE = 200  # so many labels of one cut are all compared with each other at once
 _PAIRWISE = 1500  # so many labels of one cut and submesh are all compared with each other
 _TOLERANCE = 1e-12  # of the step time: what is better by less is not better
 
@@ -64,7 +65,7 @@ class _Labels:
     choice: IntArray
     bound_s: StageArray
 
-    def take(self, index: NDArray[np.int64] | NDArray[np.bool_]) -> "_Labels":
+    def take(self, index: NDArray[np.int64] | NDArray[np.bool_] | slice) -> "_Labels":
         return _Labels(**{name: getattr(self, name)[index] for name in _COLUMNS})
 
 
@@ -80,7 +81,9 @@ def extend_labels(task: LabelTask) -> LabelResult:
     labels = _root(task.tables)
     finished = True
     for start in range(task.tables.num_layers - 1, -1, -1):
-        new = _undominated(_stage_in_front(task, labels, start))
+        first = _first_in_reach(task.bounds, labels, start)
+        new = _undominated(_stage_in_front(task, labels.take(slice(first, None)), start))
+        new = replace(new, parent=first + new.parent)
         if task.width is not None and len(new.cut) > task.width:
             new = new.take(np.argsort(new.bound_s, kind="stable")[: task.width])
             finished = False
@@ -103,6 +106,13 @@ def _root(tables: CostTables) -> _Labels:
         **{name: np.array([value], dtype=np.int64) for name, value in integers.items()},
         **{name: np.array([value]) for name, value in floats.items()},
     )
+
+
+def _first_in_reach(bounds: PrefixBounds, labels: _Labels, start: int) -> int:
+    """The first label whose cut is not behind the longest stage from layer `start`; cuts fall from label to label."""
+    stops = np.flatnonzero(np.isfinite(bounds.fastest_s[:, start]).any(axis=0))
+    furthest = stops[-1] if len(stops) else start
+    return len(labels.cut) - int(np.searchsorted(labels.cut[::-1], furthest, side="right"))
 
 
 def _stage_in_front(task: LabelTask, labels: _Labels, start: int) -> _Labels:
@@ -169,35 +179,43 @@ def _undominated(labels: _Labels) -> _Labels:
     for devices in labels.devices.T:
         key = key * (devices.max(initial=0) + 1) + devices
     order = np.lexsort((labels.update_s, labels.steady_s, labels.stages, labels.sum_s, key))
-    labels, key = labels.take(order), key[order]
-    kept: list[NDArray[np.int64]] = []
-    waiting = np.arange(len(key))
+    if len(order) > _AT_ONCE:
+        order = _without_followers(labels, order, key[order])
+    submeshes = labels.submesh[order]
+    groups = [order] if len(order) <= _AT_ONCE else [order[submeshes == m] for m in np.unique(submeshes)]
+    return labels.take(np.concatenate([_pairwise(labels, group) for group in groups]))
+
+
+def _without_followers(labels: _Labels, order: IntArray, key: IntArray) -> IntArray:
+    """Those, in this order, that no one of the same submesh and devices in front beats, where that is quick to see."""
+    stages, steady_s, update_s = (each[order] for each in (labels.stages, labels.steady_s, labels.update_s))
+    kept: list[IntArray] = []
+    waiting = np.arange(len(order))
     while len(waiting):
         first = np.ones(len(waiting), dtype=bool)
         first[1:] = key[waiting[1:]] != key[waiting[:-1]]
         kept.append(waiting[first])
         leader = waiting[first][np.cumsum(first) - 1]
         beaten = (
-            (labels.stages[leader] <= labels.stages[waiting])
-            & (labels.steady_s[leader] <= labels.steady_s[waiting])
-            & (labels.update_s[leader] <= labels.update_s[waiting])
+            (stages[leader] <= stages[waiting])
+            & (steady_s[leader] <= steady_s[waiting])
+            & (update_s[leader] <= update_s[waiting])
         )
         waiting = waiting[~beaten]  # a leader beats itself
-    labels = labels.take(np.sort(np.concatenate(kept))) if kept else labels
-    groups = [np.flatnonzero(labels.submesh == m) for m in np.unique(labels.submesh)]
-    return labels.take(np.concatenate([_pairwise(labels, group) for group in groups])) if groups else labels
+    return order[np.sort(np.concatenate(kept))]
 
 
-def _pairwise(labels: _Labels, group: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those of a group that no other one of it beats in everything; of equals the first stays."""
+def _pairwise(labels: _Labels, group: IntArray) -> IntArray:
+    """Those of a group that no other one of it on their submesh beats in everything; of equals the first stays."""
     if len(group) > _PAIRWISE:
         return group
-    beats = np.ones((len(group), len(group)), dtype=bool)
+    submesh = labels.submesh[group]
+    beats = submesh[:, None] == submesh
     for column in (*labels.devices.T, labels.stages, labels.sum_s, labels.steady_s, labels.update_s):
         values = column[group]
-        beats &= values[:, None] <= values[None, :]
-    equal = beats & beats.T
-    beats &= ~equal | (np.arange(len(group))[:, None] < np.arange(len(group))[None, :])
+        beats &= values[:, None] <= values
+    # Only the first of equals may beat the others, and none itself.
+    beats &= ~np.tril(beats.T)
     return group[~beats.any(axis=0)]
 
 

@@ -216,17 +216,18 @@ def _kept(moment: Moment, forms: Forms) -> Iterator[tuple[BlockValue, BlockValue
             # Two copies of what is itself no longer there are one array where their layouts agree.
             yield form, first if origin is None else origin
             first = form if first is None and origin is None else first
+    viewed = set(lives.places.values())
     for root, life in lives.whole.items():
         if not life.allocated:  # an input, which is there all the time
             copies = [form for form in wanted.get(root, ()) if form != root]
-            there = {root, *copies, *lives.places.values()}
-            yield from ((form, _nearest(form, forms, lives.places, there)) for form in copies)
+            there = {root, *copies}
+            yield from ((form, _nearest(form, forms, lives.places, there, viewed)) for form in copies)
 
 
-def _nearest(form: BlockValue, forms: Forms, places: Mapping[Any, Any], among: Collection[Any]) -> BlockValue | None:
-    """Return the nearest of some forms that a form is brought from; it may be through a view of it."""
+def _nearest(form: BlockValue, forms: Forms, places: Mapping[Any, Any], *among: Collection[Any]) -> BlockValue | None:
+    """Return the nearest of the forms in some collections that a form is brought from; it may be by a view of it."""
     origin = forms.origins.get(form)
-    while origin is not None and places.get(origin, origin) not in among:
+    while origin is not None and not any(places.get(origin, origin) in each for each in among):
         origin = forms.origins.get(origin)
     return origin
 

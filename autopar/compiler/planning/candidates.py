@@ -10,6 +10,7 @@ others are taken to need nothing but their work, as long as a partition without 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -506,9 +507,11 @@ def solved_searches(
     """Return the best stages with and without their updates, their layers solved for; none if they are no good.
 
     By the formula, the longest update follows the last task of all. When simulated, each follows the last of its own
-    stage, so that what is best lies between the two, and only the one without updates gives a bound.
+    stage, so that what is best lies between the two, and only the one without updates gives a bound. Raises `TimeIsUp`
+    behind the problem's deadline.
     """
     while True:
+        problem.check_time()
         limit_s = below_s / _FORMULA_SHARE
         without = _partitioned(problem, ranges, timing, number, clusters, num_stages, updates=False, below_s=limit_s)
         if without.best.step_time_s >= limit_s:
@@ -633,7 +636,7 @@ def _partitioned(
         timing=timing,
         max_stages=most,
         memory_bytes=problem.expected_bytes,
-        time_limit_s=problem.method.time_limit_s,
+        time_limit_s=min(problem.method.time_limit_s, problem.deadline_s - time.process_time()),
         below_s=below_s,
         can_place=lambda submeshes: place_in_groups(submeshes, places) is not None,
     )

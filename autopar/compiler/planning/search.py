@@ -42,7 +42,7 @@ from autopar.compiler.planning.manual import plan_by_hand
 from autopar.compiler.planning.one_mesh import memory_limit, plan_by_search
 from autopar.compiler.planning.sharded_plan import ShardedPlan, shard_candidate
 from autopar.compiler.planning.space import Completion, Lanes, OneProgram, Region, Space, Stages
-from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
+from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem, TimeIsUp
 from autopar.compiler.solver.problem import NoneBelow
 from autopar.compiler.solver.solve import MAX_GAP
 from autopar.errors import AutoparError, InvalidArgument, MemoryTooSmall, NotSplittable, Unsupported
@@ -125,6 +125,8 @@ class _Search:
 
     space: Space
     simulated_s: SimulatedTime
+    deadline_s: float
+    """Of `time.process_time()`; it ends the search once there is a plan."""
     open: list[Region] = field(default_factory=list[Region])
     best: Plan | None = None
     best_s: float = math.inf
@@ -157,14 +159,15 @@ class _Search:
     @classmethod
     def of(cls, problem: StageProblem, simulated_s: SimulatedTime) -> _Search:
         """Return the search at its start: every region is open."""
+        deadline_s = time.process_time() + _CLOCK * problem.method.time_limit_s
         space = Space.of(problem)
-        return cls(space=space, simulated_s=simulated_s, open=list(space.regions))
+        return cls(space=space, simulated_s=simulated_s, deadline_s=deadline_s, open=list(space.regions))
 
     def run(self) -> Plan:
         """Solve regions, the most promising first, until none can hold a better plan."""
         method = self.space.problem.method
-        most, deadline = EFFORTS[method.effort], time.process_time() + _CLOCK * method.time_limit_s
-        taken, stopped = {True: 0, False: 0}, ""
+        most, taken, stopped = EFFORTS[method.effort], {True: 0, False: 0}, ""
+        out_of_time = f"{TIME_LIMIT} of {_CLOCK} x {method.time_limit_s:g} s ended the search"
         while self.open:
             region = self.next_region()
             if region is None:
@@ -178,11 +181,16 @@ class _Search:
                 if max(taken.values()) >= most:
                     stopped = f'effort="{method.effort}" ended the search'
                     break
-                if time.process_time() > deadline:
-                    stopped = f"{TIME_LIMIT} of {_CLOCK} x {method.time_limit_s:g} s ended the search"
+                if time.process_time() > self.deadline_s:
+                    stopped = out_of_time
                     break
             self.open.remove(region)
-            taken[self.take(region)] += 1
+            try:
+                taken[self.take(region)] += 1
+            except TimeIsUp:
+                self.open.append(region)
+                stopped = out_of_time
+                break
         if self.beside is not None and self.beside[1] < self.best_s:
             self.best, self.best_s, self.best_in_words = self.beside
         if self.best is None:
@@ -393,7 +401,7 @@ class _Search:
         """Find the best stages of every schedule."""
         count, known = region.num_microbatches, self.space.known_of(region.num_stages)
         share = min(region.share, self.memory_share_of(region.num_stages))
-        problem = replace(known.problem, share=share)
+        problem = replace(self.within_time(known.problem), share=share)
         known = replace(known, problem=problem)
         below_s = self.best_s / self.learned.least_share
         self.tried.add(count)
@@ -406,6 +414,11 @@ class _Search:
             if key not in self.found:
                 self.found.add(key)
                 self.open.append(Completion(candidate=each, region=region))
+
+    def within_time(self, problem: StageProblem) -> StageProblem:
+        """Return the problem with the deadline, once there is a plan to return."""
+        there_is_one = self.best is not None or self.beside is not None
+        return replace(problem, deadline_s=self.deadline_s) if there_is_one else problem
 
     def by_others_s(self, region: Stages) -> float:
         """Return the time of equal stages that is least by the layers of the nearest microbatches with known costs.
@@ -456,7 +469,7 @@ class _Search:
     def complete(self, region: Completion) -> None:
         """Choose the layouts of all stages of a candidate, and simulate its plan."""
         candidate, problem = region.candidate, self.space.known_of(region.region.num_stages).problem
-        stages = candidate.stages
+        problem, stages = self.within_time(problem), candidate.stages
         alone = len(stages) == 1 and candidate.layers.num_microbatches == 1 and len(candidate.virtual_stages) == 1
         if alone and not problem.offloads:
             # The layouts of one program on one mesh are searched in one piece.

@@ -9,6 +9,7 @@ Both compute an answer when it is first asked for.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -56,6 +57,10 @@ _LITTLE_TIME = 0.01
 """Of a step: if keeping as little as can be in memory takes no more, nothing in between is asked for."""
 
 
+class TimeIsUp(Exception):
+    """The time for a search has passed before a part of its space was looked at to its end."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageProblem:
     """A search over stages: all that is the same for every number of microbatches."""
@@ -68,6 +73,8 @@ class StageProblem:
     """The plan will be compiled to see what it needs, and so may use all of its memory budget."""
     share: float = 1.0
     """The part of a plan's memory limit that the sum over a stage's layers may reach."""
+    deadline_s: float = math.inf
+    """The seconds of `time.process_time()` until which it may be worked on."""
     cut: LayerCutter | None = None
     """The cuts between layers, if they are not to be those of the model."""
     allows: Callable[[int, int, int], bool] | None = None
@@ -82,6 +89,11 @@ class StageProblem:
     """The costs of layers so far, which other layers may have as well."""
     solved_stages: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     """The layouts of stages as a whole so far, which other candidates may have as well (see `stage_layouts`)."""
+
+    def check_time(self) -> None:
+        """Raise `TimeIsUp` behind the deadline."""
+        if time.process_time() > self.deadline_s:
+            raise TimeIsUp
 
     @property
     def offloads(self) -> bool:

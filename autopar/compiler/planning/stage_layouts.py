@@ -205,6 +205,7 @@ def stage_shardings(
     kinds = None if problem.method.kinds is None else graph_kinds(graph, problem.trace.batch_inputs)
     for number, stage in enumerate(stages):
         tell(f"layouts of stage {number + 1} of {len(stages)}")
+        problem.check_time()
         inputs = _stage_inputs(problem, graph, kinds, plan, number, stage, timing)
         ranges = [each.layers for each in plan.stages if each.mesh == number]
         classes = tuple(layers.class_of[start:stop] for start, stop in ranges)

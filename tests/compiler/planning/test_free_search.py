@@ -12,7 +12,7 @@ from autopar.compiler.intra_op import plan_program
 from autopar.compiler.planning import one_mesh, search
 from autopar.compiler.planning.candidates import likely_times_s, stage_candidates, unequal_stages_s
 from autopar.compiler.planning.one_mesh import plan_by_search
-from autopar.compiler.planning.space import Space
+from autopar.compiler.planning.space import Space, Stages
 from autopar.compiler.planning.stage_costs import KnownLayers, StageProblem
 from autopar.compiler.planning.step_bounds import Work, step_bounds
 from autopar.compiler.solver.problem import NoneBelow
@@ -286,6 +286,23 @@ def test_what_ended_the_search_early_is_said(tmp_path, monkeypatch):
     assert 'effort="fast" ended the search' in " ".join(str(fast).split())
     stopped = traced.plan(autopar.Auto(time_limit_s=1e-9)).plan
     assert "the time limit of 5 x 1e-09 s ended the search" in " ".join(str(stopped).split())
+
+
+def test_a_region_that_time_ends_is_still_open(monkeypatch):
+    take, given_up = search._Search.take, []
+
+    def take_until_time_is_up(self, region):
+        if isinstance(region, Stages) and self.best is not None:
+            self.deadline_s = 0.0
+            given_up.append(region)
+        return take(self, region)
+
+    monkeypatch.setattr(search._Search, "take", take_until_time_is_up)
+    sizes, cluster = CASES["slow links"]
+    plan = autopar.parallelize(train_step, cluster=cluster).trace(*arguments(*sizes)).plan().plan
+    (region,) = given_up
+    assert "the time limit of 5 x 60 s ended the search" in plan.certificate.stopped
+    assert plan.certificate.lower_bound_s <= region.bound_s < plan.certificate.step_time_s
 
 
 def test_what_does_not_fit_is_counted_apart_from_the_effort(tmp_path, monkeypatch):
