@@ -406,7 +406,7 @@ class Auto:
     laid out so. Sharding constraints in the model are obeyed unless `ignore_user_shardings`; `reduce_dtype` is that of
     `DataParallel`. `effort` ("fast", "normal", "thorough") says how much of the space is looked at before the best plan
     so far is taken, with the gap that is left; a search that has worked for five times `time_limit_s` seconds ends as
-    well, and the plan says so.
+    well, once it has a plan, and the plan says so.
 
     `kinds` restricts the search to kinds of parallelism, by default to none. Only what is named is allowed, never asked
     for, so that more kinds are never slower:
