@@ -288,7 +288,8 @@ def test_what_ended_the_search_early_is_said(tmp_path, monkeypatch):
     assert "the time limit of 5 x 1e-09 s ended the search" in " ".join(str(stopped).split())
 
 
-def test_a_region_that_time_ends_is_still_open(monkeypatch):
+def test_a_region_that_time_ends_is_still_open(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
     take, given_up = search._Search.take, []
 
     def take_until_time_is_up(self, region):
