@@ -162,7 +162,7 @@ def measured(name: str, figures: Path | None, details: Path | None) -> Row:
     (executable,) = compiled.loaded.functions.values()  # pyright: ignore[reportAttributeAccessIssue]
     compiled_at = time.perf_counter()
     batch = jax.device_put(model.create_batch(), one[0])
-    state, seconds = timed(compiled, state_of(model), batch)
+    state, seconds = timed(compiled, model.draw_state(), batch)
     told = one[0].memory_stats()
     if details is not None:
         stem = details / "".join(c if c.isalnum() or c in ".-" else "_" for c in name)
@@ -229,20 +229,6 @@ def kernels_of(step: Step, state: State, batch: Any) -> list[dict[str, Any]]:
         for event in line.events
     ]
     return sorted(found, key=lambda each: each["start_us"])
-
-
-def state_of(model: Workload) -> State:
-    """A state that is drawn on the device: the host takes half a minute for a billion parameters."""
-    leaves, tree = jax.tree.flatten((model.params, model.statistics))
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    drawn = [
-        (each.mean + each.scale * jax.random.normal(key, each.shape)).astype(each.dtype)
-        for each, key in zip(leaves, keys, strict=True)
-    ]
-    params, statistics = jax.tree.unflatten(tree, drawn)
-    is_master = model.abstract_state.master is not None
-    master = jax.tree.map(lambda x: x.astype(jnp.float32), params) if is_master else None
-    return State(params, master, model.optimizer.init(master if is_master else params), statistics)
 
 
 def table_of(rows: Sequence[Row]) -> Table:

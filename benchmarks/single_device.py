@@ -89,7 +89,7 @@ def compare_steps(size: GPTSize, dtype: str, repetitions: int) -> Comparison:
     one = jax.devices()[:1]
     ours = autopar.parallelize(step, method=autopar.Auto(), donate_argnums=(0,), devices=one)
     times = time_pairs(
-        jax.jit(step, donate_argnums=0), ours, model.create_state, jax.device_put(model.create_batch()), repetitions
+        jax.jit(step, donate_argnums=0), ours, model.draw_state, jax.device_put(model.create_batch()), repetitions
     )
     return replace(compare(name, times), target=TARGET_RATIO)
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import jax
 import pytest
 
 from autopar.hardware.machine import Machine
@@ -55,10 +56,8 @@ def test_a_table_without_rows_is_a_table():
 
 
 def test_states_are_drawn_in_the_shapes_of_the_model():
-    import jax
-
     model = MODELS["small"]()
-    state = measured_steps.state_of(model)
+    state = model.draw_state()
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
         lambda x: (x.shape, x.dtype), model.abstract_state
     )
