@@ -58,8 +58,12 @@ class StageCut:
         return self.stages[lane.start : lane.stop], remat
 
 
+@lru_cache(maxsize=2)
 def cut_stages(prepared: PreparedStep, cut: StageCut) -> StageGraph:
-    """Return the stages as tasks. Raises `PlanMismatch` for a cut behind the last forward equation."""
+    """Return the stages as tasks. Raises `PlanMismatch` for a cut behind the last forward equation.
+
+    The last two are remembered, as a plan is simulated when its layouts are chosen.
+    """
     order = layer_order(prepared.phases)
     if cut.cuts and cut.cuts[-1] >= len(order):
         raise PlanMismatch(

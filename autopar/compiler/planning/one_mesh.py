@@ -90,7 +90,7 @@ def plan_by_search(
     ]
     fitting: list[MeshSearchResult] = []
     refused: list[MemoryTooSmall | InvalidArgument] = []
-    slow: list[NoneBelow] = []
+    slow_s: list[float] = []
     if len(places) > 1 and auto.remat is not True:
         places = _most_promising_first(places, refused)
     budget = memory_limit(auto.memory, machine) / (1 + _headroom(method, checked))
@@ -99,11 +99,11 @@ def plan_by_search(
             fitting.append(_search_layers(method, place, offered, budget, below_s))
             below_s = min(below_s, fitting[-1].step_time_s)
         except NoneBelow as none:
-            slow.append(none)
+            slow_s.append(none.bound)
         except (MemoryTooSmall, InvalidArgument) as error:  # another mesh may have the axes that the user asks for
             refused.append(error)
     if not fitting:
-        raise min(slow, key=lambda none: none.bound) if slow else refused[-1]
+        raise NoneBelow(min(slow_s)) if slow_s else refused[-1]
     return plan_of(trace, method, min(fitting, key=lambda searched: searched.step_time_s), offered)
 
 

@@ -367,7 +367,7 @@ class RangeCosts:
         self.free_choices: dict[Submesh, list[LayoutChoice]] = {}
         self.known: dict[tuple[int, int, Submesh], Sequence[StageCost]] = {}
         self.columns: dict[tuple[Submesh, LayoutChoice], np.ndarray] = {}
-        self.tables: dict[tuple[Submesh, bytes], RangeTable] = {}
+        self.tables: dict[tuple[Submesh, bytes], tuple[np.ndarray, list[LayoutChoice]]] = {}
         self.least_sums: dict[tuple[Machine, float], np.ndarray] = {}
         self.expected_bytes = problem.expected_bytes
         self.most_in_flight = min(layers.num_microbatches, 2 * len(layers.class_of))
@@ -414,11 +414,9 @@ class RangeCosts:
         if key not in self.tables:
             slots = self._slots(submesh, asked)
             values = [np.where(there, self._columns(submesh, choice), np.inf) for choice, there in slots]
-            self.tables[key] = RangeTable(
-                values=np.stack(values, axis=-1),
-                cost=lambda start, stop, slot: self.cost(start, stop, submesh, slots[slot][0]),
-            )
-        return self.tables[key]
+            self.tables[key] = np.stack(values, axis=-1), [choice for choice, _ in slots]
+        values, choices = self.tables[key]
+        return RangeTable(values=values, cost=lambda start, stop, slot: self.cost(start, stop, submesh, choices[slot]))
 
     def _slots(self, submesh: Submesh, asked: np.ndarray) -> list[tuple[LayoutChoice, np.ndarray]]:
         """Return the choices of some range, and for which ranges each is one."""

@@ -62,7 +62,7 @@ class _Level:
 
     def least(self, added: FloatArray) -> FloatArray:
         """Return what every option costs at least along each edge, by what was `added` at the other ends."""
-        found = np.minimum.reduceat(self.matrix + added[self.far], self.rows) if self.rows.size else self.matrix
+        found = np.minimum.reduceat(self.matrix + added.take(self.far), self.rows) if self.rows.size else self.matrix
         if self.small is None:
             return found
         every = np.empty(self.to_option.size)

@@ -165,8 +165,10 @@ class _Work:
             unexamined=set(range(num_nodes)),
         )
         suspects = {node for node, cost in enumerate(work.costs) if results(_possible, cost) is not None}
+        # Not by `results(results.same, ...)`: what holds itself, and so all arrays, would wait for the collector.
+        first = {id(matrix): results.same(matrix) for matrix in {id(m): m for m in problem.edges.values()}.values()}
         for (i, j), matrix in problem.edges.items():
-            matrix = results(results.same, matrix)
+            matrix = first[id(matrix)]
             turned, rows_are_possible, columns_are_possible = results(_turned, matrix)
             work.links[i][j], work.links[j][i] = matrix, turned
             if not rows_are_possible:
