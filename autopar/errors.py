@@ -1,5 +1,9 @@
 """The errors a user can meet: each says what was found, what is required, and what to do."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 
 class AutoparError(Exception):
     """Base of every error that autopar raises for a user's mistake or an unsupported program."""
@@ -34,7 +38,26 @@ class SolverFailed(AutoparError, RuntimeError):
 
 
 class MemoryTooSmall(InvalidArgument):
-    """A memory budget that no plan fits; the message says the least that was found, and what takes it."""
+    """A memory budget that no plan fits; the message says the least that was found, and what takes it.
+
+    A message that takes long to find is given as a function, which is called when the message is first read: a search
+    meets many of these errors, and shows one at most.
+    """
+
+    def __init__(self, message: str | Callable[[], str]) -> None:
+        """Keep the message, or what finds it."""
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        """Return the message."""
+        (message,) = self.args
+        if callable(message):
+            self.args = (message(),)
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[type[MemoryTooSmall], tuple[str]]:
+        """Return what makes an equal error in another process."""
+        return type(self), (str(self),)
 
 
 class ReplicatedWarning(UserWarning):

@@ -1,5 +1,6 @@
 """Every mistake a user can make is met before anything runs: what was found, what is required, what to do."""
 
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import DataParallel, InvalidArgument, NotSplittable, PlanMismatch, ShardParallel, Unsupported
+from autopar import (
+    DataParallel,
+    InvalidArgument,
+    MemoryTooSmall,
+    NotSplittable,
+    PlanMismatch,
+    ShardParallel,
+    Unsupported,
+)
 from tests.small_steps import (
     ROWS,
     assert_same,
@@ -421,3 +430,16 @@ def test_a_first_pass_that_is_recomputed_as_a_whole_says_what_cannot_be_cut():
         InvalidArgument, match=r"first pass through the model is `remat2`.*test_errors.*around the layers"
     ):
         step(mlp_params(), mlp_batch())
+
+
+def test_a_message_that_takes_long_is_found_once_and_when_it_is_read() -> None:
+    found: list[str] = []
+
+    def find() -> str:
+        found.append("0.5 GiB are missing.")
+        return found[-1]
+
+    error = MemoryTooSmall(find)
+    assert not found
+    assert str(error) == str(error) == str(pickle.loads(pickle.dumps(error))) == "0.5 GiB are missing."
+    assert len(found) == 1

@@ -382,7 +382,7 @@ def _fewest_devices(tables: CostTables, limits: IntArray, num_stages: int) -> li
 
 
 def _raise_no_partition(tables: CostTables, memory_bytes: tuple[float, ...], num_stages: int) -> NoReturn:
-    """Raise `MemoryTooSmall` with the least memory that is enough, by halving, or `InvalidArgument` if none is.
+    """Raise `MemoryTooSmall`, which tells the least memory that is enough, or `InvalidArgument` if none is.
 
     Where groups have different memory, all of it grows in proportion.
     """
@@ -410,12 +410,25 @@ def _raise_no_partition(tables: CostTables, memory_bytes: tuple[float, ...], num
             f"devices with submeshes {', '.join(map(str, tables.submeshes)) or '(none)'}, whatever memory they have. "
             "Give more devices, smaller submeshes or more stages."
         )
-    low = max(memory_bytes)
+
+    def message() -> str:
+        return _shortage(tables, memory_bytes, *_smallest(fitting, max(memory_bytes), high, smallest))
+
+    raise MemoryTooSmall(message)
+
+
+def _smallest(
+    fitting: Callable[[float], tuple[list[StageChoice], int] | None],
+    low: float,
+    high: float,
+    smallest: tuple[list[StageChoice], int],
+) -> tuple[list[StageChoice], int]:
+    """Return by halving the stages that fit into the least bytes from `low` to `high`, where the `smallest` do."""
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         better = fitting(middle)
         low, high, smallest = (low, middle, better) if better is not None else (middle, high, smallest)
-    raise MemoryTooSmall(_shortage(tables, memory_bytes, *smallest))
+    return smallest
 
 
 def _shortage(tables: CostTables, memory_bytes: tuple[float, ...], stages: list[StageChoice], count: int) -> str:
