@@ -1,5 +1,7 @@
 """Reductions and dual bounds keep the optimum, and lead back to it."""
 
+import gc
+
 import highspy
 import numpy as np
 import pytest
@@ -180,3 +182,14 @@ def test_equal_layers_are_reduced_to_equal_arrays():
     problem = MRF(costs=costs, edges=edges)
     reduced = reduce_problem(problem, protected=range(12))
     assert len({id(matrix) for matrix in reduced.core.edges.values()}) == 2 < len(reduced.core.edges) == 21
+
+
+def test_what_reductions_are_done_with_needs_no_collector():
+    problem = step_problem(seed=0)
+    gc.collect()
+    gc.disable()
+    try:
+        reduce_problem(problem)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
