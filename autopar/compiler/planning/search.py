@@ -470,7 +470,7 @@ class _Search:
         """Choose the layouts of all stages of a candidate, and simulate its plan."""
         candidate, problem = region.candidate, self.space.known_of(region.region.num_stages).problem
         problem, stages = self.within_time(problem), candidate.stages
-        alone = len(stages) == 1 and candidate.layers.num_microbatches == 1 and len(candidate.virtual_stages) == 1
+        alone = len(stages) == 1 and len(candidate.virtual_stages) == 1
         if alone and not problem.offloads:
             # The layouts of one program on one mesh are searched in one piece.
             seconds = self.solve_program(
@@ -478,7 +478,7 @@ class _Search:
                     num_devices=stages[0].submesh.num_devices,
                     group=stages[0].submesh.group,
                     shape=None,
-                    num_microbatches=1,
+                    num_microbatches=candidate.layers.num_microbatches,
                     bound_s=region.region.bound_s,
                 )
             )
