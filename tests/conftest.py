@@ -29,6 +29,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import jax
 import pytest
 
+from autopar.hardware import machine
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--update-goldens` writes tests/golden anew."""
@@ -76,6 +78,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)
+
+
+@pytest.fixture
+def own_machines() -> Iterator[None]:
+    """Forget after the test the machines that it registers."""
+    known = machine._library()
+    before = dict(known)
+    yield
+    known.clear()
+    known.update(before)
 
 
 @pytest.fixture

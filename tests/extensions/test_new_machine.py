@@ -46,7 +46,7 @@ def test_a_step_is_searched_simulated_and_run_for_a_machine_of_ones_own(cluster,
     assert found.verify(MODEL.create_state(), MODEL.create_batch())
 
 
-def test_a_registered_machine_goes_by_its_name_and_by_what_jax_calls_its_devices():
+def test_a_registered_machine_goes_by_its_name_and_by_what_jax_calls_its_devices(own_machines):
     register_machine(GARAGE)
     assert "garage-8" in machines()
     assert Cluster.parse("2x garage-8").num_devices == 16

@@ -195,7 +195,7 @@ def test_state_that_is_lost_with_its_only_holder_comes_from_the_last_checkpoint(
 
 
 @pytest.fixture
-def two_kinds(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Nodes:
+def two_kinds(nodes: Nodes, own_machines: None, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     """Two hosts that say that their devices are of two kinds, with compute of their own."""
     for kind in KINDS:
         register_machine(replace(small_steps.SEPARATE, name=kind.replace(" ", "-"), kind=kind))

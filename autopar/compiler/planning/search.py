@@ -166,7 +166,7 @@ class _Search:
     def run(self) -> Plan:
         """Solve regions, the most promising first, until none can hold a better plan."""
         method = self.space.problem.method
-        most, taken, stopped = EFFORTS[method.effort], {True: 0, False: 0}, ""
+        most, taken, too_large, stopped = EFFORTS[method.effort], 0, 0, ""
         out_of_time = f"{TIME_LIMIT} of {_CLOCK} x {method.time_limit_s:g} s ended the search"
         while self.open:
             region = self.next_region()
@@ -178,7 +178,7 @@ class _Search:
                 self.open = [each for each in self.open if self.space.is_there(each)]
                 continue
             if self.best is not None or self.beside is not None:
-                if max(taken.values()) >= most:
+                if max(taken, too_large) >= most:
                     stopped = f'effort="{method.effort}" ended the search'
                     break
                 if time.process_time() > self.deadline_s:
@@ -186,7 +186,10 @@ class _Search:
                     break
             self.open.remove(region)
             try:
-                taken[self.take(region)] += 1
+                if self.take(region):
+                    taken += 1
+                else:
+                    too_large += 1
             except TimeIsUp:
                 self.open.append(region)
                 stopped = out_of_time

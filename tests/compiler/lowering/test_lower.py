@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import autopar
 from autopar.compiler.jaxprs import compat as jc
 from autopar.ir.program import Free, Program, Recv, Run, Send
 from autopar.ir.schedules import schedule_tasks
@@ -142,6 +143,28 @@ def test_all_state_of_the_optimizer_is_updated_in_place_where_it_is_donated(opti
     }
     names = {item.value for item in found.inputs if item.value.startswith("a.")}
     assert taken >= names - {"a.count"}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_updates_of_several_rounds_overwrite_all_that_dies_in_them_and_fits(zero, schedule):
+    """A clipped step reads its state in two programs of each stage, of which the later one overwrites it."""
+    method = autopar.Megatron(data=2, pipeline=2, num_microbatches=2, zero=zero, schedule=schedule)
+    step = autopar.parallelize(adam(mlp_loss, clip=0.1), method=method, devices=jax.devices()[:4], donate_argnums=0)
+    args = adam_state(mlp_params(4)), mlp_batch()
+    found = step.trace(*args).plan().lower().program
+    num_state = len(jax.tree.leaves(args[0]))
+    for number, mesh in enumerate(found.meshes):
+        kept = {name for output in found.outputs for of_mesh, name in output.parts if of_mesh == number}
+        kept |= {i.value for i in found.inputs if i.mesh == number and (i.leaf is None or i.leaf >= num_state)}
+        last = {name: run for run in mesh.instructions if not isinstance(run, Free) for name in touched(run)}
+        for run in mesh.instructions:
+            if isinstance(run, Run) and run.task.kind == "U":
+                taken = {run.inputs[place] for place in found.executables[run.executable].donated}
+                assert all(last[name] is run and name not in kept for name in taken)
+                left = Counter(mesh.values[n] for n in run.inputs if last[n] is run and n not in taken | kept)
+                room = Counter(mesh.values[n] for n in run.outputs) - Counter(mesh.values[n] for n in taken)
+                assert not left & room
 
 
 @on_every_schedule

@@ -121,7 +121,7 @@ def test_what_was_registered_or_set_is_in_the_key(monkeypatch):
     assert key() == before
 
 
-def test_the_figures_of_a_registered_machine_are_in_the_key():
+def test_the_figures_of_a_registered_machine_are_in_the_key(own_machines):
     machine = replace(Machine.named("p3.16xlarge"), name="one of ours", kind="one of ours")
     keys: list[str | None] = []
     for share in (1.0, 0.5):
